@@ -1,0 +1,76 @@
+"""The check registry, and the one place where comparisons become an outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from verifier.core.comparison import Comparison
+from verifier.core.finding import Finding, Outcome
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+CheckFn = Callable[[Trace], Iterator[Comparison]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A pure generator of comparisons over a trace, with a code, a name and a page (its docstring)."""
+
+    code: str
+    name: str
+    needs: tuple[tuple[Stage, str], ...]
+    """(stage, kind) pairs without which the check is inconclusive."""
+    scope: str
+    """Which part of a run's declaration it belongs to; a run lists in its manifest the scopes that it exercises."""
+    fn: CheckFn
+
+    @property
+    def page(self) -> str:
+        """The check's page, as `verifier explain` prints it."""
+        return self.fn.__doc__ or ""
+
+
+REGISTRY: dict[str, Check] = {}
+
+
+def check(code: str, *, needs: tuple[tuple[Stage, str], ...], scope: str) -> Callable[[CheckFn], CheckFn]:
+    """Register a function as a check; its name states what is wrong and its docstring is its page."""
+
+    def register(fn: CheckFn) -> CheckFn:
+        if code in REGISTRY:
+            raise ValueError(f"check code {code} is taken by `{REGISTRY[code].name}`")
+        if not fn.__doc__:
+            raise ValueError(f"check {code} has no page: write the docstring first")
+        REGISTRY[code] = Check(code=code, name=fn.__name__.replace("_", "-"), needs=needs, scope=scope, fn=fn)
+        return fn
+
+    return register
+
+
+def run_check(item: Check, trace: Trace) -> Outcome:
+    """Fold a check's comparisons into an Outcome. Never raises."""
+    missing = tuple(f"{stage.label}/{kind}" for stage, kind in item.needs if not trace.has(stage, kind))
+    if missing:
+        return Outcome(code=item.code, name=item.name, num_compared=0, not_recorded=missing)
+    seen, bad, error = 0, [], None
+    try:
+        for comparison in item.fn(trace):
+            seen += 1
+            if not comparison.same:
+                bad.append(comparison)
+    except Exception as problem:  # a broken check is never a pass, and never hides what it already found
+        error = f"{type(problem).__name__}: {problem}"
+    return Outcome(code=item.code, name=item.name, num_compared=seen, finding=Finding.fold(bad), error=error)
+
+
+def judge(trace: Trace, *, only: tuple[str, ...] = ()) -> list[Outcome]:
+    """Run every check whose scope the trace's manifest declares (or just the codes in `only`), by code order.
+
+    The manifest's "scopes" is what the run promised to exercise; a check outside of it has no subject there.
+    """
+    scopes = set(trace.manifest.get("scopes", ()))
+    chosen = [
+        item for code, item in sorted(REGISTRY.items()) if (code in only if only else item.scope in scopes)
+    ]
+    return [run_check(item, trace) for item in chosen]

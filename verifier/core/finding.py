@@ -1,0 +1,68 @@
+"""Verdict, finding and outcome: what a check's comparisons fold into."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verifier.core.comparison import Comparison
+from verifier.core.stage import Stage
+
+
+class Verdict(enum.IntEnum):
+    """Ordered by dominance, so that composing verdicts is ``max``."""
+
+    HOLDS = 0
+    INCONCLUSIVE = 1
+    VIOLATED = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The folded mismatches of one check."""
+
+    count: int
+    first: Comparison
+    worst: Comparison
+    last: Comparison
+    first_bad_stage: Stage
+    bad: tuple[Comparison, ...] = ()
+    """Every mismatch, in order; the text renderer shows a few, JSON all."""
+
+    @classmethod
+    def fold(cls, bad: Sequence[Comparison]) -> Finding | None:
+        """None when nothing mismatched. `first` is the earliest by (version, stage)."""
+        if not bad:
+            return None
+        ordered = sorted(bad, key=lambda item: (item.version, item.stage))
+        return cls(
+            count=len(bad),
+            first=ordered[0],
+            worst=max(bad, key=lambda item: item.badness),
+            last=ordered[-1],
+            first_bad_stage=ordered[0].stage,
+            bad=tuple(ordered),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one check found. The verdict is derived; an author cannot write it."""
+
+    code: str
+    name: str
+    num_compared: int
+    finding: Finding | None = None
+    not_recorded: tuple[str, ...] = ()
+    """Needed evidence ("stage/kind") that the trace does not hold."""
+    error: str | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """VIOLATED on any mismatch; INCONCLUSIVE on nothing compared, nothing recorded or a crash; else HOLDS."""
+        if self.finding is not None:
+            return Verdict.VIOLATED
+        if self.error is not None or self.not_recorded or not self.num_compared:
+            return Verdict.INCONCLUSIVE
+        return Verdict.HOLDS

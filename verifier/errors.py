@@ -1,0 +1,27 @@
+"""Every exception that verifier raises on purpose, each with the exit code that the command line answers with."""
+
+from __future__ import annotations
+
+
+class VerifierError(Exception):
+    """Base of all deliberate errors: one clear sentence, and the exit code it ends the command with."""
+
+    exit_code: int = 3
+
+
+class UsageError(VerifierError):
+    """The user can mend it: unknown model, mesh that does not divide, damaged checkpoint, missing GPU, wrong version."""
+
+    exit_code = 4
+
+
+class ContractError(VerifierError):
+    """A room was handed something that it must refuse: a duplicate name, a shape that disagrees, an unmapped tensor."""
+
+    exit_code = 3
+
+
+class InternalError(VerifierError):
+    """Something broke that is neither the user's nor the verified system's doing: a dead process, a lost socket."""
+
+    exit_code = 3

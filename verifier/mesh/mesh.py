@@ -1,0 +1,167 @@
+"""Axis sizes, the rank-to-coordinate bijection, and which layers a pipeline chunk holds. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from verifier.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinate:
+    """Where one rank stands: dense axes (tp, cp, dp, pp) and, for the same rank, expert axes (etp, ep, edp)."""
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+    cp: int
+    dp: int
+    edp: int
+
+    def __str__(self) -> str:
+        return f"tp={self.tp} pp={self.pp} ep={self.ep} etp={self.etp} cp={self.cp} dp={self.dp}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Parallel sizes of a trainer.
+
+    Ranks are laid out as Megatron's default order does: for dense layers tp is fastest, then cp, dp, pp; for expert
+    layers etp is fastest, then ep, edp, pp, over the same ranks.
+
+    Raises:
+        UsageError: a size below 1, expert axes that do not divide tp * cp * dp, vpp without pp, or a stage size
+            without pp.
+
+    Source:
+        megatron-core 0.19.2, megatron/core/parallel_state.py, `RankGenerator` with order "tp-cp-ep-dp-pp".
+    """
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    cp: int = 1
+    dp: int = 1
+    vpp: int = 1
+    first_stage_layers: int | None = None
+    """Layers on the first pipeline stage; None shares evenly."""
+    last_stage_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        for axis in ("tp", "pp", "ep", "etp", "cp", "dp", "vpp"):
+            if getattr(self, axis) < 1:
+                raise UsageError(f"mesh axis {axis} is {getattr(self, axis)}, it must be at least 1")
+        if self.dense_size % self.expert_size:
+            raise UsageError(
+                f"ep * etp = {self.ep} * {self.etp} = {self.expert_size} does not divide tp * cp * dp = "
+                f"{self.tp} * {self.cp} * {self.dp} = {self.dense_size}: "
+                f"choose --dp so that it does (--dp {self.smallest_dp(self.tp, self.cp, self.ep, self.etp)} is the least)"
+            )
+        if self.vpp > 1 and self.pp == 1:
+            raise UsageError(f"vpp = {self.vpp} needs pp > 1: virtual stages interleave pipeline stages")
+        if self.pp == 1 and (self.first_stage_layers is not None or self.last_stage_layers is not None):
+            raise UsageError("uneven stages need pp > 1: there is only one pipeline stage")
+        if self.vpp > 1 and (self.first_stage_layers is not None or self.last_stage_layers is not None):
+            raise UsageError("uneven stages with vpp > 1 are not supported: give either")
+
+    @staticmethod
+    def smallest_dp(tp: int, cp: int, ep: int, etp: int) -> int:
+        """The least dp for which ep * etp divides tp * cp * dp."""
+        dp = 1
+        while (tp * cp * dp) % (ep * etp):
+            dp += 1
+        return dp
+
+    @property
+    def dense_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def expert_size(self) -> int:
+        """Ranks that together hold every expert of one stage once."""
+        return self.ep * self.etp
+
+    @property
+    def expert_dp(self) -> int:
+        """Copies of each expert shard within a stage."""
+        return self.dense_size // self.expert_size
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dense_size * self.pp
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Coordinates of a rank; inverse of `rank_at` on the dense axes."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside of the mesh's {self.world_size} ranks")
+        pp, within = divmod(rank, self.dense_size)
+        return Coordinate(
+            tp=within % self.tp,
+            cp=within // self.tp % self.cp,
+            dp=within // (self.tp * self.cp),
+            pp=pp,
+            etp=within % self.etp,
+            ep=within // self.etp % self.ep,
+            edp=within // self.expert_size,
+        )
+
+    def rank_at(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """Rank at dense coordinates."""
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+
+    def stage_sizes(self, num_layers: int) -> list[int]:
+        """Layers per pipeline stage, in stage order.
+
+        Raises:
+            UsageError: the layers cannot be shared as asked.
+        """
+        first, last = self.first_stage_layers, self.last_stage_layers
+        if first is None and last is None:
+            if num_layers % (self.pp * self.vpp):
+                raise UsageError(
+                    f"{num_layers} layers do not divide over pp * vpp = {self.pp} * {self.vpp} chunks: "
+                    "give --first-stage-layers or --last-stage-layers, or other sizes"
+                )
+            return [num_layers // self.pp] * self.pp
+        middle_stages = self.pp - (first is not None) - (last is not None)
+        middle = num_layers - (first or 0) - (last or 0)
+        if middle < 0 or (first is not None and first < 1) or (last is not None and last < 1):
+            raise UsageError(f"first stage {first} and last stage {last} layers do not fit into {num_layers} layers")
+        if (middle_stages == 0 and middle) or (middle_stages and (middle % middle_stages or not middle)):
+            raise UsageError(
+                f"{middle} layers are left for {middle_stages} pipeline stages after first {first} and last {last} "
+                f"of {num_layers}: they must divide evenly"
+            )
+        sizes = [middle // middle_stages] * middle_stages if middle_stages else []
+        return ([first] if first is not None else []) + sizes + ([last] if last is not None else [])
+
+    def layers_of(self, pp: int, chunk: int, num_layers: int) -> range:
+        """Global indices of the layers that chunk `chunk` (0 <= chunk < vpp) of stage `pp` holds."""
+        sizes = self.stage_sizes(num_layers)
+        if self.vpp > 1:
+            size = num_layers // (self.pp * self.vpp)
+            begin = (chunk * self.pp + pp) * size
+            return range(begin, begin + size)
+        begin = sum(sizes[:pp])
+        return range(begin, begin + sizes[pp])
+
+    def label(self) -> str:
+        """Sizes above one, in the canonical order; "1 rank" when there are none."""
+        parts = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        for name, size in (("first", self.first_stage_layers), ("last", self.last_stage_layers)):
+            if size is not None:
+                parts.append(f"{name}{size}")
+        return " ".join(parts) or "1 rank"
+
+    def to_dict(self) -> dict[str, int | None]:
+        """Field values, JSON-able; `Mesh(**mesh.to_dict())` is the same mesh."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+AXES: Sequence[str] = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
+"""The order in which sizes are spelled in every message."""
