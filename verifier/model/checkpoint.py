@@ -1,0 +1,193 @@
+"""Reader of a Hugging Face checkpoint directory: config.json and safetensors shards, checked before first use.
+
+`open_checkpoint` reads headers only. A damaged directory is refused with one sentence before any tensor is read, so
+that a run of an hour does not end at a shard that was cut short. `Checkpoint.read` maps the shard and copies nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verifier.errors import UsageError
+from verifier.model.families import JSON
+
+if TYPE_CHECKING:
+    import torch
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit, safetensors/src/tensor.rs MAX_HEADER_SIZE
+
+_DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMeta:
+    """What a shard's header says of one tensor."""
+
+    dtype: str
+    """PyTorch's spelling without the prefix: "float32", "bfloat16"."""
+    shape: tuple[int, ...]
+    num_bytes: int
+    shard: str
+    """File name of the shard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checked checkpoint directory; make it with `open_checkpoint`."""
+
+    path: Path
+    config: dict[str, JSON]
+    metas: dict[str, TensorMeta]
+    """Tensor name -> meta, sorted by name."""
+    _shards: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def names(self) -> list[str]:
+        """All tensor names, sorted."""
+        return list(self.metas)
+
+    def meta(self, name: str) -> TensorMeta:
+        """Dtype, shape and size of a tensor.
+
+        Raises:
+            UsageError: the checkpoint has no such tensor.
+        """
+        if name not in self.metas:
+            raise UsageError(f"checkpoint {self.path} has no tensor `{name}`")
+        return self.metas[name]
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor as a view of the mapped shard; writing to it changes neither the file nor later reads elsewhere.
+
+        Raises:
+            UsageError: the checkpoint has no such tensor.
+        """
+        from safetensors import safe_open
+
+        shard = self.meta(name).shard
+        if shard not in self._shards:
+            self._shards[shard] = safe_open(self.path / shard, framework="pt", device="cpu")
+        return self._shards[shard].get_tensor(name)
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Check a checkpoint directory's files against each other and against their own headers.
+
+    Args:
+        path: Directory with config.json and either model.safetensors.index.json and its shards, or model.safetensors.
+
+    Raises:
+        UsageError: no directory; config.json absent, broken or without an architecture; a shard absent, cut short or
+            with a broken header; index and shards that disagree on a tensor.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise UsageError(f"no checkpoint directory at {path}")
+    config = _read_json(path / "config.json")
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        raise UsageError(f"{path / 'config.json'} names no architecture: `architectures` is {architectures!r}")
+    if (path / _INDEX).is_file():
+        metas = _read_indexed(path)
+    elif (path / _SINGLE).is_file():
+        metas = _read_header(path / _SINGLE)
+    else:
+        raise UsageError(f"{path} holds no weights: neither {_INDEX} nor {_SINGLE} is there")
+    return Checkpoint(path=path, config=config, metas=dict(sorted(metas.items())))
+
+
+def _read_indexed(path: Path) -> dict[str, TensorMeta]:
+    weight_map = _read_json(path / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise UsageError(f"{path / _INDEX} has no usable `weight_map`")
+    metas: dict[str, TensorMeta] = {}
+    for shard in sorted(set(weight_map.values())):
+        if Path(shard).name != shard:
+            raise UsageError(f"{path / _INDEX} names shard `{shard}`, which is not a file name in its own directory")
+        if not (path / shard).is_file():
+            raise UsageError(f"shard {path / shard} is missing: {_INDEX} names it")
+        held = _read_header(path / shard)
+        for name in held:
+            if name not in weight_map:
+                raise UsageError(f"shard {path / shard} holds `{name}`, which {_INDEX} does not name")
+            if weight_map[name] != shard:
+                raise UsageError(f"shard {path / shard} holds `{name}`, which {_INDEX} places in `{weight_map[name]}`")
+        metas |= held
+    absent = sorted(weight_map.keys() - metas.keys())
+    if absent:
+        others = f" and {len(absent) - 1:,} more" if len(absent) > 1 else ""
+        raise UsageError(
+            f"{path / _INDEX} names tensor `{absent[0]}`{others}, but shard `{weight_map[absent[0]]}` does not hold it"
+        )
+    return metas
+
+
+def _read_header(shard: Path) -> dict[str, TensorMeta]:
+    """Metas of one shard, after checking that its tensors tile the data section and the file ends where they do.
+
+    Source:
+        https://github.com/huggingface/safetensors, README section "Format".
+    """
+    try:
+        file_bytes = shard.stat().st_size
+        with shard.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if file_bytes < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
+                raise UsageError(f"shard {shard} is truncated or no safetensors file: {file_bytes:,} bytes, no header")
+            header = json.loads(file.read(header_bytes))
+        header.pop("__metadata__", None)
+        entries = sorted((tuple(entry["data_offsets"]), name, entry) for name, entry in header.items())
+        metas, at = {}, 0
+        for (begin, end), name, entry in entries:
+            if entry["dtype"] not in _DTYPES:
+                raise UsageError(f"shard {shard} holds `{name}` in dtype {entry['dtype']}, which is not supported")
+            dtype, itemsize = _DTYPES[entry["dtype"]]
+            shape = tuple(entry["shape"])
+            if begin != at or end - begin != math.prod(shape) * itemsize:
+                raise UsageError(
+                    f"shard {shard} has a broken header: `{name}`, {entry['dtype']} of shape {list(shape)}, "
+                    f"is placed at bytes {begin} to {end}"
+                )
+            metas[name] = TensorMeta(dtype=dtype, shape=shape, num_bytes=end - begin, shard=shard.name)
+            at = end
+    except OSError as error:
+        raise UsageError(f"cannot read shard {shard}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"shard {shard} has a broken header: {type(error).__name__} while reading it") from error
+    expected_bytes = 8 + header_bytes + at
+    if file_bytes != expected_bytes:
+        kind = "truncated" if file_bytes < expected_bytes else "longer than its header says"
+        raise UsageError(f"shard {shard} is {kind}: {file_bytes:,} bytes, its header asks for {expected_bytes:,}")
+    return metas
+
+
+def _read_json(path: Path) -> dict[str, JSON]:
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise UsageError(f"{path.name} is missing from {path.parent}") from error
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} holds a JSON {type(content).__name__}, not an object")
+    return content
