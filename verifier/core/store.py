@@ -46,7 +46,7 @@ def decode(line: str) -> Evidence:
     record = json.loads(line)
     unknown = set(record) - _FIELDS
     if unknown:
-        raise UsageError(f"the trace holds a field `{sorted(unknown)[0]}` that this version of verifier does not know")
+        raise UsageError(f"the trace holds a field `{min(unknown)}` that this version of verifier does not know")
     record["stage"] = Stage.from_label(record["stage"])
     if "shape" in record:
         record["shape"] = tuple(record["shape"])

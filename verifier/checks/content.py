@@ -1,0 +1,103 @@
+"""Comparing recorded contents by name: the one comparison of two sets of tensor evidence, both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from verifier.core.comparison import Comparison
+from verifier.core.evidence import Evidence
+from verifier.core.stage import Stage
+
+
+def owner_of(item: Evidence) -> str:
+    """Who saw it, for the failure text."""
+    where = item.facts.get("at")
+    return f"{item.role} rank {item.rank}" + (f" ({where})" if where else "")
+
+
+def describe(item: Evidence) -> str:
+    """Digest (cut), dtype and shape of one recorded tensor."""
+    algorithm, _, value = (item.digest or "none:").partition(":")
+    return f"{algorithm}:{value[:6]} {item.dtype} {list(item.shape or ())}"
+
+
+class Twins:
+    """Finds what a wrong content equals instead: digest to the names that rightly hold it."""
+
+    def __init__(self, expected: Mapping[str, Evidence]) -> None:
+        self._names: dict[str, list[str]] = {}
+        for name, item in expected.items():
+            self._names.setdefault(item.digest or "", []).append(name)
+
+    def of(self, item: Evidence) -> str:
+        """"; equals the `name` that was expected" or nothing."""
+        names = [name for name in self._names.get(item.digest or "", ()) if name != item.name]
+        return f"; equals what `{names[0]}` should hold" if names else ""
+
+
+def compare_contents(
+    actual: Mapping[str, Evidence],
+    expected: Mapping[str, Evidence],
+    *,
+    stage: Stage,
+    version: int,
+    actual_says: str,
+    expected_says: str,
+    allowed: str,
+    hint: str,
+) -> Iterator[Comparison]:
+    """Names as sets both ways, then dtype, shape and digest of every common name.
+
+    Args:
+        actual: by name, what the stage holds.
+        expected: by name, what its predecessor handed over.
+        actual_says: who reports the actual side, for the failure text ("the export").
+        expected_says: who says so on the expected side.
+    """
+    twins = Twins(expected)
+    for name in list(expected) + [name for name in actual if name not in expected]:
+        got, want = actual.get(name), expected.get(name)
+        if got is None or want is None:
+            present = want or got
+            assert present is not None
+            sentence = (
+                f"`{name}` is absent from {actual_says}"
+                if got is None
+                else f"`{name}` is in {actual_says} but not in {expected_says}"
+            )
+            yield Comparison(
+                what=name, same=False, stage=stage, version=version, badness=1.0, sentence=sentence,
+                owner=owner_of(present),
+                expected=f"{describe(want)} ({expected_says})" if want else f"absent ({expected_says})",
+                actual=f"{describe(got)} ({actual_says})" if got else f"absent ({actual_says})",
+                allowed=allowed, hint=hint,
+            )  # fmt: skip
+            continue
+        same = (got.digest, got.dtype, got.shape) == (want.digest, want.dtype, want.shape)
+        if same:
+            yield Comparison(what=name, same=True, stage=stage, version=version)
+            continue
+        if got.dtype != want.dtype:
+            what = f"has dtype {got.dtype} in {actual_says}, {want.dtype} in {expected_says}"
+        elif got.shape != want.shape:
+            what = f"has shape {list(got.shape or ())} in {actual_says}, {list(want.shape or ())} in {expected_says}"
+        else:
+            what = f"holds other bits in {actual_says} than in {expected_says}"
+        yield Comparison(
+            what=name, same=False, stage=stage, version=version, badness=0.5,
+            sentence=f"`{name}` {what}", owner=owner_of(got),
+            expected=f"{describe(want)} ({expected_says})",
+            actual=f"{describe(got)} ({actual_says}{twins.of(got)})",
+            allowed=allowed, hint=hint,
+        )  # fmt: skip
+
+
+def by_name(items: Iterator[Evidence]) -> dict[str, Evidence]:
+    """Evidence by name; a name that stands twice keeps its first place and is renamed so that it cannot hide."""
+    found: dict[str, Evidence] = {}
+    for item in items:
+        name = item.name
+        while name in found:
+            name += " (again)"
+        found[name] = item
+    return found

@@ -1,0 +1,102 @@
+"""What the engine holds after loading: checkpoint tensors, buffers and derived tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verifier.checks.content import by_name, compare_contents
+from verifier.core.check import check
+from verifier.core.comparison import Comparison
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+
+@check("ENG001", needs=((Stage.ENGINE, "view"), (Stage.ENGINE, "view-expected")), scope="engine")
+def engine_tensor_differs(trace: Trace) -> Iterator[Comparison]:
+    """After every sync each engine rank's live tensors, mapped back to checkpoint layout, are what was sent.
+
+    What it checks: names both ways, dtypes, shapes and bits of every checkpoint slice that an engine rank holds,
+    read from the tensors that its forward uses.
+    Why it matters: reload bugs leave single layers half-processed, or loaded twice, without an error.
+    Evidence: engine/view, engine/view-expected (the export cut to the engine rank's slice).
+    Tolerance and its source: bitwise; loading copies.
+    What it does not catch: buffers that no checkpoint tensor names (ENG002).
+    References: vllm#42821, SkyRL#1680, prime-rl#2714, verl#7986.
+    """
+    for version in trace.versions(Stage.ENGINE, "view"):
+        for rank in range(int(trace.manifest["engine_ranks"])):
+            yield from compare_contents(
+                by_name(trace.at(Stage.ENGINE, "view", version=version, rank=rank)),
+                by_name(trace.at(Stage.ENGINE, "view-expected", version=version, rank=rank)),
+                stage=Stage.ENGINE, version=version, actual_says=f"engine rank {rank}",
+                expected_says="the export, cut to this rank", allowed="bitwise (loading copies)",
+                hint="look at the engine's weight loader and at its processing after the load, at this version's reload",
+            )  # fmt: skip
+
+
+@check("ENG002", needs=((Stage.ENGINE, "state"), (Stage.ENGINE, "cold")), scope="cold")
+def engine_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
+    """The synced engine equals, bit for bit, an engine that loads the same weights cold.
+
+    What it checks: per engine rank, every parameter, buffer (persistent or not) and derived tensor.
+    Why it matters: rotary caches, scales and repacked weights are in no checkpoint; a reload can lose them.
+    Evidence: engine/state and engine/cold of the same version.
+    Tolerance and its source: bitwise; both hold a function of the same bits.
+    What it does not catch: an engine that loads wrongly both cold and live (ENG001, LGP002).
+    References: vllm#44371, vllm#16564, vllm#48284, RFC vllm#48312.
+    """
+    for version in trace.versions(Stage.ENGINE, "cold"):
+        for rank in range(int(trace.manifest["engine_ranks"])):
+            yield from compare_contents(
+                by_name(trace.at(Stage.ENGINE, "state", version=version, rank=rank)),
+                by_name(trace.at(Stage.ENGINE, "cold", version=version, rank=rank)),
+                stage=Stage.ENGINE, version=version, actual_says=f"synced engine rank {rank}",
+                expected_says="an engine that loaded these weights cold", allowed="bitwise (a function of the same bits)",
+                hint="look at what the reload does with tensors that are in no checkpoint",
+            )  # fmt: skip
+
+
+@check("ENG003", needs=((Stage.ENGINE, "poison"),), scope="engine")
+def poison_left_tensor_intact(trace: Trace) -> Iterator[Comparison]:
+    """Before each sync the receiver was really poisoned, so that what it holds afterwards came from the sync.
+
+    What it checks: of the engine's floating-point parameters and buffers, those that still held a finite value after
+    the poison, per engine rank: none, but those that the engine declares it cannot reach.
+    Why it matters: without poison a sync that skips a tensor leaves the right old value in place and passes.
+    Evidence: engine/poison (names left intact).
+    Tolerance and its source: exact.
+    What it does not catch: tensors that the engine never reads.
+    References: prime-rl#2714, slime `--check-weight-update-equal`.
+    """
+    for item in trace.at(Stage.ENGINE, "poison"):
+        intact = list(item.facts["intact"])
+        yield Comparison(
+            what=intact[0] if intact else f"engine rank {item.rank}", same=not intact, stage=Stage.ENGINE,
+            version=item.version, badness=float(bool(intact)), owner=f"engine rank {item.rank}",
+            sentence=f"{len(intact)} of {item.facts['total']} tensors were not poisoned before the sync",
+            expected="every tensor NaN", actual=f"{len(intact)} finite", allowed="exact",
+            hint="a tensor that poison cannot reach is one that a sync may not reach either",
+        )  # fmt: skip
+
+
+@check("ENG004", needs=((Stage.TRANSPORT, "receipt"),), scope="engine")
+def received_tensor_not_loaded(trace: Trace) -> Iterator[Comparison]:
+    """The engine's loader took up every tensor that it was handed, and nothing waits unprocessed.
+
+    What it checks: for each received tensor, that the engine's `load_weights` reported a parameter for it.
+    Why it matters: an unknown name is skipped without an error, and its old value stays.
+    Evidence: transport/receipt, fact "loaded".
+    Tolerance and its source: exact.
+    What it does not catch: a tensor loaded into the wrong place (ENG001).
+    References: vLLM `receive_weights` drops the set that `load_weights` returns; slime debugging guide (router skipped).
+    """
+    for item in trace.at(Stage.TRANSPORT, "receipt"):
+        loaded = item.facts.get("loaded")
+        if loaded is None:
+            continue
+        yield Comparison(
+            what=item.name, same=bool(loaded), stage=Stage.ENGINE, version=item.version, badness=0.0 if loaded else 1.0,
+            sentence="" if loaded else f"engine rank {item.rank} received `{item.name}` and loaded it into no parameter",
+            owner=f"engine rank {item.rank}", expected="loaded", actual="skipped", allowed="exact",
+            hint="compare the name with the engine's own mapping of checkpoint names",
+        )  # fmt: skip

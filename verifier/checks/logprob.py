@@ -1,0 +1,147 @@
+"""Log-probabilities of the same tokens from trainer, engine and the fp32 oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from verifier.core.check import check
+from verifier.core.comparison import Comparison, Tolerance, describe_difference
+from verifier.core.evidence import Evidence
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+if TYPE_CHECKING:
+    import torch
+
+FP32 = Tolerance(absolute=1e-5, source="fp32 on CPU: Megatron, vLLM and transformers agree to 4e-6 nats on tiny models")
+
+
+def _bounds(trace: Trace, version: int) -> tuple[Tolerance, Tolerance | None]:
+    """(bound on the greatest, bound on the mean) absolute difference in nats.
+
+    In bf16 both come from the run: transformers in bf16 against transformers in fp32, on the same tokens and weights.
+    """
+    if trace.manifest["dtype"] == "float32":
+        return FP32, None
+    noise = next(iter(trace.at(Stage.LOGPROB, "noise", version=version)), None)
+    if noise is None:
+        raise LookupError(f"no measured noise for version {version}")
+    greatest, mean = float(noise.facts["max"]), float(noise.facts["mean"])
+    source = "this run's noise: transformers in the run's dtype against transformers in fp32, times {}"
+    return (
+        Tolerance(absolute=3 * greatest, source=source.format(3)),
+        Tolerance(absolute=2 * mean, source=source.format(2)),
+    )
+
+
+def _compare(
+    trace: Trace, actual: Evidence, expected: Evidence, stage: Stage, actual_says: str, expected_says: str, hint: str
+) -> Iterator[Comparison]:
+    """One comparison per sequence, token by token."""
+    worst_bound, mean_bound = _bounds(trace, actual.version)
+    got, want = trace.array(actual), trace.array(expected)
+    lengths = [int(n) for n in expected.facts["lengths"]]
+    if list(actual.facts["lengths"]) != lengths or got.numel() != sum(lengths) or want.numel() != sum(lengths):
+        yield Comparison(
+            what=actual.name, same=False, stage=stage, version=actual.version, badness=1.0,
+            sentence=f"{actual_says} scored {list(actual.facts['lengths'])} tokens a sequence, {expected_says} {lengths}",
+            expected=str(lengths), actual=str(list(actual.facts["lengths"])), allowed="exact",
+        )  # fmt: skip
+        return
+    begin = 0
+    for number, length in enumerate(lengths):
+        left, right = got[begin : begin + length], want[begin : begin + length]
+        begin += length
+        greatest, text = describe_difference(left, right)
+        same = greatest <= worst_bound.absolute
+        yield Comparison(
+            what=f"{actual.name} sequence {number}", same=same, stage=stage, version=actual.version,
+            badness=0.0 if same else greatest / worst_bound.absolute,
+            sentence="" if same else (
+                f"log-probabilities of {actual_says} and {expected_says} differ by up to {greatest:.3g} nats "
+                f"on sequence {number}, {worst_bound.absolute:.3g} is allowed"
+            ),
+            owner=f"{actual.role} rank {actual.rank}",
+            expected=f"{_head(right)} ({expected_says})", actual=f"{_head(left)} ({actual_says})",
+            mismatched=text, allowed=str(worst_bound), hint=hint,
+        )  # fmt: skip
+    if mean_bound is not None:
+        mean = float((got.double() - want.double()).abs().mean())
+        same = mean <= mean_bound.absolute
+        yield Comparison(
+            what=f"{actual.name} mean", same=same, stage=stage, version=actual.version,
+            badness=0.0 if same else mean / mean_bound.absolute,
+            sentence=f"log-probabilities of {actual_says} and {expected_says} differ by {mean:.3g} nats on the mean",
+            owner=f"{actual.role} rank {actual.rank}", allowed=str(mean_bound), hint=hint,
+        )  # fmt: skip
+
+
+def _head(values: torch.Tensor) -> str:
+    return "[" + ", ".join(f"{float(v):.5g}" for v in values[:3]) + (", ..." if values.numel() > 3 else "") + "]"
+
+
+def _pairs(trace: Trace, actual: tuple[Stage, str], expected: tuple[Stage, str]) -> Iterator[tuple[Evidence, Evidence]]:
+    """Facts of the same name and version from two sides; the actual side must have its partner."""
+    partners = {(item.name, item.version): item for item in trace.at(*expected)}
+    for item in trace.at(*actual):
+        if (item.name, item.version) not in partners:
+            raise LookupError(f"nobody else scored `{item.name}` of version {item.version}")
+        yield item, partners[item.name, item.version]
+
+
+@check("LGP001", needs=((Stage.LOGPROB, "trainer"), (Stage.LOGPROB, "oracle")), scope="logprob")
+def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
+    """The trainer scores tokens as transformers in fp32 does with the same weights.
+
+    What it checks: teacher-forced log-probabilities, token by token, at every version, against an independent
+    implementation that holds the trainer's own live weights (joined without Megatron-Bridge).
+    Why it matters: import and export that are wrong alike, a wrong rope base, epsilon or scaling, a misplaced label:
+    all leave the round trip an identity.
+    Evidence: logprob/trainer, logprob/oracle (arrays).
+    Tolerance and its source: fp32 1e-5 nats, measured agreement 4e-6; bf16 from the run's own noise.
+    What it does not catch: what no scored token exercises (an expert that none is routed to: WGT001).
+    References: Megatron-Bridge#3743, slime#1734, RL#1046, verl#4250, vllm and trl rows of the catalogue.
+    """
+    for actual, expected in _pairs(trace, (Stage.LOGPROB, "trainer"), (Stage.LOGPROB, "oracle")):
+        yield from _compare(
+            trace, actual, expected, Stage.LOGPROB, "the trainer", "the fp32 oracle",
+            "if the loaded shards are right, look at the forward: rope, epsilon, scaling, masks, label alignment",
+        )  # fmt: skip
+
+
+@check("LGP002", needs=((Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "oracle")), scope="rollout")
+def engine_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
+    """The engine scores tokens as transformers in fp32 does with the trainer's weights, before and after each sync.
+
+    What it checks: teacher-forced log-probabilities, token by token.
+    Why it matters: it sees what the engine computes, whatever its tensors look like.
+    Evidence: rollout/engine, logprob/oracle (arrays).
+    Tolerance and its source: as LGP001.
+    What it does not catch: what no scored token exercises (ENG001).
+    References: SkyRL#1680, trl#5312, vllm#44371.
+    """
+    for actual, expected in _pairs(trace, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "oracle")):
+        yield from _compare(
+            trace, actual, expected, Stage.ROLLOUT, "the engine", "the fp32 oracle",
+            "if the engine's tensors are right, look at what its forward reads besides: caches, buffers, config",
+        )  # fmt: skip
+
+
+@check("LGP003", needs=((Stage.ROLLOUT, "sampled"), (Stage.LOGPROB, "sampled-oracle")), scope="rollout")
+def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
+    """The log-probabilities reported with sampled tokens are those of the synced weights.
+
+    What it checks: tokens generated from prompts longer than a cache block, whose cache was filled before the sync,
+    scored again by the oracle.
+    Why it matters: a prefix cache that outlives its weights answers from the old policy.
+    Evidence: rollout/sampled, logprob/sampled-oracle (arrays).
+    Tolerance and its source: as LGP001.
+    What it does not catch: staleness of prompts shorter than a block (there is no cache entry).
+    References: vLLM `reset_prefix_cache`, SkyRL#1212, verl#7511.
+    """
+    for actual, expected in _pairs(trace, (Stage.ROLLOUT, "sampled"), (Stage.LOGPROB, "sampled-oracle")):
+        yield from _compare(
+            trace, actual, expected, Stage.ROLLOUT, "the engine's sampler", "the fp32 oracle",
+            "look at caches that were filled before the sync: prefix blocks, graphs",
+        )  # fmt: skip

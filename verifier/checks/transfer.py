@@ -1,0 +1,114 @@
+"""The plan and the transport: order, names, dtypes and bytes of what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verifier.checks.content import by_name, compare_contents
+from verifier.core.check import check
+from verifier.core.comparison import Comparison
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+
+@check("PLN001", needs=((Stage.PLAN, "plan"),), scope="plan")
+def plan_differs_between_ranks(trace: Trace) -> Iterator[Comparison]:
+    """All trainer ranks, and every engine rank, hold the same chunk plan before a byte moves.
+
+    What it checks: each party's plan digest at each version against trainer rank 0's at its first plan.
+    Why it matters: ranks whose plans differ hang for half an hour, or load bytes under the wrong names.
+    Evidence: plan/plan of all trainer and engine ranks.
+    Tolerance and its source: exact digests.
+    What it does not catch: a plan that is wrong everywhere alike (PLN002).
+    References: SkyRL#1581, SkyRL#1505, SkyRL#1816.
+    """
+    plans = list(trace.at(Stage.PLAN, "plan"))
+    first = next(item for item in plans if item.role == "trainer" and item.rank == 0)
+    for item in plans:
+        same = item.digest == first.digest
+        yield Comparison(
+            what=f"plan of {item.role} rank {item.rank}", same=same, stage=Stage.PLAN, version=item.version,
+            badness=0.0 if same else 0.9,
+            sentence="" if same else (
+                f"the chunk plan of {item.role} rank {item.rank} differs from trainer rank 0's: "
+                f"{item.facts.get('num_tensors')} tensors in {item.facts.get('num_chunks')} chunks, "
+                f"against {first.facts.get('num_tensors')} in {first.facts.get('num_chunks')}"
+            ),
+            owner=f"{item.role} rank {item.rank}", expected=str(first.digest), actual=str(item.digest),
+            allowed="exact (one plan is the only source of order)",
+            hint=str(item.facts.get("parts_at") or "compare the two ranks' export order"),
+        )  # fmt: skip
+
+
+@check("PLN002", needs=((Stage.PLAN, "entry"), (Stage.LOAD, "source")), scope="plan")
+def planned_tensor_differs_from_source(trace: Trace) -> Iterator[Comparison]:
+    """The plan names every checkpoint tensor once, with the checkpoint's dtype and shape.
+
+    What it checks: names both ways, dtypes and shapes of the plan's entries against the source checkpoint.
+    Why it matters: a tensor that is not planned keeps its old value in the engine; a planned dtype that is not the
+    checkpoint's rounds an fp32 router bias to bf16 on the wire.
+    Evidence: plan/entry, load/source.
+    Tolerance and its source: exact.
+    What it does not catch: wrong contents under right names (WGT004, WGT005, TPT001).
+    References: RL#3540, prime-rl#3524, SkyRL#1581.
+    """
+    source = by_name(trace.at(Stage.LOAD, "source"))
+    entries = by_name(trace.at(Stage.PLAN, "entry"))
+    for name in list(source) + [name for name in entries if name not in source]:
+        want, got = source.get(name), entries.get(name)
+        same = want is not None and got is not None and (want.dtype, want.shape) == (got.dtype, got.shape)
+        wanted = f"{want.dtype} {list(want.shape or ())}" if want else "absent"
+        found = f"{got.dtype} {list(got.shape or ())}" if got else "absent"
+        yield Comparison(
+            what=name, same=same, stage=Stage.PLAN, badness=0.0 if same else (1.0 if "absent" in (wanted, found) else 0.5),
+            sentence="" if same else f"`{name}` is planned as {found}, the source checkpoint has {wanted}",
+            expected=f"{wanted} (the source checkpoint)", actual=f"{found} (the plan)", allowed="exact",
+            hint="look at what casts, drops or renames tensors between the export and the plan",
+        )  # fmt: skip
+
+
+@check("TPT001", needs=((Stage.EXPORT, "tensor"), (Stage.TRANSPORT, "receipt")), scope="transport")
+def received_tensor_differs(trace: Trace) -> Iterator[Comparison]:
+    """Every engine rank received what was exported: names both ways, dtypes, shapes, bits, at every version.
+
+    What it checks: the receiver's own digests, taken from its own buffer chunk by chunk, against the export's.
+    Why it matters: bytes under the wrong names, freed or refilled buffers and casts on the wire load without an error.
+    Evidence: export/tensor of trainer rank 0, transport/receipt of every engine rank.
+    Tolerance and its source: bitwise; a transport copies.
+    What it does not catch: what the engine makes of it (ENG001, ENG002).
+    References: SkyRL#1581, slime#929, RL#3651, RL#3540.
+    """
+    engine_ranks = range(int(trace.manifest["engine_ranks"]))
+    for version in trace.versions(Stage.TRANSPORT, "receipt"):
+        expected = by_name(trace.at(Stage.EXPORT, "tensor", version=version, rank=0))
+        for rank in engine_ranks:
+            yield from compare_contents(
+                by_name(trace.at(Stage.TRANSPORT, "receipt", version=version, rank=rank)), expected,
+                stage=Stage.TRANSPORT, version=version, actual_says=f"what engine rank {rank} received",
+                expected_says="the export", allowed="bitwise (a transport copies)",
+                hint="look at the buffer's life between pack and receive, and at casts on the sender's side",
+            )  # fmt: skip
+
+
+@check("TPT002", needs=((Stage.EXPORT, "tensor"),), scope="transport")
+def export_not_transferred(trace: Trace) -> Iterator[Comparison]:
+    """Every exported version was transferred to every engine rank.
+
+    What it checks: each (version, engine rank) has receipts, as many as the export has tensors.
+    Why it matters: a sync behind a flag that is off leaves the engine frozen, and looks like staleness.
+    Evidence: export/tensor of trainer rank 0, transport/receipt.
+    Tolerance and its source: exact counts.
+    What it does not catch: wrong contents (TPT001).
+    References: verl#4248, verl#7495.
+    """
+    for version in trace.manifest["synced_versions"]:
+        want = sum(1 for _ in trace.at(Stage.EXPORT, "tensor", version=version, rank=0))
+        for rank in range(int(trace.manifest["engine_ranks"])):
+            got = sum(1 for _ in trace.at(Stage.TRANSPORT, "receipt", version=version, rank=rank))
+            yield Comparison(
+                what=f"version {version}", same=got == want and want > 0, stage=Stage.TRANSPORT, version=version,
+                badness=1.0, owner=f"engine rank {rank}",
+                sentence=f"engine rank {rank} confirmed {got} of {want} tensors of version {version}",
+                expected=f"{want} tensors", actual=f"{got} tensors", allowed="exact counts",
+                hint="look at what gates the sync, and at the chunks that the receiver refused",
+            )  # fmt: skip

@@ -1,0 +1,203 @@
+"""Weights inside the trainer and out of it: loaded shards, replicas, export, the idle step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verifier.checks.content import by_name, compare_contents, describe, owner_of
+from verifier.core.check import check
+from verifier.core.comparison import Comparison
+from verifier.core.evidence import Evidence
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+COPIES = "bitwise (this stage copies; it computes nothing)"
+
+
+def _ranks(trace: Trace, stage: Stage, kind: str, version: int) -> list[int]:
+    return sorted({item.rank for item in trace.at(stage, kind, version=version)})
+
+
+@check("WGT001", needs=((Stage.LOAD, "expected"), (Stage.LOAD, "shard")), scope="layout")
+def loaded_shard_differs(trace: Trace) -> Iterator[Comparison]:
+    """Every live parameter and buffer of every trainer rank holds the checkpoint's bits after load.
+
+    What it checks: on each rank, the names of live parameters and persistent buffers against the independent layout
+    (`verifier/export/names.py`), both ways; dtype, shape and bits of each against the slice cut from the checkpoint
+    by that layout, which shares no code with Megatron-Bridge.
+    Why it matters: a mapping that is wrong in the same way on import and export round-trips to identity; only a
+    statement made apart from it can see that.
+    Evidence: load/expected, load/shard, per rank.
+    Tolerance and its source: bitwise; loading copies.
+    What it does not catch: a wrong forward on right weights (LGP001); families without a layout row.
+    References: Megatron-Bridge#3743, prime-rl#1145, prime-rl#3333, verl#2029.
+    """
+    for rank in _ranks(trace, Stage.LOAD, "expected", 0):
+        yield from compare_contents(
+            by_name(trace.at(Stage.LOAD, "shard", version=0, rank=rank)),
+            by_name(trace.at(Stage.LOAD, "expected", version=0, rank=rank)),
+            stage=Stage.LOAD, version=0, actual_says="the live model", expected_says="the checkpoint, cut by layout",
+            allowed=COPIES, hint="look at the import mapping of this parameter and at what ran after the load",
+        )  # fmt: skip
+
+
+def _replica_groups(trace: Trace, stage: Stage, kind: str, version: int) -> dict[str, list[Evidence]]:
+    groups: dict[str, list[Evidence]] = {}
+    for item in trace.at(stage, kind, version=version):
+        groups.setdefault(str(item.facts["replica"]), []).append(item)
+    return groups
+
+
+@check("WGT002", needs=((Stage.LOAD, "shard"),), scope="layout")
+def replica_differs(trace: Trace) -> Iterator[Comparison]:
+    """Copies of one shard hold the same bits on every rank that has one, tied embeddings included.
+
+    What it checks: parameters that the mesh replicates (norms and routers over tp, everything over dp and cp, experts
+    over expert dp) and the two copies of a tied embedding are bitwise equal, after load and after every step.
+    Why it matters: an export reads the first owner of each tensor, so drift between copies never shows in it.
+    Evidence: load/shard and train/shard with the replica key that the layout gives.
+    Tolerance and its source: bitwise; replicas receive the same reduced gradient and do the same arithmetic.
+    What it does not catch: copies that are all wrong alike (WGT001, GRD001).
+    References: verl#5702, RL#3716, RL#666, Megatron-Bridge `broadcast_from_pp_rank`.
+    """
+    for stage, versions in ((Stage.LOAD, [0]), (Stage.TRAIN, trace.versions(Stage.TRAIN, "shard"))):
+        for version in versions:
+            for group in _replica_groups(trace, stage, "shard", version).values():
+                first = group[0]
+                for item in group[1:]:
+                    same = item.digest == first.digest
+                    yield Comparison(
+                        what=item.name, same=same, stage=stage, version=version, badness=0.0 if same else 0.5,
+                        sentence="" if same else (
+                            f"two copies of `{item.name}` differ: {owner_of(item)} and {owner_of(first)}"
+                        ),
+                        owner=owner_of(item),
+                        expected=f"{describe(first)} ({owner_of(first)} holds the other copy as `{first.name}`)",
+                        actual=describe(item), allowed="bitwise (replicas do the same arithmetic)",
+                        hint="look at the gradient reduction of this parameter over the axes that replicate it",
+                    )  # fmt: skip
+
+
+@check("WGT004", needs=((Stage.LOAD, "source"), (Stage.EXPORT, "tensor")), scope="export")
+def export_differs_from_source(trace: Trace) -> Iterator[Comparison]:
+    """The export of untouched weights is the source checkpoint: names both ways, dtypes, shapes, bits.
+
+    What it checks: Megatron-Bridge's export at version 0 against the HF safetensors, or against a recorded manifest.
+    Why it matters: with an absolute tolerance of 0.1 a zeroed tensor and two swapped experts pass.
+    Evidence: load/source, export/tensor of trainer rank 0.
+    Tolerance and its source: bitwise; import and export copy.
+    What it does not catch: an import and an export that are wrong alike (WGT001, LGP001).
+    References: Megatron-Bridge `_ROUNDTRIP_ATOL`, SkyRL#1471, Megatron-Bridge#1716.
+    """
+    yield from compare_contents(
+        by_name(trace.at(Stage.EXPORT, "tensor", version=0, rank=0)),
+        by_name(trace.at(Stage.LOAD, "source")),
+        stage=Stage.EXPORT, version=0, actual_says="the export", expected_says="the source checkpoint",
+        allowed=COPIES, hint="look at the export mapping of this tensor and at the axes that shard it",
+    )  # fmt: skip
+
+
+@check("WGT005", needs=((Stage.TRAIN, "live"), (Stage.EXPORT, "tensor")), scope="update")
+def export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
+    """After every update the export is what the trainer's live shards hold, assembled by the independent layout.
+
+    What it checks: at each version above 0, names, dtypes, shapes and bits of the export against the live parameters
+    of all ranks, joined by `verifier/export/names.py` without Megatron-Bridge.
+    Why it matters: stale exports (a cached conversion task, a parameter gather that had not run) are right at the
+    first sync and wrong at the second.
+    Evidence: train/live, export/tensor of trainer rank 0.
+    Tolerance and its source: bitwise; export copies.
+    What it does not catch: a wrong step (GRD001, WGT002).
+    References: SkyRL#1345, SkyRL#1471, and stale export under `overlap_param_gather`.
+    """
+    for version in trace.versions(Stage.TRAIN, "live"):
+        yield from compare_contents(
+            by_name(trace.at(Stage.EXPORT, "tensor", version=version, rank=0)),
+            by_name(trace.at(Stage.TRAIN, "live", version=version)),
+            stage=Stage.EXPORT, version=version, actual_says="the export", expected_says="the live shards",
+            allowed=COPIES, hint="compare with version 0: what was cached, or not yet gathered, when the export ran",
+        )  # fmt: skip
+
+
+@check("WGT006", needs=((Stage.EXPORT, "tensor"),), scope="export")
+def export_ranks_disagree(trace: Trace) -> Iterator[Comparison]:
+    """Every trainer rank's export yields the same tensors in the same order.
+
+    What it checks: names in order, dtypes, shapes and bits of each rank's stream against rank 0's, at each version.
+    Why it matters: colocated engines load what their own rank exported; a rank that yields another order feeds bytes
+    under the wrong names, or hangs the collective of the next tensor.
+    Evidence: export/tensor of all ranks.
+    Tolerance and its source: bitwise; every rank receives the same broadcast.
+    What it does not catch: all ranks wrong alike (WGT004, WGT005).
+    References: SkyRL#1581, SkyRL#1816.
+    """
+    for version in trace.versions(Stage.EXPORT, "tensor"):
+        streams: dict[int, list[Evidence]] = {}
+        for item in trace.at(Stage.EXPORT, "tensor", version=version):
+            streams.setdefault(item.rank, []).append(item)
+        first = streams.get(0, [])
+        for rank in range(int(trace.manifest["world_size"])):
+            got = [(item.name, item.dtype, item.shape, item.digest) for item in streams.get(rank, [])]
+            want = [(item.name, item.dtype, item.shape, item.digest) for item in first]
+            at = next((i for i, pair in enumerate(zip(got, want, strict=False)) if pair[0] != pair[1]), None)
+            same = got == want
+            place = at if at is not None else min(len(got), len(want))
+            name = (first[place : place + 1] or streams.get(rank, [])[place : place + 1] or first)[0].name if first else ""
+            yield Comparison(
+                what=name if not same else f"rank {rank}", same=same, stage=Stage.EXPORT, version=version,
+                badness=0.0 if same else 0.9,
+                sentence="" if same else (
+                    f"trainer rank {rank} exports {len(got)} tensors, rank 0 {len(want)}; they part at place {place}, `{name}`"
+                ),
+                owner=f"trainer rank {rank}",
+                expected=f"{want[place]}" if place < len(want) else "end of stream",
+                actual=f"{got[place]}" if place < len(got) else "end of stream",
+                allowed=COPIES, hint="look at what orders the conversion tasks on this rank",
+            )  # fmt: skip
+
+
+@check("WGT007", needs=((Stage.TRAIN, "idle"),), scope="step")
+def idle_step_moved_weight(trace: Trace) -> Iterator[Comparison]:
+    """A step with learning rate 0 leaves every live parameter bit alone.
+
+    What it checks: each rank's parameters after an lr = 0 step (no weight decay) against those before it.
+    Why it matters: an optimizer whose fp32 masters were not refreshed at load writes stale weights back at its first
+    step, whatever the gradient is.
+    Evidence: load/shard, train/idle, train/shard.
+    Tolerance and its source: bitwise; adding zero changes no bit, and a rounded master rounds to the same bits.
+    What it does not catch: masters that hold the right weights but wrong moments.
+    References: SkyRL#2149, RL#2371.
+    """
+    for version in trace.versions(Stage.TRAIN, "idle"):
+        before = (Stage.LOAD, "shard") if version == 0 else (Stage.TRAIN, "shard")
+        for rank in _ranks(trace, Stage.TRAIN, "idle", version):
+            yield from compare_contents(
+                by_name(trace.at(Stage.TRAIN, "idle", version=version, rank=rank)),
+                by_name(trace.at(*before, version=version, rank=rank)),
+                stage=Stage.TRAIN, version=version, actual_says="the model after an lr = 0 step",
+                expected_says="the model before it", allowed="bitwise (a step of zero moves nothing)",
+                hint="compare the optimizer's master weights with the parameters right after the load",
+            )  # fmt: skip
+
+
+@check("WGT008", needs=((Stage.TRAIN, "moved"),), scope="update")
+def update_moved_nothing(trace: Trace) -> Iterator[Comparison]:
+    """Every update changes the weights, so that a sync which delivers nothing cannot pass.
+
+    What it checks: at each version above 0, the number of checkpoint tensors whose live bits changed since the
+    version before is not zero; for the noise update it is every floating-point tensor.
+    Why it matters: syncing unchanged weights proves nothing about delivery.
+    Evidence: train/moved (counts).
+    Tolerance and its source: exact counts.
+    What it does not catch: a parameter that should have moved and did not (GRD001).
+    References: verl#4248, prime-rl#1145.
+    """
+    for item in trace.at(Stage.TRAIN, "moved"):
+        moved, least = int(item.facts["moved"]), int(item.facts["least"])
+        yield Comparison(
+            what=item.name, same=moved >= least, stage=Stage.TRAIN, version=item.version,
+            badness=0.0 if moved >= least else 1.0,
+            sentence=f"the update moved {moved} of {item.facts['total']} tensors, at least {least} had to move",
+            expected=f"{least} or more moved", actual=f"{moved} moved", allowed="exact counts",
+            hint="look at whether the optimizer stepped and whether its parameters are the model's",
+        )  # fmt: skip

@@ -1,0 +1,156 @@
+"""The chunk plan: the only source of order, names, dtypes and bytes of a weight transfer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verifier.errors import ContractError
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+ALIGNMENT_BYTES = 16
+"""Every tensor begins at a multiple of this in its chunk's buffer, so that it can be viewed in place in any dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMeta:
+    """Name, dtype and shape of one tensor that travels."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the contents; ContractError for a dtype that cannot travel."""
+        if self.dtype not in DTYPE_BYTES:
+            raise ContractError(f"`{self.name}` has dtype {self.dtype}, which no chunk can carry")
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor's place in a chunk: its contents fill ``[begin, begin + tensor.num_bytes)`` of the buffer."""
+
+    tensor: TensorMeta
+    begin: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Consecutive tensors that travel in one buffer of `num_bytes` bytes."""
+
+    index: int
+    entries: tuple[Entry, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkPlan:
+    """Chunks in the order in which they travel.
+
+    All ranks and the receiver compare `digest` before the first byte moves; the stream is then asserted against the
+    plan tensor by tensor, and the receiver confirms every entry.
+    """
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def tensors(self) -> Iterator[TensorMeta]:
+        """All tensors in travelling order."""
+        return (entry.tensor for chunk in self.chunks for entry in chunk.entries)
+
+    @property
+    def digest(self) -> str:
+        """blake2b over the canonical JSON of the whole plan: order, names, dtypes, shapes, offsets."""
+        return "blake2:" + hashlib.blake2b(json.dumps(self.to_json(), separators=(",", ":")).encode(), digest_size=16).hexdigest()
+
+    def to_json(self) -> list[list[Any]]:
+        """Chunks as lists of [name, dtype, shape, begin], followed by the chunk's bytes; inverse of `from_json`."""
+        return [
+            [chunk.num_bytes, [[e.tensor.name, e.tensor.dtype, list(e.tensor.shape), e.begin] for e in chunk.entries]]
+            for chunk in self.chunks
+        ]
+
+    @classmethod
+    def from_json(cls, record: Sequence[Sequence[Any]]) -> ChunkPlan:
+        """Rebuild and validate a plan that was sent as JSON."""
+        chunks = tuple(
+            Chunk(
+                index=index,
+                num_bytes=num_bytes,
+                entries=tuple(
+                    Entry(tensor=TensorMeta(name=name, dtype=dtype, shape=tuple(shape)), begin=begin)
+                    for name, dtype, shape, begin in entries
+                ),
+            )
+            for index, (num_bytes, entries) in enumerate(record)
+        )
+        plan = cls(chunks=chunks)
+        plan.validate()
+        return plan
+
+    def validate(self) -> None:
+        """Refuse a plan whose names repeat, or whose tensors overlap, overrun or leave a hole in their chunk.
+
+        Raises:
+            ContractError: names the tensor and the byte.
+        """
+        seen: set[str] = set()
+        for chunk in self.chunks:
+            at = 0
+            for entry in chunk.entries:
+                name = entry.tensor.name
+                if name in seen:
+                    raise ContractError(f"`{name}` stands twice in the chunk plan")
+                seen.add(name)
+                if entry.begin != at:
+                    kind = "hole" if entry.begin > at else "overlap"
+                    raise ContractError(f"chunk {chunk.index}: {kind} at byte {min(at, entry.begin)}, before `{name}`")
+                at = _aligned(at + entry.tensor.num_bytes)
+            if at != chunk.num_bytes:
+                raise ContractError(f"chunk {chunk.index} holds {chunk.num_bytes} bytes, its tensors fill {at}")
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def build_plan(tensors: Iterable[TensorMeta], *, chunk_bytes: int) -> ChunkPlan:
+    """Fill chunks in the given order; a tensor is never split, so a larger one gets a chunk of its own.
+
+    Args:
+        tensors: in export order, which is the travelling order.
+        chunk_bytes: greatest buffer size, but for single tensors that exceed it.
+
+    Raises:
+        ContractError: no tensors, a repeated name, or a dtype that cannot travel.
+    """
+    chunks: list[Chunk] = []
+    entries: list[Entry] = []
+    at = 0
+
+    def close() -> None:
+        nonlocal entries, at
+        if entries:
+            chunks.append(Chunk(index=len(chunks), entries=tuple(entries), num_bytes=at))
+        entries, at = [], 0
+
+    for tensor in tensors:
+        if entries and at + tensor.num_bytes > chunk_bytes:
+            close()
+        entries.append(Entry(tensor=tensor, begin=at))
+        at = _aligned(at + tensor.num_bytes)
+    close()
+    if not chunks:
+        raise ContractError("nothing was exported: a chunk plan needs at least one tensor")
+    plan = ChunkPlan(chunks=tuple(chunks))
+    plan.validate()
+    return plan
