@@ -1,0 +1,1 @@
+"""Rollouts and trajectories: what the engine hands to the trainer, before any layout."""

@@ -1,0 +1,1 @@
+"""The trainer: packing, log-probabilities, loss, and the step on Megatron."""
