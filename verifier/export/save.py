@@ -1,0 +1,70 @@
+"""Checkpoint tensors to a Hugging Face directory, shard by shard, visible only when whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verifier.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+SHARD_BYTES = 1 << 30
+
+
+def save_checkpoint(path: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]) -> Path:
+    """Write a checkpoint directory that `open_checkpoint`, transformers and vLLM read; at most one shard is held.
+
+    Args:
+        path: directory to make; it appears only when everything is written.
+        config: the model's config.json.
+        tensors: (name, contents) in any order; each is stored in its own dtype.
+
+    Raises:
+        UsageError: the directory cannot be written, a full disk included.
+    """
+    from safetensors.torch import save_file
+
+    aside = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    shards: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+    total = 0
+
+    def flush() -> None:
+        nonlocal held
+        if held:
+            save_file(held, aside / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
+            shards.append(list(held))
+            held = {}
+
+    try:
+        aside.mkdir(parents=True)
+        held_bytes = 0
+        for name, tensor in tensors:
+            num_bytes = tensor.numel() * tensor.element_size()
+            if held and held_bytes + num_bytes > SHARD_BYTES:
+                flush()
+                held_bytes = 0
+            held[name] = tensor.detach().cpu().contiguous().clone()
+            held_bytes += num_bytes
+            total += num_bytes
+        flush()
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(shards):
+            file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            (aside / f"shard-{number}.safetensors").rename(aside / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        (aside / "config.json").write_text(json.dumps(dict(config), indent=1))
+        aside.rename(path)
+    except OSError as problem:
+        raise UsageError(f"the exported checkpoint cannot be written to `{path}`: {problem.strerror}") from problem
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return path

@@ -1,0 +1,56 @@
+"""A fault: one shipped bug re-enacted in the real code path, with its source and who must catch it."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from verifier.core.stage import Stage
+from verifier.mesh import Mesh
+
+
+class Side(enum.Enum):
+    """The process in which the bug lives."""
+
+    TRAINER = "trainer"
+    ENGINE = "engine"
+
+
+@dataclass(slots=True)
+class Fired:
+    """How often the injected code ran in this process. A trial in which it never ran proves nothing."""
+
+    count: int = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+Inject = Callable[[Fired], contextlib.AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One row of the catalogue."""
+
+    id: str
+    """The bug's mechanism, kebab-case."""
+    stage: Stage
+    """Where the bug sits, and so the first bad stage that every report on it must name."""
+    reproduces: str
+    """Repository and issue, pull request or commit of the bug that shipped."""
+    summary: str
+    """What goes wrong, at the size it had in life."""
+    caught_by: tuple[str, ...]
+    """Codes of the checks that must be violated."""
+    inject: Inject
+    """Context manager that patches the real code path, and heals it on exit, even on an error."""
+    side: Side = Side.TRAINER
+    model: str = "tiny:qwen3-moe"
+    mesh: Mesh = field(default_factory=Mesh)
+    """The smallest mesh on which the bug shows."""
+    engine: str = "hf"
+    dtype: str = "float32"
+    update: str = "step"
