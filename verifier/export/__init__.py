@@ -1,0 +1,1 @@
+"""From trainer shards back to checkpoint tensors: where each lives, and gathering them."""
