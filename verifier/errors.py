@@ -10,7 +10,7 @@ class VerifierError(Exception):
 
 
 class UsageError(VerifierError):
-    """The user can mend it: unknown model, mesh that does not divide, damaged checkpoint, missing GPU, wrong version."""
+    """The user can mend it: unknown model, mesh that does not divide, damaged checkpoint, no GPU, wrong version."""
 
     exit_code = 4
 

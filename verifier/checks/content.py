@@ -51,8 +51,12 @@ def compare_contents(
     Args:
         actual: by name, what the stage holds.
         expected: by name, what its predecessor handed over.
+        stage: where a mismatch would have arisen.
+        version: weight version.
         actual_says: who reports the actual side, for the failure text ("the export").
         expected_says: who says so on the expected side.
+        allowed: tolerance with its source.
+        hint: what to look at next.
     """
     twins = Twins(expected)
     for name in list(expected) + [name for name in actual if name not in expected]:

@@ -30,7 +30,7 @@ def engine_tensor_differs(trace: Trace) -> Iterator[Comparison]:
                 by_name(trace.at(Stage.ENGINE, "view-expected", version=version, rank=rank)),
                 stage=Stage.ENGINE, version=version, actual_says=f"engine rank {rank}",
                 expected_says="the export, cut to this rank", allowed="bitwise (loading copies)",
-                hint="look at the engine's weight loader and at its processing after the load, at this version's reload",
+                hint="look at the engine's weight loader and at its processing after this version's reload",
             )  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def engine_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
                 by_name(trace.at(Stage.ENGINE, "state", version=version, rank=rank)),
                 by_name(trace.at(Stage.ENGINE, "cold", version=version, rank=rank)),
                 stage=Stage.ENGINE, version=version, actual_says=f"synced engine rank {rank}",
-                expected_says="an engine that loaded these weights cold", allowed="bitwise (a function of the same bits)",
+                expected_says="an engine that loaded them cold", allowed="bitwise (a function of the same bits)",
                 hint="look at what the reload does with tensors that are in no checkpoint",
             )  # fmt: skip
 
@@ -88,7 +88,7 @@ def received_tensor_not_loaded(trace: Trace) -> Iterator[Comparison]:
     Evidence: transport/receipt, fact "loaded".
     Tolerance and its source: exact.
     What it does not catch: a tensor loaded into the wrong place (ENG001).
-    References: vLLM `receive_weights` drops the set that `load_weights` returns; slime debugging guide (router skipped).
+    References: vLLM `receive_weights` drops the set that `load_weights` returns; slime debugging guide.
     """
     for item in trace.at(Stage.TRANSPORT, "receipt"):
         loaded = item.facts.get("loaded")
@@ -96,7 +96,7 @@ def received_tensor_not_loaded(trace: Trace) -> Iterator[Comparison]:
             continue
         yield Comparison(
             what=item.name, same=bool(loaded), stage=Stage.ENGINE, version=item.version, badness=0.0 if loaded else 1.0,
-            sentence="" if loaded else f"engine rank {item.rank} received `{item.name}` and loaded it into no parameter",
+            sentence="" if loaded else f"engine rank {item.rank} received `{item.name}` and did not load it",
             owner=f"engine rank {item.rank}", expected="loaded", actual="skipped", allowed="exact",
             hint="compare the name with the engine's own mapping of checkpoint names",
         )  # fmt: skip

@@ -45,7 +45,7 @@ def _compare(
     if list(actual.facts["lengths"]) != lengths or got.numel() != sum(lengths) or want.numel() != sum(lengths):
         yield Comparison(
             what=actual.name, same=False, stage=stage, version=actual.version, badness=1.0,
-            sentence=f"{actual_says} scored {list(actual.facts['lengths'])} tokens a sequence, {expected_says} {lengths}",
+            sentence=f"{actual_says} scored other numbers of tokens than {expected_says}",
             expected=str(lengths), actual=str(list(actual.facts["lengths"])), allowed="exact",
         )  # fmt: skip
         return

@@ -60,7 +60,8 @@ def planned_tensor_differs_from_source(trace: Trace) -> Iterator[Comparison]:
         wanted = f"{want.dtype} {list(want.shape or ())}" if want else "absent"
         found = f"{got.dtype} {list(got.shape or ())}" if got else "absent"
         yield Comparison(
-            what=name, same=same, stage=Stage.PLAN, badness=0.0 if same else (1.0 if "absent" in (wanted, found) else 0.5),
+            what=name, same=same, stage=Stage.PLAN,
+            badness=0.0 if same else (1.0 if "absent" in (wanted, found) else 0.5),
             sentence="" if same else f"`{name}` is planned as {found}, the source checkpoint has {wanted}",
             expected=f"{wanted} (the source checkpoint)", actual=f"{found} (the plan)", allowed="exact",
             hint="look at what casts, drops or renames tensors between the export and the plan",

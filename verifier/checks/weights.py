@@ -142,12 +142,14 @@ def export_ranks_disagree(trace: Trace) -> Iterator[Comparison]:
             at = next((i for i, pair in enumerate(zip(got, want, strict=False)) if pair[0] != pair[1]), None)
             same = got == want
             place = at if at is not None else min(len(got), len(want))
-            name = (first[place : place + 1] or streams.get(rank, [])[place : place + 1] or first)[0].name if first else ""
+            there = first[place : place + 1] or streams.get(rank, [])[place : place + 1] or first
+            name = there[0].name if there else ""
             yield Comparison(
                 what=name if not same else f"rank {rank}", same=same, stage=Stage.EXPORT, version=version,
                 badness=0.0 if same else 0.9,
                 sentence="" if same else (
-                    f"trainer rank {rank} exports {len(got)} tensors, rank 0 {len(want)}; they part at place {place}, `{name}`"
+                    f"trainer rank {rank} exports {len(got)} tensors, rank 0 {len(want)}; "
+                    f"they part at place {place}, `{name}`"
                 ),
                 owner=f"trainer rank {rank}",
                 expected=f"{want[place]}" if place < len(want) else "end of stream",

@@ -55,7 +55,7 @@ def decode(line: str) -> Evidence:
 
 def _refuse_full_disk(problem: OSError, path: Path) -> UsageError:
     if problem.errno == errno.ENOSPC:
-        return UsageError(f"no space left on the device for the trace at `{path}`: free some, or choose another --trace")
+        return UsageError(f"no space is left for the trace at `{path}`: free some, or choose another --trace")
     return UsageError(f"the trace at `{path}` cannot be written: {problem.strerror}")
 
 

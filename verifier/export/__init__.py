@@ -1,1 +1,1 @@
-"""From trainer shards back to checkpoint tensors: where each lives, and gathering them."""
+"""Live parameters to checkpoint tensors, and the independent statement of where each lives."""

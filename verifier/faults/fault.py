@@ -25,6 +25,7 @@ class Fired:
     count: int = 0
 
     def __call__(self) -> None:
+        """Count one run of the injected code."""
         self.count += 1
 
 

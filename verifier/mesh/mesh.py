@@ -58,7 +58,7 @@ class Mesh:
             raise UsageError(
                 f"ep * etp = {self.ep} * {self.etp} = {self.expert_size} does not divide tp * cp * dp = "
                 f"{self.tp} * {self.cp} * {self.dp} = {self.dense_size}: "
-                f"choose --dp so that it does (--dp {self.smallest_dp(self.tp, self.cp, self.ep, self.etp)} is the least)"
+                f"the least --dp that does is {self.smallest_dp(self.tp, self.cp, self.ep, self.etp)}"
             )
         if self.vpp > 1 and self.pp == 1:
             raise UsageError(f"vpp = {self.vpp} needs pp > 1: virtual stages interleave pipeline stages")

@@ -1,0 +1,1 @@
+"""What will travel, in which order, and the digest that says whether it arrived."""

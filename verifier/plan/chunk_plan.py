@@ -70,7 +70,8 @@ class ChunkPlan:
     @property
     def digest(self) -> str:
         """blake2b over the canonical JSON of the whole plan: order, names, dtypes, shapes, offsets."""
-        return "blake2:" + hashlib.blake2b(json.dumps(self.to_json(), separators=(",", ":")).encode(), digest_size=16).hexdigest()
+        text = json.dumps(self.to_json(), separators=(",", ":"))
+        return "blake2:" + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def to_json(self) -> list[list[Any]]:
         """Chunks as lists of [name, dtype, shape, begin], followed by the chunk's bytes; inverse of `from_json`."""
