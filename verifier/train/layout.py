@@ -78,18 +78,16 @@ class Alignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
-    """Which row of the pack holds which token of which sub-sequence."""
+    """How long each sub-sequence of a pack is, and where it begins."""
 
     lengths_S: np.ndarray
     """[S] int64, real tokens."""
+    padded_S: np.ndarray
+    """[S] int64, rows, padding behind the real tokens included."""
     cu_seqlens: np.ndarray
-    """[S + 1] int64, cumulative real lengths."""
+    """[S + 1] int32, cumulative real lengths."""
     cu_seqlens_padded: np.ndarray
-    """[S + 1] int64, cumulative padded lengths: where each sub-sequence begins; the last entry is T."""
-    row_N: np.ndarray
-    """[N] int64, row of each real token, in order."""
-    position_N: np.ndarray
-    """[N] int64, position of each real token within its sub-sequence."""
+    """[S + 1] int32, cumulative padded lengths: where each sub-sequence begins; the last entry is T."""
 
     @property
     def num_rows(self) -> int:
@@ -107,17 +105,11 @@ def lay_out(lengths_S: np.ndarray, alignment: Alignment) -> Layout:
     lengths_S = np.asarray(lengths_S, np.int64)
     padded_S = alignment.padded(lengths_S)
     padded_S[-1] += -int(padded_S.sum()) % alignment.total_multiple
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths_S)])
-    cu_seqlens_padded = np.concatenate([[0], np.cumsum(padded_S)])
-    token_N = np.arange(cu_seqlens[-1])
-    position_N = token_N - np.repeat(cu_seqlens[:-1], lengths_S)
-    row_N = position_N + np.repeat(cu_seqlens_padded[:-1], lengths_S)
     return Layout(
         lengths_S=lengths_S,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_padded=cu_seqlens_padded,
-        row_N=row_N,
-        position_N=position_N,
+        padded_S=padded_S,
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32),
+        cu_seqlens_padded=np.concatenate([[0], np.cumsum(padded_S)]).astype(np.int32),
     )
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 
 from verifier.data.rollout import MISSING_ROUTE, NO_VERSION, Role, Rollout
 from verifier.errors import ContractError
@@ -108,38 +109,32 @@ def pack(
     if not rollouts:
         return _filler(alignment, pad_token, sorted(extra))
     layout = lay_out(np.array([len(rollout) for rollout in rollouts]), alignment)
-    num_rows = layout.num_rows
-    predicted_N = layout.position_N > 0
-    label_row_N = layout.row_N[predicted_N] - 1
+    gaps = (layout.padded_S - layout.lengths_S).tolist()
 
-    def by_row(values: Sequence[np.ndarray], fill: float, dtype: type) -> torch.Tensor:
-        flat = np.concatenate(values)
-        out = np.full((num_rows, *flat.shape[1:]), fill, dtype)
-        out[layout.row_N] = flat
-        return torch.from_numpy(out)
+    def by_row(values: Sequence[np.ndarray], fill: float, dtype: DTypeLike) -> torch.Tensor:
+        padding = np.full((max(gaps), *values[0].shape[1:]), fill, dtype)
+        return _joined(values, [padding[:gap] for gap in gaps], dtype)
 
-    def by_label(values: Sequence[np.ndarray], fill: float, dtype: type) -> torch.Tensor:
-        out = np.full(num_rows, fill, dtype)
-        out[label_row_N] = np.concatenate(values)[predicted_N]
-        return torch.from_numpy(out)
+    def by_label(values: Sequence[np.ndarray], fill: float, dtype: DTypeLike) -> torch.Tensor:
+        padding = np.full(max(gaps) + 1, fill, dtype)
+        return _joined([array[1:] for array in values], [padding[: gap + 1] for gap in gaps], dtype)
 
-    positions = np.zeros(num_rows, np.int64)
-    positions[layout.row_N] = layout.position_N
-    segments = np.full(num_rows, PADDING, np.int32)
-    segments[layout.row_N] = np.repeat(np.arange(len(rollouts), dtype=np.int32), layout.lengths_S)
+    lengths = layout.lengths_S.tolist()
+    position = np.arange(max(lengths))
+    segment = np.arange(len(rollouts), dtype=np.int32)
     return PackedBatch(
         ids=tuple(rollout.id for rollout in rollouts),
         groups=tuple(rollout.group for rollout in rollouts),
         rewards=tuple(rollout.reward for rollout in rollouts),
         prompt_lengths=tuple(rollout.prompt_length for rollout in rollouts),
         alignment=alignment,
-        cu_seqlens=torch.from_numpy(layout.cu_seqlens.astype(np.int32)),
-        cu_seqlens_padded=torch.from_numpy(layout.cu_seqlens_padded.astype(np.int32)),
-        max_seqlen=int(np.diff(layout.cu_seqlens_padded).max()),
-        rows_T=torch.arange(num_rows),
+        cu_seqlens=torch.from_numpy(layout.cu_seqlens),
+        cu_seqlens_padded=torch.from_numpy(layout.cu_seqlens_padded),
+        max_seqlen=int(layout.padded_S.max()),
+        rows_T=torch.arange(layout.num_rows),
         tokens_T=by_row([rollout.tokens for rollout in rollouts], pad_token, np.int64),
-        positions_T=torch.from_numpy(positions),
-        segments_T=torch.from_numpy(segments),
+        positions_T=by_row([position[:length] for length in lengths], 0, np.int64),
+        segments_T=by_row(np.split(np.repeat(segment, lengths), layout.cu_seqlens[1:-1]), PADDING, np.int32),
         roles_T=by_row([rollout.roles for rollout in rollouts], Role.PROMPT, np.int8),
         labels_T=by_label([rollout.tokens for rollout in rollouts], IGNORE_LABEL, np.int64),
         loss_mask_T=by_label([rollout.mask for rollout in rollouts], False, np.bool_),
@@ -242,6 +237,11 @@ def unpack(packed: PackedBatch) -> list[Rollout]:
         )
         for at in range(len(packed.ids))
     ]
+
+
+def _joined(values: Sequence[np.ndarray], paddings: Sequence[np.ndarray], dtype: DTypeLike) -> torch.Tensor:
+    pieces = [piece for pair in zip(values, paddings, strict=True) for piece in pair]
+    return torch.from_numpy(np.concatenate(pieces, dtype=dtype))
 
 
 def _routes(rollouts: Sequence[Rollout], by_row: Callable[..., torch.Tensor]) -> torch.Tensor | None:

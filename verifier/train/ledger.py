@@ -1,0 +1,167 @@
+"""The token ledger: every token carries a sentinel through packing, sharding, log-probability and loss.
+
+Shapes survive an off-by-one, a wrong chunk order or a swapped field; a sentinel does not. It says which token of which
+rollout a label is, travels as one more label-aligned tensor (`pack(..., extra={"ledger": ...})`), and at the end every
+value that the loss consumed is compared with what the rollout says of that token.
+
+Shape suffixes: L tokens of one rollout, T rows, N tokens of all rollouts.
+"""
+# ruff: noqa: N815 - field names carry shape suffixes
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from verifier.data.rollout import NO_VERSION, Rollout
+from verifier.train.pack import IGNORE_LABEL, PackedBatch
+
+LEDGER = "ledger"
+"""Name of the extra tensor that carries the sentinels; 0 where a row predicts nothing."""
+_POSITION_BITS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossRows:
+    """What the loss consumed, row by row, in any order, from all micro-batches and shards together."""
+
+    sentinel_T: np.ndarray
+    """int64, which token the row predicts, 0 for none."""
+    input_T: np.ndarray
+    """int64, token that entered the model at the row."""
+    position_T: np.ndarray
+    """int64, its position id."""
+    role_T: np.ndarray
+    """int8, its role."""
+    label_T: np.ndarray
+    """int64."""
+    mask_T: np.ndarray
+    """bool."""
+    sampled_T: np.ndarray
+    """bool."""
+    engine_logprob_T: np.ndarray
+    """float32, nats."""
+    version_T: np.ndarray
+    """int32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misplacement:
+    """One token that did not arrive at the loss as the rollout has it."""
+
+    rollout: str
+    position: int
+    """Of the predicted token within its rollout; -1 for a row that predicts none."""
+    field: str
+    """What differs; "row" when the token arrived not once."""
+    expected: float
+    actual: float
+
+
+def sentinels(rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+    """One [L] int64 array per rollout: its index plus one, and the token's position."""
+    return [
+        (np.int64(at + 1) << _POSITION_BITS) + np.arange(len(rollout), dtype=np.int64)
+        for at, rollout in enumerate(rollouts)
+    ]
+
+
+def loss_rows(batches: Sequence[PackedBatch]) -> LossRows:
+    """Rows as the loss gets them from these packs or shards, each of which carries the extra tensor `ledger`."""
+
+    def joined(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+        return torch.cat(list(tensors)).numpy()
+
+    return LossRows(
+        sentinel_T=joined([batch.extra[LEDGER].long() for batch in batches]),
+        input_T=joined([batch.tokens_T for batch in batches]),
+        position_T=joined([batch.positions_T for batch in batches]),
+        role_T=joined([batch.roles_T for batch in batches]),
+        label_T=joined([batch.labels_T for batch in batches]),
+        mask_T=joined([batch.loss_mask_T for batch in batches]),
+        sampled_T=joined([batch.sampled_T for batch in batches]),
+        engine_logprob_T=joined([batch.engine_logprobs_T for batch in batches]),
+        version_T=joined([batch.versions_T for batch in batches]),
+    )
+
+
+def audit(rollouts: Sequence[Rollout], rows: LossRows) -> list[Misplacement]:
+    """Compare what the loss consumed with the rollouts: every token once, and every field its own.
+
+    The first token of a rollout has no row that predicts it; all others must be there exactly once. A row that predicts
+    nothing must be out of the loss.
+
+    Args:
+        rollouts: what went in, in the order in which `sentinels` saw it.
+        rows: what arrived.
+
+    Returns:
+        All misplacements, by rollout and position; none when everything is in place.
+    """
+    starts = np.cumsum([0] + [len(rollout) for rollout in rollouts])
+    real = rows.sentinel_T != 0
+    which = (rows.sentinel_T[real] >> _POSITION_BITS) - 1
+    position = rows.sentinel_T[real] & ((1 << _POSITION_BITS) - 1)
+    flat = starts[which] + position
+    found = []
+
+    arrivals_N = np.bincount(flat, minlength=int(starts[-1]))
+    expected_N = np.ones(int(starts[-1]), np.int64)
+    expected_N[starts[:-1]] = 0
+    for at in np.flatnonzero(arrivals_N != expected_N):
+        owner = int(np.searchsorted(starts, at, side="right")) - 1
+        found.append(
+            Misplacement(
+                rollout=rollouts[owner].id,
+                position=int(at - starts[owner]),
+                field="row",
+                expected=float(expected_N[at]),
+                actual=float(arrivals_N[at]),
+            )
+        )
+
+    def compare(field: str, expected: np.ndarray, actual: np.ndarray) -> None:
+        differs = (expected != actual) & ~((expected != expected) & (actual != actual))
+        found.extend(
+            Misplacement(
+                rollout=rollouts[int(which[at])].id,
+                position=int(position[at]),
+                field=field,
+                expected=float(expected[at]),
+                actual=float(actual[at]),
+            )
+            for at in np.flatnonzero(differs)
+        )
+
+    before = np.maximum(flat - 1, 0)
+    for field, name, index, actual_T in (
+        ("input", "tokens", before, rows.input_T),
+        ("role", "roles", before, rows.role_T),
+        ("label", "tokens", flat, rows.label_T),
+        ("mask", "mask", flat, rows.mask_T),
+        ("sampled", "sampled", flat, rows.sampled_T),
+        ("engine_logprob", "logprobs", flat, rows.engine_logprob_T),
+        ("version", "versions", flat, rows.version_T),
+    ):
+        compare(field, np.concatenate([getattr(rollout, name) for rollout in rollouts])[index], actual_T[real])
+    compare("position", position - 1, rows.position_T[real])
+    found.extend(_stray_rows(rows, ~real))
+    return sorted(found, key=lambda item: (item.rollout, item.position, item.field))
+
+
+def _stray_rows(rows: LossRows, idle: np.ndarray) -> list[Misplacement]:
+    found = []
+    for field, values_T, expected in (
+        ("label", rows.label_T, IGNORE_LABEL),
+        ("mask", rows.mask_T, False),
+        ("sampled", rows.sampled_T, False),
+        ("version", rows.version_T, NO_VERSION),
+    ):
+        found.extend(
+            Misplacement(rollout="", position=-1, field=field, expected=float(expected), actual=float(values_T[row]))
+            for row in np.flatnonzero(idle & (values_T != expected))
+        )
+    return found
