@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from verifier.errors import UsageError
+from verifier.model.checkpoint import TensorMeta, open_checkpoint
+from verifier.model.tiny import write_tiny
+
+INDEX = "model.safetensors.index.json"
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("qwen3", tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture
+def path(source: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(source, tmp_path / "checkpoint"))
+
+
+def test_reads_what_safetensors_reads(path: Path) -> None:
+    checkpoint = open_checkpoint(path)
+    expected = {**load_file(path / FIRST), **load_file(path / SECOND)}
+    assert checkpoint.names() == sorted(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(checkpoint.read(name), tensor)
+        assert checkpoint.meta(name).shape == tuple(tensor.shape)
+    assert checkpoint.meta("model.norm.weight") == TensorMeta(dtype="float32", shape=(96,), num_bytes=384, shard=SECOND)
+
+
+def test_reading_maps_the_file_and_copies_nothing(path: Path) -> None:
+    checkpoint = open_checkpoint(path)
+    name = "model.embed_tokens.weight"
+    assert checkpoint.read(name).data_ptr() == checkpoint.read(name).data_ptr()
+
+
+def test_writing_to_a_tensor_leaves_the_file_alone(path: Path) -> None:
+    before = (path / SECOND).read_bytes()
+    open_checkpoint(path).read("model.norm.weight").fill_(0)
+    assert (path / SECOND).read_bytes() == before
+
+
+def test_one_unindexed_shard_and_every_dtype(path: Path) -> None:
+    (path / INDEX).unlink()
+    dtypes = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+    dtypes += ["int64", "int32", "int16", "int8", "uint8", "bool"]
+    tensors = {name: torch.ones(2, 3).to(getattr(torch, name)) for name in dtypes}
+    save_file({**tensors, "scalar": torch.tensor(1.5), "empty": torch.empty(0, 4)}, path / "model.safetensors")
+    checkpoint = open_checkpoint(path)
+    assert {name: checkpoint.meta(name).dtype for name in dtypes} == {name: name for name in dtypes}
+    assert checkpoint.read("scalar").item() == 1.5
+    assert checkpoint.read("empty").shape == (0, 4)
+    assert checkpoint.read("float8_e4m3fn").dtype == torch.float8_e4m3fn
+
+
+def test_an_absent_tensor_is_named(path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        open_checkpoint(path).read("model.layers.9.mlp.down_proj.weight")
+    assert str(caught.value) == f"checkpoint {path} has no tensor `model.layers.9.mlp.down_proj.weight`"
+
+
+def _edit_index(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        index = json.loads((path / INDEX).read_text())
+        change(index["weight_map"])
+        (path / INDEX).write_text(json.dumps(index))
+
+    return damage
+
+
+def _edit_header(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        raw = (path / SECOND).read_bytes()
+        size = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + size])
+        change(header)
+        text = json.dumps(header).encode()
+        (path / SECOND).write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
+
+    return damage
+
+
+def _cut(num_bytes: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        raw = (path / SECOND).read_bytes()
+        (path / SECOND).write_bytes(raw[:num_bytes] if num_bytes > 0 else raw + b"\0" * -num_bytes)
+
+    return damage
+
+
+NORM = "model.norm.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no directory": (shutil.rmtree, "no checkpoint directory at {path}"),
+    "no config": (lambda path: (path / "config.json").unlink(), "config.json is missing from {path}"),
+    "broken config": (
+        lambda path: (path / "config.json").write_text("{"),
+        "{path}/config.json is not valid JSON: Expecting property name enclosed in double quotes: "
+        "line 1 column 2 (char 1)",
+    ),
+    "config is no object": (
+        lambda path: (path / "config.json").write_text("[]"),
+        "{path}/config.json holds a JSON list, not an object",
+    ),
+    "config is no text": (
+        lambda path: (path / "config.json").write_bytes(b"\xff\xfe{}"),
+        "{path}/config.json is not valid JSON: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+    ),
+    "no architecture": (
+        lambda path: (path / "config.json").write_text("{}"),
+        "{path}/config.json names no architecture: `architectures` is None",
+    ),
+    "no weights": (
+        lambda path: [file.unlink() for file in path.glob("model*")],
+        "{path} holds no weights: neither model.safetensors.index.json nor model.safetensors is there",
+    ),
+    "empty weight map": (
+        lambda path: (path / INDEX).write_text('{"weight_map": {}}'),
+        "{path}/model.safetensors.index.json has no usable `weight_map`",
+    ),
+    "missing shard": (
+        lambda path: (path / SECOND).unlink(),
+        "shard {path}/model-00002-of-00002.safetensors is missing: model.safetensors.index.json names it",
+    ),
+    "shard outside of the directory": (
+        _edit_index(lambda weight_map: weight_map.update({NORM: f"../{SECOND}"})),
+        "{path}/model.safetensors.index.json names shard `../model-00002-of-00002.safetensors`, "
+        "which is not a file name in its own directory",
+    ),
+    "index names an absent tensor": (
+        _edit_index(lambda weight_map: weight_map.update({"model.norm.bias": SECOND})),
+        "{path}/model.safetensors.index.json names tensor `model.norm.bias`, "
+        "but shard `model-00002-of-00002.safetensors` does not hold it",
+    ),
+    "index names two absent tensors": (
+        _edit_index(lambda weight_map: weight_map.update({"b": SECOND, "a": FIRST})),
+        "{path}/model.safetensors.index.json names tensor `a` and 1 more, "
+        "but shard `model-00001-of-00002.safetensors` does not hold it",
+    ),
+    "tensor that the index does not name": (
+        _edit_index(lambda weight_map: weight_map.pop(NORM)),
+        "shard {path}/model-00002-of-00002.safetensors holds `model.norm.weight`, "
+        "which model.safetensors.index.json does not name",
+    ),
+    "tensor in another shard": (
+        _edit_index(lambda weight_map: weight_map.update({NORM: FIRST})),
+        "shard {path}/model-00002-of-00002.safetensors holds `model.norm.weight`, "
+        "which model.safetensors.index.json places in `model-00001-of-00002.safetensors`",
+    ),
+    "data cut short": (
+        _cut(1_000_000),
+        "shard {path}/model-00002-of-00002.safetensors is truncated: 1,000,000 bytes, its header asks for {bytes}",
+    ),
+    "header cut short": (
+        _cut(1_000),
+        "shard {path}/model-00002-of-00002.safetensors is truncated or no safetensors file: 1,000 bytes, no header",
+    ),
+    "five bytes": (
+        _cut(5),
+        "shard {path}/model-00002-of-00002.safetensors is truncated or no safetensors file: 5 bytes, no header",
+    ),
+    "empty file": (
+        lambda path: (path / SECOND).write_bytes(b""),
+        "shard {path}/model-00002-of-00002.safetensors is truncated or no safetensors file: 0 bytes, no header",
+    ),
+    "trailing bytes": (
+        _cut(-3),
+        "shard {path}/model-00002-of-00002.safetensors is longer than its header says: {bytes3} bytes, "
+        "its header asks for {bytes}",
+    ),
+    "header is no JSON": (
+        lambda path: (path / SECOND).write_bytes((4).to_bytes(8, "little") + b"oops"),
+        "shard {path}/model-00002-of-00002.safetensors has a broken header: JSONDecodeError while reading it",
+    ),
+    "header is a list": (
+        lambda path: (path / SECOND).write_bytes((2).to_bytes(8, "little") + b"[]"),
+        "shard {path}/model-00002-of-00002.safetensors has a broken header: TypeError while reading it",
+    ),
+    "entry without offsets": (
+        _edit_header(lambda header: header[NORM].pop("data_offsets")),
+        "shard {path}/model-00002-of-00002.safetensors has a broken header: KeyError while reading it",
+    ),
+    "unknown dtype": (
+        _edit_header(lambda header: header[NORM].update(dtype="F4")),
+        "shard {path}/model-00002-of-00002.safetensors holds `model.norm.weight` in dtype F4, which is not supported",
+    ),
+    "shape that does not fit its bytes": (
+        _edit_header(lambda header: header[NORM].update(shape=[97])),
+        "shard {path}/model-00002-of-00002.safetensors has a broken header: `model.norm.weight`, F32 of shape [97], "
+        "is placed at bytes {begin} to {end}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_refused_in_one_sentence(name: str, path: Path) -> None:
+    raw = (path / SECOND).read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    begin, end = json.loads(raw[8 : 8 + size])[NORM]["data_offsets"]
+    damage, message = DAMAGES[name]
+    damage(path)
+    with pytest.raises(UsageError) as caught:
+        open_checkpoint(path)
+    facts = {"path": path, "bytes": f"{len(raw):,}", "bytes3": f"{len(raw) + 3:,}", "begin": begin, "end": end}
+    assert str(caught.value) == message.format(**facts)
+    assert caught.value.exit_code == 4
+
+
+def test_opening_needs_no_torch(path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from verifier.model.checkpoint import open_checkpoint; "
+        f"print(len(open_checkpoint({str(path)!r}).names()), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["47", "False"]

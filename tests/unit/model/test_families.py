@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from verifier.errors import UsageError
+from verifier.model.families import FAMILIES, family_of, sizes_of, tensors_of
+from verifier.model.tiny import TINY
+
+
+def _config(name: str) -> dict:
+    family, sizes = TINY[name]
+    return {"architectures": [FAMILIES[family].architecture], **sizes}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_each_tiny_config_has_its_row(name: str) -> None:
+    assert family_of(_config(name)).name == TINY[name][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("qwen3", {"attention_bias": True}),
+        ("llama", {"mlp_bias": True}),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}),
+        ("qwen3-moe", {"mlp_only_layers": [0]}),
+        ("qwen3-moe", {"decoder_sparse_step": 2}),
+        ("deepseek-v3", {"q_lora_rank": None}),
+        ("deepseek-v3", {"num_nextn_predict_layers": 1}),
+        ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}),
+        ("qwen3", {"architectures": []}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_a_config_that_the_row_does_not_describe_has_no_row(name: str, change: dict) -> None:
+    assert family_of({**_config(name), **change}) is None
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_no_matrix_is_square_even_when_cut_in_powers_of_two(name: str) -> None:
+    for spec in tensors_of(FAMILIES[TINY[name][0]], _config(name)):
+        if len(spec.shape) == 2:
+            rows, columns = spec.shape
+            assert rows != columns, spec
+            for parts in (2, 4, 8):
+                assert rows // parts != columns, spec
+                assert rows != columns // parts, spec
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tensors", "num_values"),
+    [
+        ("qwen3", 47, 541_792),
+        ("qwen3-tied", 46, 492_640),
+        ("llama", 39, 541_536),
+        ("qwen3-moe", 231, 1_580_128),
+        ("deepseek-v3", 201, 1_511_248),
+    ],
+)
+def test_tensor_table_of_each_tiny_model(name: str, num_tensors: int, num_values: int) -> None:
+    specs = list(tensors_of(FAMILIES[TINY[name][0]], _config(name)))
+    assert len({spec.name for spec in specs}) == len(specs) == num_tensors
+    assert sum(math.prod(spec.shape) for spec in specs) == num_values
+
+
+def test_llama_without_head_dim_derives_it() -> None:
+    config = _config("llama")
+    del config["head_dim"]
+    assert sizes_of(config)["head_dim"] == 12
+
+
+@pytest.mark.parametrize("value", [None, "96", 0, True, 1.5])
+def test_a_size_that_is_no_positive_integer_is_refused(value: object) -> None:
+    with pytest.raises(UsageError) as caught:
+        sizes_of({**_config("qwen3"), "hidden_size": value})
+    shown = json.dumps(value).replace("null", "None").replace("true", "True").replace('"', "'")
+    assert str(caught.value) == f"config.json has `hidden_size` = {shown} where a positive integer is needed"
