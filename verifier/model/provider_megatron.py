@@ -1,0 +1,287 @@
+"""Build a Megatron trainer for (checkpoint, mesh) through Megatron-Bridge, with its weights loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verifier.errors import UsageError
+from verifier.mesh import Mesh
+from verifier.platform import Tier, install_for
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16")
+SMALL_BUCKET = 40_000
+"""Elements per gradient bucket on the CPU tier, so that tiny models have several, as real ones do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallel:
+    """How gradients and parameters travel over data-parallel ranks.
+
+    Raises:
+        UsageError: parameters are gathered in overlap, but not sharded.
+    """
+
+    distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+
+    def __post_init__(self) -> None:
+        if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
+            raise UsageError("overlap_param_gather needs distributed_optimizer and overlap_grad_reduce")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerModel:
+    """One rank's part of a model that is spread over a mesh."""
+
+    chunks: list[Any]
+    """Megatron modules of this rank, one per virtual pipeline stage."""
+    bridge: Any
+    """megatron-bridge's AutoBridge of the checkpoint."""
+    provider: Any
+    """megatron-bridge's provider, which is also Megatron's TransformerConfig."""
+    mesh: Mesh
+    tier: Tier
+    data_parallel: DataParallel | None
+    """None: not wrapped for training, forward only."""
+
+
+def preload(tier: Tier) -> None:
+    """Import everything that `build` needs; to be called once before ranks are forked."""
+    install_for(tier)
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # buckets and configurations, parameter by parameter
+    import verifier.export.gather_megatron
+    import verifier.train.step_megatron  # noqa: F401
+
+
+def validate(config: Mapping[str, Any], mesh: Mesh) -> None:
+    """Refuse a mesh that does not divide the model.
+
+    Args:
+        config: the checkpoint's config.json.
+        mesh: parallel sizes.
+
+    Raises:
+        UsageError: names the axis, the size, and what it does not divide.
+    """
+    experts = config.get("num_experts") or config.get("n_routed_experts")
+    if mesh.ep > 1 and not experts:
+        raise UsageError(f"ep = {mesh.ep}, but {_architecture(config)} has no experts")
+    if mesh.etp > 1 and not experts:
+        raise UsageError(f"etp = {mesh.etp}, but {_architecture(config)} has no experts")
+    expert_width = config.get("moe_intermediate_size")
+    latent = config.get("kv_lora_rank") is not None
+    for axis, size, what, count in (
+        ("tp", mesh.tp, "attention heads", config.get("num_attention_heads")),
+        ("tp", mesh.tp, "key-value heads", None if latent else config.get("num_key_value_heads")),
+        ("tp", mesh.tp, "vocabulary entries", config.get("vocab_size")),
+        ("tp", mesh.tp, "columns of the feed-forward layers", config.get("intermediate_size")),
+        ("ep", mesh.ep, "experts", experts),
+        ("etp", mesh.etp, "columns of an expert", expert_width if experts else None),
+    ):
+        if count is not None and count % size:
+            raise UsageError(f"{axis} = {size} does not divide the {count:,} {what} of {_architecture(config)}")
+    num_layers = config.get("num_hidden_layers")
+    if num_layers is not None:
+        mesh.stage_sizes(num_layers)
+
+
+def build(
+    path: Path | str,
+    mesh: Mesh,
+    *,
+    dtype: str,
+    tier: Tier,
+    data_parallel: DataParallel | None = None,
+    seed: int = 1234,
+    deadline_s: float = 600.0,
+    overrides: Mapping[str, Any] | None = None,
+) -> TrainerModel:
+    """Set up model parallelism on the existing process group and load a checkpoint into this rank's shards.
+
+    Every parameter is NaN until its weight arrives, so that one that no weight reaches cannot pass for loaded.
+
+    Args:
+        path: Hugging Face checkpoint directory.
+        mesh: parallel sizes; its world size is that of the process group.
+        dtype: "float32" or "bfloat16", of parameters and activations.
+        tier: "cpu" or "cuda"; already installed, or installed now.
+        data_parallel: wrap the model for training so; None builds it for forward passes only.
+        seed: of Megatron's random state.
+        deadline_s: how long a collective of the model's groups may wait.
+        overrides: provider fields set last, before it is finalized.
+
+    Raises:
+        UsageError: a model that megatron-bridge does not support, a mesh that does not divide it or does not match
+            the number of processes, or an unknown dtype.
+    """
+    from verifier.model.checkpoint import open_checkpoint
+
+    config = open_checkpoint(path).config
+    validate(config, mesh)
+    if dtype not in DTYPES:
+        raise UsageError(f"unknown dtype `{dtype}`: one of {', '.join(DTYPES)}")
+    install_for(tier)
+    import torch.distributed as dist
+
+    if dist.get_world_size() != mesh.world_size:
+        raise UsageError(f"mesh {mesh.label()} needs {mesh.world_size} ranks, there are {dist.get_world_size()}")
+    bridge = _bridge(path)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        provider = bridge.to_megatron_provider(load_weights=True)
+        _configure(provider, mesh, dtype, tier)
+        for name, value in (overrides or {}).items():
+            setattr(provider, name, value)
+        provider.finalize()
+        provider.initialize_model_parallel(
+            seed=seed,
+            distributed_timeout_minutes=max(1, math.ceil(deadline_s / 60)),
+            create_gloo_process_groups=False,
+        )
+        provider.register_pre_wrap_hook(_poison, prepend=True)
+        chunks = provider.provide_distributed_model(
+            ddp_config=None if data_parallel is None else _ddp_config(data_parallel, tier),
+            wrap_with_ddp=data_parallel is not None,
+        )
+    _connect(chunks, data_parallel)
+    return TrainerModel(
+        chunks=chunks, bridge=bridge, provider=provider, mesh=mesh, tier=tier, data_parallel=data_parallel
+    )
+
+
+def teardown() -> None:
+    """Forget the model-parallel groups, so that this process can build another model on another mesh."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    return str((config.get("architectures") or ["the model"])[0])
+
+
+def _bridge(path: Path | str) -> Any:
+    # Everything is read from the directory: nothing is looked up on a network.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from megatron.bridge import AutoBridge
+
+    try:
+        return AutoBridge.from_hf_pretrained(str(path))
+    except ValueError as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UsageError(f"megatron-bridge cannot load {path}: {first_line}") from error
+
+
+def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
+    """Provider fields for a mesh and a dtype; on the CPU tier, without the fused kernels that need a GPU."""
+    import torch
+
+    torch_dtype = getattr(torch, dtype)
+    fields: dict[str, Any] = {
+        "tensor_model_parallel_size": mesh.tp,
+        "sequence_parallel": mesh.tp > 1,
+        "pipeline_model_parallel_size": mesh.pp,
+        "context_parallel_size": mesh.cp,
+        "expert_model_parallel_size": mesh.ep,
+        "expert_tensor_parallel_size": mesh.etp,
+        "num_layers_in_first_pipeline_stage": mesh.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": mesh.last_stage_layers,
+        "params_dtype": torch_dtype,
+        "pipeline_dtype": torch_dtype,
+        "autocast_dtype": torch_dtype,
+        "bf16": dtype == "bfloat16",
+        "fp16": False,
+        "make_vocab_size_divisible_by": 1,
+        "should_pad_vocab": False,
+        # Packed micro-batches differ in length, and the loss is a mean over tokens, not over micro-batches.
+        "variable_seq_lengths": True,
+        "calculate_per_token_loss": True,
+        # The all-gather dispatcher refuses variable lengths, even in a model without experts.
+        "moe_token_dispatcher_type": "alltoall",
+        # The policy's loss is the only loss: no balancing loss, no drift of the router's score bias.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,
+    }
+    if mesh.vpp > 1:
+        # Without overlap_p2p_comm megatron-core 0.19.2 trains interleaved stages on the wrong gradients, silently:
+        # the assertion that forbids it is in the training script's argument parser only.
+        fields |= {
+            "virtual_pipeline_model_parallel_size": mesh.vpp,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
+    if tier == "cpu":
+        fields |= dict.fromkeys(
+            (
+                "gradient_accumulation_fusion",
+                "moe_permute_fusion",
+                "persist_layer_norm",
+                "apply_rope_fusion",
+                "masked_softmax_fusion",
+                "bias_dropout_fusion",
+                "bias_activation_fusion",
+                "moe_shared_expert_overlap",
+                "deallocate_pipeline_outputs",
+            ),
+            False,
+        )
+        fields["cross_entropy_fusion_impl"] = "native"
+    else:
+        from megatron.core.transformer.enums import AttnBackend
+
+        # Some providers ask for flash-attn by name, and Transformer Engine then finds no backend where it is absent.
+        fields["attention_backend"] = AttnBackend.auto
+    for name, value in fields.items():
+        if not hasattr(provider, name):
+            raise UsageError(f"megatron-bridge's provider has no field `{name}`: this version is not supported")
+        setattr(provider, name, value)
+
+
+def _ddp_config(data_parallel: DataParallel, tier: Tier) -> Any:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=data_parallel.distributed_optimizer,
+        overlap_grad_reduce=data_parallel.overlap_grad_reduce,
+        overlap_param_gather=data_parallel.overlap_param_gather,
+        bucket_size=SMALL_BUCKET if tier == "cpu" else None,
+    )
+
+
+def _poison(chunks: list[Any]) -> list[Any]:
+    import torch
+
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(math.nan)
+    return chunks
+
+
+def _connect(chunks: list[Any], data_parallel: DataParallel | None) -> None:
+    """Give the pipeline schedule the hooks by which gradients are reduced while the backward pass still runs."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.utils import get_model_config
+
+    if data_parallel is None:
+        return
+    config = get_model_config(chunks[0])
+    config.finalize_model_grads_func = finalize_model_grads
+    if data_parallel.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]

@@ -1,0 +1,156 @@
+"""The CPU tier: real megatron-core and megatron-bridge on a machine without a GPU.
+
+Installed once per process, before Megatron is imported. What changes: Transformer Engine's modules are reference modules
+with the same parameters (`cpu_modules`, `cpu_attention`), and CUDA's bookkeeping calls answer on the host
+(`cpu_cuda_shims`). Everything else, all parallelism included, is upstream's own code over gloo.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import warnings
+from functools import partial
+from types import ModuleType
+
+import torch
+
+from verifier.errors import UsageError
+from verifier.platform.patch import Patch, apply, require_parameters, source_parameters
+from verifier.platform.pins import require_pins
+
+_DONE = "verifier.platform.cpu.installed"
+
+
+def install() -> None:
+    """Make this process a CPU-tier process; a second call does nothing.
+
+    Raises:
+        UsageError: Megatron was imported first, an installed version is not the pinned one, or an upstream name that
+            is replaced here no longer looks as expected.
+    """
+    if _DONE in sys.modules:
+        return
+    if "megatron.core" in sys.modules:
+        raise UsageError("megatron.core was imported before the CPU platform: call `install_for('cpu')` first")
+    if getattr(sys.modules.get("transformer_engine"), "__version__", None):
+        raise UsageError("transformer_engine was imported before the CPU platform: call `install_for('cpu')` first")
+    require_pins("torch", "megatron-core", "megatron-bridge", "transformers")
+    from verifier.platform.cpu_cuda_shims import core_patches, torch_patches
+
+    apply(torch_patches())
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    # Compiling the fusions at import costs ten seconds and buys nothing on a CPU.
+    compile_function, torch.compile = torch.compile, _uncompiled
+    sys.modules["transformer_engine"] = None
+    silenced = logging.root.manager.disable
+    logging.disable(logging.INFO)  # megatron-bridge reports every optional package that it does not find
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+            apply([*core_patches(), *_module_patches()])
+            _offer_placeholder()
+            importlib.import_module("megatron.bridge")
+    finally:
+        torch.compile = compile_function
+        logging.disable(silenced)
+    # One random state serves host and device here, so upstream's warning that they moved together is no news.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    sys.modules[_DONE] = ModuleType(_DONE)
+
+
+def _module_patches() -> list[Patch]:
+    """Reference modules in the places where megatron-core looks Transformer Engine's up."""
+    from megatron.core.extensions import transformer_engine as upstream
+
+    from verifier.platform import cpu_modules
+    from verifier.platform.cpu_attention import TEDotProductAttention
+    from verifier.platform.patch import parameters
+
+    classes = {module.__name__: module for module in (*cpu_modules.REFERENCE_MODULES, TEDotProductAttention)}
+    for name, module in classes.items():
+        maker = "__new__" if name == "TENorm" else "__init__"
+        require_parameters(f"{upstream.__name__}:{name}", source_parameters(upstream, f"{name}.{maker}"), parameters(module))
+    attention_call = source_parameters(upstream, "TEDotProductAttention.forward")
+    require_parameters("TEDotProductAttention.forward", attention_call, parameters(TEDotProductAttention.forward)[5:])
+
+    provider = _provider(classes)
+    norm = classes["TENorm"]
+    latent = "megatron.core.transformer.multi_latent_attention"
+    return [
+        *(Patch(target=f"{upstream.__name__}:{name}", replacement=module) for name, module in classes.items()),
+        Patch(target="megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider", replacement=provider),
+        Patch(target="megatron.core.models.gpt.gpt_layer_specs:TESpecProvider", replacement=provider),
+        Patch(target="megatron.core.models.gpt.gpt_layer_specs:TENorm", replacement=norm),
+        Patch(target="megatron.core.models.gpt.moe_module_specs:TESpecProvider", replacement=provider),
+        Patch(target="megatron.core.transformer.transformer_block:LayerNormImpl", replacement=norm),
+        *(
+            Patch(target=f"{latent}:{name}", replacement=classes[name])
+            for name in ("TELinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear")
+        ),
+        Patch(
+            target="megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+            replacement=_counts_on_host,
+            takes="tensor as_numpy record_stream",
+        ),
+    ]
+
+
+def _provider(classes: dict[str, type]) -> type:
+    """A stand-in for `TESpecProvider` that hands out the reference modules.
+
+    Raises:
+        UsageError: upstream's provider has grown or lost a method.
+    """
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP, TEGroupedMLP
+
+    def grouped_mlp_modules(self: object, moe_use_grouped_gemm: bool) -> partial:
+        if not moe_use_grouped_gemm:
+            linears = MLPSubmodules(linear_fc1=classes["TEColumnParallelLinear"], linear_fc2=classes["TERowParallelLinear"])
+            return partial(SequentialMLP, submodules=linears)
+        column, row = classes["TEColumnParallelGroupedLinear"], classes["TERowParallelGroupedLinear"]
+        return partial(TEGroupedMLP, submodules=GroupedMLPSubmodules(linear_fc1=column, linear_fc2=row))
+
+    methods = {
+        "linear": lambda self: classes["TELinear"],
+        "column_parallel_linear": lambda self: classes["TEColumnParallelLinear"],
+        "row_parallel_linear": lambda self: classes["TERowParallelLinear"],
+        "fuse_layernorm_and_linear": lambda self: True,
+        "column_parallel_layer_norm_linear": lambda self: classes["TELayerNormColumnParallelLinear"],
+        "layer_norm": lambda self, rms_norm=False, for_qk=False, has_residual=False: classes["TENorm"],
+        "core_attention": lambda self: classes["TEDotProductAttention"],
+        "grouped_mlp_modules": grouped_mlp_modules,
+        "activation_func": lambda self: None,
+    }
+    upstream = sorted(name for name in vars(TESpecProvider) if not name.startswith("_"))
+    require_parameters("TESpecProvider", " ".join(upstream), " ".join(sorted(methods)))
+    return type("ReferenceSpecProvider", (), methods)
+
+
+def _counts_on_host(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> object:
+    """Token counts for the all-to-all as numpy even if they never were on a device.
+
+    Source:
+        megatron-core 0.19.2, megatron/core/transformer/moe/moe_utils.py, `maybe_move_tensor_to_cpu`, which leaves a
+        host tensor a tensor, so that `all_to_all_single` is handed tensors as split sizes.
+    """
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _offer_placeholder() -> None:
+    """Let megatron-bridge's unguarded `import transformer_engine.pytorch` succeed; any use of it raises AttributeError."""
+    package, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
+    package.__path__, package.pytorch = [], pytorch
+    # Asked for by name at import, in annotations and in isinstance checks, of adapters only.
+    pytorch.ops = ModuleType("transformer_engine.pytorch.ops")
+    pytorch.ops.Sequential = type("Sequential", (), {})
+    pytorch.Linear, pytorch.LayerNormLinear = type("Linear", (), {}), type("LayerNormLinear", (), {})
+    sys.modules["transformer_engine"], sys.modules["transformer_engine.pytorch"] = package, pytorch
+
+
+def _uncompiled(model: object = None, **options: object) -> object:
+    return model if model is not None else lambda function: function

@@ -1,0 +1,169 @@
+"""Causal attention on the host: packed (THD) and plain (SBHD) layouts, grouped queries, context parallelism, MLA sizes.
+
+Every sub-sequence is computed by itself, from its own rows only. So what a neighbour in the pack holds, or what lies in
+the padding (NaN included), cannot move a bit of it; the padding's own rows come out as zeros.
+
+Legend: T tokens of this rank, S rows of one sub-sequence over all context ranks, H query heads, G key-value heads, D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from verifier.errors import UsageError
+
+
+class TEDotProductAttention(torch.nn.Module):
+    """Softmax attention in float32, with the constructor and call of megatron-core's wrapper of the same name.
+
+    Raises:
+        UsageError: sliding windows, attention sinks or dropout, which this reference does not compute.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        num_splits: int | None = None,
+        cp_comm_type: str | None = "p2p",
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__()
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        for what, used in (
+            ("sliding-window attention", config.window_size is not None),
+            (f"{config.softmax_type} softmax", config.softmax_type != "vanilla"),
+            ("attention dropout", dropout != 0.0),
+            (f"{attention_type}-attention", attention_type != "self"),
+        ):
+            if used:
+                raise UsageError(f"the cpu tier's reference attention does not compute {what}: use the gpu tier")
+        self.config = config
+        self.softmax_scale = softmax_scale
+        self.cp_group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        num_splits: int | None = None,
+    ) -> Tensor:
+        """Attend within each sub-sequence.
+
+        Args:
+            query: [T, H, D] packed, or [rows, batch, H, D]; this rank's rows in zigzag order under context parallelism.
+            key: [T, G, D] or [rows, batch, G, D].
+            value: as `key`, of its own width.
+            attention_mask: ignored, since causality is implied.
+            attn_mask_type: causal, or padding with causal.
+            attention_bias: must be None.
+            packed_seq_params: global (not per context rank) cumulative lengths of a packed batch.
+            num_splits: ignored.
+
+        Returns:
+            [T, H * D] packed, or [rows, batch, H * D], in the query's dtype.
+
+        Raises:
+            UsageError: a mask other than causal, or an attention bias.
+        """
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal) or attention_bias is not None:
+            raise UsageError(f"the cpu tier's reference attention is causal without bias, not {attn_mask_type.name}")
+        if packed_seq_params is not None:
+            return self._attend_packed(query, key, value, packed_seq_params).flatten(-2)
+        num_rows, num_batch = query.shape[:2]
+        whole = [num_rows * self.cp_group.size()]
+        columns = [
+            self._attend_all(query[:, b], key[:, b], value[:, b], lengths=whole, padded=whole) for b in range(num_batch)
+        ]
+        return torch.stack(columns, dim=1).flatten(-2)
+
+    def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
+        ends = packed.cu_seqlens_q
+        padded_ends = ends if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        return self._attend_all(query, key, value, lengths=ends.diff().tolist(), padded=padded_ends.diff().tolist())
+
+    def _attend_all(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], padded: list[int]) -> Tensor:
+        """Attend sub-sequence by sub-sequence; rows after the last one, and rows of padding, are zeros."""
+        cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
+        num_rows = query.shape[0]
+        key = gather_from_sequence_parallel_region(key, tensor_parallel_output_grad=True, group=self.cp_group)
+        value = gather_from_sequence_parallel_region(value, tensor_parallel_output_grad=True, group=self.cp_group)
+        outputs, begin = [], 0
+        for length, padded_length in zip(lengths, padded, strict=True):
+            local = padded_length // cp_size
+            home = zigzag_positions(padded_length, cp_size, cp_rank)
+            real = home < length
+            order = _natural_order(padded_length, cp_size, begin, num_rows)[:length]
+            mine = torch.arange(begin, begin + local)[real]
+            attended = _causal(query[mine], key[order], value[order], home[real], self.softmax_scale)
+            rows = attended.new_zeros(local, *attended.shape[1:])
+            outputs.append(rows.index_put((real.nonzero()[:, 0],), attended) if not real.all() else attended)
+            begin += local
+        if begin < num_rows:
+            outputs.append(query.new_zeros(num_rows - begin, query.shape[1], value.shape[-1]))
+        return torch.cat(outputs)
+
+
+def zigzag_positions(length: int, cp_size: int, cp_rank: int) -> Tensor:
+    """Positions within a padded sub-sequence that one context-parallel rank holds, in its storage order.
+
+    A sub-sequence is cut into 2 * cp_size chunks; rank r holds chunk r and chunk 2 * cp_size - 1 - r.
+
+    Args:
+        length: padded length, a multiple of 2 * cp_size where cp_size > 1.
+        cp_size: number of context-parallel ranks.
+        cp_rank: the rank asked about.
+
+    Returns:
+        [length / cp_size] int64.
+
+    Source:
+        megatron-core 0.19.2, megatron/core/utils.py, `get_batch_on_this_cp_rank`.
+    """
+    if cp_size == 1:
+        return torch.arange(length)
+    chunk = length // (2 * cp_size)
+    tail = 2 * cp_size - 1 - cp_rank
+    return torch.cat(
+        [torch.arange(cp_rank * chunk, (cp_rank + 1) * chunk), torch.arange(tail * chunk, (tail + 1) * chunk)]
+    )
+
+
+def _natural_order(length: int, cp_size: int, begin: int, num_rows: int) -> Tensor:
+    """Where each position of a sub-sequence lies in the rank-major gathered rows: [length] int64."""
+    local = length // cp_size
+    order = torch.empty(length, dtype=torch.int64)
+    for rank in range(cp_size):
+        order[zigzag_positions(length, cp_size, rank)] = rank * num_rows + begin + torch.arange(local)
+    return order
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float | None) -> Tensor:
+    """Softmax attention of rows at `positions` over a whole sub-sequence: [rows, H, D], float32 inside."""
+    num_heads, width = query.shape[-2:]
+    repeats = num_heads // key.shape[-2]
+    q = query.float().transpose(0, 1)
+    k = key.float().repeat_interleave(repeats, dim=1).transpose(0, 1)
+    v = value.float().repeat_interleave(repeats, dim=1).transpose(0, 1)
+    scores = torch.bmm(q, k.transpose(1, 2)) * (width**-0.5 if scale is None else scale)
+    later = torch.arange(key.shape[0]) > positions[:, None]
+    weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1)
+    return torch.bmm(weights, v).transpose(0, 1).to(query.dtype)

@@ -1,0 +1,153 @@
+"""What megatron-core asks of CUDA directly, answered on the host: devices, streams, random states, tensor type names.
+
+Two reaches, as small as they can be. The functions of `torch.cuda` and three Tensor methods are replaced for the
+process, since upstream calls them from everywhere. Literal `device="cuda"` factories appear only in the few modules of
+`LITERAL_CUDA_MODULES`: those get a view of `torch` whose factories ignore the device, and `torch` itself stays whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from types import ModuleType
+
+import torch
+
+from verifier.platform.patch import Patch
+
+HOST = torch.device("cpu")
+
+LITERAL_CUDA_MODULES = (
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.models.common.embeddings.rope_utils",
+    "megatron.core.utils",
+)
+"""megatron-core 0.19.2 modules on the trainer's path that create tensors with a literal `device="cuda"` or pinned."""
+
+_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
+_TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+}
+
+
+class HostEvent:
+    """A CUDA event on a device that is always synchronous."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class HostStream:
+    """A CUDA stream on a device that is always synchronous."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        return event or HostEvent()
+
+    def synchronize(self) -> None: ...
+
+
+THE_STREAM = HostStream()
+
+
+class HostTorch(ModuleType):
+    """`torch`, except that its factories put every tensor into pageable host memory."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in _FACTORIES:
+            setattr(self, name, _on_host(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+
+def _on_host(factory: object) -> object:
+    @functools.wraps(factory)
+    def create(*args: object, **kwargs: object) -> torch.Tensor:
+        kwargs.pop("pin_memory", None)
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs["device"] = HOST
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _always(answer: object) -> object:
+    """A function of its own that takes anything and gives `answer`; dynamo tells torch's functions apart by identity."""
+    return lambda *args, **kwargs: answer
+
+
+def _itself() -> object:
+    return lambda tensor, *args, **kwargs: tensor
+
+
+def _type_name(tensor: torch.Tensor, dtype: object = None, *args: object, **kwargs: object) -> object:
+    if dtype is None and tensor.dtype in _TYPE_NAMES:
+        return _TYPE_NAMES[tensor.dtype]
+    return torch._C.TensorBase.type(tensor, dtype, *args, **kwargs)
+
+
+def _random_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_random_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def torch_patches() -> list[Patch]:
+    """Replacements in torch itself; to be installed before megatron-core is imported."""
+    cuda = {
+        "current_device": _always(HOST),
+        "current_stream": _always(THE_STREAM),
+        "default_stream": _always(THE_STREAM),
+        "Stream": HostStream,
+        "Event": HostEvent,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
+        "manual_seed": lambda seed: torch.manual_seed(seed),
+        **{name: _always(None) for name in ("set_device", "synchronize", "empty_cache")},
+        **{name: _always(None) for name in ("nvtx.range_push", "nvtx.range_pop")},
+        **{name: _always(0) for name in ("memory_allocated", "memory_reserved")},
+        **{name: _always(0) for name in ("max_memory_allocated", "max_memory_reserved")},
+    }
+    patches = [Patch(target=f"torch.cuda:{name}", replacement=value) for name, value in cuda.items()]
+    methods = {
+        "Tensor.cuda": _itself(),
+        "Tensor.pin_memory": _itself(),
+        "nn.Module.cuda": _itself(),
+        "Tensor.type": _type_name,
+    }
+    return patches + [Patch(target=f"torch:{name}", replacement=value) for name, value in methods.items()]
+
+
+def core_patches() -> list[Patch]:
+    """Replacements in megatron-core, by module; to be installed after it is imported."""
+    view = HostTorch()
+    random = "megatron.core.tensor_parallel.random"
+    return [
+        *(Patch(target=f"{module}:torch", replacement=view) for module in LITERAL_CUDA_MODULES),
+        Patch(target=f"{random}:_get_cuda_rng_state", replacement=_random_state, takes="device clone graph_safe"),
+        Patch(target=f"{random}:_set_cuda_rng_state", replacement=_set_random_state, takes="new_state device graph_safe"),
+    ]

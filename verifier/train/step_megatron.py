@@ -1,0 +1,342 @@
+"""Forward passes and optimiser steps on ranks, through Megatron's own pipeline schedules.
+
+Shape suffixes as in `verifier.train.pack`: T rows of one context-parallel shard, V this rank's slice of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from verifier.data.rollout import Rollout
+from verifier.errors import ContractError, UsageError
+from verifier.model.provider_megatron import TrainerModel
+from verifier.train.layout import Alignment
+from verifier.train.microbatch import Schedule, split_by_count
+from verifier.train.pack import PackedBatch, pack, shard_cp
+
+if TYPE_CHECKING:
+    import torch
+
+    from verifier.mesh import Coordinate
+
+TokenLoss = Callable[["torch.Tensor", "torch.Tensor", PackedBatch], "torch.Tensor"]
+"""(logprob_T, entropy_T, shard) -> [T] loss per row; rows outside of the shard's loss mask are left out afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one optimiser step says of itself; equal on every rank."""
+
+    loss: float
+    """Mean over all tokens in the loss mask, before the step, in nats for the cross-entropy."""
+    grad_norm: float
+    """L2 norm over all parameters, before clipping."""
+    num_tokens: int
+
+
+def cross_entropy(logprob_T: torch.Tensor, entropy_T: torch.Tensor, shard: PackedBatch) -> torch.Tensor:
+    """Negative log-probability of each label, nats."""
+    return -logprob_T
+
+
+def score(
+    trainer: TrainerModel, rollouts: Sequence[Rollout], *, micro_batch_size: int = 4, temperature: float = 1.0
+) -> list[torch.Tensor]:
+    """Teacher-forced log-probabilities of given tokens, without gradients. A collective.
+
+    Args:
+        trainer: the model.
+        rollouts: the same on every rank; they are shared out over data-parallel ranks here.
+        micro_batch_size: rollouts per packed micro-batch at the most.
+        temperature: what logits are divided by.
+
+    Returns:
+        On every rank, one float32 tensor [len - 1] per rollout, on the host: entry t is the log-probability, in nats,
+        of token t + 1 given those before it.
+    """
+    import torch
+    import torch.distributed as dist
+
+    schedule = _schedule(trainer, rollouts, micro_batch_size)
+    shards = _shards(trainer, schedule, rollouts)
+    forward = partial(_forward, trainer=trainer, temperature=temperature, entropy=False, finish=_detached)
+    with torch.no_grad(), _mode(trainer, training=False):
+        scored = _run(trainer, forward, shards, forward_only=True, collect_non_loss_data=True)
+    ends = torch.tensor([len(rollout) - 1 for rollout in rollouts]).cumsum(0).tolist()
+    starts = [0, *ends[:-1]]
+    # Each entry has one owner: the last stage's rank that held the row, of tensor rank 0. A sum adds zeros to it.
+    total = torch.zeros(ends[-1], dtype=torch.float32, device=_device(trainer))
+    if scored and _coordinate(trainer).tp == 0:
+        mine = schedule.ranks[_coordinate(trainer).dp]
+        for members, shard, logprob_T in zip(mine, shards, scored, strict=True):
+            start_S = torch.tensor([starts[index] for index in members], dtype=torch.int64)
+            kept = shard.labels_T >= 0
+            rows = start_S[shard.segments_T[kept].long()] + shard.positions_T[kept]
+            total[rows.to(total.device)] = logprob_T[kept.to(logprob_T.device)]
+    dist.all_reduce(total)
+    return list(total.cpu().split([len(rollout) - 1 for rollout in rollouts]))
+
+
+def make_optimizer(trainer: TrainerModel, *, learning_rate: float, clip_grad: float = 1.0) -> Any:
+    """Megatron's Adam over this rank's parameters, without weight decay.
+
+    Args:
+        trainer: built with `data_parallel`.
+        learning_rate: of every step that does not give its own.
+        clip_grad: greatest L2 norm of the gradient; 0 does not clip.
+
+    Raises:
+        ContractError: the trainer was built for forward passes only.
+    """
+    if trainer.data_parallel is None:
+        raise ContractError("this trainer was built for forward passes only: build it with `data_parallel`")
+    import torch
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.utils import get_model_config
+
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=learning_rate,
+        weight_decay=0.0,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        clip_grad=clip_grad,
+        bf16=trainer.provider.bf16,
+        params_dtype=torch.bfloat16 if trainer.provider.bf16 else torch.float32,
+        use_distributed_optimizer=trainer.data_parallel.distributed_optimizer,
+        overlap_param_gather=trainer.data_parallel.overlap_param_gather,
+    )
+    optimizer = get_megatron_optimizer(config, trainer.chunks, use_gloo_process_groups=False)
+    get_model_config(trainer.chunks[0]).grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def train_step(
+    trainer: TrainerModel,
+    optimizer: Any,
+    rollouts: Sequence[Rollout],
+    *,
+    loss: TokenLoss = cross_entropy,
+    learning_rate: float | None = None,
+    micro_batch_size: int = 4,
+    temperature: float = 1.0,
+) -> StepResult:
+    """One forward and backward pass over all rollouts, then one optimiser step. A collective.
+
+    Args:
+        trainer: built with `data_parallel`.
+        optimizer: from `make_optimizer`.
+        rollouts: the same on every rank.
+        loss: loss per token; the step's loss is its mean over the tokens in the loss mask, over all ranks.
+        learning_rate: of this step; 0 moves no weight. None keeps the optimiser's.
+        micro_batch_size: rollouts per packed micro-batch at the most.
+        temperature: what logits are divided by.
+
+    Raises:
+        UsageError: no token of any rollout is in the loss mask.
+        ContractError: the optimiser skipped the step.
+    """
+    if learning_rate is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+    optimizer.zero_grad()
+    mean_loss, num_tokens = backward(
+        trainer, rollouts, loss=loss, micro_batch_size=micro_batch_size, temperature=temperature
+    )
+    done, grad_norm, _ = optimizer.step()
+    if not done:
+        raise ContractError("the optimiser skipped the step: a gradient is not finite")
+    return StepResult(loss=mean_loss, grad_norm=float(grad_norm), num_tokens=num_tokens)
+
+
+def backward(
+    trainer: TrainerModel,
+    rollouts: Sequence[Rollout],
+    *,
+    loss: TokenLoss = cross_entropy,
+    micro_batch_size: int = 4,
+    temperature: float = 1.0,
+) -> tuple[float, int]:
+    """Gradients of the mean token loss, reduced over all ranks, left in the model's gradient buffers. A collective.
+
+    Returns:
+        Mean loss and number of tokens in the loss mask, over all ranks.
+
+    Raises:
+        UsageError: no token of any rollout is in the loss mask.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not any(rollout.mask.any() for rollout in rollouts):
+        raise UsageError("no token of any rollout is in the loss mask: there is nothing to train on")
+    for chunk in trainer.chunks:
+        chunk.zero_grad_buffer()
+    shards = _shards(trainer, _schedule(trainer, rollouts, micro_batch_size), rollouts)
+    forward = partial(
+        _forward, trainer=trainer, temperature=temperature, entropy=True, finish=partial(_sum_loss, loss=loss)
+    )
+    with _mode(trainer, training=True):
+        parts = _run(trainer, forward, shards, forward_only=False)
+    total = torch.zeros(2, dtype=torch.float64, device=_device(trainer))
+    if parts and _coordinate(trainer).tp == 0:
+        total += torch.stack(parts).sum(0)
+    dist.all_reduce(total)
+    return float(total[0] / total[1]), int(total[1])
+
+
+@contextlib.contextmanager
+def params_synced(trainer: TrainerModel) -> Iterator[None]:
+    """Hold every rank's parameters up to date, whatever the optimiser left to be gathered later.
+
+    With `overlap_param_gather` a distributed optimiser updates each rank's own shard only; the other shards arrive when
+    the next forward pass asks for them. Whoever reads weights between the two sees the old ones.
+
+    Source:
+        megatron-core 0.19.2, megatron/core/distributed/distributed_data_parallel.py, `disable_forward_pre_hook`.
+    """
+    overlapped = trainer.data_parallel is not None and trainer.data_parallel.overlap_param_gather
+    if overlapped:
+        for chunk in trainer.chunks:
+            chunk.disable_forward_pre_hook(param_sync=True)
+    try:
+        yield
+    finally:
+        if overlapped:
+            for chunk in trainer.chunks:
+                chunk.enable_forward_pre_hook()
+
+
+def _schedule(trainer: TrainerModel, rollouts: Sequence[Rollout], micro_batch_size: int) -> Schedule:
+    mesh = trainer.mesh
+    multiple = mesh.pp if mesh.vpp > 1 else 1
+    return split_by_count(len(rollouts), dp=mesh.dp, micro_batch_size=micro_batch_size, multiple=multiple)
+
+
+def _shards(trainer: TrainerModel, schedule: Schedule, rollouts: Sequence[Rollout]) -> list[PackedBatch]:
+    """This rank's part of each of its micro-batches."""
+    at = _coordinate(trainer)
+    alignment = Alignment(tp=trainer.mesh.tp, cp=trainer.mesh.cp, sp=trainer.provider.sequence_parallel)
+    return [shard_cp(pack(batch, alignment), at.cp) for batch in schedule.of(at.dp, rollouts)]
+
+
+def _run(
+    trainer: TrainerModel, forward: Callable[..., Any], shards: list[PackedBatch], **schedule_options: bool
+) -> list[Any]:
+    """Run the pipeline schedule over micro-batches; the last stage gets what it collected, others an empty list."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    chunks = trainer.chunks
+    collected = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=[iter(shards) for _ in chunks] if len(chunks) > 1 else iter(shards),
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(shards),
+        seq_length=max(shard.num_rows for shard in shards),
+        micro_batch_size=1,
+        **schedule_options,
+    )
+    return collected or []
+
+
+def _forward(
+    data_iterator: Iterator[PackedBatch],
+    model: Any,
+    *,
+    trainer: TrainerModel,
+    temperature: float,
+    entropy: bool,
+    finish: Callable[..., Any],
+) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """Megatron's forward step: one packed micro-batch through one model chunk, and what to do with its output."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    shard = next(data_iterator)
+    device = _device(trainer)
+    ends, padded_ends = shard.cu_seqlens.to(device), shard.cu_seqlens_padded.to(device)
+    output = model(
+        input_ids=shard.tokens_T[None].to(device),
+        position_ids=shard.positions_T[None].to(device),
+        attention_mask=None,
+        packed_seq_params=PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            cu_seqlens_q_padded=padded_ends,
+            cu_seqlens_kv_padded=padded_ends,
+            max_seqlen_q=shard.max_seqlen,
+            max_seqlen_kv=shard.max_seqlen,
+        ),
+    )
+    on_logits = partial(_logprobs, shard=shard, trainer=trainer, temperature=temperature, entropy=entropy, finish=finish)
+    return output, on_logits
+
+
+def _logprobs(
+    logits: torch.Tensor,
+    *,
+    shard: PackedBatch,
+    trainer: TrainerModel,
+    temperature: float,
+    entropy: bool,
+    finish: Callable[..., Any],
+    non_loss_data: bool = False,
+) -> Any:
+    from megatron.core import parallel_state
+
+    from verifier.train.logprob import vocab_parallel_logprob
+
+    logits_TV = logits[0]
+    logprob_T, entropy_T = vocab_parallel_logprob(
+        logits_TV,
+        shard.labels_T.to(logits_TV.device),
+        vocab_start=_coordinate(trainer).tp * logits_TV.shape[1],
+        group=parallel_state.get_tensor_model_parallel_group() if trainer.mesh.tp > 1 else None,
+        temperature=temperature,
+        entropy=entropy,
+    )
+    return finish(logprob_T, entropy_T, shard)
+
+
+def _detached(logprob_T: torch.Tensor, entropy_T: torch.Tensor | None, shard: PackedBatch) -> torch.Tensor:
+    return logprob_T.detach()
+
+
+def _sum_loss(
+    logprob_T: torch.Tensor, entropy_T: torch.Tensor, shard: PackedBatch, *, loss: TokenLoss
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Megatron's loss triple: the sum to differentiate, the tokens to divide by, and what to report."""
+    import torch
+
+    mask_T = shard.loss_mask_T.to(logprob_T.device)
+    total = torch.where(mask_T, loss(logprob_T, entropy_T, shard), 0).sum()
+    num_tokens = mask_T.sum().int()
+    return total, num_tokens, torch.stack([total.detach().double(), num_tokens.double()])
+
+
+@contextlib.contextmanager
+def _mode(trainer: TrainerModel, *, training: bool) -> Iterator[None]:
+    """Modules in training or evaluation mode, and in training mode again afterwards."""
+    for chunk in trainer.chunks:
+        chunk.train(training)
+    try:
+        yield
+    finally:
+        for chunk in trainer.chunks:
+            chunk.train()
+
+
+def _coordinate(trainer: TrainerModel) -> Coordinate:
+    import torch.distributed as dist
+
+    return trainer.mesh.coordinate(dist.get_rank())
+
+
+def _device(trainer: TrainerModel) -> torch.device:
+    import torch
+
+    return torch.device("cpu") if trainer.tier == "cpu" else torch.device("cuda", torch.cuda.current_device())
