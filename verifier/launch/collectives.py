@@ -1,0 +1,177 @@
+"""Torch's collectives, each written to the flight recorder as it is issued and while it is waited for.
+
+The methods of `ProcessGroup` and `Work` themselves are wrapped, not the functions of `torch.distributed`, so that every
+caller is seen, whichever alias it imported: synchronous, asynchronous, coalesced, point to point and object versions.
+Outside of a rank the wrappers only pass through.
+
+Source:
+    torch 2.11, torch/distributed/distributed_c10d.py: every collective calls `group.<method>` and then `work.wait()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verifier.errors import UsageError
+from verifier.launch import recorder as flight
+
+_OPS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather_coalesced",
+    "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
+    "_allgather_base": "all_gather_into_tensor",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "barrier": "barrier",
+}
+_NO_GROUP = flight.group_key("not registered with torch.distributed", ())
+
+
+def install() -> None:
+    """Wrap torch's collectives in this process; once, before a rank is forked.
+
+    Raises:
+        UsageError: this torch has no such collective.
+    """
+    owner = dist.ProcessGroup
+    if hasattr(owner.barrier, "__wrapped__"):
+        return
+    absent = [name for name in (*_OPS, "send", "recv") if not hasattr(owner, name)]
+    if absent:
+        raise UsageError(
+            f"torch {torch.__version__} is not supported: ProcessGroup has no `{absent[0]}` to watch; 2.11 is"
+        )
+    watch = _Watch()
+    for name, op in _OPS.items():
+        setattr(owner, name, watch.collective(getattr(owner, name), op.encode()))
+    owner.send = watch.point_to_point(owner.send, b"send")
+    owner.recv = watch.point_to_point(owner.recv, b"recv")
+    dist.Work.wait = watch.waiting(dist.Work.wait)
+    for module in (dist, dist.distributed_c10d):
+        module.new_group = _watched_new_group(module.new_group)
+
+
+class _Watch:
+    """The wrappers and what they share: keys of groups, and the record of each Work that is under way."""
+
+    def __init__(self) -> None:
+        self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, flight.GroupKey] = weakref.WeakKeyDictionary()
+        self._pairs: dict[tuple[str, int, int, int], flight.GroupKey] = {}
+        self._records: dict[int, bytes] = {}
+        self._dtypes: dict[torch.dtype, bytes] = {}
+
+    def collective(self, method: Callable, op: bytes) -> Callable:
+        """Wrap a method whose first argument holds tensors, if it has tensors at all."""
+
+        @functools.wraps(method)
+        def watched(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
+            recorder = flight.active()
+            if recorder is None:
+                return method(group, *args, **kwargs)
+            record = self._enter(recorder, self._group(group), op, args[0] if args else None)
+            work = method(group, *args, **kwargs)
+            self._records[id(work)] = record
+            return work
+
+        return watched
+
+    def point_to_point(self, method: Callable, op: bytes) -> Callable:
+        """Wrap `send` or `recv` (tensors, peer, tag): each direction of each pair of ranks counts on its own."""
+
+        @functools.wraps(method)
+        def watched(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
+            recorder = flight.active()
+            if recorder is None:
+                return method(group, tensors, peer, tag)
+            me = group.rank()
+            source, target = (me, peer) if op == b"send" else (peer, me)
+            name = (group.group_name, source, target, tag)
+            key = self._pairs.get(name)
+            if key is None:
+                ranks = _global_ranks(group)
+                text = f"{group.group_name} {source} to {target} tag {tag}"
+                key = flight.group_key(text, (ranks[source], ranks[target])) if ranks else _NO_GROUP
+                self._pairs[name] = key
+            record = self._enter(recorder, key, op, tensors)
+            work = method(group, tensors, peer, tag)
+            self._records[id(work)] = record
+            return work
+
+        return watched
+
+    def waiting(self, method: Callable) -> Callable:
+        """Wrap `Work.wait`."""
+
+        @functools.wraps(method)
+        def watched(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
+            recorder = flight.active()
+            if recorder is None:
+                return method(work, *args, **kwargs)
+            recorder.wait(self._records.pop(id(work), None) or recorder.last)
+            try:
+                return method(work, *args, **kwargs)
+            finally:
+                recorder.leave()
+
+        return watched
+
+    def _enter(self, recorder: flight.Recorder, key: flight.GroupKey, op: bytes, tensors: Any) -> bytes:
+        while isinstance(tensors, list | tuple):
+            tensors = tensors[0] if tensors else None
+        if not isinstance(tensors, torch.Tensor):
+            return recorder.enter(key, op, b"", None)
+        dtype = self._dtypes.get(tensors.dtype)
+        if dtype is None:
+            dtype = self._dtypes[tensors.dtype] = str(tensors.dtype).removeprefix("torch.").encode()
+        return recorder.enter(key, op, dtype, tensors.shape)
+
+    def _group(self, group: dist.ProcessGroup) -> flight.GroupKey:
+        key = self._groups.get(group)
+        if key is None:
+            ranks = _global_ranks(group)
+            if not ranks:
+                return _NO_GROUP
+            key = self._groups[group] = flight.group_key(group.group_name, ranks)
+        return key
+
+
+def _global_ranks(group: dist.ProcessGroup) -> list[int]:
+    """Global ranks in group order; empty for a group that torch.distributed does not know."""
+    known = dist.distributed_c10d._world.pg_group_ranks
+    return dist.get_process_group_ranks(group) if group in known else []
+
+
+def _watched_new_group(function: Callable) -> Callable:
+    """Wrap `new_group`, in which all ranks (or the new group's, with local synchronisation) wait for each other."""
+
+    @functools.wraps(function)
+    def watched(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> dist.ProcessGroup:
+        recorder = flight.active()
+        if recorder is None:
+            return function(ranks, *args, **kwargs)
+        everyone = range(dist.get_world_size())
+        waiting = ranks if ranks is not None and kwargs.get("use_local_synchronization") else everyone
+        key = flight.group_key("new_group", waiting)
+        with flight.label(str(kwargs.get("group_desc") or "")):
+            recorder.wait(recorder.enter(key, b"new_group", b"", None))
+        try:
+            return function(ranks, *args, **kwargs)
+        finally:
+            recorder.leave()
+
+    return watched

@@ -1,0 +1,163 @@
+"""How a run of ranks can end badly, and what it says then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from verifier.errors import ContractError, UsageError, VerifierError
+
+JSON = object
+_MAX_RANKS_SHOWN = 8
+_MAX_LINES_SHOWN = 30
+
+
+class LaunchError(VerifierError):
+    """A run of ranks ended without a result; all its processes are gone when this is raised."""
+
+
+class RankFailed(LaunchError):
+    """A rank raised, exited or was killed.
+
+    Attributes:
+        rank: the rank that failed first.
+        place: its coordinates, or "" where no mesh is known.
+        cause: "ValueError: ...", "exit status 7" or "killed by SIGKILL".
+        traceback: the rank's traceback text, or "" if it left none.
+        log_tail: the last lines of what it printed.
+    """
+
+    def __init__(self, *, rank: int, place: str, cause: str, traceback: str, log_tail: str) -> None:
+        self.rank, self.place, self.cause, self.traceback, self.log_tail = rank, place, cause, traceback, log_tail
+        parts = [f"rank {rank}{_in_brackets(place)} failed: {cause}"]
+        if traceback:
+            parts.append(_last_lines(traceback))
+        if log_tail:
+            parts.append(f"last lines of rank {rank}'s log:\n{_last_lines(log_tail)}")
+        super().__init__("\n".join(parts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """Where one rank stood when a run was stopped."""
+
+    rank: int
+    place: str
+    doing: str
+    """"waits 12.3 s in all_reduce of `x`", "left broadcast of `y` 3.0 s ago", "in no collective yet"."""
+    frame: str = ""
+    """Innermost Python frame, "file.py:12 in name", if it could be read."""
+
+    def __str__(self) -> str:
+        at = f", at {self.frame}" if self.frame else ""
+        return f"rank {self.rank}{_in_brackets(self.place)}: {self.doing}{at}"
+
+
+class CollectiveTimeout(LaunchError):
+    """A collective waited longer than its deadline.
+
+    Attributes:
+        op: the collective, for instance "all_reduce".
+        tensor: what it carried: label, shape and dtype, as far as known.
+        group: global ranks of its process group.
+        arrived: ranks of the group that had entered this very collective.
+        missing: the others, each with where it is instead.
+        waited_s: how long the longest waiting rank had waited.
+    """
+
+    def __init__(
+        self,
+        *,
+        op: str,
+        tensor: str,
+        group: Sequence[int],
+        arrived: Sequence[int],
+        missing: Sequence[RankState],
+        waited_s: float,
+    ) -> None:
+        self.op, self.tensor, self.group = op, tensor, tuple(group)
+        self.arrived, self.missing, self.waited_s = tuple(arrived), tuple(missing), waited_s
+        absent = tuple(state.rank for state in missing)
+        of_tensor = f" of {tensor}" if tensor else ""
+        group_text = f"group of {len(self.group)} ranks {_ranks(self.group)}"
+        if missing:
+            what = f"{_ranks(self.arrived)} arrived, {_ranks(absent)} did not"
+        else:
+            what = "every rank arrived, yet it did not complete"
+        lines = [f"{op}{of_tensor} waited {waited_s:.1f} s in a {group_text}: {what}"]
+        lines += _states(missing)
+        super().__init__("\n".join(lines))
+
+
+class JobTimeout(LaunchError):
+    """A whole job passed its deadline while no single collective had passed its own."""
+
+    def __init__(self, *, function: str, deadline_s: float, states: Sequence[RankState]) -> None:
+        self.function, self.deadline_s, self.states = function, deadline_s, tuple(states)
+        lines = [f"`{function}` did not end within its deadline of {deadline_s:g} s", *_states(states)]
+        super().__init__("\n".join(lines))
+
+
+def failure_from(report: Mapping[str, JSON], places: Sequence[str]) -> VerifierError:
+    """The exception for a failure report of the forking process.
+
+    A rank's own UsageError or ContractError comes back as itself, with its one sentence.
+    """
+    if report["kind"] == "rank":
+        rank = int(report["rank"])
+        failed = RankFailed(
+            rank=rank,
+            place=_place(places, rank),
+            cause=str(report["cause"]),
+            traceback=str(report["traceback"]),
+            log_tail=str(report["log_tail"]),
+        )
+        known = {"UsageError": UsageError, "ContractError": ContractError}.get(str(report["error"]))
+        if known is None:
+            return failed
+        error = known(str(report["message"]))
+        error.__cause__ = failed
+        return error
+    states = [
+        RankState(rank=item["rank"], place=_place(places, item["rank"]), doing=item["doing"], frame=item["frame"])
+        for item in report["states"]
+    ]
+    if report["kind"] == "collective":
+        return CollectiveTimeout(
+            op=report["op"],
+            tensor=report["tensor"],
+            group=report["group"],
+            arrived=report["arrived"],
+            missing=states,
+            waited_s=report["waited_s"],
+        )
+    return JobTimeout(function=report["function"], deadline_s=report["deadline_s"], states=states)
+
+
+def _place(places: Sequence[str], rank: int) -> str:
+    return places[rank] if places else ""
+
+
+def _in_brackets(place: str) -> str:
+    return f" ({place})" if place else ""
+
+
+def _states(states: Sequence[RankState]) -> list[str]:
+    shown = [f"  {state}" for state in states[:_MAX_RANKS_SHOWN]]
+    rest = len(states) - len(shown)
+    return [*shown, f"  and {rest} more ranks"] if rest else shown
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """ "[0-3, 7]": runs of consecutive ranks are folded."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return "[" + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + "]"
+
+
+def _last_lines(text: str) -> str:
+    return "\n".join("  " + line for line in text.rstrip().splitlines()[-_MAX_LINES_SHOWN:])

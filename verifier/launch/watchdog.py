@@ -1,0 +1,63 @@
+"""Reads the flight recorder and says which collective hangs, and who did not come. Pure: slots in, a finding out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from verifier.launch.recorder import Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """A collective that waits for longer than its deadline."""
+
+    slot: Slot
+    """The longest waiting rank in it."""
+    arrived: tuple[int, ...]
+    missing: tuple[int, ...]
+    waited_s: float
+
+
+def find_stall(slots: Sequence[Slot | None], now_s: float, deadline_s: float) -> Stall | None:
+    """The stall at the root, if any collective has waited longer than `deadline_s`.
+
+    Ranks wait in chains: tp peers for one rank, which waits for its pp peer, which computes. Of all overdue collectives,
+    the one that misses a rank which waits in no collective is the root; among equals the oldest.
+
+    Args:
+        slots: per rank, None before its first collective.
+        now_s: the recorder's clock.
+        deadline_s: seconds that a rank may wait.
+    """
+    by_rank = {slot.rank: slot for slot in slots if slot is not None}
+    overdue = [slot for slot in by_rank.values() if slot.waiting and now_s - slot.since_s > deadline_s]
+    if not overdue:
+        return None
+    stalls = [_stall(slot, by_rank, now_s) for slot in overdue]
+
+    def order(stall: Stall) -> tuple[bool, float]:
+        idle = any(rank not in by_rank or not by_rank[rank].waiting for rank in stall.missing)
+        return (not idle, stall.slot.since_s)
+
+    return min(stalls, key=order)
+
+
+def _stall(slot: Slot, by_rank: Mapping[int, Slot], now_s: float) -> Stall:
+    arrived, missing = [], []
+    for rank in slot.group.ranks:
+        entered = by_rank[rank].counts.get(slot.group.code, 0) if rank in by_rank else 0
+        (arrived if entered >= slot.count else missing).append(rank)
+    return Stall(slot=slot, arrived=tuple(arrived), missing=tuple(missing), waited_s=now_s - slot.since_s)
+
+
+def doing(slot: Slot | None, now_s: float) -> str:
+    """What a rank does, in words."""
+    if slot is None:
+        return "in no collective yet"
+    carried = f" of {slot.tensor}" if slot.tensor else ""
+    what = f"{slot.op}{carried} (its collective {slot.num_entered:,})"
+    if slot.waiting:
+        return f"waits {now_s - slot.since_s:.1f} s in {what}"
+    since = f" since {now_s - slot.since_s:.1f} s" if slot.since_s else ""
+    return f"in no collective{since}, the last was {what}"
