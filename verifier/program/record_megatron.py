@@ -1,0 +1,195 @@
+"""Probes of the trainer side: live shards, what they must hold, the export stream, the plan.
+
+A probe only looks: it digests what passes and hands it on as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verifier.core.evidence import Evidence, Probe
+from verifier.core.stage import Stage
+from verifier.errors import ContractError
+from verifier.export.layout import Placement, unshard
+from verifier.export.names import Layout
+from verifier.mesh import Mesh
+from verifier.model.checkpoint import Checkpoint
+from verifier.plan.chunk_plan import ChunkPlan, TensorMeta, build_plan
+from verifier.plan.digest import digest_tensor
+from verifier.transport.buffer import dtype_name
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORED_BUFFERS = frozenset({"local_tokens_per_expert"})
+"""Counters of one step that no checkpoint carries."""
+
+
+class LiveWeights:
+    """The parameters and checkpointed buffers that one rank's model chunks hold right now.
+
+    Args:
+        chunks: the rank's model chunks in virtual-stage order, wrapped for training or not.
+        layout: where checkpoint tensors live, or None where the family has no row.
+    """
+
+    def __init__(self, chunks: list[torch.nn.Module], layout: Layout | None, mesh: Mesh, rank: int) -> None:
+        self._chunks = [_unwrapped(chunk) for chunk in chunks]
+        self.layout, self.mesh, self.rank = layout, mesh, rank
+        self.at = str(mesh.coordinate(rank))
+
+    def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """(chunk, local name, live tensor) of every parameter and every checkpointed buffer."""
+        for index, chunk in enumerate(self._chunks):
+            stored = set(chunk.state_dict(keep_vars=True))
+            for name, parameter in chunk.named_parameters():
+                yield index, name, parameter.detach()
+            for name, buffer in chunk.named_buffers():
+                if name in stored and name.rpartition(".")[2] not in IGNORED_BUFFERS:
+                    yield index, name, buffer.detach()
+
+    def placements(self) -> dict[tuple[int, str], Placement]:
+        """(chunk, local name) to what must be there; empty without a layout."""
+        if self.layout is None:
+            return {}
+        return {
+            (chunk, item.param_name): item
+            for chunk in range(self.mesh.vpp)
+            for item in self.layout.placements(self.mesh, self.rank, chunk)
+        }
+
+    def record(self, probe: Probe, stage: Stage, kind: str, version: int) -> None:
+        """Digest every live tensor."""
+        places = self.placements()
+        for chunk, name, tensor in self.tensors():
+            place = places.get((chunk, name))
+            probe.emit(
+                Evidence(
+                    stage=stage, kind=kind, version=version, digest=digest_tensor(tensor),
+                    name=place.global_name if place else f"{name} (chunk {chunk})",
+                    dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
+                    facts={"at": self.at, "replica": place.group if place else f"rank {self.rank} {chunk} {name}"},
+                )
+            )  # fmt: skip
+
+    def record_expected(self, probe: Probe, source: Checkpoint) -> None:
+        """Digest, for every placement, what the checkpoint says must be there."""
+        for place in self.placements().values():
+            tensor = place.shard(source.read)
+            probe.emit(
+                Evidence(
+                    stage=Stage.LOAD, kind="expected", name=place.global_name, digest=digest_tensor(tensor),
+                    dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
+                    facts={"at": self.at, "sources": list(place.sources)},
+                )
+            )  # fmt: skip
+
+    def dump(self, path: Path) -> None:
+        """Write what this rank owns of every group of replicas, so that the shards of all ranks can be joined."""
+        from safetensors.torch import save_file
+
+        places = self.placements()
+        at = self.mesh.coordinate(self.rank)
+        owned = {}
+        for chunk, name, tensor in self.tensors():
+            place = places.get((chunk, name))
+            if place is not None and all(getattr(at, axis) == 0 for axis in place.replicated_over):
+                owned[f"{chunk}/{name}"] = tensor.cpu().contiguous().clone()
+        save_file(owned, path / f"rank-{self.rank:04d}.safetensors")
+
+
+def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def join(path: Path, layout: Layout, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Checkpoint tensors from the shards that all ranks dumped, joined by the layout and not by Megatron-Bridge.
+
+    Raises:
+        ContractError: a shard is absent, or the shards do not tile a checkpoint tensor.
+    """
+    from safetensors import safe_open
+
+    owners: dict[str, tuple[Placement, torch.Tensor]] = {}
+    for rank in range(mesh.world_size):
+        with safe_open(path / f"rank-{rank:04d}.safetensors", framework="pt") as file:
+            held = set(file.keys())
+            for chunk in range(mesh.vpp):
+                for place in layout.placements(mesh, rank, chunk):
+                    key = f"{chunk}/{place.param_name}"
+                    if place.group not in owners and key in held:
+                        owners[place.group] = (place, file.get_tensor(key))
+    whole = unshard(owners.values())
+    if not whole:
+        raise ContractError("no rank dumped a shard: there is nothing to join")
+    return whole
+
+
+def record_source(probe: Probe, source: Checkpoint) -> None:
+    """Digest the source checkpoint, tensor by tensor."""
+    for name in source.names():
+        tensor = source.read(name)
+        probe.emit(
+            Evidence(
+                stage=Stage.LOAD, kind="source", name=name, digest=digest_tensor(tensor),
+                dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
+            )
+        )  # fmt: skip
+
+
+def recorded(
+    probe: Probe, stream: Iterable[tuple[str, torch.Tensor]], version: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The export stream, digested as it passes."""
+    for name, tensor in stream:
+        probe.emit(
+            Evidence(
+                stage=Stage.EXPORT, kind="tensor", name=name, version=version, digest=digest_tensor(tensor),
+                dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
+            )
+        )  # fmt: skip
+        yield name, tensor
+
+
+def record_live(probe: Probe, live: Mapping[str, torch.Tensor], version: int) -> dict[str, str]:
+    """Digest the joined live shards; returns the digests by name."""
+    digests = {}
+    for name, tensor in live.items():
+        digests[name] = digest_tensor(tensor)
+        probe.emit(
+            Evidence(
+                stage=Stage.TRAIN, kind="live", name=name, version=version, digest=digests[name],
+                dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
+            )
+        )  # fmt: skip
+    return digests
+
+
+def plan_of(stream: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int) -> ChunkPlan:
+    """The chunk plan of an export stream, which is consumed; contents are not kept."""
+    return build_plan(
+        (TensorMeta(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape)) for name, tensor in stream),
+        chunk_bytes=chunk_bytes,
+    )
+
+
+def record_plan(probe: Probe, plan: ChunkPlan, version: int, *, entries: bool) -> None:
+    """The plan's digest and, from one rank, its entries."""
+    probe.emit(
+        Evidence(
+            stage=Stage.PLAN, kind="plan", name="chunk plan", version=version, digest=plan.digest,
+            facts={"num_chunks": len(plan.chunks), "num_tensors": sum(len(chunk.entries) for chunk in plan.chunks)},
+        )
+    )  # fmt: skip
+    if entries:
+        for tensor in plan.tensors:
+            probe.emit(
+                Evidence(
+                    stage=Stage.PLAN, kind="entry", name=tensor.name, version=version,
+                    dtype=tensor.dtype, shape=tensor.shape,
+                )
+            )  # fmt: skip

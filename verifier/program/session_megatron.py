@@ -1,0 +1,271 @@
+"""The trainer's side of a run, on every rank: load, score, plan, then update and sync, cycle by cycle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from verifier.core.evidence import Evidence
+from verifier.core.stage import Stage
+from verifier.core.store import Recorder
+from verifier.data.rollout import Rollout, make_rollout
+from verifier.engine.client import EngineClient
+from verifier.errors import UsageError
+from verifier.export import gather_megatron
+from verifier.export.names import layout_of
+from verifier.export.save import save_checkpoint
+from verifier.launch.recorder import label
+from verifier.model import provider_megatron
+from verifier.model.checkpoint import open_checkpoint
+from verifier.plan.chunk_plan import ChunkPlan
+from verifier.program.noise import moved
+from verifier.program.record_megatron import (
+    LiveWeights,
+    join,
+    plan_of,
+    record_live,
+    record_plan,
+    record_source,
+    recorded,
+)
+from verifier.program.spec import RunSpec
+from verifier.program.sync import EngineSide
+from verifier.train import step_megatron
+
+if TYPE_CHECKING:
+    from verifier.launch.rank import RankContext
+    from verifier.transport.gloo import GlooGroup
+
+LEARNING_RATE = 1e-3
+DATA_PARALLEL = provider_megatron.DataParallel(
+    distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+)
+"""What teams train with, and where an export of stale weights is a real danger."""
+
+
+def rollouts_of(sequences: Sequence[Sequence[int]]) -> list[Rollout]:
+    """Token sequences as rollouts: one prompt token, the rest sampled and in the loss."""
+    return [make_rollout(f"sequence {i}", tokens[:1], tokens[1:]) for i, tokens in enumerate(sequences)]
+
+
+class Session:
+    """One run of the trainer on this rank, from load to the last sync.
+
+    Args:
+        spec: what to do.
+        context: who this rank is.
+        engine: on rank 0 of a run with an engine: its side of the conversation.
+    """
+
+    def __init__(self, spec: RunSpec, context: RankContext, probe: Recorder, engine: EngineSide | None = None) -> None:
+        self.spec, self.context, self.probe, self.engine = spec, context, probe, engine
+        self.rank, self.mesh = context.rank, spec.mesh
+        self.work = Path(spec.work)
+        self.source = open_checkpoint(spec.checkpoint)
+        self.layout = layout_of(self.source.config)
+        self._digests: dict[str, str] = {}
+
+    def say(self, text: str) -> None:
+        """One line of progress, from rank 0."""
+        if self.rank == 0:
+            self.context.progress(text)
+
+    def load(self) -> None:
+        """Build and load the trainer; record what every rank holds and what it must hold."""
+        spec = self.spec
+        self.say(f"loading {self.mesh.world_size} trainer ranks ({self.mesh.label()})")
+        self.trainer = provider_megatron.build(
+            spec.checkpoint, self.mesh, dtype=spec.dtype, tier=spec.tier, data_parallel=DATA_PARALLEL,
+            deadline_s=spec.deadline_s,
+        )  # fmt: skip
+        self.live = LiveWeights(self.trainer.chunks, self.layout, self.mesh, self.rank)
+        self.live.record_expected(self.probe, self.source)
+        self.live.record(self.probe, Stage.LOAD, "shard", 0)
+        if self.rank == 0:
+            record_source(self.probe, self.source)
+
+    def score(self, version: int) -> None:
+        """Teacher-forced log-probabilities by the trainer."""
+        self.say(f"version {version}: trainer scores {len(self.spec.sequences)} sequences")
+        scored = step_megatron.score(self.trainer, rollouts_of(self.spec.sequences))
+        if self.rank == 0:
+            self.probe.emit(
+                Evidence(
+                    stage=Stage.LOGPROB, kind="trainer", name="scored", version=version,
+                    facts={"lengths": [row.numel() for row in scored]},
+                ),
+                torch.cat(scored),
+            )  # fmt: skip
+
+    def export(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """The export stream, recorded; the tensor under way is named if a collective of it waits too long."""
+        with label("export"):
+            yield from recorded(self.probe, gather_megatron.export(self.trainer), version)
+
+    def agree_on_plan(self) -> bool:
+        """Derive the chunk plan from the export of version 0, and compare its digest over all ranks."""
+        self.plan: ChunkPlan = plan_of(self.export(0), self.spec.chunk_bytes)
+        record_plan(self.probe, self.plan, 0, entries=self.rank == 0)
+        said: list[str] = [""] * self.mesh.world_size
+        dist.all_gather_object(said, self.plan.digest)
+        return len(set(said)) == 1
+
+    def idle_step(self) -> None:
+        """An optimizer step of learning rate 0, which must move nothing."""
+        self._optimizer = step_megatron.make_optimizer(self.trainer, learning_rate=LEARNING_RATE)
+        step_megatron.train_step(
+            self.trainer, self._optimizer, rollouts_of(self.spec.batches[0]), learning_rate=0.0
+        )  # fmt: skip
+        with step_megatron.params_synced(self.trainer):
+            self.live.record(self.probe, Stage.TRAIN, "idle", 0)
+        self._optimizer = step_megatron.make_optimizer(self.trainer, learning_rate=LEARNING_RATE)
+
+    def update(self, version: int) -> None:
+        """Move the weights: a real optimizer step, or noise on every tensor."""
+        self.say(f"version {version}: update by {self.spec.update}")
+        if self.spec.update == "noise":
+            self._move_by_noise(version)
+            return
+        result = step_megatron.train_step(
+            self.trainer, self._optimizer, rollouts_of(self.spec.batches[version - 1]), learning_rate=LEARNING_RATE
+        )
+        if self.rank == 0:
+            facts = {"loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens}
+            self.probe.emit(Evidence(stage=Stage.TRAIN, kind="step", name="step", version=version, facts=facts))
+
+    def _move_by_noise(self, version: int) -> None:
+        places = self.live.placements()
+        if not places:
+            raise UsageError("--update noise needs a model family with a layout row; use --update step")
+        seed = f"{self.spec.seed}/{version}"
+        for chunk, name, tensor in self.live.tensors():
+            place = places[chunk, name]
+            whole = place.shard(lambda source: moved(self.source.read(source), source, seed))
+            tensor.copy_(whole.to(tensor.device))
+
+    def sync(self, version: int) -> None:
+        """Export and, if an engine takes part, transfer; on rank 0, keep what was sent."""
+        self.say(f"version {version}: export and transfer")
+        stream = self.export(version)
+        self._sent: dict[str, torch.Tensor] = {}
+        if self.engine is None:
+            for _ in stream:
+                pass
+        else:
+            self._sent = self.engine.transfer(self.plan, stream, version)
+
+    def record_update(self, version: int) -> None:
+        """What the live parameters of all ranks are after an update, joined without Megatron-Bridge."""
+        with step_megatron.params_synced(self.trainer):
+            self.live.record(self.probe, Stage.TRAIN, "shard", version)
+            if self.layout is None:
+                return
+            shards = self.work / f"shards-{version}"
+            if self.rank == 0:
+                shards.mkdir()
+            dist.barrier()
+            self.live.dump(shards)
+            dist.barrier()
+        if self.rank == 0:
+            whole = join(shards, self.layout, self.mesh)
+            digests = record_live(self.probe, whole, version)
+            save_checkpoint(self.work / f"live-{version}", self.source.config, whole.items())
+            self._record_moved(digests, whole, version)
+
+    def _record_moved(self, digests: dict[str, str], whole: dict[str, torch.Tensor], version: int) -> None:
+        from verifier.plan.digest import digest_tensor
+
+        if not self._digests:
+            self._digests = {name: digest_tensor(self.source.read(name)) for name in whole}
+        num_moved = sum(digests[name] != self._digests[name] for name in digests)
+        self._digests = digests
+        least = sum(t.is_floating_point() for t in whole.values()) if self.spec.update == "noise" else 1
+        self.probe.emit(
+            Evidence(
+                stage=Stage.TRAIN, kind="moved", name=f"version {version}", version=version,
+                facts={"moved": num_moved, "least": least, "total": len(digests)},
+            )
+        )  # fmt: skip
+
+    def observe_engine(self, version: int) -> None:
+        """What the engine holds, scores and samples at a version."""
+        if self.engine is None:
+            return
+        self.say(f"version {version}: engine scores and samples")
+        self.engine.record_logprobs(self.spec.sequences, version)
+        if self.spec.prompts:
+            self.engine.record_samples(self.spec.prompts, version, self.spec.seed + version)
+        if self._sent:
+            self.engine.record_held(self._sent, version)
+
+    def run(self) -> None:
+        """Everything, in the order of the data flow."""
+        self.load()
+        self.score(0)
+        self._sent = {name: self.source.read(name) for name in self.source.names()} if self.engine else {}
+        agreed = self.agree_on_plan()
+        if self.spec.restore_first and agreed:
+            self.sync(0)
+        self.observe_engine(0)
+        if not agreed:
+            return
+        if self.spec.update == "step":
+            self.idle_step()
+        for version in range(1, self.spec.cycles + 1):
+            self.update(version)
+            self.sync(version)
+            self.record_update(version)
+            self.score(version)
+            self.observe_engine(version)
+        if self._sent:
+            save_checkpoint(self.work / "exported", self.source.config, self._sent.items())
+
+
+def open_engine(spec: RunSpec, probe: Recorder) -> tuple[EngineSide, GlooGroup]:
+    """Rank 0's connection to the engine, and the transfer group with its ranks."""
+    from verifier.engine import update
+    from verifier.transport.gloo import Listener
+
+    client = EngineClient(str(spec.engine_socket), deadline_s=spec.deadline_s)
+    group = update.connect(client, Listener(spec.engine_ranks, deadline_s=spec.deadline_s))
+    return EngineSide(client, group, spec.engine_ranks, Path(spec.trace), probe), group
+
+
+def roundtrip(context: RankContext) -> dict[str, float]:
+    """Rank function of `verifier roundtrip`."""
+    spec = RunSpec.from_json(context.args)
+    probe = Recorder(Path(spec.trace), "trainer", context.rank)
+    engine = group = None
+    if spec.engine_socket is not None and context.rank == 0:
+        engine, group = open_engine(spec, probe)
+    Session(spec, context, probe, engine).run()
+    probe.close()
+    if engine is not None and group is not None:
+        engine.close()
+        group.close()
+        engine.client.close()
+    return {"peak_gib": _peak_gib()}
+
+
+def golden(context: RankContext) -> dict[str, float]:
+    """Rank function of `verifier golden`: load, export, and nothing else."""
+    spec = RunSpec.from_json(context.args)
+    probe = Recorder(Path(spec.trace), "trainer", context.rank)
+    session = Session(spec, context, probe)
+    session.load()
+    session.say("exporting")
+    for _ in session.export(0):
+        pass
+    probe.close()
+    return {"peak_gib": _peak_gib()}
+
+
+def _peak_gib() -> float:
+    import resource
+
+    return math.ceil(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20 * 100) / 100

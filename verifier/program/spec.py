@@ -1,0 +1,56 @@
+"""What the parent tells the ranks of a run; JSON there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from verifier.mesh import Mesh
+
+CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """One run of the trainer's side, of golden or of a round trip."""
+
+    checkpoint: str
+    mesh: Mesh
+    dtype: str
+    tier: str
+    trace: str
+    """Directory of the trace, which the parent has created."""
+    work: str
+    """Directory for what the run hands on and need not keep: live shards, exported checkpoints."""
+    sequences: Sequence[Sequence[int]] = ()
+    """Token ids that trainer, engine and oracle score."""
+    prompts: Sequence[Sequence[int]] = ()
+    """Prompts to sample from, longer than a block of the prefix cache."""
+    batches: Sequence[Sequence[Sequence[int]]] = ()
+    """Token ids of each training step, one batch per cycle."""
+    update: str = "step"
+    """"step": a real optimizer step; "noise": every tensor moved by seeded noise."""
+    chunk_bytes: int = CHUNK_BYTES
+    engine_socket: str | None = None
+    """None where no engine takes part."""
+    engine_ranks: int = 0
+    restore_first: bool = False
+    """Send version 0 to the engine before anything else, so that it holds what this run expects of it."""
+    seed: int = 0
+    deadline_s: float = 120.0
+
+    @property
+    def cycles(self) -> int:
+        """Updates, each followed by a sync."""
+        return len(self.batches)
+
+    def to_json(self) -> dict[str, Any]:
+        """Inverse of `from_json`."""
+        return {**asdict(self), "mesh": self.mesh.to_dict()}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> RunSpec:
+        """Rebuild a spec that was sent as JSON."""
+        known = {item.name for item in fields(cls)}
+        return cls(**{**{k: v for k, v in record.items() if k in known}, "mesh": Mesh(**record["mesh"])})

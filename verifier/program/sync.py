@@ -1,0 +1,192 @@
+"""Trainer rank 0's conversation with the engine, and the evidence of both sides of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from verifier.core.evidence import Evidence, Probe
+from verifier.core.stage import Stage
+from verifier.core.store import Recorder
+from verifier.engine import update
+from verifier.engine.client import EngineClient
+from verifier.engine.engine import HeldSlice
+from verifier.errors import ContractError
+from verifier.plan.chunk_plan import ChunkPlan
+from verifier.plan.digest import digest_tensor
+from verifier.transport.buffer import dtype_name, unpack
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from verifier.transport.gloo import GlooGroup
+
+SAMPLED_TOKENS = 4
+"""Tokens sampled from each prompt."""
+
+
+class EngineSide:
+    """The engine as trainer rank 0 sees it; records what each engine rank confirms and holds.
+
+    Args:
+        client: a connection of its own.
+        group: the transfer group that the engine has joined.
+        trace: trace directory; each engine rank gets a recorder.
+        trainer: the recorder of trainer rank 0.
+    """
+
+    def __init__(self, client: EngineClient, group: GlooGroup, num_ranks: int, trace: Path, trainer: Probe) -> None:
+        self.client, self._group, self._trainer = client, group, trainer
+        self._ranks = [Recorder(trace, "engine", rank) for rank in range(num_ranks)]
+
+    def poison(self, version: int) -> None:
+        """NaN into everything that the engine holds, and what escaped it."""
+        for rank, items in enumerate(self.client.poison()):
+            self._ranks[rank].emit(
+                Evidence(
+                    stage=Stage.ENGINE, kind="poison", name=f"engine rank {rank}", version=version,
+                    facts={
+                        "total": len(items),
+                        "intact": [item.name for item in items if item.how == "left"],
+                        "unreachable": {i.name: i.how for i in items if i.how.startswith("left:")},
+                    },
+                )
+            )  # fmt: skip
+
+    def transfer(
+        self, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]], version: int
+    ) -> dict[str, torch.Tensor]:
+        """Poison, agree, send chunk by chunk, take the receipts, finish, forget cached prefixes.
+
+        A departure of the stream from the plan, or plans that differ, end the transfer; the evidence says why, and the
+        rest of the stream is still drawn, since the other ranks are in its collectives.
+
+        Returns:
+            What was sent, by name, on the host.
+        """
+        sent: dict[str, torch.Tensor] = {}
+        refusal = ""
+        try:
+            self.poison(version)
+            agreement = update.agree(self.client, self._group, plan)
+            self._record_plans(agreement.said[1:], version)
+            for delivery in update.deliver(self.client, self._group, plan, stream):
+                sent |= {name: tensor.clone() for name, tensor in unpack(delivery.chunk, delivery.buffer.cpu())}
+                for receipt in delivery.receipts:
+                    self._record_receipt(receipt, version)
+            self.client.finish_update()
+            self.client.reset_prefix_cache()
+        except update.PlanRefused as problem:
+            self._record_plans(problem.agreement.said[1:], version)
+            refusal = str(problem)
+        except ContractError as problem:
+            refusal = str(problem)
+        for _ in stream:
+            pass
+        self._trainer.emit(
+            Evidence(
+                stage=Stage.TRANSPORT, kind="handover", name=f"transfer of version {version}", version=version,
+                facts={"refused": refusal},
+            )
+        )  # fmt: skip
+        return sent
+
+    def _record_plans(self, said: Sequence[str], version: int) -> None:
+        for rank, digest in enumerate(said):
+            self._ranks[rank].emit(
+                Evidence(stage=Stage.PLAN, kind="plan", name="chunk plan", version=version, digest=digest)
+            )
+
+    def _record_receipt(self, receipt: update.Receipt, version: int) -> None:
+        recorder = self._ranks[receipt.rank]
+        for item in receipt.received:
+            recorder.emit(
+                Evidence(
+                    stage=Stage.TRANSPORT, kind="receipt", name=item.name, version=version, digest=item.digest,
+                    dtype=item.dtype, shape=item.shape, facts={"chunk": receipt.chunk},
+                )
+            )  # fmt: skip
+        recorder.emit(
+            Evidence(
+                stage=Stage.ENGINE, kind="loaded", name=f"chunk {receipt.chunk}", version=version,
+                facts={"names": list(receipt.loaded), "refused": receipt.refused or ""},
+            )
+        )  # fmt: skip
+
+    def record_held(self, sent: Mapping[str, torch.Tensor], version: int) -> None:
+        """What every engine rank holds: its state, and its checkpoint slices beside what they must be."""
+        for rank, items in enumerate(self.client.state()):
+            for item in items:
+                self._ranks[rank].emit(
+                    Evidence(
+                        stage=Stage.ENGINE, kind="state", name=item.name, version=version, digest=item.digest,
+                        dtype=item.dtype, shape=item.shape, facts={"kind": item.kind},
+                    )
+                )  # fmt: skip
+        for rank, slices in enumerate(self.client.checkpoint_view()):
+            self._record_view(self._ranks[rank], slices, sent, version)
+
+    def _record_view(
+        self, recorder: Recorder, slices: Sequence[HeldSlice], sent: Mapping[str, torch.Tensor], version: int
+    ) -> None:
+        seen = set()
+        for item in slices:
+            name = f"{item.name} in {item.holder}" if item.name in seen else item.name
+            seen.add(item.name)
+            facts = {"holder": item.holder, "box": [list(pair) for pair in item.box]}
+            recorder.emit(
+                Evidence(
+                    stage=Stage.ENGINE, kind="view", name=name, version=version, digest=item.digest,
+                    dtype=item.dtype, shape=item.shape, facts=facts,
+                )
+            )  # fmt: skip
+            if item.name in sent:
+                self._record_view_expected(recorder, name, sent[item.name], item.box, version)
+        for name in sent.keys() - seen:
+            self._record_view_expected(recorder, name, sent[name], (), version)
+
+    def _record_view_expected(
+        self, recorder: Recorder, name: str, whole: torch.Tensor, box: Sequence[tuple[int, int]], version: int
+    ) -> None:
+        for dim, (begin, end) in enumerate(box):
+            whole = whole.narrow(dim, begin, end - begin)
+        recorder.emit(
+            Evidence(
+                stage=Stage.ENGINE, kind="view-expected", name=name, version=version, digest=digest_tensor(whole),
+                dtype=dtype_name(whole.dtype), shape=tuple(whole.shape),
+            )
+        )  # fmt: skip
+
+    def record_logprobs(self, sequences: Sequence[Sequence[int]], version: int) -> None:
+        """Teacher-forced log-probabilities of the sequences, by the engine."""
+        rows = self.client.logprobs(sequences)
+        self._ranks[0].emit(
+            Evidence(
+                stage=Stage.ROLLOUT, kind="engine", name="scored", version=version,
+                facts={"lengths": [len(row) for row in rows]},
+            ),
+            torch.tensor([value for row in rows for value in row], dtype=torch.float32),
+        )  # fmt: skip
+
+    def record_samples(self, prompts: Sequence[Sequence[int]], version: int, seed: int) -> None:
+        """Tokens sampled from prompts that the prefix cache may know, with the log-probabilities reported for them."""
+        found = self.client.generate(prompts, n=1, seed=seed, max_tokens=SAMPLED_TOKENS)
+        samples = [item.samples[0] for item in found]
+        self._ranks[0].emit(
+            Evidence(
+                stage=Stage.ROLLOUT, kind="sampled", name="sampled", version=version,
+                facts={
+                    "lengths": [len(sample.tokens) for sample in samples],
+                    "tokens": [list(sample.tokens) for sample in samples],
+                    "cached": [sample.cached_tokens for sample in samples],
+                },
+            ),
+            torch.tensor([value for sample in samples for value in sample.logprobs], dtype=torch.float32),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Close the recorders; the engine and the group stay."""
+        for recorder in self._ranks:
+            recorder.close()
