@@ -90,6 +90,9 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def __repr__(self) -> str:
+        return f"Rollout({self.id!r}, prompt={self.prompt_length}, response={self.response_length})"
+
     @property
     def response_length(self) -> int:
         """Tokens after the prompt, tool output included."""

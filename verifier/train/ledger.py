@@ -76,7 +76,7 @@ def loss_rows(batches: Sequence[PackedBatch]) -> LossRows:
         return torch.cat(list(tensors)).numpy()
 
     return LossRows(
-        sentinel_T=joined([batch.extra[LEDGER].long() for batch in batches]),
+        sentinel_T=joined([batch.extra[LEDGER] if batch.ids else torch.zeros_like(batch.rows_T) for batch in batches]),
         input_T=joined([batch.tokens_T for batch in batches]),
         position_T=joined([batch.positions_T for batch in batches]),
         role_T=joined([batch.roles_T for batch in batches]),

@@ -67,7 +67,8 @@ class PackedBatch:
     routes_TMK: torch.Tensor | None
     """int32, experts of the row's own token; `MISSING_ROUTE` in padding and where the engine reported none."""
     extra: Mapping[str, torch.Tensor]
-    """Label-aligned tensors that the caller added: NaN, or 0 for integers, where there is no label."""
+    """Label-aligned tensors that the caller added: NaN, or 0 for integers, where there is no label; in a filler float32
+    NaN throughout."""
 
     @property
     def num_rows(self) -> int:

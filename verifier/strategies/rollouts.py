@@ -1,0 +1,124 @@
+"""Lengths, rollouts and step-wise trajectories, from the plain to the awkward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import strategies as st
+
+from verifier.data.rollout import MISSING_ROUTE, Rollout, make_rollout
+from verifier.data.trajectories import Step
+
+PROFILES = ("plain", "edge", "anti-correlated")
+
+
+@st.composite
+def length_profiles(
+    draw: st.DrawFn, *, max_rollouts: int = 6, max_tokens: int = 40, multiple: int = 1
+) -> list[tuple[int, int]]:
+    """(prompt, response) lengths of a batch.
+
+    Profiles: any lengths, those of one token in all included; totals on, just below and just above each alignment
+    edge; and anti-correlated ones, where a long prompt has a short response. Shrinks to one rollout of one token.
+
+    Args:
+        draw: given by Hypothesis.
+        max_rollouts: most rollouts.
+        max_tokens: longest prompt plus response.
+        multiple: distance between alignment edges, in tokens.
+    """
+    profile = draw(st.sampled_from(PROFILES), label="lengths")
+    prompts_and_rest = draw(
+        st.lists(
+            st.tuples(st.integers(1, max_tokens), st.integers(0, max_tokens - 1)), min_size=1, max_size=max_rollouts
+        )
+    )
+    lengths = []
+    for prompt, rest in prompts_and_rest:
+        total = min(prompt + rest, max_tokens)
+        if profile == "edge":
+            edge = -(-total // multiple) * multiple
+            total = max(1, min(edge + rest % 3 - 1, max_tokens))
+        elif profile == "anti-correlated":
+            total = max_tokens - rest % 2
+        prompt = min(prompt, total)
+        lengths.append((prompt, total - prompt))
+    return lengths
+
+
+@st.composite
+def rollouts(
+    draw: st.DrawFn,
+    *,
+    lengths: st.SearchStrategy[list[tuple[int, int]]] | None = None,
+    num_moe_layers: int = 0,
+    topk: int = 2,
+    num_experts: int = 8,
+) -> list[Rollout]:
+    """A batch of rollouts in which no two tokens have the same id, log-probability or weight version neighbours.
+
+    Tokens are numbered from 1 through the batch, so a token that turns up in the wrong place is known by its id. Some
+    rollouts are multi-turn (tool output between sampled tokens), some are masked out, some were sampled while the
+    weights changed, and the engine may lack the route of a last token.
+
+    Args:
+        draw: given by Hypothesis.
+        lengths: (prompt, response) pairs; `length_profiles()` by default.
+        num_moe_layers: layers with routes; 0 for none.
+        topk: experts per token.
+        num_experts: experts per layer.
+    """
+    pairs = draw(lengths if lengths is not None else length_profiles())
+    traits = st.tuples(st.sampled_from(["one turn", "tool", "masked"]), st.integers(0, 3))
+    batch, next_token = [], 1
+    for at, (prompt, response) in enumerate(pairs):
+        kind, first_version = draw(traits, label=f"rollout {at}")
+        total = prompt + response
+        tokens = np.arange(next_token, next_token + total)
+        sampled = np.arange(response) % 3 != 1 if kind == "tool" else np.ones(response, bool)
+        batch.append(
+            make_rollout(
+                f"r{at}",
+                tokens[:prompt],
+                tokens[prompt:],
+                group=f"g{at // 2}",
+                sampled=sampled,
+                mask=np.zeros(response, bool) if kind == "masked" else sampled,
+                logprobs=-tokens[prompt:] / np.float32(256),
+                versions=first_version + np.arange(response) // 4,
+                reward=float(at),
+                routes=_routes(tokens, num_moe_layers, topk, num_experts) if num_moe_layers else None,
+            )
+        )
+        next_token += total
+    return batch
+
+
+@st.composite
+def step_lists(draw: st.DrawFn, *, max_trajectories: int = 3, max_steps: int = 4) -> list[Step]:
+    """Steps of whole, contiguous trajectories with cumulative inputs; shrinks to one trajectory of one step."""
+    steps = []
+    for number in range(draw(st.integers(1, max_trajectories), label="trajectories")):
+        name = f"t{number}"
+        turns = draw(
+            st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=max_steps), label=name
+        )
+        tokens = np.zeros(0, np.int64)
+        for index, (given, answered) in enumerate(turns):
+            prompt = np.concatenate([tokens, 1000 * (number + 1) + len(tokens) + np.arange(given)])
+            response = 1000 * (number + 1) + len(prompt) + np.arange(answered)
+            rollout = make_rollout(
+                f"{name}/{index}", prompt, response, group=name, logprobs=-response / np.float32(256), versions=index
+            )
+            tokens = rollout.tokens
+            steps.append(Step(trajectory=name, index=index, is_last_step=index == len(turns) - 1, rollout=rollout))
+    return steps
+
+
+def _routes(tokens: Sequence[int] | np.ndarray, num_moe_layers: int, topk: int, num_experts: int) -> np.ndarray:
+    """[L, M, K] distinct experts that differ between neighbouring tokens and layers; the last token has none."""
+    first_LM1 = np.asarray(tokens)[:, None, None] + 3 * np.arange(num_moe_layers)[None, :, None]
+    routes = ((first_LM1 + np.arange(topk)) % num_experts).astype(np.int16)
+    routes[-1] = MISSING_ROUTE
+    return routes
