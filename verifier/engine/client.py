@@ -1,0 +1,214 @@
+"""Talk to an engine in its own process, from any process that knows its socket. Torch-free."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from verifier import errors
+from verifier.engine import channel
+from verifier.engine.engine import Generation, HeldSlice, HeldTensor, Poisoned, Sample
+from verifier.errors import InternalError, VerifierError
+from verifier.plan.chunk_plan import ChunkPlan
+from verifier.transport.wire import Address, Agreement, Receipt, TransferFailed
+
+_ERRORS: dict[str, type[VerifierError]] = {
+    kind.__name__: kind for kind in (errors.UsageError, errors.ContractError, InternalError, TransferFailed)
+}
+_LOG_LINES = 12
+
+
+class EngineGone(InternalError):
+    """The engine's process died or does not listen; carries the last lines of its log."""
+
+
+class EngineTimeout(InternalError):
+    """The engine did not answer before the request's deadline."""
+
+
+class Pending:
+    """A request under way. Between `EngineClient.start` and `result` the caller may feed the engine by other means."""
+
+    def __init__(self, client: EngineClient, request: str, deadline_s: float) -> None:
+        self._client = client
+        self._request = request
+        self._deadline_s = deadline_s
+
+    def result(self) -> Any:
+        """The engine's answer, or its error raised here."""
+        return self._client.answer(self._request, self._deadline_s)
+
+
+class EngineClient:
+    """One connection to an engine host. Requests are answered one by one; not for several threads.
+
+    Args:
+        socket_path: where the host listens.
+        log_path: the host's log, quoted in errors.
+        deadline_s: for each request that names none.
+    """
+
+    def __init__(self, socket_path: Path | str, log_path: Path | str | None = None, deadline_s: float = 300) -> None:
+        self.socket_path = Path(socket_path)
+        self.log_path = Path(log_path) if log_path else self.socket_path.with_name("engine.log")
+        self.deadline_s = deadline_s
+        self._sock: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._sock.connect(str(self.socket_path))
+        except OSError as error:
+            self.close()
+            raise EngineGone(f"no engine listens at {self.socket_path}: {error.strerror}{self._last_words()}") from error
+
+    def start(self, request: str, *, deadline_s: float | None = None, **arguments: Any) -> Pending:
+        """Send a request and return at once; its `result` must be taken before the next request."""
+        if self._sock is None:
+            raise EngineGone(f"the connection to the engine was closed before the request `{request}`")
+        try:
+            channel.send(self._sock, {"request": request, "arguments": arguments})
+        except channel.ChannelClosed as error:
+            raise self._gone(request) from error
+        return Pending(self, request, deadline_s or self.deadline_s)
+
+    def ask(self, request: str, *, deadline_s: float | None = None, **arguments: Any) -> Any:
+        """Send a request and wait for its answer.
+
+        Raises:
+            EngineTimeout: no answer in time.
+            EngineGone: the engine's process died.
+            VerifierError: what the engine refused, as it raised it.
+        """
+        return self.start(request, deadline_s=deadline_s, **arguments).result()
+
+    def answer(self, request: str, deadline_s: float) -> Any:
+        """Wait for the answer to the request under way."""
+        if self._sock is None:
+            raise EngineGone(f"the connection to the engine was closed during the request `{request}`")
+        try:
+            reply = channel.receive(self._sock, deadline_s)
+        except channel.DeadlinePassed as error:
+            self.close()
+            raise EngineTimeout(
+                f"the engine did not answer `{request}` within {deadline_s:g} s{self._last_words()}"
+            ) from error
+        except channel.ChannelClosed as error:
+            raise self._gone(request) from error
+        if "error" in reply:
+            raise _ERRORS.get(reply["error"], InternalError)(reply["message"])
+        return reply["value"]
+
+    def wait_ready(self, deadline_s: float) -> int:
+        """Wait until the model is loaded; the number of engine ranks."""
+        return self.ask("num_ranks", deadline_s=deadline_s)
+
+    def logprobs(self, sequences: Sequence[Sequence[int]], *, deadline_s: float | None = None) -> list[list[float]]:
+        """See `Engine.logprobs`."""
+        return self.ask("logprobs", deadline_s=deadline_s, sequences=[list(item) for item in sequences])
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        seed: int,
+        max_tokens: int,
+        stop: Sequence[int] = (),
+        deadline_s: float | None = None,
+    ) -> list[Generation]:
+        """See `Engine.generate`."""
+        rows = self.ask(
+            "generate",
+            deadline_s=deadline_s,
+            prompts=[list(item) for item in prompts],
+            n=n,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=list(stop),
+        )
+        return [
+            Generation(
+                prompt=tuple(row["prompt"]),
+                samples=tuple(
+                    Sample(
+                        tokens=tuple(item["tokens"]),
+                        logprobs=tuple(item["logprobs"]),
+                        cached_tokens=item["cached_tokens"],
+                    )
+                    for item in row["samples"]
+                ),
+            )
+            for row in rows
+        ]
+
+    def state(self) -> list[list[HeldTensor]]:
+        """See `Engine.state`."""
+        return [
+            [HeldTensor(**{**item, "shape": tuple(item["shape"])}) for item in rank] for rank in self.ask("state")
+        ]
+
+    def checkpoint_view(self) -> list[list[HeldSlice]]:
+        """See `Engine.checkpoint_view`."""
+        return [
+            [
+                HeldSlice(
+                    **{**item, "shape": tuple(item["shape"]), "box": tuple((begin, end) for begin, end in item["box"])}
+                )
+                for item in rank
+            ]
+            for rank in self.ask("checkpoint_view")
+        ]
+
+    def poison(self) -> list[list[Poisoned]]:
+        """See `Engine.poison`."""
+        return [[Poisoned(**item) for item in rank] for rank in self.ask("poison")]
+
+    def connect(self, address: Address) -> Pending:
+        """See `Engine.connect`; take the `result` after the sender has accepted."""
+        return self.start("connect", deadline_s=address.deadline_s + 30, address=address.to_json())
+
+    def begin_update(self, plan: ChunkPlan) -> Pending:
+        """See `Engine.begin_update`; the `result` is for `agreements`, after the sender has agreed."""
+        return self.start("begin_update", plan=plan.to_json())
+
+    def receive(self, chunk: int) -> Pending:
+        """See `Engine.receive`; the `result` is for `receipts`, after the sender has sent."""
+        return self.start("receive", chunk=chunk)
+
+    def finish_update(self) -> None:
+        """See `Engine.finish_update`."""
+        self.ask("finish_update")
+
+    def reset_prefix_cache(self) -> bool:
+        """See `Engine.reset_prefix_cache`."""
+        return self.ask("reset_prefix_cache")
+
+    def call(self, module: str, function: str, arguments: Sequence[Any] = ()) -> list[Any]:
+        """See `Engine.call`."""
+        return self.ask("call", module=module, function=function, arguments=list(arguments))
+
+    def close(self) -> None:
+        """Close this connection; the engine stays."""
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    def _gone(self, request: str) -> EngineGone:
+        self.close()
+        return EngineGone(f"the engine's process ended during the request `{request}`{self._last_words()}")
+
+    def _last_words(self) -> str:
+        if not self.log_path.is_file():
+            return ""
+        lines = self.log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        return "; its last words:\n" + "\n".join(lines) if lines else ""
+
+
+def agreements(rows: list[dict[str, Any]]) -> list[Agreement]:
+    """The answer to `begin_update`, one agreement per engine rank."""
+    return [Agreement(said=tuple(row["said"])) for row in rows]
+
+
+def receipts(rows: list[dict[str, Any]]) -> list[Receipt]:
+    """The answer to `receive`, one receipt per engine rank."""
+    return [Receipt.from_json(row) for row in rows]

@@ -1,0 +1,184 @@
+"""What an engine is: the requests it answers and the plain types it answers with. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from verifier.errors import UsageError
+from verifier.plan.chunk_plan import ChunkPlan
+from verifier.transport.wire import Address, Agreement, Receipt
+
+KINDS = ("vllm", "hf")
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an engine is started.
+
+    Raises:
+        UsageError: unknown kind or dtype, or a tensor-parallel size the kind does not have.
+    """
+
+    kind: str
+    checkpoint: str
+    """A checkpoint directory; its weights are loaded cold."""
+    dtype: str = "float32"
+    tp: int = 1
+    max_model_len: int = 512
+    """Longest sequence, in tokens, prompt and generated together."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UsageError(f"there is no engine `{self.kind}`; choose one of {', '.join(KINDS)}")
+        if self.dtype not in DTYPES:
+            raise UsageError(f"the engine cannot run in {self.dtype}; choose one of {', '.join(DTYPES)}")
+        if self.kind == "hf" and self.tp != 1:
+            raise UsageError(f"--engine hf runs on one rank, so --engine-tp {self.tp} does not apply; leave it at 1")
+        if self.tp not in (1, 2, 4, 8):
+            raise UsageError(f"--engine-tp {self.tp} is not one of 1, 2, 4, 8")
+
+    def to_json(self) -> dict[str, Any]:
+        """Keyword arguments that rebuild this config."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTensor:
+    """One thing an engine rank computes with, under the engine's own name."""
+
+    name: str
+    kind: str
+    """"parameter", "buffer", or "derived": a packed copy or a plain attribute."""
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldSlice:
+    """The part of one checkpoint tensor that an engine rank holds, read back from what it computes with.
+
+    One checkpoint tensor may be held several times on one rank (a tied head, a packed copy beside the original).
+    """
+
+    name: str
+    """Checkpoint spelling."""
+    holder: str
+    """The engine's own name of what it was read from."""
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+    box: tuple[tuple[int, int], ...]
+    """Per dim of the checkpoint tensor: [begin, end) of this rank's part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Poisoned:
+    """What the poison did to one held tensor."""
+
+    name: str
+    how: str
+    """"nan"; "nan, restored before the update" (no checkpoint carries it); or "left", with the reason after a colon."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One generated continuation."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Nats, of each sampled token under the full distribution at temperature 1."""
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values came from the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """All samples of one prompt."""
+
+    prompt: tuple[int, ...]
+    samples: tuple[Sample, ...] = field(default=())
+
+
+class Engine(Protocol):
+    """What every engine answers. Lists per engine rank are in rank order."""
+
+    num_ranks: int
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Teacher-forced: per sequence, entry t is log p(token t+1 | tokens 0..t), float32 nats, length len-1."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, n: int, seed: int, max_tokens: int, stop: Sequence[int] = ()
+    ) -> list[Generation]:
+        """Sample `n` continuations of each prompt at temperature 1, from the full vocabulary."""
+
+    def state(self) -> list[list[HeldTensor]]:
+        """Every parameter, buffer (persistent or not) and derived tensor of each rank."""
+
+    def checkpoint_view(self) -> list[list[HeldSlice]]:
+        """The same contents, mapped back to checkpoint names."""
+
+    def poison(self) -> list[list[Poisoned]]:
+        """Fill everything that computes with NaN."""
+
+    def connect(self, address: Address) -> None:
+        """Join the sender's transfer group; blocks until all members are there."""
+
+    def begin_update(self, plan: ChunkPlan) -> list[Agreement]:
+        """Agree on the plan with the sender and all ranks; if reached, make ready to receive."""
+
+    def receive(self, chunk: int) -> list[Receipt]:
+        """Receive and load one chunk of the agreed plan."""
+
+    def finish_update(self) -> None:
+        """Process what was loaded; the new weights are in use after it."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached keys and values; True when it was done."""
+
+    def call(self, module: str, function: str, arguments: Sequence[Any]) -> list[Any]:
+        """Run ``function(worker, *arguments)`` on each rank; the results must be JSON values."""
+
+    def shutdown(self) -> None:
+        """Leave the transfer group and free the model."""
+
+
+def check_sequences(sequences: Sequence[Sequence[int]], *, vocab_size: int, max_len: int, least: int = 2) -> None:
+    """Refuse token sequences that an engine would answer with a stack trace or, worse, with a number.
+
+    Raises:
+        UsageError: names the sequence and the token.
+    """
+    for index, tokens in enumerate(sequences):
+        if not least <= len(tokens) <= max_len:
+            raise UsageError(f"sequence {index} has {len(tokens)} tokens; the engine takes {least} to {max_len}")
+        for position, token in enumerate(tokens):
+            if not 0 <= token < vocab_size:
+                raise UsageError(
+                    f"sequence {index} has token {token} at position {position}, outside the vocabulary [0, {vocab_size})"
+                )
+
+
+def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool) -> None:
+    """Say at once what would otherwise fail a minute into vLLM's start.
+
+    Args:
+        config: the checkpoint's config.json.
+        on_cpu: vLLM would run on its CPU kernels.
+
+    Raises:
+        UsageError: vLLM has no CPU kernels for this architecture.
+    """
+    if on_cpu and config.get("kv_lora_rank") is not None:
+        raise UsageError("vLLM has no CPU kernels for multi-head latent attention; use --engine hf")
+
+
+def package_root() -> Path:
+    """The directory that must be importable for this package to be."""
+    return Path(__file__).resolve().parents[2]

@@ -1,0 +1,158 @@
+"""vLLM as the engine: its driver in this process, its workers in theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+from verifier.engine.engine import (
+    EngineConfig,
+    Generation,
+    HeldSlice,
+    HeldTensor,
+    Poisoned,
+    Sample,
+    check_sequences,
+)
+from verifier.engine.worker_vllm import BACKEND
+from verifier.errors import InternalError
+from verifier.model.checkpoint import open_checkpoint
+from verifier.plan.chunk_plan import ChunkPlan
+from verifier.transport.wire import Address, Agreement, Receipt
+
+_KV_CACHE_BYTES = 128 * 2**20
+_RPC_DEADLINE_S = 600
+
+
+class VllmEngine:
+    """See `Engine`. Eager, unquantised, prefix caching on, logprobs of the raw distribution."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        checkpoint = open_checkpoint(config.checkpoint)
+        self.num_ranks = config.tp
+        self._max_len = config.max_model_len
+        self._vocab_size = int(checkpoint.config["vocab_size"])
+        self._carried = checkpoint.names()
+        self._llm = LLM(
+            model=config.checkpoint,
+            dtype=config.dtype,
+            tensor_parallel_size=config.tp,
+            seed=config.seed,
+            max_model_len=config.max_model_len,
+            max_num_seqs=16,
+            kv_cache_memory_bytes=_KV_CACHE_BYTES,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            skip_tokenizer_init=True,
+            logprobs_mode="raw_logprobs",
+            generation_config="vllm",
+            weight_transfer_config={"backend": BACKEND},
+            worker_extension_cls="verifier.engine.worker_vllm.VerifierWorker",
+        )
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """One prefill per sequence; vLLM does not read the prefix cache for prompt logprobs."""
+        check_sequences(sequences, vocab_size=self._vocab_size, max_len=self._max_len - 1)
+        asked = SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0, detokenize=False)
+        outputs = self._llm.generate(_prompts(sequences), asked, use_tqdm=False)
+        return [
+            [row[token].logprob for token, row in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
+            for tokens, output in zip(sequences, outputs, strict=True)
+        ]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, n: int, seed: int, max_tokens: int, stop: Sequence[int] = ()
+    ) -> list[Generation]:
+        """Every request has its own seeded generator, so batching does not change the samples."""
+        check_sequences(prompts, vocab_size=self._vocab_size, max_len=self._max_len - max_tokens, least=1)
+        asked = [
+            SamplingParams(
+                n=n,
+                seed=seed + index,
+                temperature=1.0,
+                max_tokens=max_tokens,
+                stop_token_ids=list(stop),
+                logprobs=0,
+                detokenize=False,
+            )
+            for index in range(len(prompts))
+        ]
+        outputs = self._llm.generate(_prompts(prompts), asked, use_tqdm=False)
+        return [
+            Generation(
+                prompt=tuple(prompt),
+                samples=tuple(
+                    Sample(
+                        tokens=tuple(item.token_ids),
+                        logprobs=tuple(
+                            row[token].logprob for token, row in zip(item.token_ids, item.logprobs, strict=True)
+                        ),
+                        cached_tokens=output.num_cached_tokens or 0,
+                    )
+                    for item in output.outputs
+                ),
+            )
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+
+    def state(self) -> list[list[HeldTensor]]:
+        """See `held_vllm.held_tensors`."""
+        return [
+            [HeldTensor(**{**item, "shape": tuple(item["shape"])}) for item in rank]
+            for rank in self._rpc("verifier_state")
+        ]
+
+    def checkpoint_view(self) -> list[list[HeldSlice]]:
+        """See `view_vllm.checkpoint_slices`."""
+        return [
+            [HeldSlice(**{**item, "shape": tuple(item["shape"]), "box": tuple(map(tuple, item["box"]))}) for item in rank]
+            for rank in self._rpc("verifier_view", carried=self._carried)
+        ]
+
+    def poison(self) -> list[list[Poisoned]]:
+        """See `held_vllm.poison_model`."""
+        return [[Poisoned(**item) for item in rank] for rank in self._rpc("verifier_poison", carried=self._carried)]
+
+    def connect(self, address: Address) -> None:
+        """vLLM's own `init_weight_transfer_engine`."""
+        self._llm.init_weight_transfer_engine({"init_info": address.to_json()})
+
+    def begin_update(self, plan: ChunkPlan) -> list[Agreement]:
+        """vLLM's own `start_weight_update`, once all members hold the same plan."""
+        agreements = [Agreement(said=tuple(said)) for said in self._rpc("verifier_begin", plan=plan.to_json())]
+        if all(agreement.reached for agreement in agreements):
+            self._llm.start_weight_update(is_checkpoint_format=True)
+        return agreements
+
+    def receive(self, chunk: int) -> list[Receipt]:
+        """vLLM's own `update_weights`."""
+        self._llm.update_weights({"update_info": {"chunk": chunk}})
+        return [Receipt.from_json(row) for row in self._rpc("verifier_receipt")]
+
+    def finish_update(self) -> None:
+        """vLLM's own `finish_weight_update`."""
+        self._llm.finish_weight_update()
+
+    def reset_prefix_cache(self) -> bool:
+        """vLLM's own."""
+        return bool(self._llm.reset_prefix_cache())
+
+    def call(self, module: str, function: str, arguments: Sequence[Any]) -> list[Any]:
+        """On every worker."""
+        return self._rpc("verifier_call", module=module, function=function, arguments=list(arguments))
+
+    def shutdown(self) -> None:
+        """End the workers."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _rpc(self, method: str, **arguments: Any) -> list[Any]:
+        try:
+            return self._llm.collective_rpc(method, timeout=_RPC_DEADLINE_S, kwargs=arguments)
+        except TimeoutError as error:
+            raise InternalError(f"vLLM's workers did not answer `{method}` within {_RPC_DEADLINE_S} s") from error
+
+
+def _prompts(sequences: Sequence[Sequence[int]]) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": list(tokens)} for tokens in sequences]

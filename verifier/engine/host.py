@@ -1,0 +1,171 @@
+"""The engine's own process: ``python -m verifier.engine.host SOCKET CONFIG PARENT``.
+
+One thread accepts, one per connection reads; the main thread alone touches the engine, one request at a time. The
+socket listens before the model is loaded, so requests may be sent early and wait.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+from verifier.engine import channel
+from verifier.engine.engine import Engine, EngineConfig, refuse_unsupported
+from verifier.engine.process import die_with_parent
+from verifier.errors import InternalError, UsageError, VerifierError
+from verifier.model.checkpoint import open_checkpoint
+from verifier.plan.chunk_plan import ChunkPlan
+from verifier.transport.wire import Address
+
+Request = tuple[socket.socket, str, dict[str, Any]]
+
+
+def load(config: EngineConfig) -> Engine:
+    """Start the engine cold from its checkpoint.
+
+    Raises:
+        UsageError: a damaged checkpoint, an architecture that this engine cannot run here, or vLLM not installed.
+    """
+    settings = open_checkpoint(config.checkpoint).config
+    os.environ.update(environment(config))
+    if config.kind == "hf":
+        from verifier.engine.engine_hf import HfEngine
+
+        return HfEngine(config)
+    if importlib.util.find_spec("vllm") is None:
+        raise UsageError("vLLM is not installed; install it, or use --engine hf")
+    import torch
+
+    refuse_unsupported(settings, on_cpu=not torch.cuda.is_available())
+    from verifier.engine.engine_vllm import VllmEngine
+
+    return VllmEngine(config)
+
+
+def environment(config: EngineConfig) -> dict[str, str]:
+    """Environment variables that must stand before torch and vLLM are imported.
+
+    vLLM's workers are spawned from the driver's own process (no separate engine core: two imports fewer), nothing is
+    compiled, and each rank gets its own share of the cores, on which idle threads sleep.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // config.tp)
+    bound = "|".join(
+        ",".join(str(cores[(rank * share + item) % len(cores)]) for item in range(share)) for rank in range(config.tp)
+    )
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": bound,
+        "OMP_NUM_THREADS": str(share),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def answers(engine: Engine) -> dict[str, Callable[..., Any]]:
+    """Request name -> what answers it with a JSON value."""
+    return {
+        "num_ranks": lambda: engine.num_ranks,
+        "logprobs": engine.logprobs,
+        "generate": lambda **asked: [asdict(item) for item in engine.generate(**asked)],
+        "state": lambda: [[asdict(item) for item in rank] for rank in engine.state()],
+        "checkpoint_view": lambda: [[asdict(item) for item in rank] for rank in engine.checkpoint_view()],
+        "poison": lambda: [[asdict(item) for item in rank] for rank in engine.poison()],
+        "connect": lambda address: engine.connect(Address(**address)),
+        "begin_update": lambda plan: [asdict(item) for item in engine.begin_update(ChunkPlan.from_json(plan))],
+        "receive": lambda chunk: [item.to_json() for item in engine.receive(chunk)],
+        "finish_update": engine.finish_update,
+        "reset_prefix_cache": engine.reset_prefix_cache,
+        "call": engine.call,
+    }
+
+
+def serve(socket_path: str, config: EngineConfig) -> None:
+    """Listen, load, answer until terminated."""
+    requests: queue.Queue[Request] = queue.Queue()
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    door.bind(f"{socket_path}.opening")
+    door.listen()
+    os.rename(f"{socket_path}.opening", socket_path)  # who sees the path can connect
+    threading.Thread(target=_accept, args=(door, requests), daemon=True).start()
+    try:
+        engine = load(config)
+    except VerifierError as error:
+        _refuse_all(requests, error)
+    table = answers(engine)
+    try:
+        while True:
+            sock, name, arguments = requests.get()
+            _reply(sock, _answer(table, name, arguments))
+    finally:
+        engine.shutdown()
+
+
+def _answer(table: dict[str, Callable[..., Any]], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    if name not in table:
+        return _error(InternalError(f"the engine knows no request `{name}`"))
+    try:
+        return {"value": table[name](**arguments)}
+    except VerifierError as error:
+        return _error(error)
+    except RuntimeError as error:  # what torch, and vLLM for any failure in a worker, raise
+        traceback.print_exc()
+        return _error(InternalError(f"the engine failed in `{name}`: {' '.join(str(error).split())[:600]}"))
+
+
+def _refuse_all(requests: queue.Queue[Request], error: VerifierError) -> NoReturn:
+    while True:
+        sock, _, _ = requests.get()
+        _reply(sock, _error(error))
+
+
+def _error(error: VerifierError) -> dict[str, Any]:
+    return {"error": type(error).__name__, "message": str(error)}
+
+
+def _reply(sock: socket.socket, reply: dict[str, Any]) -> None:
+    try:
+        channel.send(sock, reply)
+    except channel.ChannelClosed:
+        sock.close()  # the client gave up waiting
+
+
+def _accept(door: socket.socket, requests: queue.Queue[Request]) -> None:
+    while True:
+        sock, _ = door.accept()
+        threading.Thread(target=_read, args=(sock, requests), daemon=True).start()
+
+
+def _read(sock: socket.socket, requests: queue.Queue[Request]) -> None:
+    while True:
+        try:
+            message = channel.receive(sock, None)
+        except channel.ChannelClosed:
+            sock.close()
+            return
+        requests.put((sock, message["request"], message["arguments"]))
+
+
+def main(socket_path: str, config: str, parent: str) -> None:
+    """Entry of the process."""
+    die_with_parent()
+    if os.getppid() != int(parent):  # it died before the line above
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    serve(socket_path, EngineConfig(**json.loads(config)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

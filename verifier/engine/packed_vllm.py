@@ -1,0 +1,162 @@
+"""Read back, and poison, the weights that vLLM's CPU kernels keep in a packed form.
+
+vLLM 0.21 packs linear weights for oneDNN (the parameter is emptied; the contents live behind a handle in
+``layer.cpu_linear``) and permutes expert weights for its grouped kernel. A state that showed only named parameters
+would miss nearly every weight. Two exact ways bring them back:
+
+- a linear is applied to the identity matrix: each output is one weight times 1 plus zeros, exact in every float dtype
+  (only the sign of a zero weight is lost);
+- an expert's permutation is found by packing a tensor of indices, digit by digit, and inverted.
+
+Source:
+    vllm/model_executor/layers/utils.py `dispatch_cpu_unquantized_gemm`;
+    vllm/model_executor/layers/fused_moe/cpu_fused_moe.py `CPUFusedMOE`, `SGLFusedMOE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE, SGLFusedMOE
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+from verifier.errors import ContractError
+
+_ROWS = 1024  # identity rows pushed at once
+_DIGIT_BITS = 8  # the integers that every float dtype holds exactly
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLinear:
+    """A closure that multiplies by a weight which no parameter shows."""
+
+    holder: str
+    """Attribute of the module, such as ``cpu_linear`` or ``down_linear[3]``."""
+    apply: Callable[[torch.Tensor], torch.Tensor]
+    in_features: int
+    dtype: torch.dtype
+
+    def read(self) -> torch.Tensor:
+        """[out_features, in_features], the weight that the closure multiplies by."""
+        parts = []
+        for begin in range(0, self.in_features, _ROWS):
+            end = min(begin + _ROWS, self.in_features)
+            rows = torch.zeros(end - begin, self.in_features, dtype=self.dtype)
+            rows[torch.arange(end - begin), torch.arange(begin, end)] = 1
+            parts.append(self.apply(rows))
+        return torch.cat(parts).t().contiguous()
+
+
+def packed_linears(module: nn.Module) -> Iterator[PackedLinear]:
+    """The closures of this module (not of its children) that hold a weight of their own."""
+    linear = module.__dict__.get("cpu_linear")
+    if linear is not None and (holds := _held(linear)):
+        yield PackedLinear(
+            holder="cpu_linear",
+            apply=lambda x: linear(x, None, None),
+            in_features=_in_features(holds[0], module),
+            dtype=getattr(module, "params_dtype", None) or module.weight.dtype,
+        )
+    for name, weight in (("gate_up_linear", "w13_weight"), ("down_linear", "w2_weight")):
+        for index, expert in enumerate(module.__dict__.get(name, ())):
+            holds = _held(expert)
+            yield PackedLinear(
+                holder=f"{name}[{index}]",
+                apply=expert,
+                in_features=_in_features(holds[0], module),
+                dtype=module.params_dtype if getattr(module, weight).numel() == 0 else getattr(module, weight).dtype,
+            )
+
+
+def unpack_experts(module: nn.Module, packed: torch.Tensor) -> torch.Tensor:
+    """Undo the expert kernel's permutation.
+
+    Args:
+        module: vLLM's fused experts.
+        packed: [experts, out, in], its ``w13_weight`` or ``w2_weight``.
+
+    Returns:
+        [experts, out, in] in checkpoint order; `packed` itself where the kernel keeps that order.
+
+    Raises:
+        ContractError: the kernel does more than permute within an expert.
+    """
+    pack = _expert_packing(module)
+    if pack is None:
+        return packed
+    count = packed[0].numel()
+    index = torch.arange(count).view(1, *packed.shape[1:])
+    order = torch.zeros(count, dtype=torch.int64)
+    for shift in range(0, max(count - 1, 1).bit_length(), _DIGIT_BITS):
+        digit = ((index >> shift) & (2**_DIGIT_BITS - 1)).to(packed.dtype)
+        order += pack(digit).reshape(-1).to(torch.int64) << shift
+    if not torch.equal(order.sort().values, torch.arange(count)):
+        raise ContractError(f"{type(module).__name__}: this kernel's expert layout is no permutation of the weight")
+    plain = torch.empty_like(packed).view(packed.shape[0], count)
+    plain[:, order] = packed.reshape(packed.shape[0], count)
+    return plain.view(packed.shape)
+
+
+def poison_packed(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Make this module's packed linears multiply by NaN.
+
+    Yields:
+        (holder, what was done), as in `Poisoned`.
+    """
+    linear = module.__dict__.get("cpu_linear")
+    for closure, packed in zip(_closures(module), packed_linears(module), strict=True):
+        for held in _held(closure):
+            if isinstance(held, torch.Tensor):
+                held.fill_(float("nan"))
+            elif closure is linear:
+                _repack_with_nan(module, held.n, held.k, packed.dtype)
+            else:
+                yield packed.holder, "left: an expert's handle cannot be rebuilt in place"
+                break
+        else:
+            yield packed.holder, "nan"
+
+
+def _repack_with_nan(module: nn.Module, out_features: int, in_features: int, dtype: torch.dtype) -> None:
+    weight = module.weight
+    module.weight = nn.Parameter(torch.full((out_features, in_features), float("nan"), dtype=dtype), False)
+    dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+    module.weight = weight
+
+
+def _closures(module: nn.Module) -> Iterator[Callable[..., torch.Tensor]]:
+    linear = module.__dict__.get("cpu_linear")
+    if linear is not None and _held(linear):
+        yield linear
+    yield from module.__dict__.get("gate_up_linear", ())
+    yield from module.__dict__.get("down_linear", ())
+
+
+def _held(closure: Callable[..., torch.Tensor]) -> list[torch.Tensor | ops.CPUDNNLGEMMHandler]:
+    """The weight that a closure carries: oneDNN's handle or a tensor of two dims; biases are parameters elsewhere."""
+    cells = [cell.cell_contents for cell in closure.__closure__ or ()]
+    values = [*cells, *(closure.__defaults__ or ())]
+    return [
+        value
+        for value in values
+        if isinstance(value, ops.CPUDNNLGEMMHandler) or (isinstance(value, torch.Tensor) and value.ndim == 2)
+    ]
+
+
+def _in_features(held: torch.Tensor | ops.CPUDNNLGEMMHandler, module: nn.Module) -> int:
+    if isinstance(held, ops.CPUDNNLGEMMHandler):
+        return held.k
+    return getattr(module, "input_size_per_partition", held.shape[1])
+
+
+def _expert_packing(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    kernel = getattr(getattr(module, "quant_method", None), "cpu_fused_moe", None)
+    if isinstance(kernel, SGLFusedMOE):
+        return torch.ops._C.convert_weight_packed
+    if isinstance(kernel, CPUFusedMOE) and kernel.forward_method.__name__ == "forward_grouped_gemm":
+        return lambda weight: ops.cpu_prepack_moe_weight(weight, kernel.isa)
+    return None

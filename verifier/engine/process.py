@@ -1,0 +1,118 @@
+"""The engine in its own process: started early, reached by a socket, gone with its parent. Torch-free."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+from verifier.engine.client import EngineClient, EngineGone
+from verifier.engine.engine import EngineConfig, package_root
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_S = 5.0
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that created it ends, however it ends (Linux only)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+class EngineProcess:
+    """Starts an engine host and returns at once: a cold start takes most of a minute, so start early.
+
+    Start it from a thread that outlives the engine: the kernel kills the host when that thread ends.
+
+    Args:
+        config: of the engine.
+        log_path: receives the host's and its workers' output; in the socket's directory if not given.
+    """
+
+    def __init__(self, config: EngineConfig, log_path: Path | None = None) -> None:
+        self.config = config
+        self._directory = Path(tempfile.mkdtemp(prefix="verifier-engine-"))
+        self.socket_path = self._directory / "socket"
+        self.log_path = log_path or self._directory / "engine.log"
+        environment = {**os.environ}
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(package_root()), environment.get("PYTHONPATH", "")])
+        )
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "verifier.engine.host",
+                    str(self.socket_path),
+                    json.dumps(config.to_json()),
+                    str(os.getpid()),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the host; it leads the process group that its workers are in."""
+        return self._process.pid
+
+    def client(self, deadline_s: float = 300) -> EngineClient:
+        """Connect. The host listens within moments; requests wait until its model is loaded.
+
+        Args:
+            deadline_s: for each request of this client that names none.
+
+        Raises:
+            EngineGone: the host died first.
+        """
+        until = time.monotonic() + 60
+        while not self.socket_path.exists():
+            if self._process.poll() is not None or time.monotonic() > until:
+                why = f"ended with {self._process.returncode}" if self._process.poll() is not None else "did not listen"
+                words = self.log_path.read_text(errors="replace").splitlines()[-12:]
+                raise EngineGone(f"the engine's process {why}; its last words:\n" + "\n".join(words))
+            time.sleep(0.02)
+        return EngineClient(self.socket_path, self.log_path, deadline_s)
+
+    def stop(self) -> None:
+        """End the host and all its workers; nothing is left, whatever state they are in."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                pass
+        until = time.monotonic() + _GRACE_S
+        while self._group_alive() and time.monotonic() < until:  # workers, and what frees their shared memory
+            time.sleep(0.02)
+        if self._group_alive():
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _group_alive(self) -> bool:
+        self._process.poll()
+        try:
+            os.killpg(self._process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

@@ -1,0 +1,163 @@
+"""What lives inside vLLM's worker processes: the gloo weight-transfer engine and the requests that vLLM has no name for.
+
+vLLM imports this module in each worker (it names the worker extension class) before it builds the weight-transfer
+engine; importing it registers `GlooTransferEngine` and ties the worker's life to its parent's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config.parallel import ParallelConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from verifier.engine.held_vllm import held_tensors, poison_model, restore
+from verifier.engine.process import die_with_parent
+from verifier.engine.view_vllm import checkpoint_slices
+from verifier.errors import ContractError
+from verifier.plan.chunk_plan import ChunkPlan
+from verifier.plan.digest import digest_tensor
+from verifier.transport.buffer import dtype_name
+from verifier.transport.receiver import ChunkReceiver
+from verifier.transport.wire import Address, Receipt
+
+BACKEND = "ipc"
+"""`WeightTransferConfig.backend` admits only "nccl" and "ipc"; the gloo engine takes the place of the one that no CPU has."""
+
+
+@dataclass
+class GlooInitInfo(WeightTransferInitInfo):
+    """An `Address`, field by field."""
+
+    host: str
+    port: int
+    world_size: int
+    deadline_s: float
+
+
+@dataclass
+class GlooUpdateInfo(WeightTransferUpdateInfo):
+    """Which chunk of the agreed plan comes now; names, dtypes and shapes stand in the plan and nowhere else."""
+
+    chunk: int
+
+
+class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+    """vLLM's weight-transfer API over the CPU tier's transfer group."""
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+
+    def __init__(self, config: WeightTransferConfig, parallel_config: ParallelConfig) -> None:
+        super().__init__(config, parallel_config)
+        self.receiver = ChunkReceiver(
+            parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank
+        )
+        self.receipt: Receipt | None = None
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        """Join the sender's group."""
+        self.receiver.connect(
+            Address(
+                host=init_info.host,
+                port=init_info.port,
+                world_size=init_info.world_size,
+                deadline_s=init_info.deadline_s,
+            )
+        )
+
+    def receive_weights(
+        self, update_info: GlooUpdateInfo, load_weights: Callable[[list[tuple[str, torch.Tensor]]], set[str] | None]
+    ) -> None:
+        """Take and load one chunk; `receipt` says what came."""
+        self.receipt = self.receiver.receive(update_info.chunk, lambda tensors: load_weights(tensors) or ())
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self.receiver.close()
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> None:
+        """The sender is `verifier.engine.update`, which needs a plan and hands back receipts."""
+        raise ContractError("send through verifier.engine.update, which agrees on a plan first")
+
+
+class VerifierWorker:
+    """Methods mixed into vLLM's worker, called by ``collective_rpc``. All results are JSON values."""
+
+    def verifier_state(self) -> list[dict[str, Any]]:
+        """This rank's `HeldTensor` records."""
+        return [
+            {
+                "name": held.name,
+                "kind": held.kind,
+                "dtype": dtype_name(held.tensor.dtype),
+                "shape": list(held.tensor.shape),
+                "digest": digest_tensor(held.tensor.detach()),
+            }
+            for held in held_tensors(self.model_runner.model)
+        ]
+
+    def verifier_view(self, carried: Sequence[str]) -> list[dict[str, Any]]:
+        """This rank's `HeldSlice` records."""
+        return [
+            {
+                "name": part.name,
+                "holder": part.holder,
+                "dtype": dtype_name(part.tensor.dtype),
+                "shape": list(part.tensor.shape),
+                "digest": digest_tensor(part.tensor.detach().contiguous()),
+                "box": [list(span) for span in part.box],
+            }
+            for part in checkpoint_slices(self.model_runner.model, frozenset(carried))
+        ]
+
+    def verifier_poison(self, carried: Sequence[str]) -> list[dict[str, Any]]:
+        """This rank's `Poisoned` records. What is put aside a second time is kept from the first."""
+        done, aside = poison_model(self.model_runner.model, frozenset(carried))
+        self._verifier_aside = getattr(self, "_verifier_aside", None) or aside
+        return [{"name": name, "how": how} for name, how in done]
+
+    def verifier_begin(self, plan: list[Any]) -> list[str]:
+        """Agree on the plan; if reached, restore what was put aside and close an update that was left open.
+
+        Returns:
+            What each member of the transfer group said.
+        """
+        agreement = self.weight_transfer_engine.receiver.agree(ChunkPlan.from_json(plan))
+        if agreement.reached:
+            if self.device is None:  # vLLM 0.21 sets it for accelerators only, and start_weight_update reads it
+                self.device = torch.device("cpu")
+            if self._weight_update_active:
+                self.finish_weight_update()
+            restore(self.model_runner.model, getattr(self, "_verifier_aside", None) or {})
+            self._verifier_aside = None
+        return list(agreement.said)
+
+    def verifier_receipt(self) -> dict[str, Any]:
+        """The receipt of the last chunk."""
+        return self.weight_transfer_engine.receipt.to_json()
+
+    def verifier_call(self, module: str, function: str, arguments: Sequence[Any]) -> Any:
+        """Run ``function(worker, *arguments)`` of a named module here."""
+        return getattr(importlib.import_module(module), function)(self, *arguments)
+
+
+def _install() -> None:
+    WeightTransferEngineFactory._registry[BACKEND] = lambda: GlooTransferEngine
+    if threading.current_thread() is threading.main_thread():
+        die_with_parent()
+
+
+_install()

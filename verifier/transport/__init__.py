@@ -1,0 +1,1 @@
+"""Moving packed chunks from the trainer to the engine's ranks."""

@@ -1,0 +1,98 @@
+"""What passes between sender and receivers besides the bytes: addresses, agreements, receipts. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verifier.errors import InternalError
+
+
+class TransferFailed(InternalError):
+    """A member of the transfer group did not arrive before the deadline, or went away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where the sender listens. The sender is rank 0 of the group; engine rank r is rank r + 1."""
+
+    host: str
+    port: int
+    world_size: int
+    """The sender and all engine ranks."""
+    deadline_s: float
+    """For every single wait in the group."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Keyword arguments that rebuild this address."""
+        return {"host": self.host, "port": self.port, "world_size": self.world_size, "deadline_s": self.deadline_s}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """What every member of the group said when asked for the same thing, in group rank order (0 is the sender)."""
+
+    said: tuple[str, ...]
+
+    @property
+    def reached(self) -> bool:
+        """True when all said the same."""
+        return len(set(self.said)) == 1
+
+    @property
+    def dissenters(self) -> tuple[int, ...]:
+        """Group ranks that said something else than the sender."""
+        return tuple(rank for rank, word in enumerate(self.said) if word != self.said[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """One tensor as it arrived: what the receiver's plan calls it, and the digest of the bytes that are there."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """One engine rank's confirmation of one chunk, made after loading it."""
+
+    rank: int
+    """Engine rank, from 0."""
+    chunk: int
+    received: tuple[Received, ...]
+    loaded: tuple[str, ...]
+    """What the engine's own loader reported: its parameter names, sorted."""
+    refused: str | None = None
+    """Why no byte was taken, if so."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Inverse of `from_json`."""
+        return {
+            "rank": self.rank,
+            "chunk": self.chunk,
+            "received": [[item.name, item.dtype, list(item.shape), item.digest] for item in self.received],
+            "loaded": list(self.loaded),
+            "refused": self.refused,
+        }
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Receipt:
+        """Rebuild a receipt that was sent as JSON."""
+        return cls(
+            rank=record["rank"],
+            chunk=record["chunk"],
+            received=tuple(
+                Received(name=name, dtype=dtype, shape=tuple(shape), digest=digest)
+                for name, dtype, shape, digest in record["received"]
+            ),
+            loaded=tuple(record["loaded"]),
+            refused=record["refused"],
+        )
+
+
+def chunk_word(plan_digest: str, chunk: int) -> str:
+    """What all members say before a chunk moves, so that none is a chunk ahead."""
+    return f"{plan_digest} chunk {chunk}"
