@@ -48,6 +48,16 @@ DATA_PARALLEL = provider_megatron.DataParallel(
 """What teams train with, and where an export of stale weights is a real danger."""
 
 
+def preload_cpu() -> None:
+    """Import everything for the CPU tier, before ranks are forked."""
+    provider_megatron.preload("cpu")
+
+
+def preload_cuda() -> None:
+    """Import everything for the GPU tier, before ranks are forked."""
+    provider_megatron.preload("cuda")
+
+
 def rollouts_of(sequences: Sequence[Sequence[int]]) -> list[Rollout]:
     """Token sequences as rollouts: one prompt token, the rest sampled and in the loss."""
     return [make_rollout(f"sequence {i}", tokens[:1], tokens[1:]) for i, tokens in enumerate(sequences)]
@@ -86,7 +96,7 @@ class Session:
         self.live = LiveWeights(self.trainer.chunks, self.layout, self.mesh, self.rank)
         self.live.record_expected(self.probe, self.source)
         self.live.record(self.probe, Stage.LOAD, "shard", 0)
-        if self.rank == 0:
+        if self.rank == 0 and not spec.source_from_manifest:
             record_source(self.probe, self.source)
 
     def score(self, version: int) -> None:

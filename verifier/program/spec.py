@@ -37,6 +37,8 @@ class RunSpec:
     engine_ranks: int = 0
     restore_first: bool = False
     """Send version 0 to the engine before anything else, so that it holds what this run expects of it."""
+    source_from_manifest: bool = False
+    """What the export is compared with is recorded elsewhere, so the source is not digested."""
     seed: int = 0
     deadline_s: float = 120.0
 

@@ -1,0 +1,112 @@
+"""`verifier golden`: load through Megatron-Bridge on a mesh, export, compare with the source bit by bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from verifier.config import GoldenConfig
+from verifier.core import store
+from verifier.core.evidence import Evidence
+from verifier.core.stage import Stage
+from verifier.errors import UsageError
+from verifier.launch.zygote import Zygote
+from verifier.program.spec import RunSpec
+from verifier.program.workplace import (
+    PRELOADS,
+    Progress,
+    Subject,
+    identity,
+    open_subject,
+    run_ranks,
+    trace_folder,
+    work_folder,
+)
+
+MANIFESTS = Path("golden")
+
+
+def run(config: GoldenConfig, progress: Progress) -> None:
+    """Run golden and leave its trace; judge it afterwards.
+
+    Raises:
+        UsageError: what the user can mend; no trace is left then.
+        VerifierError: a rank died or hung; the trace says so.
+    """
+    subject = open_subject(config.model, config.dtype, config.mesh)
+    recorded = None if config.against is None else read_manifest(config.against)
+    scopes = ["export", *(["layout"] if subject.has_layout else [])]
+    manifest = {**identity(subject, "golden", config.model, config.to_dict()), "scopes": scopes}
+    with (
+        Zygote(preload=PRELOADS[subject.tier]) as zygote,
+        trace_folder(config.trace, manifest) as trace,
+        work_folder() as work,
+    ):
+        spec = RunSpec(
+            checkpoint=str(subject.checkpoint.path), mesh=config.mesh, dtype=config.dtype, tier=subject.tier,
+            trace=str(trace), work=str(work), source_from_manifest=recorded is not None,
+        )  # fmt: skip
+        progress("importing Megatron")
+        run_ranks(zygote, "golden", spec, config.timeout_s, progress)
+        if recorded is not None:
+            emit_manifest(trace, recorded)
+        store.write_manifest(trace, {**manifest, "complete": True})
+    if config.record:
+        path = write_manifest(config, subject, manifest)
+        progress(f"recorded {path}")
+
+
+def write_manifest(config: GoldenConfig, subject: Subject, identity: dict[str, Any]) -> Path:
+    """Record the export of a finished trace under ``golden/``, with the reason."""
+    exported = store.read(config.trace).at(Stage.EXPORT, "tensor", version=0, rank=0)
+    tensors = {
+        item.name: {"dtype": item.dtype, "shape": list(item.shape or ()), "digest": item.digest} for item in exported
+    }
+    name = config.model.replace("tiny:", "tiny-").rstrip("/").rpartition("/")[2]
+    path = MANIFESTS / f"{name}-{config.dtype}.json"
+    record = {
+        "model": config.model,
+        "dtype": config.dtype,
+        "architecture": subject.checkpoint.config["architectures"][0],
+        "mesh": config.mesh.to_dict(),
+        "versions": identity["versions"],
+        "why": config.why,
+        "tensors": tensors,
+    }
+    try:
+        MANIFESTS.mkdir(exist_ok=True)
+        aside = path.with_suffix(".partial")
+        aside.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        aside.rename(path)
+    except OSError as problem:
+        raise UsageError(f"the manifest cannot be written to `{path}`: {problem.strerror}") from problem
+    return path
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """A recorded manifest.
+
+    Raises:
+        UsageError: it is not JSON, or no manifest of golden.
+    """
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as problem:
+        raise UsageError(f"`{path}` is no manifest that `verifier golden --record` wrote: {problem}") from problem
+    if not isinstance(record, dict) or not isinstance(record.get("tensors"), dict) or not record["tensors"]:
+        raise UsageError(f"`{path}` is no manifest that `verifier golden --record` wrote: it lists no tensors")
+    return record
+
+
+def emit_manifest(trace: Path, record: dict[str, Any]) -> None:
+    """A manifest's tensors as evidence of the source."""
+    recorder = store.Recorder(trace, "source", 0)
+    for name, item in record["tensors"].items():
+        recorder.emit(
+            Evidence(
+                stage=Stage.LOAD, kind="source", name=name, digest=item["digest"], dtype=item["dtype"],
+                shape=tuple(item["shape"]),
+            )
+        )  # fmt: skip
+    recorder.close()

@@ -1,0 +1,91 @@
+"""The independent fp32 oracle: transformers, in a process of its own that no patch of ours touches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from verifier.core import store
+from verifier.core.evidence import Evidence
+from verifier.core.stage import Stage
+from verifier.engine.engine import EngineConfig
+from verifier.engine.process import EngineProcess
+from verifier.program.spec import RunSpec
+
+if TYPE_CHECKING:
+    from verifier.program.workplace import Subject
+
+
+class Oracle:
+    """Scores token sequences with any checkpoint directory.
+
+    Args:
+        checkpoint: any directory that transformers loads; the process starts with it.
+        deadline_s: for the start and for each request.
+    """
+
+    def __init__(self, checkpoint: Path, deadline_s: float) -> None:
+        self._process = EngineProcess(EngineConfig(kind="hf", checkpoint=str(checkpoint), dtype="float32"))
+        self._client = self._process.client(deadline_s=deadline_s)
+
+    def __enter__(self) -> Oracle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+        self._process.stop()
+
+    def score(self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str = "float32") -> list[list[float]]:
+        """Per sequence, entry t is log p(token t + 1 | tokens 0..t), nats."""
+        rows = [list(tokens) for tokens in sequences]
+        return self._client.call("verifier.engine.oracle_hf", "score", [str(checkpoint), rows, dtype])[0]
+
+    def record(self, trace: Path, spec: RunSpec, subject: Subject) -> None:
+        """Score the run's tokens, and those that the engine sampled, with the weights of every version.
+
+        Version 0 is the source; later ones are the trainer's live shards, joined without Megatron-Bridge. Where the
+        family has no layout row, only version 0 has an oracle.
+        """
+        recorder = store.Recorder(trace, "oracle", 0)
+        seen = store.read(trace)
+        for version in seen.versions(Stage.LOGPROB, "trainer"):
+            checkpoint = subject.checkpoint.path if version == 0 else Path(spec.work) / f"live-{version}"
+            if not checkpoint.is_dir():
+                continue
+            exact = self.score(checkpoint, spec.sequences)
+            _emit(recorder, "oracle", "scored", version, exact)
+            if subject.dtype != "float32":
+                _emit_noise(recorder, version, self.score(checkpoint, spec.sequences, subject.dtype), exact)
+            for sampled in seen.at(Stage.ROLLOUT, "sampled", version=version):
+                tokens = [
+                    [*prompt, *more] for prompt, more in zip(spec.prompts, sampled.facts["tokens"], strict=True)
+                ]
+                rows = self.score(checkpoint, tokens)
+                tails = [row[-n:] for row, n in zip(rows, sampled.facts["lengths"], strict=True)]
+                _emit(recorder, "sampled-oracle", "sampled", version, tails)
+        recorder.close()
+
+
+def _emit(recorder: store.Recorder, kind: str, name: str, version: int, rows: Sequence[Sequence[float]]) -> None:
+    import torch
+
+    recorder.emit(
+        Evidence(
+            stage=Stage.LOGPROB, kind=kind, name=name, version=version, facts={"lengths": [len(row) for row in rows]}
+        ),
+        torch.tensor([value for row in rows for value in row], dtype=torch.float64),
+    )
+
+
+def _emit_noise(
+    recorder: store.Recorder, version: int, rounded: Sequence[Sequence[float]], exact: Sequence[Sequence[float]]
+) -> None:
+    gaps = [
+        abs(x - y) for low, high in zip(rounded, exact, strict=True) for x, y in zip(low, high, strict=True)
+    ]
+    facts = {"max": max(gaps), "mean": sum(gaps) / len(gaps)}
+    recorder.emit(Evidence(stage=Stage.LOGPROB, kind="noise", name="noise", version=version, facts=facts))

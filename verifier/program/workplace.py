@@ -1,0 +1,123 @@
+"""What golden and roundtrip share on the parent's side: the model, the trace, the folder for hand-overs, the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verifier.core import store
+from verifier.errors import UsageError, VerifierError
+from verifier.export.names import layout_of
+from verifier.launch.zygote import Zygote
+from verifier.mesh import Mesh
+from verifier.model.checkpoint import Checkpoint, open_checkpoint
+from verifier.model.provider_megatron import validate
+from verifier.model.tiny import resolve_model
+from verifier.platform import select
+from verifier.platform.pins import PINS, installed
+from verifier.program.spec import RunSpec
+
+Progress = Callable[[str], None]
+PRELOADS = {
+    "cpu": "verifier.program.session_megatron:preload_cpu",
+    "cuda": "verifier.program.session_megatron:preload_cuda",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The checked checkpoint that a run is about, and the tier it runs on."""
+
+    checkpoint: Checkpoint
+    dtype: str
+    mesh: Mesh
+    tier: str
+
+    @property
+    def has_layout(self) -> bool:
+        """Whether the family has a row from which shards can be derived without Megatron-Bridge."""
+        return layout_of(self.checkpoint.config) is not None
+
+
+def cache_folder() -> Path:
+    """Where generated checkpoints are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verifier"
+
+
+def open_subject(model: str, dtype: str, mesh: Mesh) -> Subject:
+    """Resolve and check a model before anything is started.
+
+    Raises:
+        UsageError: unknown model, damaged checkpoint, a mesh that does not divide it, or a dtype that is not the
+            checkpoint's.
+    """
+    checkpoint = open_checkpoint(resolve_model(model, cache_folder(), dtype))
+    validate(checkpoint.config, mesh)
+    dtypes = [checkpoint.meta(name).dtype for name in checkpoint.names()]
+    stored = max(sorted(set(dtypes)), key=dtypes.count)
+    if stored != dtype:
+        raise UsageError(
+            f"the checkpoint is stored in {stored} and the run asks for {dtype}: rounding it would hide what is to be "
+            f"shown; choose the checkpoint's own dtype, or convert it first"
+        )
+    return Subject(checkpoint=checkpoint, dtype=dtype, mesh=mesh, tier=select())
+
+
+def identity(subject: Subject, command: str, model: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a manifest that says which run this was."""
+    return {
+        "command": command,
+        "model": model,
+        "dtype": subject.dtype,
+        "mesh": subject.mesh.to_dict(),
+        "world_size": subject.mesh.world_size,
+        "tier": subject.tier,
+        "versions": {name: found for name in PINS if (found := installed(name)) is not None},
+        "config": dict(config),
+        "engine_ranks": 0,
+        "synced_versions": [],
+    }
+
+
+@contextlib.contextmanager
+def trace_folder(path: Path, manifest: Mapping[str, Any]) -> Iterator[Path]:
+    """A trace directory; removed again if the run ends in a usage error, kept and marked if it ends otherwise."""
+    store.create(path, manifest)
+    try:
+        yield path
+    except UsageError:
+        store.discard(path)
+        raise
+    except VerifierError as problem:
+        store.write_manifest(path, {**manifest, "complete": False, "failure": str(problem)})
+        raise
+
+
+@contextlib.contextmanager
+def work_folder() -> Iterator[Path]:
+    """A folder for what processes hand to each other, gone afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="verifier-run-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def run_ranks(zygote: Zygote, function: str, spec: RunSpec, deadline_s: float, progress: Progress) -> list[Any]:
+    """Run one rank function on all ranks of the spec's mesh."""
+    return zygote.run(
+        f"verifier.program.session_megatron:{function}",
+        world_size=spec.mesh.world_size,
+        run_dir=Path(spec.work) / "ranks",
+        args=spec.to_json(),
+        deadline_s=deadline_s,
+        collective_deadline_s=spec.deadline_s,
+        mesh=spec.mesh,
+        on_progress=lambda rank, text: progress(text),
+    )

@@ -1,0 +1,135 @@
+"""`verifier roundtrip`: train, export, sync a live engine, score the same tokens on both sides and by an oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from verifier.config import RoundtripConfig
+from verifier.core import store
+from verifier.core.evidence import Evidence
+from verifier.core.stage import Stage
+from verifier.engine.client import EngineClient
+from verifier.engine.engine import EngineConfig, refuse_unsupported
+from verifier.engine.process import EngineProcess
+from verifier.launch.zygote import Zygote
+from verifier.program.oracle import Oracle
+from verifier.program.spec import RunSpec
+from verifier.program.workplace import (
+    PRELOADS,
+    Progress,
+    Subject,
+    identity,
+    open_subject,
+    run_ranks,
+    trace_folder,
+    work_folder,
+)
+
+NUM_SEQUENCES = 8
+LENGTHS = (16, 48)
+PROMPT_LENGTHS = (140, 150)
+"""Longer than a block of the prefix cache (128 tokens on the CPU)."""
+MAX_MODEL_LEN = 256
+
+
+def run(config: RoundtripConfig, progress: Progress) -> None:
+    """Run the round trip and leave its trace; judge it afterwards.
+
+    Raises:
+        UsageError: what the user can mend; no trace is left then.
+        VerifierError: a process died or hung; the trace says so.
+    """
+    until = time.monotonic() + config.timeout_s
+    subject = open_subject(config.model, config.dtype, config.mesh)
+    refuse_unsupported(config.engine, subject.checkpoint.config, on_cpu=subject.tier == "cpu")
+    manifest = manifest_of(config, subject)
+    engine_config = EngineConfig(
+        kind=config.engine, checkpoint=str(subject.checkpoint.path), dtype=config.dtype, tp=config.engine_tp,
+        max_model_len=MAX_MODEL_LEN,
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        trace = stack.enter_context(trace_folder(config.trace, manifest))
+        work = stack.enter_context(work_folder())
+        zygote = stack.enter_context(Zygote(preload=PRELOADS[subject.tier]))
+        engine = stack.enter_context(EngineProcess(engine_config))
+        progress(f"starting the engine ({config.engine}) and importing Megatron")
+        client = engine.client(deadline_s=until - time.monotonic())
+        engine_ranks = client.wait_ready(until - time.monotonic())
+        spec = spec_of(config, subject, trace, work, str(engine.socket_path), engine_ranks)
+        run_ranks(zygote, "roundtrip", spec, until - time.monotonic(), progress)
+        zygote.close()
+        client.close()
+        engine.stop()
+        if (work / "exported").is_dir():
+            progress("starting a second engine from the exported checkpoint")
+            record_cold(engine_config, work / "exported", trace, config.cycles, until - time.monotonic())
+        progress("scoring by the fp32 oracle")
+        with Oracle(subject.checkpoint.path, until - time.monotonic()) as oracle:
+            oracle.record(trace, spec, subject)
+        store.write_manifest(trace, {**manifest, "complete": True})
+
+
+def manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
+    """Run identity, and which checks have a subject in this run."""
+    scopes = ["export", "plan", "transport", "engine", "cold", "logprob", "rollout"]
+    if subject.has_layout:
+        scopes += ["layout", "update"]
+    if config.update == "step":
+        scopes.append("step")
+    return {
+        **identity(subject, "roundtrip", config.model, config.to_dict()),
+        "scopes": scopes,
+        "engine": config.engine,
+        "engine_ranks": config.engine_tp,
+        "synced_versions": list(range(1, config.cycles + 1)),
+    }
+
+
+def spec_of(
+    config: RoundtripConfig, subject: Subject, trace: Path, work: Path, engine_socket: str, engine_ranks: int
+) -> RunSpec:
+    """What the ranks are to do, with the tokens of all batches."""
+    vocabulary = int(subject.checkpoint.config["vocab_size"])
+    draw = random.Random(config.seed)
+    num_sequences = max(NUM_SEQUENCES, 2 * config.mesh.dp)
+    return RunSpec(
+        checkpoint=str(subject.checkpoint.path), mesh=config.mesh, dtype=config.dtype, tier=subject.tier,
+        trace=str(trace), work=str(work), update=config.update, seed=config.seed,
+        sequences=sequences(draw, num_sequences, LENGTHS, vocabulary),
+        prompts=sequences(draw, 2, PROMPT_LENGTHS, vocabulary),
+        batches=[sequences(draw, num_sequences, LENGTHS, vocabulary) for _ in range(config.cycles)],
+        engine_socket=engine_socket, engine_ranks=engine_ranks,
+    )  # fmt: skip
+
+
+def sequences(draw: random.Random, count: int, lengths: tuple[int, int], vocabulary: int) -> list[list[int]]:
+    """Random token sequences of random length (inclusive bounds)."""
+    return [[draw.randrange(vocabulary) for _ in range(draw.randint(*lengths))] for _ in range(count)]
+
+
+def record_cold(config: EngineConfig, checkpoint: Path, trace: Path, version: int, deadline_s: float) -> None:
+    """Start an engine from an exported checkpoint and record all that it holds."""
+    with EngineProcess(dataclasses.replace(config, checkpoint=str(checkpoint))) as engine:
+        client = engine.client(deadline_s=deadline_s)
+        record_state(client, trace, version)
+        client.close()
+
+
+def record_state(client: EngineClient, trace: Path, version: int) -> None:
+    """Every parameter, buffer and derived tensor of an engine that loaded cold."""
+    for rank, items in enumerate(client.state()):
+        recorder = store.Recorder(trace, "cold", rank)
+        for item in items:
+            recorder.emit(
+                Evidence(
+                    stage=Stage.ENGINE, kind="cold", name=item.name, version=version, digest=item.digest,
+                    dtype=item.dtype, shape=item.shape, facts={"kind": item.kind},
+                )
+            )  # fmt: skip
+        recorder.close()
+
