@@ -163,7 +163,7 @@ def _write(label: str, family_name: str, sizes: Mapping[str, JSON], directory: P
     if dtype not in DTYPES:
         raise UsageError(f"generated checkpoints come in {' and '.join(DTYPES)}, not {dtype}")
     family = FAMILIES[family_name]
-    config = {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": dtype, **sizes}
+    config = {"architectures": [family.architecture], "model_type": family.model_type, "dtype": dtype, **sizes}
     if family_of(config) is not family:
         raise UsageError(f"this config.json leaves what family `{family_name}` describes")
     key = hashlib.blake2b(json.dumps([_GENERATOR, seed, config], sort_keys=True).encode(), digest_size=6).hexdigest()
