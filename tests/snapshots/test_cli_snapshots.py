@@ -1,0 +1,51 @@
+"""The command line, frozen: help pages and what bad usage says."""
+
+import pytest
+
+from verifier.cli import run
+
+COMMANDS = ["", "golden", "roundtrip", "replay", "explain", "doctor"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_page(command, same_as_file, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert run([*command.split(), "--help"]) == 0
+    same_as_file(f"help{command and '-'}{command.replace(' ', '-')}.txt", capsys.readouterr().out)
+
+
+BAD_USAGE = {
+    "no-command": [],
+    "unknown-command": ["rundtrip"],
+    "unknown-option": ["roundtrip", "--model", "tiny:qwen3", "--tensor-parallel", "2"],
+    "missing-model": ["roundtrip"],
+    "not-a-number": ["roundtrip", "--model", "tiny:qwen3", "--tp", "two"],
+    "unknown-choice": ["roundtrip", "--model", "tiny:qwen3", "--dtype", "fp16"],
+    "size-zero": ["roundtrip", "--model", "tiny:qwen3", "--cp", "0"],
+    "experts-do-not-divide": ["golden", "--model", "tiny:qwen3-moe", "--ep", "3", "--dp", "2"],
+    "vpp-without-pp": ["golden", "--model", "tiny:qwen3", "--vpp", "2"],
+    "no-cycles": ["roundtrip", "--model", "tiny:qwen3", "--cycles", "0"],
+    "hf-engine-tp": ["roundtrip", "--model", "tiny:qwen3", "--engine", "hf", "--engine-tp", "2"],
+    "no-time": ["roundtrip", "--model", "tiny:qwen3", "--timeout", "0"],
+    "record-and-against": ["golden", "--model", "tiny:qwen3", "--record", "--why", "x", "--against", "x.json"],
+    "record-without-why": ["golden", "--model", "tiny:qwen3", "--record"],
+    "why-without-record": ["golden", "--model", "tiny:qwen3", "--why", "x"],
+    "no-manifest": ["golden", "--model", "tiny:qwen3", "--against", "absent.json"],
+    "no-folder": ["golden", "--model", "tiny:qwen3", "--json", "absent/out.json"],
+    "no-trace": ["replay", "absent"],
+    "unknown-check": ["explain", "WGT01"],
+    "unknown-check-far": ["replay", "absent", "--check", "zzz"],
+}
+
+
+def test_bad_usage_is_one_sentence_and_code_4(same_as_file, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    said = []
+    for name, arguments in BAD_USAGE.items():
+        assert run(arguments) == 4, name
+        captured = capsys.readouterr()
+        assert captured.out == "", name
+        assert captured.err.count("\n") == 1, name
+        said.append(f"{name}: {captured.err}")
+    same_as_file("bad-usage.txt", "".join(said))
+    assert list(tmp_path.iterdir()) == [], "bad usage wrote something"

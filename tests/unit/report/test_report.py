@@ -1,0 +1,102 @@
+"""From a trace to a report: which checks run, what is left out, and what a replay restricts."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from verifier.core.check import Check
+from verifier.core.comparison import Comparison
+from verifier.core.evidence import Evidence
+from verifier.core.finding import Verdict
+from verifier.core.gate import ExitCode
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+from verifier.report import render_text, report_of
+
+
+def digests_are_a(trace: Trace) -> Iterator[Comparison]:
+    """Every digest is "a"."""
+    for item in trace.at(Stage.EXPORT, "tensor"):
+        yield Comparison(what=item.name, same=item.digest == "a", stage=Stage.EXPORT, version=item.version)
+
+
+def make_check(code: str, scope: str) -> Check:
+    return Check(code=code, name="digest-is-not-a", needs=((Stage.EXPORT, "tensor"),), scope=scope, fn=digests_are_a)
+
+
+CHECKS = {code: make_check(code, scope) for code, scope in (("AAA001", "x"), ("AAA002", "x"), ("BBB001", "y"))}
+
+
+def make_trace(*digests: str, scopes: tuple[str, ...] = ("x",), complete: bool = True) -> Trace:
+    evidence = [
+        Evidence(stage=Stage.EXPORT, kind="tensor", name=f"layer.{index}", digest=digest)
+        for index, digest in enumerate(digests)
+    ]
+    return Trace({"scopes": scopes, "complete": complete}, evidence)
+
+
+def test_runs_what_the_scopes_declare():
+    report = report_of(make_trace("a", "a"), "t", checks=CHECKS)
+    assert [item.code for item in report.outcomes] == ["AAA001", "AAA002"]
+    assert report.out_of_scope == ("BBB001",)
+    assert report.switched_off == ()
+    assert (report.verdict, report.exit_code) == (Verdict.HOLDS, ExitCode.HOLDS)
+
+
+def test_one_difference_is_a_violation():
+    report = report_of(make_trace("a", "b"), "t", checks=CHECKS)
+    assert (report.verdict, report.exit_code) == (Verdict.VIOLATED, ExitCode.VIOLATED)
+
+
+def test_nothing_recorded_is_inconclusive():
+    report = report_of(make_trace(), "t", checks=CHECKS)
+    assert report.outcomes[0].not_recorded == ("export/tensor",)
+    assert (report.verdict, report.exit_code) == (Verdict.INCONCLUSIVE, ExitCode.INCONCLUSIVE)
+
+
+def test_no_scope_is_inconclusive():
+    assert report_of(make_trace("a", scopes=()), "t", checks=CHECKS).exit_code is ExitCode.INCONCLUSIVE
+
+
+def test_unfinished_run_never_holds_but_may_violate():
+    assert report_of(make_trace("a", complete=False), "t", checks=CHECKS).exit_code is ExitCode.INCONCLUSIVE
+    assert report_of(make_trace("b", complete=False), "t", checks=CHECKS).exit_code is ExitCode.VIOLATED
+
+
+def test_only_some_codes_says_what_was_switched_off():
+    report = report_of(make_trace("a"), "t", checks=CHECKS, only_codes=["AAA002"])
+    assert [item.code for item in report.outcomes] == ["AAA002"]
+    assert report.switched_off == ("AAA001",)
+    assert "switched off: AAA001" in render_text(report)
+
+
+def test_only_some_names_compares_only_those():
+    report = report_of(make_trace("a", "b", "a"), "t", checks=CHECKS, only_names="layer.1")
+    assert [item.num_compared for item in report.outcomes] == [1, 1]
+    assert report.outcomes[0].finding.first.what == "layer.1"
+
+
+def test_restriction_to_an_absent_name_is_inconclusive():
+    assert report_of(make_trace("a"), "t", checks=CHECKS, only_names="zzz").exit_code is ExitCode.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_text_is_a_pure_function_of_the_trace(complete):
+    traces = [make_trace("a", "b", complete=complete) for _ in range(2)]
+    first, second = (render_text(report_of(trace, "t", checks=CHECKS)) for trace in traces)
+    assert first == second
+
+
+def test_a_cause_stands_before_its_consequences():
+    def early(trace: Trace) -> Iterator[Comparison]:
+        yield Comparison(what="w", same=False, stage=Stage.LOAD, version=0, sentence="cause")
+
+    def late(trace: Trace) -> Iterator[Comparison]:
+        yield Comparison(what="w", same=False, stage=Stage.ENGINE, version=1, sentence="consequence")
+
+    checks = {
+        code: Check(code=code, name="x", needs=(), scope="x", fn=fn) for code, fn in (("A001", late), ("B001", early))
+    }
+    text = render_text(report_of(make_trace("a"), "t", checks=checks))
+    assert text.index("B001 x: cause") < text.index("A001 x: consequence")
+    assert "first bad stage: load, version 0" in text

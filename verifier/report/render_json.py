@@ -1,0 +1,66 @@
+"""The report as JSON: complete, nothing cut, nothing left out."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from verifier.core.finding import Outcome
+from verifier.core.stage import Stage
+from verifier.report.render_text import first_line
+from verifier.report.report import Report
+
+FORMAT = 1
+
+
+def render_json(report: Report) -> str:
+    """One JSON object; numbers that JSON cannot spell (infinity, NaN) become strings."""
+    return (
+        json.dumps(
+            {
+                "format": FORMAT,
+                "verdict": report.verdict.name.lower(),
+                "exit_code": int(report.exit_code),
+                "trace": report.trace,
+                "run": _plain(report.manifest),
+                "outcomes": [_outcome(item) for item in report.outcomes],
+                "switched_off": list(report.switched_off),
+                "out_of_scope": list(report.out_of_scope),
+            },
+            indent=1,
+            allow_nan=False,
+        )
+        + "\n"
+    )
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "code": outcome.code,
+        "name": outcome.name,
+        "verdict": outcome.verdict.name.lower(),
+        "sentence": first_line(outcome),
+        "num_compared": outcome.num_compared,
+        "not_recorded": list(outcome.not_recorded),
+        "error": outcome.error,
+        "finding": _plain(outcome.finding),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Stage):
+        return value.label
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

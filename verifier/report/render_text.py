@@ -1,0 +1,167 @@
+"""The text of a report: one template, one order, plain ASCII; colour is never needed to read it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from verifier.core.comparison import Comparison
+from verifier.core.finding import Finding, Outcome, Verdict
+from verifier.mesh import Mesh
+from verifier.report.report import Report
+
+MAX_FINDINGS = 20
+"""Findings in one text; the number left out is stated, and JSON holds all."""
+_DIGEST = re.compile(r"\b([a-z][a-z0-9]*:[0-9a-f]{6})[0-9a-f]{2,}\b")
+_LABELS = {Verdict.HOLDS: "holds", Verdict.INCONCLUSIVE: "INCONCLUSIVE", Verdict.VIOLATED: "VIOLATED"}
+_CONFIG_ORDER = ("dtype", "engine", "engine_tp", "cycles", "update", "seed", "against")
+
+
+def render_text(report: Report) -> str:
+    """The whole report: identity, one line per check, a block per check that does not hold, the verdict."""
+    parts = [_identity(report.manifest), _table(report)]
+    not_holding = [item for item in report.outcomes if item.verdict is not Verdict.HOLDS]
+    not_holding.sort(key=_cause_first)
+    parts += [render_outcome(item, report.trace) for item in not_holding[:MAX_FINDINGS]]
+    if len(not_holding) > MAX_FINDINGS:
+        parts.append(f"{len(not_holding) - MAX_FINDINGS} more findings are left out here; `--json` holds all")
+    parts.append(_conclusion(report))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _cause_first(outcome: Outcome) -> tuple[int, int, int, str]:
+    """Violations in the order in which data met them, so that a cause stands before its consequences."""
+    if outcome.finding is None:
+        return (1, 0, 0, outcome.code)
+    return (0, outcome.finding.first.version, outcome.finding.first_bad_stage, outcome.code)
+
+
+def first_line(outcome: Outcome) -> str:
+    """The line that has to survive alone: JUnit message, annotation, the first line of the block."""
+    return f"{outcome.code} {outcome.name}: {_sentence(outcome)}"
+
+
+def render_outcome(outcome: Outcome, trace: str) -> str:
+    """The block of one outcome, in the fixed order of lines; lines that do not apply are left out."""
+    finding = outcome.finding
+    lines = [first_line(outcome)]
+    if finding is not None:
+        lines += _finding_lines(finding)
+    lines.append(_line("coverage", _coverage(outcome)))
+    only = f" --only {finding.first.what}" if finding is not None and " " not in finding.first.what else ""
+    lines.append(_line("replay", f"`verifier replay {trace} --check {outcome.code}{only}`"))
+    if finding is not None and finding.first.hint:
+        lines += ["", f"  hint: {finding.first.hint}"]
+    return "\n".join(lines)
+
+
+def _finding_lines(finding: Finding) -> list[str]:
+    first = finding.first
+    fields = [
+        ("where", f"{finding.first_bad_stage.label}, version {first.version}, {_subject(first)}"),
+        ("owner", first.owner),
+        ("expected", _cut(first.expected)),
+        ("actual", _cut(first.actual)),
+        ("mismatched", first.mismatched),
+        ("allowed", first.allowed),
+        ("spread", _spread(finding)),
+    ]
+    return [_line(name, value) for name, value in fields if value]
+
+
+def _sentence(outcome: Outcome) -> str:
+    if outcome.finding is not None:
+        first = outcome.finding.first
+        sentence = _cut(first.sentence) or f"{_subject(first)} is not what was expected"
+        count = outcome.finding.count
+        return sentence + (f" (the first of {count:,})" if count > 1 else "")
+    if outcome.error is not None:
+        return f"inconclusive, the check itself broke: {outcome.error}"
+    if outcome.not_recorded:
+        return f"inconclusive, the run recorded no {', no '.join(outcome.not_recorded)}"
+    if not outcome.num_compared:
+        return "inconclusive, there was nothing to compare"
+    return f"holds, {outcome.num_compared:,} compared"
+
+
+def _spread(finding: Finding) -> str:
+    if finding.count == 1:
+        return ""
+    roles: dict[int, tuple[list[str], Comparison]] = {}
+    for role, item in (("first", finding.first), ("worst", finding.worst), ("last", finding.last)):
+        roles.setdefault(id(item), ([], item))[0].append(role)
+    shown = [f"{' and '.join(names)} {_subject(item)} in version {item.version}" for names, item in roles.values()]
+    left = finding.count - len(shown)
+    return ", ".join(shown) + (f"; {left:,} more of the same kind" if left else "")
+
+
+def _subject(item: Comparison) -> str:
+    return f"`{item.what}`"
+
+
+def _coverage(outcome: Outcome) -> str:
+    text = f"compared {outcome.num_compared:,}"
+    if outcome.not_recorded:
+        text += f"; not recorded: {', '.join(outcome.not_recorded)}"
+    if outcome.error is not None and outcome.finding is not None:
+        text += f"; then the check itself broke: {outcome.error}"
+    return text
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:<10}: {value}"
+
+
+def _cut(text: str) -> str:
+    """Digests cut to six digits; JSON keeps them whole."""
+    return _DIGEST.sub(r"\1", text)
+
+
+def _identity(manifest: Mapping[str, Any]) -> str:
+    config = manifest.get("config", {})
+    lines = [f"verifier {manifest.get('command', 'run')} {config.get('model', '')}".rstrip()]
+    if "mesh" in config:
+        mesh = Mesh(**config["mesh"])
+        label = mesh.label()
+        ranks = "" if mesh.world_size == 1 else f" ({mesh.world_size} ranks)"
+        lines[0] += f" on {label}{ranks}"
+    stated = [f"{key} {config[key]}" for key in _CONFIG_ORDER if config.get(key) is not None]
+    if stated:
+        lines.append("  " + ", ".join(stated))
+    versions = manifest.get("versions", {})
+    if versions:
+        lines.append("  " + ", ".join(f"{name} {version}" for name, version in sorted(versions.items())))
+    return "\n".join(lines)
+
+
+def _table(report: Report) -> str:
+    wide = max((len(item.name) for item in report.outcomes), default=0)
+    lines = [
+        f"  {_LABELS[item.verdict]:<12}  {item.code}  {item.name:<{wide}}  {item.num_compared:>9,} compared"
+        for item in report.outcomes
+    ]
+    if report.switched_off:
+        lines.append(f"  switched off: {', '.join(report.switched_off)}")
+    if report.out_of_scope:
+        lines.append(f"  no subject in this run: {', '.join(report.out_of_scope)}")
+    return "\n".join(lines)
+
+
+def _conclusion(report: Report) -> str:
+    counts = {verdict: sum(item.verdict is verdict for item in report.outcomes) for verdict in Verdict}
+    total = len(report.outcomes)
+    unsure = f"{counts[Verdict.INCONCLUSIVE]} could not tell" if counts[Verdict.INCONCLUSIVE] else ""
+    if report.verdict is Verdict.HOLDS:
+        said = [f"holds: {total} of {total} checks hold"]
+    elif report.verdict is Verdict.VIOLATED:
+        first = min((item for item in report.outcomes if item.finding is not None), key=_cause_first).finding
+        assert first is not None
+        where = f"first bad stage: {first.first_bad_stage.label}, version {first.first.version}"
+        said = [f"violated: {counts[Verdict.VIOLATED]} of {total} checks are violated", where, unsure]
+    else:
+        said = [f"inconclusive: {counts[Verdict.HOLDS]} of {total} checks hold", unsure]
+    if not report.is_complete:
+        said.append("the run did not finish")
+    said += [f"{sum(item.num_compared for item in report.outcomes):,} things compared", f"trace in `{report.trace}`"]
+    return "; ".join(part for part in said if part)

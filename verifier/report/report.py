@@ -1,0 +1,83 @@
+"""The report: run identity, outcomes and what was left out. Data only; a pure function of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from verifier.core.check import REGISTRY, Check, run_check
+from verifier.core.comparison import Comparison
+from verifier.core.finding import Outcome, Verdict
+from verifier.core.gate import ExitCode, exit_code, verdict_of
+from verifier.core.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything that a renderer needs."""
+
+    trace: str
+    """Path of the trace as the user would type it."""
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    outcomes: tuple[Outcome, ...] = ()
+    switched_off: tuple[str, ...] = ()
+    """Codes of checks that the run's scopes declare and that were not run."""
+    out_of_scope: tuple[str, ...] = ()
+    """Codes of checks that the run had no subject for."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The dominant verdict. A run that did not finish is never more than inconclusive when nothing is violated."""
+        found = verdict_of(self.outcomes)
+        return found if self.is_complete else max(found, Verdict.INCONCLUSIVE)
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """What the command answers with."""
+        return ExitCode.INCONCLUSIVE if self.verdict is Verdict.INCONCLUSIVE else exit_code(self.outcomes)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run finished writing its trace."""
+        return bool(self.manifest.get("complete", False))
+
+
+def report_of(
+    trace: Trace,
+    path: str,
+    *,
+    checks: Mapping[str, Check] = REGISTRY,
+    only_codes: Sequence[str] = (),
+    only_names: str = "",
+) -> Report:
+    """Run the checks that a trace's scopes declare and report on them.
+
+    Args:
+        trace: live, or read from disk.
+        path: where it is stored; printed in the line that tells how to replay.
+        checks: by code; the whole registry outside of tests.
+        only_codes: run just these, in scope or not; the scoped rest is reported as switched off.
+        only_names: keep only comparisons whose subject contains this text.
+    """
+    scopes = set(trace.manifest.get("scopes", ()))
+    scoped = [item for _, item in sorted(checks.items()) if item.scope in scopes]
+    chosen = [item for code, item in sorted(checks.items()) if code in only_codes] if only_codes else scoped
+    return Report(
+        trace=path,
+        manifest=trace.manifest,
+        outcomes=tuple(run_check(_restricted(item, only_names), trace) for item in chosen),
+        switched_off=tuple(item.code for item in scoped if item not in chosen),
+        out_of_scope=tuple(code for code, item in sorted(checks.items()) if item not in scoped and item not in chosen),
+    )
+
+
+def _restricted(item: Check, names: str) -> Check:
+    """The same check over fewer subjects."""
+    if not names:
+        return item
+
+    def some(trace: Trace) -> Iterator[Comparison]:
+        return (comparison for comparison in item.fn(trace) if names in comparison.what)
+
+    return replace(item, fn=some)
