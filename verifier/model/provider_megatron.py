@@ -11,14 +11,11 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
-from verifier.platform import Tier, install_for
-
-if TYPE_CHECKING:
-    import torch
+from verifier.platform import Tier, install_for, select
 
 DTYPES = ("float32", "bfloat16")
 SMALL_BUCKET = 40_000
@@ -58,9 +55,9 @@ class TrainerModel:
     """None: not wrapped for training, forward only."""
 
 
-def preload(tier: Tier) -> None:
-    """Import everything that `build` needs; to be called once before ranks are forked."""
-    install_for(tier)
+def preload(tier: Tier | None = None) -> None:
+    """Import everything that `build` needs, for the machine's own tier by default; call it once before ranks fork."""
+    install_for(tier or select())
     logging.getLogger("megatron").setLevel(logging.WARNING)  # buckets and configurations, parameter by parameter
     import verifier.export.gather_megatron
     import verifier.train.step_megatron  # noqa: F401

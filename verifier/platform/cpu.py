@@ -1,7 +1,7 @@
 """The CPU tier: real megatron-core and megatron-bridge on a machine without a GPU.
 
-Installed once per process, before Megatron is imported. What changes: Transformer Engine's modules are reference modules
-with the same parameters (`cpu_modules`, `cpu_attention`), and CUDA's bookkeeping calls answer on the host
+Installed once per process, before Megatron is imported. What changes: Transformer Engine's modules are reference
+modules with the same parameters (`cpu_modules`, `cpu_attention`), and CUDA's bookkeeping calls answer on the host
 (`cpu_cuda_shims`). Everything else, all parallelism included, is upstream's own code over gloo.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 import warnings
 from functools import partial
@@ -40,6 +41,7 @@ def install() -> None:
     from verifier.platform.cpu_cuda_shims import core_patches, torch_patches
 
     apply(torch_patches())
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core warns on every rank without it
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # Compiling the fusions at import costs ten seconds and buys nothing on a CPU.
     compile_function, torch.compile = torch.compile, _uncompiled
@@ -49,7 +51,8 @@ def install() -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+            for module in ("models.gpt.gpt_layer_specs", "models.mimo", "optimizer", "pipeline_parallel"):
+                importlib.import_module(f"megatron.core.{module}")
             apply([*core_patches(), *_module_patches()])
             _offer_placeholder()
             importlib.import_module("megatron.bridge")
@@ -72,7 +75,9 @@ def _module_patches() -> list[Patch]:
     classes = {module.__name__: module for module in (*cpu_modules.REFERENCE_MODULES, TEDotProductAttention)}
     for name, module in classes.items():
         maker = "__new__" if name == "TENorm" else "__init__"
-        require_parameters(f"{upstream.__name__}:{name}", source_parameters(upstream, f"{name}.{maker}"), parameters(module))
+        require_parameters(
+            f"{upstream.__name__}:{name}", source_parameters(upstream, f"{name}.{maker}"), parameters(module)
+        )
     attention_call = source_parameters(upstream, "TEDotProductAttention.forward")
     require_parameters("TEDotProductAttention.forward", attention_call, parameters(TEDotProductAttention.forward)[5:])
 
@@ -110,7 +115,9 @@ def _provider(classes: dict[str, type]) -> type:
 
     def grouped_mlp_modules(self: object, moe_use_grouped_gemm: bool) -> partial:
         if not moe_use_grouped_gemm:
-            linears = MLPSubmodules(linear_fc1=classes["TEColumnParallelLinear"], linear_fc2=classes["TERowParallelLinear"])
+            linears = MLPSubmodules(
+                linear_fc1=classes["TEColumnParallelLinear"], linear_fc2=classes["TERowParallelLinear"]
+            )
             return partial(SequentialMLP, submodules=linears)
         column, row = classes["TEColumnParallelGroupedLinear"], classes["TERowParallelGroupedLinear"]
         return partial(TEGroupedMLP, submodules=GroupedMLPSubmodules(linear_fc1=column, linear_fc2=row))
@@ -142,7 +149,7 @@ def _counts_on_host(tensor: torch.Tensor, as_numpy: bool = False, record_stream:
 
 
 def _offer_placeholder() -> None:
-    """Let megatron-bridge's unguarded `import transformer_engine.pytorch` succeed; any use of it raises AttributeError."""
+    """Let megatron-bridge's unguarded `import transformer_engine.pytorch` succeed; any use raises AttributeError."""
     package, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     package.__path__, package.pytorch = [], pytorch
     # Asked for by name at import, in annotations and in isinstance checks, of adapters only.

@@ -3,7 +3,7 @@
 Every sub-sequence is computed by itself, from its own rows only. So what a neighbour in the pack holds, or what lies in
 the padding (NaN included), cannot move a bit of it; the padding's own rows come out as zeros.
 
-Legend: T tokens of this rank, S rows of one sub-sequence over all context ranks, H query heads, G key-value heads, D head width.
+Shapes: T rows of this rank, H query heads, G key-value heads, D width of a head.
 """
 
 from __future__ import annotations

@@ -41,14 +41,14 @@ class HostEvent:
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
-    def record(self, stream: object = None) -> None: ...
+    def record(self, stream: object = None) -> None:
+        """Nothing to mark."""
 
-    def wait(self, stream: object = None) -> None: ...
+    def wait(self, stream: object = None) -> None:
+        """Nothing to wait for."""
 
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
 
 
 class HostStream:
@@ -56,14 +56,18 @@ class HostStream:
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
-    def wait_stream(self, stream: object) -> None: ...
+    def wait_stream(self, stream: object) -> None:
+        """Nothing to wait for."""
 
-    def wait_event(self, event: object) -> None: ...
+    def wait_event(self, event: object) -> None:
+        """Nothing to wait for."""
 
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        """An event, which callers keep and wait for."""
         return event or HostEvent()
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
 
 
 THE_STREAM = HostStream()
@@ -93,7 +97,7 @@ def _on_host(factory: object) -> object:
 
 
 def _always(answer: object) -> object:
-    """A function of its own that takes anything and gives `answer`; dynamo tells torch's functions apart by identity."""
+    """A new function that takes anything and gives `answer`: dynamo tells torch's functions apart by identity."""
     return lambda *args, **kwargs: answer
 
 
@@ -149,5 +153,7 @@ def core_patches() -> list[Patch]:
     return [
         *(Patch(target=f"{module}:torch", replacement=view) for module in LITERAL_CUDA_MODULES),
         Patch(target=f"{random}:_get_cuda_rng_state", replacement=_random_state, takes="device clone graph_safe"),
-        Patch(target=f"{random}:_set_cuda_rng_state", replacement=_set_random_state, takes="new_state device graph_safe"),
+        Patch(
+            target=f"{random}:_set_cuda_rng_state", replacement=_set_random_state, takes="new_state device graph_safe"
+        ),
     ]

@@ -1,7 +1,7 @@
 """Reference layers with Transformer Engine's parameter layout, in plain PyTorch.
 
-The class names are Transformer Engine's as wrapped by megatron-core: megatron-bridge tells a parameter's sharding by the
-name of the class that owns it. Each constructor mirrors upstream's, which `verifier.platform.cpu` checks at start.
+The class names are Transformer Engine's as wrapped by megatron-core: megatron-bridge tells a parameter's sharding by
+the name of the class that owns it. Each constructor mirrors upstream's, which `verifier.platform.cpu` checks at start.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
@@ -22,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import Parameter
+from torch.nn import Parameter, functional
 
 from verifier.errors import UsageError
 
@@ -44,14 +43,14 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: Transforme
     """
     gamma = weight.float() + 1.0 if config.layernorm_zero_centered_gamma else weight.float()
     if config.normalization == "RMSNorm":
-        return F.rms_norm(x.float(), weight.shape, gamma, eps).to(x.dtype)
+        return functional.rms_norm(x.float(), weight.shape, gamma, eps).to(x.dtype)
     if config.normalization == "LayerNorm":
-        return F.layer_norm(x.float(), weight.shape, gamma, bias.float(), eps).to(x.dtype)
+        return functional.layer_norm(x.float(), weight.shape, gamma, bias.float(), eps).to(x.dtype)
     raise UsageError(f"normalization {config.normalization} has no reference module: RMSNorm and LayerNorm do")
 
 
 def norm_parameters(config: TransformerConfig, width: int) -> tuple[Parameter, Parameter | None]:
-    """Fresh norm weight and bias (None for RMSNorm), [width] each, marked for gradient reduction over sequence shards."""
+    """Fresh norm weight and bias (None for RMSNorm), [width] each, marked for reduction over sequence shards."""
     gamma = torch.zeros if config.layernorm_zero_centered_gamma else torch.ones
     weight = Parameter(gamma(width, dtype=config.params_dtype))
     weight.sequence_parallel = config.sequence_parallel
@@ -228,7 +227,7 @@ class TELinear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """[..., input] to [..., output]."""
-        return F.linear(x, self.weight), None
+        return functional.linear(x, self.weight), None
 
 
 class _GroupedLinear(torch.nn.Module):
@@ -284,7 +283,7 @@ class _GroupedLinear(torch.nn.Module):
         """
         runs = torch.split(x, m_splits)
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
-        return torch.cat([F.linear(run, weight) for run, weight in zip(runs, weights, strict=True)]), None
+        return torch.cat([functional.linear(run, weight) for run, weight in zip(runs, weights, strict=True)]), None
 
 
 class TEColumnParallelGroupedLinear(_GroupedLinear):
@@ -309,4 +308,3 @@ REFERENCE_MODULES = (
     TERowParallelGroupedLinear,
 )
 """Every module here that stands in for one of Transformer Engine's."""
-

@@ -272,7 +272,9 @@ def _forward(
             max_seqlen_kv=shard.max_seqlen,
         ),
     )
-    on_logits = partial(_logprobs, shard=shard, trainer=trainer, temperature=temperature, entropy=entropy, finish=finish)
+    on_logits = partial(
+        _logprobs, shard=shard, trainer=trainer, temperature=temperature, entropy=entropy, finish=finish
+    )
     return output, on_logits
 
 
