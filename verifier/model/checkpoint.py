@@ -115,8 +115,11 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 
 
 def _read_indexed(path: Path) -> dict[str, TensorMeta]:
-    weight_map = _read_json(path / _INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+    listed = _read_json(path / _INDEX).get("weight_map")
+    weight_map = (
+        {name: shard for name, shard in listed.items() if isinstance(shard, str)} if isinstance(listed, dict) else {}
+    )
+    if not weight_map or weight_map != listed:
         raise UsageError(f"{path / _INDEX} has no usable `weight_map`")
     metas: dict[str, TensorMeta] = {}
     for shard in sorted(set(weight_map.values())):

@@ -165,9 +165,9 @@ def family_of(config: Mapping[str, JSON]) -> Family | None:
     Args:
         config: Parsed config.json.
     """
-    architectures = config.get("architectures") or [None]
+    architectures = config.get("architectures")
     for row in FAMILIES.values():
-        if row.architecture == architectures[0]:
+        if isinstance(architectures, list) and architectures[:1] == [row.architecture]:
             holds = all(config.get(key) in allowed for key, allowed in row.requires.items())
             complete = all(config.get(key) is not None for key in row.needs)
             return row if holds and complete else None
@@ -185,7 +185,7 @@ def sizes_of(config: Mapping[str, JSON]) -> dict[str, int]:
         layer with routed experts (``layers`` if the model has none).
     """
     heads = _size(config, "num_attention_heads")
-    kv_heads = config.get("num_key_value_heads") or heads
+    kv_heads = _size(config, "num_key_value_heads", heads)
     layers = _size(config, "num_hidden_layers")
     sizes = {
         "vocab": _size(config, "vocab_size"),
@@ -196,7 +196,7 @@ def sizes_of(config: Mapping[str, JSON]) -> dict[str, int]:
         "ffn": _size(config, "intermediate_size"),
         "first_moe": layers,
     }
-    if "kv_lora_rank" in config:
+    if config.get("kv_lora_rank") is not None:
         nope, rope = _size(config, "qk_nope_head_dim"), _size(config, "qk_rope_head_dim")
         value = _size(config, "v_head_dim")
         sizes |= {
@@ -208,22 +208,26 @@ def sizes_of(config: Mapping[str, JSON]) -> dict[str, int]:
             "mla_out": heads * value,
         }
     else:
-        head_dim = config.get("head_dim") or _size(config, "hidden_size") // heads
+        head_dim = _size(config, "head_dim", sizes["hidden"] // heads)
         sizes |= {"head_dim": head_dim, "q": heads * head_dim, "kv": kv_heads * head_dim}
-    experts = config.get("num_experts") or config.get("n_routed_experts")
+    experts = _size(config, "num_experts", _size(config, "n_routed_experts", 0))
     if experts:
         sizes |= {
             "experts": experts,
             "moe_ffn": _size(config, "moe_intermediate_size"),
-            "shared_ffn": _size(config, "moe_intermediate_size") * (config.get("n_shared_experts") or 0),
-            "first_moe": config.get("first_k_dense_replace") or 0,
+            "shared_ffn": _size(config, "moe_intermediate_size") * _size(config, "n_shared_experts", 0),
+            "first_moe": _size(config, "first_k_dense_replace", 0),
         }
     return sizes
 
 
-def _size(config: Mapping[str, JSON], key: str) -> int:
+def _size(config: Mapping[str, JSON], key: str, default: int | None = None) -> int:
+    """One size, or `default` where the key is absent or null; 0 is a size only where it is the default."""
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if value is None and default is not None:
+        return default
+    least = 0 if default == 0 else 1
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UsageError(f"config.json has `{key}` = {value!r} where a positive integer is needed")
     return value
 

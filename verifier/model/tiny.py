@@ -163,7 +163,12 @@ def _write(label: str, family_name: str, sizes: Mapping[str, JSON], directory: P
     if dtype not in DTYPES:
         raise UsageError(f"generated checkpoints come in {' and '.join(DTYPES)}, not {dtype}")
     family = FAMILIES[family_name]
-    config = {"architectures": [family.architecture], "model_type": family.model_type, "dtype": dtype, **sizes}
+    config: dict[str, JSON] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "dtype": dtype,
+        **sizes,
+    }
     if family_of(config) is not family:
         raise UsageError(f"this config.json leaves what family `{family_name}` describes")
     key = hashlib.blake2b(json.dumps([_GENERATOR, seed, config], sort_keys=True).encode(), digest_size=6).hexdigest()
@@ -200,11 +205,12 @@ def _write_files(path: Path, specs: list[TensorSpec], config: Mapping[str, JSON]
         shards[min(num_shards - 1, begin * num_shards // total)].append(spec)
         begin += size
     shards = [shard for shard in shards if shard]
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index, shard in enumerate(shards, start=1):
         file_name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
         tensors = {spec.name: generate(spec, dtype, stream) for spec in shard}
         save_file(tensors, path / file_name, metadata={"format": "pt"})
+        (path / file_name).chmod(0o644)
         weight_map |= dict.fromkeys(tensors, file_name)
     index_json = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (path / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=1) + "\n")
