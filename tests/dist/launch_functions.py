@@ -1,4 +1,4 @@
-"""Functions that test_launch_*.py runs on ranks."""
+"""What test_launch_*.py runs on ranks, and what they need to start a zygote."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from verifier.errors import UsageError
 from verifier.launch import recorder
@@ -27,5 +28,164 @@ def sum_of_ranks(context: RankContext) -> dict:
         "rank": context.rank,
         "args": context.args,
         "env": [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")],
-        "threads": torch.get_num_threads(),
+        "num_threads": torch.get_num_threads(),
+        "num_imports": int(os.environ.get("VERIFIER_TEST_IMPORTS", "0")),
     }
+
+
+def count_imports() -> None:
+    """A preload: leaves a mark that forked ranks inherit."""
+    os.environ["VERIFIER_TEST_IMPORTS"] = str(int(os.environ.get("VERIFIER_TEST_IMPORTS", "0")) + 1)
+
+
+def refuse_to_load() -> None:
+    """A preload that the user can mend."""
+    raise UsageError("megatron-core 0.1 is installed, 0.19.2 is needed")
+
+
+def long_text(context: RankContext) -> str:
+    """More than a pipe holds."""
+    return str(context.rank) * int(context.args["length"])
+
+
+def backward(context: RankContext) -> float:
+    """Autograd's worker threads must come up in a forked rank."""
+    import torch
+
+    weight = torch.ones(64, 64, requires_grad=True)
+    (weight @ weight).sum().backward()
+    return weight.grad.sum().item()
+
+
+def end_badly(context: RankContext) -> None:
+    """One rank ends as told; the others wait for it in a collective."""
+    import torch.distributed as dist
+
+    print("about to end badly", flush=True)
+    if context.rank == context.args["rank"]:
+        how = context.args["how"]
+        if how == "raise":
+            raise ValueError("no such expert")
+        if how == "usage":
+            raise UsageError("16 experts do not divide over ep = 3")
+        if how == "exit":
+            os._exit(7)
+        if how == "return-nothing":
+            os._exit(0)
+        if how == "unserialisable":
+            return object()
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    return None
+
+
+def absent(context: RankContext) -> None:
+    """All ranks but the last enter a labelled collective, in the way that `how` tells; the last one sleeps."""
+    import torch
+    import torch.distributed as dist
+
+    last = context.rank == context.world_size - 1
+    tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
+    dist.all_reduce(tensor)
+    how = context.args["how"]
+    if how == "new_group" and context.rank == 0:
+        dist.new_group([0, 2], group_desc="experts")
+    if last:
+        time.sleep(60)
+    with recorder.label("model.layers.3.mlp.experts.12.down_proj.weight"):
+        if how == "all_reduce":
+            dist.all_reduce(tensor)
+        elif how == "async":
+            first, second = (dist.all_reduce(torch.zeros(n), async_op=True) for n in (4, 5))
+            second.wait()
+            first.wait()
+        elif how == "gather_object":
+            dist.all_gather_object([None] * context.world_size, {"rank": context.rank})
+        elif how == "recv":
+            dist.recv(tensor, src=context.world_size - 1)
+        elif how == "batch":
+            operation = dist.P2POp(dist.irecv, tensor, context.world_size - 1)
+            for work in dist.batch_isend_irecv([operation]):
+                work.wait()
+
+
+def chain(context: RankContext) -> None:
+    """0 waits for 1, which waits for 2, which computes: the root is the group of 1 and 2."""
+    import torch
+    import torch.distributed as dist
+
+    outer, inner = dist.new_group([0, 1]), dist.new_group([1, 2])
+    tensor = torch.zeros(1)
+    if context.rank == 2:
+        time.sleep(60)
+    if context.rank == 1:
+        dist.all_reduce(tensor, group=inner)
+    dist.all_reduce(tensor, group=outer)
+
+
+def crossed(context: RankContext) -> None:
+    """Two ranks enter the same two groups' collectives in opposite orders."""
+    import torch
+    import torch.distributed as dist
+
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    order = groups if context.rank == 0 else groups[::-1]
+    for group in order:
+        dist.all_reduce(torch.zeros(1), group=group)
+
+
+def sleep(context: RankContext) -> int:
+    """Sleep, with a grandchild asleep beside each rank; its process id goes to a file."""
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(120)"])
+    (context.run_dir / f"pids{context.rank}").write_text(f"{os.getpid()} {child.pid}\n")
+    time.sleep(float(context.args["seconds"]))
+    return context.rank
+
+
+def time_collectives(context: RankContext) -> list[list[float]]:
+    """Seconds per small all_reduce, [recorded, not recorded] per paired repeat."""
+    import torch
+    import torch.distributed as dist
+
+    tensor, mine = torch.zeros(64), recorder.active()
+    pairs = []
+    for _ in range(int(context.args["repeats"])):
+        pair = []
+        for active in (mine, None):
+            recorder._Active.recorder = active
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(int(context.args["calls"])):
+                dist.all_reduce(tensor)
+            pair.append((time.perf_counter() - begin) / int(context.args["calls"]))
+        pairs.append(pair)
+    recorder._Active.recorder = mine
+    return pairs
+
+
+def wait_for_pids(run_dir: Path, world_size: int) -> list[int]:
+    """Process ids of all ranks and grandchildren of `sleep`, once all are up."""
+    give_up_at = time.monotonic() + 60
+    files = [run_dir / f"pids{rank}" for rank in range(world_size)]
+    while not all(file.exists() and file.read_text().endswith("\n") for file in files):
+        assert time.monotonic() < give_up_at, "the ranks did not start"
+        time.sleep(0.05)
+    return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def all_gone(pids: list[int]) -> bool:
+    """Whether all these processes end within 10 s (a zombie has ended)."""
+    give_up_at = time.monotonic() + 10
+    while time.monotonic() < give_up_at:
+        if not any(_alive(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"

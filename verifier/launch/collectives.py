@@ -157,16 +157,15 @@ def _global_ranks(group: dist.ProcessGroup) -> list[int]:
 
 
 def _watched_new_group(function: Callable) -> Callable:
-    """Wrap `new_group`, in which all ranks (or the new group's, with local synchronisation) wait for each other."""
+    """Wrap `new_group`, in which the new group's ranks wait for each other."""
 
     @functools.wraps(function)
     def watched(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> dist.ProcessGroup:
         recorder = flight.active()
-        if recorder is None:
+        members = range(dist.get_world_size()) if ranks is None else ranks
+        if recorder is None or dist.get_rank() not in members:
             return function(ranks, *args, **kwargs)
-        everyone = range(dist.get_world_size())
-        waiting = ranks if ranks is not None and kwargs.get("use_local_synchronization") else everyone
-        key = flight.group_key("new_group", waiting)
+        key = flight.group_key("new_group", members)
         with flight.label(str(kwargs.get("group_desc") or "")):
             recorder.wait(recorder.enter(key, b"new_group", b"", None))
         try:

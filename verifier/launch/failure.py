@@ -16,7 +16,7 @@ class LaunchError(VerifierError):
     """A run of ranks ended without a result; all its processes are gone when this is raised."""
 
 
-class RankFailed(LaunchError):
+class RankFailed(LaunchError):  # noqa: N818
     """A rank raised, exited or was killed.
 
     Attributes:
@@ -53,7 +53,7 @@ class RankState:
         return f"rank {self.rank}{_in_brackets(self.place)}: {self.doing}{at}"
 
 
-class CollectiveTimeout(LaunchError):
+class CollectiveTimeout(LaunchError):  # noqa: N818
     """A collective waited longer than its deadline.
 
     Attributes:
@@ -89,7 +89,7 @@ class CollectiveTimeout(LaunchError):
         super().__init__("\n".join(lines))
 
 
-class JobTimeout(LaunchError):
+class JobTimeout(LaunchError):  # noqa: N818
     """A whole job passed its deadline while no single collective had passed its own."""
 
     def __init__(self, *, function: str, deadline_s: float, states: Sequence[RankState]) -> None:
@@ -149,7 +149,7 @@ def _states(states: Sequence[RankState]) -> list[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """ "[0-3, 7]": runs of consecutive ranks are folded."""
+    """Ranks as text with runs folded: "[0-3, 7]"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:

@@ -9,10 +9,12 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from verifier.errors import InternalError
 from verifier.launch import recorder as flight
@@ -80,44 +82,68 @@ class RunningJob:
             private_fds: descriptors of the forking process that the ranks must not keep.
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
         watcher_pid = os.getpid()
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen(flight.MAX_RANKS)
-            port = listener.getsockname()[1]
             for rank in range(self.order.world_size):
                 report_fd, child_fd = os.pipe()
                 pid = os.fork()
                 if pid == 0:
-                    for fd in (report_fd, *self.fds(), *private_fds):
-                        os.close(fd)
-                    store_fd = listener.detach()
-                    if rank > 0:
-                        os.close(store_fd)
-                    run_rank(
-                        RankSetup(
-                            rank=rank,
-                            world_size=self.order.world_size,
-                            run_dir=self.run_dir,
-                            function=function,
-                            args=self.order.args,
-                            collective_deadline_s=self.order.collective_deadline_s,
-                            memory=self.memory,
-                            store_port=port,
-                            store_fd=store_fd if rank == 0 else None,
-                            report_fd=child_fd,
-                            watcher_pid=watcher_pid,
-                        )
-                    )
+                    self._be(rank, function, listener, child_fd, watcher_pid, [report_fd, *private_fds])
                 os.close(child_fd)
                 os.set_blocking(report_fd, False)
                 self.ranks.append(_Rank(pid=pid, pid_fd=os.pidfd_open(pid), report_fd=report_fd))
                 with contextlib.suppress(ProcessLookupError):  # it may have died already; its pid_fd will say so
                     os.setpgid(pid, self.ranks[0].pid)
 
+    def _be(
+        self,
+        rank: int,
+        function: Callable[[RankContext], JSON],
+        listener: socket.socket,
+        report_fd: int,
+        watcher_pid: int,
+        private_fds: list[int],
+    ) -> NoReturn:
+        """In the forked process: drop what is the watcher's, and be the rank; never return into the watcher's loop."""
+        try:
+            port = listener.getsockname()[1]
+            store_fd = listener.detach()
+            for fd in (*self.fds(), *private_fds, *((store_fd,) if rank > 0 else ())):
+                os.close(fd)
+            run_rank(
+                RankSetup(
+                    rank=rank,
+                    world_size=self.order.world_size,
+                    run_dir=self.run_dir,
+                    function=function,
+                    args=self.order.args,
+                    collective_deadline_s=self.order.collective_deadline_s,
+                    memory=self.memory,
+                    store_port=port,
+                    store_fd=store_fd if rank == 0 else None,
+                    report_fd=report_fd,
+                    watcher_pid=watcher_pid,
+                )
+            )
+        finally:
+            os._exit(1)
+
     def fds(self) -> list[int]:
         """Descriptors that the forking process holds for this job."""
-        return [fd for rank in self.ranks for fd in (rank.pid_fd, rank.report_fd)]
+        return [fd for rank in range(len(self.ranks)) for fd in self.fds_of(rank)]
+
+    def fds_of(self, rank: int) -> tuple[int, int]:
+        """Those of one rank: readable when it has died, and when it has said something."""
+        return self.ranks[rank].pid_fd, self.ranks[rank].report_fd
+
+    @property
+    def ending(self) -> bool:
+        """Whether a rank has failed already."""
+        return bool(self._failures)
 
     def hear(self, rank: int) -> None:
         """Read what a rank has reported so far: progress, its result, or its failure."""

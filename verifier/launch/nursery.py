@@ -1,7 +1,7 @@
 """The process that forks: it imports the heavy libraries once, then forks the ranks of each job and watches them.
 
 It has one thread and starts none, since a fork copies only the thread that forks: libraries that were loaded must not
-have threads that a rank would miss. It talks to its parent in JSON lines over one socket; when that closes, it ends all.
+have threads that a rank would miss. It talks to its parent in JSON lines over one socket; when that closes, all end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import time
 from typing import NoReturn
 
@@ -22,6 +21,8 @@ from verifier.launch.rank import Capture, die_with_parent, resolve
 JSON = object
 _TURN_S = 0.25
 """Longest sleep between two looks at the flight recorder."""
+_HASTY_TURN_S = 0.02
+"""The same while a job is ending."""
 
 
 def main(parent_fd: int, parent_pid: int, bound_to_parent_thread: bool, preload: str) -> NoReturn:
@@ -77,13 +78,15 @@ class Nursery:
 
     def turn(self) -> None:
         """Wait for something to happen, at most 0.25 s, and deal with it."""
-        events = self._selector.select(_TURN_S if self._jobs else None)
+        ending = any(job.ending for job in self._jobs.values())
+        events = self._selector.select((_HASTY_TURN_S if ending else _TURN_S) if self._jobs else None)
         heard = [key.data for key, _ in events if key.data is not None]
         for job, rank, kind in sorted(heard, key=lambda item: item[2]):
             if kind == "died":
-                self._selector.unregister(self._jobs[job].ranks[rank].pid_fd)
                 self._jobs[job].bury(rank)
-            else:
+                for fd in self._jobs[job].fds_of(rank):
+                    self._selector.unregister(fd)
+            elif self._jobs[job].ranks[rank].report_fd in self._selector.get_map():
                 self._jobs[job].hear(rank)
         if any(key.data is None for key, _ in events):
             self._serve_parent()
@@ -117,15 +120,14 @@ class Nursery:
                 self._start(Order(**message["order"]))
 
     def _start(self, order: Order) -> None:
+        job = RunningJob(order, self._send)
+        private = [self._parent.fileno(), self._selector.fileno()]
+        private += [fd for other in self._jobs.values() for fd in other.fds()]
         with Capture() as capture:
-            function = resolve(order.function)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            job = RunningJob(order, self._send)
-            private = [self._parent.fileno(), self._selector.fileno()]
-            private += [fd for other in self._jobs.values() for fd in other.fds()]
-            job.start(function, private)
+            job.start(resolve(order.function), private)
         if capture.failure is not None:
+            job.kill()
+            job.close()
             self._send({"event": "refused", "job": order.job, **capture.failure})
             return
         self._jobs[order.job] = job

@@ -1,8 +1,8 @@
 """A flight recorder in shared memory: which collective each rank is in, readable from outside while it is stuck.
 
-Each rank owns one slot and writes only there; the forking process reads all slots. A slot tells the collective that the
-rank entered last (operation, group, tensor, its count within the group) and whether the rank waits in it, and keeps, per
-process group, how many collectives the rank has entered, so that "had this rank arrived" has an exact answer.
+Each rank owns one slot and writes only there; the forking process reads all slots. A slot tells which collective the
+rank entered last (operation, group, tensor, its count within the group) and whether the rank waits in it, and keeps,
+per process group, how many collectives the rank has entered, so that "had this rank arrived" has an exact answer.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Slot:
 
     @property
     def tensor(self) -> str:
-        """ "`name` [2, 3] float32", as far as known."""
+        """What it carries, as far as known: "`name` [2, 3] float32"."""
         parts = [f"`{self.label}`"] if self.label else []
         if self.shape is not None:
             parts.append(str(list(self.shape)))

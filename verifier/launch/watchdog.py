@@ -22,8 +22,8 @@ class Stall:
 def find_stall(slots: Sequence[Slot | None], now_s: float, deadline_s: float) -> Stall | None:
     """The stall at the root, if any collective has waited longer than `deadline_s`.
 
-    Ranks wait in chains: tp peers for one rank, which waits for its pp peer, which computes. Of all overdue collectives,
-    the one that misses a rank which waits in no collective is the root; among equals the oldest.
+    Ranks wait in chains: tp peers for one rank, which waits for its pp peer, which computes. Of all overdue
+    collectives, the one that misses a rank which waits in no collective is the root; among equals the oldest.
 
     Args:
         slots: per rank, None before its first collective.

@@ -33,7 +33,8 @@ _SLACK_S = 30.0
 _END_S = 15.0
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from verifier.launch.nursery import main; main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == '1', sys.argv[5])"
+    "from verifier.launch.nursery import main; "
+    "main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == '1', sys.argv[5])"
 )
 
 
@@ -41,15 +42,14 @@ class Zygote:
     """One process with the heavy libraries loaded, from which the ranks of any number of jobs are forked.
 
     It starts at `with`, and loads while the caller goes on; the first job waits for it. Use it from one thread.
+
+    Args:
+        preload: "package.module:function", called without arguments in the zygote before the first fork; it must
+            start no thread.
+        load_deadline_s: seconds that loading may take.
     """
 
     def __init__(self, *, preload: str = "", load_deadline_s: float = 300.0) -> None:
-        """
-        Args:
-            preload: "package.module:function", called without arguments in the zygote before the first fork; it must
-                start no thread.
-            load_deadline_s: seconds that loading may take.
-        """
         self._preload = preload
         self._load_deadline_s = load_deadline_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -62,12 +62,12 @@ class Zygote:
     def __enter__(self) -> Zygote:
         ours, theirs = socket.socketpair()
         self._socket = ours
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
+        self._log = tempfile.TemporaryFile()
         main_thread = threading.current_thread() is threading.main_thread()
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
         with theirs:
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and code
                 [*command, "1" if main_thread else "0", self._preload],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -242,7 +242,8 @@ class Zygote:
         tail = self._log_tail()
         self.close()
         code = process.returncode if process is not None else None
-        return InternalError(f"the forking process ended by itself (exit status {code})" + (f":\n{tail}" if tail else ""))
+        said = f":\n{tail}" if tail else ""
+        return InternalError(f"the forking process ended by itself (exit status {code}){said}")
 
     def _log_tail(self) -> str:
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4096))

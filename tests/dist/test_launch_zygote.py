@@ -1,0 +1,280 @@
+"""The launcher on real processes: results, and every way to end badly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from verifier.errors import InternalError, UsageError
+from verifier.launch.failure import CollectiveTimeout, JobTimeout, RankFailed
+from verifier.launch.zygote import Zygote
+from verifier.mesh.mesh import Mesh
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def functions():
+    sys.path.insert(0, str(HERE))
+    import launch_functions
+
+    yield launch_functions
+    sys.path.remove(str(HERE))
+
+
+@pytest.fixture(scope="module")
+def zygote(functions):
+    with Zygote(preload="launch_functions:count_imports") as zygote:
+        yield zygote
+
+
+def test_returns_each_ranks_result_in_order(zygote, tmp_path):
+    said = []
+    results = zygote.run(
+        "launch_functions:sum_of_ranks",
+        world_size=4,
+        run_dir=tmp_path / "new" / "folder",
+        args={"seed": 3},
+        on_progress=lambda rank, text: said.append((rank, text)),
+    )
+    assert [result["rank"] for result in results] == [0, 1, 2, 3]
+    assert {result["sum"] for result in results} == {6.0}
+    assert results[2]["env"] == ["2", "4", "2", "127.0.0.1"]
+    assert all(result["args"] == {"seed": 3} and result["num_threads"] == 1 for result in results)
+    assert sorted(said) == [(rank, f"adding {rank}") for rank in range(4)]
+    assert (tmp_path / "new" / "folder" / "rank003.log").read_text() == "hello from 3\n"
+
+
+def test_imports_once_for_many_jobs(zygote, tmp_path):
+    for _ in range(3):
+        results = zygote.run("launch_functions:sum_of_ranks", world_size=2, run_dir=tmp_path)
+        assert [result["num_imports"] for result in results] == [1, 1]
+
+
+def test_a_result_longer_than_a_pipe(zygote, tmp_path):
+    results = zygote.run("launch_functions:long_text", world_size=2, run_dir=tmp_path, args={"length": 3_000_000})
+    assert [len(result) for result in results] == [3_000_000] * 2
+
+
+def test_backward_runs_in_a_forked_rank(zygote, tmp_path):
+    results = zygote.run("launch_functions:backward", world_size=2, run_dir=tmp_path, deadline_s=60)
+    assert results == [64 * 64 * 128.0] * 2
+
+
+def test_two_jobs_alive_at_once(zygote, tmp_path):
+    slow = zygote.submit("launch_functions:sleep", world_size=2, run_dir=tmp_path / "slow", args={"seconds": 2})
+    quick = zygote.submit("launch_functions:sum_of_ranks", world_size=2, run_dir=tmp_path / "quick")
+    assert quick.wait()[1]["sum"] == 1.0
+    assert not slow.done
+    assert slow.wait() == [0, 1]
+
+
+def test_sixty_four_ranks(zygote, tmp_path):
+    begin = time.monotonic()
+    results = zygote.run("launch_functions:sum_of_ranks", world_size=64, run_dir=tmp_path)
+    assert {result["sum"] for result in results} == {2016.0}
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("raise", "ValueError: no such expert"),
+        ("exit", "exit status 7"),
+        ("return-nothing", "exit status 0"),
+        ("kill", "killed by SIGKILL (the kernel does this when memory runs out)"),
+        ("unserialisable", "TypeError: Object of type object is not JSON serializable"),
+    ],
+)
+def test_a_bad_end_of_one_rank_ends_the_run_at_once(zygote, tmp_path, how, cause):
+    begin = time.monotonic()
+    with pytest.raises(RankFailed) as caught:
+        zygote.run(
+            "launch_functions:end_badly",
+            world_size=4,
+            run_dir=tmp_path,
+            args={"rank": 2, "how": how},
+            mesh=Mesh(tp=2, pp=2),
+        )
+    assert time.monotonic() - begin < 10
+    error = caught.value
+    assert (error.rank, error.cause, error.exit_code) == (2, cause, 3)
+    assert error.place == "tp=0 pp=1 ep=0 etp=0 cp=0 dp=0"
+    assert str(error).splitlines()[0] == f"rank 2 ({error.place}) failed: {cause}"
+    assert error.log_tail == "about to end badly\n"
+    if how == "raise":
+        assert 'raise ValueError("no such expert")' in error.traceback
+        assert "ValueError: no such expert" in (tmp_path / "rank002.log").read_text()
+
+
+def test_a_ranks_usage_error_comes_back_as_itself(zygote, tmp_path):
+    with pytest.raises(UsageError) as caught:
+        zygote.run("launch_functions:end_badly", world_size=2, run_dir=tmp_path, args={"rank": 1, "how": "usage"})
+    assert str(caught.value) == "16 experts do not divide over ep = 3"
+    assert isinstance(caught.value.__cause__, RankFailed)
+
+
+@pytest.mark.parametrize(
+    ("how", "op", "tensor"),
+    [
+        ("all_reduce", "all_reduce", "[2, 3] bfloat16"),
+        ("async", "all_reduce", "[5] float32"),
+        ("gather_object", "all_gather", "[1] int64"),
+    ],
+)
+def test_a_collective_that_hangs_names_who_did_not_come(zygote, tmp_path, how, op, tensor):
+    with pytest.raises(CollectiveTimeout) as caught:
+        zygote.run(
+            "launch_functions:absent", world_size=4, run_dir=tmp_path, args={"how": how}, collective_deadline_s=1.0
+        )
+    error = caught.value
+    assert (error.op, error.group, error.arrived) == (op, (0, 1, 2, 3), (0, 1, 2))
+    assert error.tensor == f"`model.layers.3.mlp.experts.12.down_proj.weight` {tensor}"
+    assert [state.rank for state in error.missing] == [3]
+    assert error.missing[0].frame.startswith("dist/launch_functions.py:")
+    assert error.missing[0].frame.endswith("in absent")
+    assert error.missing[0].doing.startswith("in no collective since ")
+    assert error.missing[0].doing.endswith("all_reduce of [2, 3] bfloat16 (its collective 2)")
+
+
+@pytest.mark.parametrize("how", ["recv", "batch"])
+def test_a_receive_that_hangs_names_the_sender(zygote, tmp_path, how):
+    with pytest.raises(CollectiveTimeout) as caught:
+        zygote.run(
+            "launch_functions:absent", world_size=2, run_dir=tmp_path, args={"how": how}, collective_deadline_s=1.0
+        )
+    error = caught.value
+    assert (error.op, error.arrived, error.missing[0].rank) == ("recv", (0,), 1)
+
+
+def test_making_a_group_that_hangs(zygote, tmp_path):
+    with pytest.raises(CollectiveTimeout) as caught:
+        zygote.run(
+            "launch_functions:absent",
+            world_size=3,
+            run_dir=tmp_path,
+            args={"how": "new_group"},
+            collective_deadline_s=1.0,
+        )
+    assert (caught.value.op, caught.value.tensor, caught.value.arrived) == ("new_group", "`experts`", (0,))
+
+
+def test_of_a_chain_of_waits_the_root_is_named(zygote, tmp_path):
+    with pytest.raises(CollectiveTimeout) as caught:
+        zygote.run("launch_functions:chain", world_size=3, run_dir=tmp_path, collective_deadline_s=1.0)
+    error = caught.value
+    assert (error.group, error.arrived, error.missing[0].rank) == ((1, 2), (1,), 2)
+
+
+def test_crossed_groups_say_where_the_other_waits(zygote, tmp_path):
+    with pytest.raises(CollectiveTimeout) as caught:
+        zygote.run("launch_functions:crossed", world_size=2, run_dir=tmp_path, collective_deadline_s=1.0)
+    assert caught.value.missing[0].doing.startswith("waits ")
+
+
+def test_a_job_past_its_deadline_says_where_its_ranks_are(zygote, tmp_path):
+    with pytest.raises(JobTimeout) as caught:
+        zygote.run("launch_functions:sleep", world_size=2, run_dir=tmp_path, args={"seconds": 60}, deadline_s=2)
+    assert all(state.frame.endswith("in sleep") for state in caught.value.states)
+
+
+def test_ended_on_request_with_grandchildren(zygote, functions, tmp_path):
+    job = zygote.submit("launch_functions:sleep", world_size=2, run_dir=tmp_path, args={"seconds": 60})
+    pids = functions.wait_for_pids(tmp_path, 2)
+    job.kill()
+    assert functions.all_gone(pids)
+    assert zygote.run("launch_functions:sum_of_ranks", world_size=1, run_dir=tmp_path)[0]["sum"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("launch_functions", "`launch_functions` does not name a function: write package.module:function"),
+        ("launch_functions:absentee", "`launch_functions` has no function `absentee`"),
+    ],
+)
+def test_a_function_that_is_not_there(zygote, tmp_path, name, message):
+    with pytest.raises(UsageError) as caught:
+        zygote.run(name, world_size=2, run_dir=tmp_path)
+    assert str(caught.value) == message
+
+
+def test_a_module_that_is_not_there(zygote, tmp_path):
+    with pytest.raises(InternalError) as caught:
+        zygote.run("no_such_module:f", world_size=2, run_dir=tmp_path)
+    assert "No module named 'no_such_module'" in str(caught.value)
+
+
+def test_ranks_that_the_mesh_does_not_have(zygote, tmp_path):
+    with pytest.raises(UsageError, match="has 4 ranks, but 2"):
+        zygote.submit("launch_functions:sleep", world_size=2, run_dir=tmp_path, mesh=Mesh(tp=2, pp=2))
+    with pytest.raises(UsageError, match="1 to 128"):
+        zygote.submit("launch_functions:sleep", world_size=129, run_dir=tmp_path)
+
+
+def test_a_preload_that_refuses(functions):
+    with Zygote(preload="launch_functions:refuse_to_load") as zygote, pytest.raises(UsageError) as caught:
+        zygote.ready()
+    assert str(caught.value) == "megatron-core 0.1 is installed, 0.19.2 is needed"
+
+
+def test_the_forking_process_dies(functions, tmp_path):
+    with Zygote() as zygote:
+        job = zygote.submit("launch_functions:sleep", world_size=2, run_dir=tmp_path, args={"seconds": 60})
+        pids = functions.wait_for_pids(tmp_path, 2)
+        os.kill(zygote.pid, signal.SIGKILL)
+        with pytest.raises(InternalError, match="ended by itself"):
+            job.wait()
+        assert functions.all_gone(pids[::2])
+        for pid in pids[1::2]:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+def test_no_orphan_when_the_parent_ends(functions, tmp_path, signum):
+    script = (
+        "import sys; sys.path[:0] = sys.argv[1:3]\n"
+        "from pathlib import Path; from verifier.launch.zygote import Zygote\n"
+        "with Zygote() as z:\n"
+        "    assert 'torch' not in sys.modules\n"
+        "    print(z.pid, flush=True)\n"
+        "    z.run('launch_functions:sleep', world_size=3, run_dir=Path(sys.argv[3]), args={'seconds': 60})\n"
+    )
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", script, str(root), str(HERE), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+        pids = [int(parent.stdout.readline()), *functions.wait_for_pids(tmp_path, 3)]
+        parent.send_signal(signum)
+        parent.wait(20)
+        assert functions.all_gone(pids)
+
+
+def test_no_orphan_when_the_parent_is_killed_while_it_loads(functions):
+    script = (
+        "import sys, time; sys.path.insert(0, sys.argv[1])\n"
+        "from verifier.launch.zygote import Zygote\n"
+        "with Zygote(preload='time:sleep') as z:\n"
+        "    print(z.pid, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", script, str(Path(__file__).parents[2])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        parent.kill()
+        parent.wait(20)
+        assert functions.all_gone([pid])
+
+
+def test_recording_costs_little(zygote, tmp_path):
+    args = {"repeats": 9, "calls": 2000}
+    pairs = zygote.run("launch_functions:time_collectives", world_size=2, run_dir=tmp_path, args=args)[0]
+    added_us = sorted((recorded - bare) * 1e6 for recorded, bare in pairs)[len(pairs) // 2]
+    bare_us = sorted(bare for _, bare in pairs)[len(pairs) // 2] * 1e6
+    print(f"all_reduce {bare_us:.1f} us, recording adds {added_us:.2f} us")
+    assert added_us < 25, "two cores are shared with others; alone it adds about 3 us"
