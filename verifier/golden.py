@@ -36,7 +36,7 @@ def run(config: GoldenConfig, progress: Progress) -> None:
     """
     subject = open_subject(config.model, config.dtype, config.mesh)
     recorded = None if config.against is None else read_manifest(config.against)
-    scopes = ["export", *(["layout"] if subject.has_layout else [])]
+    scopes = ["export", *subject.layout_scopes]
     manifest = {**identity(subject, "golden", config.model, config.to_dict()), "scopes": scopes}
     with (
         Zygote(preload=PRELOADS[subject.tier]) as zygote,

@@ -46,7 +46,8 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
     """
     until = time.monotonic() + config.timeout_s
     subject = open_subject(config.model, config.dtype, config.mesh)
-    refuse_unsupported(config.engine, subject.checkpoint.config, on_cpu=subject.tier == "cpu")
+    if config.engine == "vllm":
+        refuse_unsupported(subject.checkpoint.config, on_cpu=subject.tier == "cpu")
     manifest = manifest_of(config, subject)
     engine_config = EngineConfig(
         kind=config.engine, checkpoint=str(subject.checkpoint.path), dtype=config.dtype, tp=config.engine_tp,
@@ -77,8 +78,8 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
 def manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
     """Run identity, and which checks have a subject in this run."""
     scopes = ["export", "plan", "transport", "engine", "cold", "logprob", "rollout"]
-    if subject.has_layout:
-        scopes += ["layout", "update"]
+    if layout := subject.layout_scopes:
+        scopes += [*layout, "update"]
     if config.update == "step":
         scopes.append("step")
     return {
@@ -95,7 +96,7 @@ def spec_of(
 ) -> RunSpec:
     """What the ranks are to do, with the tokens of all batches."""
     vocabulary = int(subject.checkpoint.config["vocab_size"])
-    draw = random.Random(config.seed)
+    draw = random.Random(config.seed)  # noqa: S311 - test tokens
     num_sequences = max(NUM_SEQUENCES, 2 * config.mesh.dp)
     return RunSpec(
         checkpoint=str(subject.checkpoint.path), mesh=config.mesh, dtype=config.dtype, tier=subject.tier,

@@ -48,7 +48,7 @@ def _replica_groups(trace: Trace, stage: Stage, kind: str, version: int) -> dict
     return groups
 
 
-@check("WGT002", needs=((Stage.LOAD, "shard"),), scope="layout")
+@check("WGT002", needs=((Stage.LOAD, "shard"),), scope="replicas")
 def replica_differs(trace: Trace) -> Iterator[Comparison]:
     """Copies of one shard hold the same bits on every rank that has one, tied embeddings included.
 

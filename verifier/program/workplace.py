@@ -40,9 +40,13 @@ class Subject:
     tier: str
 
     @property
-    def has_layout(self) -> bool:
-        """Whether the family has a row from which shards can be derived without Megatron-Bridge."""
-        return layout_of(self.checkpoint.config) is not None
+    def layout_scopes(self) -> list[str]:
+        """Scopes of the checks that need a layout: shards, and replicas where the mesh has any."""
+        layout = layout_of(self.checkpoint.config)
+        if layout is None:
+            return []
+        copies = self.mesh.dense_size > 1 or (layout.tied and self.mesh.pp > 1)
+        return ["layout", "replicas"] if copies else ["layout"]
 
 
 def cache_folder() -> Path:
