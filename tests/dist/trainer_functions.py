@@ -1,0 +1,146 @@
+"""What test_trainer_*.py runs on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from verifier.data.rollout import Rollout, make_rollout
+from verifier.launch.rank import RankContext
+from verifier.mesh import Mesh
+
+VOCAB = 512
+
+
+def preload() -> None:
+    """The CPU tier, whatever the machine has."""
+    from verifier.model.provider_megatron import preload as preload_tier
+
+    preload_tier("cpu")
+
+
+def rollouts(seed: int = 0, num: int = 8, longest: int = 48) -> list[Rollout]:
+    """Seeded token sequences without token 0, which padding rows hold; everything after the first token is in the loss."""
+    rng = np.random.default_rng(seed)
+    sequences = [rng.integers(1, VOCAB, int(rng.integers(16, longest + 1))) for _ in range(num)]
+    return [make_rollout(f"sequence {at}", tokens[:1], tokens[1:]) for at, tokens in enumerate(sequences)]
+
+
+def _build(args: Mapping[str, Any]) -> Any:
+    from verifier.model.provider_megatron import DataParallel, build
+
+    return build(
+        args["checkpoint"],
+        Mesh(**args.get("mesh", {})),
+        dtype=args.get("dtype", "float32"),
+        tier="cpu",
+        data_parallel=DataParallel(**args.get("data_parallel", {})),
+        overrides=args.get("overrides", {}),
+    )
+
+
+def _digests(exported: Iterator[tuple[str, Any]]) -> dict[str, str]:
+    from verifier.plan.digest import digest_tensor
+
+    return {name: f"{tensor.dtype} {list(tensor.shape)} {digest_tensor(tensor)}" for name, tensor in exported}
+
+
+def oracle(context: RankContext) -> list[list[float]]:
+    """Log-probabilities by transformers, float32 weights, float64 softmax."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    path = context.args["checkpoint"]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    scored = []
+    with torch.no_grad():
+        for rollout in rollouts():
+            tokens = torch.from_numpy(rollout.tokens)[None]
+            logprobs = model(tokens).logits[0].double().log_softmax(-1)
+            scored.append(logprobs[:-1].gather(-1, tokens[0, 1:, None])[:, 0].tolist())
+    return scored
+
+
+def trainer(context: RankContext) -> dict[str, Any]:
+    """Load, score, export, train three steps, export again."""
+    from verifier.export.gather_megatron import export
+    from verifier.train.step_megatron import make_optimizer, score, train_step
+
+    built = _build(context.args)
+    scored = score(built, rollouts())
+    exported = _digests(export(built))
+    optimizer = make_optimizer(built, learning_rate=1e-3)
+    steps = [train_step(built, optimizer, rollouts()) for _ in range(3)]
+    moved = {name: float(tensor.double().norm()) for name, tensor in export(built)}
+    return {
+        "scored": [row.tolist() for row in scored],
+        "exported": exported,
+        "steps": [[step.loss, step.grad_norm, step.num_tokens] for step in steps],
+        "moved": moved,
+    }
+
+
+def score_only(context: RankContext) -> list[list[float]]:
+    """Log-probabilities of one group of rollouts, packed together; token 0 embeds as NaN if asked for."""
+    import torch
+
+    from verifier.train.step_megatron import score
+
+    built = _build(context.args)
+    if context.args.get("poison_padding"):
+        with torch.no_grad():
+            for chunk in built.chunks:
+                for name, parameter in chunk.named_parameters():
+                    if name.endswith("word_embeddings.weight") and context.rank % built.mesh.tp == 0:
+                        parameter[0] = torch.nan
+    batch = rollouts(num=4)
+    if context.args.get("perturb") is not None:
+        other = rollouts(seed=99, num=1)[0].tokens
+        at = context.args["perturb"]
+        length = len(batch[at])
+        tokens = np.resize(other, length)
+        batch[at] = make_rollout(batch[at].id, tokens[:1], tokens[1:])
+    return [row.tolist() for row in score(built, batch, micro_batch_size=4)]
+
+
+def idle(context: RankContext) -> dict[str, Any]:
+    """Digests before and after a step of learning rate 0, scoring, and a second export."""
+    from verifier.export.gather_megatron import export
+    from verifier.train.step_megatron import make_optimizer, score, train_step
+
+    built = _build(context.args)
+    before = _digests(export(built))
+    optimizer = make_optimizer(built, learning_rate=1e-3)
+    train_step(built, optimizer, rollouts(), learning_rate=0.0)
+    score(built, rollouts())
+    return {"before": before, "after": _digests(export(built))}
+
+
+def stale(context: RankContext) -> dict[str, Any]:
+    """An export after a step, and the same without waiting for the parameters that are still to be gathered."""
+    from verifier.export.gather_megatron import export
+    from verifier.train.step_megatron import make_optimizer, score, train_step
+
+    built = _build(context.args)
+    before = _digests(export(built))
+    train_step(built, make_optimizer(built, learning_rate=1e-3), rollouts())
+    naive = _digests(built.bridge.export_hf_weights(built.chunks, cpu=True, show_progress=False))
+    synced = _digests(export(built))
+    score(built, rollouts())
+    return {"before": before, "naive": naive, "synced": synced, "settled": _digests(export(built))}
+
+
+def rebuilt(context: RankContext) -> list[dict[str, Any]]:
+    """Several meshes, one after another, in the same processes."""
+    from verifier.model.provider_megatron import teardown
+
+    results = []
+    for mesh in context.args["meshes"]:
+        from verifier.train.step_megatron import score
+
+        built = _build({**context.args, "mesh": mesh})
+        results.append([row.tolist() for row in score(built, rollouts())])
+        teardown()
+    return results
