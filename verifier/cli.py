@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from verifier import cli_options as options
-from verifier.cli_results import judge_trace, require_writable, show
+from verifier.cli_results import judge_trace, require_writable, run_and_judge, show
 from verifier.core.gate import ExitCode
 from verifier.errors import VerifierError
 
@@ -55,7 +55,6 @@ def golden(
 ) -> int:
     """Load on a mesh, export, compare with the source bit by bit."""
     from verifier.config import DTYPES, GoldenConfig, make_mesh, next_trace
-    from verifier.report.progress import shown_progress
 
     require_writable(json, junit)
     mesh = make_mesh(
@@ -68,9 +67,7 @@ def golden(
     )  # fmt: skip
     from verifier.golden import run
 
-    with shown_progress("golden") as progress:
-        run(config, progress)
-    return judge_trace(config.trace, json=json, junit=junit)
+    return run_and_judge("golden", lambda progress: run(config, progress), config.trace, json=json, junit=junit)
 
 
 @app.command()
@@ -102,7 +99,6 @@ def roundtrip(
 ) -> int:
     """Train, export, sync a live engine, compare; several times."""
     from verifier.config import DTYPES, RoundtripConfig, make_mesh, next_trace
-    from verifier.report.progress import shown_progress
 
     require_writable(json, junit)
     mesh = make_mesh(
@@ -115,9 +111,7 @@ def roundtrip(
     )  # fmt: skip
     from verifier.roundtrip import run
 
-    with shown_progress("roundtrip") as progress:
-        run(config, progress)
-    return judge_trace(config.trace, json=json, junit=junit)
+    return run_and_judge("roundtrip", lambda progress: run(config, progress), config.trace, json=json, junit=junit)
 
 
 @app.command()

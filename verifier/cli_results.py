@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from verifier.errors import UsageError
+from verifier.core.gate import ExitCode
+from verifier.errors import UsageError, VerifierError
+from verifier.report.progress import Progress, shown_progress
 
 
 def require_writable(*files: Path | None) -> None:
@@ -77,3 +79,36 @@ def judge_trace(
     if junit is not None:
         write_whole(junit, render_junit(report))
     return int(report.exit_code)
+
+
+def run_and_judge(
+    what: str, run: Callable[[Progress], None], trace: Path, *, json: Path | None, junit: Path | None
+) -> int:
+    """Run something that leaves a trace, then judge the trace; also what a run that broke had recorded.
+
+    Args:
+        what: the command, for the progress display.
+        run: leaves its trace at `trace`.
+        trace: trace directory.
+        json: file for the complete report, or None.
+        junit: file for the JUnit report, or None.
+
+    Returns:
+        The exit code that the outcomes call for. A run that broke is a violation where its trace already shows one.
+
+    Raises:
+        UsageError: nothing was run.
+        VerifierError: the run broke and its trace shows no violation.
+    """
+    try:
+        with shown_progress(what) as progress:
+            run(progress)
+    except UsageError:
+        raise
+    except VerifierError:
+        if not (trace / "manifest.json").exists():
+            raise
+        if judge_trace(trace, json=json, junit=junit) != ExitCode.VIOLATED:
+            raise
+        return int(ExitCode.VIOLATED)
+    return judge_trace(trace, json=json, junit=junit)

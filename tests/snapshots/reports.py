@@ -8,6 +8,7 @@ from verifier.report import Report
 
 MANIFEST = {
     "command": "roundtrip",
+    "tier": "cpu",
     "complete": True,
     "config": {
         "model": "tiny:qwen3-moe",
@@ -78,7 +79,7 @@ EMPTY = Outcome(code="WGT002", name="replica-differs", num_compared=0)
 def report(*outcomes: Outcome, complete: bool = True, switched_off: tuple[str, ...] = ()) -> Report:
     return Report(
         trace="traces/roundtrip-0012",
-        manifest={**MANIFEST, "complete": complete},
+        manifest=MANIFEST if complete else {**MANIFEST, "complete": False, "failure": "rank 3 died\n  traceback"},
         outcomes=outcomes,
         switched_off=switched_off,
         out_of_scope=("LGP003",),

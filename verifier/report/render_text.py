@@ -126,7 +126,8 @@ def _identity(manifest: Mapping[str, Any]) -> str:
         label = mesh.label()
         ranks = "" if mesh.world_size == 1 else f" ({mesh.world_size} ranks)"
         lines[0] += f" on {label}{ranks}"
-    stated = [f"{key} {config[key]}" for key in _CONFIG_ORDER if config.get(key) is not None]
+    stated = [f"tier {manifest['tier']}"] if "tier" in manifest else []
+    stated += [f"{key} {config[key]}" for key in _CONFIG_ORDER if config.get(key) is not None]
     if stated:
         lines.append("  " + ", ".join(stated))
     versions = manifest.get("versions", {})
@@ -162,6 +163,7 @@ def _conclusion(report: Report) -> str:
     else:
         said = [f"inconclusive: {counts[Verdict.HOLDS]} of {total} checks hold", unsure]
     if not report.is_complete:
-        said.append("the run did not finish")
+        failure = str(report.manifest.get("failure", "")).strip().partition("\n")[0]
+        said.append("the run did not finish" + (f" ({failure})" if failure else ""))
     said += [f"{sum(item.num_compared for item in report.outcomes):,} things compared", f"trace in `{report.trace}`"]
     return "; ".join(part for part in said if part)

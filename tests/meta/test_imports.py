@@ -1,0 +1,137 @@
+"""Imports follow the arrow, and a heavy library has one door."""
+
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from tests.meta.sources import ROOT, imports_of, python_files, where
+
+ROOMS = {
+    "core": set(),
+    "mesh": set(),
+    "platform": set(),
+    "launch": {"core", "mesh", "platform"},
+    "data": {"core"},
+    "model": {"core", "mesh", "platform"},
+    "train": {"core", "mesh", "data", "model", "platform"},
+    "export": {"core", "mesh", "model", "train", "platform"},
+    "plan": {"core", "mesh"},
+    "transport": {"core", "mesh", "plan"},
+    "engine": {"core", "mesh", "model", "plan", "transport", "platform"},
+    "strategies": {"core", "mesh", "data", "train", "export", "plan"},
+    "checks": {"core", "mesh", "plan"},
+    "report": {"core", "mesh"},
+}
+"""Package -> packages that it may import; `errors` is open to all."""
+JUDGES = ("checks", "faults", "report", "cli", "cli_options", "cli_results", "cli_explain", "cli_faults", "doctor")
+"""What a run must not know of."""
+RUNS = {"program", "golden.py", "roundtrip.py", "config.py"}
+HEAVY = ("megatron", "vllm", "ray", "transformers", "torch.distributed")
+DOORS = ("_megatron.py", "_vllm.py", "_ray.py", "_hf.py")
+DOOR_FOLDERS = ("platform", "launch", "transport")
+GIVEN_A_GROUP = {"verifier/train/logprob.py"}
+"""Takes the process group that it is handed, and loads torch.distributed when it first reduces over one."""
+
+
+def package_of(path) -> str:
+    return path.relative_to(ROOT / "verifier").parts[0]
+
+
+def test_a_room_imports_only_what_stands_before_it():
+    wrong = [
+        f"{where(path, line)} imports {module}"
+        for path in python_files("verifier")
+        if package_of(path) in ROOMS
+        for module, line in imports_of(path)
+        if module.startswith("verifier.")
+        and module.split(".")[1] not in ROOMS[package_of(path)] | {package_of(path), "errors"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_run_knows_who_judges_it():
+    wrong = [
+        f"{where(path, line)} imports {module}"
+        for path in python_files("verifier")
+        if package_of(path) in ROOMS.keys() - {"checks", "report"} | RUNS
+        for module, line in imports_of(path)
+        if module.startswith("verifier.") and module.split(".")[1] in JUDGES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_package_is_in_the_table():
+    packages = {path.name for path in (ROOT / "verifier").iterdir() if (path / "__init__.py").exists()}
+    assert packages - ROOMS.keys() - {"program", "faults"} == set()
+
+
+def test_checks_do_nothing_but_judge():
+    forbidden = {"time", "os", "random", "pathlib", "subprocess", "socket", "datetime", "tempfile", "shutil"}
+    wrong = [
+        f"{where(path, line)} imports {module}"
+        for path in python_files("verifier/checks")
+        for module, line in imports_of(path)
+        if module.split(".")[0] in forbidden
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_check_recognises_a_fault():
+    wrong = [where(path) for path in python_files("verifier/checks") if re.search(r"\bfault", path.read_text(), re.I)]
+    assert not wrong, "\n".join(wrong)
+
+
+def is_heavy(module: str) -> bool:
+    return any(module == name or module.startswith(name + ".") for name in HEAVY)
+
+
+def test_heavy_libraries_come_in_by_their_doors():
+    wrong = [
+        f"{where(path, line)} imports {module}"
+        for path in python_files("verifier")
+        if not path.name.endswith(DOORS) and package_of(path) not in DOOR_FOLDERS and where(path) not in GIVEN_A_GROUP
+        for module, line in imports_of(path)
+        if is_heavy(module)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+LIGHT = {
+    "import": "import verifier",
+    "help": "from verifier.cli import run; run(['--help'])",
+    "roundtrip-help": "from verifier.cli import run; run(['roundtrip', '--help'])",
+    "bad-usage": "from verifier.cli import run; run(['roundtrip', '--model', 'x', '--tp', '0'])",
+    "explain": "from verifier.cli import run; run(['explain', 'WGT001'])",
+    "replay": "from verifier.cli import run; run(['replay', 'TRACE'])",
+    "plugin": "import verifier.pytest_plugin",
+}
+
+
+@pytest.mark.parametrize("entry", LIGHT)
+def test_light_entries_load_nothing_heavy(entry, tmp_path):
+    """`replay` too: a trace without payload arrays is judged without torch."""
+    trace = tmp_path / "trace"
+    (trace / "evidence").mkdir(parents=True)
+    (trace / "manifest.json").write_text('{"format": 1, "complete": true, "scopes": ["export"]}')
+    program = f"""
+import sys
+{LIGHT[entry].replace("TRACE", str(trace))}
+found = sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "megatron", "vllm", "ray", "transformers"}})
+print("LOADED", found)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "LOADED []", done.stdout
+
+
+def test_help_needs_less_than_half_a_second():
+    """Processor time, so that a machine busy with something else does not decide; on an idle one that is the wait."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "verifier", "--help"], capture_output=True, timeout=60, cwd=ROOT, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5

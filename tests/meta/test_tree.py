@@ -1,0 +1,101 @@
+"""Laws that hold for every file."""
+
+import ast
+import re
+
+from tests.meta.sources import ROOT, imports_of, python_files, tracked, tree_of, where
+
+MAX_LINES = 400
+VAGUE_NAMES = {"utils", "helpers", "common", "misc", "manager", "util", "helper"}
+BROAD_EXCEPT = {("verifier/core/check.py", "run_check"), ("verifier/cli.py", "run")}
+REGISTRY_HOSTS = re.compile(
+    "|".join(["py" + r"pi\.org", "python" + "hosted", r"registry\.np" + "m", r"deb\.deb" + "ian"])
+)
+MACHINE_PATHS = re.compile(r"(^|[^A-Za-z0-9_.~])/(work|farm|root)/")
+UNFINISHED = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "Not" + "ImplementedError"]) + r")\b")
+
+
+def text_files():
+    for path in tracked():
+        try:
+            yield path, path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+
+
+def test_no_file_is_too_long():
+    long = [f"{where(path)}: {n}" for path in python_files() if (n := path.read_text().count("\n")) > MAX_LINES]
+    assert not long, "\n".join(long)
+
+
+def test_names_say_what_is_inside():
+    vague = [where(path) for path in python_files() if VAGUE_NAMES & set(path.with_suffix("").parts)]
+    assert not vague, "\n".join(vague)
+
+
+def test_code_is_ascii():
+    odd = [where(path) for path in python_files() if not path.read_text(encoding="utf-8").isascii()]
+    assert not odd, "\n".join(odd)
+
+
+def test_no_registry_host_and_no_path_of_one_machine():
+    found = [
+        f"{where(path, number)}: {line.strip()[:100]}"
+        for path, text in text_files()
+        for number, line in enumerate(text.splitlines(), start=1)
+        if REGISTRY_HOSTS.search(line) or MACHINE_PATHS.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_nothing_is_left_unfinished():
+    found = [where(path) for path in python_files() if UNFINISHED.search(path.read_text())]
+    assert not found, "\n".join(found)
+
+
+def test_every_module_function_and_class_in_the_package_says_what_it_is():
+    """Public ones; ruff checks the style, this checks modules that ruff's rules let through."""
+    silent = [where(path) for path in python_files("verifier") if not ast.get_docstring(tree_of(path))]
+    assert not silent, "\n".join(silent)
+
+
+def test_broad_except_only_in_the_two_frames():
+    found = set()
+    for path in python_files():
+        for function in ast.walk(tree_of(path)):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            for node in ast.walk(function):
+                broad = isinstance(node, ast.ExceptHandler) and (
+                    node.type is None or (isinstance(node.type, ast.Name) and node.type.id == "Exception")
+                )
+                if broad:
+                    found.add((where(path), function.name))
+    assert found == BROAD_EXCEPT
+
+
+def test_no_pickle_in_the_package():
+    found = [
+        where(path, line)
+        for path in python_files("verifier")
+        for module, line in imports_of(path)
+        if module.split(".")[0] in {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_no_test_skips_by_itself():
+    """A skip is the `h100` marker's business, which names what is missing; everything else runs or fails."""
+    found = []
+    for path in python_files("tests"):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and node.attr in {"skip", "skipif", "xfail", "importorskip"}:
+                found.append(f"{where(path, node.lineno)}: {node.attr}")
+    assert not found, "\n".join(found)
+
+
+def test_top_level_holds_the_named_entries_only():
+    named = {"pyproject.toml", "verifier", "golden", "tests", "conftest.py", "ci", "docs"}
+    named |= {"README.md", "CHANGELOG.md", "LICENSE"}
+    found = {path.relative_to(ROOT).parts[0] for path in tracked()}
+    assert {name for name in found if not name.startswith(".")} <= named
