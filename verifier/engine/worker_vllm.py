@@ -22,7 +22,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from verifier.engine.held_vllm import held_tensors, poison_model, restore
+from verifier.engine.held import restore
+from verifier.engine.held_vllm import held_tensors, poison_model
 from verifier.engine.process import die_with_parent
 from verifier.engine.view_vllm import checkpoint_slices
 from verifier.errors import ContractError
@@ -124,9 +125,8 @@ class VerifierWorker:
         ]
 
     def verifier_poison(self, carried: Sequence[str]) -> list[dict[str, Any]]:
-        """This rank's `Poisoned` records. What is put aside a second time is kept from the first."""
-        done, aside = poison_model(self.model_runner.model, frozenset(carried))
-        self._verifier_aside = getattr(self, "_verifier_aside", None) or aside
+        """This rank's `Poisoned` records."""
+        done = poison_model(self.model_runner.model, frozenset(carried), self._verifier_aside())
         return [{"name": name, "how": how} for name, how in done]
 
     def verifier_begin(self, plan: list[Any]) -> list[str]:
@@ -141,13 +141,15 @@ class VerifierWorker:
                 self.device = torch.device("cpu")
             if self._weight_update_active:
                 self.finish_weight_update()
-            restore(self.model_runner.model, getattr(self, "_verifier_aside", None) or {})
-            self._verifier_aside = None
+            restore(self.model_runner.model, self._verifier_aside())
         return list(agreement.said)
 
     def verifier_receipt(self) -> dict[str, Any]:
         """The receipt of the last chunk."""
         return self.weight_transfer_engine.receipt.to_json()
+
+    def _verifier_aside(self) -> dict[str, torch.Tensor]:
+        return self.__dict__.setdefault("_verifier_kept", {})
 
     def verifier_call(self, module: str, function: str, arguments: Sequence[Any]) -> Any:
         """Run ``function(worker, *arguments)`` of a named module here."""

@@ -1,0 +1,138 @@
+"""A poisoned engine, updated chunk by chunk three times, equals an engine that was loaded cold.
+
+What this does not exercise: a real trainer as the sender (the roundtrip tests), bf16, and vLLM on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.dist.engine_case import Case, plan_of, read, sequences, slices_that_differ, worst_gap, write_perturbed
+from verifier.engine.engine import EngineConfig
+from verifier.engine.oracle_hf import oracle_logprobs
+from verifier.engine.process import EngineProcess
+from verifier.engine.update import PlanRefused, agree, deliver
+from verifier.errors import VerifierError
+from verifier.model.checkpoint import open_checkpoint
+from verifier.model.tiny import write_tiny
+from verifier.plan.chunk_plan import ChunkPlan
+
+ALLOWED_NATS = 1e-5  # two float32 implementations of a 4-layer model agree to about 4e-6 (docs/numerics.md)
+START_S = 280
+
+CASES = [("hf", "deepseek-v3", 1), ("vllm", "qwen3-moe", 2), ("vllm", "qwen3-tied", 1)]
+
+
+class Pair:
+    """An engine that is updated, one that is loaded cold from where the updates end, and the checkpoints between."""
+
+    def __init__(self, kind: str, family: str, tp: int, where: Path) -> None:
+        self.kind, self.tp = kind, tp
+        self.base = write_tiny(family, where / "tiny")
+        self.versions = [write_perturbed(self.base, where / f"version{seed}", seed) for seed in (1, 2, 3)]
+        self.synced = self._start(self.base)
+        self.cold = self._start(self.versions[-1])
+
+    def _start(self, checkpoint: Path) -> EngineProcess:
+        return EngineProcess(EngineConfig(kind=self.kind, checkpoint=str(checkpoint), tp=self.tp))
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    engines = Pair(*request.param, tmp_path_factory.mktemp("engine"))
+    try:
+        yield engines
+    finally:
+        engines.synced.stop()
+        engines.cold.stop()
+
+
+def test_synced_equals_cold(pair: Pair) -> None:
+    tokens = sequences()
+    engine = pair.synced.client(START_S)
+    assert engine.wait_ready(START_S) == pair.tp
+    assert worst_gap(engine.logprobs(tokens), oracle_logprobs(pair.base, tokens)) < ALLOWED_NATS
+    assert slices_that_differ(engine, pair.base) == []
+
+    case = Case.open(engine, pair.tp)
+    for version in pair.versions:
+        done = [item for rank in engine.poison() for item in rank]
+        assert all(item.how.startswith(("nan", "left: emptied", "left: int")) for item in done), done
+        assert all(math.isnan(value) for row in engine.logprobs(tokens) for value in row)
+        deliveries = case.sync(version)
+        assert len(deliveries) > 3
+        assert engine.reset_prefix_cache()
+        assert slices_that_differ(engine, version) == []
+        assert worst_gap(engine.logprobs(tokens), oracle_logprobs(version, tokens)) < ALLOWED_NATS
+
+    cold = pair.cold.client(START_S)
+    cold.wait_ready(START_S)
+    assert engine.state() == cold.state()
+    assert engine.checkpoint_view() == cold.checkpoint_view()
+    assert engine.logprobs(tokens) == cold.logprobs(tokens)
+    case.group.close()
+
+
+def test_stale_prefix_cache_shows(pair: Pair) -> None:
+    """The samples' own logprobs betray keys and values of the weights before; a reset mends them."""
+    if pair.kind == "hf":
+        return  # it has no prefix cache, as `reset_prefix_cache` says
+    engine = pair.synced.client(START_S)
+    case = Case.open(engine, pair.tp)
+    prompt = sequences()[2]
+
+    def gap(path: Path) -> tuple[float, int]:
+        (sample,) = engine.generate([prompt], n=1, seed=3, max_tokens=8)[0].samples
+        (scored,) = oracle_logprobs(path, [[*prompt, *sample.tokens]])
+        return float((torch.tensor(sample.logprobs) - scored[-8:]).abs().max()), sample.cached_tokens
+
+    case.sync(pair.versions[0])
+    assert engine.reset_prefix_cache()
+    assert gap(pair.versions[0])[0] < ALLOWED_NATS
+    case.sync(pair.versions[1])
+    stale, cached = gap(pair.versions[1])
+    assert cached == 128
+    assert stale > 1e-2
+    assert engine.reset_prefix_cache()
+    mended, cached = gap(pair.versions[1])
+    assert (mended < ALLOWED_NATS, cached) == (True, 0)
+    case.group.close()
+
+
+def test_other_plan_moves_no_byte(pair: Pair) -> None:
+    engine = pair.synced.client(START_S)
+    case = Case.open(engine, pair.tp)
+    case.sync(pair.versions[2])
+    before = engine.state()
+    checkpoint = open_checkpoint(pair.versions[1])
+    plan = plan_of(checkpoint, 60_000)
+    turned = ChunkPlan.from_json(plan.to_json()[::-1])
+    pending = engine.begin_update(turned)
+    agreement = case.group.agree(plan.digest)
+    assert agreement.dissenters == tuple(range(1, pair.tp + 1))
+    assert all(tuple(row["said"]) == agreement.said for row in pending.result())
+    assert engine.state() == before
+    with pytest.raises(VerifierError, match="before a chunk plan was agreed on"):
+        engine.receive(0).result()
+    assert issubclass(PlanRefused, VerifierError)
+    case.group.close()
+
+
+def test_update_left_open_is_mended_by_the_next(pair: Pair) -> None:
+    engine = pair.synced.client(START_S)
+    case = Case.open(engine, pair.tp)
+    checkpoint = open_checkpoint(pair.versions[0])
+    plan = plan_of(checkpoint, 60_000)
+    agree(engine, case.group, plan)
+    stream = deliver(engine, case.group, plan, read(checkpoint, plan))
+    next(stream)
+    stream.close()
+    case.sync(pair.versions[2])
+    cold = pair.cold.client(START_S)
+    assert engine.state() == cold.state()
+    case.group.close()
