@@ -272,9 +272,8 @@ def test_no_orphan_when_the_parent_is_killed_while_it_loads(functions):
 
 
 def test_recording_costs_little(zygote, tmp_path):
-    args = {"repeats": 9, "calls": 2000}
-    pairs = zygote.run("launch_functions:time_collectives", world_size=2, run_dir=tmp_path, args=args)[0]
-    added_us = sorted((recorded - bare) * 1e6 for recorded, bare in pairs)[len(pairs) // 2]
-    bare_us = sorted(bare for _, bare in pairs)[len(pairs) // 2] * 1e6
-    print(f"all_reduce {bare_us:.1f} us, recording adds {added_us:.2f} us")
-    assert added_us < 25, "two cores are shared with others; alone it adds about 3 us"
+    args = {"repeats": 15, "calls": 500}
+    pairs = zygote.run("launch_functions:time_collectives", world_size=1, run_dir=tmp_path, args=args)[0]
+    added_us = (min(recorded for recorded, _ in pairs) - min(bare for _, bare in pairs)) * 1e6
+    print(f"recording adds {added_us:.2f} us to a collective of one rank, {min(pairs)[1] * 1e6:.1f} us")
+    assert added_us < 20, "on idle cores it adds about 4 us, and a gloo all_reduce of two ranks takes over 100"

@@ -39,6 +39,7 @@ _OPS = {
     "alltoall_base": "all_to_all_single",
     "barrier": "barrier",
 }
+_NO_DTYPE = b""
 _NO_GROUP = flight.group_key("not registered with torch.distributed", ())
 
 
@@ -72,7 +73,7 @@ class _Watch:
     def __init__(self) -> None:
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, flight.GroupKey] = weakref.WeakKeyDictionary()
         self._pairs: dict[tuple[str, int, int, int], flight.GroupKey] = {}
-        self._records: dict[int, bytes] = {}
+        self._records: dict[int, flight.Record] = {}
         self._dtypes: dict[torch.dtype, bytes] = {}
 
     def collective(self, method: Callable, op: bytes) -> Callable:
@@ -130,15 +131,17 @@ class _Watch:
 
         return watched
 
-    def _enter(self, recorder: flight.Recorder, key: flight.GroupKey, op: bytes, tensors: Any) -> bytes:
-        while isinstance(tensors, list | tuple):
+    def _enter(self, recorder: flight.Recorder, key: flight.GroupKey, op: bytes, tensors: Any) -> flight.Record:
+        while type(tensors) is list:
             tensors = tensors[0] if tensors else None
         if not isinstance(tensors, torch.Tensor):
-            return recorder.enter(key, op, b"", None)
-        dtype = self._dtypes.get(tensors.dtype)
-        if dtype is None:
-            dtype = self._dtypes[tensors.dtype] = str(tensors.dtype).removeprefix("torch.").encode()
+            return recorder.enter(key, op, _NO_DTYPE, None)
+        dtype = self._dtypes.get(tensors.dtype) or self._dtype(tensors.dtype)
         return recorder.enter(key, op, dtype, tensors.shape)
+
+    def _dtype(self, dtype: torch.dtype) -> bytes:
+        name = self._dtypes[dtype] = str(dtype).removeprefix("torch.").encode()
+        return name
 
     def _group(self, group: dist.ProcessGroup) -> flight.GroupKey:
         key = self._groups.get(group)
@@ -167,7 +170,7 @@ def _watched_new_group(function: Callable) -> Callable:
             return function(ranks, *args, **kwargs)
         key = flight.group_key("new_group", members)
         with flight.label(str(kwargs.get("group_desc") or "")):
-            recorder.wait(recorder.enter(key, b"new_group", b"", None))
+            recorder.wait(recorder.enter(key, b"new_group", _NO_DTYPE, None))
         try:
             return function(ranks, *args, **kwargs)
         finally:

@@ -16,7 +16,7 @@ class LaunchError(VerifierError):
     """A run of ranks ended without a result; all its processes are gone when this is raised."""
 
 
-class RankFailed(LaunchError):  # noqa: N818
+class RankFailed(LaunchError):
     """A rank raised, exited or was killed.
 
     Attributes:
@@ -53,7 +53,7 @@ class RankState:
         return f"rank {self.rank}{_in_brackets(self.place)}: {self.doing}{at}"
 
 
-class CollectiveTimeout(LaunchError):  # noqa: N818
+class CollectiveTimeout(LaunchError):
     """A collective waited longer than its deadline.
 
     Attributes:
@@ -89,7 +89,7 @@ class CollectiveTimeout(LaunchError):  # noqa: N818
         super().__init__("\n".join(lines))
 
 
-class JobTimeout(LaunchError):  # noqa: N818
+class JobTimeout(LaunchError):
     """A whole job passed its deadline while no single collective had passed its own."""
 
     def __init__(self, *, function: str, deadline_s: float, states: Sequence[RankState]) -> None:

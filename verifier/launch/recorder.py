@@ -11,21 +11,28 @@ import contextlib
 import hashlib
 import mmap
 import struct
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from time import monotonic
 
 MAX_RANKS = 128
 MAX_GROUPS = 1024
-_ENTERED = struct.Struct("<QQ16sQ24s16s5q200s")
-_STATE = struct.Struct("<dQ")
-_GROUP = struct.Struct("<QQ")
-_STATE_AT = _ENTERED.size
+_HEAD = struct.Struct("<3Q40s")
+"""Collectives entered, group code, count in the group, and up to five dims as below."""
+_DIMS = struct.Struct("<5q")
+_STATE = struct.Struct("<d")
+"""Monotonic clock: positive since when it waits, negative since when it no longer does, 0 before the first wait."""
+_TEXTS = struct.Struct("<16s32s16s200s")
+"""Mask of the group's ranks, operation, dtype, label."""
+_STATE_AT = _HEAD.size
+_TEXTS_AT = _STATE_AT + _STATE.size
 _GROUPS_AT = 512
+_GROUP = struct.Struct("<QQ")
+"""Group code and collectives entered in it."""
 SLOT_BYTES = _GROUPS_AT + MAX_GROUPS * _GROUP.size
-_OUTSIDE, _WAITING = 0, 1
 _NO_DIM = -1
-_NO_SHAPE = (-2, _NO_DIM, _NO_DIM, _NO_DIM, _NO_DIM)
+_NO_SHAPE = _DIMS.pack(-2, _NO_DIM, _NO_DIM, _NO_DIM, _NO_DIM)
+_MAX_SHAPES = 4096
 _READ_ATTEMPTS = 20
 
 
@@ -88,58 +95,82 @@ class Slot:
         return " ".join(parts)
 
 
+type Record = tuple[int, GroupKey, int, bytes, bytes, bytes, bytes]
+"""One collective that a rank entered: its number, group, count in the group, operation, dtype, dims, label."""
+
+
 class Recorder:
-    """Writes one rank's slot."""
+    """Writes one rank's slot. It runs around every collective, so what did not change is not written again."""
 
     def __init__(self, memory: mmap.mmap, rank: int) -> None:
         self._memory = memory
         self._at = rank * SLOT_BYTES
+        self._words = memoryview(memory).cast("Q")
+        self._state = memoryview(memory).cast("d")
+        self._state_index = (self._at + _STATE_AT) // 8
         self._num_entered = 0
         self._counts: dict[int, int] = {}
         self._places: dict[int, int] = {}
-        self._shown = b""
+        self._dims: dict[tuple[int, ...] | None, bytes] = {None: _NO_SHAPE}
+        self._texts: tuple[GroupKey | None, bytes, bytes, bytes] = (None, b"", b"", b"")
         self.label_text = b""
+        self.last: Record = (0, GroupKey(code=0, mask=bytes(16)), 0, b"", b"", _NO_SHAPE, b"")
 
-    def enter(self, group: GroupKey, op: bytes, dtype: bytes, shape: Sequence[int] | None) -> bytes:
+    def enter(self, group: GroupKey, op: bytes, dtype: bytes, shape: tuple[int, ...] | None) -> Record:
         """Record that the rank enters a collective; returns the record, for `wait`."""
         code = group.code
-        count = self._counts.get(code, 0) + 1
-        self._counts[code] = count
+        counts = self._counts
+        counts[code] = count = counts[code] + 1 if code in counts else 1
         self._num_entered += 1
-        dims = (*shape, _NO_DIM, _NO_DIM, _NO_DIM, _NO_DIM, _NO_DIM)[:5] if shape is not None else _NO_SHAPE
-        entered = _ENTERED.pack(self._num_entered, code, group.mask, count, op, dtype, *dims, self.label_text)
-        self._show(entered)
-        place = self._places.get(code)
-        if place is None and len(self._places) < MAX_GROUPS:
-            place = self._places[code] = self._at + _GROUPS_AT + len(self._places) * _GROUP.size
-        if place is not None:
-            _GROUP.pack_into(self._memory, place, code, count)
-        return entered
+        dims = self._dims.get(shape) or self._padded(shape)
+        record = (self._num_entered, group, count, op, dtype, dims, self.label_text)
+        self._show(record)
+        place = self._places.get(code) or self._place(code)
+        if place:
+            self._words[place] = count
+        return record
 
-    def wait(self, entered: bytes) -> None:
+    def wait(self, record: Record) -> None:
         """Record that the rank blocks from now on, in a collective that it has entered."""
-        if entered is not self._shown:
-            self._show(entered)
-        _STATE.pack_into(self._memory, self._at + _STATE_AT, time.monotonic(), _WAITING)
+        if record is not self.last:
+            self._show(record)
+        self._state[self._state_index] = monotonic()
 
     def leave(self) -> None:
         """Record that the rank goes on."""
-        _STATE.pack_into(self._memory, self._at + _STATE_AT, time.monotonic(), _OUTSIDE)
+        self._state[self._state_index] = -monotonic()
 
-    def _show(self, entered: bytes) -> None:
-        self._memory[self._at : self._at + _STATE_AT] = entered
-        self._shown = entered
+    def _show(self, record: Record) -> None:
+        number, group, count, op, dtype, dims, text = record
+        memory, at, shown = self._memory, self._at, self._texts
+        _HEAD.pack_into(memory, at, number, group.code, count, dims)
+        texts = (group, op, dtype, text)
+        if texts != shown:
+            _TEXTS.pack_into(memory, at + _TEXTS_AT, group.mask, op, dtype, text)
+            self._texts = texts
+        self.last = record
 
-    @property
-    def last(self) -> bytes:
-        """The record that the slot shows now."""
-        return self._shown
+    def _padded(self, shape: tuple[int, ...] | None) -> bytes:
+        if len(self._dims) == _MAX_SHAPES:
+            self._dims = {None: _NO_SHAPE}
+        dims = _DIMS.pack(*(*(shape or ()), _NO_DIM, _NO_DIM, _NO_DIM, _NO_DIM, _NO_DIM)[:5])
+        self._dims[shape] = dims
+        return dims
+
+    def _place(self, code: int) -> int:
+        """Index of the word that counts a group's collectives; 0 when the table is full."""
+        if len(self._places) == MAX_GROUPS:
+            return 0
+        place = (self._at + _GROUPS_AT + len(self._places) * _GROUP.size) // 8 + 1
+        self._words[place - 1] = code
+        self._places[code] = place
+        return place
 
 
 def waiting_since(memory: mmap.mmap, rank: int) -> float | None:
     """Monotonic clock at which the rank began to wait; None if it does not wait. Cheap enough to poll."""
-    since_s, state = _STATE.unpack_from(memory, rank * SLOT_BYTES + _STATE_AT)
-    return since_s if state == _WAITING else None
+    (state,) = _STATE.unpack_from(memory, rank * SLOT_BYTES + _STATE_AT)
+    return state if state > 0 else None
 
 
 def read_slot(memory: mmap.mmap, rank: int) -> Slot | None:
@@ -154,10 +185,11 @@ def read_slot(memory: mmap.mmap, rank: int) -> Slot | None:
         if again == raw:
             break
         raw = again
-    num_entered, code, mask, count, op, dtype, *dims, label = _ENTERED.unpack_from(raw, 0)
+    num_entered, code, count, dims = _HEAD.unpack_from(raw, 0)
     if num_entered == 0:
         return None
-    since_s, state = _STATE.unpack_from(raw, _STATE_AT)
+    (state,) = _STATE.unpack_from(raw, _STATE_AT)
+    mask, op, dtype, text = _TEXTS.unpack_from(raw, _TEXTS_AT)
     counts = dict(_GROUP.iter_unpack(raw[_GROUPS_AT:]))
     counts.pop(0, None)
     return Slot(
@@ -167,10 +199,10 @@ def read_slot(memory: mmap.mmap, rank: int) -> Slot | None:
         count=count,
         op=_text(op),
         dtype=_text(dtype),
-        shape=None if tuple(dims) == _NO_SHAPE else tuple(dim for dim in dims if dim != _NO_DIM),
-        label=_text(label),
-        waiting=state == _WAITING,
-        since_s=since_s,
+        shape=None if dims == _NO_SHAPE else tuple(dim for dim in _DIMS.unpack(dims) if dim != _NO_DIM),
+        label=_text(text),
+        waiting=state > 0,
+        since_s=abs(state),
         counts=counts,
     )
 
