@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from verifier.train.logprob import vocab_parallel_logprob
 
-ROWS, VOCAB = 256, 151_936
+ROWS, VOCAB = 128, 151_936
 LIMIT = 0.3
 """Of the logits' bytes, beyond the logits and their gradient."""
 

@@ -49,19 +49,19 @@ def test_a_million_tokens_pack_in_under_half_a_second() -> None:
     times = []
     try:
         for _ in range(5):
-            begin = time.perf_counter()
+            begin = time.process_time()
             check_rollouts(batch, vocab_size=VOCAB)
             schedule = split_by_tokens(batch, dp=8, max_tokens=32_768, alignment=alignment)
             packs = [pack(part, alignment) for rank in range(8) for part in schedule.of(rank, batch)]
-            times.append(time.perf_counter() - begin)
+            times.append(time.process_time() - begin)
     finally:
         torch.set_num_threads(threads)
     assert sum(int(item.cu_seqlens[-1]) for item in packs if item.ids) == NUM_TOKENS
 
     some = batch[:256]
-    begin = time.perf_counter()
+    begin = time.process_time()
     expected = naive(some, alignment)
-    naive_s = (time.perf_counter() - begin) * NUM_TOKENS / sum(len(item) for item in some)
+    naive_s = (time.process_time() - begin) * NUM_TOKENS / sum(len(item) for item in some)
     packed = pack(some, alignment)
     for got, want in zip(
         (packed.tokens_T, packed.labels_T, packed.loss_mask_T, packed.positions_T), expected, strict=True
