@@ -95,8 +95,6 @@ def test_one_rank_agrees_with_transformers(references):
 
 
 def greatest_difference(actual, expected):
-    pairs = [
-        pair for rows in zip(actual, expected, strict=True) for pair in zip(*rows, strict=True)
-    ]
+    pairs = [pair for rows in zip(actual, expected, strict=True) for pair in zip(*rows, strict=True)]
     assert all(math.isfinite(a) and math.isfinite(b) for a, b in pairs)
     return max(abs(a - b) for a, b in pairs)

@@ -21,10 +21,10 @@ def preload() -> None:
     preload_tier("cpu")
 
 
-def rollouts(seed: int = 0, num: int = 8, longest: int = 48) -> list[Rollout]:
-    """Seeded token sequences without token 0, which padding rows hold; everything after the first token is in the loss."""
+def rollouts(seed: int = 0, num: int = 8, shortest: int = 16, longest: int = 48) -> list[Rollout]:
+    """Seeded token sequences, all in the loss but for their first; without token 0, which padding rows hold."""
     rng = np.random.default_rng(seed)
-    sequences = [rng.integers(1, VOCAB, int(rng.integers(16, longest + 1))) for _ in range(num)]
+    sequences = [rng.integers(1, VOCAB, int(rng.integers(shortest, longest + 1))) for _ in range(num)]
     return [make_rollout(f"sequence {at}", tokens[:1], tokens[1:]) for at, tokens in enumerate(sequences)]
 
 
@@ -132,14 +132,24 @@ def stale(context: RankContext) -> dict[str, Any]:
     return {"before": before, "naive": naive, "synced": synced, "settled": _digests(export(built))}
 
 
-def rebuilt(context: RankContext) -> list[dict[str, Any]]:
+def steps_of_equal_lengths(context: RankContext) -> list[list[float]]:
+    """Loss and gradient norm of three steps on sequences of one length."""
+    from verifier.train.step_megatron import make_optimizer, train_step
+
+    built = _build(context.args)
+    optimizer = make_optimizer(built, learning_rate=1e-3)
+    batch = rollouts(shortest=32, longest=32)
+    steps = [train_step(built, optimizer, batch, micro_batch_size=2) for _ in range(3)]
+    return [[step.loss, step.grad_norm] for step in steps]
+
+
+def rebuilt(context: RankContext) -> list[list[list[float]]]:
     """Several meshes, one after another, in the same processes."""
     from verifier.model.provider_megatron import teardown
+    from verifier.train.step_megatron import score
 
     results = []
     for mesh in context.args["meshes"]:
-        from verifier.train.step_megatron import score
-
         built = _build({**context.args, "mesh": mesh})
         results.append([row.tolist() for row in score(built, rollouts())])
         teardown()

@@ -26,6 +26,8 @@ from torch.nn import Parameter, functional
 from verifier.errors import UsageError
 
 Init = Callable[[Tensor], object]
+BLOCK = 16
+"""Rows of one expert that are multiplied at once."""
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: TransformerConfig, eps: float) -> Tensor:
@@ -283,7 +285,18 @@ class _GroupedLinear(torch.nn.Module):
         """
         runs = torch.split(x, m_splits)
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
-        return torch.cat([functional.linear(run, weight) for run, weight in zip(runs, weights, strict=True)]), None
+        return torch.cat([_linear_by_blocks(run, weight) for run, weight in zip(runs, weights, strict=True)]), None
+
+
+def _linear_by_blocks(x: Tensor, weight: Tensor) -> Tensor:
+    """[rows, input] to [rows, output], every product over `BLOCK` rows, so that all of them take one kernel.
+
+    How many rows an expert gets depends on every token of the batch, and BLAS rounds differently for one row than for
+    forty. In blocks of one size a token's result is its own, bit for bit, whatever its neighbours are.
+    """
+    num_rows = x.shape[0]
+    blocks = functional.pad(x, (0, 0, 0, -num_rows % BLOCK)).split(BLOCK)
+    return torch.cat([functional.linear(block, weight) for block in blocks])[:num_rows]
 
 
 class TEColumnParallelGroupedLinear(_GroupedLinear):
