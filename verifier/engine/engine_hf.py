@@ -1,0 +1,166 @@
+"""transformers as the engine, for architectures that vLLM has no CPU kernels for; one rank, the same update path."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from verifier.engine.engine import (
+    EngineConfig,
+    Generation,
+    HeldSlice,
+    HeldTensor,
+    Poisoned,
+    Sample,
+    check_sequences,
+)
+from verifier.engine.held import poison_stored, prefixed_modules, restore, stored
+from verifier.engine.model_hf import checkpoint_places, load_model, token_logprobs
+from verifier.errors import ContractError
+from verifier.model.checkpoint import open_checkpoint
+from verifier.plan.chunk_plan import ChunkPlan
+from verifier.plan.digest import digest_tensor
+from verifier.transport.buffer import dtype_name
+from verifier.transport.receiver import ChunkReceiver
+from verifier.transport.wire import Address, Agreement, Receipt
+
+
+class HfEngine:
+    """See `Engine`. Eager attention; no prefix cache, so nothing can be stale in it."""
+
+    num_ranks = 1
+
+    def __init__(self, config: EngineConfig) -> None:
+        checkpoint = open_checkpoint(config.checkpoint)
+        self.model = load_model(config.checkpoint, getattr(torch, config.dtype))
+        self.receiver = ChunkReceiver(0)
+        self._max_len = config.max_model_len
+        self._vocab_size = int(checkpoint.config["vocab_size"])
+        self._carried = frozenset(checkpoint.names())
+        self._aside: dict[str, torch.Tensor] = {}
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """One forward per sequence; log-softmax in float32."""
+        check_sequences(sequences, vocab_size=self._vocab_size, max_len=self._max_len)
+        return [token_logprobs(self.model, tokens, torch.float32).tolist() for tokens in sequences]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, n: int, seed: int, max_tokens: int, stop: Sequence[int] = ()
+    ) -> list[Generation]:
+        """One sample at a time, each with its own generator; every token recomputes its whole prefix."""
+        check_sequences(prompts, vocab_size=self._vocab_size, max_len=self._max_len - max_tokens, least=1)
+        return [
+            Generation(
+                prompt=tuple(prompt),
+                samples=tuple(
+                    self._sample(prompt, torch.Generator().manual_seed((seed + index) * n + sample), max_tokens, stop)
+                    for sample in range(n)
+                ),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def state(self) -> list[list[HeldTensor]]:
+        """See `held.stored`."""
+        return [
+            [
+                HeldTensor(
+                    name=held.name,
+                    kind=held.kind,
+                    dtype=dtype_name(held.tensor.dtype),
+                    shape=tuple(held.tensor.shape),
+                    digest=digest_tensor(held.tensor.detach()),
+                )
+                for prefix, module in prefixed_modules(self.model)
+                for held in stored(prefix, module)
+            ]
+        ]
+
+    def checkpoint_view(self) -> list[list[HeldSlice]]:
+        """Every tensor is whole."""
+        return [
+            [
+                HeldSlice(
+                    name=name,
+                    holder=holder,
+                    dtype=dtype_name(tensor.dtype),
+                    shape=tuple(tensor.shape),
+                    digest=digest_tensor(tensor),
+                    box=tuple((0, size) for size in tensor.shape),
+                )
+                for name, (holder, tensor) in checkpoint_places(self.model).items()
+            ]
+        ]
+
+    def poison(self) -> list[list[Poisoned]]:
+        """See `held.poison_stored`."""
+        return [
+            [
+                Poisoned(name=held.name, how=poison_stored(held, self._carried, self._aside))
+                for prefix, module in prefixed_modules(self.model)
+                for held in stored(prefix, module)
+            ]
+        ]
+
+    def connect(self, address: Address) -> None:
+        """As engine rank 0."""
+        self.receiver.connect(address)
+
+    def begin_update(self, plan: ChunkPlan) -> list[Agreement]:
+        """Agree, then bring back what no update carries."""
+        agreement = self.receiver.agree(plan)
+        if agreement.reached:
+            restore(self.model, self._aside)
+        return [agreement]
+
+    def receive(self, chunk: int) -> list[Receipt]:
+        """Take one chunk and copy it in place."""
+        return [self.receiver.receive(chunk, self.load)]
+
+    def load(self, tensors: list[tuple[str, torch.Tensor]]) -> list[str]:
+        """Copy tensors to their places, by checkpoint name.
+
+        Returns:
+            The names that were loaded.
+
+        Raises:
+            ContractError: the model has no such tensor, or it has another shape.
+        """
+        places = checkpoint_places(self.model)
+        for name, tensor in tensors:
+            if name not in places:
+                raise ContractError(f"the engine's model has no place for `{name}`")
+            place = places[name][1]
+            if place.shape != tensor.shape:
+                raise ContractError(f"`{name}` came as {list(tensor.shape)}, the engine holds {list(place.shape)}")
+            place.copy_(tensor)
+        return [name for name, _ in tensors]
+
+    def finish_update(self) -> None:
+        """Nothing is packed or derived, so nothing is left to do."""
+
+    def reset_prefix_cache(self) -> bool:
+        """There is none."""
+        return True
+
+    def call(self, module: str, function: str, arguments: Sequence[Any]) -> list[Any]:
+        """With this engine as the worker."""
+        return [getattr(importlib.import_module(module), function)(self, *arguments)]
+
+    def shutdown(self) -> None:
+        """Leave the transfer group."""
+        self.receiver.close()
+
+    @torch.inference_mode()
+    def _sample(self, prompt: Sequence[int], generator: torch.Generator, max_tokens: int, stop: Sequence[int]) -> Sample:
+        tokens, logprobs = list(prompt), []
+        while len(logprobs) < max_tokens and not (logprobs and tokens[-1] in stop):
+            logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+            distribution = torch.log_softmax(logits.float(), dim=-1)
+            token = int(torch.multinomial(distribution.exp(), 1, generator=generator))
+            tokens.append(token)
+            logprobs.append(float(distribution[token]))
+        return Sample(tokens=tuple(tokens[len(prompt) :]), logprobs=tuple(logprobs))

@@ -1,0 +1,84 @@
+"""What a model computes with, tensor by tensor, and how it is poisoned: the part that every engine shares."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+_CACHES = ("kv_cache",)  # attributes that hold past requests, not weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """One tensor, under its module's name and attribute."""
+
+    name: str
+    kind: str
+    """ "parameter", "buffer" or "derived"."""
+    tensor: torch.Tensor
+
+
+def stored(prefix: str, module: nn.Module) -> Iterator[Held]:
+    """The parameters, buffers (persistent or not) and plain tensor attributes of one module, not of its children.
+
+    Args:
+        prefix: the module's path in the model with a dot behind it, or nothing.
+        module: whose tensors; those of a backend object in its attribute `impl` count as its own.
+    """
+    seen: set[int] = set()
+    for kind, members in (("parameter", module._parameters), ("buffer", module._buffers)):
+        for name, tensor in members.items():
+            if tensor is not None:
+                seen.add(tensor.data_ptr())
+                yield Held(name=prefix + name, kind=kind, tensor=tensor)
+    for owner, members in (("", module.__dict__), ("impl.", vars(module.__dict__.get("impl", object)))):
+        for name, value in members.items():
+            if isinstance(value, torch.Tensor) and name not in _CACHES and value.data_ptr() not in seen:
+                yield Held(name=f"{prefix}{owner}{name}", kind="derived", tensor=value)
+
+
+def prefixed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, with its path and a dot behind it (nothing for the model itself)."""
+    return ((f"{path}." if path else "", module) for path, module in model.named_modules())
+
+
+def poison_stored(held: Held, carried: Collection[str], aside: dict[str, torch.Tensor]) -> str:
+    """Fill one tensor with NaN, in place.
+
+    What no checkpoint carries (RoPE tables, attention scales) is put aside first, because no update can bring it
+    back; an engine that frees its memory between steps does the same with its buffers.
+
+    Args:
+        held: what to poison.
+        carried: names that a checkpoint carries; parameters count as carried.
+        aside: receives the clean contents of what is not carried; a name that is there already keeps its first.
+
+    Returns:
+        What was done, as in `Poisoned.how`.
+
+    Source:
+        vllm/v1/worker/gpu_worker.py `Worker.sleep` at level 2, which saves ``named_buffers``.
+    """
+    tensor = held.tensor.data
+    if not tensor.is_floating_point():
+        return f"left: {str(tensor.dtype).removeprefix('torch.')} has no NaN"
+    if tensor.numel() == 0:
+        return "left: emptied after packing"
+    if held.kind == "parameter" or held.name in carried:
+        tensor.fill_(float("nan"))
+        return "nan"
+    aside.setdefault(held.name, tensor.clone())
+    tensor.fill_(float("nan"))
+    return "nan, restored before the update"
+
+
+def restore(model: nn.Module, aside: dict[str, torch.Tensor]) -> None:
+    """Bring back, in place, what `poison_stored` put aside, and forget it."""
+    for prefix, module in prefixed_modules(model):
+        for held in stored(prefix, module):
+            if held.name in aside:
+                held.tensor.data.copy_(aside[held.name])
+    aside.clear()

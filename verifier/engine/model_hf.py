@@ -1,0 +1,89 @@
+"""A transformers model: loaded in one dtype, asked for logprobs, and its tensors found by checkpoint name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from verifier.errors import ContractError
+
+
+def load_model(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
+    """Load a checkpoint directory with eager attention and eager experts, on the CPU, for inference.
+
+    Raises:
+        ContractError: transformers finds a tensor missing, or one that the architecture has no place for.
+    """
+    model, info = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    for what, names in (("is missing", info["missing_keys"]), ("has no place in it", info["unexpected_keys"])):
+        if names:
+            raise ContractError(f"transformers loads {path}, but `{sorted(names)[0]}` {what}")
+    return model.eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def token_logprobs(model: PreTrainedModel, tokens: Sequence[int], precision: torch.dtype) -> torch.Tensor:
+    """Teacher-forced logprobs of one sequence, alone in its batch.
+
+    Args:
+        model: as `load_model` returns it.
+        tokens: T ids.
+        precision: of the log-softmax.
+
+    Returns:
+        [T - 1] float32, nats: entry t is log p(tokens[t + 1] | tokens[: t + 1]).
+    """
+    ids = torch.tensor([list(tokens)], dtype=torch.int64)
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    logprobs = torch.log_softmax(logits.to(precision), dim=-1)
+    return logprobs.gather(1, ids[0, 1:, None])[:, 0].float()
+
+
+def checkpoint_places(model: PreTrainedModel) -> dict[str, tuple[str, torch.Tensor]]:
+    """Where each checkpoint tensor lives in the model: name -> (holder's name, view of its storage).
+
+    transformers 5 keeps all experts of a layer in two parameters; their slices are the checkpoint's tensors. A head
+    that is tied to the embedding is no tensor of its own. Buffers that no checkpoint carries are left out.
+    """
+    places: dict[str, tuple[str, torch.Tensor]] = {}
+    tied = frozenset(model.all_tied_weights_keys)
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        fused = _fused_experts(prefix, module)
+        places.update(fused)
+        for name, tensor in module._parameters.items():
+            if tensor is not None and prefix + name not in tied and not (fused and tensor.ndim == 3):
+                places[prefix + name] = (prefix + name, tensor.data)
+        for name, tensor in module._buffers.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                places[prefix + name] = (prefix + name, tensor)
+    return places
+
+
+def _fused_experts(prefix: str, module: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
+    gate_up, down = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
+    if gate_up is None or down is None or gate_up.ndim != 3:
+        return {}
+    return dict(_expert_slices(prefix, gate_up.data, down.data))
+
+
+def _expert_slices(
+    prefix: str, gate_up: torch.Tensor, down: torch.Tensor
+) -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
+    """Slices of [experts, 2*width, hidden] and [experts, hidden, width]."""
+    width = gate_up.shape[1] // 2
+    for expert in range(gate_up.shape[0]):
+        yield f"{prefix}{expert}.gate_proj.weight", (f"{prefix}gate_up_proj", gate_up[expert, :width])
+        yield f"{prefix}{expert}.up_proj.weight", (f"{prefix}gate_up_proj", gate_up[expert, width:])
+        yield f"{prefix}{expert}.down_proj.weight", (f"{prefix}down_proj", down[expert])

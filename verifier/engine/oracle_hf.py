@@ -1,0 +1,41 @@
+"""The independent oracle of logprobs: transformers, float32 weights, float64 log-softmax, one sequence at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from verifier.engine.model_hf import load_model, token_logprobs
+
+
+def oracle_logprobs(
+    path: Path | str, sequences: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    """Teacher-forced logprobs of a checkpoint directory.
+
+    Args:
+        path: the checkpoint.
+        sequences: token ids, each of at least 2.
+        dtype: the weights are brought to this before anything is computed.
+
+    Returns:
+        Per sequence [len - 1] float32, nats.
+
+    Raises:
+        ContractError: transformers finds a tensor missing or superfluous.
+    """
+    model = load_model(path, dtype)
+    return [token_logprobs(model, tokens, torch.float64) for tokens in sequences]
+
+
+def score(_: object, path: str, sequences: Sequence[Sequence[int]], dtype: str) -> list[list[float]]:
+    """`oracle_logprobs` as a request of an engine host: JSON in, JSON out.
+
+    Args:
+        path: the checkpoint.
+        sequences: token ids, each of at least 2.
+        dtype: "float32", or "bfloat16" to measure what that dtype alone costs.
+    """
+    return [row.tolist() for row in oracle_logprobs(path, sequences, getattr(torch, dtype))]
