@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from verifier import cli_faults
 from verifier import cli_options as options
 from verifier.cli_results import judge_trace, require_writable, run_and_judge, show
 from verifier.core.gate import ExitCode
@@ -25,6 +26,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(cli_faults.app, name="faults")
 
 
 @app.command()

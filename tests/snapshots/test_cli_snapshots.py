@@ -5,6 +5,7 @@ import pytest
 from verifier.cli import run
 
 COMMANDS = ["", "golden", "roundtrip", "replay", "explain", "doctor"]
+COMMANDS += ["faults", "faults list", "faults run", "faults matrix"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

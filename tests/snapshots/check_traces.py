@@ -1,0 +1,170 @@
+"""A small run as the checks see it, all right; and for each check the smallest thing that goes wrong.
+
+Two trainer ranks, one engine rank, the initial weights and one update; tensors `a` and `b`, replicated on both ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from verifier.core.evidence import Evidence
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+MANIFEST = {
+    "command": "roundtrip",
+    "complete": True,
+    "dtype": "float32",
+    "world_size": 2,
+    "engine_ranks": 1,
+    "synced_versions": [1],
+}
+SHAPES = {"a": (4, 2), "b": (3,)}
+ARRAYS = {
+    "right": torch.tensor([-1.5, -2.25, -0.5, -6.0, -6.25]),
+    "close": torch.tensor([-1.5, -2.25, -0.5, -6.0, -6.250001]),
+    "wrong": torch.tensor([-1.5, -2.25, -0.5, -6.0, -6.75]),
+    "not finite": torch.tensor([-1.5, float("nan"), -0.5, -6.0, -6.25]),
+}
+LENGTHS = {"lengths": [3, 2]}
+
+
+def digest(name: str, version: int) -> str:
+    """Another digest for each (tensor, version)."""
+    return f"vd1:{name * 4}{version:02d}" + "0123456789abcdef" * 2
+
+
+def tensor(stage: Stage, kind: str, name: str, version: int, rank: int, role: str, /, **facts: object) -> Evidence:
+    """One tensor as somebody saw it."""
+    return Evidence(
+        stage=stage, kind=kind, name=name, version=version, rank=rank, role=role,
+        digest=digest(name, version), dtype="float32", shape=SHAPES[name], facts=facts,
+    )  # fmt: skip
+
+
+def clean() -> list[Evidence]:
+    """Everything that a run without a fault records."""
+    seen: list[Evidence] = []
+    for name in SHAPES:
+        seen.append(tensor(Stage.LOAD, "source", name, 0, 0, "source"))
+        seen.append(tensor(Stage.PLAN, "entry", name, 0, 0, "trainer"))
+        for rank in range(2):
+            at = {"at": f"tp={rank}"}
+            seen.append(tensor(Stage.LOAD, "expected", name, 0, rank, "trainer", **at))
+            seen.append(tensor(Stage.LOAD, "shard", name, 0, rank, "trainer", replica=name, **at))
+            seen.append(tensor(Stage.TRAIN, "shard", name, 1, rank, "trainer", replica=name, **at))
+            seen.append(tensor(Stage.TRAIN, "idle", name, 0, rank, "trainer", **at))
+            seen += [tensor(Stage.EXPORT, "tensor", name, version, rank, "trainer") for version in (0, 1)]
+        seen.append(tensor(Stage.TRAIN, "live", name, 1, 0, "trainer"))
+        seen.append(tensor(Stage.TRANSPORT, "receipt", name, 1, 0, "engine"))
+        seen += [
+            tensor(Stage.ENGINE, kind, name, 1, 0, "engine", kind="parameter")
+            for kind in ("view", "view-expected", "state", "cold")
+        ]
+    plan = {"num_tensors": 2, "num_chunks": 1}
+    for role, rank in (("trainer", 0), ("trainer", 1), ("engine", 0)):
+        seen.append(
+            Evidence(stage=Stage.PLAN, kind="plan", name="plan", role=role, rank=rank, digest="plan:1", facts=plan)
+        )
+    seen.append(
+        Evidence(stage=Stage.TRAIN, kind="moved", name="update", version=1, facts={"moved": 2, "least": 1, "total": 2})
+    )
+    seen.append(
+        Evidence(
+            stage=Stage.ENGINE, kind="loaded", name="loaded", version=1, role="engine", facts={"names": ["a", "b"]}
+        )
+    )
+    poisoned = {"intact": [], "total": 2, "left": [], "declared": []}
+    seen.append(Evidence(stage=Stage.ENGINE, kind="poison", name="poison", version=1, role="engine", facts=poisoned))
+    seen.append(Evidence(stage=Stage.TRANSPORT, kind="handover", name="transfer", version=1, facts={"refused": ""}))
+    for version in (0, 1):
+        for stage, kind, role, array in (
+            (Stage.LOGPROB, "trainer", "trainer", "close"),
+            (Stage.LOGPROB, "oracle", "oracle", "right"),
+            (Stage.ROLLOUT, "engine", "engine", "close"),
+            (Stage.ROLLOUT, "sampled", "engine", "close"),
+            (Stage.LOGPROB, "sampled-oracle", "oracle", "right"),
+        ):
+            seen.append(
+                Evidence(stage=stage, kind=kind, name="batch", version=version, role=role, facts=LENGTHS, array=array)
+            )
+    return seen
+
+
+def make_trace(evidence: list[Evidence]) -> Trace:
+    """A trace of these facts, with the arrays in memory."""
+    return Trace(MANIFEST, evidence, ARRAYS.__getitem__)
+
+
+Change = Callable[[Evidence], Evidence | None]
+
+
+def change(stage: Stage, kind: str, how: Change, **equal: object) -> list[Evidence]:
+    """The clean run with the first fact that matches changed, or taken away where `how` gives None."""
+    seen, done = [], False
+    for item in clean():
+        matches = item.stage is stage and item.kind == kind and all(getattr(item, k) == v for k, v in equal.items())
+        if matches and not done:
+            done = True
+            changed = how(item)
+            seen += [] if changed is None else [changed]
+        else:
+            seen.append(item)
+    assert done, f"the clean run has no {stage.label}/{kind} with {equal}"
+    return seen
+
+
+def other_bits(item: Evidence) -> Evidence:
+    """Some other content."""
+    return replace(item, digest="vd1:" + "f" * 32)
+
+
+def bits_of_b(item: Evidence) -> Evidence:
+    """The content that `b` should hold."""
+    return replace(item, digest=digest("b", item.version))
+
+
+def rounded(item: Evidence) -> Evidence:
+    """Another dtype on the way."""
+    return replace(item, dtype="bfloat16", digest="vd1:" + "e" * 32)
+
+
+def gone(item: Evidence) -> None:
+    """Not recorded at all."""
+
+
+def with_array(name: str) -> Change:
+    """The same fact with another payload."""
+    return lambda item: replace(item, array=name)
+
+
+def with_facts(**facts: object) -> Change:
+    """The same fact with other details."""
+    return lambda item: replace(item, facts={**item.facts, **facts})
+
+
+BROKEN: dict[str, list[Evidence]] = {
+    "WGT001": change(Stage.LOAD, "shard", other_bits, name="a", rank=1),
+    "WGT002": change(Stage.TRAIN, "shard", other_bits, name="b", rank=1),
+    "WGT004": change(Stage.EXPORT, "tensor", bits_of_b, name="a", rank=0, version=0),
+    "WGT005": change(Stage.EXPORT, "tensor", other_bits, name="a", rank=0, version=1),
+    "WGT006": change(Stage.EXPORT, "tensor", gone, name="a", rank=1, version=1),
+    "WGT007": change(Stage.TRAIN, "idle", other_bits, name="b", rank=0),
+    "WGT008": change(Stage.TRAIN, "moved", with_facts(moved=0)),
+    "PLN001": change(Stage.PLAN, "plan", lambda item: replace(item, digest="plan:2"), role="trainer", rank=1),
+    "PLN002": change(Stage.PLAN, "entry", rounded, name="b"),
+    "TPT001": change(Stage.TRANSPORT, "receipt", rounded, name="b"),
+    "TPT002": change(Stage.TRANSPORT, "receipt", gone, name="b"),
+    "TPT003": change(Stage.TRANSPORT, "handover", with_facts(refused="tensor 1 is `b`, the plan says `a`")),
+    "ENG001": change(Stage.ENGINE, "view", bits_of_b, name="a"),
+    "ENG002": change(Stage.ENGINE, "state", other_bits, name="a"),
+    "ENG003": change(Stage.ENGINE, "poison", with_facts(intact=["rotary.inv_freq"])),
+    "ENG004": change(Stage.ENGINE, "loaded", with_facts(names=["b"])),
+    "LGP001": change(Stage.LOGPROB, "trainer", with_array("wrong"), version=1),
+    "LGP002": change(Stage.ROLLOUT, "engine", with_array("not finite"), version=1),
+    "LGP003": change(Stage.ROLLOUT, "sampled", with_facts(lengths=[4, 1]), version=0),
+}
+"""Check -> the clean run with the smallest thing wrong that it has to see."""

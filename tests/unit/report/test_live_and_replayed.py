@@ -1,0 +1,37 @@
+"""A trace judged from memory and the same trace read back from disk give the same text, to the byte."""
+
+import pytest
+
+import verifier.checks  # noqa: F401  (fills the registry)
+from tests.snapshots.check_traces import ARRAYS, BROKEN, MANIFEST, clean
+from verifier.core import store
+from verifier.core.check import REGISTRY
+from verifier.core.trace import Trace
+from verifier.report import render_junit, render_text, report_of
+
+SCOPED = {**MANIFEST, "scopes": sorted({item.scope for item in REGISTRY.values()})}
+
+
+def stored(path, evidence) -> Trace:
+    """Written by one recorder per role and rank, as a run does, then read back."""
+    store.create(path, SCOPED)
+    recorders = {}
+    for item in evidence:
+        key = (item.role, item.rank)
+        if key not in recorders:
+            recorders[key] = store.Recorder(path, *key)
+        recorders[key].emit(item, None if item.array is None else ARRAYS[item.array])
+    for recorder in recorders.values():
+        recorder.close()
+    store.write_manifest(path, {**SCOPED, "complete": True})
+    return store.read(path)
+
+
+@pytest.mark.parametrize("code", [None, *BROKEN])
+def test_same_text(code, tmp_path):
+    evidence = clean() if code is None else BROKEN[code]
+    live = report_of(Trace({"format": store.FORMAT, **SCOPED}, evidence, ARRAYS.__getitem__), "t")
+    replayed = report_of(stored(tmp_path / "trace", evidence), "t")
+    assert render_text(live) == render_text(replayed)
+    assert live.exit_code == replayed.exit_code == (0 if code is None else 1)
+    assert render_junit(live) == render_junit(replayed)
