@@ -119,7 +119,9 @@ class Session:
 
     def agree_on_plan(self) -> bool:
         """Derive the chunk plan from the export of version 0, and compare its digest over all ranks."""
-        self.plan: ChunkPlan = plan_of(self.export(0), self.spec.chunk_bytes)
+        # A run that sends version 0 records its export then, and not twice.
+        stream = gather_megatron.export(self.trainer) if self.spec.restore_first else self.export(0)
+        self.plan: ChunkPlan = plan_of(stream, self.spec.chunk_bytes)
         record_plan(self.probe, self.plan, 0, entries=self.rank == 0)
         said: list[str] = [""] * self.mesh.world_size
         dist.all_gather_object(said, self.plan.digest)

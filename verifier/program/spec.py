@@ -9,6 +9,15 @@ from typing import Any
 from verifier.mesh import Mesh
 
 CHUNK_BYTES = 64 << 20
+"""Greatest buffer of a transfer."""
+LEAST_CHUNK_BYTES = 64 << 10
+CHUNKS = 8
+"""A model of less than this many full buffers is sent in smaller ones, so that every transfer has several chunks."""
+
+
+def chunk_bytes_for(total_bytes: int) -> int:
+    """Buffer size for a model of so many bytes."""
+    return min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, total_bytes // CHUNKS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

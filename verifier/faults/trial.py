@@ -1,0 +1,232 @@
+"""The trial that a fault has to pass: clean holds, faulted is caught in the right stage, healed equals clean."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import verifier.checks  # noqa: F401  (fills the registry)
+from verifier.config import RoundtripConfig
+from verifier.core import store
+from verifier.core.comparison import Comparison
+from verifier.core.evidence import Evidence
+from verifier.core.finding import Verdict
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+from verifier.engine.engine import EngineConfig, HeldTensor
+from verifier.engine.process import EngineProcess
+from verifier.errors import VerifierError
+from verifier.faults.fault import Fault
+from verifier.launch.zygote import Zygote
+from verifier.program.oracle import Oracle
+from verifier.program.workplace import PRELOADS, Subject, open_subject
+from verifier.report.report import Report, report_of
+from verifier.roundtrip import MAX_MODEL_LEN, manifest_of, spec_of
+
+CYCLES = 2
+DEADLINE_S = 300.0
+COPIED = ((Stage.EXPORT, "tensor"), (Stage.ENGINE, "view"), (Stage.ENGINE, "state"), (Stage.TRAIN, "shard"))
+"""What must be bitwise the same in the clean and in the healed run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialResult:
+    """What a trial showed."""
+
+    fault: Fault
+    fired: int
+    clean: Verdict
+    caught: tuple[str, ...]
+    """Codes of the checks that the faulted run violates."""
+    first_bad: Comparison | None
+    """Earliest mismatch of the faulted run, by version and stage."""
+    healed: Verdict
+    healed_differs: str
+    """The first thing that the healed run holds otherwise than the clean one; empty if it holds the same."""
+    crashed: str
+    """What ended the faulted run early, if something did."""
+    duration_s: float
+
+    @property
+    def failures(self) -> list[str]:
+        """Why the trial is not passed; empty if it is."""
+        found = []
+        if self.clean is not Verdict.HOLDS:
+            found.append(f"the clean run is {self.clean.name.lower()}")
+        if not self.fired:
+            found.append("the fault never fired")
+        missing = [code for code in self.fault.caught_by if code not in self.caught]
+        if missing:
+            found.append(f"{', '.join(missing)} did not catch it")
+        if self.first_bad is not None and self.first_bad.stage is not self.fault.stage:
+            found.append(f"the first bad stage is {self.first_bad.stage.label}, injected in {self.fault.stage.label}")
+        if self.healed is not Verdict.HOLDS:
+            found.append(f"the healed run is {self.healed.name.lower()}")
+        elif self.healed_differs:
+            found.append(f"healed differs from clean: {self.healed_differs}")
+        return found
+
+
+class Bench:
+    """Everything that trials share: the imported ranks, one engine per kind and model, the oracle, the clean runs.
+
+    Args:
+        progress: told what runs.
+        keep: folder for the traces; None throws them away.
+    """
+
+    def __init__(self, progress: Callable[[str], None], keep: Path | None = None) -> None:
+        self._progress = progress
+        self._keep = keep
+        self._stack = contextlib.ExitStack()
+        self._engines: dict[EngineConfig, tuple[EngineProcess, list[list[HeldTensor]]]] = {}
+        self._clean: dict[tuple[Any, ...], tuple[Report, Trace]] = {}
+        self._oracle: Oracle | None = None
+
+    def __enter__(self) -> Bench:
+        self._zygote = self._stack.enter_context(Zygote(preload=PRELOADS["cpu"]))
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="verifier-faults-")))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def trial(self, fault: Fault) -> TrialResult:
+        """Run one fault: clean (once per subject), then faulted and healed in the same processes."""
+        began = time.monotonic()
+        setting = _Setting(self, fault)
+        key = (fault.model, fault.mesh, fault.engine, fault.dtype, fault.update)
+        if key not in self._clean:
+            self._progress(f"clean run of {fault.model} on {fault.mesh.label()}, engine {fault.engine}")
+            _, problem = setting.run(["clean"])
+            if problem:
+                raise problem
+            self._clean[key] = setting.judge("clean")
+        self._progress(f"{fault.id}: faulted and healed")
+        fired, problem = setting.run(["faulted", "healed"])
+        report, _ = setting.judge("faulted")
+        if problem is not None:
+            setting.run(["healed"])
+        healed, healed_trace = setting.judge("healed")
+        clean, clean_trace = self._clean[key]
+        bad = [item for outcome in report.outcomes if outcome.finding for item in outcome.finding.bad]
+        return TrialResult(
+            fault=fault,
+            fired=fired,
+            clean=clean.verdict,
+            caught=tuple(item.code for item in report.outcomes if item.verdict is Verdict.VIOLATED),
+            first_bad=min(bad, key=lambda item: (item.version, item.stage), default=None),
+            healed=healed.verdict,
+            healed_differs=_difference(healed_trace, clean_trace),
+            crashed="" if problem is None else str(problem),
+            duration_s=time.monotonic() - began,
+        )
+
+    def engine(self, config: EngineConfig) -> tuple[EngineProcess, list[list[HeldTensor]]]:
+        """A running engine and what it held right after its cold start."""
+        if config not in self._engines:
+            self._progress(f"starting the {config.kind} engine with {Path(config.checkpoint).name}")
+            process = self._stack.enter_context(EngineProcess(config))
+            client = process.client(deadline_s=DEADLINE_S)
+            self._engines[config] = (process, client.state())
+            client.close()
+        return self._engines[config]
+
+    def oracle(self, checkpoint: Path) -> Oracle:
+        """The oracle process, started once."""
+        if self._oracle is None:
+            self._oracle = self._stack.enter_context(Oracle(checkpoint, DEADLINE_S))
+        return self._oracle
+
+    def folder(self, fault: Fault, phase: str) -> Path:
+        """Where a phase's trace goes."""
+        name = f"{len(list(self._folder.iterdir())):04d}-{fault.id}-{phase}"
+        return (self._keep or self._folder) / name
+
+    def submit(self, world_size: int, args: Mapping[str, Any], fault: Fault) -> list[Any]:
+        """Run the phases on forked ranks."""
+        return self._zygote.run(
+            "verifier.faults.session_megatron:phases", world_size=world_size,
+            run_dir=Path(tempfile.mkdtemp(dir=self._folder)), args=args, deadline_s=DEADLINE_S,
+            collective_deadline_s=60.0, mesh=fault.mesh,
+        )  # fmt: skip
+
+
+class _Setting:
+    """One fault's model, mesh and engine, and the traces of its phases."""
+
+    def __init__(self, bench: Bench, fault: Fault) -> None:
+        self._bench, self._fault = bench, fault
+        self.config = RoundtripConfig(
+            model=fault.model, trace=Path(), mesh=fault.mesh, dtype=fault.dtype, engine=fault.engine, cycles=CYCLES,
+            update=fault.update,
+        )  # fmt: skip
+        self.subject: Subject = open_subject(fault.model, fault.dtype, fault.mesh)
+        engine = EngineConfig(
+            kind=fault.engine, checkpoint=str(self.subject.checkpoint.path), dtype=fault.dtype,
+            max_model_len=MAX_MODEL_LEN,
+        )  # fmt: skip
+        self.process, self.cold = bench.engine(engine)
+        self._traces: dict[str, tuple[Path, Path]] = {}
+
+    def run(self, phases: list[str]) -> tuple[int, VerifierError | None]:
+        """Run phases in one job; how often the fault fired on all ranks, and what ended the job early."""
+        rows = []
+        manifest = manifest_of(self.config, self.subject)
+        for phase in phases:
+            folder = self._bench.folder(self._fault, phase)
+            trace, work = store.create(folder / "trace", {**manifest, "complete": False}), folder / "work"
+            work.mkdir()
+            self._traces[phase] = (trace, work)
+            rows.append([phase, str(trace), str(work)])
+        spec = self._spec(Path(rows[0][1]), Path(rows[0][2]))
+        args = {"spec": spec.to_json(), "fault": self._fault.id, "phases": rows}
+        try:
+            results = self._bench.submit(self.config.mesh.world_size, args, self._fault)
+        except VerifierError as problem:
+            return 1, problem
+        return sum(result["fired"] for result in results), None
+
+    def _spec(self, trace: Path, work: Path) -> Any:
+        import dataclasses
+
+        spec = spec_of(self.config, self.subject, trace, work, str(self.process.socket_path), len(self.cold))
+        return dataclasses.replace(spec, restore_first=True, deadline_s=60.0)
+
+    def judge(self, phase: str) -> tuple[Report, Trace]:
+        """Complete a phase's trace with the oracle's and the cold engine's evidence, and judge it."""
+        trace, work = self._traces[phase]
+        for rank, items in enumerate(self.cold):
+            recorder = store.Recorder(trace, "cold", rank)
+            for item in items:
+                recorder.emit(
+                    Evidence(
+                        stage=Stage.ENGINE, kind="cold", name=item.name, digest=item.digest, dtype=item.dtype,
+                        shape=item.shape, facts={"kind": item.kind},
+                    )
+                )  # fmt: skip
+            recorder.close()
+        self._bench.oracle(self.subject.checkpoint.path).record(trace, self._spec(trace, work), self.subject)
+        manifest = {**manifest_of(self.config, self.subject), "synced_versions": list(range(CYCLES + 1))}
+        store.write_manifest(trace, {**manifest, "complete": True})
+        found = store.read(trace)
+        return report_of(found, str(trace)), found
+
+
+def _difference(healed: Trace, clean: Trace) -> str:
+    for stage, kind in COPIED:
+        ours, theirs = (
+            {(i.role, i.rank, i.version, i.name): i.digest for i in trace.at(stage, kind)} for trace in (healed, clean)
+        )
+        for key in theirs.keys() | ours.keys():
+            if ours.get(key) != theirs.get(key):
+                return f"`{key[3]}` of version {key[2]} in {stage.label}"
+    return ""
