@@ -123,7 +123,7 @@ class _Watch:
             recorder = flight.active()
             if recorder is None:
                 return method(work, *args, **kwargs)
-            recorder.wait(self._records.pop(id(work), None) or recorder.last)
+            recorder.wait(self._records.pop(id(work), recorder.last))
             try:
                 return method(work, *args, **kwargs)
             finally:

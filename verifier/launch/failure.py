@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from verifier.errors import ContractError, UsageError, VerifierError
 
-JSON = object
+JSON = Any
 _MAX_RANKS_SHOWN = 8
 _MAX_LINES_SHOWN = 30
 
@@ -104,18 +105,18 @@ def failure_from(report: Mapping[str, JSON], places: Sequence[str]) -> VerifierE
     A rank's own UsageError or ContractError comes back as itself, with its one sentence.
     """
     if report["kind"] == "rank":
-        rank = int(report["rank"])
+        rank = report["rank"]
         failed = RankFailed(
             rank=rank,
             place=_place(places, rank),
-            cause=str(report["cause"]),
-            traceback=str(report["traceback"]),
-            log_tail=str(report["log_tail"]),
+            cause=report["cause"],
+            traceback=report["traceback"],
+            log_tail=report["log_tail"],
         )
-        known = {"UsageError": UsageError, "ContractError": ContractError}.get(str(report["error"]))
+        known = {"UsageError": UsageError, "ContractError": ContractError}.get(report["error"])
         if known is None:
             return failed
-        error = known(str(report["message"]))
+        error = known(report["message"])
         error.__cause__ = failed
         return error
     states = [

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from verifier.errors import InternalError
 from verifier.launch import recorder as flight
 from verifier.launch import watchdog
 from verifier.launch.rank import RankContext, RankSetup, log_path, run_rank, stack_path
 
-JSON = object
+JSON = Any
 _GRACE_S = 0.2
 """After the first failure: long enough for its cause to be seen, if what failed first was a peer's lost connection."""
 _REAP_S = 10.0
@@ -181,7 +181,7 @@ class RunningJob:
         self._fail(rank, {"error": "", "message": cause, "cause": cause, "traceback": ""})
 
     def _fail(self, rank: int, failure: dict[str, JSON]) -> None:
-        text = str(failure["message"]).lower()
+        text = failure["message"].lower()
         lost = bool(failure["error"]) and any(words in text for words in _PEER_LOST)
         self._failures.append(_Failure(rank=rank, at_s=time.monotonic(), peer_lost=lost, report=failure))
 
@@ -259,7 +259,7 @@ class RunningJob:
         with path.open("rb+") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             tail = log.read().decode("utf-8", "replace")
-            log.write(str(failure.report["traceback"]).encode())
+            log.write(failure.report["traceback"].encode())
         return tail
 
     def kill(self) -> None:

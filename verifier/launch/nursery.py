@@ -13,12 +13,12 @@ import selectors
 import signal
 import socket
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from verifier.launch.job import Order, RunningJob
 from verifier.launch.rank import Capture, die_with_parent, resolve
 
-JSON = object
+JSON = Any
 _TURN_S = 0.25
 """Longest sleep between two looks at the flight recorder."""
 _HASTY_TURN_S = 0.02

@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from verifier.errors import UsageError
 from verifier.launch import recorder as flight
 
-JSON = object
+JSON = Any
 _PR_SET_PDEATHSIG = 1
 _STORE_GRACE_S = 30.0
 """How much longer than the watchdog gloo itself waits, so that the watchdog, which can say more, speaks first."""

@@ -44,7 +44,8 @@ def find_stall(slots: Sequence[Slot | None], now_s: float, deadline_s: float) ->
 
 
 def _stall(slot: Slot, by_rank: Mapping[int, Slot], now_s: float) -> Stall:
-    arrived, missing = [], []
+    arrived: list[int] = []
+    missing: list[int] = []
     for rank in slot.group.ranks:
         entered = by_rank[rank].counts.get(slot.group.code, 0) if rank in by_rank else 0
         (arrived if entered >= slot.count else missing).append(rank)

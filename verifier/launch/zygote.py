@@ -21,13 +21,14 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from verifier.errors import ContractError, InternalError, UsageError, VerifierError
 from verifier.launch.failure import LaunchError, failure_from
 from verifier.launch.recorder import MAX_RANKS
 from verifier.mesh.mesh import Mesh
 
-JSON = object
+JSON = Any
 _SLACK_S = 30.0
 """How long after a job's deadline the forking process may still take to say why."""
 _END_S = 15.0
@@ -231,11 +232,11 @@ class Zygote:
     def _take(self, message: dict[str, JSON]) -> None:
         event = message["event"]
         if event == "ready":
-            self._loaded_s = float(str(message["seconds"]))
+            self._loaded_s = message["seconds"]
         elif event == "unready":
             self._refusal = _refusal(f"loading `{self._preload}` failed", message)
         else:
-            self._jobs[int(str(message["job"]))].take(message)
+            self._jobs[message["job"]].take(message)
 
     def _death(self) -> InternalError:
         process = self._process
@@ -307,11 +308,11 @@ class Job:
         event = message["event"]
         if event == "progress":
             if self._on_progress is not None:
-                self._on_progress(int(str(message["rank"])), str(message["text"]))
+                self._on_progress(message["rank"], message["text"])
         elif self.done:
             return
         elif event == "done":
-            self._results = list(message["results"])
+            self._results = message["results"]
         elif event == "refused":
             self._failure = _refusal(f"`{self._function}` could not be started", message)
         else:
@@ -320,5 +321,5 @@ class Job:
 
 def _refusal(what: str, message: Mapping[str, JSON]) -> VerifierError:
     if message["error"] == "UsageError":
-        return UsageError(str(message["message"]))
+        return UsageError(message["message"])
     return InternalError(f"{what}: {message['cause']}\n{message['traceback']}".rstrip())

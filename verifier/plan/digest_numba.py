@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numba
 import numpy as np
 import torch
@@ -30,7 +32,7 @@ def lane_sums_numba(data: torch.Tensor) -> tuple[int, int]:
     return low, high
 
 
-def _compiled(function):
+def _compiled(function: Callable) -> Callable:
     """Compile on first call; keep the machine code on disk where numba finds a place for it."""
     try:
         return numba.njit(nogil=True, cache=True)(function)
@@ -39,7 +41,7 @@ def _compiled(function):
 
 
 @numba.njit(inline="always")
-def _mix(value):
+def _mix(value: np.uint64) -> np.uint64:
     value = value ^ (value >> np.uint64(30))
     value = value * _MIX_1
     value = value ^ (value >> np.uint64(27))
@@ -48,7 +50,7 @@ def _mix(value):
 
 
 @_compiled
-def _block_sums(words, first_block, keys):
+def _block_sums(words: np.ndarray, first_block: np.uint64, keys: np.ndarray) -> tuple[np.uint64, np.uint64]:
     """Both lanes' sums over whole blocks; words uint32 [num_blocks * ROWS * COLUMNS]."""
     low = np.uint64(0)
     high = np.uint64(0)
