@@ -33,7 +33,16 @@ def page_of(text: str) -> str:
     """
     item = find_check(text)
     needs = ", ".join(f"{stage.label}/{kind}" for stage, kind in item.needs)
-    return f"{item.code} {item.name}\n\n{inspect.cleandoc(item.page)}\n\nNeeds: {needs}. Scope: {item.scope}.\n"
+    from verifier.faults.catalog import CATALOG
+
+    caught = [f"{fault.id} ({fault.reproduces})" for fault in CATALOG.values() if item.code in fault.caught_by]
+    parts = [
+        f"{item.code} {item.name}",
+        inspect.cleandoc(item.page),
+        f"Caught faults: {'; '.join(caught) or 'none in the catalogue'}.",
+        f"Needs: {needs}. Scope: {item.scope}.",
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def list_of_checks() -> str:

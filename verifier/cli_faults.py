@@ -12,7 +12,6 @@ from verifier.core.gate import ExitCode
 
 app = typer.Typer(
     help="Re-enacted bugs: list them, inject some, or draw the matrix of checks and faults.",
-    no_args_is_help=True,
     rich_markup_mode=None,
 )
 
@@ -28,10 +27,12 @@ def list_() -> int:
 
 @app.command()
 def run(
-    ids: Annotated[list[str], typer.Argument(help="Ids of faults, as `verifier faults list` prints them.")],
+    ids: Annotated[
+        list[str], typer.Argument(metavar="FAULT...", help="Ids of faults, as `verifier faults list` prints them.")
+    ],
     keep: Annotated[Path | None, typer.Option("--keep", metavar="DIR", help="Keep the traces here.")] = None,
 ) -> int:
-    """Inject faults into the real code path, one trial each: clean, faulted, healed."""
+    """Inject some, one trial each: clean, faulted, healed."""
     from verifier.faults.matrix import chosen, run_trials
 
     return run_trials(chosen(ids), keep=keep, write=show)
