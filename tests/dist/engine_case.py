@@ -44,8 +44,10 @@ def write_perturbed(source: Path, target: Path, seed: int) -> Path:
 def plan_of(checkpoint: Checkpoint, chunk_bytes: int) -> ChunkPlan:
     """The checkpoint's tensors in an order that interleaves layers, so that no layer is complete within a chunk."""
     names = sorted(checkpoint.names(), key=lambda name: (name.rsplit(".", 2)[-2:], name))
-    metas = (TensorMeta(name=name, dtype=checkpoint.meta(name).dtype, shape=checkpoint.meta(name).shape) for name in names)
-    return build_plan(metas, chunk_bytes=chunk_bytes)
+    metas = [(name, checkpoint.meta(name)) for name in names]
+    return build_plan(
+        [TensorMeta(name=name, dtype=meta.dtype, shape=meta.shape) for name, meta in metas], chunk_bytes=chunk_bytes
+    )
 
 
 @dataclass

@@ -20,7 +20,8 @@ from verifier.engine.update import PlanRefused, agree, deliver
 from verifier.errors import VerifierError
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
-from verifier.plan.chunk_plan import ChunkPlan
+from verifier.plan.chunk_plan import ChunkPlan, TensorMeta, build_plan
+from verifier.plan.digest import digest_tensor
 
 ALLOWED_NATS = 1e-5  # two float32 implementations of a 4-layer model agree to about 4e-6 (docs/numerics.md)
 START_S = 280
@@ -117,9 +118,28 @@ def test_other_plan_moves_no_byte(pair: Pair) -> None:
     assert agreement.dissenters == tuple(range(1, pair.tp + 1))
     assert all(tuple(row["said"]) == agreement.said for row in pending.result())
     assert engine.state() == before
-    with pytest.raises(VerifierError, match="before a chunk plan was agreed on"):
+    with pytest.raises(VerifierError, match=r"before a chunk plan was agreed on|start_weight_update must be called"):
         engine.receive(0).result()
     assert issubclass(PlanRefused, VerifierError)
+    case.group.close()
+
+
+def test_tensor_that_does_not_fit_is_refused(pair: Pair) -> None:
+    """The engine says so in the receipt, lives on, and the next update is whole."""
+    engine = pair.synced.client(START_S)
+    case = Case.open(engine, pair.tp)
+    name = "model.layers.0.mlp.down_proj.weight" if pair.kind == "hf" else "model.layers.0.self_attn.o_proj.weight"
+    wrong = torch.ones(40, 24)
+    plan = build_plan([TensorMeta(name=name, dtype="float32", shape=(40, 24))], chunk_bytes=10_000)
+    agree(engine, case.group, plan)
+    (delivery,) = deliver(engine, case.group, plan, [(name, wrong)])
+    for receipt in delivery.receipts:
+        assert receipt.received[0].digest == digest_tensor(wrong)
+        assert "while loading" in str(receipt.refused)
+        assert receipt.loaded == ()
+    case.sync(pair.versions[2])
+    cold = pair.cold.client(START_S)
+    assert engine.state() == cold.state()
     case.group.close()
 
 

@@ -37,6 +37,7 @@ def receive(sock: socket.socket, deadline_s: float | None) -> Any:
     """Receive one JSON value.
 
     Args:
+        sock: connected.
         deadline_s: for the whole message; None waits until the other side closes.
 
     Raises:

@@ -59,7 +59,8 @@ class EngineClient:
             self._sock.connect(str(self.socket_path))
         except OSError as error:
             self.close()
-            raise EngineGone(f"no engine listens at {self.socket_path}: {error.strerror}{self._last_words()}") from error
+            words = self._last_words()
+            raise EngineGone(f"no engine listens at {self.socket_path}: {error.strerror}{words}") from error
 
     def start(self, request: str, *, deadline_s: float | None = None, **arguments: Any) -> Pending:
         """Send a request and return at once; its `result` must be taken before the next request."""

@@ -53,7 +53,7 @@ class HeldTensor:
 
     name: str
     kind: str
-    """"parameter", "buffer", or "derived": a packed copy or a plain attribute."""
+    """ "parameter", "buffer", or "derived": a packed copy or a plain attribute."""
     dtype: str
     shape: tuple[int, ...]
     digest: str
@@ -83,7 +83,7 @@ class Poisoned:
 
     name: str
     how: str
-    """"nan"; "nan, restored before the update" (no checkpoint carries it); or "left", with the reason after a colon."""
+    """ "nan"; "nan, restored before the update" (no checkpoint carries it); or "left: " and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +161,8 @@ def check_sequences(sequences: Sequence[Sequence[int]], *, vocab_size: int, max_
         for position, token in enumerate(tokens):
             if not 0 <= token < vocab_size:
                 raise UsageError(
-                    f"sequence {index} has token {token} at position {position}, outside the vocabulary [0, {vocab_size})"
+                    f"sequence {index} has token {token} at position {position}, outside the vocabulary "
+                    f"[0, {vocab_size})"
                 )
 
 

@@ -155,7 +155,9 @@ class HfEngine:
         self.receiver.close()
 
     @torch.inference_mode()
-    def _sample(self, prompt: Sequence[int], generator: torch.Generator, max_tokens: int, stop: Sequence[int]) -> Sample:
+    def _sample(
+        self, prompt: Sequence[int], generator: torch.Generator, max_tokens: int, stop: Sequence[int]
+    ) -> Sample:
         tokens, logprobs = list(prompt), []
         while len(logprobs) < max_tokens and not (logprobs and tokens[-1] in stop):
             logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]

@@ -17,7 +17,7 @@ from verifier.engine.engine import (
     check_sequences,
 )
 from verifier.engine.worker_vllm import BACKEND
-from verifier.errors import InternalError
+from verifier.errors import ContractError, InternalError
 from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt
@@ -107,7 +107,10 @@ class VllmEngine:
     def checkpoint_view(self) -> list[list[HeldSlice]]:
         """See `view_vllm.checkpoint_slices`."""
         return [
-            [HeldSlice(**{**item, "shape": tuple(item["shape"]), "box": tuple(map(tuple, item["box"]))}) for item in rank]
+            [
+                HeldSlice(**{**item, "shape": tuple(item["shape"]), "box": tuple(map(tuple, item["box"]))})
+                for item in rank
+            ]
             for rank in self._rpc("verifier_view", carried=self._carried)
         ]
 
@@ -116,27 +119,35 @@ class VllmEngine:
         return [[Poisoned(**item) for item in rank] for rank in self._rpc("verifier_poison", carried=self._carried)]
 
     def connect(self, address: Address) -> None:
-        """vLLM's own `init_weight_transfer_engine`."""
+        """Through vLLM's own `init_weight_transfer_engine`."""
         self._llm.init_weight_transfer_engine({"init_info": address.to_json()})
 
     def begin_update(self, plan: ChunkPlan) -> list[Agreement]:
-        """vLLM's own `start_weight_update`, once all members hold the same plan."""
+        """Through vLLM's own `start_weight_update`, once all members hold the same plan."""
         agreements = [Agreement(said=tuple(said)) for said in self._rpc("verifier_begin", plan=plan.to_json())]
         if all(agreement.reached for agreement in agreements):
             self._llm.start_weight_update(is_checkpoint_format=True)
         return agreements
 
     def receive(self, chunk: int) -> list[Receipt]:
-        """vLLM's own `update_weights`."""
+        """Through vLLM's own `update_weights`."""
         self._llm.update_weights({"update_info": {"chunk": chunk}})
         return [Receipt.from_json(row) for row in self._rpc("verifier_receipt")]
 
     def finish_update(self) -> None:
-        """vLLM's own `finish_weight_update`."""
-        self._llm.finish_weight_update()
+        """As vLLM's own `finish_weight_update` does it.
+
+        Raises:
+            ContractError: a layer's weights do not fit it; the next update starts from what was there before.
+        """
+        try:
+            self._llm.finish_weight_update()
+        except RuntimeError as error:  # vLLM's driver raises it for any failure in a worker
+            reason = " ".join(str(error).split())[:400]
+            raise ContractError(f"vLLM could not finish the update: {reason}") from error
 
     def reset_prefix_cache(self) -> bool:
-        """vLLM's own."""
+        """As vLLM itself does it."""
         return bool(self._llm.reset_prefix_cache())
 
     def call(self, module: str, function: str, arguments: Sequence[Any]) -> list[Any]:

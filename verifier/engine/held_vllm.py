@@ -1,4 +1,4 @@
-"""What a vLLM rank computes with: stored tensors and packed linears, for comparison with a cold engine and for poison."""
+"""What a vLLM rank computes with, stored tensors and packed linears: to compare with a cold engine, and to poison."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -18,7 +19,7 @@ from verifier.engine.client import EngineClient, EngineGone
 from verifier.engine.engine import EngineConfig, package_root
 
 _PR_SET_PDEATHSIG = 1
-_GRACE_S = 5.0
+_GRACE_S = 10.0
 
 
 def die_with_parent() -> None:
@@ -46,7 +47,7 @@ class EngineProcess:
             filter(None, [str(package_root()), environment.get("PYTHONPATH", "")])
         )
         with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
                 [
                     sys.executable,
                     "-m",
@@ -89,10 +90,8 @@ class EngineProcess:
         """End the host and all its workers; nothing is left, whatever state they are in."""
         if self._process.poll() is None:
             self._process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:
-                pass
         until = time.monotonic() + _GRACE_S
         while self._group_alive() and time.monotonic() < until:  # workers, and what frees their shared memory
             time.sleep(0.02)

@@ -71,6 +71,9 @@ def deliver(
     Holds one chunk at a time.
 
     Args:
+        engine: the receivers' host.
+        group: as `connect` returned it.
+        plan: as `agree` was asked about it.
         tensors: in the plan's order, checkpoint names.
 
     Raises:
@@ -83,7 +86,8 @@ def deliver(
         for entry in chunk.entries:
             name, tensor = next(stream, (None, None))
             if name != entry.tensor.name:
-                raise ContractError(f"the stream brings `{name or 'nothing'}` where the plan says `{entry.tensor.name}`")
+                what = f"`{name}`" if name else "nothing more"
+                raise ContractError(f"the stream brings {what} where the plan says `{entry.tensor.name}`")
             held[name] = tensor
         buffer = pack(chunk, held)
         pending = engine.receive(chunk.index)

@@ -1,4 +1,4 @@
-"""What lives inside vLLM's worker processes: the gloo weight-transfer engine and the requests that vLLM has no name for.
+"""Inside vLLM's worker processes: the gloo weight-transfer engine, and the requests that vLLM has no name for.
 
 vLLM imports this module in each worker (it names the worker extension class) before it builds the weight-transfer
 engine; importing it registers `GlooTransferEngine` and ties the worker's life to its parent's.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config.parallel import ParallelConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
@@ -21,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from verifier.engine.held import restore
 from verifier.engine.held_vllm import held_tensors, poison_model
@@ -34,7 +36,7 @@ from verifier.transport.receiver import ChunkReceiver
 from verifier.transport.wire import Address, Receipt
 
 BACKEND = "ipc"
-"""`WeightTransferConfig.backend` admits only "nccl" and "ipc"; the gloo engine takes the place of the one that no CPU has."""
+"""`WeightTransferConfig.backend` admits only "nccl" and "ipc"; the gloo engine takes the place of CUDA's."""
 
 
 @dataclass
@@ -130,7 +132,7 @@ class VerifierWorker:
         return [{"name": name, "how": how} for name, how in done]
 
     def verifier_begin(self, plan: list[Any]) -> list[str]:
-        """Agree on the plan; if reached, restore what was put aside and close an update that was left open.
+        """Agree on the plan; if reached, abandon an update that was left open and restore what was put aside.
 
         Returns:
             What each member of the transfer group said.
@@ -140,7 +142,8 @@ class VerifierWorker:
             if self.device is None:  # vLLM 0.21 sets it for accelerators only, and start_weight_update reads it
                 self.device = torch.device("cpu")
             if self._weight_update_active:
-                self.finish_weight_update()
+                abandon_reload(self.model_runner.model)
+                self._weight_update_active = False
             restore(self.model_runner.model, self._verifier_aside())
         return list(agreement.said)
 
@@ -154,6 +157,18 @@ class VerifierWorker:
     def verifier_call(self, module: str, function: str, arguments: Sequence[Any]) -> Any:
         """Run ``function(worker, *arguments)`` of a named module here."""
         return getattr(importlib.import_module(module), function)(self, *arguments)
+
+
+def abandon_reload(model: nn.Module) -> None:
+    """Undo `initialize_layerwise_reload` for the layers whose weights did not all come, or did not fit.
+
+    Finishing instead would process half-loaded layers, and fail again where loading failed.
+    """
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            _place_kernel_tensors(layer, info)
+        info.reset()
 
 
 def _install() -> None:

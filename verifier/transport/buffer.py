@@ -44,7 +44,7 @@ def pack(chunk: Chunk, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def unpack(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Views of the buffer's tensors, in the plan's order.
 
-    The views keep the buffer alive: a loader may hold them until the whole layer has come, so a buffer is never refilled.
+    The views keep the buffer alive: a loader may hold them until its whole layer has come, so no buffer is refilled.
 
     Args:
         chunk: the plan for this buffer.

@@ -15,6 +15,8 @@ from verifier.transport.wire import Address, Agreement, Receipt, Received, chunk
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], Iterable[str]]
 """Loads tensors under their checkpoint names; returns the engine's names of what it loaded."""
+LOAD_ERRORS = (ContractError, RuntimeError, ValueError, KeyError, IndexError, AttributeError, TypeError, AssertionError)
+"""What weight loaders raise at a tensor that does not fit; none of them ends the engine."""
 
 
 class ChunkReceiver:
@@ -43,14 +45,16 @@ class ChunkReceiver:
     def receive(self, chunk: int, load: Load) -> Receipt:
         """Take one chunk of the agreed plan, confirm what came, and load it.
 
-        The digests are of the received bytes, taken before the loader sees them. Nothing is judged here.
+        The digests are of the received bytes, taken before the loader sees them. Nothing is judged here; what the
+        loader raises is in the receipt.
 
         Args:
             chunk: index in the plan.
             load: called once, with views of a buffer that is never refilled.
 
         Returns:
-            What came and what the loader reported; `refused` if the members were not all at this chunk.
+            What came and what the loader reported; `refused` says if the members were not all at this chunk, or why
+            the loader failed.
 
         Raises:
             ContractError: no agreed plan, or no such chunk in it.
@@ -72,8 +76,12 @@ class ChunkReceiver:
             Received(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), digest=digest_tensor(tensor))
             for name, tensor in tensors
         )
-        loaded = tuple(sorted(load(tensors)))
-        return Receipt(rank=self.engine_rank, chunk=chunk, received=received, loaded=loaded)
+        loaded, refused = (), None
+        try:
+            loaded = tuple(sorted(load(tensors)))
+        except LOAD_ERRORS as error:
+            refused = f"{type(error).__name__} while loading: {error}"
+        return Receipt(rank=self.engine_rank, chunk=chunk, received=received, loaded=loaded, refused=refused)
 
     def close(self) -> None:
         """Leave the transfer group, if joined."""
