@@ -18,7 +18,7 @@ from verifier.engine.engine import EngineConfig, refuse_unsupported
 from verifier.engine.process import EngineProcess
 from verifier.launch.zygote import Zygote
 from verifier.program.oracle import Oracle
-from verifier.program.spec import RunSpec
+from verifier.program.spec import RunSpec, chunk_bytes_for
 from verifier.program.workplace import (
     PRELOADS,
     Progress,
@@ -104,6 +104,7 @@ def spec_of(
         sequences=sequences(draw, num_sequences, LENGTHS, vocabulary),
         prompts=sequences(draw, 2, PROMPT_LENGTHS, vocabulary),
         batches=[sequences(draw, num_sequences, LENGTHS, vocabulary) for _ in range(config.cycles)],
+        chunk_bytes=chunk_bytes_for(sum(meta.num_bytes for meta in subject.checkpoint.metas.values())),
         engine_socket=engine_socket, engine_ranks=engine_ranks,
     )  # fmt: skip
 

@@ -79,24 +79,31 @@ def poison_left_tensor_intact(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("ENG004", needs=((Stage.TRANSPORT, "receipt"),), scope="engine")
-def received_tensor_not_loaded(trace: Trace) -> Iterator[Comparison]:
-    """The engine's loader took up every tensor that it was handed, and nothing waits unprocessed.
+@check("ENG004", needs=((Stage.ENGINE, "loaded"), (Stage.ENGINE, "state")), scope="engine")
+def engine_parameter_not_loaded(trace: Trace) -> Iterator[Comparison]:
+    """At every sync the engine's own loader reported every parameter of the engine as loaded.
 
-    What it checks: for each received tensor, that the engine's `load_weights` reported a parameter for it.
-    Why it matters: an unknown name is skipped without an error, and its old value stays.
-    Evidence: transport/receipt, fact "loaded".
+    What it checks: per engine rank, each parameter that the engine holds against what `load_weights` reported over all
+    chunks of the update.
+    Why it matters: a name that the loader does not know is skipped without an error, and vLLM drops the set that its
+    loader returns.
+    Evidence: engine/loaded, engine/state (parameters).
     Tolerance and its source: exact.
-    What it does not catch: a tensor loaded into the wrong place (ENG001).
-    References: vLLM `receive_weights` drops the set that `load_weights` returns; slime debugging guide.
+    What it does not catch: a parameter that was loaded with wrong contents (ENG001).
+    References: vLLM `receive_weights`, prime-rl#2326, slime debugging guide.
     """
-    for item in trace.at(Stage.TRANSPORT, "receipt"):
-        loaded = item.facts.get("loaded")
-        if loaded is None:
-            continue
-        yield Comparison(
-            what=item.name, same=bool(loaded), stage=Stage.ENGINE, version=item.version, badness=0.0 if loaded else 1.0,
-            sentence="" if loaded else f"engine rank {item.rank} received `{item.name}` and did not load it",
-            owner=f"engine rank {item.rank}", expected="loaded", actual="skipped", allowed="exact",
-            hint="compare the name with the engine's own mapping of checkpoint names",
-        )  # fmt: skip
+    for version in trace.versions(Stage.ENGINE, "loaded"):
+        for rank in range(int(trace.manifest["engine_ranks"])):
+            loaded: set[str] = set()
+            for item in trace.at(Stage.ENGINE, "loaded", version=version, rank=rank):
+                loaded.update(item.facts["names"])
+            for item in trace.at(Stage.ENGINE, "state", version=version, rank=rank):
+                if item.facts["kind"] != "parameter":
+                    continue
+                same = item.name in loaded
+                yield Comparison(
+                    what=item.name, same=same, stage=Stage.ENGINE, version=version, badness=0.0 if same else 1.0,
+                    sentence="" if same else f"engine rank {rank} never loaded its parameter `{item.name}`",
+                    owner=f"engine rank {rank}", expected="loaded once", actual="not reported by the loader",
+                    allowed="exact", hint="compare the received names with the engine's own mapping of names",
+                )  # fmt: skip

@@ -91,6 +91,27 @@ def received_tensor_differs(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
 
 
+@check("TPT003", needs=((Stage.TRANSPORT, "handover"),), scope="transport")
+def transfer_refused(trace: Trace) -> Iterator[Comparison]:
+    """No transfer was refused: the stream kept to the plan and all parties held the same plan.
+
+    What it checks: what ended each transfer, if something did.
+    Why it matters: a stream that departs from its plan would put bytes under wrong names; it is stopped, and this says
+    why.
+    Evidence: transport/handover.
+    Tolerance and its source: exact.
+    What it does not catch: contents (TPT001).
+    References: SkyRL#1581, SkyRL#1471.
+    """
+    for item in trace.at(Stage.TRANSPORT, "handover"):
+        refused = str(item.facts["refused"])
+        yield Comparison(
+            what=item.name, same=not refused, stage=Stage.TRANSPORT, version=item.version, badness=float(bool(refused)),
+            sentence=f"the {item.name} was refused: {refused}", expected="every planned tensor, in order",
+            actual=refused, allowed="exact", hint="the first bad stage of the other findings says where it began",
+        )  # fmt: skip
+
+
 @check("TPT002", needs=((Stage.EXPORT, "tensor"),), scope="transport")
 def export_not_transferred(trace: Trace) -> Iterator[Comparison]:
     """Every exported version was transferred to every engine rank.

@@ -62,15 +62,3 @@ def run_check(item: Check, trace: Trace) -> Outcome:
     except Exception as problem:  # a broken check is never a pass, and never hides what it already found
         error = f"{type(problem).__name__}: {problem}"
     return Outcome(code=item.code, name=item.name, num_compared=seen, finding=Finding.fold(bad), error=error)
-
-
-def judge(trace: Trace, *, only: tuple[str, ...] = ()) -> list[Outcome]:
-    """Run every check whose scope the trace's manifest declares (or just the codes in `only`), by code order.
-
-    The manifest's "scopes" is what the run promised to exercise; a check outside of it has no subject there.
-    """
-    scopes = set(trace.manifest.get("scopes", ()))
-    chosen = [
-        item for code, item in sorted(REGISTRY.items()) if (code in only if only else item.scope in scopes)
-    ]
-    return [run_check(item, trace) for item in chosen]

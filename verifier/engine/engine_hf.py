@@ -124,7 +124,7 @@ class HfEngine:
         """Copy tensors to their places, by checkpoint name.
 
         Returns:
-            The names that were loaded.
+            The engine's own names of the parameters and buffers that took something up.
 
         Raises:
             ContractError: the model has no such tensor, or it has another shape.
@@ -137,7 +137,7 @@ class HfEngine:
             if place.shape != tensor.shape:
                 raise ContractError(f"`{name}` came as {list(tensor.shape)}, the engine holds {list(place.shape)}")
             place.copy_(tensor)
-        return [name for name, _ in tensors]
+        return sorted({places[name][0] for name, _ in tensors})
 
     def finish_update(self) -> None:
         """Nothing is packed or derived, so nothing is left to do."""

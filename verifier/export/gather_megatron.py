@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from verifier.errors import ContractError
 from verifier.model.provider_megatron import TrainerModel
 from verifier.train.step_megatron import params_synced
 
@@ -23,3 +25,42 @@ def export(trainer: TrainerModel) -> Iterator[tuple[str, torch.Tensor]]:
     """
     with params_synced(trainer):
         yield from trainer.bridge.export_hf_weights(trainer.chunks, cpu=trainer.tier == "cpu", show_progress=False)
+
+
+def export_gradients(trainer: TrainerModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the gradient of every parameter under its checkpoint name, as `backward` left it. A collective.
+
+    The conversion only permutes, splits and joins, so what is true of weights is true of their gradients: they pass
+    through it in the weights' place.
+
+    Yields:
+        Checkpoint name and whole float32 gradient. Buffers, such as a router's score bias, have none and are left out.
+
+    Raises:
+        ContractError: the trainer was built for forward passes only, holds gradients of its own shard only, or keeps
+            parameters in another dtype than gradients.
+    """
+    options = trainer.data_parallel
+    if options is None or options.distributed_optimizer:
+        raise ContractError("whole gradients need a trainer built with `data_parallel` and no distributed optimizer")
+    if trainer.provider.bf16:
+        raise ContractError("gradients are exported from a float32 trainer only")
+    tasks = trainer.bridge.get_conversion_tasks(trainer.chunks)
+    kept = [task for task in tasks if not task.param_name.endswith("expert_bias")]
+    with _gradients_as_weights(trainer):
+        yield from trainer.bridge.export_hf_weights(
+            trainer.chunks, cpu=trainer.tier == "cpu", show_progress=False, conversion_tasks=kept
+        )
+
+
+@contextlib.contextmanager
+def _gradients_as_weights(trainer: TrainerModel) -> Iterator[None]:
+    parameters = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
+    weights = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.main_grad
+    try:
+        yield
+    finally:
+        for parameter, weight in zip(parameters, weights, strict=True):
+            parameter.data = weight
