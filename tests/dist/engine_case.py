@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -105,3 +106,25 @@ def slices_that_differ(engine: EngineClient, path: Path) -> list[str]:
                 wrong.append(f"rank {rank}: {item.name} in {item.holder}")
         wrong += [f"rank {rank}: {name}" for name in set(checkpoint.names()) - {item.name for item in held}]
     return wrong
+
+
+def alive(pid: int) -> bool:
+    """The process exists and is no zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def group_members(leader: int) -> list[int]:
+    """Living processes of a process group."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if os.getpgid(int(entry.name)) == leader and alive(int(entry.name)):
+                    members.append(int(entry.name))
+            except ProcessLookupError:
+                continue
+    return members

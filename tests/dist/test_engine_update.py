@@ -6,13 +6,26 @@ What this does not exercise: a real trainer as the sender (the roundtrip tests),
 from __future__ import annotations
 
 import math
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.dist.engine_case import Case, plan_of, read, sequences, slices_that_differ, worst_gap, write_perturbed
+from tests.dist.engine_case import (
+    Case,
+    group_members,
+    plan_of,
+    read,
+    sequences,
+    slices_that_differ,
+    worst_gap,
+    write_perturbed,
+)
+from verifier.engine.client import EngineGone
 from verifier.engine.engine import EngineConfig
 from verifier.engine.oracle_hf import oracle_logprobs
 from verifier.engine.process import EngineProcess
@@ -156,3 +169,17 @@ def test_update_left_open_is_mended_by_the_next(pair: Pair) -> None:
     cold = pair.cold.client(START_S)
     assert engine.state() == cold.state()
     case.group.close()
+
+
+def test_workers_die_with_a_killed_host(pair: Pair) -> None:
+    """The last test of a pair: its cold engine is gone after it."""
+    host = pair.cold.pid
+    client = pair.cold.client(START_S)
+    assert group_members(host)
+    os.kill(host, signal.SIGKILL)
+    with pytest.raises(EngineGone, match="the engine's process ended during the request `state`"):
+        client.state()
+    until = time.monotonic() + 15
+    while group_members(host) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert group_members(host) == []

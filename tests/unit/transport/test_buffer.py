@@ -1,0 +1,71 @@
+"""Packing keeps every bit and dtype, and refuses what departs from the plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verifier.errors import ContractError
+from verifier.plan.chunk_plan import Chunk, TensorMeta, build_plan
+from verifier.transport.buffer import dtype_name, pack, unpack
+
+TENSORS = {
+    "bias": torch.tensor([0.1, -0.0, float("nan")]),
+    "weight": torch.arange(10, dtype=torch.bfloat16).view(2, 5),
+    "scalar": torch.tensor(7, dtype=torch.int64),
+    "empty": torch.empty(0, 4),
+    "mask": torch.tensor([True, False, True]),
+}
+
+
+def chunk() -> Chunk:
+    metas = [TensorMeta(name=n, dtype=dtype_name(t.dtype), shape=tuple(t.shape)) for n, t in TENSORS.items()]
+    return build_plan(metas, chunk_bytes=1 << 20).chunks[0]
+
+
+def test_round_trip_keeps_bits_dtypes_and_order() -> None:
+    layout = chunk()
+    back = unpack(layout, pack(layout, TENSORS))
+    assert [name for name, _ in back] == list(TENSORS)
+    for name, tensor in back:
+        assert tensor.dtype == TENSORS[name].dtype
+        assert tensor.shape == TENSORS[name].shape
+        assert tensor.numpy(force=True).tobytes() == TENSORS[name].numpy(force=True).tobytes() if (
+            tensor.dtype != torch.bfloat16
+        ) else torch.equal(tensor.view(torch.int16), TENSORS[name].view(torch.int16))
+
+
+def test_views_outlive_the_name_of_the_buffer() -> None:
+    layout = chunk()
+    buffer = pack(layout, TENSORS)
+    (_, bias), *_ = unpack(layout, buffer)
+    del buffer
+    assert torch.equal(bias[:2], TENSORS["bias"][:2])
+
+
+def test_non_contiguous_tensors_are_laid_out_row_by_row() -> None:
+    turned = torch.arange(6.0).view(2, 3).t()
+    (layout,) = build_plan([TensorMeta(name="w", dtype="float32", shape=(3, 2))], chunk_bytes=64).chunks
+    ((_, back),) = unpack(layout, pack(layout, {"w": turned}))
+    assert torch.equal(back, turned)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"bias": None}, "`bias` is planned for chunk 0 and was not handed over"),
+        ({"other": torch.ones(1)}, "`other` was handed over for chunk 0, which does not plan it"),
+        ({"bias": torch.ones(2)}, "`bias` is float32 [2], the chunk plan says float32 [3]"),
+        ({"bias": torch.ones(3).half()}, "`bias` is float16 [3], the chunk plan says float32 [3]"),
+    ],
+)
+def test_departures_are_refused(change: dict[str, torch.Tensor | None], sentence: str) -> None:
+    tensors = {name: tensor for name, tensor in (TENSORS | change).items() if tensor is not None}
+    with pytest.raises(ContractError) as caught:
+        pack(chunk(), tensors)
+    assert str(caught.value) == sentence
+
+
+def test_buffer_of_another_size_is_refused() -> None:
+    with pytest.raises(ContractError, match="the plan says"):
+        unpack(chunk(), torch.zeros(3, dtype=torch.uint8))
