@@ -105,6 +105,39 @@ def score_only(context: RankContext) -> list[list[float]]:
     return [row.tolist() for row in score(built, batch, micro_batch_size=4)]
 
 
+def gradients(context: RankContext) -> None:
+    """Loss and per-parameter gradients into rank 0's file; the weights are the same before and after."""
+    from safetensors.torch import save_file
+
+    from verifier.export.gather_megatron import export, export_gradients
+    from verifier.train.step_megatron import backward
+
+    built = _build(context.args)
+    before = _digests(export(built))
+    backward(built, rollouts(), micro_batch_size=context.args.get("micro_batch_size", 4))
+    exported = {name: gradient.clone().contiguous() for name, gradient in export_gradients(built)}
+    if context.rank == 0:
+        save_file(exported, context.args["file"])
+    if _digests(export(built)) != before:
+        raise AssertionError("exporting gradients moved a weight")
+
+
+def oracle_gradients(context: RankContext) -> None:
+    """The same by transformers, in float64."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    path = context.args["checkpoint"]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+    batch = rollouts()
+    for rollout in batch:
+        tokens = torch.from_numpy(rollout.tokens)[None]
+        logprobs = model(tokens).logits[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])
+        (-logprobs.sum() / sum(rollout.mask.sum() for rollout in batch)).backward()
+    save_file({name: parameter.grad for name, parameter in model.named_parameters()}, context.args["file"])
+
+
 def idle(context: RankContext) -> dict[str, Any]:
     """Digests before and after a step of learning rate 0, scoring, and a second export."""
     from verifier.export.gather_megatron import export

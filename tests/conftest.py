@@ -1,4 +1,4 @@
-"""One process with Megatron loaded serves every test here that needs trainer ranks."""
+"""One process with Megatron loaded serves every test that needs trainer ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import pytest
 
 from verifier.launch.zygote import Zygote
 
+HERE = Path(__file__).parent
+
 
 @pytest.fixture(scope="session")
 def trainer_zygote():
-    """Forks trainer ranks of the CPU tier."""
-    sys.path.insert(0, str(Path(__file__).parent))
+    """Forks trainer ranks of the CPU tier; rank functions are found in `dist` and `contracts`."""
+    sys.path[:0] = [str(HERE / "dist"), str(HERE / "contracts")]
     with Zygote(preload="trainer_functions:preload") as zygote:
         yield zygote
 

@@ -1,0 +1,206 @@
+"""What verifier relies on in megatron-core and megatron-bridge, checked in a process of the CPU tier."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+
+from verifier.launch.rank import RankContext
+from verifier.mesh import Mesh
+from verifier.platform.patch import parameters, source_parameters
+
+CALLS = {
+    "megatron.core.pipeline_parallel.schedules:get_forward_backward_func": "pp_size vp_size schedule_pg_collection",
+    "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving": (
+        "forward_step_func data_iterator model num_microbatches seq_length micro_batch_size decoder_seq_length "
+        "forward_only collect_non_loss_data first_val_step adjust_tensor_shapes_fn p2p_communicator "
+        "pg_collection force_all_reduce"
+    ),
+    "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.disable_forward_pre_hook": (
+        "self param_sync"
+    ),
+    "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.enable_forward_pre_hook": "self",
+    "megatron.bridge.models.conversion.auto_bridge:AutoBridge.export_hf_weights": (
+        "self model cpu show_progress conversion_tasks merge_adapter_weights weight_dtype"
+    ),
+    "megatron.bridge.models.conversion.auto_bridge:AutoBridge.get_conversion_tasks": "self megatron_model hf_path",
+    "megatron.bridge.models.conversion.auto_bridge:AutoBridge.to_megatron_provider": "self load_weights hf_path",
+}
+"""Upstream calls that rooms make, and their parameters."""
+
+
+def calls_take_what_rooms_pass(context: RankContext) -> None:
+    """Signatures of what is called."""
+    for target, expected in CALLS.items():
+        module_name, _, path = target.partition(":")
+        owner = importlib.import_module(module_name)
+        for name in path.split("."):
+            owner = getattr(owner, name)
+        assert parameters(owner) == expected, (target, parameters(owner))
+
+
+def reference_modules_mirror_upstream(context: RankContext) -> None:
+    """Constructors of the reference modules, against upstream's source."""
+    from megatron.core.extensions import transformer_engine as upstream
+
+    from verifier.platform import cpu_modules
+    from verifier.platform.cpu_attention import TEDotProductAttention
+
+    assert not upstream.HAVE_TE
+    for module in (*cpu_modules.REFERENCE_MODULES, TEDotProductAttention):
+        maker = "__new__" if module.__name__ == "TENorm" else "__init__"
+        assert parameters(module) == source_parameters(upstream, f"{module.__name__}.{maker}")
+        assert getattr(upstream, module.__name__) is module
+
+
+def bridge_knows_the_sharding_of_every_reference_module(context: RankContext) -> None:
+    """megatron-bridge decides by class name; TELinear has a branch of its own there."""
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+
+    from verifier.platform import cpu_modules
+
+    known = set().union(*AutoMapping._MODULE_TYPE_REGISTRY.values()) | {"TELinear"}
+    named = {module.__name__ for module in cpu_modules.REFERENCE_MODULES}
+    # Row-parallel grouped linears too: an unknown name would raise when weights are loaded.
+    assert named <= known, named - known
+
+
+def ranks_are_laid_out_as_the_mesh_says(context: RankContext) -> None:
+    """Megatron's own rank groups, against Mesh.coordinate."""
+    from megatron.core.parallel_state import RankGenerator
+
+    for sizes in (
+        {"tp": 2, "pp": 2, "ep": 2},
+        {"tp": 2, "cp": 2, "dp": 2, "ep": 4, "pp": 3},
+        {"ep": 2, "etp": 2, "dp": 8},
+    ):
+        mesh = Mesh(**sizes)
+        dense = RankGenerator(tp=mesh.tp, ep=1, dp=mesh.dp, pp=mesh.pp, cp=mesh.cp, order="tp-cp-ep-dp-pp")
+        expert = RankGenerator(tp=mesh.etp, ep=mesh.ep, dp=mesh.expert_dp, pp=mesh.pp, cp=1, order="tp-cp-ep-dp-pp")
+        for generator, names in ((dense, "tp cp dp pp"), (expert, "etp ep edp pp")):
+            for name in names.split():
+                axis = {"etp": "tp", "edp": "dp"}.get(name, name)
+                for group in generator.get_ranks(axis):
+                    assert [getattr(mesh.coordinate(rank), name) for rank in group] == list(range(len(group)))
+
+
+def layers_are_shared_out_as_the_mesh_says(context: RankContext) -> None:
+    """Megatron's own layer offsets, against Mesh.layers_of."""
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    cases = (
+        (8, {"pp": 2}),
+        (8, {"pp": 2, "vpp": 2}),
+        (12, {"pp": 3, "vpp": 2}),
+        (8, {"pp": 3, "first_stage_layers": 2}),
+        (8, {"pp": 3, "last_stage_layers": 4}),
+        (9, {"pp": 4, "first_stage_layers": 2, "last_stage_layers": 1}),
+    )
+    for num_layers, sizes in cases:
+        mesh = Mesh(**sizes)
+        config = SimpleNamespace(
+            num_layers=num_layers,
+            pipeline_model_parallel_size=mesh.pp,
+            virtual_pipeline_model_parallel_size=mesh.vpp if mesh.vpp > 1 else None,
+            num_layers_in_first_pipeline_stage=mesh.first_stage_layers,
+            num_layers_in_last_pipeline_stage=mesh.last_stage_layers,
+            pipeline_model_parallel_layout=None,
+            account_for_embedding_in_pipeline_split=False,
+            account_for_loss_in_pipeline_split=False,
+        )
+        for stage in range(mesh.pp):
+            for chunk in range(mesh.vpp):
+                vp_stage = chunk if mesh.vpp > 1 else None
+                offset = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=stage)
+                count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=stage)
+                assert range(offset, offset + count) == mesh.layers_of(stage, chunk, num_layers), (sizes, stage, chunk)
+
+
+def packer_and_attention_agree_on_context_parallel_rows(context: RankContext) -> None:
+    """Two implementations of one rule, written apart: what the packer holds and what the attention assumes."""
+    import numpy as np
+
+    from verifier.platform.cpu_attention import zigzag_positions
+    from verifier.train.layout import cp_rows
+
+    for cp in (1, 2, 3, 4):
+        padded = np.array([2 * cp, 6 * cp, 4 * cp])
+        ends = np.concatenate([[0], padded.cumsum()])
+        for rank in range(cp):
+            rows = [begin + zigzag_positions(int(size), cp, rank).numpy() for begin, size in zip(ends, padded)]
+            assert np.array_equal(np.concatenate(rows), cp_rows(ends, cp, rank))
+
+
+def token_counts_on_the_host_are_not_made_numpy_upstream(context: RankContext) -> None:
+    """Why `maybe_move_tensor_to_cpu` is replaced; when this fails, upstream is mended and the patch can go."""
+    import torch
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    counts = torch.tensor([1, 2])
+    assert torch.is_tensor(moe_utils.maybe_move_tensor_to_cpu(counts, as_numpy=True))
+    assert not torch.is_tensor(token_dispatcher.maybe_move_tensor_to_cpu(counts, as_numpy=True))
+
+
+def torch_itself_is_whole(context: RankContext) -> None:
+    """Only megatron-core's literal CUDA factories are turned to the host; a meta device still is one."""
+    import torch
+    from megatron.core.pipeline_parallel import schedules
+
+    assert schedules.torch is not torch
+    assert schedules.torch.zeros(2, device="cuda").device.type == "cpu"
+    assert schedules.torch.nn is torch.nn
+    with torch.device("meta"):
+        assert torch.arange(4).device.type == "meta"
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(2, device="cuda")
+    assert torch.compile(lambda x: x) is not None
+    assert torch.compile.__module__.startswith("torch")
+
+
+def placeholder_gives_nothing_away(context: RankContext) -> None:
+    """Code that asks Transformer Engine for anything real fails instead of computing something else."""
+    import transformer_engine.pytorch
+
+    with pytest.raises(AttributeError):
+        _ = transformer_engine.pytorch.RMSNorm
+    with pytest.raises(ImportError):
+        importlib.import_module("transformer_engine.common")
+
+
+def attention_equals_torchs_own(context: RankContext) -> None:
+    """Packed with padding, grouped queries, value heads of another width: against scaled_dot_product_attention."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from verifier.platform.cpu_attention import TEDotProductAttention
+
+    config = SimpleNamespace(attention_dropout=0.0, window_size=None, softmax_type="vanilla")
+    groups = SimpleNamespace(cp=dist.group.WORLD)
+    attention = TEDotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
+    lengths, padded = [5, 1, 7], [8, 4, 12]
+    query, key, value = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 6)
+    starts = [0, 8, 12]
+    for begin, length, size in zip(starts, lengths, padded, strict=True):
+        for tensor in (query, key, value):
+            tensor[begin + length : begin + size] = torch.nan
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=torch.tensor([0, 5, 6, 13], dtype=torch.int32),
+        cu_seqlens_q_padded=torch.tensor([0, 8, 12, 24], dtype=torch.int32),
+    )
+    actual = attention(query, key, value, None, AttnMaskType.padding_causal, packed_seq_params=packed)
+    for begin, length, size in zip(starts, lengths, padded, strict=True):
+        rows = slice(begin, begin + length)
+        q, k, v = (tensor[rows].transpose(0, 1)[None] for tensor in (query, key, value))
+        expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        torch.testing.assert_close(actual[rows], expected.flatten(1), rtol=1e-5, atol=1e-6)
+        assert (actual[begin + length : begin + size] == 0).all()
+    one = attention(*(t[:5, None].repeat(1, 2, 1, 1) for t in (query, key, value)), None, AttnMaskType.causal)
+    assert torch.equal(one[:, 0], actual[:5])
+    assert torch.equal(one[:, 1], actual[:5])

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from verifier.errors import UsageError
+from verifier.mesh import Mesh
+from verifier.model.provider_megatron import DataParallel, validate
+from verifier.model.tiny import TINY
+
+
+def config_of(name, **changes):
+    architecture = {
+        "qwen3": "Qwen3ForCausalLM",
+        "qwen3-moe": "Qwen3MoeForCausalLM",
+        "deepseek-v3": "DeepseekV3ForCausalLM",
+    }
+    return {"architectures": [architecture[name]], **TINY[name][1], **changes}
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "sentence"),
+    [
+        (config_of("qwen3"), {"ep": 2, "dp": 2}, "ep = 2, but Qwen3ForCausalLM has no experts"),
+        (config_of("qwen3"), {"etp": 2, "tp": 2}, "etp = 2, but Qwen3ForCausalLM has no experts"),
+        (config_of("qwen3"), {"tp": 3}, "tp = 3 does not divide the 8 attention heads of Qwen3ForCausalLM"),
+        (config_of("qwen3"), {"tp": 8}, "tp = 8 does not divide the 4 key-value heads of Qwen3ForCausalLM"),
+        (
+            config_of("qwen3", vocab_size=511),
+            {"tp": 2},
+            "tp = 2 does not divide the 511 vocabulary entries of Qwen3ForCausalLM",
+        ),
+        (
+            config_of("qwen3", intermediate_size=129),
+            {"tp": 2},
+            "tp = 2 does not divide the 129 columns of the feed-forward layers of Qwen3ForCausalLM",
+        ),
+        (config_of("qwen3-moe"), {"ep": 3, "dp": 3}, "ep = 3 does not divide the 16 experts of Qwen3MoeForCausalLM"),
+        (
+            config_of("deepseek-v3"),
+            {"etp": 3, "dp": 3},
+            "etp = 3 does not divide the 64 columns of an expert of DeepseekV3ForCausalLM",
+        ),
+        (
+            config_of("qwen3"),
+            {"pp": 3},
+            "4 layers do not divide over pp * vpp = 3 * 1 chunks: give --first-stage-layers or --last-stage-layers, "
+            "or other sizes",
+        ),
+    ],
+)
+def test_refuses_a_mesh_that_does_not_divide_the_model(config, mesh, sentence):
+    with pytest.raises(UsageError) as refusal:
+        validate(config, Mesh(**mesh))
+    assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize("mesh", [{}, {"tp": 4, "ep": 4}, {"pp": 4}, {"pp": 3, "first_stage_layers": 2}])
+def test_accepts_a_mesh_that_does(mesh):
+    validate(config_of("qwen3-moe"), Mesh(**mesh))
+
+
+def test_latent_attention_has_no_key_value_heads_to_divide():
+    validate(config_of("deepseek-v3", num_key_value_heads=1), Mesh(tp=4))
+
+
+def test_gathering_in_overlap_needs_sharded_parameters():
+    with pytest.raises(UsageError, match="^overlap_param_gather needs distributed_optimizer and overlap_grad_reduce$"):
+        DataParallel(overlap_param_gather=True)
+
+
+def test_validation_loads_nothing_heavy():
+    code = "import sys, verifier.model.provider_megatron; print({'torch', 'megatron.core'} & set(sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert shown.stdout.strip() == "set()"
