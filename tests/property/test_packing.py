@@ -35,12 +35,12 @@ def assert_same_rollouts(actual: list[Rollout], expected: list[Rollout], *, rout
             np.testing.assert_array_equal(got.routes, want.routes)
 
 
-@given(case=packings(fp8=True, num_moe_layers=2))
+@given(case=packings(without_sp=True, fp8=True, num_moe_layers=2))
 def test_unpack_gives_back_what_was_packed(case: Packing) -> None:
     assert_same_rollouts(unpack(pack(case.rollouts, case.alignment)), case.rollouts)
 
 
-@given(case=packings(fp8=True))
+@given(case=packings(without_sp=True, fp8=True))
 def test_every_subsequence_and_every_shard_is_aligned(case: Packing) -> None:
     packed = pack(case.rollouts, case.alignment)
     starts = packed.cu_seqlens_padded.long()
@@ -56,7 +56,7 @@ def test_every_subsequence_and_every_shard_is_aligned(case: Packing) -> None:
     assert packed.max_seqlen == int(padded.max())
 
 
-@given(case=packings())
+@given(case=packings(without_sp=True))
 def test_context_and_sequence_shards_hold_every_row_once(case: Packing) -> None:
     packed = pack(case.rollouts, case.alignment)
     held = []
@@ -68,7 +68,7 @@ def test_context_and_sequence_shards_hold_every_row_once(case: Packing) -> None:
     assert torch.equal(torch.cat(held).sort().values, torch.arange(packed.num_rows))
 
 
-@given(case=packings())
+@given(case=packings(without_sp=True))
 def test_unshard_is_the_inverse_of_shard(case: Packing) -> None:
     packed = pack(case.rollouts, case.alignment)
     parts = [shard_cp(packed, cp_rank) for cp_rank in range(case.alignment.cp)]
@@ -77,7 +77,7 @@ def test_unshard_is_the_inverse_of_shard(case: Packing) -> None:
         assert torch.equal(whole, getattr(packed, name))
 
 
-@given(case=packings())
+@given(case=packings(without_sp=True))
 def test_every_rank_holds_a_front_chunk_and_its_mirror_of_every_subsequence(case: Packing) -> None:
     packed = pack(case.rollouts, case.alignment)
     cp, starts = case.alignment.cp, packed.cu_seqlens_padded.tolist()
@@ -90,7 +90,7 @@ def test_every_rank_holds_a_front_chunk_and_its_mirror_of_every_subsequence(case
         assert cp_rows(np.array(starts), cp, cp_rank).tolist() == expected
 
 
-@given(case=packings())
+@given(case=packings(without_sp=True))
 def test_a_row_predicts_the_next_token_of_its_own_rollout(case: Packing) -> None:
     packed = pack(case.rollouts, case.alignment)
     pairs = [
@@ -107,7 +107,7 @@ def test_a_row_predicts_the_next_token_of_its_own_rollout(case: Packing) -> None
     assert int(packed.loss_mask_T.sum()) == sum(int(item.mask.sum()) for item in case.rollouts)
 
 
-@given(case=packings())
+@given(case=packings(without_sp=True))
 def test_label_aligned_values_come_back_at_their_token(case: Packing) -> None:
     packed = pack(case.rollouts, case.alignment)
     for values, item in zip(unpack_labels(packed.labels_T.float(), packed), case.rollouts, strict=True):
@@ -116,8 +116,11 @@ def test_label_aligned_values_come_back_at_their_token(case: Packing) -> None:
 
 
 @given(
-    case=packings(max_rollouts=12), dp=st.integers(1, 6), multiple=st.integers(1, 3), room=st.integers(1, 4)
-)  # fmt: skip
+    case=packings(without_sp=True, max_rollouts=12),
+    dp=st.integers(1, 6),
+    multiple=st.integers(1, 3),
+    room=st.integers(1, 4),
+)
 def test_schedules_lose_nothing_and_give_every_rank_as_many_micro_batches(
     case: Packing, dp: int, multiple: int, room: int
 ) -> None:
@@ -136,7 +139,7 @@ def test_schedules_lose_nothing_and_give_every_rank_as_many_micro_batches(
             assert pack(batch, case.alignment).num_rows <= budget
 
 
-@given(case=packings(max_rollouts=12), dp=st.integers(1, 4))
+@given(case=packings(without_sp=True, max_rollouts=12), dp=st.integers(1, 4))
 def test_the_ledger_is_clean_through_split_pack_and_shard(case: Packing, dp: int) -> None:
     schedule = split_by_count(len(case.rollouts), dp=dp, micro_batch_size=2)
     carried = sentinels(case.rollouts)
@@ -200,7 +203,7 @@ def test_no_step_can_be_dropped_or_moved_unseen(steps: list, data: st.DataObject
             check_steps(swapped)
 
 
-@given(case=packings(max_cp=4))
+@given(case=packings(without_sp=True, max_cp=4))
 def test_a_shard_is_not_sharded_again(case: Packing) -> None:
     assume(case.alignment.cp > 1)
     shard = shard_cp(pack(case.rollouts, case.alignment), 0)

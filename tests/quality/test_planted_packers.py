@@ -278,8 +278,8 @@ PACKING = (
         "label-rolled-on-unpadded-boundaries",
         "Megatron-LM#4495",
         label_rolled_on_unpadded_boundaries,
-        2,
         1,
+        2,
         [(1, 0), (1, 0)],
     ),
     Planted("zigzag-undone-as-contiguous", "ms-swift#10071", zigzag_undone_as_contiguous, 1, 2, [(1, 1)]),
@@ -295,8 +295,8 @@ PACKING = (
         "collator-advances-without-padding",
         "SkyRL, comment in PackedDataCollator",
         collator_advances_without_padding,
-        2,
         1,
+        2,
         [(1, 0), (1, 0)],
     ),
     Planted("boundaries-floored-by-cp", "ISEEKYAN/Megatron-LM#111", boundaries_floored_by_cp, 1, 2, [(1, 0)]),
@@ -333,7 +333,7 @@ PACKING = (
     ),
     Planted("remainder-dropped", "synthetic", remainder_dropped, 1, 1, [(1, 1)]),
     Planted(
-        "routes-without-the-padding-between", "verl#7106", routes_without_the_padding_between, 2, 1, [(1, 0), (1, 1)]
+        "routes-without-the-padding-between", "verl#7106", routes_without_the_padding_between, 1, 2, [(1, 0), (1, 1)]
     ),
     Planted("routes-sliced-contiguously", "slime#2175", routes_sliced_contiguously, 1, 2, [(1, 2)]),
     Planted(

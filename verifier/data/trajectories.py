@@ -46,6 +46,7 @@ def check_steps(steps: Sequence[Step]) -> None:
                 f"trajectory `{trajectory}`, step {own[0].index}: another trajectory's steps lie between its own"
             )
         seen.add(trajectory)
+    for trajectory, own in _trajectories(steps):
         for at, step in enumerate(own):
             where = f"trajectory `{trajectory}`, step {step.index}"
             if step.index != at:

@@ -40,6 +40,7 @@ def packings(
     max_cp: int = 8,
     max_rollouts: int = 6,
     max_tokens: int = 40,
+    without_sp: bool = False,
     fp8: bool = False,
     num_moe_layers: int = 0,
 ) -> Packing:
@@ -51,6 +52,7 @@ def packings(
         max_cp: greatest context-parallel size.
         max_rollouts: most rollouts in a pack.
         max_tokens: longest rollout.
+        without_sp: whether packings without sequence parallelism occur too; trainers turn it on whenever tp > 1.
         fp8: whether fp8 recipes occur; they pad to hundreds of rows.
         num_moe_layers: layers with routes; 0 for none.
     """
@@ -59,7 +61,7 @@ def packings(
     alignment = Alignment(
         tp=tp,
         cp=cp,
-        sp=draw(st.sampled_from([True, False]), label="sp") if tp > 1 else True,
+        sp=draw(st.sampled_from([True, False]), label="sp") if without_sp and tp > 1 else True,
         fp8=draw(st.sampled_from(FP8_RECIPES), label="fp8") if fp8 else "",
     )
     lengths = length_profiles(

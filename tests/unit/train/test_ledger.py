@@ -1,0 +1,74 @@
+"""The ledger names what is misplaced, where, and what it should have been."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from verifier.data.rollout import make_rollout
+from verifier.train.layout import Alignment
+from verifier.train.ledger import LEDGER, Misplacement, audit, loss_rows, sentinels
+from verifier.train.pack import PackedBatch, pack
+
+ROLLOUTS = [
+    make_rollout("a", [11, 12], [13, 14], logprobs=[-1, -2], versions=[4, 5]),
+    make_rollout("b", [21], [22], logprobs=[-9], versions=7),
+]
+
+
+LOGPROB_OF_A3 = Misplacement(rollout="a", position=3, field="engine_logprob", expected=-2, actual=0)
+
+
+def packed() -> PackedBatch:
+    return pack(ROLLOUTS, Alignment(cp=2), extra={LEDGER: sentinels(ROLLOUTS)})
+
+
+def test_in_place() -> None:
+    assert audit(ROLLOUTS, loss_rows([packed()])) == []
+    assert audit(ROLLOUTS, loss_rows([packed(), pack([], Alignment(), extra={LEDGER: []})])) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "value", "expected"),
+    [
+        ("tokens_T", 1, 99, Misplacement(rollout="a", position=2, field="input", expected=12, actual=99)),
+        ("positions_T", 2, 0, Misplacement(rollout="a", position=3, field="position", expected=2, actual=0)),
+        ("roles_T", 1, 2, Misplacement(rollout="a", position=2, field="role", expected=0, actual=2)),
+        ("labels_T", 4, 11, Misplacement(rollout="b", position=1, field="label", expected=22, actual=11)),
+        ("loss_mask_T", 0, True, Misplacement(rollout="a", position=1, field="mask", expected=0, actual=1)),
+        ("sampled_T", 4, False, Misplacement(rollout="b", position=1, field="sampled", expected=1, actual=0)),
+        ("versions_T", 2, 4, Misplacement(rollout="a", position=3, field="version", expected=5, actual=4)),
+        ("engine_logprobs_T", 2, 0, LOGPROB_OF_A3),
+        ("loss_mask_T", 3, True, Misplacement(rollout="", position=-1, field="mask", expected=0, actual=1)),
+    ],
+)  # fmt: skip
+def test_one_wrong_value_is_named(name: str, row: int, value: float, expected: Misplacement) -> None:
+    values = getattr(packed(), name).clone()
+    values[row] = value
+    assert audit(ROLLOUTS, loss_rows([replace(packed(), **{name: values})])) == [expected]
+
+
+def test_lost_and_repeated_tokens_are_counted() -> None:
+    ledger = packed().extra[LEDGER].clone()
+    ledger[2] = ledger[1]
+    found = audit(ROLLOUTS, loss_rows([replace(packed(), extra={LEDGER: ledger})]))
+    assert Misplacement(rollout="a", position=2, field="row", expected=1, actual=2) in found
+    assert Misplacement(rollout="a", position=3, field="row", expected=1, actual=0) in found
+    assert Misplacement(rollout="a", position=2, field="label", expected=13, actual=14) in found
+
+
+def test_swapped_fields_of_two_rollouts_of_one_shape() -> None:
+    batch = [make_rollout(name, [1], [2, 3], logprobs=[-at, -at - 0.5]) for at, name in enumerate("xy")]
+    swapped = [replace(batch[0], logprobs=batch[1].logprobs), replace(batch[1], logprobs=batch[0].logprobs)]
+    rows = loss_rows([pack(swapped, Alignment(), extra={LEDGER: sentinels(batch)})])
+    assert {(item.rollout, item.field) for item in audit(batch, rows)} == {
+        ("x", "engine_logprob"),
+        ("y", "engine_logprob"),
+    }
+
+
+def test_not_a_number_equals_itself_only() -> None:
+    values = torch.full_like(packed().engine_logprobs_T, np.nan)
+    found = audit(ROLLOUTS, loss_rows([replace(packed(), engine_logprobs_T=values)]))
+    assert [(item.rollout, item.position) for item in found] == [("a", 2), ("a", 3), ("b", 1)]
