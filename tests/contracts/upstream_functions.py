@@ -130,7 +130,8 @@ def packer_and_attention_agree_on_context_parallel_rows(context: RankContext) ->
         padded = np.array([2 * cp, 6 * cp, 4 * cp])
         ends = np.concatenate([[0], padded.cumsum()])
         for rank in range(cp):
-            rows = [begin + zigzag_positions(int(size), cp, rank).numpy() for begin, size in zip(ends, padded)]
+            held = [zigzag_positions(int(size), cp, rank).numpy() for size in padded]
+            rows = [begin + positions for begin, positions in zip(ends[:-1], held, strict=True)]
             assert np.array_equal(np.concatenate(rows), cp_rows(ends, cp, rank))
 
 

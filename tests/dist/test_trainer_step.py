@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 
+from verifier.errors import UsageError
 from verifier.mesh import Mesh
+from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
+from verifier.plan.digest import digest_tensor
 
 OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
@@ -37,6 +43,28 @@ def run(trainer_zygote, checkpoints, tmp_path):
 def test_a_step_of_learning_rate_zero_moves_nothing(run, model, dtype, mesh):
     for result in run("idle", model=model, dtype=dtype, mesh=mesh, data_parallel=OVERLAPPED):
         assert result["after"] == result["before"]
+
+
+@pytest.mark.parametrize("model", ["qwen3", "deepseek-v3"])
+def test_bfloat16_leaves_as_it_came_and_float32_router_biases_too(run, checkpoints, model):
+    source = open_checkpoint(write_tiny(model, checkpoints, dtype="bfloat16"))
+    held = {name: source.read(name) for name in source.names()}
+    expected = {name: f"{row.dtype} {list(row.shape)} {digest_tensor(row)}" for name, row in held.items()}
+    for result in run("idle", model=model, dtype="bfloat16", mesh={"tp": 2}):
+        assert result["before"] == expected
+
+
+def test_a_family_without_a_bridge(run, trainer_zygote, checkpoints, tmp_path):
+    path = tmp_path / "unknown"
+    shutil.copytree(write_tiny("qwen3", checkpoints), path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "architectures": ["FooForCausalLM"]}))
+    args = {"checkpoint": str(path)}
+    with pytest.raises(UsageError) as refusal:
+        trainer_zygote.run("trainer_functions:idle", world_size=1, run_dir=tmp_path / "run", args=args)
+    assert str(refusal.value) == (
+        f"unknown family: megatron-bridge has no bridge for FooForCausalLM, which {path} holds"
+    )
 
 
 def test_export_waits_for_parameters_that_are_still_to_be_gathered(run):

@@ -59,8 +59,10 @@ def preload(tier: Tier | None = None) -> None:
     """Import everything that `build` needs, for the machine's own tier by default; call it once before ranks fork."""
     install_for(tier or select())
     logging.getLogger("megatron").setLevel(logging.WARNING)  # buckets and configurations, parameter by parameter
-    import verifier.export.gather_megatron
-    import verifier.train.step_megatron  # noqa: F401
+    from megatron.bridge import AutoBridge  # noqa: F401
+    from megatron.core.distributed import finalize_model_grads  # noqa: F401
+    from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401
+    from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: F401
 
 
 def validate(config: Mapping[str, Any], mesh: Mesh) -> None:
@@ -135,7 +137,7 @@ def build(
 
     if dist.get_world_size() != mesh.world_size:
         raise UsageError(f"mesh {mesh.label()} needs {mesh.world_size} ranks, there are {dist.get_world_size()}")
-    bridge = _bridge(path)
+    bridge = _bridge(path, _architecture(config))
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         provider = bridge.to_megatron_provider(load_weights=True)
@@ -170,16 +172,18 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return str((config.get("architectures") or ["the model"])[0])
 
 
-def _bridge(path: Path | str) -> Any:
+def _bridge(path: Path | str, architecture: str) -> Any:
     # Everything is read from the directory: nothing is looked up on a network.
     os.environ["HF_HUB_OFFLINE"] = "1"
     from megatron.bridge import AutoBridge
 
+    if architecture not in AutoBridge.list_supported_models():
+        raise UsageError(f"unknown family: megatron-bridge has no bridge for {architecture}, which {path} holds")
     try:
         return AutoBridge.from_hf_pretrained(str(path))
     except ValueError as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise UsageError(f"megatron-bridge cannot load {path}: {first_line}") from error
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"megatron-bridge cannot load {path}: {reason}") from error
 
 
 def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:

@@ -67,7 +67,7 @@ def test_latent_attention_has_no_key_value_heads_to_divide():
 
 
 def test_gathering_in_overlap_needs_sharded_parameters():
-    with pytest.raises(UsageError, match="^overlap_param_gather needs distributed_optimizer and overlap_grad_reduce$"):
+    with pytest.raises(UsageError, match=r"^overlap_param_gather needs distributed_optimizer and overlap_grad_reduce$"):
         DataParallel(overlap_param_gather=True)
 
 

@@ -66,7 +66,7 @@ def test_reads_parameters_from_source_that_did_not_run(tmp_path):
     module = ModuleType("gated")
     module.__file__ = str(file)
     assert source_parameters(module, "Gated.forward") == "x bias scale"
-    with pytest.raises(UsageError, match="^gated no longer has `Gated.backward`: this version is not supported$"):
+    with pytest.raises(UsageError, match=r"^gated no longer has `Gated.backward`: this version is not supported$"):
         source_parameters(module, "Gated.backward")
 
 
@@ -83,16 +83,16 @@ def test_versions_that_were_not_verified_together(monkeypatch):
     with pytest.raises(UsageError, match=r"^pytest \S+ is installed, which is not supported: install version 0.0.1$"):
         require_pins("pytest")
     monkeypatch.setitem(PINS, "no-such-distribution", "1.0")
-    with pytest.raises(UsageError, match="^no-such-distribution is not installed: install version 1.0$"):
+    with pytest.raises(UsageError, match=r"^no-such-distribution is not installed: install version 1.0$"):
         require_pins("no-such-distribution")
 
 
 def test_unknown_tier():
-    with pytest.raises(UsageError, match="^unknown tier `tpu`: one of cpu, cuda$"):
+    with pytest.raises(UsageError, match=r"^unknown tier `tpu`: one of cpu, cuda$"):
         install_for("tpu")
 
 
 def test_megatron_imported_first(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
-    with pytest.raises(UsageError, match="^megatron.core was imported before the CPU platform"):
+    with pytest.raises(UsageError, match=r"^megatron.core was imported before the CPU platform"):
         install_for("cpu")
