@@ -82,6 +82,8 @@ def manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
         scopes += [*layout, "update"]
     if config.update == "step":
         scopes.append("step")
+        if config.dtype == "float32" and subject.layout_scopes:
+            scopes.append("gradient")
     return {
         **identity(subject, "roundtrip", config.model, config.to_dict()),
         "scopes": scopes,
@@ -134,4 +136,3 @@ def record_state(client: EngineClient, trace: Path, version: int) -> None:
                 )
             )  # fmt: skip
         recorder.close()
-

@@ -16,9 +16,8 @@ def owner_of(item: Evidence) -> str:
 
 
 def describe(item: Evidence) -> str:
-    """Digest (cut), dtype and shape of one recorded tensor."""
-    algorithm, _, value = (item.digest or "none:").partition(":")
-    return f"{algorithm}:{value[:6]} {item.dtype} {list(item.shape or ())}"
+    """Digest, dtype and shape of one recorded tensor; the text renderer cuts the digest."""
+    return f"{item.digest} {item.dtype} {list(item.shape or ())}"
 
 
 class Twins:
@@ -30,7 +29,7 @@ class Twins:
             self._names.setdefault(item.digest or "", []).append(name)
 
     def of(self, item: Evidence) -> str:
-        """"; equals the `name` that was expected" or nothing."""
+        """What it equals instead, as the end of a sentence; empty if it equals nothing known."""
         names = [name for name in self._names.get(item.digest or "", ()) if name != item.name]
         return f"; equals what `{names[0]}` should hold" if names else ""
 

@@ -134,7 +134,8 @@ def make_rollout(
     drawn = np.ones(num_response, bool) if sampled is None else np.asarray(sampled, bool)
     kept = drawn if mask is None else np.asarray(mask, bool)
     nats = np.full(num_response, np.nan, np.float32) if logprobs is None else np.asarray(logprobs, np.float32)
-    weights = np.broadcast_to(np.asarray(versions, np.int32), num_response) if np.ndim(versions) == 0 else versions
+    weights = np.asarray(versions, np.int32)
+    weights = np.full(num_response, weights) if weights.ndim == 0 else weights
     for name, values in (("sampled", drawn), ("mask", kept), ("logprobs", nats), ("versions", weights)):
         if len(values) != num_response:
             raise UsageError(
@@ -151,7 +152,7 @@ def make_rollout(
         roles=np.concatenate([np.full(num_prompt, Role.PROMPT, np.int8), roles]),
         logprobs=np.concatenate([np.full(num_prompt, np.nan, np.float32), np.where(drawn, nats, np.float32(np.nan))]),
         versions=np.concatenate(
-            [np.full(num_prompt, NO_VERSION, np.int32), np.where(drawn, np.asarray(weights, np.int32), NO_VERSION)]
+            [np.full(num_prompt, NO_VERSION, np.int32), np.where(drawn, weights, NO_VERSION)]
         ).astype(np.int32),
         reward=reward,
         routes=routes,

@@ -144,9 +144,7 @@ class EngineClient:
 
     def state(self) -> list[list[HeldTensor]]:
         """See `Engine.state`."""
-        return [
-            [HeldTensor(**{**item, "shape": tuple(item["shape"])}) for item in rank] for rank in self.ask("state")
-        ]
+        return [[HeldTensor(**{**item, "shape": tuple(item["shape"])}) for item in rank] for rank in self.ask("state")]
 
     def checkpoint_view(self) -> list[list[HeldSlice]]:
         """See `Engine.checkpoint_view`."""

@@ -12,7 +12,7 @@ from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
 from verifier.engine.engine import EngineConfig
 from verifier.engine.process import EngineProcess
-from verifier.program.spec import RunSpec
+from verifier.program.spec import CLIP_GRAD, LEARNING_RATE, RunSpec
 
 if TYPE_CHECKING:
     from verifier.program.workplace import Subject
@@ -61,13 +61,21 @@ class Oracle:
             if subject.dtype != "float32":
                 _emit_noise(recorder, version, self.score(checkpoint, spec.sequences, subject.dtype), exact)
             for sampled in seen.at(Stage.ROLLOUT, "sampled", version=version):
-                tokens = [
-                    [*prompt, *more] for prompt, more in zip(spec.prompts, sampled.facts["tokens"], strict=True)
-                ]
+                tokens = [[*prompt, *more] for prompt, more in zip(spec.prompts, sampled.facts["tokens"], strict=True)]
                 rows = self.score(checkpoint, tokens)
                 tails = [row[-n:] for row, n in zip(rows, sampled.facts["lengths"], strict=True)]
                 _emit(recorder, "sampled-oracle", "sampled", version, tails)
+        if spec.update == "step" and subject.dtype == "float32":
+            self._record_steps(recorder, spec, subject)
         recorder.close()
+
+    def _record_steps(self, recorder: store.Recorder, spec: RunSpec, subject: Subject) -> None:
+        batches = [[list(tokens) for tokens in batch] for batch in spec.batches]
+        arguments = [str(subject.checkpoint.path), spec.work, batches, LEARNING_RATE, CLIP_GRAD]
+        for row in self._client.call("verifier.engine.oracle_step_hf", "judge_steps", arguments)[0]:
+            recorder.emit(
+                Evidence(stage=Stage.LOSS, kind="gradient", name=row.pop("name"), version=row.pop("version"), facts=row)
+            )
 
 
 def _emit(recorder: store.Recorder, kind: str, name: str, version: int, rows: Sequence[Sequence[float]]) -> None:
@@ -84,8 +92,6 @@ def _emit(recorder: store.Recorder, kind: str, name: str, version: int, rows: Se
 def _emit_noise(
     recorder: store.Recorder, version: int, rounded: Sequence[Sequence[float]], exact: Sequence[Sequence[float]]
 ) -> None:
-    gaps = [
-        abs(x - y) for low, high in zip(rounded, exact, strict=True) for x, y in zip(low, high, strict=True)
-    ]
+    gaps = [abs(x - y) for low, high in zip(rounded, exact, strict=True) for x, y in zip(low, high, strict=True)]
     facts = {"max": max(gaps), "mean": sum(gaps) / len(gaps)}
     recorder.emit(Evidence(stage=Stage.LOGPROB, kind="noise", name="noise", version=version, facts=facts))

@@ -86,14 +86,19 @@ class LiveWeights:
                 )
             )  # fmt: skip
 
-    def dump(self, path: Path) -> None:
-        """Write what this rank owns of every group of replicas, so that the shards of all ranks can be joined."""
+    def dump(self, path: Path, tensors: Iterable[tuple[int, str, torch.Tensor]]) -> None:
+        """Write what this rank owns of every group of replicas, so that the shards of all ranks can be joined.
+
+        Args:
+            path: folder that all ranks write into.
+            tensors: (chunk, local name, contents): `tensors()`, or gradients in their place.
+        """
         from safetensors.torch import save_file
 
         places = self.placements()
         at = self.mesh.coordinate(self.rank)
         owned = {}
-        for chunk, name, tensor in self.tensors():
+        for chunk, name, tensor in tensors:
             place = places.get((chunk, name))
             if place is not None and all(getattr(at, axis) == 0 for axis in place.replicated_over):
                 owned[f"{chunk}/{name}"] = tensor.cpu().contiguous().clone()

@@ -33,15 +33,15 @@ from verifier.program.record_megatron import (
     record_source,
     recorded,
 )
-from verifier.program.spec import RunSpec
+from verifier.program.spec import CLIP_GRAD, LEARNING_RATE, RunSpec
 from verifier.program.sync import EngineSide
 from verifier.train import step_megatron
+from verifier.train.gradients_megatron import whole_gradients
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
     from verifier.transport.gloo import GlooGroup
 
-LEARNING_RATE = 1e-3
 DATA_PARALLEL = provider_megatron.DataParallel(
     distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
 )
@@ -129,13 +129,13 @@ class Session:
 
     def idle_step(self) -> None:
         """An optimizer step of learning rate 0, which must move nothing."""
-        self._optimizer = step_megatron.make_optimizer(self.trainer, learning_rate=LEARNING_RATE)
+        self._optimizer = step_megatron.make_optimizer(self.trainer, learning_rate=LEARNING_RATE, clip_grad=CLIP_GRAD)
         step_megatron.train_step(
             self.trainer, self._optimizer, rollouts_of(self.spec.batches[0]), learning_rate=0.0
         )  # fmt: skip
         with step_megatron.params_synced(self.trainer):
             self.live.record(self.probe, Stage.TRAIN, "idle", 0)
-        self._optimizer = step_megatron.make_optimizer(self.trainer, learning_rate=LEARNING_RATE)
+        self._optimizer = step_megatron.make_optimizer(self.trainer, learning_rate=LEARNING_RATE, clip_grad=CLIP_GRAD)
 
     def update(self, version: int) -> None:
         """Move the weights: a real optimizer step, or noise on every tensor."""
@@ -144,11 +144,34 @@ class Session:
             self._move_by_noise(version)
             return
         result = step_megatron.train_step(
-            self.trainer, self._optimizer, rollouts_of(self.spec.batches[version - 1]), learning_rate=LEARNING_RATE
-        )
+            self.trainer, self._optimizer, rollouts_of(self.spec.batches[version - 1]), learning_rate=LEARNING_RATE,
+            on_gradients=lambda: self._dump_gradients(version),
+        )  # fmt: skip
         if self.rank == 0:
             facts = {"loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens}
             self.probe.emit(Evidence(stage=Stage.TRAIN, kind="step", name="step", version=version, facts=facts))
+
+    def _dump_gradients(self, version: int) -> None:
+        """Hand the reduced gradients, joined by the layout, to the oracle; before the optimizer clips them."""
+        if self.layout is None or self.spec.dtype != "float32":
+            return
+        found = whole_gradients(self.trainer)
+        shards = self._folder(f"gradient-shards-{version}")
+        self.live.dump(
+            shards, ((chunk, name, value) for chunk, values in enumerate(found) for name, value in values.items())
+        )
+        dist.barrier()
+        if self.rank == 0:
+            whole = join(shards, self.layout, self.mesh)
+            save_checkpoint(self.work / f"gradients-{version}", self.source.config, whole.items())
+
+    def _folder(self, name: str) -> Path:
+        """A folder in the work place that rank 0 makes and all ranks then write into."""
+        path = self.work / name
+        if self.rank == 0:
+            path.mkdir()
+        dist.barrier()
+        return path
 
     def _move_by_noise(self, version: int) -> None:
         places = self.live.placements()
@@ -177,11 +200,8 @@ class Session:
             self.live.record(self.probe, Stage.TRAIN, "shard", version)
             if self.layout is None:
                 return
-            shards = self.work / f"shards-{version}"
-            if self.rank == 0:
-                shards.mkdir()
-            dist.barrier()
-            self.live.dump(shards)
+            shards = self._folder(f"shards-{version}")
+            self.live.dump(shards, self.live.tensors())
             dist.barrier()
         if self.rank == 0:
             whole = join(shards, self.layout, self.mesh)

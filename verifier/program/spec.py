@@ -8,6 +8,10 @@ from typing import Any
 
 from verifier.mesh import Mesh
 
+LEARNING_RATE = 1e-3
+"""Of every training step."""
+CLIP_GRAD = 1.0
+"""Greatest L2 norm of the gradient of a step."""
 CHUNK_BYTES = 64 << 20
 """Greatest buffer of a transfer."""
 LEAST_CHUNK_BYTES = 64 << 10

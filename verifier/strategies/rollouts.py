@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from verifier.data.rollout import MISSING_ROUTE, Rollout, make_rollout
 from verifier.data.trajectories import Step
 
-PROFILES = ("plain", "edge", "anti-correlated")
+PROFILES = ("plain", "edge", "anti-correlated", "one token")
 
 
 @st.composite
@@ -19,8 +19,8 @@ def length_profiles(
 ) -> list[tuple[int, int]]:
     """(prompt, response) lengths of a batch.
 
-    Profiles: any lengths, those of one token in all included; totals on, just below and just above each alignment
-    edge; and anti-correlated ones, where a long prompt has a short response. Shrinks to one rollout of one token.
+    Profiles: any lengths; totals on, just below and just above each alignment edge; anti-correlated ones, where a long
+    prompt has a short response; and nothing but single tokens. Shrinks to one rollout of one token.
 
     Args:
         draw: given by Hypothesis.
@@ -42,6 +42,8 @@ def length_profiles(
             total = max(1, min(edge + rest % 3 - 1, max_tokens))
         elif profile == "anti-correlated":
             total = max_tokens - rest % 2
+        elif profile == "one token":
+            total = 1
         prompt = min(prompt, total)
         lengths.append((prompt, total - prompt))
     return lengths

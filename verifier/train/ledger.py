@@ -153,7 +153,7 @@ def audit(rollouts: Sequence[Rollout], rows: LossRows) -> list[Misplacement]:
 
 
 def _stray_rows(rows: LossRows, idle: np.ndarray) -> list[Misplacement]:
-    found = []
+    found: list[Misplacement] = []
     for field, values_T, expected in (
         ("label", rows.label_T, IGNORE_LABEL),
         ("mask", rows.mask_T, False),

@@ -61,7 +61,7 @@ def left_pad(rollouts: Sequence[Rollout], *, pad_token: int = 0) -> LeftPadded:
     response_BR = np.arange(num_response) >= num_response - responses_B1
 
     def filled(values: Sequence[np.ndarray], where: np.ndarray, fill: float, dtype: type) -> np.ndarray:
-        out = np.full(where.shape, fill, dtype)
+        out: np.ndarray = np.full(where.shape, fill, dtype)
         out[where] = np.concatenate(values)
         return out
 

@@ -124,6 +124,7 @@ def train_step(
     learning_rate: float | None = None,
     micro_batch_size: int = 4,
     temperature: float = 1.0,
+    on_gradients: Callable[[], None] | None = None,
 ) -> StepResult:
     """One forward and backward pass over all rollouts, then one optimiser step. A collective.
 
@@ -135,6 +136,7 @@ def train_step(
         learning_rate: of this step; 0 moves no weight. None keeps the optimiser's.
         micro_batch_size: rollouts per packed micro-batch at the most.
         temperature: what logits are divided by.
+        on_gradients: called on every rank when gradients are reduced and nothing has moved yet.
 
     Raises:
         UsageError: no token of any rollout is in the loss mask.
@@ -147,6 +149,8 @@ def train_step(
     mean_loss, num_tokens = backward(
         trainer, rollouts, loss=loss, micro_batch_size=micro_batch_size, temperature=temperature
     )
+    if on_gradients is not None:
+        on_gradients()
     done, grad_norm, _ = optimizer.step()
     if not done:
         raise ContractError("the optimiser skipped the step: a gradient is not finite")
