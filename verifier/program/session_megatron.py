@@ -23,6 +23,7 @@ from verifier.launch.recorder import label
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
+from verifier.plan.digest import digest_tensor
 from verifier.program.noise import moved
 from verifier.program.record_megatron import (
     LiveWeights,
@@ -49,8 +50,9 @@ DATA_PARALLEL = provider_megatron.DataParallel(
 
 
 def preload_cpu() -> None:
-    """Import everything for the CPU tier, before ranks are forked."""
+    """Import everything for the CPU tier, before ranks are forked; the digest's compiled path too."""
     provider_megatron.preload("cpu")
+    digest_tensor(torch.zeros(1))
 
 
 def preload_cuda() -> None:
@@ -210,8 +212,6 @@ class Session:
             self._record_moved(digests, whole, version)
 
     def _record_moved(self, digests: dict[str, str], whole: dict[str, torch.Tensor], version: int) -> None:
-        from verifier.plan.digest import digest_tensor
-
         if not self._digests:
             self._digests = {name: digest_tensor(self.source.read(name)) for name in whole}
         num_moved = sum(digests[name] != self._digests[name] for name in digests)
