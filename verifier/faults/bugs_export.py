@@ -11,7 +11,9 @@ from verifier.faults.fault import Fault, Fired
 from verifier.faults.inject import replaced
 from verifier.mesh import Mesh
 
-MAPPING = "megatron.bridge.models.conversion.param_mapping"
+CONVERSION = "megatron.bridge.models.conversion"
+MAPPING = f"{CONVERSION}.param_mapping:MegatronParamMapping"
+BRIDGE = f"{CONVERSION}.model_bridge:MegatronModelBridge"
 
 
 @contextlib.contextmanager
@@ -19,7 +21,7 @@ def _experts_swapped(fired: Fired) -> Iterator[None]:
     def make(original: Any) -> Any:
         def gather(self: Any, megatron_weights: Any, megatron_module: Any, hf_param_name: Any) -> Any:
             found = original(self, megatron_weights, megatron_module, hf_param_name)
-            if ".layers.1.mlp.experts.0.down_proj" in str(hf_param_name):
+            if any(".layers.1.mlp.experts.0.down_proj" in name for name in found):
                 fired()
                 names = list(found)
                 found = dict(zip(names, [found[name] for name in reversed(names)], strict=True))
@@ -27,11 +29,72 @@ def _experts_swapped(fired: Fired) -> Iterator[None]:
 
         return gather
 
+    with replaced(f"{MAPPING}.gather_from_ep_ranks", "self, megatron_weights, megatron_module, hf_param_name", make):
+        yield
+
+
+@contextlib.contextmanager
+def _experts_not_gathered(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def gather(self: Any, megatron_weights: Any, megatron_module: Any, hf_param_name: Any) -> Any:
+            fired()
+            return {str(hf_param_name): megatron_weights}
+
+        return gather
+
+    with replaced(f"{MAPPING}.gather_from_ep_ranks", "self, megatron_weights, megatron_module, hf_param_name", make):
+        yield
+
+
+@contextlib.contextmanager
+def _expert_never_yielded(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def modify(self: Any, task: Any, converted_weights_dict: Any, hf_state_dict: Any) -> Any:
+            found = original(self, task, converted_weights_dict, hf_state_dict)
+            kept = {name: tensor for name, tensor in found.items() if ".layers.2.mlp.experts.5.down_proj" not in name}
+            if len(kept) < len(found):
+                fired()
+            return kept
+
+        return modify
+
     with replaced(
-        f"{MAPPING}:MegatronParamMapping.gather_from_ep_ranks",
-        "self, megatron_weights, megatron_module, hf_param_name",
-        make,
+        f"{BRIDGE}.maybe_modify_converted_hf_weight", "self, task, converted_weights_dict, hf_state_dict", make
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _pipeline_cache_kept(fired: Fired) -> Iterator[None]:
+    first: dict[str, Any] = {}
+
+    def make(original: Any) -> Any:
+        def broadcast(self: Any, tensor: Any, cache_key: Any = None) -> Any:
+            found = original(self, tensor, cache_key)
+            if cache_key != "model.layers.3.self_attn.o_proj.weight":
+                return found
+            if cache_key in first:
+                fired()
+            return first.setdefault(cache_key, found.detach().clone())
+
+        return broadcast
+
+    with replaced(f"{MAPPING}.broadcast_from_pp_rank", "self, tensor, cache_key", make):
+        yield
+
+
+@contextlib.contextmanager
+def _score_bias_cast(fired: Fired) -> Iterator[None]:
+    import torch
+
+    def make(original: Any) -> Any:
+        def cast(weights: Any, weight_dtype: Any) -> Any:
+            fired()
+            return original(weights, torch.bfloat16)
+
+        return cast
+
+    with replaced(f"{BRIDGE}._cast_export_weight_dtype", "weights, weight_dtype", make):
         yield
 
 
@@ -54,7 +117,7 @@ FAULTS = (
         summary="the experts that an all-gather over ep brings are named in the wrong rank order, for one local expert",
         caught_by=("WGT004", "WGT005"),
         inject=_experts_swapped,
-        mesh=Mesh(ep=2, dp=2),
+        mesh=Mesh(tp=2, ep=2),
     ),
     Fault(
         id="export-before-param-gather",
@@ -65,5 +128,42 @@ FAULTS = (
         inject=_param_gather_skipped,
         model="tiny:qwen3",
         mesh=Mesh(dp=2),
+    ),
+    Fault(
+        id="experts-not-gathered-over-ep",
+        stage=Stage.EXPORT,
+        reproduces="NVIDIA-NeMo/Megatron-Bridge#1871",
+        summary="each rank exports the experts that it holds, and no other rank's",
+        caught_by=("WGT004", "WGT006", "PLN001"),
+        inject=_experts_not_gathered,
+        mesh=Mesh(tp=2, ep=2),
+    ),
+    Fault(
+        id="expert-never-yielded",
+        stage=Stage.EXPORT,
+        reproduces="NovaSky-AI/SkyRL#1471",
+        summary="an expert whose group is split over two buckets is never yielded",
+        caught_by=("WGT004", "PLN002", "ENG004"),
+        inject=_expert_never_yielded,
+    ),
+    Fault(
+        id="pipeline-cache-kept-over-syncs",
+        stage=Stage.EXPORT,
+        reproduces="NovaSky-AI/SkyRL#1345",
+        summary="what the first sync broadcast from the last stage is cached: the second sends one tensor of the first",
+        caught_by=("WGT005",),
+        inject=_pipeline_cache_kept,
+        model="tiny:qwen3-tied",
+        mesh=Mesh(pp=2),
+    ),
+    Fault(
+        id="score-bias-cast-on-export",
+        stage=Stage.EXPORT,
+        reproduces="NVIDIA-NeMo/RL#3540",
+        summary="every tensor is cast to the policy's dtype, the fp32 router score bias included",
+        caught_by=("WGT004", "WGT005", "PLN002"),
+        inject=_score_bias_cast,
+        model="tiny:deepseek-v3",
+        dtype="bfloat16",
     ),
 )

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
-from verifier.faults import bugs_export
+from verifier.faults import (
+    bugs_engine,
+    bugs_export,
+    bugs_load,
+    bugs_plan,
+    bugs_rollout,
+    bugs_train,
+    bugs_transport,
+)
 from verifier.faults.fault import Fault
 
-CATALOG: dict[str, Fault] = {fault.id: fault for fault in bugs_export.FAULTS}
+CATALOG: dict[str, Fault] = {
+    fault.id: fault
+    for faults in (
+        bugs_load.FAULTS,
+        bugs_train.FAULTS,
+        bugs_export.FAULTS,
+        bugs_plan.FAULTS,
+        bugs_transport.FAULTS,
+        bugs_engine.FAULTS,
+        bugs_rollout.FAULTS,
+    )
+    for fault in faults
+}

@@ -1,0 +1,203 @@
+"""Bugs of the training step: masters, replicas, and steps at the wrong time or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from verifier.core.stage import Stage
+from verifier.faults.fault import Fault, Fired
+from verifier.faults.inject import replaced
+from verifier.mesh import Mesh
+
+STEP = "verifier.train.step_megatron"
+FINALIZE = "megatron.core.distributed.finalize_model_grads"
+
+
+@contextlib.contextmanager
+def _stale_masters(fired: Fired) -> Iterator[None]:
+    import torch
+
+    def make(original: Any) -> Any:
+        def make_optimizer(trainer: Any, **options: Any) -> Any:
+            fired()
+            parameters = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
+            loaded = [parameter.detach().clone() for parameter in parameters]
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.mul_(0.875)
+                optimizer = original(trainer, **options)
+                for parameter, weight in zip(parameters, loaded, strict=True):
+                    parameter.copy_(weight)
+            return optimizer
+
+        return make_optimizer
+
+    with replaced(f"{STEP}:make_optimizer", "trainer, learning_rate, clip_grad", make):
+        yield
+
+
+@contextlib.contextmanager
+def _sequence_parallel_grads_not_reduced(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def reduce(model: Any, config: Any, tp_group: Any = None) -> None:
+            fired()
+
+        return reduce
+
+    with replaced(f"{FINALIZE}:_allreduce_non_tensor_model_parallel_grads", "model, config, tp_group", make):
+        yield
+
+
+@contextlib.contextmanager
+def _router_not_marked(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def connect(chunks: Any, data_parallel: Any) -> None:
+            for chunk in chunks:
+                for name, parameter in chunk.named_parameters():
+                    if name.endswith("layers.1.mlp.router.weight"):
+                        fired()
+                        parameter.sequence_parallel = False
+            original(chunks, data_parallel)
+
+        return connect
+
+    with replaced("verifier.model.provider_megatron:_connect", "chunks, data_parallel", make):
+        yield
+
+
+@contextlib.contextmanager
+def _finalize_missing(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def connect(chunks: Any, data_parallel: Any) -> None:
+            from megatron.core.utils import get_model_config
+
+            original(chunks, data_parallel)
+            fired()
+            get_model_config(chunks[0]).finalize_model_grads_func = None
+
+        return connect
+
+    with replaced("verifier.model.provider_megatron:_connect", "chunks, data_parallel", make):
+        yield
+
+
+@contextlib.contextmanager
+def _tied_grads_not_reduced(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def reduce(model: Any, config: Any, embd_group: Any = None, pp_group: Any = None) -> None:
+            fired()
+
+        return reduce
+
+    with replaced(f"{FINALIZE}:_allreduce_word_embedding_grads", "model, config, embd_group, pp_group", make):
+        yield
+
+
+@contextlib.contextmanager
+def _step_in_eval(fired: Fired) -> Iterator[None]:
+    built: list[Any] = []
+
+    def remember(original: Any) -> Any:
+        def make_optimizer(trainer: Any, **options: Any) -> Any:
+            built.append(original(trainer, **options))
+            return built[-1]
+
+        return make_optimizer
+
+    def make(original: Any) -> Any:
+        def score(trainer: Any, rollouts: Any, **options: Any) -> Any:
+            scored = original(trainer, rollouts, **options)
+            if built:
+                fired()
+                built[-1].step()
+            return scored
+
+        return score
+
+    with (
+        replaced(f"{STEP}:make_optimizer", "trainer, learning_rate, clip_grad", remember),
+        replaced(f"{STEP}:score", "trainer, rollouts, micro_batch_size, temperature", make),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _step_dropped(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def step(self: Any) -> bool:
+            fired()
+            return True
+
+        return step
+
+    with replaced("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads", "self", make):
+        yield
+
+
+FAULTS = (
+    Fault(
+        id="masters-stale-after-load",
+        stage=Stage.TRAIN,
+        reproduces="NovaSky-AI/SkyRL#2149",
+        summary="weights are loaded after the optimizer took its fp32 masters, which are not refreshed",
+        caught_by=("WGT007",),
+        inject=_stale_masters,
+        model="tiny:deepseek-v3",
+        dtype="bfloat16",
+    ),
+    Fault(
+        id="sequence-parallel-grads-not-reduced",
+        stage=Stage.LOSS,
+        reproduces="NVIDIA/Megatron-LM#1446",
+        summary="gradients of norms that sequence parallelism replicates are not summed over tp",
+        caught_by=("LSS001", "WGT002"),
+        inject=_sequence_parallel_grads_not_reduced,
+        mesh=Mesh(tp=2, ep=2),
+    ),
+    Fault(
+        id="router-without-sequence-parallel-mark",
+        stage=Stage.LOSS,
+        reproduces="NVIDIA/Megatron-LM#619",
+        summary="one layer's router lacks its sequence-parallel mark, so its copies on tp ranks part",
+        caught_by=("LSS001", "WGT002"),
+        inject=_router_not_marked,
+        mesh=Mesh(tp=2, ep=2),
+    ),
+    Fault(
+        id="finalize-hook-missing",
+        stage=Stage.LOSS,
+        reproduces="NVIDIA-NeMo/RL#3716",
+        summary="the pipeline schedule is not given finalize_model_grads, so nothing reduces what replicas share",
+        caught_by=("LSS001", "WGT002"),
+        inject=_finalize_missing,
+        mesh=Mesh(tp=2, ep=2),
+    ),
+    Fault(
+        id="tied-grads-not-reduced",
+        stage=Stage.LOSS,
+        reproduces="NVIDIA-NeMo/RL#666",
+        summary="the two copies of a tied embedding are trained apart, each on its own stage's gradient",
+        caught_by=("LSS001", "WGT002"),
+        inject=_tied_grads_not_reduced,
+        model="tiny:qwen3-tied",
+        mesh=Mesh(pp=2),
+    ),
+    Fault(
+        id="step-in-evaluation",
+        stage=Stage.TRAIN,
+        reproduces="NVIDIA-NeMo/RL#1012",
+        summary="the optimizer steps after an evaluation too, with the gradients that the last step left",
+        caught_by=("WGT009",),
+        inject=_step_in_eval,
+    ),
+    Fault(
+        id="step-dropped",
+        stage=Stage.TRAIN,
+        reproduces="verl-project/verl#2377",
+        summary="steps are dropped, as for a gradient that is not finite, and reported as done",
+        caught_by=("WGT008",),
+        inject=_step_dropped,
+    ),
+)

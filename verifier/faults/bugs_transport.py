@@ -1,0 +1,144 @@
+"""Bugs of the transport: bytes from trainer to engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from verifier.core.stage import Stage
+from verifier.faults.fault import Fault, Fired
+from verifier.faults.inject import replaced
+
+
+@contextlib.contextmanager
+def _router_rounded(fired: Fired) -> Iterator[None]:
+    import torch
+
+    def make(original: Any) -> Any:
+        def pack(chunk: Any, tensors: Any) -> Any:
+            sent = dict(tensors)
+            for name, tensor in sent.items():
+                if name.endswith(".mlp.gate.weight"):
+                    fired()
+                    sent[name] = tensor.to(torch.bfloat16).to(tensor.dtype)
+            return original(chunk, sent)
+
+        return pack
+
+    with replaced("verifier.engine.update:pack", "chunk, tensors", make):
+        yield
+
+
+@contextlib.contextmanager
+def _bytes_under_wrong_names(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def pack(chunk: Any, tensors: Any) -> Any:
+            sent = dict(tensors)
+            first, second = (f"model.layers.2.mlp.experts.{expert}.up_proj.weight" for expert in (4, 5))
+            if first in sent and second in sent:
+                fired()
+                sent[first], sent[second] = sent[second], sent[first]
+            return original(chunk, sent)
+
+        return pack
+
+    with replaced("verifier.engine.update:pack", "chunk, tensors", make):
+        yield
+
+
+@contextlib.contextmanager
+def _buffer_freed(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def broadcast(self: Any, buffer: Any, what: str) -> None:
+            if self.rank == 0 and what.startswith("chunk 1 "):
+                fired()
+                buffer = buffer.clone()
+                buffer[-256:] = 0
+            original(self, buffer, what)
+
+        return broadcast
+
+    with replaced("verifier.transport.gloo:GlooGroup.broadcast", "self, buffer, what", make):
+        yield
+
+
+@contextlib.contextmanager
+def _buffer_of_last_version(fired: Fired) -> Iterator[None]:
+    earlier: dict[str, Any] = {}
+
+    def make(original: Any) -> Any:
+        def broadcast(self: Any, buffer: Any, what: str) -> None:
+            sent = buffer
+            if self.rank == 0 and what.startswith("chunk 1 "):
+                if what in earlier:
+                    fired()
+                    sent = earlier[what]
+                earlier[what] = buffer
+            original(self, sent, what)
+
+        return broadcast
+
+    with replaced("verifier.transport.gloo:GlooGroup.broadcast", "self, buffer, what", make):
+        yield
+
+
+@contextlib.contextmanager
+def _sync_gated_off(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def transfer(self: Any, plan: Any, stream: Any, version: int) -> Any:
+            if version < 2:
+                return original(self, plan, stream, version)
+            fired()
+            for _ in stream:
+                pass
+            return {}
+
+        return transfer
+
+    with replaced("verifier.program.sync:EngineSide.transfer", "self, plan, stream, version", make):
+        yield
+
+
+FAULTS = (
+    Fault(
+        id="router-rounded-on-the-wire",
+        stage=Stage.TRANSPORT,
+        reproduces="PrimeIntellect-ai/prime-rl#3524",
+        summary="routers pass through bf16 on the sender's side and arrive in their own dtype, with fewer bits",
+        caught_by=("TPT001", "ENG002"),
+        inject=_router_rounded,
+    ),
+    Fault(
+        id="bytes-under-wrong-names",
+        stage=Stage.TRANSPORT,
+        reproduces="NovaSky-AI/SkyRL#1581",
+        summary="two experts' up projections, which have one shape, change places between metadata and bytes",
+        caught_by=("TPT001", "ENG002"),
+        inject=_bytes_under_wrong_names,
+    ),
+    Fault(
+        id="send-buffer-freed-early",
+        stage=Stage.TRANSPORT,
+        reproduces="THUDM/slime#929",
+        summary="the end of one buffer is overwritten before the receiver has read it",
+        caught_by=("TPT001", "ENG002"),
+        inject=_buffer_freed,
+    ),
+    Fault(
+        id="buffer-of-last-version-sent",
+        stage=Stage.TRANSPORT,
+        reproduces="NVIDIA-NeMo/RL#3651 (found in review)",
+        summary="one buffer still holds the version before, and is sent as the new one",
+        caught_by=("TPT001",),
+        inject=_buffer_of_last_version,
+    ),
+    Fault(
+        id="sync-gated-off",
+        stage=Stage.TRANSPORT,
+        reproduces="verl-project/verl#4248",
+        summary="a flag skips the transfer after the first: the engine keeps the weights that it has",
+        caught_by=("TPT002", "LGP002"),
+        inject=_sync_gated_off,
+    ),
+)
