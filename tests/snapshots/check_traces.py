@@ -57,6 +57,7 @@ def clean() -> list[Evidence]:
             seen.append(tensor(Stage.LOAD, "shard", name, 0, rank, "trainer", replica=name, **at))
             seen.append(tensor(Stage.TRAIN, "shard", name, 1, rank, "trainer", replica=name, **at))
             seen.append(tensor(Stage.TRAIN, "idle", name, 0, rank, "trainer", **at))
+            seen += [tensor(Stage.TRAIN, "scored", name, version, rank, "trainer", **at) for version in (0, 1)]
             seen += [tensor(Stage.EXPORT, "tensor", name, version, rank, "trainer") for version in (0, 1)]
         seen.append(tensor(Stage.TRAIN, "live", name, 1, 0, "trainer"))
         seen.append(tensor(Stage.TRANSPORT, "receipt", name, 1, 0, "engine"))
@@ -77,6 +78,9 @@ def clean() -> list[Evidence]:
             stage=Stage.ENGINE, kind="loaded", name="loaded", version=1, role="engine", facts={"names": ["a", "b"]}
         )
     )
+    for name in SHAPES:
+        measured = {"gradient_gap": 1e-9, "gradient_scale": 0.25, "step_gap": 1e-4}
+        seen.append(Evidence(stage=Stage.LOSS, kind="gradient", name=name, version=1, role="oracle", facts=measured))
     poisoned = {"intact": [], "total": 2, "left": [], "declared": []}
     seen.append(Evidence(stage=Stage.ENGINE, kind="poison", name="poison", version=1, role="engine", facts=poisoned))
     seen.append(Evidence(stage=Stage.TRANSPORT, kind="handover", name="transfer", version=1, facts={"refused": ""}))
@@ -147,6 +151,8 @@ def with_facts(**facts: object) -> Change:
 
 
 BROKEN: dict[str, list[Evidence]] = {
+    "LSS001": change(Stage.LOSS, "gradient", with_facts(gradient_gap=0.125), name="b"),
+    "TRN001": change(Stage.LOSS, "gradient", with_facts(step_gap=0.5), name="a"),
     "WGT001": change(Stage.LOAD, "shard", other_bits, name="a", rank=1),
     "WGT002": change(Stage.TRAIN, "shard", other_bits, name="b", rank=1),
     "WGT004": change(Stage.EXPORT, "tensor", bits_of_b, name="a", rank=0, version=0),
@@ -154,6 +160,7 @@ BROKEN: dict[str, list[Evidence]] = {
     "WGT006": change(Stage.EXPORT, "tensor", gone, name="a", rank=1, version=1),
     "WGT007": change(Stage.TRAIN, "idle", other_bits, name="b", rank=0),
     "WGT008": change(Stage.TRAIN, "moved", with_facts(moved=0)),
+    "WGT009": change(Stage.TRAIN, "scored", other_bits, name="b", rank=1, version=1),
     "PLN001": change(Stage.PLAN, "plan", lambda item: replace(item, digest="plan:2"), role="trainer", rank=1),
     "PLN002": change(Stage.PLAN, "entry", rounded, name="b"),
     "TPT001": change(Stage.TRANSPORT, "receipt", rounded, name="b"),

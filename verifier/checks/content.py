@@ -29,9 +29,8 @@ class Twins:
             self._names.setdefault(item.digest or "", []).append(name)
 
     def of(self, item: Evidence) -> str:
-        """What it equals instead, as the end of a sentence; empty if it equals nothing known."""
-        names = [name for name in self._names.get(item.digest or "", ()) if name != item.name]
-        return f"; equals what `{names[0]}` should hold" if names else ""
+        """Name of what it equals instead; empty if it equals nothing known."""
+        return next((name for name in self._names.get(item.digest or "", ()) if name != item.name), "")
 
 
 def compare_contents(
@@ -80,17 +79,20 @@ def compare_contents(
         if same:
             yield Comparison(what=name, same=True, stage=stage, version=version)
             continue
+        twin = twins.of(got)
         if got.dtype != want.dtype:
             what = f"has dtype {got.dtype} in {actual_says}, {want.dtype} in {expected_says}"
         elif got.shape != want.shape:
             what = f"has shape {list(got.shape or ())} in {actual_says}, {list(want.shape or ())} in {expected_says}"
+        elif twin:
+            what = f"holds in {actual_says} what `{twin}` should hold"
         else:
             what = f"holds other bits in {actual_says} than in {expected_says}"
         yield Comparison(
             what=name, same=False, stage=stage, version=version, badness=0.5,
             sentence=f"`{name}` {what}", owner=owner_of(got),
             expected=f"{describe(want)} ({expected_says})",
-            actual=f"{describe(got)} ({actual_says}{twins.of(got)})",
+            actual=f"{describe(got)} ({actual_says}" + (f"; equals what `{twin}` should hold)" if twin else ")"),
             allowed=allowed, hint=hint,
         )  # fmt: skip
 

@@ -73,7 +73,10 @@ def poison_left_tensor_intact(trace: Trace) -> Iterator[Comparison]:
         yield Comparison(
             what=intact[0] if intact else f"engine rank {item.rank}", same=not intact, stage=Stage.ENGINE,
             version=item.version, badness=float(bool(intact)), owner=f"engine rank {item.rank}",
-            sentence=f"{len(intact)} of {item.facts['total']} tensors were not poisoned before the sync",
+            sentence="" if not intact else (
+                f"`{intact[0]}` was still finite after the poison "
+                f"({len(intact)} of {item.facts['total']} tensors were)"
+            ),
             expected="every tensor NaN", actual=f"{len(intact)} finite", allowed="exact",
             hint="a tensor that poison cannot reach is one that a sync may not reach either",
         )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from verifier.core.check import check
-from verifier.core.comparison import Comparison, Tolerance, describe_difference
+from verifier.core.comparison import Comparison, Difference, Tolerance, describe_difference
 from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -14,7 +14,9 @@ from verifier.core.trace import Trace
 if TYPE_CHECKING:
     import torch
 
-FP32 = Tolerance(absolute=1e-5, source="fp32 on CPU: Megatron, vLLM and transformers agree to 4e-6 nats on tiny models")
+FP32 = Tolerance(
+    absolute=1e-5, unit="nats", source="fp32 on CPU: Megatron, vLLM and transformers agree to 4e-6 on tiny models"
+)
 
 
 def _bounds(trace: Trace, version: int) -> tuple[Tolerance, Tolerance | None]:
@@ -30,8 +32,8 @@ def _bounds(trace: Trace, version: int) -> tuple[Tolerance, Tolerance | None]:
     greatest, mean = float(noise.facts["max"]), float(noise.facts["mean"])
     source = "this run's noise: transformers in the run's dtype against transformers in fp32, times {}"
     return (
-        Tolerance(absolute=3 * greatest, source=source.format(3)),
-        Tolerance(absolute=2 * mean, source=source.format(2)),
+        Tolerance(absolute=3 * greatest, unit="nats", source=source.format(3)),
+        Tolerance(absolute=2 * mean, unit="nats", source=source.format(2)),
     )
 
 
@@ -53,18 +55,21 @@ def _compare(
     for number, length in enumerate(lengths):
         left, right = got[begin : begin + length], want[begin : begin + length]
         begin += length
-        greatest, text = describe_difference(left, right)
-        same = greatest <= worst_bound.absolute
+        found = describe_difference(left, right)
+        same = found.greatest <= worst_bound.absolute and not found.num_not_finite
+        if found.num_not_finite:
+            sentence = _not_finite(left, number, actual_says) or _not_finite(right, number, expected_says)
+        else:
+            sentence = (
+                f"log-probabilities of {actual_says} and {expected_says} differ by up to {found.greatest:.3g} nats "
+                f"on sequence {number}, {worst_bound.absolute:.3g} is allowed"
+            )
         yield Comparison(
             what=f"{actual.name} sequence {number}", same=same, stage=stage, version=actual.version,
-            badness=0.0 if same else greatest / worst_bound.absolute,
-            sentence="" if same else (
-                f"log-probabilities of {actual_says} and {expected_says} differ by up to {greatest:.3g} nats "
-                f"on sequence {number}, {worst_bound.absolute:.3g} is allowed"
-            ),
+            badness=_badness(found, worst_bound), sentence="" if same else sentence,
             owner=f"{actual.role} rank {actual.rank}",
             expected=f"{_head(right)} ({expected_says})", actual=f"{_head(left)} ({actual_says})",
-            mismatched=text, allowed=str(worst_bound), hint=hint,
+            mismatched=found.text, allowed=str(worst_bound), hint=hint,
         )  # fmt: skip
     if mean_bound is not None:
         mean = float((got.double() - want.double()).abs().mean())
@@ -72,9 +77,24 @@ def _compare(
         yield Comparison(
             what=f"{actual.name} mean", same=same, stage=stage, version=actual.version,
             badness=0.0 if same else mean / mean_bound.absolute,
-            sentence=f"log-probabilities of {actual_says} and {expected_says} differ by {mean:.3g} nats on the mean",
+            sentence=f"log-probabilities of {actual_says} and {expected_says} differ by {mean:.3g} nats on the mean, "
+            f"{mean_bound.absolute:.3g} is allowed",
             owner=f"{actual.role} rank {actual.rank}", allowed=str(mean_bound), hint=hint,
         )  # fmt: skip
+
+
+def _not_finite(values: torch.Tensor, sequence: int, says: str) -> str:
+    """How many of one side's values are not finite; empty if all are."""
+    count = int((~values.isfinite()).sum())
+    if not count:
+        return ""
+    return f"{count:,} of {values.numel():,} log-probabilities that {says} gives for sequence {sequence} are not finite"
+
+
+def _badness(found: Difference, bound: Tolerance) -> float:
+    if found.num_not_finite:
+        return float("inf")
+    return 0.0 if found.greatest <= bound.absolute else found.greatest / bound.absolute
 
 
 def _head(values: torch.Tensor) -> str:
@@ -99,7 +119,8 @@ def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     Why it matters: import and export that are wrong alike, a wrong rope base, epsilon or scaling, a misplaced label:
     all leave the round trip an identity.
     Evidence: logprob/trainer, logprob/oracle (arrays).
-    Tolerance and its source: fp32 1e-5 nats, measured agreement 4e-6; bf16 from the run's own noise.
+    Tolerance and its source: fp32 1e-5 nats, measured agreement 4e-6; bf16 from the run's own noise. NaN and infinity
+    are never allowed, on neither side.
     What it does not catch: what no scored token exercises (an expert that none is routed to: WGT001).
     References: Megatron-Bridge#3743, slime#1734, RL#1046, verl#4250, vllm and trl rows of the catalogue.
     """

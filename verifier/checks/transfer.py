@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from verifier.checks.content import by_name, compare_contents
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -30,14 +31,24 @@ def plan_differs_between_ranks(trace: Trace) -> Iterator[Comparison]:
             what=f"plan of {item.role} rank {item.rank}", same=same, stage=Stage.PLAN, version=item.version,
             badness=0.0 if same else 0.9,
             sentence="" if same else (
-                f"the chunk plan of {item.role} rank {item.rank} differs from trainer rank 0's: "
-                f"{item.facts.get('num_tensors')} tensors in {item.facts.get('num_chunks')} chunks, "
-                f"against {first.facts.get('num_tensors')} in {first.facts.get('num_chunks')}"
+                f"{item.role} rank {item.rank} holds another chunk plan than trainer rank 0{_sizes(item, first)}"
             ),
-            owner=f"{item.role} rank {item.rank}", expected=str(first.digest), actual=str(item.digest),
+            owner=f"{item.role} rank {item.rank}", expected=f"{first.digest} (trainer rank 0)",
+            actual=f"{item.digest} ({item.role} rank {item.rank})",
             allowed="exact (one plan is the only source of order)",
-            hint=str(item.facts.get("parts_at") or "compare the two ranks' export order"),
+            hint="compare the export order, names and dtypes of the two ranks",
         )  # fmt: skip
+
+
+def _sizes(item: Evidence, first: Evidence) -> str:
+    """What can be said of two plans from their sizes, as the end of a sentence."""
+    for what in ("tensors", "chunks"):
+        got, want = item.facts.get(f"num_{what}"), first.facts.get(f"num_{what}")
+        if got is None or want is None:
+            return ""
+        if got != want:
+            return f": {got} {what}, not {want}"
+    return ", of the same size"
 
 
 @check("PLN002", needs=((Stage.PLAN, "entry"), (Stage.LOAD, "source")), scope="plan")
@@ -130,7 +141,11 @@ def export_not_transferred(trace: Trace) -> Iterator[Comparison]:
             yield Comparison(
                 what=f"version {version}", same=got == want and want > 0, stage=Stage.TRANSPORT, version=version,
                 badness=1.0, owner=f"engine rank {rank}",
-                sentence=f"engine rank {rank} confirmed {got} of {want} tensors of version {version}",
-                expected=f"{want} tensors", actual=f"{got} tensors", allowed="exact counts",
+                sentence=(
+                    f"engine rank {rank} confirmed {got} of the {want} tensors of version {version}"
+                    if want else f"version {version} was never exported"
+                ),
+                expected=f"{want} confirmed" if want else "an export to confirm", actual=f"{got} confirmed",
+                allowed="exact counts",
                 hint="look at what gates the sync, and at the chunks that the receiver refused",
             )  # fmt: skip

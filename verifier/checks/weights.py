@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from verifier.checks.content import by_name, compare_contents, describe, owner_of
@@ -137,25 +138,37 @@ def export_ranks_disagree(trace: Trace) -> Iterator[Comparison]:
             streams.setdefault(item.rank, []).append(item)
         first = streams.get(0, [])
         for rank in range(int(trace.manifest["world_size"])):
-            got = [(item.name, item.dtype, item.shape, item.digest) for item in streams.get(rank, [])]
-            want = [(item.name, item.dtype, item.shape, item.digest) for item in first]
-            at = next((i for i, pair in enumerate(zip(got, want, strict=False)) if pair[0] != pair[1]), None)
-            same = got == want
-            place = at if at is not None else min(len(got), len(want))
-            there = first[place : place + 1] or streams.get(rank, [])[place : place + 1] or first
-            name = there[0].name if there else ""
-            yield Comparison(
-                what=name if not same else f"rank {rank}", same=same, stage=Stage.EXPORT, version=version,
-                badness=0.0 if same else 0.9,
-                sentence="" if same else (
-                    f"trainer rank {rank} exports {len(got)} tensors, rank 0 {len(want)}; "
-                    f"they part at place {place}, `{name}`"
-                ),
-                owner=f"trainer rank {rank}",
-                expected=f"{want[place]}" if place < len(want) else "end of stream",
-                actual=f"{got[place]}" if place < len(got) else "end of stream",
-                allowed=COPIES, hint="look at what orders the conversion tasks on this rank",
-            )  # fmt: skip
+            yield _compare_streams(streams.get(rank, []), first, rank, version)
+
+
+def _compare_streams(got: list[Evidence], want: list[Evidence], rank: int, version: int) -> Comparison:
+    """One rank's export stream against rank 0's: where they part, and how."""
+    pairs = list(itertools.zip_longest(got, want))
+    place = next((i for i, pair in enumerate(pairs) if not _same_tensor(*pair)), None)
+    if place is None:
+        return Comparison(what=f"rank {rank}", same=True, stage=Stage.EXPORT, version=version)
+    ours, theirs = pairs[place]
+    if ours is None or theirs is None:
+        how = f"ends after {len(got)} tensors, rank 0's after {len(want)}"
+    elif ours.name != theirs.name:
+        how = f"has `{ours.name}` in place {place}, rank 0's has `{theirs.name}`"
+    else:
+        how = f"has another `{ours.name}` than rank 0's"
+    present = theirs or ours
+    assert present is not None
+    return Comparison(
+        what=present.name, same=False, stage=Stage.EXPORT, version=version, badness=0.9,
+        sentence=f"the export of trainer rank {rank} {how}", owner=f"trainer rank {rank}",
+        expected=f"`{theirs.name}` {describe(theirs)} (rank 0)" if theirs else "the end of the stream (rank 0)",
+        actual=f"`{ours.name}` {describe(ours)} (rank {rank})" if ours else f"the end of the stream (rank {rank})",
+        allowed=COPIES, hint="look at what orders and gathers the conversion tasks on this rank",
+    )  # fmt: skip
+
+
+def _same_tensor(left: Evidence | None, right: Evidence | None) -> bool:
+    if left is None or right is None:
+        return False
+    return (left.name, left.dtype, left.shape, left.digest) == (right.name, right.dtype, right.shape, right.digest)
 
 
 @check("WGT007", needs=((Stage.TRAIN, "idle"),), scope="step")
@@ -195,11 +208,38 @@ def update_moved_nothing(trace: Trace) -> Iterator[Comparison]:
     References: verl#4248, prime-rl#1145.
     """
     for item in trace.at(Stage.TRAIN, "moved"):
-        moved, least = int(item.facts["moved"]), int(item.facts["least"])
+        moved, least, total = int(item.facts["moved"]), int(item.facts["least"]), int(item.facts["total"])
         yield Comparison(
             what=item.name, same=moved >= least, stage=Stage.TRAIN, version=item.version,
             badness=0.0 if moved >= least else 1.0,
-            sentence=f"the update moved {moved} of {item.facts['total']} tensors, at least {least} had to move",
-            expected=f"{least} or more moved", actual=f"{moved} moved", allowed="exact counts",
+            sentence=(
+                f"the update changed {moved or 'none'} of the model's {total} tensors"
+                + (f", at least {least} had to change" if moved else "")
+            ),
+            expected=f"{least} or more tensors changed", actual=f"{moved} changed", allowed="exact counts",
             hint="look at whether the optimizer stepped and whether its parameters are the model's",
         )  # fmt: skip
+
+
+@check("WGT009", needs=((Stage.TRAIN, "scored"), (Stage.LOAD, "shard")), scope="logprob")
+def scoring_moved_weight(trace: Trace) -> Iterator[Comparison]:
+    """Scoring tokens leaves every live parameter and buffer bit alone.
+
+    What it checks: each rank's parameters and persistent buffers right after a scoring pass against those before it.
+    Why it matters: an evaluation that steps the optimizer, or a forward that updates router statistics, trains on
+    what it should only measure; the next update hides it.
+    Evidence: load/shard, train/shard, train/scored.
+    Tolerance and its source: bitwise; a forward pass writes no weight.
+    What it does not catch: optimizer state that moved without a weight.
+    References: RL#1012, ms-swift#10154.
+    """
+    for version in trace.versions(Stage.TRAIN, "scored"):
+        before = (Stage.LOAD, "shard") if version == 0 else (Stage.TRAIN, "shard")
+        for rank in _ranks(trace, Stage.TRAIN, "scored", version):
+            yield from compare_contents(
+                by_name(trace.at(Stage.TRAIN, "scored", version=version, rank=rank)),
+                by_name(trace.at(*before, version=version, rank=rank)),
+                stage=Stage.TRAIN, version=version, actual_says="the model after scoring",
+                expected_says="the model before it", allowed="bitwise (a forward pass writes no weight)",
+                hint="look at what else the evaluation calls: an optimizer step, a hook, a counter",
+            )  # fmt: skip

@@ -16,10 +16,13 @@ class Tolerance:
     """A bound and where the bound comes from; a bare float is not a tolerance."""
 
     absolute: float = 0.0
+    unit: str = ""
+    """What `absolute` counts, for the failure text: "nats", "learning rates"."""
     source: str
 
     def __str__(self) -> str:
-        return f"{self.absolute:.3g} ({self.source})" if self.absolute else f"bitwise ({self.source})"
+        bound = f"{self.absolute:.3g} {self.unit}".rstrip() if self.absolute else "bitwise"
+        return f"{bound} ({self.source})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,38 +46,45 @@ class Comparison:
     hint: str = ""
 
 
-def describe_difference(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, str]:
-    """Greatest absolute difference and the failure text's "mismatched" line for two arrays of one shape.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How two arrays of one shape differ, element by element."""
 
-    NaN and infinity are counted apart and never folded into "greatest".
+    greatest: float
+    """Greatest absolute difference over the elements that are finite on both sides."""
+    num_not_finite: int
+    """Elements that are NaN or infinite on either side; they are wrong whatever the other side holds."""
+    text: str
+    """The failure text's "mismatched" line."""
+
+
+def describe_difference(actual: torch.Tensor, expected: torch.Tensor) -> Difference:
+    """Compare two arrays; NaN and infinity are counted apart and never folded into "greatest".
 
     Args:
         actual: any shape, any dtype.
         expected: same shape.
-
-    Returns:
-        (greatest absolute difference, infinity where only one side is finite; text).
     """
     import torch
 
     left, right = actual.double().flatten(), expected.double().flatten()
     finite = torch.isfinite(left) & torch.isfinite(right)
-    both_nan = torch.isnan(left) & torch.isnan(right)
-    bad = ~(left.eq(right) | both_nan)
-    count, total = int(bad.sum()), left.numel()
-    non_finite = int((~finite & ~both_nan & bad).sum())
+    bad = finite & left.ne(right)
+    num_not_finite, total = int((~finite).sum()), left.numel()
+    count = int(bad.sum()) + num_not_finite
     text = f"{count:,}/{total:,} ({100.0 * count / max(total, 1):.1f}%)"
-    if not count:
-        return 0.0, text
-    gap = torch.where(finite, (left - right).abs(), torch.zeros_like(left))
-    at = int(gap.argmax())
-    relative = gap / right.abs().clamp_min(torch.finfo(torch.float64).tiny)
-    relative_at = int(torch.where(finite & bad, relative, torch.zeros_like(relative)).argmax())
-    text += f"; greatest abs {float(gap[at]):.3g} at {_index(at, actual.shape)}"
-    text += f", greatest rel {float(relative[relative_at]):.3g} at {_index(relative_at, actual.shape)}"
-    if non_finite:
-        text += f"; {non_finite:,} not finite on one side"
-    return (float("inf") if non_finite else float(gap[at])), text
+    greatest = 0.0
+    if bool(bad.any()):
+        gap = torch.where(bad, (left - right).abs(), torch.zeros_like(left))
+        relative = gap / right.abs().clamp_min(torch.finfo(torch.float64).tiny)
+        relative = torch.where(bad, relative, torch.zeros_like(relative))
+        at, relative_at = int(gap.argmax()), int(relative.argmax())
+        greatest = float(gap[at])
+        text += f"; greatest abs {greatest:.3g} at {_index(at, actual.shape)}"
+        text += f", greatest rel {float(relative[relative_at]):.3g} at {_index(relative_at, actual.shape)}"
+    if num_not_finite:
+        text += f"; {num_not_finite:,} not finite, the first at {_index(int((~finite).int().argmax()), actual.shape)}"
+    return Difference(greatest=greatest, num_not_finite=num_not_finite, text=text)
 
 
 def _index(flat: int, shape: tuple[int, ...]) -> str:

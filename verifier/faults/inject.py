@@ -35,7 +35,7 @@ def replaced(target: str, parameters: str, make: Callable[[Callable[..., Any]], 
     found = ", ".join(inspect.signature(original).parameters)
     if found != parameters:
         raise ContractError(f"`{target}` has parameters ({found}), the fault was written for ({parameters})")
-    faulty = make(original)
+    faulty: Any = make(original)
     if isinstance(raw, staticmethod | classmethod):
         faulty = type(raw)(faulty)
     inherited = name not in vars(owner)
