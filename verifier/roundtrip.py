@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from verifier.config import RoundtripConfig
 from verifier.core import store
 from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
-from verifier.engine.client import EngineClient
-from verifier.engine.engine import EngineConfig, refuse_unsupported
+from verifier.engine.engine import EngineConfig, HeldTensor, refuse_unsupported
 from verifier.engine.process import EngineProcess
 from verifier.launch.zygote import Zygote
 from verifier.program.oracle import Oracle
@@ -49,10 +49,7 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
     if config.engine == "vllm":
         refuse_unsupported(subject.checkpoint.config, on_cpu=subject.tier == "cpu")
     manifest = manifest_of(config, subject)
-    engine_config = EngineConfig(
-        kind=config.engine, checkpoint=str(subject.checkpoint.path), dtype=config.dtype, tp=config.engine_tp,
-        max_model_len=MAX_MODEL_LEN,
-    )  # fmt: skip
+    engine_config = engine_config_of(config, subject)
     with contextlib.ExitStack() as stack:
         trace = stack.enter_context(trace_folder(config.trace, manifest))
         work = stack.enter_context(work_folder())
@@ -66,18 +63,26 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
         zygote.close()
         client.close()
         engine.stop()
+        oracle = stack.enter_context(Oracle(subject.checkpoint.path, until - time.monotonic()))
         if (work / "exported").is_dir():
             progress("starting a second engine from the exported checkpoint")
             record_cold(engine_config, work / "exported", trace, config.cycles, until - time.monotonic())
         progress("scoring by the fp32 oracle")
-        with Oracle(subject.checkpoint.path, until - time.monotonic()) as oracle:
-            oracle.record(trace, spec, subject)
+        oracle.record(trace, spec, subject)
         store.write_manifest(trace, {**manifest, "complete": True})
+
+
+def engine_config_of(config: RoundtripConfig, subject: Subject) -> EngineConfig:
+    """The engine that takes part, loaded with the source."""
+    return EngineConfig(
+        kind=config.engine, checkpoint=str(subject.checkpoint.path), dtype=config.dtype, tp=config.engine_tp,
+        max_model_len=MAX_MODEL_LEN,
+    )  # fmt: skip
 
 
 def manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
     """Run identity, and which checks have a subject in this run."""
-    scopes = ["export", "plan", "transport", "engine", "cold", "logprob", "rollout"]
+    scopes = ["tokens", "export", "plan", "transport", "engine", "cold", "logprob", "rollout"]
     if layout := subject.layout_scopes:
         scopes += [*layout, "update"]
     if config.update == "step":
@@ -120,13 +125,13 @@ def record_cold(config: EngineConfig, checkpoint: Path, trace: Path, version: in
     """Start an engine from an exported checkpoint and record all that it holds."""
     with EngineProcess(dataclasses.replace(config, checkpoint=str(checkpoint))) as engine:
         client = engine.client(deadline_s=deadline_s)
-        record_state(client, trace, version)
+        record_held(client.state(), trace, version)
         client.close()
 
 
-def record_state(client: EngineClient, trace: Path, version: int) -> None:
-    """Every parameter, buffer and derived tensor of an engine that loaded cold."""
-    for rank, items in enumerate(client.state()):
+def record_held(held: Sequence[Sequence[HeldTensor]], trace: Path, version: int) -> None:
+    """Every parameter, buffer and derived tensor of an engine that loaded cold, by engine rank."""
+    for rank, items in enumerate(held):
         recorder = store.Recorder(trace, "cold", rank)
         for item in items:
             recorder.emit(

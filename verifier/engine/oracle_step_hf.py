@@ -12,18 +12,19 @@ import torch
 from verifier.engine.model_hf import checkpoint_places, load_model
 from verifier.model.checkpoint import open_checkpoint
 
+Batch = Sequence[tuple[Sequence[int], Sequence[bool]]]
 BETA_1, BETA_2, EPSILON = 0.9, 0.95, 1e-8
 
 
 def judge_steps(
-    _: object, source: str, work: str, batches: Sequence[Sequence[Sequence[int]]], learning_rate: float, clip: float
+    _: object, source: str, work: str, batches: Sequence[Batch], learning_rate: float, clip: float
 ) -> list[dict[str, Any]]:
     """Measure every step of a run against the oracle; a request of an engine host.
 
     Args:
         source: checkpoint of version 0.
         work: folder with ``gradients-v`` and ``live-v`` for each version v.
-        batches: token ids of each step; every token but a sequence's first is in the loss.
+        batches: token ids of each step, and for each token whether it is in the loss.
         learning_rate: of every step.
         clip: greatest L2 norm of the gradient.
 
@@ -54,14 +55,15 @@ def judge_steps(
     return records
 
 
-def gradients(checkpoint: Path, batch: Sequence[Sequence[int]]) -> Iterator[tuple[str, torch.Tensor]]:
+def gradients(checkpoint: Path, batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:
     """Gradient of the mean token loss by transformers in float32, one sequence at a time, by checkpoint name."""
     model = load_model(checkpoint, torch.float32).requires_grad_(True)
-    num_tokens = sum(len(tokens) - 1 for tokens in batch)
-    for tokens in batch:
+    num_tokens = sum(sum(mask) for _, mask in batch)
+    for tokens, mask in batch:
         ids = torch.tensor([list(tokens)])
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-        (torch.nn.functional.cross_entropy(logits.double(), ids[0, 1:], reduction="sum") / num_tokens).backward()
+        nats = torch.nn.functional.cross_entropy(logits.double(), ids[0, 1:], reduction="none")
+        (nats[torch.tensor(mask[1:])].sum() / num_tokens).backward()
     buffers = {name for name, _ in model.named_buffers()}
     with torch.no_grad():
         for parameter in model.parameters():

@@ -12,7 +12,7 @@ from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
 from verifier.engine.engine import EngineConfig
 from verifier.engine.process import EngineProcess
-from verifier.program.spec import CLIP_GRAD, LEARNING_RATE, RunSpec
+from verifier.program.spec import CLIP_GRAD, LEARNING_RATE, RunSpec, turns
 
 if TYPE_CHECKING:
     from verifier.program.workplace import Subject
@@ -70,12 +70,18 @@ class Oracle:
         recorder.close()
 
     def _record_steps(self, recorder: store.Recorder, spec: RunSpec, subject: Subject) -> None:
-        batches = [[list(tokens) for tokens in batch] for batch in spec.batches]
+        batches = [[[list(tokens), loss_mask(len(tokens))] for tokens in batch] for batch in spec.batches]
         arguments = [str(subject.checkpoint.path), spec.work, batches, LEARNING_RATE, CLIP_GRAD]
         for row in self._client.call("verifier.engine.oracle_step_hf", "judge_steps", arguments)[0]:
             recorder.emit(
                 Evidence(stage=Stage.LOSS, kind="gradient", name=row.pop("name"), version=row.pop("version"), facts=row)
             )
+
+
+def loss_mask(num_tokens: int) -> list[bool]:
+    """Which tokens of a training sequence are in the loss: those that were sampled."""
+    prompt, sampled = turns(num_tokens)
+    return [False] * prompt + sampled
 
 
 def _emit(recorder: store.Recorder, kind: str, name: str, version: int, rows: Sequence[Sequence[float]]) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
 from verifier.core.store import Recorder
-from verifier.data.rollout import Rollout, make_rollout
+from verifier.data.rollout import NO_VERSION, Rollout, make_rollout
 from verifier.engine.client import EngineClient
 from verifier.errors import UsageError
 from verifier.export import gather_megatron
@@ -34,8 +34,9 @@ from verifier.program.record_megatron import (
     record_source,
     recorded,
 )
-from verifier.program.spec import CLIP_GRAD, LEARNING_RATE, RunSpec
+from verifier.program.spec import CLIP_GRAD, LEARNING_RATE, RunSpec, turns
 from verifier.program.sync import EngineSide
+from verifier.program.tokens_megatron import TokenProbe
 from verifier.train import step_megatron
 from verifier.train.gradients_megatron import whole_gradients
 
@@ -60,9 +61,19 @@ def preload_cuda() -> None:
     provider_megatron.preload("cuda")
 
 
-def rollouts_of(sequences: Sequence[Sequence[int]]) -> list[Rollout]:
-    """Token sequences as rollouts: one prompt token, the rest sampled and in the loss."""
-    return [make_rollout(f"sequence {i}", tokens[:1], tokens[1:]) for i, tokens in enumerate(sequences)]
+def rollouts_of(sequences: Sequence[Sequence[int]], version: int) -> list[Rollout]:
+    """Token sequences as rollouts of several turns; every field differs between neighbours, so that a swap shows."""
+    found = []
+    for index, tokens in enumerate(sequences):
+        prompt, sampled = turns(len(tokens))
+        logprobs = [-(index + 1) - at / 100 if drawn else math.nan for at, drawn in enumerate(sampled)]
+        found.append(
+            make_rollout(
+                f"sequence {index}", tokens[:prompt], tokens[prompt:], sampled=sampled, logprobs=logprobs,
+                versions=[version if drawn else NO_VERSION for drawn in sampled], reward=float(index),
+            )
+        )  # fmt: skip
+    return found
 
 
 class Session:
@@ -104,7 +115,8 @@ class Session:
     def score(self, version: int) -> None:
         """Teacher-forced log-probabilities by the trainer."""
         self.say(f"version {version}: trainer scores {len(self.spec.sequences)} sequences")
-        scored = step_megatron.score(self.trainer, rollouts_of(self.spec.sequences))
+        rollouts = rollouts_of(self.spec.sequences, version)
+        scored = step_megatron.score(self.trainer, rollouts, on_shards=self._tokens("scored", version, rollouts))
         if self.rank == 0:
             self.probe.emit(
                 Evidence(
@@ -113,6 +125,11 @@ class Session:
                 ),
                 torch.cat(scored),
             )  # fmt: skip
+        with step_megatron.params_synced(self.trainer):
+            self.live.record(self.probe, Stage.TRAIN, "scored", version)
+
+    def _tokens(self, name: str, version: int, rollouts: list[Rollout]) -> TokenProbe:
+        return TokenProbe(self.probe, self.mesh, self.rank, name, version, rollouts)
 
     def export(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The export stream, recorded; the tensor under way is named if a collective of it waits too long."""
@@ -129,11 +146,18 @@ class Session:
         dist.all_gather_object(said, self.plan.digest)
         return len(set(said)) == 1
 
+    def _record_disagreement(self) -> None:
+        """Without a plan that all ranks hold nothing is sent; the export that they derived it from is recorded."""
+        self.say("the ranks hold different chunk plans: nothing is sent")
+        if self.spec.restore_first:
+            for _ in self.export(0):
+                pass
+
     def idle_step(self) -> None:
         """An optimizer step of learning rate 0, which must move nothing."""
         self._optimizer = step_megatron.make_optimizer(self.trainer, learning_rate=LEARNING_RATE, clip_grad=CLIP_GRAD)
         step_megatron.train_step(
-            self.trainer, self._optimizer, rollouts_of(self.spec.batches[0]), learning_rate=0.0
+            self.trainer, self._optimizer, rollouts_of(self.spec.batches[0], 0), learning_rate=0.0
         )  # fmt: skip
         with step_megatron.params_synced(self.trainer):
             self.live.record(self.probe, Stage.TRAIN, "idle", 0)
@@ -145,8 +169,10 @@ class Session:
         if self.spec.update == "noise":
             self._move_by_noise(version)
             return
+        rollouts = rollouts_of(self.spec.batches[version - 1], version - 1)
         result = step_megatron.train_step(
-            self.trainer, self._optimizer, rollouts_of(self.spec.batches[version - 1]), learning_rate=LEARNING_RATE,
+            self.trainer, self._optimizer, rollouts, learning_rate=LEARNING_RATE,
+            on_shards=self._tokens("trained", version, rollouts),
             on_gradients=lambda: self._dump_gradients(version),
         )  # fmt: skip
         if self.rank == 0:
@@ -241,11 +267,12 @@ class Session:
         self.score(0)
         self._sent = {name: self.source.read(name) for name in self.source.names()} if self.engine else {}
         agreed = self.agree_on_plan()
-        if self.spec.restore_first and agreed:
+        if not agreed:
+            self._record_disagreement()
+            return
+        if self.spec.restore_first:
             self.sync(0)
         self.observe_engine(0)
-        if not agreed:
-            return
         if self.spec.update == "step":
             self.idle_step()
         for version in range(1, self.spec.cycles + 1):

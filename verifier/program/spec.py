@@ -19,6 +19,15 @@ CHUNKS = 8
 """A model of less than this many full buffers is sent in smaller ones, so that every transfer has several chunks."""
 
 
+def turns(num_tokens: int) -> tuple[int, list[bool]]:
+    """How a training sequence is divided: length of its prompt, and for each later token whether it was sampled.
+
+    A quarter is prompt; of the response every fifth token is tool output, so that masks have holes as real ones do.
+    """
+    prompt = max(1, num_tokens // 4)
+    return prompt, [index % 5 != 4 for index in range(num_tokens - prompt)]
+
+
 def chunk_bytes_for(total_bytes: int) -> int:
     """Buffer size for a model of so many bytes."""
     return min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, total_bytes // CHUNKS))

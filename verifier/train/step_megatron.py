@@ -15,6 +15,7 @@ from verifier.data.rollout import Rollout
 from verifier.errors import ContractError, UsageError
 from verifier.model.provider_megatron import TrainerModel
 from verifier.train.layout import Alignment
+from verifier.train.ledger import LEDGER, sentinels
 from verifier.train.microbatch import Schedule, split_by_count
 from verifier.train.pack import PackedBatch, pack, shard_cp
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from verifier.mesh import Coordinate
 
+OnShards = Callable[[list[PackedBatch]], None]
+"""Called on every rank with its micro-batches, before they are used; it only looks."""
 TokenLoss = Callable[["torch.Tensor", "torch.Tensor", PackedBatch], "torch.Tensor"]
 """(logprob_T, entropy_T, shard) -> [T] loss per row; rows outside of the shard's loss mask are left out afterwards."""
 
@@ -44,7 +47,12 @@ def cross_entropy(logprob_T: torch.Tensor, entropy_T: torch.Tensor, shard: Packe
 
 
 def score(
-    trainer: TrainerModel, rollouts: Sequence[Rollout], *, micro_batch_size: int = 4, temperature: float = 1.0
+    trainer: TrainerModel,
+    rollouts: Sequence[Rollout],
+    *,
+    micro_batch_size: int = 4,
+    temperature: float = 1.0,
+    on_shards: OnShards | None = None,
 ) -> list[torch.Tensor]:
     """Teacher-forced log-probabilities of given tokens, without gradients. A collective.
 
@@ -53,6 +61,7 @@ def score(
         rollouts: the same on every rank; they are shared out over data-parallel ranks here.
         micro_batch_size: rollouts per packed micro-batch at the most.
         temperature: what logits are divided by.
+        on_shards: see `OnShards`.
 
     Returns:
         On every rank, one float32 tensor [len - 1] per rollout, on the host: entry t is the log-probability, in nats,
@@ -63,6 +72,8 @@ def score(
 
     schedule = _schedule(trainer, rollouts, micro_batch_size)
     shards = _shards(trainer, schedule, rollouts)
+    if on_shards is not None:
+        on_shards(shards)
     forward = partial(_forward, trainer=trainer, temperature=temperature, entropy=False, finish=_detached)
     with torch.no_grad(), _mode(trainer, training=False):
         scored = _run(trainer, forward, shards, forward_only=True, collect_non_loss_data=True)
@@ -124,6 +135,7 @@ def train_step(
     learning_rate: float | None = None,
     micro_batch_size: int = 4,
     temperature: float = 1.0,
+    on_shards: OnShards | None = None,
     on_gradients: Callable[[], None] | None = None,
 ) -> StepResult:
     """One forward and backward pass over all rollouts, then one optimiser step. A collective.
@@ -136,6 +148,7 @@ def train_step(
         learning_rate: of this step; 0 moves no weight. None keeps the optimiser's.
         micro_batch_size: rollouts per packed micro-batch at the most.
         temperature: what logits are divided by.
+        on_shards: see `OnShards`.
         on_gradients: called on every rank when gradients are reduced and nothing has moved yet.
 
     Raises:
@@ -147,7 +160,12 @@ def train_step(
             group["lr"] = learning_rate
     optimizer.zero_grad()
     mean_loss, num_tokens = backward(
-        trainer, rollouts, loss=loss, micro_batch_size=micro_batch_size, temperature=temperature
+        trainer,
+        rollouts,
+        loss=loss,
+        micro_batch_size=micro_batch_size,
+        temperature=temperature,
+        on_shards=on_shards,
     )
     if on_gradients is not None:
         on_gradients()
@@ -164,6 +182,7 @@ def backward(
     loss: TokenLoss = cross_entropy,
     micro_batch_size: int = 4,
     temperature: float = 1.0,
+    on_shards: OnShards | None = None,
 ) -> tuple[float, int]:
     """Gradients of the mean token loss, reduced over all ranks, left in the model's gradient buffers. A collective.
 
@@ -181,6 +200,8 @@ def backward(
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
     shards = _shards(trainer, _schedule(trainer, rollouts, micro_batch_size), rollouts)
+    if on_shards is not None:
+        on_shards(shards)
     forward = partial(
         _forward, trainer=trainer, temperature=temperature, entropy=True, finish=partial(_sum_loss, loss=loss)
     )
@@ -225,7 +246,11 @@ def _shards(trainer: TrainerModel, schedule: Schedule, rollouts: Sequence[Rollou
     """This rank's part of each of its micro-batches."""
     at = _coordinate(trainer)
     alignment = Alignment(tp=trainer.mesh.tp, cp=trainer.mesh.cp, sp=trainer.provider.sequence_parallel)
-    return [shard_cp(pack(batch, alignment), at.cp) for batch in schedule.of(at.dp, rollouts)]
+    marks = dict(zip((rollout.id for rollout in rollouts), sentinels(rollouts), strict=True))
+    return [
+        shard_cp(pack(batch, alignment, extra={LEDGER: [marks[rollout.id] for rollout in batch]}), at.cp)
+        for batch in schedule.of(at.dp, rollouts)
+    ]
 
 
 def _run(

@@ -1,0 +1,123 @@
+"""The token path from rollouts to each rank's micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from verifier.core.check import check
+from verifier.core.comparison import Comparison
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+
+@check("PCK001", needs=((Stage.PACK, "ledger"),), scope="tokens")
+def token_misplaced(trace: Trace) -> Iterator[Comparison]:
+    """Every token of every rollout is predicted by one row, once, over all ranks, and carries its own fields there.
+
+    What it checks: the ledger: sentinels that travelled with each token through packing and sharding, against the
+    rollouts: input, position, role, label, mask, sampled, engine log-probability, version; padding is out of the loss.
+    Why it matters: an off-by-one, a wrong roll, a mask on the wrong side or a dropped sequence keeps every shape.
+    Evidence: pack/ledger (the audit of all ranks' rows by rank 0).
+    Tolerance and its source: exact; packing moves tokens, it computes nothing.
+    What it does not catch: rows that are right but lie on the wrong context-parallel rank (PCK002).
+    References: verl#4250, verl#3287, ms-swift#8427, SkyRL#1367, Automodel#2314, prime-rl#1525.
+    """
+    for item in trace.at(Stage.PACK, "ledger"):
+        count, tokens = int(item.facts["misplaced"]), int(item.facts["tokens"])
+        shown = item.facts["shown"]
+        text = "; ".join(f"token {p} has {field} {got}, not {want}" for p, field, want, got in shown[:3])
+        yield Comparison(
+            what=item.name, same=count == 0, stage=Stage.PACK, version=item.version,
+            badness=count / max(tokens, 1),
+            sentence="" if not count else f"{count} fields of `{item.name}` are misplaced: {text}",
+            expected="each token once, with its own fields", actual=text,
+            mismatched=f"{count} fields of {tokens} tokens", allowed="exact (packing moves, it computes nothing)",
+            hint="compare position and field with the shift by one, the padding side and the shard order",
+        )  # fmt: skip
+
+
+def _zigzag(padded: list[int], cp: int, cp_rank: int) -> list[int]:
+    """Rows of a pack that a context-parallel rank holds.
+
+    Source:
+        megatron-core, `get_batch_on_this_cp_rank`: 2 * cp chunks a sequence, rank r takes chunks r and 2 * cp - 1 - r.
+    """
+    rows: list[int] = []
+    for begin, end in itertools.pairwise(padded):
+        if cp == 1:
+            rows.extend(range(begin, end))
+            continue
+        size = (end - begin) // (2 * cp)
+        for chunk in (cp_rank, 2 * cp - 1 - cp_rank):
+            rows.extend(range(begin + chunk * size, begin + (chunk + 1) * size))
+    return rows
+
+
+@check("PCK002", needs=((Stage.PACK, "layout"),), scope="tokens")
+def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
+    """Each micro-batch is cut as Megatron's attention expects: lengths, alignment, zigzag rows.
+
+    What it checks: cumulative lengths against the rollouts' own; padded lengths: no shorter, multiples of tp (sequence
+    parallelism) times 2 * cp (context parallelism), and less than one multiple longer but for the last; the rows of
+    each context-parallel rank against the two zigzag chunks per sequence.
+    Why it matters: attention and rope trust these numbers; wrong ones leak state between packed neighbours, or attend
+    to padding, without an error.
+    Evidence: pack/layout of every (dp, cp) rank.
+    Tolerance and its source: exact; SkyRL, verl and Megatron-Core agree on the multiple.
+    What it does not catch: what the rows hold (PCK001).
+    References: ms-swift#10071, Megatron-LM#4495, Megatron-LM#5541, prime-rl#2392, SkyRL packing_utils.
+    """
+    mesh = trace.manifest["mesh"]
+    tp, cp = int(mesh["tp"]), int(mesh["cp"])
+    multiple = tp * 2 * cp if cp > 1 else tp
+    for item in trace.at(Stage.PACK, "layout"):
+        facts = item.facts
+        real, padded = list(facts["cu_seqlens"]), list(facts["cu_seqlens_padded"])
+        lengths = [b - a for a, b in itertools.pairwise(real)]
+        room = [b - a for a, b in itertools.pairwise(padded)]
+        rows = trace.array(item).tolist()
+        wrong = ""
+        if not facts["filler"] and lengths != list(facts["lengths"]):
+            wrong = f"lengths {lengths}, the rollouts have {list(facts['lengths'])}"
+        elif any(size % multiple or size < length for size, length in zip(room, lengths, strict=True)):
+            wrong = f"padded lengths {room} for {lengths}, multiples of {multiple} are needed"
+        elif any(size - length >= multiple for size, length in zip(room[:-1], lengths[:-1], strict=True)):
+            wrong = f"padded lengths {room} for {lengths}: more than a multiple of {multiple} is wasted"
+        elif rows != _zigzag(padded, cp, int(facts["cp_rank"])):
+            wrong = f"rows {rows[:6]}... on context-parallel rank {facts['cp_rank']}"
+        yield Comparison(
+            what=item.name, same=not wrong, stage=Stage.PACK, version=item.version, badness=float(bool(wrong)),
+            sentence="" if not wrong else f"{item.name} of trainer rank {item.rank} has {wrong}",
+            owner=f"trainer rank {item.rank}", expected=f"multiples of {multiple}, zigzag chunks of cp {cp}",
+            actual=wrong, allowed="exact", hint="look at the alignment rule and the order of context-parallel chunks",
+        )  # fmt: skip
+
+
+@check("PCK003", needs=((Stage.PACK, "batch"),), scope="tokens")
+def ranks_see_different_batch(trace: Trace) -> Iterator[Comparison]:
+    """Ranks that differ only in tensor or pipeline coordinate work on the same micro-batches.
+
+    What it checks: the digest of all integers of a rank's micro-batches against the first rank with the same data and
+    context coordinate.
+    Why it matters: a batch that is broadcast over one group too few gives ranks of one model different tokens.
+    Evidence: pack/batch of all ranks.
+    Tolerance and its source: exact digests.
+    What it does not catch: the same wrong batch on all of them (PCK001).
+    References: siiRL#69, RL#4079.
+    """
+    first: dict[tuple[int, str], str | None] = {}
+    count: dict[tuple[int, str], int] = {}
+    for item in trace.at(Stage.PACK, "batch"):
+        whole = (item.version, item.name.split(" ")[0])
+        key = (item.version, item.name)
+        expected = first.setdefault(key, item.digest)
+        micro_batches = count.setdefault(whole, int(item.facts["micro_batches"]))
+        same = item.digest == expected and int(item.facts["micro_batches"]) == micro_batches
+        yield Comparison(
+            what=f"{item.name} on rank {item.rank}", same=same, stage=Stage.PACK, version=item.version,
+            badness=float(not same), owner=f"trainer rank {item.rank} ({item.facts['at']})",
+            sentence="" if same else f"trainer rank {item.rank} works on another batch than its {item.name} peers",
+            expected=str(expected), actual=str(item.digest), allowed="exact",
+            hint="look at which groups the batch is handed to, and at what splits it",
+        )  # fmt: skip

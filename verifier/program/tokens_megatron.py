@@ -1,0 +1,111 @@
+"""Probes of the token path: which token of which rollout every row of every shard is, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verifier.core.evidence import Evidence, Probe
+from verifier.core.stage import Stage
+from verifier.data.rollout import Rollout
+from verifier.mesh import Mesh
+from verifier.plan.digest import digest_tensor
+from verifier.train.ledger import LossRows, audit, loss_rows
+from verifier.train.pack import PackedBatch
+
+SHOWN = 8
+"""Misplaced tokens that are listed per rollout; the count is of all."""
+
+
+class TokenProbe:
+    """Records what this rank's micro-batches hold; a collective, since one rank audits the rows of all.
+
+    Args:
+        probe: this rank's recorder.
+        mesh: parallel sizes.
+        rank: this rank.
+        name: of the pass over the tokens, such as "scored" or "trained".
+        version: weight version.
+        rollouts: what was handed to packing, the same on every rank.
+    """
+
+    def __init__(
+        self, probe: Probe, mesh: Mesh, rank: int, name: str, version: int, rollouts: Sequence[Rollout]
+    ) -> None:
+        self._probe, self._mesh, self._rank = probe, mesh, rank
+        self._name, self._version, self._rollouts = name, version, rollouts
+
+    def __call__(self, shards: Sequence[PackedBatch]) -> None:
+        """Look at this rank's shards, in the order of its micro-batches."""
+        at = self._mesh.coordinate(self._rank)
+        self._probe.emit(
+            Evidence(
+                stage=Stage.PACK, kind="batch", name=f"{self._name} dp={at.dp} cp={at.cp}", version=self._version,
+                digest=digest_tensor(_everything(shards)), facts={"at": str(at), "micro_batches": len(shards)},
+            )
+        )  # fmt: skip
+        owner = at.tp == 0 and at.pp == 0
+        if owner:
+            self._record_layout(shards, cp_rank=at.cp)
+        mine = loss_rows(shards) if owner else None
+        everyone: list[Any] | None = [None] * self._mesh.world_size if self._rank == 0 else None
+        dist.gather_object(mine, everyone)
+        if everyone is not None:
+            self._audit([rows for rows in everyone if rows is not None])
+
+    def _record_layout(self, shards: Sequence[PackedBatch], cp_rank: int) -> None:
+        for number, shard in enumerate(shards):
+            self._probe.emit(
+                Evidence(
+                    stage=Stage.PACK, kind="layout", name=f"{self._name} micro-batch {number}", version=self._version,
+                    facts={
+                        "cp_rank": cp_rank,
+                        "cu_seqlens": shard.cu_seqlens.tolist(),
+                        "cu_seqlens_padded": shard.cu_seqlens_padded.tolist(),
+                        "lengths": [len(item) for item in self._rollouts if item.id in shard.ids],
+                        "filler": not shard.ids,
+                    },
+                ),
+                shard.rows_T,
+            )  # fmt: skip
+
+    def _audit(self, parts: Sequence[LossRows]) -> None:
+        from dataclasses import fields
+
+        import numpy as np
+
+        rows = LossRows(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(LossRows)})
+        found = audit(self._rollouts, rows)
+        for rollout in self._rollouts:
+            self._emit_audit(rollout.id, len(rollout), [item for item in found if item.rollout == rollout.id])
+        self._emit_audit("padding", int((rows.sentinel_T == 0).sum()), [item for item in found if not item.rollout])
+
+    def _emit_audit(self, name: str, num_tokens: int, misplaced: Sequence[Any]) -> None:
+        shown = [[m.position, m.field, m.expected, m.actual] for m in misplaced[:SHOWN]]
+        self._probe.emit(
+            Evidence(
+                stage=Stage.PACK, kind="ledger", name=f"{self._name} {name}", version=self._version,
+                facts={"tokens": num_tokens, "misplaced": len(misplaced), "shown": _finite(shown)},
+            )
+        )  # fmt: skip
+
+
+def _finite(rows: list[list[Any]]) -> list[list[Any]]:
+    """JSON has no NaN: spelled out."""
+    return [[str(value) if value != value else value for value in row] for row in rows]
+
+
+def _everything(shards: Sequence[PackedBatch]) -> torch.Tensor:
+    """All integers of all shards in one vector, so that one digest stands for a rank's whole batch."""
+    parts = [
+        tensor.long()
+        for shard in shards
+        for tensor in (
+            shard.cu_seqlens, shard.cu_seqlens_padded, shard.rows_T, shard.tokens_T, shard.positions_T,
+            shard.labels_T, shard.loss_mask_T,
+        )
+    ]  # fmt: skip
+    return torch.cat(parts)
