@@ -19,8 +19,8 @@ def length_profiles(
 ) -> list[tuple[int, int]]:
     """(prompt, response) lengths of a batch.
 
-    Profiles: any lengths; totals on, just below and just above each alignment edge; anti-correlated ones, where a long
-    prompt has a short response; and nothing but single tokens. Shrinks to one rollout of one token.
+    Profiles: any lengths; totals on, just below and just above each alignment edge; anti-correlated ones, where all
+    totals are alike and a long prompt has a short response; and single tokens only. Shrinks to one rollout of one token.
 
     Args:
         draw: given by Hypothesis.
@@ -34,14 +34,14 @@ def length_profiles(
             st.tuples(st.integers(1, max_tokens), st.integers(0, max_tokens - 1)), min_size=1, max_size=max_rollouts
         )
     )
-    lengths = []
+    lengths: list[tuple[int, int]] = []
     for prompt, rest in prompts_and_rest:
-        total = min(prompt + rest, max_tokens)
+        total = prompt + rest % (max_tokens - prompt + 1)
         if profile == "edge":
             edge = -(-total // multiple) * multiple
             total = max(1, min(edge + rest % 3 - 1, max_tokens))
         elif profile == "anti-correlated":
-            total = max_tokens - rest % 2
+            total = sum(lengths[0]) if lengths else total
         elif profile == "one token":
             total = 1
         prompt = min(prompt, total)
