@@ -36,8 +36,7 @@ def run(config: GoldenConfig, progress: Progress) -> None:
     """
     subject = open_subject(config.model, config.dtype, config.mesh)
     recorded = None if config.against is None else read_manifest(config.against)
-    scopes = ["export", *subject.layout_scopes]
-    manifest = {**identity(subject, "golden", config.model, config.to_dict()), "scopes": scopes}
+    manifest = manifest_of(config, subject)
     with (
         Zygote(preload=PRELOADS[subject.tier]) as zygote,
         trace_folder(config.trace, manifest) as trace,
@@ -55,6 +54,12 @@ def run(config: GoldenConfig, progress: Progress) -> None:
     if config.record:
         path = write_manifest(config, subject, manifest)
         progress(f"recorded {path}")
+
+
+def manifest_of(config: GoldenConfig, subject: Subject) -> dict[str, Any]:
+    """Run identity, and which checks have a subject in this run."""
+    scopes = ["export", *subject.layout_scopes]
+    return {**identity(subject, "golden", config.model, config.to_dict()), "scopes": scopes}
 
 
 def write_manifest(config: GoldenConfig, subject: Subject, identity: dict[str, Any]) -> Path:

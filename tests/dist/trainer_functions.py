@@ -16,9 +16,9 @@ VOCAB = 512
 
 def preload() -> None:
     """The CPU tier, whatever the machine has."""
-    from verifier.model.provider_megatron import preload as preload_tier
+    from verifier.program.session_megatron import preload_cpu
 
-    preload_tier("cpu")
+    preload_cpu()
 
 
 def rollouts(seed: int = 0, num: int = 8, shortest: int = 16, longest: int = 48) -> list[Rollout]:

@@ -80,7 +80,10 @@ class HfEngine:
         ]
 
     def checkpoint_view(self) -> list[list[HeldSlice]]:
-        """Every tensor is whole."""
+        """Every tensor is whole; a tied one is there once per parameter that a forward reads it from."""
+        places = [(name, holder, tensor) for name, (holder, tensor) in checkpoint_places(self.model).items()]
+        for name, source in self.model.all_tied_weights_keys.items():
+            places.append((source, name, self.model.get_parameter(name).data))
         return [
             [
                 HeldSlice(
@@ -91,7 +94,7 @@ class HfEngine:
                     digest=digest_tensor(tensor),
                     box=tuple((0, size) for size in tensor.shape),
                 )
-                for name, (holder, tensor) in checkpoint_places(self.model).items()
+                for name, holder, tensor in places
             ]
         ]
 
@@ -130,6 +133,7 @@ class HfEngine:
             ContractError: the model has no such tensor, or it has another shape.
         """
         places = checkpoint_places(self.model)
+        written: set[int] = set()
         for name, tensor in tensors:
             if name not in places:
                 raise ContractError(f"the engine's model has no place for `{name}`")
@@ -137,7 +141,10 @@ class HfEngine:
             if place.shape != tensor.shape:
                 raise ContractError(f"`{name}` came as {list(tensor.shape)}, the engine holds {list(place.shape)}")
             place.copy_(tensor)
-        return sorted({places[name][0] for name, _ in tensors})
+            written.add(place.data_ptr())
+        held = (item for prefix, module in prefixed_modules(self.model) for item in stored(prefix, module))
+        tied = {item.name for item in held if item.kind == "parameter" and item.tensor.data_ptr() in written}
+        return sorted(tied | {places[name][0] for name, _ in tensors})
 
     def finish_update(self) -> None:
         """Nothing is packed or derived, so nothing is left to do."""

@@ -1,0 +1,168 @@
+"""Clean runs: which families, meshes, dtypes and engines, what each measured, and the table of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import verifier.checks  # noqa: F401  (fills the registry)
+from verifier.config import GoldenConfig, RoundtripConfig
+from verifier.core import store
+from verifier.core.finding import Verdict
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+from verifier.mesh import Mesh
+from verifier.report.report import Report, report_of
+from verifier.workshop import Workshop
+
+CYCLES = 2
+EXACT_NATS = 1e-5
+DENSE = ("qwen3", "qwen3-tied", "llama")
+MOE = ("qwen3-moe", "deepseek-v3")
+DENSE_MESHES = (
+    Mesh(dp=2),
+    Mesh(tp=2),
+    Mesh(pp=2),
+    Mesh(pp=2, vpp=2),
+    Mesh(cp=2),
+    Mesh(pp=2, first_stage_layers=1, last_stage_layers=3),
+)
+MOE_MESHES = (
+    *DENSE_MESHES,
+    Mesh(ep=2, dp=2),
+    Mesh(tp=2, ep=2),
+    Mesh(tp=2, etp=2),
+    Mesh(cp=2, ep=2),
+    Mesh(pp=2, ep=2, dp=2),
+    Mesh(tp=2, pp=2, ep=2),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One clean run."""
+
+    family: str
+    mesh: Mesh
+    engine: str = "hf"
+    dtype: str = "float32"
+    update: str = "step"
+
+    @property
+    def id(self) -> str:
+        """For the name of a test and of a folder."""
+        return f"{self.engine} {self.family} {self.dtype} {self.update} {self.mesh.label()}".replace(" ", "-")
+
+
+def cases() -> list[Case]:
+    """All rows of the table; those that share an engine follow each other."""
+    found = [Case(family=family, mesh=mesh) for family in DENSE for mesh in DENSE_MESHES]
+    found += [Case(family=family, mesh=mesh) for family in MOE for mesh in MOE_MESHES]
+    found += [Case(family=family, mesh=Mesh(tp=2), dtype="bfloat16") for family in ("qwen3", *MOE)]
+    found += [Case(family=family, mesh=Mesh(ep=2, dp=2), dtype="bfloat16") for family in MOE]
+    found += [Case(family="deepseek-v3", mesh=Mesh(pp=2, ep=2, dp=2), update="noise")]
+    found += [Case(family=family, mesh=Mesh(tp=2, pp=2), engine="vllm") for family in DENSE]
+    found += [Case(family="qwen3-moe", mesh=mesh, engine="vllm") for mesh in (Mesh(ep=2, dp=2), MOE_MESHES[-1])]
+    found += [Case(family="qwen3-moe", mesh=Mesh(ep=2, dp=2), engine="vllm", update="noise")]
+    found += [Case(family="qwen3-moe", mesh=Mesh(tp=2, ep=2), engine="vllm", dtype="bfloat16")]
+    return sorted(found, key=lambda case: (case.engine, case.family, case.dtype != "float32"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a clean run measured; gaps are the greatest over all tokens, tensors and versions."""
+
+    case: Case
+    num_bitwise: int
+    """Tensors that the exports of version 0 and the source hold alike, in golden and in the round trip."""
+    num_compared: int
+    trainer_nats: float
+    engine_nats: float
+    sampled_nats: float
+    noise_nats: float | None
+    """Transformers in the run's dtype against itself in float32; None in float32."""
+    gradient_gap: float | None
+    """Of the tensor's greatest gradient."""
+    step_gap: float | None
+    """In learning rates."""
+    golden_s: float
+    roundtrip_s: float
+
+
+def run(workshop: Workshop, case: Case, folder: Path) -> Measured:
+    """Golden, then a round trip; both must hold, with every check that they declare."""
+    import time
+
+    began = time.monotonic()
+    model = f"tiny:{case.family}"
+    golden = workshop.golden(GoldenConfig(model=model, trace=folder / "golden", mesh=case.mesh, dtype=case.dtype))
+    loaded = time.monotonic()
+    trace = workshop.roundtrip(
+        RoundtripConfig(
+            model=model, trace=folder / "roundtrip", mesh=case.mesh, dtype=case.dtype, engine=case.engine,
+            cycles=CYCLES, update=case.update,
+        )
+    )  # fmt: skip
+    ended = time.monotonic()
+    reports = [judge(golden), judge(trace)]
+    found = store.read(trace)
+    noise = [float(item.facts["max"]) for item in found.at(Stage.LOGPROB, "noise")]
+    steps = [item.facts for item in found.at(Stage.LOSS, "gradient")]
+    return Measured(
+        case=case,
+        num_bitwise=min(compared(report, "WGT004") for report in reports),
+        num_compared=sum(outcome.num_compared for report in reports for outcome in report.outcomes),
+        trainer_nats=gap(found, (Stage.LOGPROB, "trainer"), (Stage.LOGPROB, "oracle")),
+        engine_nats=gap(found, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "oracle")),
+        sampled_nats=gap(found, (Stage.ROLLOUT, "sampled"), (Stage.LOGPROB, "sampled-oracle")),
+        noise_nats=max(noise, default=None),
+        gradient_gap=max((f["gradient_gap"] / f["gradient_scale"] for f in steps if f["gradient_scale"]), default=None),
+        step_gap=max((f["step_gap"] for f in steps), default=None),
+        golden_s=loaded - began,
+        roundtrip_s=ended - loaded,
+    )
+
+
+def judge(path: Path) -> Report:
+    """The report on a trace, which must hold whole."""
+    report = report_of(store.read(path), str(path))
+    bad = {outcome.code: outcome.finding or outcome.error for outcome in report.outcomes if outcome.verdict}
+    assert report.verdict is Verdict.HOLDS, f"{path}: {report.verdict.name} {bad}"
+    return report
+
+
+def compared(report: Report, code: str) -> int:
+    """How many things a check compared."""
+    return next(outcome.num_compared for outcome in report.outcomes if outcome.code == code)
+
+
+def gap(trace: Trace, actual: tuple[Stage, str], expected: tuple[Stage, str]) -> float:
+    """Greatest difference of two sides' log-probabilities over all versions, nats."""
+    theirs = {item.version: trace.array(item).double() for item in trace.at(*expected)}
+    gaps = [float((trace.array(item).double() - theirs[item.version]).abs().max()) for item in trace.at(*actual)]
+    assert len(gaps) == CYCLES + 1
+    return max(gaps)
+
+
+def table(rows: Iterable[Measured]) -> str:
+    """Markdown, a row a run."""
+    head = (
+        "| family | mesh | dtype | engine | update | tensors bitwise | trainer - oracle, nats | engine - oracle, nats "
+        "| sampled - oracle, nats | noise, nats | gradient gap | step gap | compared | golden s | roundtrip s |"
+    )
+    lines = [head, "|" + " --- |" * (head.count("|") - 1)]
+    for row in rows:
+        case = row.case
+        cells: Sequence[str] = (
+            case.family, case.mesh.label(), case.dtype, case.engine, case.update, f"{row.num_bitwise:,}",
+            f"{row.trainer_nats:.1e}", f"{row.engine_nats:.1e}", f"{row.sampled_nats:.1e}",
+            _number(row.noise_nats), _number(row.gradient_gap), _number(row.step_gap),
+            f"{row.num_compared:,}", f"{row.golden_s:.1f}", f"{row.roundtrip_s:.1f}",
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
