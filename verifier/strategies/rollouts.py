@@ -20,7 +20,7 @@ def length_profiles(
     """(prompt, response) lengths of a batch.
 
     Profiles: any lengths; totals on, just below and just above each alignment edge; anti-correlated ones, where all
-    totals are alike and a long prompt has a short response; and single tokens only. Shrinks to one rollout of one token.
+    totals are alike and a long prompt has a short response; and single tokens. Shrinks to one rollout of one token.
 
     Args:
         draw: given by Hypothesis.
