@@ -19,6 +19,7 @@ MANIFEST = {
     "complete": True,
     "dtype": "float32",
     "world_size": 2,
+    "mesh": {"tp": 2, "cp": 1},
     "engine_ranks": 1,
     "synced_versions": [1],
 }
@@ -28,6 +29,7 @@ ARRAYS = {
     "close": torch.tensor([-1.5, -2.25, -0.5, -6.0, -6.250001]),
     "wrong": torch.tensor([-1.5, -2.25, -0.5, -6.0, -6.75]),
     "not finite": torch.tensor([-1.5, float("nan"), -0.5, -6.0, -6.25]),
+    "rows": torch.arange(6),
 }
 LENGTHS = {"lengths": [3, 2]}
 
@@ -81,6 +83,7 @@ def clean() -> list[Evidence]:
     for name in SHAPES:
         measured = {"gradient_gap": 1e-9, "gradient_scale": 0.25, "step_gap": 1e-4}
         seen.append(Evidence(stage=Stage.LOSS, kind="gradient", name=name, version=1, role="oracle", facts=measured))
+    seen += tokens()
     poisoned = {"intact": [], "total": 2, "left": [], "declared": []}
     seen.append(Evidence(stage=Stage.ENGINE, kind="poison", name="poison", version=1, role="engine", facts=poisoned))
     seen.append(Evidence(stage=Stage.TRANSPORT, kind="handover", name="transfer", version=1, facts={"refused": ""}))
@@ -95,6 +98,25 @@ def clean() -> list[Evidence]:
             seen.append(
                 Evidence(stage=stage, kind=kind, name="batch", version=version, role=role, facts=LENGTHS, array=array)
             )
+    return seen
+
+
+def tokens() -> list[Evidence]:
+    """One packed micro-batch of two rollouts, of 3 and 2 tokens, on both ranks of a tensor-parallel group."""
+    at = [f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0" for rank in range(2)]
+    seen = [
+        Evidence(
+            stage=Stage.PACK, kind="batch", name="trained dp=0 cp=0", version=1, rank=rank, digest="vd1:" + "b" * 32,
+            facts={"at": at[rank], "micro_batches": 1},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    cut = {"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 4, 6], "lengths": [3, 2], "cp_rank": 0, "filler": False}
+    seen.append(
+        Evidence(stage=Stage.PACK, kind="layout", name="trained micro-batch 0", version=1, facts=cut, array="rows")
+    )
+    audit = {"tokens": 3, "misplaced": 0, "shown": []}
+    seen.append(Evidence(stage=Stage.PACK, kind="ledger", name="trained sequence-0", version=1, facts=audit))
     return seen
 
 
@@ -161,6 +183,9 @@ BROKEN: dict[str, list[Evidence]] = {
     "WGT007": change(Stage.TRAIN, "idle", other_bits, name="b", rank=0),
     "WGT008": change(Stage.TRAIN, "moved", with_facts(moved=0)),
     "WGT009": change(Stage.TRAIN, "scored", other_bits, name="b", rank=1, version=1),
+    "PCK001": change(Stage.PACK, "ledger", with_facts(misplaced=1, shown=[[2, "label", 7, 8]])),
+    "PCK002": change(Stage.PACK, "layout", with_facts(cu_seqlens_padded=[0, 3, 5])),
+    "PCK003": change(Stage.PACK, "batch", other_bits, rank=1),
     "PLN001": change(Stage.PLAN, "plan", lambda item: replace(item, digest="plan:2"), role="trainer", rank=1),
     "PLN002": change(Stage.PLAN, "entry", rounded, name="b"),
     "TPT001": change(Stage.TRANSPORT, "receipt", rounded, name="b"),

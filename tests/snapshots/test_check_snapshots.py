@@ -61,6 +61,13 @@ def test_has_a_whole_page(code):
     assert [page.index(section) for section in SECTIONS] == sorted(page.index(section) for section in SECTIONS)
 
 
+def test_pages_name_only_codes_that_exist():
+    import re
+
+    for item in REGISTRY.values():
+        assert set(re.findall(r"\b[A-Z]{3}\d{3}\b", item.page)) <= REGISTRY.keys(), item.code
+
+
 def test_codes_and_names_are_well_formed():
     import re
 

@@ -30,9 +30,11 @@ def token_misplaced(trace: Trace) -> Iterator[Comparison]:
         yield Comparison(
             what=item.name, same=count == 0, stage=Stage.PACK, version=item.version,
             badness=count / max(tokens, 1),
-            sentence="" if not count else f"{count} fields of `{item.name}` are misplaced: {text}",
+            sentence="" if not count else (
+                f"in `{item.name}` {text}" + (f"; {count:,} fields are misplaced" if count > 1 else "")
+            ),
             expected="each token once, with its own fields", actual=text,
-            mismatched=f"{count} fields of {tokens} tokens", allowed="exact (packing moves, it computes nothing)",
+            mismatched=f"fields: {count:,}, in {tokens:,} tokens", allowed="exact (packing moves, it computes nothing)",
             hint="compare position and field with the shift by one, the padding side and the shard order",
         )  # fmt: skip
 

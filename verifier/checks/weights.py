@@ -58,7 +58,7 @@ def replica_differs(trace: Trace) -> Iterator[Comparison]:
     Why it matters: an export reads the first owner of each tensor, so drift between copies never shows in it.
     Evidence: load/shard and train/shard with the replica key that the layout gives.
     Tolerance and its source: bitwise; replicas receive the same reduced gradient and do the same arithmetic.
-    What it does not catch: copies that are all wrong alike (WGT001, GRD001).
+    What it does not catch: copies that are all wrong alike (WGT001, LSS001).
     References: verl#5702, RL#3716, RL#666, Megatron-Bridge `broadcast_from_pp_rank`.
     """
     for stage, versions in ((Stage.LOAD, [0]), (Stage.TRAIN, trace.versions(Stage.TRAIN, "shard"))):
@@ -108,7 +108,7 @@ def export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     first sync and wrong at the second.
     Evidence: train/live, export/tensor of trainer rank 0.
     Tolerance and its source: bitwise; export copies.
-    What it does not catch: a wrong step (GRD001, WGT002).
+    What it does not catch: a wrong step (LSS001, TRN001, WGT002).
     References: SkyRL#1345, SkyRL#1471, and stale export under `overlap_param_gather`.
     """
     for version in trace.versions(Stage.TRAIN, "live"):
@@ -204,7 +204,7 @@ def update_moved_nothing(trace: Trace) -> Iterator[Comparison]:
     Why it matters: syncing unchanged weights proves nothing about delivery.
     Evidence: train/moved (counts).
     Tolerance and its source: exact counts.
-    What it does not catch: a parameter that should have moved and did not (GRD001).
+    What it does not catch: a parameter that should have moved and did not (TRN001).
     References: verl#4248, prime-rl#1145.
     """
     for item in trace.at(Stage.TRAIN, "moved"):

@@ -118,6 +118,12 @@ def _cut(text: str) -> str:
     return _DIGEST.sub(r"\1", text)
 
 
+def _in_one_line(failure: str) -> str:
+    """The first line, and the last where the first announces what follows: a traceback ends in its error."""
+    lines = failure.strip().splitlines() or [""]
+    return f"{lines[0]} {lines[-1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+
+
 def _identity(manifest: Mapping[str, Any]) -> str:
     config = manifest.get("config", {})
     lines = [f"verifier {manifest.get('command', 'run')} {config.get('model', '')}".rstrip()]
@@ -163,7 +169,7 @@ def _conclusion(report: Report) -> str:
     else:
         said = [f"inconclusive: {counts[Verdict.HOLDS]} of {total} checks hold", unsure]
     if not report.is_complete:
-        failure = str(report.manifest.get("failure", "")).strip().partition("\n")[0]
+        failure = _in_one_line(str(report.manifest.get("failure", "")))
         said.append("the run did not finish" + (f" ({failure})" if failure else ""))
     said += [f"{sum(item.num_compared for item in report.outcomes):,} things compared", f"trace in `{report.trace}`"]
     return "; ".join(part for part in said if part)
