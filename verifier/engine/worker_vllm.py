@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
+from verifier.engine.failure import CARRIED, to_record
 from verifier.engine.held import restore
 from verifier.engine.held_vllm import held_tensors, poison_model
 from verifier.engine.process import die_with_parent
@@ -99,6 +101,18 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
 class VerifierWorker:
     """Methods mixed into vLLM's worker, called by ``collective_rpc``. All results are JSON values."""
 
+    def verifier_request(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Call a method of this worker, vLLM's or ours, and never raise.
+
+        vLLM's driver stops reading at the first rank that failed; the answers of the others stay in their queues and
+        every later request gets the answer to an earlier one.
+        """
+        try:
+            return {"value": getattr(self, method)(**arguments)}
+        except CARRIED as error:
+            traceback.print_exc()
+            return to_record(error)
+
     def verifier_state(self) -> list[dict[str, Any]]:
         """This rank's `HeldTensor` records."""
         return [
@@ -150,6 +164,15 @@ class VerifierWorker:
     def verifier_receipt(self) -> dict[str, Any]:
         """The receipt of the last chunk."""
         return self.weight_transfer_engine.receipt.to_json()
+
+    def verifier_clear_cache(self) -> None:
+        """Zero every block of the KV cache, used or free.
+
+        A block is not cleared when it is freed, and the CPU kernel multiplies what lies behind a sequence's end by
+        zero, so a NaN that a broken forward left there reaches later requests.
+        """
+        for cache in self.model_runner.kv_caches:
+            cache.zero_()
 
     def _verifier_aside(self) -> dict[str, torch.Tensor]:
         return self.__dict__.setdefault("_verifier_kept", {})

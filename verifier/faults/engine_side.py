@@ -11,6 +11,7 @@ from verifier.faults.fault import Fired
 
 def inject(worker: Any, fault_id: str) -> bool:
     """Enter the fault's context in this process and leave it open until `heal`."""
+    heal(worker)
     fired = Fired()
     stack = contextlib.ExitStack()
     stack.enter_context(CATALOG[fault_id].inject(fired))
@@ -19,8 +20,13 @@ def inject(worker: Any, fault_id: str) -> bool:
 
 
 def heal(worker: Any) -> int:
-    """Leave the fault's context; how often the injected code ran in this process."""
-    stack, fired = worker.verifier_fault
-    del worker.verifier_fault
+    """Leave the fault's context, if one was entered, and what it left in the engine's caches.
+
+    Returns:
+        How often the injected code ran in this process.
+    """
+    stack, fired = worker.__dict__.pop("verifier_fault", (contextlib.ExitStack(), Fired()))
     stack.close()
+    if hasattr(worker, "verifier_clear_cache"):
+        worker.verifier_clear_cache()
     return fired.count
