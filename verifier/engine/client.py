@@ -7,16 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verifier import errors
 from verifier.engine import channel
 from verifier.engine.engine import Generation, HeldSlice, HeldTensor, Poisoned, Sample
-from verifier.errors import InternalError, VerifierError
+from verifier.engine.failure import raise_record
+from verifier.errors import InternalError
 from verifier.plan.chunk_plan import ChunkPlan
-from verifier.transport.wire import Address, Agreement, Receipt, TransferFailed
+from verifier.transport.wire import Address, Agreement, Receipt
 
-_ERRORS: dict[str, type[VerifierError]] = {
-    kind.__name__: kind for kind in (errors.UsageError, errors.ContractError, InternalError, TransferFailed)
-}
 _LOG_LINES = 12
 
 
@@ -95,8 +92,7 @@ class EngineClient:
             ) from error
         except channel.ChannelClosed as error:
             raise self._gone(request) from error
-        if "error" in reply:
-            raise _ERRORS.get(reply["error"], InternalError)(reply["message"])
+        raise_record(reply, f"the engine failed in `{request}`")
         return reply["value"]
 
     def wait_ready(self, deadline_s: float) -> int:

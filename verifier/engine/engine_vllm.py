@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from vllm import LLM, SamplingParams
 
 from verifier.engine.engine import (
@@ -16,13 +17,16 @@ from verifier.engine.engine import (
     Sample,
     check_sequences,
 )
+from verifier.engine.failure import raise_record
 from verifier.engine.worker_vllm import BACKEND
-from verifier.errors import ContractError, InternalError
+from verifier.errors import ContractError, InternalError, VerifierError
 from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt
 
 _KV_CACHE_BYTES = 128 * 2**20
+_GPU_SHARE = 0.3
+"""Of a GPU's memory that must be free at the start: a trainer may live on the same GPU."""
 _RPC_DEADLINE_S = 600
 
 
@@ -43,6 +47,7 @@ class VllmEngine:
             max_model_len=config.max_model_len,
             max_num_seqs=16,
             kv_cache_memory_bytes=_KV_CACHE_BYTES,
+            gpu_memory_utilization=_GPU_SHARE if torch.cuda.is_available() else 0.9,
             enforce_eager=True,
             enable_prefix_caching=True,
             skip_tokenizer_init=True,
@@ -119,32 +124,28 @@ class VllmEngine:
         return [[Poisoned(**item) for item in rank] for rank in self._rpc("verifier_poison", carried=self._carried)]
 
     def connect(self, address: Address) -> None:
-        """Through vLLM's own `init_weight_transfer_engine`."""
-        self._llm.init_weight_transfer_engine({"init_info": address.to_json()})
+        """By the worker's `init_weight_transfer_engine`."""
+        self._rpc("init_weight_transfer_engine", init_info=address.to_json())
 
     def begin_update(self, plan: ChunkPlan) -> list[Agreement]:
-        """Through vLLM's own `start_weight_update`, once all members hold the same plan."""
+        """By the worker's `start_weight_update`, once all members hold the same plan."""
         agreements = [Agreement(said=tuple(said)) for said in self._rpc("verifier_begin", plan=plan.to_json())]
         if all(agreement.reached for agreement in agreements):
-            self._llm.start_weight_update(is_checkpoint_format=True)
+            self._rpc("start_weight_update", is_checkpoint_format=True)
         return agreements
 
     def receive(self, chunk: int) -> list[Receipt]:
-        """Through vLLM's own `update_weights`."""
-        self._llm.update_weights({"update_info": {"chunk": chunk}})
+        """By the worker's `update_weights`."""
+        self._rpc("update_weights", update_info={"chunk": chunk})
         return [Receipt.from_json(row) for row in self._rpc("verifier_receipt")]
 
     def finish_update(self) -> None:
-        """As vLLM's own `finish_weight_update` does it.
+        """By the worker's `finish_weight_update`.
 
         Raises:
             ContractError: a layer's weights do not fit it; the next update starts from what was there before.
         """
-        try:
-            self._llm.finish_weight_update()
-        except RuntimeError as error:  # vLLM's driver raises it for any failure in a worker
-            reason = " ".join(str(error).split())[:400]
-            raise ContractError(f"vLLM could not finish the update: {reason}") from error
+        self._rpc("finish_weight_update", otherwise=ContractError)
 
     def reset_prefix_cache(self) -> bool:
         """As vLLM itself does it."""
@@ -158,11 +159,16 @@ class VllmEngine:
         """End the workers."""
         self._llm.llm_engine.engine_core.shutdown()
 
-    def _rpc(self, method: str, **arguments: Any) -> list[Any]:
+    def _rpc(self, method: str, *, otherwise: type[VerifierError] = InternalError, **arguments: Any) -> list[Any]:
+        """Ask every worker; the first rank that failed speaks for all."""
+        asked = {"method": method, "arguments": arguments}
         try:
-            return self._llm.collective_rpc(method, timeout=_RPC_DEADLINE_S, kwargs=arguments)
+            replies = self._llm.collective_rpc("verifier_request", timeout=_RPC_DEADLINE_S, kwargs=asked)
         except TimeoutError as error:
             raise InternalError(f"vLLM's workers did not answer `{method}` within {_RPC_DEADLINE_S} s") from error
+        for rank, reply in enumerate(replies):
+            raise_record(reply, f"engine rank {rank} failed in `{method}`", otherwise)
+        return [reply["value"] for reply in replies]
 
 
 def _prompts(sequences: Sequence[Sequence[int]]) -> list[dict[str, list[int]]]:

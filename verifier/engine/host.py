@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from verifier.engine import channel
 from verifier.engine.engine import Engine, EngineConfig, refuse_unsupported
+from verifier.engine.failure import CARRIED, to_record
 from verifier.engine.process import die_with_parent
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.model.checkpoint import open_checkpoint
@@ -71,6 +72,8 @@ def environment(config: EngineConfig) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        **({"CUDA_VISIBLE_DEVICES": config.gpus} if config.gpus else {}),
     }
 
 
@@ -115,24 +118,18 @@ def serve(socket_path: str, config: EngineConfig) -> None:
 
 def _answer(table: dict[str, Callable[..., Any]], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     if name not in table:
-        return _error(InternalError(f"the engine knows no request `{name}`"))
+        return to_record(InternalError(f"the engine knows no request `{name}`"))
     try:
         return {"value": table[name](**arguments)}
-    except VerifierError as error:
-        return _error(error)
-    except RuntimeError as error:  # what torch, and vLLM for any failure in a worker, raise
+    except CARRIED as error:
         traceback.print_exc()
-        return _error(InternalError(f"the engine failed in `{name}`: {' '.join(str(error).split())[:600]}"))
+        return to_record(error)
 
 
 def _refuse_all(requests: queue.Queue[Request], error: VerifierError) -> NoReturn:
     while True:
         sock, _, _ = requests.get()
-        _reply(sock, _error(error))
-
-
-def _error(error: VerifierError) -> dict[str, Any]:
-    return {"error": type(error).__name__, "message": str(error)}
+        _reply(sock, to_record(error))
 
 
 def _reply(sock: socket.socket, reply: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Inside vLLM's worker processes: the gloo weight-transfer engine, and the requests that vLLM has no name for.
+"""Inside vLLM's worker processes: our weight-transfer engine, and the requests that vLLM has no name for.
 
 vLLM imports this module in each worker (it names the worker extension class) before it builds the weight-transfer
-engine; importing it registers `GlooTransferEngine` and ties the worker's life to its parent's.
+engine; importing it registers `ChunkTransferEngine` and ties the worker's life to its parent's.
 """
 
 from __future__ import annotations
@@ -38,31 +38,32 @@ from verifier.transport.receiver import ChunkReceiver
 from verifier.transport.wire import Address, Receipt
 
 BACKEND = "ipc"
-"""`WeightTransferConfig.backend` admits only "nccl" and "ipc"; the gloo engine takes the place of CUDA's."""
+"""`WeightTransferConfig.backend` admits only "nccl" and "ipc"; ours takes the place of the latter."""
 
 
 @dataclass
-class GlooInitInfo(WeightTransferInitInfo):
+class AddressInfo(WeightTransferInitInfo):
     """An `Address`, field by field."""
 
     host: str
     port: int
     world_size: int
     deadline_s: float
+    kind: str = "gloo"
 
 
 @dataclass
-class GlooUpdateInfo(WeightTransferUpdateInfo):
+class ChunkInfo(WeightTransferUpdateInfo):
     """Which chunk of the agreed plan comes now; names, dtypes and shapes stand in the plan and nowhere else."""
 
     chunk: int
 
 
-class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """vLLM's weight-transfer API over the CPU tier's transfer group."""
+class ChunkTransferEngine(WeightTransferEngine[AddressInfo, ChunkInfo]):
+    """vLLM's weight-transfer API over a transfer group: gloo, NCCL or CUDA IPC, as the sender's address says."""
 
-    init_info_cls = GlooInitInfo
-    update_info_cls = GlooUpdateInfo
+    init_info_cls = AddressInfo
+    update_info_cls = ChunkInfo
 
     def __init__(self, config: WeightTransferConfig, parallel_config: ParallelConfig) -> None:
         super().__init__(config, parallel_config)
@@ -71,7 +72,7 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         )
         self.receipt: Receipt | None = None
 
-    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+    def init_transfer_engine(self, init_info: AddressInfo) -> None:
         """Join the sender's group."""
         self.receiver.connect(
             Address(
@@ -79,11 +80,12 @@ class GlooTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
                 port=init_info.port,
                 world_size=init_info.world_size,
                 deadline_s=init_info.deadline_s,
+                kind=init_info.kind,
             )
         )
 
     def receive_weights(
-        self, update_info: GlooUpdateInfo, load_weights: Callable[[list[tuple[str, torch.Tensor]]], set[str] | None]
+        self, update_info: ChunkInfo, load_weights: Callable[[list[tuple[str, torch.Tensor]]], set[str] | None]
     ) -> None:
         """Take and load one chunk; `receipt` says what came."""
         self.receipt = self.receiver.receive(update_info.chunk, lambda tensors: load_weights(tensors) or ())
@@ -195,7 +197,7 @@ def abandon_reload(model: nn.Module) -> None:
 
 
 def _install() -> None:
-    WeightTransferEngineFactory._registry[BACKEND] = lambda: GlooTransferEngine
+    WeightTransferEngineFactory._registry[BACKEND] = lambda: ChunkTransferEngine
     if threading.current_thread() is threading.main_thread():
         die_with_parent()
 

@@ -11,7 +11,7 @@ from verifier.plan.chunk_plan import Chunk, TensorMeta
 
 
 def pack(chunk: Chunk, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Copy the chunk's tensors to their places in one fresh buffer; the alignment gaps are zero.
+    """Copy the chunk's tensors to their places in one fresh buffer on their device; the alignment gaps are zero.
 
     Args:
         chunk: the plan for this buffer.
@@ -26,7 +26,8 @@ def pack(chunk: Chunk, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     planned = {entry.tensor.name for entry in chunk.entries}
     if extra := sorted(tensors.keys() - planned):
         raise ContractError(f"`{extra[0]}` was handed over for chunk {chunk.index}, which does not plan it")
-    buffer = torch.zeros(chunk.num_bytes, dtype=torch.uint8)
+    device = next((tensor.device for tensor in tensors.values()), None)
+    buffer = torch.zeros(chunk.num_bytes, dtype=torch.uint8, device=device)
     for entry in chunk.entries:
         meta = entry.tensor
         if meta.name not in tensors:

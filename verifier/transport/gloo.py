@@ -1,4 +1,4 @@
-"""The CPU tier's transfer group: one sender (rank 0) and all engine ranks, over gloo, every wait with a deadline."""
+"""The transfer group of one sender (rank 0) and all engine ranks, over gloo, every wait with a deadline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class GlooGroup:
     def __init__(self, store: TCPStore, rank: int, address: Address) -> None:
         self.rank = rank
         self.address = address
-        self._store = store
+        self.store = store
+        """Where a group of the same members finds them."""
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname=address.host)]
         options._timeout = timedelta(seconds=address.deadline_s)
@@ -62,10 +63,20 @@ class GlooGroup:
         options.rootRank = 0
         self._wait(what, lambda: self._group.broadcast([buffer], options))
 
+    def send(self, buffer: torch.Tensor, what: str) -> None:
+        """From rank 0 to all; see `broadcast`. A buffer on a GPU goes by way of the host."""
+        self.broadcast(buffer.cpu(), what)
+
+    def receive(self, num_bytes: int, what: str) -> torch.Tensor:
+        """What rank 0 sends, as [num_bytes] uint8 in fresh memory of the host; see `broadcast`."""
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        self.broadcast(buffer, what)
+        return buffer
+
     def close(self) -> None:
         """Leave the group; the others' next wait fails at once."""
         self._group = None
-        self._store = None
+        self.store = None
 
     def _wait(self, what: str, start: Callable[[], Work]) -> None:
         if self._group is None:
@@ -86,10 +97,12 @@ class GlooGroup:
 class Listener:
     """The sender's open door: `address` is handed to the engine, then `accept` waits for its ranks."""
 
-    def __init__(self, num_receivers: int, *, deadline_s: float, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, num_receivers: int, *, deadline_s: float, host: str = "127.0.0.1", kind: str = "gloo"
+    ) -> None:
         door = socket.create_server((host, 0))
         port = door.getsockname()[1]
-        self.address = Address(host=host, port=port, world_size=num_receivers + 1, deadline_s=deadline_s)
+        self.address = Address(host=host, port=port, world_size=num_receivers + 1, deadline_s=deadline_s, kind=kind)
         self._store = TCPStore(
             host,
             port,

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import ChunkPlan
-from verifier.plan.digest import digest_tensor
+from verifier.plan.digest import digest_tensors
 from verifier.transport.buffer import dtype_name, unpack
-from verifier.transport.gloo import GlooGroup, join
+from verifier.transport.gloo import join
+from verifier.transport.groups import over
 from verifier.transport.wire import Address, Agreement, Receipt, Received, chunk_word
+
+if TYPE_CHECKING:
+    from verifier.transport.groups import Group
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], Iterable[str]]
 """Loads tensors under their checkpoint names; returns the engine's names of what it loaded."""
-LOAD_ERRORS = (ContractError, RuntimeError, ValueError, KeyError, IndexError, AttributeError, TypeError, AssertionError)
+LOAD_ERRORS = (ContractError, RuntimeError, ValueError, LookupError, AttributeError, TypeError, AssertionError)
 """What weight loaders raise at a tensor that does not fit; none of them ends the engine."""
 
 
@@ -29,12 +35,12 @@ class ChunkReceiver:
     def __init__(self, engine_rank: int) -> None:
         self.engine_rank = engine_rank
         self.plan: ChunkPlan | None = None
-        self._group: GlooGroup | None = None
+        self._group: Group | None = None
 
     def connect(self, address: Address) -> None:
         """Join the sender's group, leaving an earlier one."""
         self.close()
-        self._group = join(address, self.engine_rank + 1)
+        self._group = over(join(address, self.engine_rank + 1))
 
     def agree(self, plan: ChunkPlan) -> Agreement:
         """Say this rank's plan digest and hear everyone's; the plan is kept only if all agree."""
@@ -69,12 +75,11 @@ class ChunkReceiver:
         if not step.reached:
             refused = f"transfer ranks {list(step.dissenters)} are at another chunk than the sender"
             return Receipt(rank=self.engine_rank, chunk=chunk, received=(), loaded=(), refused=refused)
-        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
-        group.broadcast(buffer, f"chunk {chunk} of {len(self.plan.chunks)}")
-        tensors = unpack(layout, buffer)
+        tensors = unpack(layout, group.receive(layout.num_bytes, f"chunk {chunk} of {len(self.plan.chunks)}"))
+        digests = digest_tensors(tensor for _, tensor in tensors)
         received = tuple(
-            Received(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), digest=digest_tensor(tensor))
-            for name, tensor in tensors
+            Received(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), digest=digest)
+            for (name, tensor), digest in zip(tensors, digests, strict=True)
         )
         loaded, refused = (), None
         try:
@@ -89,7 +94,7 @@ class ChunkReceiver:
             self._group.close()
             self._group = None
 
-    def _joined(self) -> GlooGroup:
+    def _joined(self) -> Group:
         if self._group is None:
             raise ContractError("an update was announced before the engine joined a transfer group")
         return self._group

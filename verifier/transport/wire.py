@@ -22,10 +22,18 @@ class Address:
     """The sender and all engine ranks."""
     deadline_s: float
     """For every single wait in the group."""
+    kind: str = "gloo"
+    """How bytes move: "gloo"; "nccl", from GPU to GPU; "ipc", out of the memory of a trainer rank on the same GPU."""
 
     def to_json(self) -> dict[str, Any]:
         """Keyword arguments that rebuild this address."""
-        return {"host": self.host, "port": self.port, "world_size": self.world_size, "deadline_s": self.deadline_s}
+        return {
+            "host": self.host,
+            "port": self.port,
+            "world_size": self.world_size,
+            "deadline_s": self.deadline_s,
+            "kind": self.kind,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
