@@ -169,7 +169,9 @@ class HfEngine:
         while len(logprobs) < max_tokens and not (logprobs and tokens[-1] in stop):
             logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
             distribution = torch.log_softmax(logits.float(), dim=-1)
-            token = int(torch.multinomial(distribution.exp(), 1, generator=generator))
+            # An exponential race, as vLLM draws: from weights that are not finite it samples too, and does not refuse.
+            waits = torch.empty_like(distribution).exponential_(generator=generator)
+            token = int((distribution.exp() / waits).argmax())
             tokens.append(token)
             logprobs.append(float(distribution[token]))
         return Sample(tokens=tuple(tokens[len(prompt) :]), logprobs=tuple(logprobs))

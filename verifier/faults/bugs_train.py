@@ -118,7 +118,7 @@ def _step_in_eval(fired: Fired) -> Iterator[None]:
 
     with (
         replaced(f"{STEP}:make_optimizer", "trainer, learning_rate, clip_grad", remember),
-        replaced(f"{STEP}:score", "trainer, rollouts, micro_batch_size, temperature", make),
+        replaced(f"{STEP}:score", "trainer, rollouts, micro_batch_size, temperature, on_shards", make),
     ):
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -33,6 +34,9 @@ CYCLES = 2
 DEADLINE_S = 300.0
 COPIED = ((Stage.EXPORT, "tensor"), (Stage.ENGINE, "view"), (Stage.ENGINE, "state"), (Stage.TRAIN, "shard"))
 """What must be bitwise the same in the clean and in the healed run."""
+
+SEEN_BY_ORACLE = ((Stage.LOAD, "shard"), (Stage.TRAIN, "shard"), (Stage.TRAIN, "live"))
+"""What the oracle reads of a run, besides the sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +90,7 @@ class Bench:
         self._keep = keep
         self._stack = contextlib.ExitStack()
         self._engines: dict[EngineConfig, tuple[EngineProcess, list[list[HeldTensor]]]] = {}
-        self._clean: dict[tuple[Any, ...], tuple[Report, Trace]] = {}
+        self._clean: dict[tuple[Any, ...], tuple[Report, Trace, Path]] = {}
         self._oracle: Oracle | None = None
 
     def __enter__(self) -> Bench:
@@ -103,20 +107,19 @@ class Bench:
         """Run one fault: clean (once per subject), then faulted and healed in the same processes."""
         began = time.monotonic()
         setting = _Setting(self, fault)
-        key = (fault.model, fault.mesh, fault.engine, fault.dtype, fault.update)
-        if key not in self._clean:
+        if (key := setting.key) not in self._clean:
             self._progress(f"clean run of {fault.model} on {fault.mesh.label()}, engine {fault.engine}")
             _, problem = setting.run(["clean"])
             if problem:
                 raise problem
-            self._clean[key] = setting.judge("clean")
+            self._clean[key] = (*setting.judge("clean"), setting.trace("clean"))
         self._progress(f"{fault.id}: faulted and healed")
         fired, problem = setting.run(["faulted", "healed"])
         report, _ = setting.judge("faulted")
         if problem is not None:
             setting.run(["healed"])
         healed, healed_trace = setting.judge("healed")
-        clean, clean_trace = self._clean[key]
+        clean, clean_trace, _ = self._clean[key]
         bad = [item for outcome in report.outcomes if outcome.finding for item in outcome.finding.bad]
         return TrialResult(
             fault=fault,
@@ -145,6 +148,10 @@ class Bench:
         if self._oracle is None:
             self._oracle = self._stack.enter_context(Oracle(checkpoint, DEADLINE_S))
         return self._oracle
+
+    def clean(self, key: tuple[Any, ...]) -> tuple[Trace, Path] | None:
+        """The clean run of a subject and where its trace lies; None before it has run."""
+        return self._clean[key][1:] if key in self._clean else None
 
     def folder(self, fault: Fault, phase: str) -> Path:
         """Where a phase's trace goes."""
@@ -177,6 +184,11 @@ class _Setting:
         self.process, self.cold = bench.engine(engine)
         self._traces: dict[str, tuple[Path, Path]] = {}
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What faults have to share so that they share a clean run."""
+        return (self._fault.model, self._fault.mesh, self._fault.engine, self._fault.dtype, self._fault.update)
+
     def run(self, phases: list[str]) -> tuple[int, VerifierError | None]:
         """Run phases in one job; how often the fault fired on all ranks, and what ended the job early."""
         rows = []
@@ -201,6 +213,20 @@ class _Setting:
         spec = spec_of(self.config, self.subject, trace, work, str(self.process.socket_path), len(self.cold))
         return dataclasses.replace(spec, restore_first=True, deadline_s=60.0)
 
+    def trace(self, phase: str) -> Path:
+        """Where a phase's trace lies."""
+        return self._traces[phase][0]
+
+    def _record_oracle(self, trace: Path, work: Path) -> None:
+        """Ask the oracle, unless it has seen the same weights and tokens in the clean run: then what it said there."""
+        clean = self._bench.clean(self.key)
+        if clean is None or not _same_to_oracle(store.read(trace), clean[0]):
+            self._bench.oracle(self.subject.checkpoint.path).record(trace, self._spec(trace, work), self.subject)
+            return
+        for folder in ("evidence", "arrays"):
+            for file in (clean[1] / folder).glob("oracle-*"):
+                shutil.copy(file, trace / folder)
+
     def judge(self, phase: str) -> tuple[Report, Trace]:
         """Complete a phase's trace with the oracle's and the cold engine's evidence, and judge it."""
         trace, work = self._traces[phase]
@@ -214,15 +240,21 @@ class _Setting:
                     )
                 )  # fmt: skip
             recorder.close()
-        self._bench.oracle(self.subject.checkpoint.path).record(trace, self._spec(trace, work), self.subject)
+        self._record_oracle(trace, work)
         manifest = {**manifest_of(self.config, self.subject), "synced_versions": list(range(CYCLES + 1))}
         store.write_manifest(trace, {**manifest, "complete": True})
         found = store.read(trace)
         return report_of(found, str(trace)), found
 
 
-def _difference(healed: Trace, clean: Trace) -> str:
-    for stage, kind in COPIED:
+def _same_to_oracle(one: Trace, other: Trace) -> bool:
+    """True when all that the oracle reads of two runs is the same: live weights, bit for bit, and sampled tokens."""
+    sampled = [[item.facts["tokens"] for item in trace.at(Stage.ROLLOUT, "sampled")] for trace in (one, other)]
+    return sampled[0] == sampled[1] and not _difference(one, other, SEEN_BY_ORACLE)
+
+
+def _difference(healed: Trace, clean: Trace, kinds: tuple[tuple[Stage, str], ...] = COPIED) -> str:
+    for stage, kind in kinds:
         ours, theirs = (
             {(i.role, i.rank, i.version, i.name): i.digest for i in trace.at(stage, kind)} for trace in (healed, clean)
         )
