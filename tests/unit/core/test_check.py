@@ -1,0 +1,69 @@
+"""A verdict is derived: no check can pass on nothing, on half of its evidence, or by breaking."""
+
+import pytest
+
+import verifier.checks  # noqa: F401  (fills the registry)
+from verifier.core.check import Check, check, run_check
+from verifier.core.comparison import Comparison
+from verifier.core.evidence import Evidence
+from verifier.core.finding import Verdict
+from verifier.core.gate import ExitCode, exit_code
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+TRACE = Trace({}, [Evidence(stage=Stage.EXPORT, kind="tensor", name="a")])
+
+
+def compared(name: str, *, same: bool = False, stage: Stage = Stage.ENGINE, version: int = 0, badness: float = 0.5):
+    return Comparison(what=name, same=same, stage=stage, version=version, badness=0.0 if same else badness)
+
+
+def outcome_of(*comparisons: Comparison, then: Exception | None = None, needs=((Stage.EXPORT, "tensor"),)):
+    def judge(trace: Trace):
+        yield from comparisons
+        if then is not None:
+            raise then
+
+    return run_check(Check(code="ABC001", name="a-b", needs=needs, scope="export", fn=judge), TRACE)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "verdict", "code"),
+    [
+        (outcome_of(compared("a", same=True)), Verdict.HOLDS, ExitCode.HOLDS),
+        (outcome_of(compared("a", same=True), compared("b")), Verdict.VIOLATED, ExitCode.VIOLATED),
+        (outcome_of(), Verdict.INCONCLUSIVE, ExitCode.INCONCLUSIVE),
+        (outcome_of(compared("a", same=True), then=KeyError("x")), Verdict.INCONCLUSIVE, ExitCode.INCONCLUSIVE),
+        (outcome_of(compared("a"), then=KeyError("x")), Verdict.VIOLATED, ExitCode.VIOLATED),
+        (
+            outcome_of(compared("a", same=True), needs=((Stage.PLAN, "plan"),)),
+            Verdict.INCONCLUSIVE,
+            ExitCode.INCONCLUSIVE,
+        ),
+    ],
+    ids=["holds", "violated", "nothing-compared", "broke", "broke-after-a-mismatch", "not-recorded"],
+)
+def test_verdict(outcome, verdict, code):
+    assert (outcome.verdict, exit_code([outcome])) == (verdict, code)
+
+
+def test_no_outcome_at_all_is_inconclusive():
+    assert exit_code([]) is ExitCode.INCONCLUSIVE
+
+
+def test_the_first_bad_stage_is_the_earliest_by_version_and_then_by_stage():
+    finding = outcome_of(
+        compared("late", stage=Stage.LOAD, version=2),
+        compared("first", stage=Stage.EXPORT, version=1),
+        compared("worst", stage=Stage.ENGINE, version=1, badness=1.0),
+    ).finding
+    assert (finding.count, finding.first_bad_stage) == (3, Stage.EXPORT)
+    assert (finding.first.what, finding.worst.what, finding.last.what) == ("first", "worst", "late")
+    assert [item.what for item in finding.bad] == ["first", "worst", "late"]
+
+
+def test_a_code_is_given_once_and_not_without_a_page():
+    with pytest.raises(ValueError, match="check code WGT001 is taken by `loaded-shard-differs`"):
+        check("WGT001", needs=(), scope="layout")(lambda trace: iter(()))
+    with pytest.raises(ValueError, match="check ABC001 has no page: write the docstring first"):
+        check("ABC001", needs=(), scope="layout")(lambda trace: iter(()))
