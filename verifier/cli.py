@@ -93,6 +93,10 @@ def roundtrip(
     update: Annotated[
         options.Update, typer.Option("--update", help="A real optimizer step, or seeded noise on every weight.")
     ] = options.Update.STEP,
+    transport: Annotated[
+        options.Transport | None,
+        typer.Option("--transport", help="To the engine; nccl needs GPUs of its own, ipc shares the trainer's."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of tokens and noise.")] = 1,
     timeout: options.Timeout = 1800.0,
     trace: options.TraceOption = None,
@@ -110,6 +114,7 @@ def roundtrip(
     config = RoundtripConfig(
         model=model, trace=trace or next_trace("roundtrip"), mesh=mesh, dtype=DTYPES[dtype.value],
         engine=engine.value, engine_tp=engine_tp, cycles=cycles, update=update.value, seed=seed, timeout_s=timeout,
+        transport=transport.value if transport else None,
     )  # fmt: skip
     from verifier.roundtrip import run
 

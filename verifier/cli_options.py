@@ -32,6 +32,14 @@ class Update(StrEnum):
     NOISE = "noise"
 
 
+class Transport(StrEnum):
+    """How weights reach the engine."""
+
+    GLOO = "gloo"
+    NCCL = "nccl"
+    IPC = "ipc"
+
+
 Model = Annotated[
     str, typer.Option("--model", metavar="MODEL", help="A generated checkpoint, tiny:NAME, or a local HF directory.")
 ]

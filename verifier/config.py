@@ -14,6 +14,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """Spelling on the command line -> spelling everywhere else."""
 ENGINES = ("vllm", "hf")
 UPDATES = ("step", "noise")
+TRANSPORTS = ("gloo", "nccl", "ipc")
 
 
 def make_mesh(
@@ -70,12 +71,16 @@ class RoundtripConfig:
     update: str = "step"
     """"step": a real optimizer step. "noise": seeded noise on every weight, which touches every tensor."""
     seed: int = 1
+    transport: str | None = None
+    """How weights reach the engine; None chooses by tier and by the GPUs that are free."""
     timeout_s: float = 1800.0
     """Deadline of the whole run, seconds."""
 
     def __post_init__(self) -> None:
         _common(self.dtype, self.timeout_s)
         _one_of("--engine", self.engine, ENGINES)
+        if self.transport is not None:
+            _one_of("--transport", self.transport, TRANSPORTS)
         _one_of("--update", self.update, UPDATES)
         _at_least_one("--engine-tp", self.engine_tp)
         _at_least_one("--cycles", self.cycles)

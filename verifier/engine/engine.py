@@ -31,6 +31,8 @@ class EngineConfig:
     max_model_len: int = 512
     """Longest sequence, in tokens, prompt and generated together."""
     seed: int = 0
+    gpus: str = ""
+    """The GPUs of its ranks, such as "2,3"; nothing leaves it to the engine."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -166,16 +168,20 @@ def check_sequences(sequences: Sequence[Sequence[int]], *, vocab_size: int, max_
                 )
 
 
-def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool) -> None:
+def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1) -> None:
     """Say at once what would otherwise fail a minute into vLLM's start.
 
     Args:
         config: the checkpoint's config.json.
         on_cpu: vLLM would run on its CPU kernels.
+        tp: tensor parallel size of the engine.
 
     Raises:
-        UsageError: vLLM has no CPU kernels for this architecture.
+        UsageError: vLLM has no CPU kernels for this architecture, or cannot share its heads out.
     """
+    heads = config.get("num_attention_heads")
+    if heads is not None and heads % tp:
+        raise UsageError(f"--engine-tp {tp} does not divide the {heads} attention heads")
     if on_cpu and config.get("kv_lora_rank") is not None:
         raise UsageError("vLLM has no CPU kernels for multi-head latent attention; use --engine hf")
 

@@ -56,6 +56,7 @@ class VllmEngine:
             weight_transfer_config={"backend": BACKEND},
             worker_extension_cls="verifier.engine.worker_vllm.VerifierWorker",
         )
+        self._rpc("verifier_unlink_shared")
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """One prefill per sequence; vLLM does not read the prefix cache for prompt logprobs."""

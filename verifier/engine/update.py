@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from verifier.engine.client import EngineClient, Pending, agreements, receipts
@@ -16,7 +17,8 @@ from verifier.transport.wire import Agreement, Receipt, TransferFailed, chunk_wo
 if TYPE_CHECKING:
     import torch
 
-    from verifier.transport.gloo import GlooGroup, Listener
+    from verifier.transport.gloo import Listener
+    from verifier.transport.groups import Group, Show
 
 
 class PlanRefused(ContractError):
@@ -38,15 +40,23 @@ class Delivery:
     receipts: tuple[Receipt, ...]
 
 
-def connect(engine: EngineClient, listener: Listener) -> GlooGroup:
-    """Bring the engine's ranks into the sender's transfer group; once, before the first update."""
+def connect(engine: EngineClient, listener: Listener, show: Show | None = None) -> Group:
+    """Bring the engine's ranks into the sender's transfer group; once, before the first update.
+
+    Args:
+        engine: the receivers' host.
+        listener: says by its kind how bytes will move.
+        show: for CUDA IPC, see `IpcGroup`.
+    """
+    from verifier.transport.groups import over
+
     pending = engine.connect(listener.address)
-    group = _while_engine(pending, listener.accept)
+    group = over(_while_engine(pending, listener.accept), show)
     pending.result()
     return group
 
 
-def agree(engine: EngineClient, group: GlooGroup, plan: ChunkPlan) -> Agreement:
+def agree(engine: EngineClient, group: Group, plan: ChunkPlan) -> Agreement:
     """Open an update: all members say their plan's digest, and only then may a byte move.
 
     Returns:
@@ -64,11 +74,11 @@ def agree(engine: EngineClient, group: GlooGroup, plan: ChunkPlan) -> Agreement:
 
 
 def deliver(
-    engine: EngineClient, group: GlooGroup, plan: ChunkPlan, tensors: Iterable[tuple[str, torch.Tensor]]
+    engine: EngineClient, group: Group, plan: ChunkPlan, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[Delivery]:
     """Send the stream chunk by chunk; call `EngineClient.finish_update` when it is exhausted.
 
-    Holds one chunk at a time.
+    Holds two chunks at a time: the next one is packed while the engine confirms and loads this one.
 
     Args:
         engine: the receivers' host.
@@ -81,25 +91,37 @@ def deliver(
         TransferFailed: a member did not arrive before the deadline.
     """
     stream = iter(tensors)
+    problem: ContractError | None = None
+    following = _pack_next(plan.chunks[0], stream)
     for chunk in plan.chunks:
-        held: dict[str, torch.Tensor] = {}
-        for entry in chunk.entries:
-            name, tensor = next(stream, (None, None))
-            if name != entry.tensor.name:
-                what = f"`{name}`" if name else "nothing more"
-                raise ContractError(f"the stream brings {what} where the plan says `{entry.tensor.name}`")
-            held[name] = tensor
-        buffer = pack(chunk, held)
+        buffer = following
         pending = engine.receive(chunk.index)
         _while_engine(pending, partial(_send, group, plan, chunk, buffer))
+        try:
+            following = _pack_next(plan.chunks[chunk.index + 1], stream) if chunk is not plan.chunks[-1] else buffer
+        except ContractError as refusal:
+            problem = refusal
         yield Delivery(chunk=chunk, buffer=buffer, receipts=tuple(receipts(pending.result())))
+        if problem is not None:
+            raise problem
     if (extra := next(stream, None)) is not None:
         raise ContractError(f"the stream brings `{extra[0]}` after the plan's end")
 
 
-def _send(group: GlooGroup, plan: ChunkPlan, chunk: Chunk, buffer: torch.Tensor) -> None:
+def _pack_next(chunk: Chunk, stream: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    """Draw as many tensors as the chunk plans, then compare: all ranks draw alike, whatever is wrong with a name."""
+    drawn = list(islice(stream, len(chunk.entries)))
+    for place, entry in enumerate(chunk.entries):
+        name = drawn[place][0] if place < len(drawn) else None
+        if name != entry.tensor.name:
+            what = f"`{name}`" if name else "nothing more"
+            raise ContractError(f"the stream brings {what} where the plan says `{entry.tensor.name}`")
+    return pack(chunk, dict(drawn))
+
+
+def _send(group: Group, plan: ChunkPlan, chunk: Chunk, buffer: torch.Tensor) -> None:
     if group.agree(chunk_word(plan.digest, chunk.index)).reached:
-        group.broadcast(buffer, f"chunk {chunk.index} of {len(plan.chunks)}")
+        group.send(buffer, f"chunk {chunk.index} of {len(plan.chunks)}")
 
 
 def _while_engine[T](pending: Pending, act: Callable[[], T]) -> T:

@@ -161,9 +161,16 @@ def _redirect_output(setup: RankSetup) -> None:
 
 
 def _join(setup: RankSetup) -> None:
-    """Initialise torch.distributed over gloo, on the store whose socket was bound before the fork."""
+    """Initialise torch.distributed on the store whose socket was bound before the fork; with GPUs, over NCCL too."""
+    import torch
     import torch.distributed as dist
 
+    from verifier.platform import select
+
+    backends = "gloo"
+    if select() == "cuda":
+        backends = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(setup.rank % torch.cuda.device_count())
     os.environ.update(
         RANK=str(setup.rank),
         LOCAL_RANK=str(setup.rank),
@@ -186,7 +193,7 @@ def _join(setup: RankSetup) -> None:
         timeout=timeout,
         master_listen_fd=setup.store_fd,
     )
-    dist.init_process_group("gloo", store=store, rank=setup.rank, world_size=setup.world_size, timeout=timeout)
+    dist.init_process_group(backends, store=store, rank=setup.rank, world_size=setup.world_size, timeout=timeout)
     recorder.leave()
 
 

@@ -65,7 +65,8 @@ class Zygote:
         self._socket = ours
         self._log = tempfile.TemporaryFile()
         main_thread = threading.current_thread() is threading.main_thread()
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        # Whoever asks for GPUs while importing asks the driver's management library, which does not start CUDA.
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and code

@@ -19,7 +19,7 @@ import torch
 
 from verifier.errors import UsageError
 from verifier.platform.patch import Patch, apply, require_parameters, source_parameters
-from verifier.platform.pins import require_pins
+from verifier.platform.pins import TRAINER, require_pins
 
 _DONE = "verifier.platform.cpu.installed"
 
@@ -37,7 +37,7 @@ def install() -> None:
         raise UsageError("megatron.core was imported before the CPU platform: call `install_for('cpu')` first")
     if getattr(sys.modules.get("transformer_engine"), "__version__", None):
         raise UsageError("transformer_engine was imported before the CPU platform: call `install_for('cpu')` first")
-    require_pins("torch", "megatron-core", "megatron-bridge", "transformers")
+    require_pins(*TRAINER)
     from verifier.platform.cpu_cuda_shims import core_patches, torch_patches
 
     apply(torch_patches())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 
-from verifier.errors import UsageError
-from verifier.platform.pins import require_pins
+from verifier.errors import InternalError, UsageError
+from verifier.platform.pins import TRAINER, require_pins
 
+_CUDA_NOT_STARTED = 3
+"""CUDA_ERROR_NOT_INITIALIZED."""
 LOCAL_RANK = "LOCAL_RANK"
 """Environment variable that names this process's GPU on its host, as torchrun sets it."""
 
@@ -20,9 +23,36 @@ def install() -> None:
     import torch
 
     if not torch.cuda.device_count():
-        raise UsageError("the gpu tier needs a GPU and torch sees none: run with --tier cpu")
-    require_pins("torch", "megatron-core", "megatron-bridge", "transformers", "transformer-engine")
+        raise UsageError("the gpu tier needs a GPU and torch sees none")
+    require_pins(*TRAINER, "transformer-engine")
+    # Packed micro-batches have a length each: compiled, every fused element-wise function would be compiled again.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    # A program that uses NVLink multicast can put GPUs that others share out of service.
+    os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
     # Megatron's overlap of collectives with compute needs one hardware queue; it must be set before CUDA starts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if LOCAL_RANK in os.environ:
         torch.cuda.set_device(int(os.environ[LOCAL_RANK]))
+
+
+def require_gpus(count: int, what: str) -> None:
+    """Refuse a run that needs more GPUs than this host has: NCCL takes one process per GPU.
+
+    Raises:
+        UsageError: says how many there are.
+    """
+    import torch
+
+    found = torch.cuda.device_count()
+    if count > found:
+        raise UsageError(f"{what} needs {count} GPUs, this host has {found}: choose a smaller mesh")
+
+
+def require_not_started() -> None:
+    """Refuse to fork from a process in which CUDA was started: no forked rank could use a GPU.
+
+    Raises:
+        InternalError: an import has started the driver.
+    """
+    if ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_NOT_STARTED:
+        raise InternalError("an import has started CUDA in the process that ranks are forked from")

@@ -18,6 +18,9 @@ PINS = {
 }
 """Distribution name to version; `ci/locks` installs exactly these."""
 
+TRAINER = ("torch", "megatron-core", "megatron-bridge", "transformers")
+"""What every run needs, on either tier."""
+
 
 def installed(name: str) -> str | None:
     """Installed version of a distribution without its local part (`+cu130`), or None."""

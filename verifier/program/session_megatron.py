@@ -42,7 +42,8 @@ from verifier.train.gradients_megatron import whole_gradients
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
-    from verifier.transport.gloo import GlooGroup
+    from verifier.transport.cuda_ipc import Share
+    from verifier.transport.groups import Group
 
 DATA_PARALLEL = provider_megatron.DataParallel(
     distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
@@ -58,7 +59,10 @@ def preload_cpu() -> None:
 
 def preload_cuda() -> None:
     """Import everything for the GPU tier, before ranks are forked."""
+    from verifier.platform.cuda import require_not_started
+
     provider_megatron.preload("cuda")
+    require_not_started()
 
 
 def rollouts_of(sequences: Sequence[Sequence[int]], version: int) -> list[Rollout]:
@@ -83,10 +87,18 @@ class Session:
         spec: what to do.
         context: who this rank is.
         engine: on rank 0 of a run with an engine: its side of the conversation.
+        share: where every trainer rank shows a buffer to the engine.
     """
 
-    def __init__(self, spec: RunSpec, context: RankContext, probe: Recorder, engine: EngineSide | None = None) -> None:
-        self.spec, self.context, self.probe, self.engine = spec, context, probe, engine
+    def __init__(
+        self,
+        spec: RunSpec,
+        context: RankContext,
+        probe: Recorder,
+        engine: EngineSide | None = None,
+        share: Share | None = None,
+    ) -> None:
+        self.spec, self.context, self.probe, self.engine, self._share = spec, context, probe, engine, share
         self.rank, self.mesh = context.rank, spec.mesh
         self.work = Path(spec.work)
         self.source = open_checkpoint(spec.checkpoint)
@@ -216,17 +228,26 @@ class Session:
         self.say(f"version {version}: export and transfer")
         stream = self.export(version)
         self._sent: dict[str, torch.Tensor] = {}
-        if self.engine is None:
+        if self.engine is None and self._share is not None:
+            from verifier.transport.cuda_ipc import follow
+
+            follow(self._share, self.plan, stream)
+        elif self.engine is None:
             for _ in stream:
                 pass
         else:
             self._sent = self.engine.transfer(self.plan, stream, version)
 
     def record_update(self, version: int) -> None:
-        """What the live parameters of all ranks are after an update, joined without Megatron-Bridge."""
+        """What the live parameters of all ranks are after an update, joined without Megatron-Bridge.
+
+        A family without a layout row has no such join: the oracle then gets what was exported.
+        """
         with step_megatron.params_synced(self.trainer):
             self.live.record(self.probe, Stage.TRAIN, "shard", version)
             if self.layout is None:
+                if self._sent:
+                    save_checkpoint(self.work / f"live-{version}", self.source.config, self._sent.items())
                 return
             shards = self._folder(f"shards-{version}")
             self.live.dump(shards, self.live.tensors())
@@ -285,14 +306,24 @@ class Session:
             save_checkpoint(self.work / "exported", self.source.config, self._sent.items())
 
 
-def open_engine(spec: RunSpec, probe: Recorder) -> tuple[EngineSide, GlooGroup]:
+def open_engine(spec: RunSpec, probe: Recorder, share: Share | None) -> tuple[EngineSide, Group]:
     """Rank 0's connection to the engine, and the transfer group with its ranks."""
     from verifier.engine import update
     from verifier.transport.gloo import Listener
 
     client = EngineClient(str(spec.engine_socket), deadline_s=spec.deadline_s)
-    group = update.connect(client, Listener(spec.engine_ranks, deadline_s=spec.deadline_s))
-    return EngineSide(client, group, spec.engine_ranks, Path(spec.trace), probe), group
+    listener = Listener(spec.engine_ranks, deadline_s=spec.deadline_s, kind=spec.transport)
+    group = update.connect(client, listener, share.show if share else None)
+    return EngineSide(client, group, spec.engine_ranks, Path(spec.trace), probe, share), group
+
+
+def open_share(spec: RunSpec) -> Share | None:
+    """Every trainer rank's end of the rounds in which buffers are shown to the engine, where CUDA IPC moves them."""
+    if spec.engine_socket is None or spec.transport != "ipc":
+        return None
+    from verifier.transport.cuda_ipc import Share
+
+    return Share()
 
 
 def roundtrip(context: RankContext) -> dict[str, float]:
@@ -300,9 +331,10 @@ def roundtrip(context: RankContext) -> dict[str, float]:
     spec = RunSpec.from_json(context.args)
     probe = Recorder(Path(spec.trace), "trainer", context.rank)
     engine = group = None
+    share = open_share(spec)
     if spec.engine_socket is not None and context.rank == 0:
-        engine, group = open_engine(spec, probe)
-    Session(spec, context, probe, engine).run()
+        engine, group = open_engine(spec, probe, share)
+    Session(spec, context, probe, engine, share).run()
     probe.close()
     if engine is not None and group is not None:
         engine.close()

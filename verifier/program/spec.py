@@ -57,6 +57,8 @@ class RunSpec:
     engine_socket: str | None = None
     """None where no engine takes part."""
     engine_ranks: int = 0
+    transport: str = "gloo"
+    """How weights reach the engine: "gloo", "nccl" or "ipc"."""
     restore_first: bool = False
     """Send version 0 to the engine before anything else, so that it holds what this run expects of it."""
     source_from_manifest: bool = False

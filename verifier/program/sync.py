@@ -21,7 +21,8 @@ from verifier.transport.buffer import dtype_name, unpack
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from verifier.transport.gloo import GlooGroup
+    from verifier.transport.cuda_ipc import Share
+    from verifier.transport.groups import Group
 
 SAMPLED_TOKENS = 4
 """Tokens sampled from each prompt."""
@@ -35,10 +36,19 @@ class EngineSide:
         group: the transfer group that the engine has joined.
         trace: trace directory; each engine rank gets a recorder.
         trainer: the recorder of trainer rank 0.
+        share: where the other trainer ranks show buffers too: the rounds in which they do.
     """
 
-    def __init__(self, client: EngineClient, group: GlooGroup, num_ranks: int, trace: Path, trainer: Probe) -> None:
-        self.client, self._group, self._trainer = client, group, trainer
+    def __init__(
+        self,
+        client: EngineClient,
+        group: Group,
+        num_ranks: int,
+        trace: Path,
+        trainer: Probe,
+        share: Share | None = None,
+    ) -> None:
+        self.client, self._group, self._trainer, self._share = client, group, trainer, share
         self._ranks = [Recorder(trace, "engine", rank) for rank in range(num_ranks)]
 
     def poison(self, version: int) -> None:
@@ -72,17 +82,25 @@ class EngineSide:
             self.poison(version)
             agreement = update.agree(self.client, self._group, plan)
             self._record_plans(agreement.said[1:], version)
+            if self._share is not None and not self._share.begin(go=True):
+                raise ContractError("a trainer rank has nothing to send: its log says why")
             for delivery in update.deliver(self.client, self._group, plan, stream):
                 sent |= {name: tensor.clone() for name, tensor in unpack(delivery.chunk, delivery.buffer.cpu())}
                 for receipt in delivery.receipts:
                     self._record_receipt(receipt, version)
+            if self._share is not None:
+                self._share.end()
             self.client.finish_update()
             self.client.reset_prefix_cache()
         except update.PlanRefused as problem:
             self._record_plans(problem.agreement.said[1:], version)
             refusal = str(problem)
+            if self._share is not None:
+                self._share.begin(go=False)
         except ContractError as problem:
             refusal = str(problem)
+            if self._share is not None:
+                self._share.stop()
         for _ in stream:
             pass
         self._trainer.emit(

@@ -20,7 +20,7 @@ from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.provider_megatron import validate
 from verifier.model.tiny import resolve_model
 from verifier.platform import select
-from verifier.platform.pins import PINS, installed
+from verifier.platform.pins import PINS, TRAINER, installed, require_pins
 from verifier.program.spec import RunSpec
 
 Progress = Callable[[str], None]
@@ -59,8 +59,9 @@ def open_subject(model: str, dtype: str, mesh: Mesh) -> Subject:
 
     Raises:
         UsageError: unknown model, damaged checkpoint, a mesh that does not divide it, or a dtype that is not the
-            checkpoint's.
+            checkpoint's; an upstream version that is not supported.
     """
+    require_pins(*TRAINER)
     checkpoint = open_checkpoint(resolve_model(model, cache_folder(), dtype))
     validate(checkpoint.config, mesh)
     dtypes = [checkpoint.meta(name).dtype for name in checkpoint.names()]
@@ -70,7 +71,12 @@ def open_subject(model: str, dtype: str, mesh: Mesh) -> Subject:
             f"the checkpoint is stored in {stored} and the run asks for {dtype}: rounding it would hide what is to be "
             f"shown; choose the checkpoint's own dtype, or convert it first"
         )
-    return Subject(checkpoint=checkpoint, dtype=dtype, mesh=mesh, tier=select())
+    tier = select()
+    if tier == "cuda":
+        from verifier.platform.cuda import require_gpus
+
+        require_gpus(mesh.world_size, f"mesh {mesh.label()}")
+    return Subject(checkpoint=checkpoint, dtype=dtype, mesh=mesh, tier=tier)
 
 
 def identity(subject: Subject, command: str, model: str, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,9 +97,7 @@ class GlooGroup:
 class Listener:
     """The sender's open door: `address` is handed to the engine, then `accept` waits for its ranks."""
 
-    def __init__(
-        self, num_receivers: int, *, deadline_s: float, host: str = "127.0.0.1", kind: str = "gloo"
-    ) -> None:
+    def __init__(self, num_receivers: int, *, deadline_s: float, host: str = "127.0.0.1", kind: str = "gloo") -> None:
         door = socket.create_server((host, 0))
         port = door.getsockname()[1]
         self.address = Address(host=host, port=port, world_size=num_receivers + 1, deadline_s=deadline_s, kind=kind)

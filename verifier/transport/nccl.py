@@ -1,0 +1,81 @@
+"""The transfer group of engines on other GPUs than the sender's: bytes by NCCL, words by gloo."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupNCCL
+
+from verifier.errors import UsageError
+from verifier.transport.gloo import GlooGroup
+from verifier.transport.wire import Agreement, TransferFailed
+
+
+class NcclGroup:
+    """A joined transfer group that broadcasts from GPU to GPU. Not for several threads.
+
+    The communicator comes up with the first buffer, in which all members meet.
+
+    Args:
+        words: the group of the same members, over which they agree before a byte moves.
+
+    Raises:
+        UsageError: torch sees no GPU in this process.
+    """
+
+    def __init__(self, words: GlooGroup) -> None:
+        if not torch.cuda.is_available():
+            raise UsageError("a transfer by NCCL needs a GPU on both sides: use --transport gloo")
+        self.rank, self.address = words.rank, words.address
+        self._words = words
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self.address.deadline_s)
+        self._group = ProcessGroupNCCL(PrefixStore("nccl", words.store), self.rank, self.address.world_size, options)
+
+    def agree(self, word: str) -> Agreement:
+        """See `GlooGroup.agree`."""
+        return self._words.agree(word)
+
+    def send(self, buffer: torch.Tensor, what: str) -> None:
+        """From rank 0 to all.
+
+        Args:
+            buffer: [num_bytes] uint8; copied to the GPU if it is not there.
+            what: names the content in the error.
+
+        Raises:
+            TransferFailed: a member did not arrive before the deadline.
+        """
+        self._broadcast(buffer.to("cuda"), what)
+
+    def receive(self, num_bytes: int, what: str) -> torch.Tensor:
+        """What rank 0 sends, as [num_bytes] uint8 in fresh memory of this rank's GPU.
+
+        Raises:
+            TransferFailed: a member did not arrive before the deadline.
+        """
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+        self._broadcast(buffer, what)
+        return buffer
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+        self._words.close()
+
+    def _broadcast(self, buffer: torch.Tensor, what: str) -> None:
+        if self._group is None:
+            raise TransferFailed(f"rank {self.rank} of the transfer group left it and cannot wait for {what}")
+        deadline = timedelta(seconds=self.address.deadline_s)
+        options = BroadcastOptions()
+        options.rootRank = 0
+        try:
+            self._group.broadcast([buffer], options).wait(deadline)
+        except RuntimeError as error:
+            raise TransferFailed(
+                f"transfer rank {self.rank} waited up to {self.address.deadline_s:g} s in an NCCL broadcast of {what}: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
