@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,12 @@ FP32 = Tolerance(
 )
 
 
-def _bounds(trace: Trace, version: int) -> tuple[Tolerance, Tolerance | None]:
+def _bounds(trace: Trace, version: int, num_tokens: int) -> tuple[Tolerance, Tolerance | None]:
     """(bound on the greatest, bound on the mean) absolute difference in nats.
 
-    In bf16 both come from the run: transformers in bf16 against transformers in fp32, on the same tokens and weights.
+    In bf16 both come from the run: transformers in bf16 against transformers in fp32, on the run's tokens and weights.
+    The mean of few tokens scatters: three standard errors are added. Measured on a DeepSeek-V3 with 16 experts, whose
+    router flips in bf16: 0.06 nats on the mean of 262 tokens, and 0.18 on that of 8 sampled ones of the same weights.
     """
     if trace.manifest["dtype"] == "float32":
         return FP32, None
@@ -30,10 +33,11 @@ def _bounds(trace: Trace, version: int) -> tuple[Tolerance, Tolerance | None]:
     if noise is None:
         raise LookupError(f"no measured noise for version {version}")
     greatest, mean = float(noise.facts["max"]), float(noise.facts["mean"])
+    scatter = 3 * float(noise.facts["deviation"]) / math.sqrt(max(1, num_tokens))
     source = "this run's noise: transformers in the run's dtype against transformers in fp32, times {}"
     return (
         Tolerance(absolute=3 * greatest, unit="nats", source=source.format(3)),
-        Tolerance(absolute=2 * mean, unit="nats", source=source.format(2)),
+        Tolerance(absolute=2 * mean + scatter, unit="nats", source=source.format("2 and three standard errors")),
     )
 
 
@@ -41,8 +45,8 @@ def _compare(
     trace: Trace, actual: Evidence, expected: Evidence, stage: Stage, actual_says: str, expected_says: str, hint: str
 ) -> Iterator[Comparison]:
     """One comparison per sequence, token by token."""
-    worst_bound, mean_bound = _bounds(trace, actual.version)
     got, want = trace.array(actual), trace.array(expected)
+    worst_bound, mean_bound = _bounds(trace, actual.version, got.numel())
     lengths = [int(n) for n in expected.facts["lengths"]]
     if list(actual.facts["lengths"]) != lengths or got.numel() != sum(lengths) or want.numel() != sum(lengths):
         yield Comparison(
@@ -115,7 +119,8 @@ def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The trainer scores tokens as transformers in fp32 does with the same weights.
 
     What it checks: teacher-forced log-probabilities, token by token, at every version, against an independent
-    implementation that holds the trainer's own live weights (joined without Megatron-Bridge).
+    implementation that holds the trainer's own live weights (joined without Megatron-Bridge; of a family without a
+    layout row, the exported ones).
     Why it matters: import and export that are wrong alike, a wrong rope base, epsilon or scaling, a misplaced label:
     all leave the round trip an identity.
     Evidence: logprob/trainer, logprob/oracle (arrays).

@@ -109,15 +109,27 @@ def _write_array(path: Path, array: torch.Tensor) -> None:
 
 
 def create(path: Path, manifest: Mapping[str, Any]) -> Path:
-    """Make a trace directory with an incomplete manifest; UsageError if it exists and is not empty."""
+    """Make a trace directory with an incomplete manifest; nothing is left if it cannot be made whole.
+
+    Raises:
+        UsageError: it exists and is not empty, or cannot be written.
+    """
     try:
-        if path.exists() and any(path.iterdir()):
-            raise UsageError(f"the trace directory `{path}` is not empty: choose another --trace")
-        (path / "evidence").mkdir(parents=True)
-        (path / "arrays").mkdir()
+        in_use = path.exists() and any(path.iterdir())
     except OSError as problem:
         raise _refuse_full_disk(problem, path) from problem
-    write_manifest(path, {**manifest, "complete": False})
+    if in_use:
+        raise UsageError(f"the trace directory `{path}` is not empty: choose another --trace")
+    try:
+        (path / "evidence").mkdir(parents=True)
+        (path / "arrays").mkdir()
+        write_manifest(path, {**manifest, "complete": False})
+    except OSError as problem:
+        discard(path)
+        raise _refuse_full_disk(problem, path) from problem
+    except UsageError:
+        discard(path)
+        raise
     return path
 
 

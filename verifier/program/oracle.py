@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -47,8 +48,8 @@ class Oracle:
     def record(self, trace: Path, spec: RunSpec, subject: Subject) -> None:
         """Score the run's tokens, and those that the engine sampled, with the weights of every version.
 
-        Version 0 is the source; later ones are the trainer's live shards, joined without Megatron-Bridge. Where the
-        family has no layout row, only version 0 has an oracle.
+        Version 0 is the source; later ones are the trainer's live shards, joined without Megatron-Bridge, or what was
+        exported where the family has no layout row.
         """
         recorder = store.Recorder(trace, "oracle", 0)
         seen = store.read(trace)
@@ -99,5 +100,5 @@ def _emit_noise(
     recorder: store.Recorder, version: int, rounded: Sequence[Sequence[float]], exact: Sequence[Sequence[float]]
 ) -> None:
     gaps = [abs(x - y) for low, high in zip(rounded, exact, strict=True) for x, y in zip(low, high, strict=True)]
-    facts = {"max": max(gaps), "mean": sum(gaps) / len(gaps)}
+    facts = {"max": max(gaps), "mean": statistics.fmean(gaps), "deviation": statistics.pstdev(gaps)}
     recorder.emit(Evidence(stage=Stage.LOGPROB, kind="noise", name="noise", version=version, facts=facts))
