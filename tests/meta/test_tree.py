@@ -84,8 +84,19 @@ def test_no_pickle_in_the_package():
     assert not found, "\n".join(found)
 
 
+def skips_of_fixtures(tree: ast.Module) -> set[int]:
+    """Every `pytest.skip("what is missing")` in a fixture."""
+    return {
+        id(node.func)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef) and any("fixture" in ast.unparse(d) for d in function.decorator_list)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.skip" and node.args
+    }
+
+
 def test_no_skip_without_a_marker_and_a_reason():
-    """A skip is declared above the test and says what is missing; nothing is expected to fail."""
+    """A skip is declared above the test, or made by a fixture that asked the machine; it says what is missing."""
     found = []
     for path in python_files("tests"):
         tree = tree_of(path)
@@ -97,7 +108,7 @@ def test_no_skip_without_a_marker_and_a_reason():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Attribute):
                 continue
-            marked = node.attr == "skipif" and id(node) in reasoned
+            marked = (node.attr == "skipif" and id(node) in reasoned) or id(node) in skips_of_fixtures(tree)
             if node.attr in {"skip", "skipif", "xfail", "importorskip"} and not marked:
                 found.append(f"{where(path, node.lineno)}: {node.attr}")
     assert not found, "\n".join(found)
