@@ -12,7 +12,7 @@ from verifier.engine.client import EngineClient
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import Fault, Fired, Side
 from verifier.model import provider_megatron
-from verifier.program.session_megatron import Session, open_engine
+from verifier.program.session_megatron import Session, open_engine, open_share
 from verifier.program.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -59,10 +59,11 @@ def _run(spec: RunSpec, context: RankContext) -> None:
     probe = Recorder(Path(spec.trace), "trainer", context.rank)
     engine: Any = None
     group: Any = None
+    share = open_share(spec)
     if spec.engine_socket is not None and context.rank == 0:
-        engine, group = open_engine(spec, probe)
+        engine, group = open_engine(spec, probe, share)
     try:
-        Session(spec, context, probe, engine).run()
+        Session(spec, context, probe, engine, share).run()
     finally:
         probe.close()
         if engine is not None:
