@@ -30,6 +30,12 @@ ARRAYS = {
     "wrong": torch.tensor([-1.5, -2.25, -0.5, -6.0, -6.75]),
     "not finite": torch.tensor([-1.5, float("nan"), -0.5, -6.0, -6.25]),
     "rows": torch.arange(6),
+    "routes": torch.tensor([[0, 0, 1, 2, 5], [0, 1, 1, 7, 0], [1, 0, 1, 3, 4]]),
+    "first half": torch.tensor([[0, 0, 1, 5, 2]]),
+    "second half": torch.tensor([[0, 1, 1, 0, 7], [1, 0, 1, 3, 4]]),
+    "next token's": torch.tensor([[0, 1, 1, 3, 4], [1, 0, 1, 3, 4]]),
+    "routes": torch.tensor([[0, 0, 1, 3, 2], [0, 1, 1, 0, 1]]),
+    "other routes": torch.tensor([[0, 0, 1, 3, 2], [0, 1, 1, 0, 2]]),
 }
 LENGTHS = {"lengths": [3, 2]}
 
@@ -83,7 +89,7 @@ def clean() -> list[Evidence]:
     for name in SHAPES:
         measured = {"gradient_gap": 1e-9, "gradient_scale": 0.25, "step_gap": 1e-4}
         seen.append(Evidence(stage=Stage.LOSS, kind="gradient", name=name, version=1, role="oracle", facts=measured))
-    seen += tokens()
+    seen += tokens() + routes()
     poisoned = {"intact": [], "total": 2, "left": [], "declared": []}
     seen.append(Evidence(stage=Stage.ENGINE, kind="poison", name="poison", version=1, role="engine", facts=poisoned))
     seen.append(Evidence(stage=Stage.TRANSPORT, kind="handover", name="transfer", version=1, facts={"refused": ""}))
@@ -117,6 +123,37 @@ def tokens() -> list[Evidence]:
     )
     audit = {"tokens": 3, "misplaced": 0, "shown": []}
     seen.append(Evidence(stage=Stage.PACK, kind="ledger", name="trained sequence-0", version=1, facts=audit))
+    return seen
+
+
+def routes() -> list[Evidence]:
+    """Routes of two tokens of one rollout (rollout, position, layer, two experts), as given and as used."""
+    who = {"rollouts": ["sequence-0", "sequence-1"], **LENGTHS}
+    return [
+        Evidence(stage=Stage.REPLAY, kind=kind, name=name, role="trainer", facts=facts, array=array)
+        for kind, name, facts, array in (
+            ("routes", "made-up routes", {"rollouts": ["sequence-0"]}, "routes"),
+            ("choice", "made-up routes", {"at": "tp=0"}, "routes"),
+            ("natural", "natural routes", who, "right"),
+            ("scored", "natural routes replayed", who, "right"),
+        )
+    ]
+
+
+def replay() -> list[Evidence]:
+    """Made-up routes of two rollouts in layer 1, seen on two ranks, and three passes that agree."""
+    ids = {"rollouts": ["sequence 0", "sequence 1"]}
+    seen = [Evidence(stage=Stage.REPLAY, kind="routes", name="sentinel routes", facts=ids, array="routes")]
+    seen += [
+        Evidence(
+            stage=Stage.REPLAY, kind="choice", name="sentinel routes", rank=rank, array=half, facts={"at": f"tp={rank}"}
+        )
+        for rank, half in enumerate(("first half", "second half"))
+    ]  # fmt: skip
+    for kind, name in (("natural", "natural routes"), ("scored", "natural routes replayed")):
+        seen.append(
+            Evidence(stage=Stage.REPLAY, kind=kind, name=name, facts={**ids, **LENGTHS}, array="right")
+        )
     return seen
 
 
@@ -174,6 +211,8 @@ def with_facts(**facts: object) -> Change:
 
 BROKEN: dict[str, list[Evidence]] = {
     "LSS001": change(Stage.LOSS, "gradient", with_facts(gradient_gap=0.125), name="b"),
+    "RPL001": change(Stage.REPLAY, "choice", with_array("other routes")),
+    "RPL002": change(Stage.REPLAY, "scored", with_array("close")),
     "TRN001": change(Stage.LOSS, "gradient", with_facts(step_gap=0.5), name="a"),
     "WGT001": change(Stage.LOAD, "shard", other_bits, name="a", rank=1),
     "WGT002": change(Stage.TRAIN, "shard", other_bits, name="b", rank=1),
@@ -186,6 +225,8 @@ BROKEN: dict[str, list[Evidence]] = {
     "PCK001": change(Stage.PACK, "ledger", with_facts(misplaced=1, shown=[[2, "label", 7, 8]])),
     "PCK002": change(Stage.PACK, "layout", with_facts(cu_seqlens_padded=[0, 3, 5])),
     "PCK003": change(Stage.PACK, "batch", other_bits, rank=1),
+    "RPL001": change(Stage.REPLAY, "choice", with_array("next token's"), rank=1),
+    "RPL002": change(Stage.REPLAY, "scored", with_array("wrong")),
     "PLN001": change(Stage.PLAN, "plan", lambda item: replace(item, digest="plan:2"), role="trainer", rank=1),
     "PLN002": change(Stage.PLAN, "entry", rounded, name="b"),
     "TPT001": change(Stage.TRANSPORT, "receipt", rounded, name="b"),
