@@ -18,6 +18,7 @@ from verifier.engine.engine import EngineConfig, HeldTensor, refuse_unsupported
 from verifier.engine.process import EngineProcess
 from verifier.errors import UsageError
 from verifier.launch.zygote import Zygote
+from verifier.model.families import num_experts_of
 from verifier.platform.pins import require_pins
 from verifier.program.oracle import Oracle
 from verifier.program.placement import engine_gpus, transport_of
@@ -90,6 +91,8 @@ def engine_config_of(config: RoundtripConfig, subject: Subject) -> EngineConfig:
 def manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
     """Run identity, and which checks have a subject in this run."""
     scopes = ["tokens", "export", "plan", "transport", "engine", "cold", "logprob", "rollout"]
+    if num_experts_of(subject.checkpoint.config):
+        scopes.append("replay")
     if layout := subject.layout_scopes:
         scopes += [*layout, "update"]
     if config.update == "step":

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from verifier.errors import UsageError
 
@@ -123,6 +124,8 @@ _SHARED_EXPERTS = (
 
 _NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None), "quantization_config": (None,)}
 
+_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+
 FAMILIES: dict[str, Family] = {
     row.name: row
     for row in (
@@ -172,6 +175,11 @@ def family_of(config: Mapping[str, JSON]) -> Family | None:
             complete = all(config.get(key) is not None for key in row.needs)
             return row if holds and complete else None
     return None
+
+
+def num_experts_of(config: Mapping[str, Any]) -> int:
+    """Routed experts of each layer that has any, however the family spells it; 0 for a dense model."""
+    return int(next((config[key] for key in _EXPERT_COUNTS if config.get(key)), 0))
 
 
 def sizes_of(config: Mapping[str, JSON]) -> dict[str, int]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
+from verifier.model.families import num_experts_of
 from verifier.platform import Tier, install_for, select
 
 DTYPES = ("float32", "bfloat16")
@@ -75,7 +76,7 @@ def validate(config: Mapping[str, Any], mesh: Mesh) -> None:
     Raises:
         UsageError: names the axis, the size, and what it does not divide.
     """
-    experts = config.get("num_experts") or config.get("n_routed_experts")
+    experts = num_experts_of(config)
     if mesh.ep > 1 and not experts:
         raise UsageError(f"ep = {mesh.ep}, but {_architecture(config)} has no experts")
     if mesh.etp > 1 and not experts:
@@ -162,9 +163,11 @@ def build(
 
 
 def teardown() -> None:
-    """Forget the model-parallel groups, so that this process can build another model on another mesh."""
+    """Forget the model-parallel groups and the routers, so that this process can build another model."""
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router_replay import RouterReplay
 
+    RouterReplay.clear_global_router_replay_instances()
     parallel_state.destroy_model_parallel()
 
 

@@ -34,10 +34,11 @@ from verifier.program.record_megatron import (
     record_source,
     recorded,
 )
+from verifier.program.routes_megatron import record_replay
 from verifier.program.spec import CLIP_GRAD, LEARNING_RATE, RunSpec, turns
 from verifier.program.sync import EngineSide
 from verifier.program.tokens_megatron import TokenProbe
-from verifier.train import step_megatron
+from verifier.train import replay_megatron, step_megatron
 from verifier.train.gradients_megatron import whole_gradients
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class Session:
         self.say(f"loading {self.mesh.world_size} trainer ranks ({self.mesh.label()})")
         self.trainer = provider_megatron.build(
             spec.checkpoint, self.mesh, dtype=spec.dtype, tier=spec.tier, data_parallel=DATA_PARALLEL,
-            deadline_s=spec.deadline_s,
+            deadline_s=spec.deadline_s, overrides=replay_megatron.PROVIDER_FIELDS,
         )  # fmt: skip
         self.live = LiveWeights(self.trainer.chunks, self.layout, self.mesh, self.rank)
         self.live.record_expected(self.probe, self.source)
@@ -139,6 +140,12 @@ class Session:
             )  # fmt: skip
         with step_megatron.params_synced(self.trainer):
             self.live.record(self.probe, Stage.TRAIN, "scored", version)
+
+    def replay(self) -> None:
+        """Of a mixture of experts: routes that rollouts carry are what the routers use."""
+        if self.trainer.provider.num_moe_experts:
+            self.say("replaying routes")
+            record_replay(self.probe, self.trainer, rollouts_of(self.spec.sequences, 0))
 
     def _tokens(self, name: str, version: int, rollouts: list[Rollout]) -> TokenProbe:
         return TokenProbe(self.probe, self.mesh, self.rank, name, version, rollouts)
@@ -286,6 +293,7 @@ class Session:
         """Everything, in the order of the data flow."""
         self.load()
         self.score(0)
+        self.replay()
         self._sent = {name: self.source.read(name) for name in self.source.names()} if self.engine else {}
         agreed = self.agree_on_plan()
         if not agreed:
@@ -304,6 +312,17 @@ class Session:
             self.observe_engine(version)
         if self._sent:
             save_checkpoint(self.work / "exported", self.source.config, self._sent.items())
+
+    def run_tokens(self) -> None:
+        """The token path alone: nothing is exported, no engine takes part."""
+        self.load()
+        self.score(0)
+        self.replay()
+        self.idle_step()
+        for version in range(1, self.spec.cycles + 1):
+            self.update(version)
+            self.record_update(version)
+            self.score(version)
 
 
 def open_engine(spec: RunSpec, probe: Recorder, share: Share | None) -> tuple[EngineSide, Group]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from verifier.data.rollout import MISSING_ROUTE
@@ -90,6 +91,25 @@ def replay_routes(
         experts[layer] = routes_TK
     unrouted_T = torch.zeros_like(free_T) if packed.routes_TMK is None else _missing(packed.routes_TMK[held])
     return Replay(experts=experts, free_T=(packed.segments_T[held] == PADDING) | (free_T & unrouted_T))
+
+
+def sentinel_routes(key: int, num_tokens: int, *, num_moe_layers: int, num_experts: int, topk: int) -> np.ndarray:
+    """Routes that no router would choose by itself: random, and other ones for every (key, token, layer).
+
+    Args:
+        key: of the rollout.
+        num_tokens: L.
+        num_moe_layers: M.
+        num_experts: experts of each layer.
+        topk: K, at most `num_experts`.
+
+    Returns:
+        [L, M, K] int32, distinct within each K; the last token has `MISSING_ROUTE`, as engines leave it.
+    """
+    draw = np.random.default_rng([key, num_tokens])
+    routes = draw.random((num_tokens, num_moe_layers, num_experts)).argsort(-1)[..., :topk].astype(np.int32)
+    routes[-1] = MISSING_ROUTE
+    return routes
 
 
 def packed_rows_of(packed: PackedBatch, mesh: Mesh, tp: int) -> slice:

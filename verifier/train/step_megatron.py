@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 OnShards = Callable[[list[PackedBatch]], None]
 """Called on every rank with its micro-batches, before they are used; it only looks."""
+OnChunk = Callable[[int, PackedBatch], None]
+"""Called with a virtual stage of this rank and the micro-batch that it is about to run."""
 TokenLoss = Callable[["torch.Tensor", "torch.Tensor", PackedBatch], "torch.Tensor"]
 """(logprob_T, entropy_T, shard) -> [T] loss per row; rows outside of the shard's loss mask are left out afterwards."""
 
@@ -53,6 +55,7 @@ def score(
     micro_batch_size: int = 4,
     temperature: float = 1.0,
     on_shards: OnShards | None = None,
+    on_chunk: OnChunk | None = None,
 ) -> list[torch.Tensor]:
     """Teacher-forced log-probabilities of given tokens, without gradients. A collective.
 
@@ -62,6 +65,7 @@ def score(
         micro_batch_size: rollouts per packed micro-batch at the most.
         temperature: what logits are divided by.
         on_shards: see `OnShards`.
+        on_chunk: see `OnChunk`; router replay hands routes over there (verifier/train/replay_megatron.py).
 
     Returns:
         On every rank, one float32 tensor [len - 1] per rollout, on the host: entry t is the log-probability, in nats,
@@ -74,7 +78,9 @@ def score(
     shards = _shards(trainer, schedule, rollouts)
     if on_shards is not None:
         on_shards(shards)
-    forward = partial(_forward, trainer=trainer, temperature=temperature, entropy=False, finish=_detached)
+    forward = partial(
+        _forward, trainer=trainer, temperature=temperature, entropy=False, finish=_detached, on_chunk=on_chunk
+    )
     with torch.no_grad(), _mode(trainer, training=False):
         scored = _run(trainer, forward, shards, forward_only=True, collect_non_loss_data=True)
     ends = torch.tensor([len(rollout) - 1 for rollout in rollouts]).cumsum(0).tolist()
@@ -280,11 +286,14 @@ def _forward(
     temperature: float,
     entropy: bool,
     finish: Callable[..., Any],
+    on_chunk: OnChunk | None = None,
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Megatron's forward step: one packed micro-batch through one model chunk, and what to do with its output."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     shard = next(data_iterator)
+    if on_chunk is not None:
+        on_chunk(next(at for at, chunk in enumerate(trainer.chunks) if chunk is model), shard)
     device = _device(trainer)
     ends, padded_ends = shard.cu_seqlens.to(device), shard.cu_seqlens_padded.to(device)
     output = model(

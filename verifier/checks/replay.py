@@ -1,0 +1,99 @@
+"""Router replay: routes that rollouts carry, against what the trainer's routers do with them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from verifier.core.check import check
+from verifier.core.comparison import Comparison, describe_difference
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+Place = tuple[int, int]
+"""Position in the rollout, global layer."""
+
+
+@check("RPL001", needs=((Stage.REPLAY, "routes"), (Stage.REPLAY, "choice")), scope="replay")
+def replayed_route_differs(trace: Trace) -> Iterator[Comparison]:
+    """Each router uses for each token the experts that the token's own rollout says for that layer.
+
+    What it checks: made-up routes, other ones for every (rollout, position, global layer), travel with the rollouts and
+    are replayed; the experts read off every router's output, on every rank, against the rollouts. Each place must be
+    seen, and right wherever it is seen; padding and a last token without a route are left out.
+    Why it matters: a route of the neighbouring token, layer, shard or sample is a valid route; the loss goes on, and
+    replay makes the mismatch worse that it should mend.
+    Evidence: replay/routes (what the rollouts say), replay/choice (what each rank's routers used).
+    Tolerance and its source: exact; expert numbers are copied, not computed.
+    What it does not catch: right experts with wrong weights (RPL002).
+    References: verl#5037, verl#7106, SkyRL#1908, slime#2175, slime#1052, miles#2570.
+    """
+    for item in trace.at(Stage.REPLAY, "routes"):
+        wanted: dict[int, dict[Place, list[int]]] = defaultdict(dict)
+        for rollout, position, layer, *experts in trace.array(item).tolist():
+            wanted[rollout][position, layer] = sorted(experts)
+        used: dict[int, dict[Place, list[tuple[int, list[int]]]]] = defaultdict(lambda: defaultdict(list))
+        for choice in trace.at(Stage.REPLAY, "choice", name=item.name, version=item.version):
+            for rollout, position, layer, *experts in trace.array(choice).tolist():
+                used[rollout][position, layer].append((choice.rank, sorted(experts)))
+        for rollout, name in enumerate(item.facts["rollouts"]):
+            places = wanted[rollout]
+            bad = [(place, _wrong(used[rollout][place], experts)) for place, experts in sorted(places.items())]
+            bad = [(place, found) for place, found in bad if found is not None]
+            sentence = want = got = owner = ""
+            if bad:
+                (position, layer), found = bad[0]
+                rank, experts = found or (0, [])
+                want = str(places[position, layer])
+                got = f"{experts}" if experts else "no rank routed it"
+                owner = f"trainer rank {rank}" if experts else "no rank"
+                said = f"uses experts {experts}, its route says {want}" if experts else "was routed by no rank"
+                sentence = f"token {position} of `{name}` {said} in layer {layer}"
+            yield Comparison(
+                what=str(name), same=not bad, stage=Stage.REPLAY, version=item.version,
+                badness=len(bad) / max(len(places), 1), sentence=sentence, owner=owner, expected=want, actual=got,
+                mismatched=f"places (token, layer): {len(bad):,} of {len(places):,}",
+                allowed="exact (routes are copied)",
+                hint="compare the experts with those of the next token, layer or shard: the shift names the slice",
+            )  # fmt: skip
+
+
+def _wrong(sightings: list[tuple[int, list[int]]], wanted: list[int]) -> tuple[int, list[int]] | None:
+    """The first wrong sighting (rank, experts), (-1, []) where there is none at all; None if all are right."""
+    if not sightings:
+        return -1, []
+    return next(((rank, experts) for rank, experts in sightings if experts != wanted), None)
+
+
+@check("RPL002", needs=((Stage.REPLAY, "natural"), (Stage.REPLAY, "scored")), scope="replay")
+def replay_changed_logprob(trace: Trace) -> Iterator[Comparison]:
+    """Replaying the routes that the routers chose by themselves changes no log-probability, nor does having replayed.
+
+    What it checks: teacher-forced log-probabilities by natural routes, against those with the same routes recorded,
+    packed with the rollouts and replayed, and against those of a pass after replay was switched off.
+    Why it matters: replay that forces experts but gets their weights, order or normalisation wrong; state of one pass
+    that is left for the next.
+    Evidence: replay/natural, replay/scored (arrays).
+    Tolerance and its source: bitwise; the same experts get the same numbers in the same order.
+    What it does not catch: routes that go to another place and back by the same error (RPL001).
+    References: miles#2722, SkyRL#1908.
+    """
+    for natural in trace.at(Stage.REPLAY, "natural"):
+        expected = trace.array(natural)
+        for item in trace.at(Stage.REPLAY, "scored", version=natural.version):
+            actual, begin = trace.array(item), 0
+            for name, length in zip(natural.facts["rollouts"], natural.facts["lengths"], strict=True):
+                left, right = actual[begin : begin + length], expected[begin : begin + length]
+                begin += length
+                found = describe_difference(left, right)
+                same = found.greatest == 0.0 and not found.num_not_finite
+                yield Comparison(
+                    what=f"{name}, {item.name}", same=same, stage=Stage.REPLAY, version=item.version,
+                    badness=float("inf") if found.num_not_finite else found.greatest,
+                    sentence="" if same else (
+                        f"log-probabilities of `{name}` with {item.name} differ from the natural ones "
+                        + (f"by up to {found.greatest:.3g} nats" if found.greatest else "and are not finite")
+                    ),
+                    mismatched=found.text, allowed="bitwise (the same experts, in the same order)",
+                    hint="look at what replay does to the experts' weights, and at what it leaves behind",
+                )  # fmt: skip
