@@ -11,8 +11,21 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--no-skip`, for machines on which every test has to have run."""
+    """`--no-skip`, for machines on which every test has to have run, and `--gpus`, for how many GPUs they have."""
     parser.addoption("--no-skip", action="store_true", help="a skipped test fails: green means that everything ran")
+    parser.addoption("--gpus", type=int, help="leave out the h100 tests that need more GPUs than this")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the `h100` tests that need more GPUs than `--gpus` says there are."""
+    limit = config.getoption("gpus")
+    if limit is None:
+        return
+    wanted = {item: marker.kwargs.get("gpus", 1) for item in items if (marker := item.get_closest_marker("h100"))}
+    larger = [item for item, gpus in wanted.items() if gpus > limit]
+    if larger:
+        config.hook.pytest_deselected(items=larger)
+        items[:] = [item for item in items if item not in larger]
 
 
 def pytest_configure(config: pytest.Config) -> None:

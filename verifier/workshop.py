@@ -17,6 +17,7 @@ from verifier.engine.engine import EngineConfig, HeldTensor
 from verifier.engine.process import EngineProcess
 from verifier.golden import manifest_of as golden_manifest_of
 from verifier.launch.zygote import Zygote
+from verifier.platform import select
 from verifier.program.oracle import Oracle
 from verifier.program.spec import RunSpec
 from verifier.program.workplace import PRELOADS, Subject, open_subject, run_ranks
@@ -54,7 +55,7 @@ class Workshop:
 
     def __enter__(self) -> Workshop:
         if self._zygote is None:
-            self._zygote = self._stack.enter_context(Zygote(preload=PRELOADS["cpu"]))
+            self._zygote = self._stack.enter_context(Zygote(preload=PRELOADS[select()]))
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="verifier-workshop-")))
         return self
 

@@ -20,9 +20,7 @@ def transport_of(config: RoundtripConfig, tier: str) -> str:
         return "gloo"
     if config.engine == "hf":
         if config.transport not in (None, "gloo"):
-            raise UsageError(
-                f"--engine hf runs on the CPU, where --transport {config.transport} does not reach: leave it out"
-            )
+            raise UsageError(f"--engine hf runs on the CPU, and --transport is {config.transport}: leave it out")
         return "gloo"
     import torch
 

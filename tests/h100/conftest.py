@@ -1,0 +1,58 @@
+"""One workshop for all GPU tests, and what they measured, written where `ci/gpu` asks for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RESULTS = "VERIFIER_GPU_RESULTS"
+"""Environment variable: the file that gets the results."""
+
+
+@pytest.fixture(scope="session")
+def workshop() -> Iterator[Any]:
+    from verifier.workshop import Workshop
+
+    with Workshop(lambda text: print(text, flush=True)) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def rows() -> Iterator[list[dict[str, Any]]]:
+    found: list[dict[str, Any]] = []
+    yield found
+    if os.environ.get(RESULTS):
+        Path(os.environ[RESULTS]).write_text(json.dumps({**machine(), "rows": found}, indent=1) + "\n")
+
+
+@pytest.fixture
+def measured(rows: list[dict[str, Any]], request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Keep what a test measured, under its name."""
+
+    def keep(**values: Any) -> None:
+        rows.append({"test": request.node.name, **values})
+        print(rows[-1], flush=True)
+
+    return keep
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers belong to."""
+    import torch
+
+    from verifier.platform.pins import PINS, installed
+
+    return {
+        "machine": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "python": sys.version.split()[0],
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "versions": {name: found for name in PINS if (found := installed(name)) is not None},
+        "command": "ci/gpu " + " ".join(sys.argv[1:]),
+    }

@@ -1,0 +1,39 @@
+"""Load through Megatron-Bridge on GPUs, export, and find every tensor of the source bit by bit."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.dist.clean_case import compared, judge
+from tests.h100.models import model
+from verifier.config import GoldenConfig
+from verifier.mesh import Mesh
+
+FAMILIES = ("qwen3", "qwen3-tied", "llama", "qwen3-moe", "deepseek-v3")
+PP2_EP2 = Mesh(pp=2, ep=2, dp=2)
+PP2_EP2_CP2 = Mesh(pp=2, ep=2, cp=2)
+ON_ONE = [(name, Mesh()) for name in FAMILIES]
+ON_TWO = [("qwen3-moe", Mesh(tp=2, ep=2)), ("deepseek-v3", Mesh(tp=2, ep=2))]
+ON_FOUR = [
+    ("qwen3", Mesh(tp=2, pp=2)),
+    ("qwen3-tied", Mesh(tp=2, pp=2)),
+    *((name, mesh) for name in ("qwen3-moe", "deepseek-v3") for mesh in (Mesh(ep=4, dp=4), PP2_EP2, PP2_EP2_CP2)),
+]
+CASES = [
+    pytest.param(name, mesh, id=f"{name}-{mesh.label().replace(' ', '-')}", marks=pytest.mark.h100(gpus=gpus))
+    for gpus, cases in ((1, ON_ONE), (2, ON_TWO), (4, ON_FOUR))
+    for name, mesh in cases
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_export_equals_the_source(name, mesh, workshop, measured, tmp_path):
+    began = time.monotonic()
+    trace = workshop.golden(GoldenConfig(model=model(name), trace=tmp_path / "trace", mesh=mesh, dtype="bfloat16"))
+    report = judge(trace)
+    measured(
+        family=name, mesh=mesh.label(), gpus=mesh.world_size, bitwise=compared(report, "WGT004"),
+        seconds=round(time.monotonic() - began, 1),
+    )  # fmt: skip

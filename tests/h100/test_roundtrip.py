@@ -1,0 +1,64 @@
+"""Train, sync a vLLM engine on GPUs three times by NCCL or CUDA IPC, and judge every hand-over."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.dist.clean_case import judge
+from tests.h100.models import model
+from verifier.config import RoundtripConfig
+from verifier.core import store
+from verifier.core.stage import Stage
+from verifier.mesh import Mesh
+
+CYCLES = 3
+TP2_PP2 = Mesh(tp=2, pp=2)
+CASES = [
+    pytest.param(
+        name, mesh, transport, engine_tp,
+        id=f"{name}-{mesh.label().replace(' ', '-')}-{transport}-engine-tp{engine_tp}",
+        marks=pytest.mark.h100(gpus=mesh.world_size + (engine_tp if transport == "nccl" else 0)),
+    )
+    for name, mesh, transport, engine_tp in (
+        ("qwen3", Mesh(), "ipc", 1),
+        ("qwen3-moe", Mesh(), "ipc", 1),
+        ("deepseek-v3", Mesh(), "ipc", 1),
+        ("qwen3", Mesh(), "nccl", 1),
+        ("qwen3", Mesh(tp=2), "nccl", 2),
+        ("qwen3-moe", Mesh(tp=2, ep=2), "nccl", 2),
+        ("qwen3", TP2_PP2, "ipc", 4),
+        ("qwen3-moe", Mesh(pp=2, ep=2, cp=2), "ipc", 2),
+        ("deepseek-v3", Mesh(pp=2, ep=2, dp=2), "ipc", 2),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mesh", "transport", "engine_tp"), CASES)
+def test_synced_engine_is_the_cold_engine(name, mesh, transport, engine_tp, workshop, measured, tmp_path):
+    began = time.monotonic()
+    trace = workshop.roundtrip(
+        RoundtripConfig(
+            model=model(name), trace=tmp_path / "trace", mesh=mesh, dtype="bfloat16", engine_tp=engine_tp,
+            cycles=CYCLES, transport=transport,
+        )
+    )  # fmt: skip
+    took = time.monotonic() - began
+    found = store.read(trace)
+    noise = [item.facts for item in found.at(Stage.LOGPROB, "noise")]
+    measured(
+        family=name, mesh=mesh.label(), transport=transport, engine_tp=engine_tp, seconds=round(took, 1),
+        noise_mean=max(item["mean"] for item in noise), noise_max=max(item["max"] for item in noise),
+        trainer=distance(found, (Stage.LOGPROB, "trainer"), (Stage.LOGPROB, "oracle")),
+        engine=distance(found, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "oracle")),
+        mismatch=distance(found, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "trainer")),
+    )  # fmt: skip
+    judge(trace)
+
+
+def distance(trace, actual, expected):
+    """(greatest mean, greatest value) of the absolute differences over all versions, nats."""
+    theirs = {item.version: trace.array(item).double() for item in trace.at(*expected)}
+    gaps = [(trace.array(item).double() - theirs[item.version]).abs() for item in trace.at(*actual)]
+    return max(float(gap.mean()) for gap in gaps), max(float(gap.max()) for gap in gaps)
