@@ -30,10 +30,6 @@ ARRAYS = {
     "wrong": torch.tensor([-1.5, -2.25, -0.5, -6.0, -6.75]),
     "not finite": torch.tensor([-1.5, float("nan"), -0.5, -6.0, -6.25]),
     "rows": torch.arange(6),
-    "routes": torch.tensor([[0, 0, 1, 2, 5], [0, 1, 1, 7, 0], [1, 0, 1, 3, 4]]),
-    "first half": torch.tensor([[0, 0, 1, 5, 2]]),
-    "second half": torch.tensor([[0, 1, 1, 0, 7], [1, 0, 1, 3, 4]]),
-    "next token's": torch.tensor([[0, 1, 1, 3, 4], [1, 0, 1, 3, 4]]),
     "routes": torch.tensor([[0, 0, 1, 3, 2], [0, 1, 1, 0, 1]]),
     "other routes": torch.tensor([[0, 0, 1, 3, 2], [0, 1, 1, 0, 2]]),
 }
@@ -140,23 +136,6 @@ def routes() -> list[Evidence]:
     ]
 
 
-def replay() -> list[Evidence]:
-    """Made-up routes of two rollouts in layer 1, seen on two ranks, and three passes that agree."""
-    ids = {"rollouts": ["sequence 0", "sequence 1"]}
-    seen = [Evidence(stage=Stage.REPLAY, kind="routes", name="sentinel routes", facts=ids, array="routes")]
-    seen += [
-        Evidence(
-            stage=Stage.REPLAY, kind="choice", name="sentinel routes", rank=rank, array=half, facts={"at": f"tp={rank}"}
-        )
-        for rank, half in enumerate(("first half", "second half"))
-    ]  # fmt: skip
-    for kind, name in (("natural", "natural routes"), ("scored", "natural routes replayed")):
-        seen.append(
-            Evidence(stage=Stage.REPLAY, kind=kind, name=name, facts={**ids, **LENGTHS}, array="right")
-        )
-    return seen
-
-
 def make_trace(evidence: list[Evidence]) -> Trace:
     """A trace of these facts, with the arrays in memory."""
     return Trace(MANIFEST, evidence, ARRAYS.__getitem__)
@@ -225,8 +204,6 @@ BROKEN: dict[str, list[Evidence]] = {
     "PCK001": change(Stage.PACK, "ledger", with_facts(misplaced=1, shown=[[2, "label", 7, 8]])),
     "PCK002": change(Stage.PACK, "layout", with_facts(cu_seqlens_padded=[0, 3, 5])),
     "PCK003": change(Stage.PACK, "batch", other_bits, rank=1),
-    "RPL001": change(Stage.REPLAY, "choice", with_array("next token's"), rank=1),
-    "RPL002": change(Stage.REPLAY, "scored", with_array("wrong")),
     "PLN001": change(Stage.PLAN, "plan", lambda item: replace(item, digest="plan:2"), role="trainer", rank=1),
     "PLN002": change(Stage.PLAN, "entry", rounded, name="b"),
     "TPT001": change(Stage.TRANSPORT, "receipt", rounded, name="b"),
