@@ -143,7 +143,7 @@ FAULTS = (
         stage=Stage.EXPORT,
         reproduces="NovaSky-AI/SkyRL#1471",
         summary="an expert whose group is split over two buckets is never yielded",
-        caught_by=("WGT004", "PLN002", "ENG004"),
+        caught_by=("WGT004", "WGT005", "PLN002", "ENG001"),
         inject=_expert_never_yielded,
     ),
     Fault(

@@ -197,7 +197,7 @@ FAULTS = (
         stage=Stage.TRAIN,
         reproduces="verl-project/verl#2377",
         summary="steps are dropped, as for a gradient that is not finite, and reported as done",
-        caught_by=("WGT008",),
+        caught_by=("WGT008", "TRN001"),
         inject=_step_dropped,
     ),
 )

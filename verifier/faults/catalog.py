@@ -6,6 +6,7 @@ from verifier.faults import (
     bugs_engine,
     bugs_export,
     bugs_load,
+    bugs_pack,
     bugs_plan,
     bugs_rollout,
     bugs_train,
@@ -17,6 +18,7 @@ CATALOG: dict[str, Fault] = {
     fault.id: fault
     for faults in (
         bugs_load.FAULTS,
+        bugs_pack.FAULTS,
         bugs_train.FAULTS,
         bugs_export.FAULTS,
         bugs_plan.FAULTS,

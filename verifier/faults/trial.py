@@ -181,6 +181,7 @@ class _Setting:
             kind=fault.engine, checkpoint=str(self.subject.checkpoint.path), dtype=fault.dtype,
             max_model_len=MAX_MODEL_LEN,
         )  # fmt: skip
+        bench.oracle(self.subject.checkpoint.path)  # it imports while the engine starts
         self.process, self.cold = bench.engine(engine)
         self._traces: dict[str, tuple[Path, Path]] = {}
 
