@@ -64,6 +64,9 @@ def checkpoint_slices(model: nn.Module, carried: Collection[str]) -> Iterator[Sl
             yield from _vocabulary(path, embedding if tied else path, module)
         elif isinstance(module, LinearBase):
             yield from _linear(path, module, model)
+            for name, tensor in module._parameters.items():
+                if name not in ("weight", "bias") and f"{path}.{name}" in carried:  # a router's score bias
+                    yield _whole(f"{path}.{name}", f"{path}.{name}", tensor)
         else:
             for name, tensor in module._parameters.items():
                 if tensor is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import logging
 import math
@@ -249,6 +250,8 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
 
         # Some providers ask for flash-attn by name, and Transformer Engine then finds no backend where it is absent.
         fields["attention_backend"] = AttnBackend.auto
+        # Apex has the kernel; without it Megatron refuses to build the output layer.
+        fields["gradient_accumulation_fusion"] = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     for name, value in fields.items():
         if not hasattr(provider, name):
             raise UsageError(f"megatron-bridge's provider has no field `{name}`: this version is not supported")
