@@ -32,10 +32,10 @@ class Finding:
 
     @classmethod
     def fold(cls, bad: Sequence[Comparison]) -> Finding | None:
-        """None when nothing mismatched. `first` is the earliest by (version, stage)."""
+        """None when nothing mismatched. `first` is the earliest in the data flow."""
         if not bad:
             return None
-        ordered = sorted(bad, key=lambda item: (item.version, item.stage))
+        ordered = sorted(bad, key=lambda item: item.place)
         return cls(
             count=len(bad),
             first=ordered[0],

@@ -73,9 +73,13 @@ def _finalize_missing(fired: Fired) -> Iterator[None]:
         def connect(chunks: Any, data_parallel: Any) -> None:
             from megatron.core.utils import get_model_config
 
+            def finish_only(model: Any, num_tokens: Any = None, **options: Any) -> None:
+                fired()
+                for chunk in model:
+                    chunk.finish_grad_sync()
+
             original(chunks, data_parallel)
-            fired()
-            get_model_config(chunks[0]).finalize_model_grads_func = None
+            get_model_config(chunks[0]).finalize_model_grads_func = finish_only
 
         return connect
 
@@ -118,7 +122,7 @@ def _step_in_eval(fired: Fired) -> Iterator[None]:
 
     with (
         replaced(f"{STEP}:make_optimizer", "trainer, learning_rate, clip_grad", remember),
-        replaced(f"{STEP}:score", "trainer, rollouts, micro_batch_size, temperature, on_shards", make),
+        replaced(f"{STEP}:score", "trainer, rollouts, micro_batch_size, temperature, on_shards, on_chunk", make),
     ):
         yield
 
@@ -169,7 +173,7 @@ FAULTS = (
         id="finalize-hook-missing",
         stage=Stage.LOSS,
         reproduces="NVIDIA-NeMo/RL#3716",
-        summary="the pipeline schedule is not given finalize_model_grads, so nothing reduces what replicas share",
+        summary="the schedule is not given finalize_model_grads: no sum over tp, no division by the number of tokens",
         caught_by=("LSS001", "WGT002"),
         inject=_finalize_missing,
         mesh=Mesh(tp=2, ep=2),

@@ -30,11 +30,11 @@ def render_text(report: Report) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _cause_first(outcome: Outcome) -> tuple[int, int, int, str]:
+def _cause_first(outcome: Outcome) -> tuple[bool, tuple[int, bool, int], str]:
     """Violations in the order in which data met them, so that a cause stands before its consequences."""
     if outcome.finding is None:
-        return (1, 0, 0, outcome.code)
-    return (0, outcome.finding.first.version, outcome.finding.first_bad_stage, outcome.code)
+        return True, (0, False, 0), outcome.code
+    return False, outcome.finding.first.place, outcome.code
 
 
 def first_line(outcome: Outcome) -> str:

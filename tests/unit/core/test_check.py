@@ -62,6 +62,18 @@ def test_the_first_bad_stage_is_the_earliest_by_version_and_then_by_stage():
     assert [item.what for item in finding.bad] == ["first", "worst", "late"]
 
 
+def test_a_later_version_begins_with_the_update_that_made_it():
+    order = [
+        compared("scored at 0", stage=Stage.LOGPROB, version=0),
+        compared("idle step", stage=Stage.TRAIN, version=0),
+        compared("gradient", stage=Stage.LOSS, version=1),
+        compared("step", stage=Stage.TRAIN, version=1),
+        compared("scored at 1", stage=Stage.LOGPROB, version=1),
+        compared("export", stage=Stage.EXPORT, version=1),
+    ]
+    assert list(outcome_of(*reversed(order)).finding.bad) == order
+
+
 def test_a_code_is_given_once_and_not_without_a_page():
     with pytest.raises(ValueError, match="check code WGT001 is taken by `loaded-shard-differs`"):
         check("WGT001", needs=(), scope="layout")(lambda trace: iter(()))
