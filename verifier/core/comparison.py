@@ -45,6 +45,16 @@ class Comparison:
     allowed: str = ""
     hint: str = ""
 
+    @property
+    def place(self) -> tuple[int, bool, Stage]:
+        """Position in the data flow: the least of several mismatches came first.
+
+        By version, then by stage; but from version 1 on a version begins with the update that made it, so its loss and
+        its step come before the trainer scores with the weights that they left.
+        """
+        made_it = self.version > 0 and self.stage in (Stage.LOSS, Stage.TRAIN)
+        return self.version, self.stage >= Stage.LOGPROB and not made_it, self.stage
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
@@ -56,16 +66,6 @@ class Difference:
     """Elements that are NaN or infinite on either side; they are wrong whatever the other side holds."""
     text: str
     """The failure text's "mismatched" line."""
-
-    @property
-    def place(self) -> tuple[int, bool, Stage]:
-        """Position in the data flow: the least of several mismatches came first.
-
-        By version, then by stage; but from version 1 on a version begins with the update that made it, so its loss and
-        its step come before the trainer scores with the weights that they left.
-        """
-        made_it = self.version > 0 and self.stage in (Stage.LOSS, Stage.TRAIN)
-        return self.version, self.stage >= Stage.LOGPROB and not made_it, self.stage
 
 
 def describe_difference(actual: torch.Tensor, expected: torch.Tensor) -> Difference:
