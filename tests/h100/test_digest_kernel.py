@@ -54,7 +54,7 @@ def test_many_tensors_with_one_copy_back() -> None:
     assert digest_tensors(tensors) == [digest_tensor(tensor.cpu()) for tensor in tensors]
 
 
-def test_reads_at_the_speed_of_memory() -> None:
+def test_reads_at_the_speed_of_memory(measured) -> None:
     words = torch.randint(-(2**62), 2**62, (1 << 30,), device="cuda")
     shares = []
     for _ in range(9):
@@ -63,7 +63,7 @@ def test_reads_at_the_speed_of_memory() -> None:
         shares.append(sum_s / digest_s)
     share = sorted(shares)[len(shares) // 2]
     digest_rate, sum_rate = words.nbytes / digest_s / 1e9, words.nbytes / sum_s / 1e9
-    print(f"digest {digest_rate:,.0f} GB/s, int64 sum {sum_rate:,.0f} GB/s, median share {share:.2f}")
+    measured(digest_gb_s=round(digest_rate), int64_sum_gb_s=round(sum_rate), median_share=round(share, 3))
     assert share > LEAST_SHARE_OF_READING
 
 

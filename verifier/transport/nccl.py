@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupNCCL
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupNCCL, Work
 
 from verifier.errors import UsageError
 from verifier.transport.gloo import GlooGroup
@@ -29,25 +29,27 @@ class NcclGroup:
             raise UsageError("a transfer by NCCL needs a GPU on both sides: use --transport gloo")
         self.rank, self.address = words.rank, words.address
         self._words = words
+        self._under_way: tuple[Work, torch.Tensor, str] | None = None
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self.address.deadline_s)
         self._group = ProcessGroupNCCL(PrefixStore("nccl", words.store), self.rank, self.address.world_size, options)
 
     def agree(self, word: str) -> Agreement:
-        """See `GlooGroup.agree`."""
+        """See `GlooGroup.agree`; the buffer under way, if any, has arrived by then."""
+        self._finish()
         return self._words.agree(word)
 
     def send(self, buffer: torch.Tensor, what: str) -> None:
-        """From rank 0 to all.
+        """From rank 0 to all; returns at once, so that the next buffer can be packed while this one travels.
 
         Args:
             buffer: [num_bytes] uint8; copied to the GPU if it is not there.
             what: names the content in the error.
 
         Raises:
-            TransferFailed: a member did not arrive before the deadline.
+            TransferFailed: a member did not take the buffer before this one before the deadline.
         """
-        self._broadcast(buffer.to("cuda"), what)
+        self._start(buffer.to("cuda"), what)
 
     def receive(self, num_bytes: int, what: str) -> torch.Tensor:
         """What rank 0 sends, as [num_bytes] uint8 in fresh memory of this rank's GPU.
@@ -56,24 +58,34 @@ class NcclGroup:
             TransferFailed: a member did not arrive before the deadline.
         """
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-        self._broadcast(buffer, what)
+        self._start(buffer, what)
+        self._finish()
         return buffer
 
     def close(self) -> None:
         """Leave the group."""
+        self._under_way = None
         if self._group is not None:
             self._group.abort()
             self._group = None
         self._words.close()
 
-    def _broadcast(self, buffer: torch.Tensor, what: str) -> None:
+    def _start(self, buffer: torch.Tensor, what: str) -> None:
+        self._finish()
         if self._group is None:
             raise TransferFailed(f"rank {self.rank} of the transfer group left it and cannot wait for {what}")
-        deadline = timedelta(seconds=self.address.deadline_s)
         options = BroadcastOptions()
         options.rootRank = 0
+        self._under_way = (self._group.broadcast([buffer], options), buffer, what)
+
+    def _finish(self) -> None:
+        """Wait until the buffer under way has arrived."""
+        if self._under_way is None:
+            return
+        work, _, what = self._under_way
+        self._under_way = None
         try:
-            self._group.broadcast([buffer], options).wait(deadline)
+            work.wait(timedelta(seconds=self.address.deadline_s))
         except RuntimeError as error:
             raise TransferFailed(
                 f"transfer rank {self.rank} waited up to {self.address.deadline_s:g} s in an NCCL broadcast of {what}: "

@@ -1,0 +1,82 @@
+"""Shipped bugs of the engine's reload and of CUDA IPC, on GPUs: caught, in their own stage, and healed."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.dist.clean_case import judge
+from verifier.config import RoundtripConfig
+from verifier.core import store
+from verifier.core.finding import Verdict
+from verifier.core.stage import Stage
+from verifier.faults.catalog import CATALOG
+from verifier.mesh import Mesh
+from verifier.program.workplace import open_subject
+from verifier.report.report import report_of
+from verifier.roundtrip import engine_config_of
+from verifier.workshop import COLLECTIVE_DEADLINE_S, RUN_DEADLINE_S, warm_manifest_of, warm_spec_of
+
+RELOAD = (
+    "reload-drops-one-load",
+    "processing-applied-again",
+    "runtime-buffer-lost",
+    "same-shape-repack-missed",
+    "fused-shards-exchanged",
+)
+
+
+def config_of(name, folder, **sizes):
+    return RoundtripConfig(model=name, trace=folder, dtype="bfloat16", cycles=1, transport="ipc", **sizes)
+
+
+@pytest.mark.h100(gpus=1)
+@pytest.mark.parametrize("name", RELOAD)
+def test_reload_fault_is_caught_where_it_sits(name, workshop, measured, tmp_path):
+    fault = CATALOG[name]
+    config = config_of(fault.model, tmp_path / "faulted")
+    engine = workshop.engine(engine_config_of(config, open_subject(fault.model, "bfloat16", config.mesh)))
+    client = engine.process.client(deadline_s=RUN_DEADLINE_S)
+    client.call("verifier.faults.engine_side", "inject", [name])
+    try:
+        trace = workshop.roundtrip(config)
+    finally:
+        fired = sum(client.call("verifier.faults.engine_side", "heal"))
+        client.close()
+    caught, first = verdicts(trace)
+    measured(fault=name, fired=fired, caught=caught, first_bad_stage=first)
+    assert fired
+    assert set(fault.caught_by) <= set(caught)
+    assert first == fault.stage.label
+    judge(workshop.roundtrip(config_of(fault.model, tmp_path / "healed")))
+
+
+@pytest.mark.h100(gpus=2)
+def test_handles_of_rank_0_alone_are_refused(workshop, measured, tmp_path):
+    config = config_of("tiny:qwen3", tmp_path / "faulted", mesh=Mesh(tp=2), engine_tp=2)
+    subject = open_subject(config.model, config.dtype, config.mesh)
+    engine = workshop.engine(engine_config_of(config, subject))
+    manifest = warm_manifest_of(config, subject)
+    store.create(config.trace, manifest)
+    spec = warm_spec_of(config, subject, config.trace, Path(tempfile.mkdtemp(dir=tmp_path)), engine)
+    workshop.zygote.run(
+        "tests.h100.fault_functions:rank_0_shows_alone", world_size=2, run_dir=tmp_path / "ranks", args=spec.to_json(),
+        deadline_s=RUN_DEADLINE_S, collective_deadline_s=COLLECTIVE_DEADLINE_S, mesh=config.mesh,
+    )  # fmt: skip
+    workshop.complete(config.trace, spec, subject, engine, manifest)
+    refusals = [item.facts["refused"] for item in store.read(config.trace).at(Stage.TRANSPORT, "handover")]
+    caught, first = verdicts(config.trace)
+    measured(fault="ipc-rank-0-handles-only", refused=refusals[0], caught=caught, first_bad_stage=first)
+    assert all("engine rank 1" in text and "was given no buffer" in text for text in refusals)
+    assert first == Stage.TRANSPORT.label
+    judge(workshop.roundtrip(config_of("tiny:qwen3", tmp_path / "healed", mesh=Mesh(tp=2), engine_tp=2)))
+
+
+def verdicts(trace):
+    """Codes that are violated, and the label of the first bad stage."""
+    report = report_of(store.read(trace), str(trace))
+    bad = [item for outcome in report.outcomes if outcome.finding for item in outcome.finding.bad]
+    caught = [item.code for item in report.outcomes if item.verdict is Verdict.VIOLATED]
+    return caught, min(bad, key=lambda item: item.place).stage.label
