@@ -111,13 +111,18 @@ class Session:
         if self.rank == 0:
             self.context.progress(text)
 
-    def load(self) -> None:
-        """Build and load the trainer; record what every rank holds and what it must hold."""
+    def load(self, *, training: bool = True) -> None:
+        """Build and load the trainer; record what every rank holds and what it must hold.
+
+        Args:
+            training: with room for gradients, which take several times the model's own memory.
+        """
         spec = self.spec
         self.say(f"loading {self.mesh.world_size} trainer ranks ({self.mesh.label()})")
         self.trainer = provider_megatron.build(
-            spec.checkpoint, self.mesh, dtype=spec.dtype, tier=spec.tier, data_parallel=DATA_PARALLEL,
-            deadline_s=spec.deadline_s, overrides=replay_megatron.PROVIDER_FIELDS,
+            spec.checkpoint, self.mesh, dtype=spec.dtype, tier=spec.tier,
+            data_parallel=DATA_PARALLEL if training else None, deadline_s=spec.deadline_s,
+            overrides=replay_megatron.PROVIDER_FIELDS,
         )  # fmt: skip
         self.live = LiveWeights(self.trainer.chunks, self.layout, self.mesh, self.rank)
         self.live.record_expected(self.probe, self.source)
@@ -367,7 +372,7 @@ def golden(context: RankContext) -> dict[str, float]:
     spec = RunSpec.from_json(context.args)
     probe = Recorder(Path(spec.trace), "trainer", context.rank)
     session = Session(spec, context, probe)
-    session.load()
+    session.load(training=False)
     session.say("exporting")
     for _ in session.export(0):
         pass

@@ -1,0 +1,160 @@
+"""Golden on a checkpoint of 2 GB: how fast it compares, and how much memory a rank needs above its model.
+
+What this does not exercise: several ranks; a tensor's export then waits for the other ranks, not for the comparison.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import verifier.checks  # noqa: F401  (fills the registry)
+from verifier.core import store
+from verifier.core.gate import ExitCode
+from verifier.launch.zygote import Zygote
+from verifier.mesh import Mesh
+from verifier.model.checkpoint import Checkpoint, open_checkpoint
+from verifier.model.tiny import write_family, write_tiny
+from verifier.program.record_megatron import record_source, recorded
+from verifier.program.spec import CHUNK_BYTES, RunSpec
+from verifier.program.workplace import run_ranks
+from verifier.report.report import report_of
+
+SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32768,
+}
+LEAST_BYTES = 2 * 10**9
+LEAST_SHARE_OF_READING = 0.5
+PIECE_BYTES = 64 << 20
+ROUNDS = 3
+MANIFEST = {
+    "command": "golden", "model": "bench", "dtype": "bfloat16", "mesh": Mesh().to_dict(), "world_size": 1,
+    "scopes": ["export"], "engine_ranks": 0, "synced_versions": [], "versions": {}, "tier": "cpu", "config": {},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint]:
+    """A Qwen3 of 1.1 billion bfloat16 weights, in the page cache since it has just been written."""
+    folder = tmp_path_factory.mktemp("large")
+    found = open_checkpoint(write_family("qwen3", folder, SIZES, dtype="bfloat16"))
+    assert sum(meta.num_bytes for meta in found.metas.values()) >= LEAST_BYTES
+    yield found
+    shutil.rmtree(folder)
+
+
+def seconds(function: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def read_twice(checkpoint: Checkpoint) -> None:
+    """Both sides once, piece by piece, into a buffer."""
+    buffer = memoryview(bytearray(PIECE_BYTES))
+    for _ in range(2):
+        for shard in sorted(checkpoint.path.glob("*.safetensors")):
+            with shard.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+
+def compare(checkpoint: Checkpoint, trace: Path) -> None:
+    """What golden does to compare: record the source, record a stream of the same tensors, judge."""
+    store.create(trace, MANIFEST)
+    recorder = store.Recorder(trace, "trainer", 0)
+    record_source(recorder, open_checkpoint(checkpoint.path))
+    actual = open_checkpoint(checkpoint.path)
+    for _ in recorded(recorder, ((name, actual.read(name)) for name in actual.names()), 0):
+        pass
+    recorder.close()
+    store.write_manifest(trace, {**MANIFEST, "complete": True})
+    assert report_of(store.read(trace), str(trace)).exit_code is ExitCode.HOLDS
+
+
+@pytest.mark.slow
+def test_golden_compares_at_half_the_speed_of_reading(large: Checkpoint, tmp_path: Path) -> None:
+    num_bytes = 2 * sum(meta.num_bytes for meta in large.metas.values())
+    read_twice(large)
+    ratios = []
+    for number in range(ROUNDS):
+        reading = seconds(lambda: read_twice(large))
+        comparing = seconds(lambda trace=tmp_path / str(number): compare(large, trace))
+        print(f"reading {num_bytes / reading / 1e9:.1f} GB/s, comparing {num_bytes / comparing / 1e9:.1f} GB/s")
+        ratios.append(reading / comparing)
+    print(f"ratio {sorted(ratios)[ROUNDS // 2]:.2f} (at least {LEAST_SHARE_OF_READING})")
+    assert sorted(ratios)[ROUNDS // 2] >= LEAST_SHARE_OF_READING
+
+
+class PeakMemory:
+    """Watches the anonymous memory of the one process that a zygote forks, from outside."""
+
+    def __init__(self, zygote_pid: int) -> None:
+        self._zygote_pid = zygote_pid
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self.num_bytes = 0
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        children = Path(f"/proc/{self._zygote_pid}/task/{self._zygote_pid}/children")
+        while not self._done.wait(0.02):
+            for pid in children.read_text().split():
+                self.num_bytes = max(self.num_bytes, anonymous_bytes(int(pid)))
+
+
+def anonymous_bytes(pid: int) -> int:
+    """RssAnon of a process; 0 if it has just ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
+
+
+def golden_peak_bytes(zygote: Zygote, checkpoint: Path, folder: Path, dtype: str) -> int:
+    """Greatest anonymous memory of golden's only rank."""
+    trace = store.create(folder / "trace", MANIFEST)
+    spec = RunSpec(
+        checkpoint=str(checkpoint), mesh=Mesh(), dtype=dtype, tier="cpu", trace=str(trace), work=str(folder)
+    )  # fmt: skip
+    with PeakMemory(zygote.pid) as peak:
+        run_ranks(zygote, "golden", spec, 600.0, print)
+    return peak.num_bytes
+
+
+@pytest.mark.slow
+def test_golden_needs_two_tensors_and_a_buffer_above_the_model(
+    large: Checkpoint, trainer_zygote: Zygote, checkpoints: Path, tmp_path: Path
+) -> None:
+    """What a rank needs for itself, model or not, is seen on a tiny model and taken off."""
+    trainer_zygote.ready()
+    tiny = write_tiny("qwen3", checkpoints)
+    bare = golden_peak_bytes(trainer_zygote, tiny, tmp_path / "tiny", "float32")
+    peak = golden_peak_bytes(trainer_zygote, large.path, tmp_path / "large", "bfloat16")
+    model = sum(meta.num_bytes for meta in large.metas.values())
+    largest = max(meta.num_bytes for meta in large.metas.values())
+    above, allowed = peak - bare - model, 2 * largest + CHUNK_BYTES
+    print(
+        f"model {model / 2**20:,.0f} MiB, largest tensor {largest / 2**20:,.0f} MiB, "
+        f"above the model {above / 2**20:,.0f} MiB (at most {allowed / 2**20:,.0f})"
+    )
+    assert above <= allowed
