@@ -109,7 +109,7 @@ def manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
 
 
 def spec_of(
-    config: RoundtripConfig, subject: Subject, trace: Path, work: Path, engine_socket: str, engine_ranks: int
+    config: RoundtripConfig, subject: Subject, trace: Path, work: Path, engine_socket: str | None, engine_ranks: int
 ) -> RunSpec:
     """What the ranks are to do, with the tokens of all batches."""
     vocabulary = int(subject.checkpoint.config["vocab_size"])

@@ -2,77 +2,305 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import Fault, Fired
+from verifier.faults.fault import NO_ENGINE, Fault, Fired, Inject
 from verifier.faults.inject import replaced
 from verifier.mesh import Mesh
 
+if TYPE_CHECKING:
+    from verifier.data.rollout import Rollout
+    from verifier.train.pack import PackedBatch
 
-def _packed_from(
-    fired: Fired, change: Callable[[Callable[..., Any], Any, Any, Fired], Any]
-) -> contextlib.AbstractContextManager[None]:
-    """Micro-batches are packed by `change`, which is handed the right packing."""
-
-    def make(original: Any) -> Any:
-        def pack(rollouts: Any, alignment: Any, **options: Any) -> Any:
-            return change(original, rollouts, alignment, fired)
-
-        return pack
-
-    return replaced("verifier.train.step_megatron:pack", "rollouts, alignment, pad_token, extra", make)
+STEP = "verifier.train.step_megatron"
+CP2, TP2 = Mesh(cp=2), Mesh(tp=2)
 
 
-def _mask_of_the_input(original: Callable[..., Any], rollouts: Any, alignment: Any, fired: Fired) -> Any:
-    fired()
-    packed = original(rollouts, alignment)
-    return dataclasses.replace(packed, loss_mask_T=packed.loss_mask_T.roll(1))
+def on_packs(change: Callable[[PackedBatch], PackedBatch | None]) -> Inject:
+    """A fault in packing: every micro-batch as `change` gives it; None leaves it."""
+
+    def inject(fired: Fired) -> Any:
+        def make(original: Any) -> Any:
+            def pack(rollouts: Any, alignment: Any, **options: Any) -> Any:
+                packed = original(rollouts, alignment, **options)
+                found = change(packed) if packed.ids else None
+                if found is None:
+                    return packed
+                fired()
+                return found
+
+            return pack
+
+        return replaced(f"{STEP}:pack", "rollouts, alignment, pad_token, extra", make)
+
+    return inject
 
 
-def _padding_as_tokens(original: Callable[..., Any], rollouts: Any, alignment: Any, fired: Fired) -> Any:
-    fired()
-    packed = original(rollouts, alignment)
+def on_rollouts(change: Callable[[list[Rollout]], list[Rollout] | None]) -> Inject:
+    """A fault before packing: the rollouts of every micro-batch as `change` gives them; None leaves them."""
+
+    def inject(fired: Fired) -> Any:
+        def make(original: Any) -> Any:
+            def pack(rollouts: Any, alignment: Any, **options: Any) -> Any:
+                found = change(list(rollouts)) if rollouts else None
+                if found is None:
+                    return original(rollouts, alignment, **options)
+                fired()
+                return original(found, alignment, **options)
+
+            return pack
+
+        return replaced(f"{STEP}:pack", "rollouts, alignment, pad_token, extra", make)
+
+    return inject
+
+
+def on_shards(change: Callable[[PackedBatch, PackedBatch, int], PackedBatch | None]) -> Inject:
+    """A fault in context-parallel sharding: `change` gets the whole pack, the right shard and its rank."""
+
+    def inject(fired: Fired) -> Any:
+        def make(original: Any) -> Any:
+            def shard_cp(packed: Any, cp_rank: int) -> Any:
+                shard = original(packed, cp_rank)
+                found = change(packed, shard, cp_rank) if packed.ids else None
+                if found is None:
+                    return shard
+                fired()
+                return found
+
+            return shard_cp
+
+        return replaced(f"{STEP}:shard_cp", "packed, cp_rank", make)
+
+    return inject
+
+
+def _neighbours(packed: PackedBatch, rows: int) -> Any:
+    """[T] bool: whether the row so many rows before lies in the same sub-sequence."""
+    return packed.segments_T == packed.segments_T.roll(rows)
+
+
+def _mask_of_the_input(packed: PackedBatch) -> PackedBatch:
+    mask_T = packed.loss_mask_T.roll(1) & _neighbours(packed, 1) & (packed.labels_T >= 0)
+    return dataclasses.replace(packed, loss_mask_T=mask_T)
+
+
+def _mask_of_the_response(packed: PackedBatch) -> PackedBatch:
+    from verifier.data.rollout import Role
+
+    written_T = (packed.roles_T.roll(-1) != Role.PROMPT) & (packed.labels_T >= 0)
+    return dataclasses.replace(packed, loss_mask_T=written_T)
+
+
+def _mask_wiped_where_padded(packed: PackedBatch) -> PackedBatch:
+    padded_S = packed.cu_seqlens_padded.diff() > packed.cu_seqlens.diff()
+    wiped_T = padded_S[packed.segments_T.clamp(min=0).long()]
+    return dataclasses.replace(packed, loss_mask_T=packed.loss_mask_T & ~wiped_T)
+
+
+def _padding_as_tokens(packed: PackedBatch) -> PackedBatch:
     return dataclasses.replace(packed, cu_seqlens=packed.cu_seqlens_padded)
 
 
-def _other_order_on_rank_1(original: Callable[..., Any], rollouts: Any, alignment: Any, fired: Fired) -> Any:
+def _floored_boundaries(packed: PackedBatch) -> PackedBatch:
+    cp = packed.alignment.cp
+    return dataclasses.replace(packed, cu_seqlens=packed.cu_seqlens // cp * cp)
+
+
+def _other_tokens_on_rank_1(packed: PackedBatch) -> PackedBatch | None:
     import torch.distributed as dist
 
-    if dist.get_rank() == 1:
-        fired()
-        rollouts = list(reversed(rollouts))
-    return original(rollouts, alignment)
+    if dist.get_rank() != 1:
+        return None
+    return dataclasses.replace(packed, tokens_T=packed.tokens_T.flip(0))
+
+
+def _logprobs_of_the_input(packed: PackedBatch) -> PackedBatch:
+    return dataclasses.replace(packed, engine_logprobs_T=packed.engine_logprobs_T.roll(1))
+
+
+def _labels_across_samples(packed: PackedBatch) -> PackedBatch:
+    labels_T = packed.labels_T.clone()
+    starts = packed.cu_seqlens_padded[1:-1].long()
+    last = packed.cu_seqlens_padded[:-2].long() + packed.cu_seqlens.diff()[:-1].long() - 1
+    labels_T[last] = packed.tokens_T[starts]
+    return dataclasses.replace(packed, labels_T=labels_T)
+
+
+def _versions_counted() -> Inject:
+    packs: list[str] = []
+
+    def change(packed: PackedBatch) -> PackedBatch | None:
+        import torch
+
+        packs.append(packed.ids[0])
+        versions_T = torch.where(packed.versions_T < 0, packed.versions_T, len(packs) - 1).int()
+        return (
+            None if torch.equal(versions_T, packed.versions_T) else dataclasses.replace(packed, versions_T=versions_T)
+        )
+
+    return on_packs(change)
+
+
+def _labels_rolled_in_the_shard(whole: PackedBatch, shard: PackedBatch, cp_rank: int) -> PackedBatch:
+    import torch
+
+    within_T = _neighbours(shard, -1) & (shard.labels_T >= 0)
+    return dataclasses.replace(shard, labels_T=torch.where(within_T, shard.tokens_T.roll(-1), shard.labels_T))
+
+
+def _contiguous_chunks(fired: Fired) -> Any:
+    def make(original: Any) -> Any:
+        def cp_rows(cu_seqlens_padded: Any, cp: int, cp_rank: int) -> Any:
+            import itertools
+
+            import numpy as np
+
+            fired()
+            parts = [
+                np.arange(begin, end).reshape(cp, -1)[cp_rank] for begin, end in itertools.pairwise(cu_seqlens_padded)
+            ]
+            return np.concatenate(parts)
+
+        return cp_rows
+
+    return replaced("verifier.train.pack:cp_rows", "cu_seqlens_padded, cp, cp_rank", make)
+
+
+def _last_sample_dropped(fired: Fired) -> Any:
+    def make(original: Any) -> Any:
+        def split_by_count(num_rollouts: int, **sizes: int) -> Any:
+            fired()
+            return original(num_rollouts - 1, **sizes)
+
+        return split_by_count
+
+    return replaced(f"{STEP}:split_by_count", "num_rollouts, dp, micro_batch_size, multiple", make)
+
+
+def _fields_of_the_rejected(rollouts: list[Rollout]) -> list[Rollout] | None:
+    import numpy as np
+
+    others = rollouts[1:] + rollouts[:1]
+    return [
+        dataclasses.replace(one, logprobs=np.resize(other.logprobs, len(one)))
+        for one, other in zip(rollouts, others, strict=True)
+    ]
+
+
+def _fault(name: str, reproduces: str, summary: str, caught_by: tuple[str, ...], inject: Inject, mesh: Mesh) -> Fault:
+    return Fault(
+        id=name, stage=Stage.PACK, reproduces=reproduces, summary=summary, caught_by=caught_by, inject=inject,
+        model="tiny:qwen3", mesh=mesh, engine=NO_ENGINE,
+    )  # fmt: skip
 
 
 FAULTS = (
-    Fault(
-        id="mask-of-input-not-label",
-        stage=Stage.PACK,
-        reproduces="verl-project/verl#3287",
-        summary="the loss mask is that of each row's input, not of the token that the row predicts",
-        caught_by=("PCK001", "LSS001"),
-        inject=lambda fired: _packed_from(fired, _mask_of_the_input),
+    _fault(
+        "mask-of-input-not-label",
+        "verl-project/verl#3287",
+        "the loss mask is that of each row's input, not of the token that the row predicts",
+        ("PCK001", "LSS001"),
+        on_packs(_mask_of_the_input),
+        CP2,
     ),
-    Fault(
-        id="padding-taken-for-tokens",
-        stage=Stage.PACK,
-        reproduces="NVIDIA/Megatron-LM#5541",
-        summary="padded boundaries stand where attention expects those of the tokens",
-        caught_by=("PCK002",),
-        inject=lambda fired: _packed_from(fired, _padding_as_tokens),
-        mesh=Mesh(tp=2, ep=2),
+    _fault(
+        "mask-from-attention",
+        "verl-project/verl#2543",
+        "the loss mask is made of what is attended to, so tool output of a dialogue is trained on",
+        ("PCK001", "LSS001"),
+        on_packs(_mask_of_the_response),
+        CP2,
     ),
-    Fault(
-        id="batch-differs-on-one-rank",
-        stage=Stage.PACK,
-        reproduces="sii-research/siiRL#69",
-        summary="one rank of a group packs the same sequences in another order than its peers",
-        caught_by=("PCK003", "LGP001"),
-        inject=lambda fired: _packed_from(fired, _other_order_on_rank_1),
-        mesh=Mesh(tp=2, ep=2),
+    _fault(
+        "mask-wiped-by-padding",
+        "NVIDIA-NeMo/Automodel#2314",
+        "a mask made before padding falls on other tokens and is wiped, in the samples that got padding",
+        ("PCK001", "LSS001"),
+        on_packs(_mask_wiped_where_padded),
+        CP2,
+    ),
+    _fault(
+        "padding-taken-for-tokens",
+        "NVIDIA/Megatron-LM#5541",
+        "padded boundaries stand where attention expects those of the tokens",
+        ("PCK002",),
+        on_packs(_padding_as_tokens),
+        CP2,
+    ),
+    _fault(
+        "boundaries-floored",
+        "ISEEKYAN/Megatron-LM#111",
+        "boundaries are divided by the context-parallel size and rounded down, so odd lengths end a token early",
+        ("PCK002",),
+        on_packs(_floored_boundaries),
+        CP2,
+    ),
+    _fault(
+        "batch-differs-on-one-rank",
+        "sii-research/siiRL#69",
+        "the batch is not handed to one rank of a group, which embeds other tokens than its peers",
+        ("PCK003", "LGP001"),
+        on_packs(_other_tokens_on_rank_1),
+        TP2,
+    ),
+    _fault(
+        "engine-logprobs-of-the-input",
+        "PrimeIntellect-ai/prime-rl#1525",
+        "the trainer's log-probabilities moved to their label, the engine's stayed at the input",
+        ("PCK001",),
+        on_packs(_logprobs_of_the_input),
+        CP2,
+    ),
+    _fault(
+        "labels-across-samples",
+        "NVIDIA/Megatron-LM#4495",
+        "labels are shifted over the whole pack: a sample's last token predicts the next sample's first",
+        ("PCK001",),
+        on_packs(_labels_across_samples),
+        CP2,
+    ),
+    _fault(
+        "versions-counted",
+        "Tencent-Hunyuan/UniRL#324",
+        "tokens are stamped with a counter of batches that were fed, not with the version that sampled them",
+        ("PCK001",),
+        lambda fired: _versions_counted()(fired),
+        CP2,
+    ),
+    _fault(
+        "labels-rolled-in-the-shard",
+        "verl-project/verl#4250",
+        "labels are shifted after sharding, so a chunk's last token predicts the next local chunk's first",
+        ("PCK001", "LGP001"),
+        on_shards(_labels_rolled_in_the_shard),
+        CP2,
+    ),
+    _fault(
+        "chunks-contiguous",
+        "modelscope/ms-swift#10071",
+        "context-parallel ranks take contiguous chunks where attention expects two of the zigzag each",
+        ("PCK002", "LGP001"),
+        _contiguous_chunks,
+        CP2,
+    ),
+    _fault(
+        "last-sample-dropped",
+        "THUDM/slime#2238",
+        "a finished sample is cut off when the batch is split, and nothing says so",
+        ("PCK001", "LGP001", "LSS001"),
+        _last_sample_dropped,
+        CP2,
+    ),
+    _fault(
+        "fields-of-rejected-sample",
+        "NovaSky-AI/SkyRL#1908",
+        "a sample is replaced, but for one field: the engine's log-probabilities are the other sample's",
+        ("PCK001",),
+        on_rollouts(_fields_of_the_rejected),
+        CP2,
     ),
 )

@@ -29,6 +29,9 @@ class Fired:
         self.count += 1
 
 
+NO_ENGINE = "none"
+"""Engine of a fault that is caught before anything is exported: its trials load, score, replay and train only."""
+
 Inject = Callable[[Fired], contextlib.AbstractContextManager[None]]
 
 

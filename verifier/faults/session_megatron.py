@@ -63,7 +63,8 @@ def _run(spec: RunSpec, context: RankContext) -> None:
     if spec.engine_socket is not None and context.rank == 0:
         engine, group = open_engine(spec, probe, share)
     try:
-        Session(spec, context, probe, engine, share).run()
+        session = Session(spec, context, probe, engine, share)
+        session.run_tokens() if spec.engine_socket is None else session.run()
     finally:
         probe.close()
         if engine is not None:

@@ -23,7 +23,7 @@ from verifier.core.trace import Trace
 from verifier.engine.engine import EngineConfig, HeldTensor
 from verifier.engine.process import EngineProcess
 from verifier.errors import VerifierError
-from verifier.faults.fault import Fault
+from verifier.faults.fault import NO_ENGINE, Fault
 from verifier.launch.zygote import Zygote
 from verifier.program.oracle import Oracle
 from verifier.program.workplace import PRELOADS, Subject, open_subject
@@ -34,7 +34,8 @@ CYCLES = 2
 DEADLINE_S = 300.0
 COPIED = ((Stage.EXPORT, "tensor"), (Stage.ENGINE, "view"), (Stage.ENGINE, "state"), (Stage.TRAIN, "shard"))
 """What must be bitwise the same in the clean and in the healed run."""
-
+TOKEN_SCOPES = ("tokens", "replay", "logprob", "layout", "replicas", "step", "gradient")
+"""What a trial without an engine is judged by: nothing is exported there."""
 SEEN_BY_ORACLE = ((Stage.LOAD, "shard"), (Stage.TRAIN, "shard"), (Stage.TRAIN, "live"))
 """What the oracle reads of a run, besides the sampled tokens."""
 
@@ -49,7 +50,7 @@ class TrialResult:
     caught: tuple[str, ...]
     """Codes of the checks that the faulted run violates."""
     first_bad: Comparison | None
-    """Earliest mismatch of the faulted run, by version and stage."""
+    """Earliest mismatch of the faulted run in the data flow."""
     healed: Verdict
     healed_differs: str
     """The first thing that the healed run holds otherwise than the clean one; empty if it holds the same."""
@@ -126,7 +127,7 @@ class Bench:
             fired=fired,
             clean=clean.verdict,
             caught=tuple(item.code for item in report.outcomes if item.verdict is Verdict.VIOLATED),
-            first_bad=min(bad, key=lambda item: (item.version, item.stage), default=None),
+            first_bad=min(bad, key=lambda item: item.place, default=None),
             healed=healed.verdict,
             healed_differs=_difference(healed_trace, clean_trace),
             crashed="" if problem is None else str(problem),
@@ -172,17 +173,22 @@ class _Setting:
 
     def __init__(self, bench: Bench, fault: Fault) -> None:
         self._bench, self._fault = bench, fault
+        self._alone = fault.engine == NO_ENGINE
         self.config = RoundtripConfig(
-            model=fault.model, trace=Path(), mesh=fault.mesh, dtype=fault.dtype, engine=fault.engine, cycles=CYCLES,
-            update=fault.update,
+            model=fault.model, trace=Path(), mesh=fault.mesh, dtype=fault.dtype,
+            engine="hf" if self._alone else fault.engine, cycles=1 if self._alone else CYCLES, update=fault.update,
         )  # fmt: skip
         self.subject: Subject = open_subject(fault.model, fault.dtype, fault.mesh)
-        engine = EngineConfig(
-            kind=fault.engine, checkpoint=str(self.subject.checkpoint.path), dtype=fault.dtype,
-            max_model_len=MAX_MODEL_LEN,
-        )  # fmt: skip
+        self._socket: str | None = None
+        self.cold: list[list[HeldTensor]] = []
         bench.oracle(self.subject.checkpoint.path)  # it imports while the engine starts
-        self.process, self.cold = bench.engine(engine)
+        if not self._alone:
+            engine = EngineConfig(
+                kind=fault.engine, checkpoint=str(self.subject.checkpoint.path), dtype=fault.dtype,
+                max_model_len=MAX_MODEL_LEN,
+            )  # fmt: skip
+            process, self.cold = bench.engine(engine)
+            self._socket = str(process.socket_path)
         self._traces: dict[str, tuple[Path, Path]] = {}
 
     @property
@@ -193,7 +199,7 @@ class _Setting:
     def run(self, phases: list[str]) -> tuple[int, VerifierError | None]:
         """Run phases in one job; how often the fault fired on all ranks, and what ended the job early."""
         rows = []
-        manifest = manifest_of(self.config, self.subject)
+        manifest = self._manifest()
         for phase in phases:
             folder = self._bench.folder(self._fault, phase)
             trace, work = store.create(folder / "trace", {**manifest, "complete": False}), folder / "work"
@@ -211,8 +217,14 @@ class _Setting:
     def _spec(self, trace: Path, work: Path) -> Any:
         import dataclasses
 
-        spec = spec_of(self.config, self.subject, trace, work, str(self.process.socket_path), len(self.cold))
+        spec = spec_of(self.config, self.subject, trace, work, self._socket, len(self.cold))
         return dataclasses.replace(spec, restore_first=True, deadline_s=60.0)
+
+    def _manifest(self) -> dict[str, Any]:
+        manifest = {**manifest_of(self.config, self.subject), "synced_versions": list(range(CYCLES + 1))}
+        if self._alone:
+            manifest["scopes"] = [scope for scope in manifest["scopes"] if scope in TOKEN_SCOPES]
+        return manifest
 
     def trace(self, phase: str) -> Path:
         """Where a phase's trace lies."""
@@ -242,16 +254,16 @@ class _Setting:
                 )  # fmt: skip
             recorder.close()
         self._record_oracle(trace, work)
-        manifest = {**manifest_of(self.config, self.subject), "synced_versions": list(range(CYCLES + 1))}
-        store.write_manifest(trace, {**manifest, "complete": True})
+        store.write_manifest(trace, {**self._manifest(), "complete": True})
         found = store.read(trace)
         return report_of(found, str(trace)), found
 
 
 def _same_to_oracle(one: Trace, other: Trace) -> bool:
-    """True when all that the oracle reads of two runs is the same: live weights, bit for bit, and sampled tokens."""
+    """True when all that the oracle reads of two runs is the same: live weights, bit for bit, norms, sampled tokens."""
     sampled = [[item.facts["tokens"] for item in trace.at(Stage.ROLLOUT, "sampled")] for trace in (one, other)]
-    return sampled[0] == sampled[1] and not _difference(one, other, SEEN_BY_ORACLE)
+    steps = [[item.facts for item in trace.at(Stage.TRAIN, "step")] for trace in (one, other)]
+    return sampled[0] == sampled[1] and steps[0] == steps[1] and not _difference(one, other, SEEN_BY_ORACLE)
 
 
 def _difference(healed: Trace, clean: Trace, kinds: tuple[tuple[Stage, str], ...] = COPIED) -> str:

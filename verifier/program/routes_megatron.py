@@ -15,10 +15,11 @@ from verifier.data.rollout import MISSING_ROUTE, Rollout
 from verifier.model.provider_megatron import TrainerModel
 from verifier.train.replay import sentinel_routes
 from verifier.train.replay_megatron import Routing
+from verifier.train.step_megatron import score
 
 
 def record_replay(probe: Probe, trainer: TrainerModel, rollouts: Sequence[Rollout]) -> None:
-    """Score the same tokens by natural, by made-up and by replayed natural routes, then naturally again. A collective.
+    """Score the same tokens by natural, by replayed natural and by made-up routes, then without any. A collective.
 
     Recorded are the experts that every rank's routers used under made-up routes, and the log-probabilities of the
     passes that must agree.
@@ -40,11 +41,11 @@ def record_replay(probe: Probe, trainer: TrainerModel, rollouts: Sequence[Rollou
         )
         for key, rollout in enumerate(rollouts)
     ]  # fmt: skip
+    replayed, _ = routing.score_replaying(routed)
     _, choices = routing.score_replaying(made_up)
+    released = score(trainer, rollouts)
     at = str(trainer.mesh.coordinate(dist.get_rank()))
     _emit(probe, "choice", "sentinel routes", {"at": at}, torch.from_numpy(choices))
-    replayed, _ = routing.score_replaying(routed)
-    released, _ = routing.score_naturally(rollouts)
     if dist.get_rank() != 0:
         return
     ids = [rollout.id for rollout in rollouts]

@@ -145,9 +145,9 @@ class _Watch:
 
     def __enter__(self) -> _Watch:
         for chunk, held in enumerate(self._routing.routers):
-            for layer, router in held.items():
+            for router in held.values():
                 handle = router.register_forward_hook(
-                    lambda module, _, output, chunk=chunk, layer=layer: self._look(chunk, layer, module, output[1])
+                    lambda module, _, output, chunk=chunk: self._look(chunk, module, output[1])
                 )
                 self._hooks.callback(handle.remove)
         return self
@@ -166,7 +166,7 @@ class _Watch:
         """
         return np.concatenate(self._seen or [np.zeros((0, 3 + self._routing.topk), np.int32)])
 
-    def _look(self, chunk: int, layer: int, router: TopKRouter, routing_map_TE: torch.Tensor) -> None:
+    def _look(self, chunk: int, router: TopKRouter, routing_map_TE: torch.Tensor) -> None:
         shard, topk = self._shards[chunk], self._routing.topk
         num_rows, num_experts = routing_map_TE.shape
         # Sequence parallelism hands each tensor-parallel rank an equal run of the rows.
@@ -183,7 +183,7 @@ class _Watch:
             [
                 indices[segments_T[real_T].long()] if shard.ids else segments_T[real_T].long(),
                 shard.positions_T[begin : begin + num_rows][real_T],
-                torch.full((int(real_T.sum()),), layer),
+                torch.full((int(real_T.sum()),), router.layer_number - 1),
             ],
             dim=-1,
         )

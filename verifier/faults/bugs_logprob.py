@@ -1,0 +1,206 @@
+"""Bugs of the trainer's forward pass and of its log-probabilities."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from verifier.core.stage import Stage
+from verifier.faults.fault import NO_ENGINE, Fault, Fired, Inject
+from verifier.faults.inject import replaced
+from verifier.mesh import Mesh
+
+STEP = "verifier.train.step_megatron"
+LOGPROB = "verifier.train.logprob:vocab_parallel_logprob"
+LOGPROB_PARAMETERS = "logits_TV, labels_T, vocab_start, vocab_size, group, temperature, chunk_tokens, entropy"
+ROPE = "megatron.core.models.common.embeddings.rope_utils:_get_thd_freqs_on_this_cp_rank"
+PACKED_FIELDS = (
+    "qkv_format, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, "
+    "local_cp_size, cp_group, total_tokens, seq_idx, tokens_per_sample, pad_between_seqs"
+)
+CP2 = Mesh(cp=2)
+
+
+def _when_scoring(change: Callable[[Any, Any, dict[str, Any]], tuple[Any, Any, dict[str, Any]]]) -> Inject:
+    """A fault of the passes that only score: logits, labels and options as `change` gives them."""
+
+    def inject(fired: Fired) -> Any:
+        def make(original: Any) -> Any:
+            def logprob(logits_TV: Any, labels_T: Any, **options: Any) -> Any:
+                import torch
+
+                if not torch.is_grad_enabled():
+                    fired()
+                    logits_TV, labels_T, options = change(logits_TV, labels_T, options)
+                return original(logits_TV, labels_T, **options)
+
+            return logprob
+
+        return replaced(LOGPROB, LOGPROB_PARAMETERS, make)
+
+    return inject
+
+
+def _sampling_temperature(logits_TV: Any, labels_T: Any, options: dict[str, Any]) -> Any:
+    return logits_TV, labels_T, {**options, "temperature": 0.6}
+
+
+def _softmax_in_place(logits_TV: Any, labels_T: Any, options: dict[str, Any]) -> Any:
+    logits_TV.sub_(logits_TV.amax(-1, keepdim=True)).exp_()
+    return logits_TV, labels_T, options
+
+
+def _top_token(logits_TV: Any, labels_T: Any, options: dict[str, Any]) -> Any:
+    import torch
+
+    return logits_TV, torch.where(labels_T >= 0, logits_TV.argmax(-1), labels_T), options
+
+
+@contextlib.contextmanager
+def _scores_shifted(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def score(trainer: Any, rollouts: Any, **options: Any) -> Any:
+            fired()
+            return [row.roll(-1) for row in original(trainer, rollouts, **options)]
+
+        return score
+
+    with replaced(f"{STEP}:score", "trainer, rollouts, micro_batch_size, temperature, on_shards, on_chunk", make):
+        yield
+
+
+@contextlib.contextmanager
+def _local_positions(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def frequencies(cp_rank: int, cp_size: int, x: Any, freqs: Any, offset: int = 0) -> Any:
+            fired()
+            return freqs[offset : offset + x.size(0)]
+
+        return frequencies
+
+    with replaced(ROPE, "cp_rank, cp_size, x, freqs, offset", make):
+        yield
+
+
+@contextlib.contextmanager
+def _one_sequence(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def packed(**fields: Any) -> Any:
+            fired()
+            ends = fields["cu_seqlens_q_padded"][[0, -1]]
+            whole = int(ends[-1])
+            fields |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), ends)
+            fields |= dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), ends)
+            return original(**{**fields, "max_seqlen_q": whole, "max_seqlen_kv": whole})
+
+        return packed
+
+    with replaced("megatron.core.packed_seq_params:PackedSeqParams", PACKED_FIELDS, make):
+        yield
+
+
+@contextlib.contextmanager
+def _never_in_evaluation(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        @contextlib.contextmanager
+        def mode(trainer: Any, *, training: bool) -> Iterator[None]:
+            layers = [
+                module for chunk in trainer.chunks for module in chunk.modules() if hasattr(module, "hidden_dropout")
+            ]
+            with original(trainer, training=True):
+                if not training:
+                    fired()
+                    for layer in layers:
+                        layer.hidden_dropout = 0.1
+                try:
+                    yield
+                finally:
+                    for layer in layers:
+                        layer.hidden_dropout = 0.0
+
+        return mode
+
+    with replaced(f"{STEP}:_mode", "trainer, training", make):
+        yield
+
+
+@contextlib.contextmanager
+def _gates_not_normalised(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def route(logits: Any, topk: int, *rest: Any, **options: Any) -> Any:
+            fired()
+            return original(logits, topk, *rest, **{**options, "use_pre_softmax": True})
+
+        return route
+
+    with replaced(
+        "megatron.core.transformer.moe.router:topk_routing_with_score_function",
+        "logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias, fused, "
+        "router_replay, dense_output, precomputed_indices",
+        make,
+    ):
+        yield
+
+
+def _fault(
+    name: str, reproduces: str, summary: str, inject: Inject, mesh: Mesh = CP2, model: str = "tiny:qwen3"
+) -> Fault:
+    return Fault(
+        id=name, stage=Stage.LOGPROB, reproduces=reproduces, summary=summary, caught_by=("LGP001",), inject=inject,
+        model=model, mesh=mesh, engine=NO_ENGINE,
+    )  # fmt: skip
+
+
+FAULTS = (
+    _fault(
+        "scored-at-another-temperature",
+        "THUDM/slime#2085",
+        "a pass that only scores divides the logits by another temperature than the one asked for",
+        _when_scoring(_sampling_temperature),
+    ),
+    _fault(
+        "logits-modified-in-place",
+        "verl-project/verl#1672",
+        "the softmax for the entropy is taken in place, and the log-probabilities after it read what it left",
+        _when_scoring(_softmax_in_place),
+    ),
+    _fault(
+        "top-token-scored",
+        "NVIDIA-NeMo/RL#3297",
+        "the log-probability is that of the likeliest token, not of the one that was sampled",
+        _when_scoring(_top_token),
+    ),
+    _fault(
+        "scores-shifted-by-one",
+        "PrimeIntellect-ai/prime-rl#1525",
+        "log-probabilities are handed back one token early after a shift of labels moved into the model",
+        _scores_shifted,
+    ),
+    _fault(
+        "local-positions",
+        "PrimeIntellect-ai/prime-rl#2392",
+        "positions are counted within a context-parallel rank's own rows",
+        _local_positions,
+    ),
+    _fault(
+        "samples-not-told-apart",
+        "NovaSky-AI/SkyRL#2056",
+        "the model is not told where samples of a pack begin, so each sees the ones before it",
+        _one_sequence,
+    ),
+    _fault(
+        "dropout-while-scoring",
+        "verl-project/verl#4708",
+        "modules stay in training mode while they score, and drop out",
+        _never_in_evaluation,
+    ),
+    _fault(
+        "gates-before-choice",
+        "NVIDIA-NeMo/Megatron-Bridge#3743",
+        "gate weights are a softmax over all experts, where the model wants one over the chosen experts",
+        _gates_not_normalised,
+        Mesh(cp=2, ep=2),
+        "tiny:qwen3-moe",
+    ),
+)

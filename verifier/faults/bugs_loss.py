@@ -1,0 +1,121 @@
+"""Bugs of the loss: what is summed, what it is divided by, and what its gradient reaches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from verifier.core.stage import Stage
+from verifier.faults.fault import NO_ENGINE, Fault, Fired, Inject
+from verifier.faults.inject import replaced
+from verifier.mesh import Mesh
+
+STEP = "verifier.train.step_megatron"
+CP2, TP2 = Mesh(cp=2), Mesh(tp=2)
+
+
+def _scaled(change: Callable[[Any, Any, Any, int], tuple[Any, Any]]) -> Inject:
+    """A fault of normalisation: (sum, tokens) of a micro-batch as `change` gives them.
+
+    `change` gets the sum, the number of tokens, the shard and the number of micro-batches.
+    """
+
+    @contextlib.contextmanager
+    def inject(fired: Fired) -> Iterator[None]:
+        micro_batches: list[int] = [1]
+
+        def count(original: Any) -> Any:
+            def run(trainer: Any, forward: Any, shards: Any, **options: Any) -> Any:
+                micro_batches[0] = len(shards)
+                return original(trainer, forward, shards, **options)
+
+            return run
+
+        def make(original: Any) -> Any:
+            def sum_loss(logprob_T: Any, entropy_T: Any, shard: Any, *, loss: Any) -> Any:
+                fired()
+                total, num_tokens, report = original(logprob_T, entropy_T, shard, loss=loss)
+                return *change(total, num_tokens, shard, micro_batches[0]), report
+
+            return sum_loss
+
+        with (
+            replaced(f"{STEP}:_run", "trainer, forward, shards, schedule_options", count),
+            replaced(f"{STEP}:_sum_loss", "logprob_T, entropy_T, shard, loss", make),
+        ):
+            yield
+
+    return inject
+
+
+def _mean_of_means(total: Any, num_tokens: Any, shard: Any, micro_batches: int) -> Any:
+    return total / num_tokens.clamp(min=1), num_tokens.clamp(max=1)
+
+
+@contextlib.contextmanager
+def _target_without_gradient(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def logprob(logits_TV: Any, labels_T: Any, *, vocab_start: int = 0, **options: Any) -> Any:
+            import torch
+
+            fired()
+            held_T = (labels_T >= vocab_start) & (labels_T < vocab_start + logits_TV.shape[1])
+            logits_TV = torch.where(held_T[:, None], logits_TV, logits_TV.detach())
+            return original(logits_TV, labels_T, vocab_start=vocab_start, **options)
+
+        return logprob
+
+    with replaced(
+        "verifier.train.logprob:vocab_parallel_logprob",
+        "logits_TV, labels_T, vocab_start, vocab_size, group, temperature, chunk_tokens, entropy",
+        make,
+    ):
+        yield
+
+
+def _fault(name: str, reproduces: str, summary: str, inject: Inject, mesh: Mesh = CP2) -> Fault:
+    return Fault(
+        id=name, stage=Stage.LOSS, reproduces=reproduces, summary=summary, caught_by=("LSS001",), inject=inject,
+        model="tiny:qwen3", mesh=mesh, engine=NO_ENGINE,
+    )  # fmt: skip
+
+
+FAULTS = (
+    _fault(
+        "loss-times-context-parallel",
+        "NovaSky-AI/SkyRL#1751",
+        "the loss is multiplied by the context-parallel size, which the schedule accounts for already",
+        _scaled(lambda total, num_tokens, shard, micro_batches: (total * shard.alignment.cp, num_tokens)),
+    ),
+    _fault(
+        "mean-of-means",
+        "NovaSky-AI/SkyRL#1296",
+        "the loss is a mean over micro-batches of means over tokens, so tokens of short samples weigh more",
+        _scaled(_mean_of_means),
+    ),
+    _fault(
+        "divided-by-micro-batches",
+        "areal-project/AReaL#1273",
+        "a loss that is normalised over the whole batch is divided by the number of micro-batches once more",
+        _scaled(lambda total, num_tokens, shard, micro_batches: (total / micro_batches, num_tokens)),
+    ),
+    _fault(
+        "scaled-per-token-and-per-batch",
+        "THUDM/slime#987",
+        "a loss per token is scaled by the share of the micro-batch in the batch as well",
+        _scaled(
+            lambda total, num_tokens, shard, micro_batches: (
+                total * micro_batches / max(1, len(shard.ids) * micro_batches),
+                num_tokens,
+            )
+        ),
+    ),
+    _fault(
+        "logprob-gradient-in-owner-only",
+        "modelscope/ms-swift#9947",
+        "the sum over vocabulary shards has no backward: right values, no gradient where the label lies elsewhere",
+        _target_without_gradient,
+        TP2,
+    ),
+)
