@@ -149,7 +149,7 @@ FAULTS = (
         stage=Stage.LOAD,
         reproduces="PrimeIntellect-ai/prime-rl#3333",
         summary="buffers are initialised once more after the load: the router's score bias is zero",
-        caught_by=("WGT001", "WGT004"),
+        caught_by=("WGT001", "WGT004", "LGP001"),
         inject=_score_bias_zeroed,
         model="tiny:deepseek-v3",
     ),
