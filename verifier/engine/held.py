@@ -67,12 +67,12 @@ def poison_stored(held: Held, carried: Collection[str], aside: dict[str, torch.T
         return f"left: {str(tensor.dtype).removeprefix('torch.')} has no NaN"
     if tensor.numel() == 0:
         return "left: emptied after packing"
-    if held.kind == "parameter" or held.name in carried:
-        tensor.fill_(float("nan"))
-        return "nan"
-    aside.setdefault(held.name, tensor.clone())
+    done = "nan"
+    if held.kind != "parameter" and held.name not in carried:
+        aside.setdefault(held.name, tensor.clone())
+        done = "nan, restored before the update"
     tensor.fill_(float("nan"))
-    return "nan, restored before the update"
+    return done if bool(held.tensor.isnan().all()) else "left"
 
 
 def restore(model: nn.Module, aside: dict[str, torch.Tensor]) -> None:

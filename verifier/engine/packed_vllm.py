@@ -102,11 +102,16 @@ def unpack_experts(module: nn.Module, packed: torch.Tensor) -> torch.Tensor:
 
 
 def poison_packed(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Make this module's packed linears multiply by NaN.
+    """Make this module's packed linears multiply by NaN, and read back whether they do.
 
     Yields:
         (holder, what was done), as in `Poisoned`.
     """
+    for (holder, how), packed in zip(list(_poison_packed(module)), packed_linears(module), strict=True):
+        yield holder, "left" if how == "nan" and not bool(packed.read().isnan().all()) else how
+
+
+def _poison_packed(module: nn.Module) -> Iterator[tuple[str, str]]:
     linear = module.__dict__.get("cpu_linear")
     for closure, packed in zip(_closures(module), packed_linears(module), strict=True):
         for held in _held(closure):

@@ -113,23 +113,20 @@ def _buffer_lost(fired: Fired) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _packed_once(fired: Fired) -> Iterator[None]:
-    packed: list[str] = []
-
     def make(original: Any) -> Any:
-        def process(self: Any, layer: Any) -> None:
-            if getattr(layer, "prefix", "") != "model.layers.1.self_attn.o_proj":
-                original(self, layer)
-                return
+        def dispatch(layer: Any, remove_weight: bool) -> None:
             earlier = layer.__dict__.get("cpu_linear")
-            original(self, layer)
-            if packed:
+            original(layer, remove_weight)
+            if earlier is not None and getattr(layer, "prefix", "") == "model.layers.1.self_attn.o_proj":
                 layer.cpu_linear = earlier
                 fired()
-            packed.append(layer.prefix)
 
-        return process
+        return dispatch
 
-    with replaced(f"{LAYERS}.linear:UnquantizedLinearMethod.process_weights_after_loading", "self, layer", make):
+    with (
+        replaced(f"{LAYERS}.utils:dispatch_cpu_unquantized_gemm", "layer, remove_weight", make),
+        replaced("verifier.engine.packed_vllm:dispatch_cpu_unquantized_gemm", "layer, remove_weight", make),
+    ):
         yield
 
 
@@ -314,8 +311,8 @@ FAULTS = (
         id="packing-latched",
         stage=Stage.ENGINE,
         reproduces="sgl-project/sglang#30761",
-        summary="a flag of the first reload says packed, so later reloads leave the old packed copy; one linear",
-        caught_by=("ENG001", "LGP002"),
+        summary="a flag says that a linear is packed, so later writes leave the packed copy as it was; one linear",
+        caught_by=("ENG001", "ENG003", "LGP002"),
         inject=_packed_once,
         side=Side.ENGINE,
         engine="vllm",
