@@ -73,6 +73,7 @@ def environment(config: EngineConfig) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         **({"CUDA_VISIBLE_DEVICES": config.gpus} if config.gpus else {}),
     }
 

@@ -162,11 +162,14 @@ class VerifierWorker:
                 abandon_reload(self.model_runner.model)
                 self._weight_update_active = False
             restore(self.model_runner.model, self._verifier_aside())
+            self._verifier_aliases = aliases(self.model_runner.model)
         return list(agreement.said)
 
     def verifier_receipt(self) -> dict[str, Any]:
-        """The receipt of the last chunk."""
-        return self.weight_transfer_engine.receipt.to_json()
+        """The receipt of the last chunk; a parameter of two modules counts as loaded under both names."""
+        record = self.weight_transfer_engine.receipt.to_json()
+        names = {alias for name in record["loaded"] for alias in self._verifier_aliases.get(name, (name,))}
+        return {**record, "loaded": sorted(names)}
 
     def verifier_clear_cache(self) -> None:
         """Zero every block of the KV cache, used or free.
@@ -194,6 +197,14 @@ class VerifierWorker:
     def verifier_call(self, module: str, function: str, arguments: Sequence[Any]) -> Any:
         """Run ``function(worker, *arguments)`` of a named module here."""
         return getattr(importlib.import_module(module), function)(self, *arguments)
+
+
+def aliases(model: nn.Module) -> dict[str, list[str]]:
+    """Every parameter's names: a router's score bias is one tensor of two modules."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: same for same in names.values() for name in same}
 
 
 def abandon_reload(model: nn.Module) -> None:

@@ -27,7 +27,10 @@ def pack(chunk: Chunk, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if extra := sorted(tensors.keys() - planned):
         raise ContractError(f"`{extra[0]}` was handed over for chunk {chunk.index}, which does not plan it")
     device = next((tensor.device for tensor in tensors.values()), None)
-    buffer = torch.zeros(chunk.num_bytes, dtype=torch.uint8, device=device)
+    buffer = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=device)
+    ends = [entry.begin + entry.tensor.num_bytes for entry in chunk.entries]
+    for end, begin in zip(ends, [*(entry.begin for entry in chunk.entries[1:]), chunk.num_bytes], strict=True):
+        buffer[end:begin] = 0
     for entry in chunk.entries:
         meta = entry.tensor
         if meta.name not in tensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import torch
@@ -84,10 +85,17 @@ class NcclGroup:
             return
         work, _, what = self._under_way
         self._under_way = None
+        deadline = time.monotonic() + self.address.deadline_s
         try:
-            work.wait(timedelta(seconds=self.address.deadline_s))
+            work.wait()  # the stream waits, not this thread: torch's own timed wait sleeps a millisecond at a time
+            arrived = torch.cuda.Event()
+            arrived.record()
+            while not arrived.query():
+                if time.monotonic() > deadline:
+                    raise TransferFailed(self._late(what, "it is still under way"))
         except RuntimeError as error:
-            raise TransferFailed(
-                f"transfer rank {self.rank} waited up to {self.address.deadline_s:g} s in an NCCL broadcast of {what}: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
+            raise TransferFailed(self._late(what, str(error).splitlines()[0])) from error
+
+    def _late(self, what: str, why: str) -> str:
+        waited = f"transfer rank {self.rank} waited up to {self.address.deadline_s:g} s"
+        return f"{waited} in an NCCL broadcast of {what}: {why}"
