@@ -196,9 +196,9 @@ FAULTS = (
         _never_in_evaluation,
     ),
     _fault(
-        "gates-before-choice",
-        "NVIDIA-NeMo/Megatron-Bridge#3743",
-        "gate weights are a softmax over all experts, where the model wants one over the chosen experts",
+        "gates-not-normalised",
+        "pytorch/torchtitan#1448",
+        "gate weights of the chosen experts are left as the softmax over all experts has them, not brought to sum 1",
         _gates_not_normalised,
         Mesh(cp=2, ep=2),
         "tiny:qwen3-moe",

@@ -250,7 +250,7 @@ FAULTS = (
     ),
     _fault(
         "routes-of-the-first-slice",
-        "NovaSky-AI/SkyRL#1908",
+        "verl-project/verl#7106",
         "under sequence parallelism every rank replays the first rank's slice of the routes",
         _first_slice_on_all,
     ),
@@ -262,7 +262,7 @@ FAULTS = (
     ),
     _fault(
         "routes-of-rejected-sample",
-        "sgl-project/sglang#36404",
+        "NovaSky-AI/SkyRL#1908",
         "a sample is replaced, and keeps the routes of the one that was rejected",
         on_rollouts(_routes_of_the_rejected),
     ),

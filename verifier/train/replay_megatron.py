@@ -59,7 +59,7 @@ class Routing:
         Returns:
             As `step_megatron.score`; and the same rollouts with routes [L, M, K] in each router's own order.
         """
-        with self._acting("RECORD"), _Watch(self, rollouts) as watch:
+        with self._acting("RECORD"), _Watch(self, rollouts, recorded=True) as watch:
             scored = score(self.trainer, rollouts, on_chunk=watch.on_chunk)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, watch.choices())
@@ -134,10 +134,16 @@ def routers_of(chunk: torch.nn.Module) -> dict[int, TopKRouter]:
 
 
 class _Watch:
-    """Reads off each router's output which experts it used for which token; it only looks."""
+    """Reads off each router which experts it used for which token; it only looks.
 
-    def __init__(self, routing: Routing, rollouts: Sequence[Rollout]) -> None:
-        self._routing = routing
+    Args:
+        routing: the routers.
+        rollouts: what is scored.
+        recorded: take what each router recorded, in its own order; else what its output says, in ascending order.
+    """
+
+    def __init__(self, routing: Routing, rollouts: Sequence[Rollout], *, recorded: bool = False) -> None:
+        self._routing, self._recorded = routing, recorded
         self._index = {rollout.id: index for index, rollout in enumerate(rollouts)}
         self._shards: dict[int, PackedBatch] = {}
         self._seen: list[np.ndarray] = []
@@ -160,10 +166,7 @@ class _Watch:
         self._shards[chunk] = shard
 
     def choices(self) -> np.ndarray:
-        """[N, 3 + K] int32, one row per token and layer: index of the rollout, position, global layer, experts.
-
-        Experts are in the router's own order where it recorded them, else ascending, with -1 for a lacking one.
-        """
+        """[N, 3 + K] int32, one row per token and layer: rollout's index, position, global layer, K experts."""
         return np.concatenate(self._seen or [np.zeros((0, 3 + self._routing.topk), np.int32)])
 
     def _look(self, chunk: int, router: TopKRouter, routing_map_TE: torch.Tensor) -> None:
@@ -173,8 +176,9 @@ class _Watch:
         begin = self._routing.at.tp * num_rows if num_rows < shard.num_rows else 0
         segments_T = shard.segments_T[begin : begin + num_rows]
         real_T = segments_T != PADDING
-        experts_TK = router.router_replay.get_recorded_indices()
-        if experts_TK is None:
+        if self._recorded:
+            experts_TK = router.router_replay.get_recorded_indices()
+        else:
             used_TE = torch.where(routing_map_TE, torch.arange(num_experts, device=routing_map_TE.device), num_experts)
             experts_TK = used_TE.sort(-1).values[:, :topk]
             experts_TK = torch.where(experts_TK == num_experts, MISSING_ROUTE, experts_TK)
