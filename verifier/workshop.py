@@ -23,7 +23,7 @@ from verifier.program.spec import RunSpec
 from verifier.program.workplace import PRELOADS, Subject, open_subject, run_ranks
 from verifier.roundtrip import engine_config_of, manifest_of, record_held, spec_of
 
-RUN_DEADLINE_S = 300.0
+RUN_DEADLINE_S = 600.0
 COLLECTIVE_DEADLINE_S = 60.0
 
 

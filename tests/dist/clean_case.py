@@ -44,6 +44,7 @@ class Case:
     """One clean run."""
 
     family: str
+    """Name of a tiny model without its "tiny:", or the absolute path of a checkpoint."""
     mesh: Mesh
     engine: str = "hf"
     dtype: str = "float32"
@@ -77,6 +78,8 @@ class Measured:
     num_bitwise: int
     """Tensors that the exports of version 0 and the source hold alike, in golden and in the round trip."""
     num_compared: int
+    without_subject: tuple[str, ...]
+    """Codes of the checks that the round trip had no subject for."""
     trainer_nats: float
     engine_nats: float
     sampled_nats: float
@@ -95,7 +98,7 @@ def run(workshop: Workshop, case: Case, folder: Path) -> Measured:
     import time
 
     began = time.monotonic()
-    model = f"tiny:{case.family}"
+    model = case.family if Path(case.family).is_absolute() else f"tiny:{case.family}"
     golden = workshop.golden(GoldenConfig(model=model, trace=folder / "golden", mesh=case.mesh, dtype=case.dtype))
     loaded = time.monotonic()
     trace = workshop.roundtrip(
@@ -113,6 +116,7 @@ def run(workshop: Workshop, case: Case, folder: Path) -> Measured:
         case=case,
         num_bitwise=min(compared(report, "WGT004") for report in reports),
         num_compared=sum(outcome.num_compared for report in reports for outcome in report.outcomes),
+        without_subject=reports[1].out_of_scope,
         trainer_nats=gap(found, (Stage.LOGPROB, "trainer"), (Stage.LOGPROB, "oracle")),
         engine_nats=gap(found, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "oracle")),
         sampled_nats=gap(found, (Stage.ROLLOUT, "sampled"), (Stage.LOGPROB, "sampled-oracle")),

@@ -1,0 +1,101 @@
+"""`verifier roundtrip` and `verifier golden` as users run them: whole processes, judged by their exit code and report.
+
+What this does not exercise: other families and meshes (test_clean_runs.py), and 64 ranks (docs/clean-runs.md).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.clean_case import Case, run
+from verifier.launch.zygote import Zygote
+from verifier.mesh import Mesh
+from verifier.workshop import Workshop
+
+ROOT = Path(__file__).resolve().parents[2]
+README_MODEL = ("--model", "tiny:qwen3-moe", "--tp", "2", "--pp", "2", "--ep", "2")
+README_DEADLINE_S = 300.0
+COMMANDS = [
+    ("roundtrip", *README_MODEL, "--update", "noise"),
+    ("roundtrip", *README_MODEL, "--dtype", "bf16"),
+    ("roundtrip", "--model", "tiny:qwen3-moe", "--ep", "2", "--engine-tp", "2"),
+    ("roundtrip", "--model", "tiny:qwen3-tied", "--pp", "2", "--engine-tp", "2"),
+    ("roundtrip", "--model", "tiny:deepseek-v3", "--tp", "2", "--ep", "2", "--engine", "hf"),
+    ("roundtrip", "--model", "tiny:deepseek-v3", "--ep", "2", "--engine", "hf", "--dtype", "bf16"),
+]
+
+
+def command(folder: Path, *arguments: str) -> dict[str, Any]:
+    """Run a command that has to hold; its report."""
+    places = ("--trace", str(folder / "trace"), "--json", str(folder / "report"))
+    done = subprocess.run(
+        [sys.executable, "-m", "verifier", *arguments, *places],
+        cwd=ROOT, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
+    return json.loads((folder / "report").read_text())
+
+
+@pytest.mark.slow
+def test_the_command_of_the_readme_holds_in_five_minutes(tmp_path: Path) -> None:
+    """Cold start of everything included."""
+    began = time.monotonic()
+    report = command(tmp_path, "roundtrip", *README_MODEL)
+    took_s = time.monotonic() - began
+    print(f"{took_s:.0f} s")
+    assert report["verdict"] == "holds"
+    assert took_s < README_DEADLINE_S
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda value: "_".join(value).replace("--", ""))
+def test_a_command_of_the_manual_holds(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    assert command(tmp_path, *arguments)["verdict"] == "holds"
+
+
+@pytest.fixture(scope="module")
+def workshop(trainer_zygote: Zygote) -> Iterator[Workshop]:
+    with Workshop(print, trainer_zygote) as found:
+        yield found
+
+
+@pytest.fixture
+def biased(tmp_path: Path) -> Path:
+    """A Qwen2 by transformers: a family that megatron-bridge supports, with biases, and without a layout row here."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(7)
+    config = Qwen2Config(
+        vocab_size=512, hidden_size=96, intermediate_size=128, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=1024, tie_word_embeddings=False, use_cache=True,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).float()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.normal_(std=tensor.shape[-1] ** -0.5)
+    model.save_pretrained(tmp_path / "qwen2")
+    return tmp_path / "qwen2"
+
+
+@pytest.mark.slow
+def test_a_family_without_a_layout_row_is_verified_as_far_as_it_goes(
+    workshop: Workshop, biased: Path, tmp_path: Path
+) -> None:
+    """Export, transfer, engine and log-probabilities are judged; the reports name the checks without a subject."""
+    found = run(workshop, Case(family=str(biased), mesh=Mesh(tp=2, pp=2)), tmp_path)
+    workshop.stop_engines()
+    assert found.num_bitwise == 51
+    assert max(found.trainer_nats, found.engine_nats, found.sampled_nats) <= 1e-5
+    assert "WGT001" in found.without_subject
+    assert "LSS001" in found.without_subject
+    assert "WGT004" not in found.without_subject
