@@ -6,6 +6,7 @@ import contextlib
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from verifier.core.stage import Stage
 from verifier.mesh import Mesh
@@ -23,10 +24,14 @@ class Fired:
     """How often the injected code ran in this process. A trial in which it never ran proves nothing."""
 
     count: int = 0
+    mark: Path | None = None
+    """File that appears when it runs for the first time, so that it is known of a process that died too."""
 
     def __call__(self) -> None:
         """Count one run of the injected code."""
         self.count += 1
+        if self.count == 1 and self.mark is not None:
+            self.mark.touch()
 
 
 NO_ENGINE = "none"

@@ -39,6 +39,7 @@ def phases(context: RankContext) -> dict[str, int]:
 @contextlib.contextmanager
 def _injected(fault: Fault, fired: Fired, spec: RunSpec, rank: int) -> Iterator[None]:
     """The fault in the process where it lives: in this rank, or in the engine's workers at rank 0's request."""
+    fired.mark = Path(spec.work) / f"fired-{rank:04d}"
     if fault.side is Side.TRAINER:
         with fault.inject(fired):
             yield

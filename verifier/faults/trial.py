@@ -20,10 +20,11 @@ from verifier.core.evidence import Evidence
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
+from verifier.engine.client import EngineClient
 from verifier.engine.engine import EngineConfig, HeldTensor
 from verifier.engine.process import EngineProcess
 from verifier.errors import VerifierError
-from verifier.faults.fault import NO_ENGINE, Fault
+from verifier.faults.fault import NO_ENGINE, Fault, Side
 from verifier.launch.zygote import Zygote
 from verifier.program.oracle import Oracle
 from verifier.program.workplace import PRELOADS, Subject, open_subject
@@ -211,8 +212,16 @@ class _Setting:
         try:
             results = self._bench.submit(self.config.mesh.world_size, args, self._fault)
         except VerifierError as problem:
-            return 1, problem
+            self._heal_engine()
+            return sum(1 for phase in phases for _ in self._traces[phase][1].glob("fired-*")), problem
         return sum(result["fired"] for result in results), None
+
+    def _heal_engine(self) -> None:
+        """A rank that died could not end the fault that it had asked the engine to begin."""
+        if self._fault.side is Side.ENGINE and self._socket is not None:
+            client = EngineClient(self._socket, deadline_s=DEADLINE_S)
+            client.call("verifier.faults.engine_side", "heal")
+            client.close()
 
     def _spec(self, trace: Path, work: Path) -> Any:
         import dataclasses
