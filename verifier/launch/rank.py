@@ -165,6 +165,7 @@ def _join(setup: RankSetup) -> None:
     import torch
     import torch.distributed as dist
 
+    from verifier.launch.gloo_device import share_device
     from verifier.platform import select
 
     backends = "gloo"
@@ -180,6 +181,7 @@ def _join(setup: RankSetup) -> None:
         MASTER_PORT=str(setup.store_port),
     )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    share_device()
     recorder = flight.Recorder(setup.memory, setup.rank)
     flight.activate(recorder)
     everyone = flight.group_key("init_process_group", range(setup.world_size))
