@@ -110,7 +110,7 @@ def run(workshop: Workshop, case: Case, folder: Path) -> Measured:
     ended = time.monotonic()
     reports = [judge(golden), judge(trace)]
     found = store.read(trace)
-    noise = [float(item.facts["max"]) for item in found.at(Stage.LOGPROB, "noise")]
+    noise = [float(item.facts["max"]) for item in found.at(Stage.LOGPROB, "noise", name="scored")]
     steps = [item.facts for item in found.at(Stage.LOSS, "gradient")]
     return Measured(
         case=case,

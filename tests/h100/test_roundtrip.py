@@ -46,7 +46,7 @@ def test_synced_engine_is_the_cold_engine(name, mesh, transport, engine_tp, work
     )  # fmt: skip
     took = time.monotonic() - began
     found = store.read(trace)
-    noise = [item.facts for item in found.at(Stage.LOGPROB, "noise")]
+    noise = [item.facts for item in found.at(Stage.LOGPROB, "noise", name="scored")]
     measured(
         family=name, mesh=mesh.label(), transport=transport, engine_tp=engine_tp, seconds=round(took, 1),
         noise_mean=max(item["mean"] for item in noise), noise_max=max(item["max"] for item in noise),

@@ -60,10 +60,12 @@ class Oracle:
             exact = self.score(checkpoint, spec.sequences)
             _emit(recorder, "oracle", "scored", version, exact)
             if subject.dtype != "float32":
-                _emit_noise(recorder, version, self.score(checkpoint, spec.sequences, subject.dtype), exact)
+                _emit_noise(recorder, "scored", version, self.score(checkpoint, spec.sequences, subject.dtype), exact)
             for sampled in seen.at(Stage.ROLLOUT, "sampled", version=version):
                 tokens = [[*prompt, *more] for prompt, more in zip(spec.prompts, sampled.facts["tokens"], strict=True)]
                 rows = self.score(checkpoint, tokens)
+                if subject.dtype != "float32":
+                    _emit_noise(recorder, "sampled", version, self.score(checkpoint, tokens, subject.dtype), rows)
                 tails = [row[-n:] for row, n in zip(rows, sampled.facts["lengths"], strict=True)]
                 _emit(recorder, "sampled-oracle", "sampled", version, tails)
         if spec.update == "step" and subject.dtype == "float32":
@@ -97,8 +99,12 @@ def _emit(recorder: store.Recorder, kind: str, name: str, version: int, rows: Se
 
 
 def _emit_noise(
-    recorder: store.Recorder, version: int, rounded: Sequence[Sequence[float]], exact: Sequence[Sequence[float]]
+    recorder: store.Recorder,
+    name: str,
+    version: int,
+    rounded: Sequence[Sequence[float]],
+    exact: Sequence[Sequence[float]],
 ) -> None:
     gaps = [abs(x - y) for low, high in zip(rounded, exact, strict=True) for x, y in zip(low, high, strict=True)]
     facts = {"max": max(gaps), "mean": statistics.fmean(gaps), "deviation": statistics.pstdev(gaps)}
-    recorder.emit(Evidence(stage=Stage.LOGPROB, kind="noise", name="noise", version=version, facts=facts))
+    recorder.emit(Evidence(stage=Stage.LOGPROB, kind="noise", name=name, version=version, facts=facts))
