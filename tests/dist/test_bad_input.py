@@ -1,6 +1,6 @@
 """Bad input to `python -m verifier`: one sentence, exit code 4, and nothing is left behind.
 
-There is no option that asks for a GPU: the tier is the machine's own, so there is none to refuse here.
+GPUs are hidden, so that the option that needs some is refused on every machine.
 
 What this does not exercise: every way in which a shard can be damaged (tests/unit/model/test_checkpoint.py).
 """
@@ -41,6 +41,7 @@ class Shell:
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
         self._environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(self.temporary)}
+        self._environment["CUDA_VISIBLE_DEVICES"] = ""
 
     def refused(self, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
         """The one sentence with which a command ends; the trace and everything temporary are gone."""
@@ -104,6 +105,10 @@ COMMANDS: list[tuple[tuple[str, ...], str]] = [
     (
         ("roundtrip", "--model", "tiny:qwen3", "--engine", "hf", "--engine-tp", "2"),
         "--engine hf has one rank, --engine-tp is 2: leave it out, or use --engine vllm",
+    ),
+    (
+        ("roundtrip", "--model", "tiny:qwen3", "--transport", "nccl"),
+        "--transport nccl needs GPUs and torch sees none: leave it out",
     ),
 ]
 
