@@ -55,6 +55,7 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
         refuse_unsupported(subject.checkpoint.config, on_cpu=subject.tier == "cpu", tp=config.engine_tp)
     if subject.tier == "cuda" and config.dtype == "float32":
         raise UsageError("Transformer Engine attends to packed sequences in bf16 only: use --dtype bf16")
+    transport_of(config, subject.tier)
     manifest = manifest_of(config, subject)
     engine_config = engine_config_of(config, subject)
     with contextlib.ExitStack() as stack:
