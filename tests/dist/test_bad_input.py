@@ -113,7 +113,9 @@ COMMANDS: list[tuple[tuple[str, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), COMMANDS, ids=[" ".join(row[0]).replace("--", "") for row in COMMANDS])
+@pytest.mark.parametrize(
+    ("arguments", "sentence"), COMMANDS, ids=[" ".join(row[0]).replace("--", "") for row in COMMANDS]
+)
 def test_what_cannot_be_run_is_refused(shell: Shell, arguments: tuple[str, ...], sentence: str) -> None:
     assert shell.refused(*arguments, "--trace", "trace") == sentence
 
