@@ -1,0 +1,124 @@
+"""Run the GPU tests side by side, each file on GPUs of its own: `python lanes.py RESULTS [PYTEST ARGUMENT...]`.
+
+What is timed (`@pytest.mark.timed`) runs at the end, one file at a time. Every process writes its log and its results
+into the folder; nothing is skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+NOTHING_COLLECTED = 5
+SHARERS = 4
+"""Processes that may share one GPU: a tiny model's trainer and engine take under a quarter of its memory."""
+STARTS_APART_S = 1.0
+"""Between two starts, so that the first finds its ports and compiles what the others then read from the cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One pytest process."""
+
+    file: Path
+    gpus: int
+    timed: bool
+
+    @property
+    def name(self) -> str:
+        """Of its log and its results."""
+        return f"{self.file.stem}-x{self.gpus}" + ("-timed" if self.timed else "")
+
+    def start(self, results: Path, visible: Sequence[int], arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start it on these GPUs."""
+        wanted = f"h100(gpus={self.gpus}) and {'' if self.timed else 'not '}timed"
+        with (results / f"{self.name}.log").open("wb") as log:
+            return subprocess.Popen(
+                [
+                    sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-s", "--tb=short", "--no-skip",
+                    "--durations=0", "-m", wanted, str(self.file), *arguments,
+                ],
+                stdout=log, stderr=subprocess.STDOUT,
+                env={
+                    **os.environ,
+                    "CUDA_VISIBLE_DEVICES": ",".join(map(str, visible)),
+                    "VERIFIER_GPU_RESULTS": str(results / f"{self.name}.part"),
+                },
+            )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Host:
+    """Which processes run on which GPUs."""
+
+    num_gpus: int
+    running: dict[subprocess.Popen[bytes], tuple[Task, list[int]]] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+    def place(self, task: Task) -> list[int] | None:
+        """The least shared GPUs; None while there is no room, or something timed runs, or is to run alone."""
+        if any(other.timed for other, _ in self.running.values()) or (task.timed and self.running):
+            return None
+        load = [sum(gpu in gpus for _, gpus in self.running.values()) for gpu in range(self.num_gpus)]
+        places = sorted(range(self.num_gpus), key=lambda gpu: (load[gpu], gpu))[: task.gpus]
+        return sorted(places) if max(load[gpu] for gpu in places) < SHARERS else None
+
+    def reap(self, results: Path) -> None:
+        """Take in what has ended, and say how."""
+        for process in [process for process in self.running if process.poll() is not None]:
+            task, _ = self.running.pop(process)
+            log = results / f"{task.name}.log"
+            if process.returncode == NOTHING_COLLECTED:
+                log.unlink()
+                continue
+            last = log.read_text(errors="replace").rstrip().rpartition("\n")[2]
+            print(f"{task.name}: {last}", flush=True)
+            if process.returncode:
+                self.failed.append(task.name)
+
+
+class Census:
+    """Learns from pytest which groups of tests there are."""
+
+    def __init__(self) -> None:
+        self.tasks: set[Task] = set()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Called by pytest with every test that is left."""
+        for item in session.items:
+            gpus = item.get_closest_marker("h100").kwargs["gpus"]
+            timed = item.get_closest_marker("timed") is not None
+            self.tasks.add(Task(file=item.path, gpus=gpus, timed=timed))
+
+
+def main(results: Path, arguments: Sequence[str]) -> int:
+    """Run all; 1 if any failed."""
+    num_gpus = torch.cuda.device_count()
+    census = Census()
+    pytest.main(["--collect-only", "-qq", "-m", "h100", "--gpus", str(num_gpus), str(HERE), *arguments], [census])
+    waiting = sorted(census.tasks, key=lambda task: (task.timed, -task.gpus, task.file))
+    host = Host(num_gpus)
+    while waiting or host.running:
+        host.reap(results)
+        started = next(((task, places) for task in waiting if (places := host.place(task)) is not None), None)
+        if started is None:
+            time.sleep(STARTS_APART_S)
+            continue
+        task, places = started
+        waiting.remove(task)
+        host.running[task.start(results, places, arguments)] = started
+        time.sleep(STARTS_APART_S)
+    return 1 if host.failed or not census.tasks else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]).resolve(), sys.argv[2:]))
