@@ -239,7 +239,8 @@ def test_the_forking_process_dies(functions, tmp_path):
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
 def test_no_orphan_when_the_parent_ends(functions, tmp_path, signum):
     script = (
-        "import sys; sys.path[:0] = sys.argv[1:3]\n"
+        "import signal, sys; sys.path[:0] = sys.argv[1:3]\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell starts background jobs with it ignored
         "from pathlib import Path; from verifier.launch.zygote import Zygote\n"
         "with Zygote() as z:\n"
         "    assert 'torch' not in sys.modules\n"
