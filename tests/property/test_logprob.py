@@ -172,6 +172,14 @@ def test_a_column_of_minus_infinity_has_no_share() -> None:
     assert grad[0, 1] == 0
 
 
+def test_a_column_of_minus_infinity_has_no_gradient_however_the_entropy_weighs() -> None:
+    logits = torch.tensor([[1.0, -float("inf"), 2.0]], requires_grad=True)
+    logprob, entropy = vocab_parallel_logprob(logits, torch.tensor([2]))
+    (logprob + 1e6 * entropy).sum().backward()
+    assert logits.grad.isfinite().all()
+    assert logits.grad[0, 1] == 0
+
+
 def test_without_entropy_there_is_none_and_the_gradient_is_that_of_the_logprob() -> None:
     logits = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     labels = torch.tensor([0, IGNORE_LABEL, 6])

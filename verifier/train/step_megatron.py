@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -266,9 +266,10 @@ def _run(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     chunks = trainer.chunks
+    pairs = [(shard, _moved(shard, _device(trainer))) for shard in shards]
     collected = get_forward_backward_func()(
         forward_step_func=forward,
-        data_iterator=[iter(shards) for _ in chunks] if len(chunks) > 1 else iter(shards),
+        data_iterator=[iter(pairs) for _ in chunks] if len(chunks) > 1 else iter(pairs),
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(shards),
         seq_length=max(shard.num_rows for shard in shards),
@@ -278,8 +279,14 @@ def _run(
     return collected or []
 
 
+def _moved(shard: PackedBatch, device: torch.device) -> PackedBatch:
+    """The shard with what model and loss read on the device, before the first kernel: no copy waits for one then."""
+    names = ("tokens_T", "positions_T", "labels_T", "loss_mask_T", "cu_seqlens", "cu_seqlens_padded")
+    return replace(shard, **{name: getattr(shard, name).to(device, non_blocking=True) for name in names})
+
+
 def _forward(
-    data_iterator: Iterator[PackedBatch],
+    data_iterator: Iterator[tuple[PackedBatch, PackedBatch]],
     model: Any,
     *,
     trainer: TrainerModel,
@@ -288,30 +295,34 @@ def _forward(
     finish: Callable[..., Any],
     on_chunk: OnChunk | None = None,
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """Megatron's forward step: one packed micro-batch through one model chunk, and what to do with its output."""
+    """Megatron's forward step: one packed micro-batch through one model chunk, and what to do with its output.
+
+    Args:
+        data_iterator: each micro-batch on the host, and the same one moved to the device.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    shard = next(data_iterator)
+    shard, moved = next(data_iterator)
     if on_chunk is not None:
         on_chunk(next(at for at, chunk in enumerate(trainer.chunks) if chunk is model), shard)
-    device = _device(trainer)
-    ends, padded_ends = shard.cu_seqlens.to(device), shard.cu_seqlens_padded.to(device)
     output = model(
-        input_ids=shard.tokens_T[None].to(device),
-        position_ids=shard.positions_T[None].to(device),
+        input_ids=moved.tokens_T[None],
+        position_ids=moved.positions_T[None],
         attention_mask=None,
         packed_seq_params=PackedSeqParams(
             qkv_format="thd",
-            cu_seqlens_q=ends,
-            cu_seqlens_kv=ends,
-            cu_seqlens_q_padded=padded_ends,
-            cu_seqlens_kv_padded=padded_ends,
+            cu_seqlens_q=moved.cu_seqlens,
+            cu_seqlens_kv=moved.cu_seqlens,
+            cu_seqlens_q_padded=moved.cu_seqlens_padded,
+            cu_seqlens_kv_padded=moved.cu_seqlens_padded,
             max_seqlen_q=shard.max_seqlen,
             max_seqlen_kv=shard.max_seqlen,
+            # Said here, Transformer Engine need not ask the device for it in every layer.
+            pad_between_seqs=not shard.cu_seqlens[:-1].equal(shard.cu_seqlens_padded[:-1]),
         ),
     )
     on_logits = partial(
-        _logprobs, shard=shard, trainer=trainer, temperature=temperature, entropy=entropy, finish=finish
+        _logprobs, shard=moved, trainer=trainer, temperature=temperature, entropy=entropy, finish=finish
     )
     return output, on_logits
 
@@ -333,7 +344,7 @@ def _logprobs(
     logits_TV = logits[0]
     logprob_T, entropy_T = vocab_parallel_logprob(
         logits_TV,
-        shard.labels_T.to(logits_TV.device),
+        shard.labels_T,
         vocab_start=_coordinate(trainer).tp * logits_TV.shape[1],
         group=parallel_state.get_tensor_model_parallel_group() if trainer.mesh.tp > 1 else None,
         temperature=temperature,

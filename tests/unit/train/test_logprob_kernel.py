@@ -1,0 +1,26 @@
+"""The kernels that a GPU computes log-probabilities with, interpreted on the host.
+
+What this does not exercise: the compiled kernels (tests/h100/test_train_speed.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_agree_with_torch_operations() -> None:
+    """Values and gradients, with padding columns, columns of -inf, rows that predict nothing, and a temperature."""
+    script = Path(__file__).with_name("interpret_logprob_kernel.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "40 cases agree\n"
