@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,22 +29,23 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = 1
-_FIELDS = {"stage", "kind", "name", "version", "rank", "role", "digest", "dtype", "shape", "facts", "array"}
+_FIELDS = tuple(field.name for field in fields(Evidence))
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 def encode(evidence: Evidence) -> str:
     """One JSON line; fields at their defaults are left out."""
-    record = {key: value for key, value in asdict(evidence).items() if value not in (None, {}, ())}
+    record = {name: value for name in _FIELDS if (value := getattr(evidence, name)) not in (None, {}, ())}
     record["stage"] = evidence.stage.label
     if evidence.shape is not None:
-        record["shape"] = list(evidence.shape)
-    return json.dumps(record, separators=(",", ":"))
+        record["shape"] = evidence.shape
+    return _ENCODER.encode(record)
 
 
 def decode(line: str) -> Evidence:
     """Inverse of `encode`; UsageError for a field that this version does not know."""
     record = json.loads(line)
-    unknown = set(record) - _FIELDS
+    unknown = record.keys() - set(_FIELDS)
     if unknown:
         raise UsageError(f"the trace holds a field `{min(unknown)}` that this version of verifier does not know")
     record["stage"] = Stage.from_label(record["stage"])

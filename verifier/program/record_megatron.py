@@ -17,7 +17,7 @@ from verifier.export.names import Layout
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint
 from verifier.plan.chunk_plan import ChunkPlan, TensorMeta, build_plan
-from verifier.plan.digest import digest_tensor
+from verifier.plan.digest import digest_tensor, digest_tensors
 from verifier.transport.buffer import dtype_name
 
 if TYPE_CHECKING:
@@ -37,13 +37,14 @@ class LiveWeights:
 
     def __init__(self, chunks: list[torch.nn.Module], layout: Layout | None, mesh: Mesh, rank: int) -> None:
         self._chunks = [_unwrapped(chunk) for chunk in chunks]
+        self._stored = [frozenset(chunk.state_dict(keep_vars=True)) for chunk in self._chunks]
+        self._places: dict[tuple[int, str], Placement] | None = None
         self.layout, self.mesh, self.rank = layout, mesh, rank
         self.at = str(mesh.coordinate(rank))
 
     def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
         """(chunk, local name, live tensor) of every parameter and every checkpointed buffer."""
-        for index, chunk in enumerate(self._chunks):
-            stored = set(chunk.state_dict(keep_vars=True))
+        for index, (chunk, stored) in enumerate(zip(self._chunks, self._stored, strict=True)):
             for name, parameter in chunk.named_parameters():
                 yield index, name, parameter.detach()
             for name, buffer in chunk.named_buffers():
@@ -51,23 +52,25 @@ class LiveWeights:
                     yield index, name, buffer.detach()
 
     def placements(self) -> dict[tuple[int, str], Placement]:
-        """(chunk, local name) to what must be there; empty without a layout."""
-        if self.layout is None:
-            return {}
-        return {
-            (chunk, item.param_name): item
-            for chunk in range(self.mesh.vpp)
-            for item in self.layout.placements(self.mesh, self.rank, chunk)
-        }
+        """(chunk, local name) to what must be there, stated once; empty without a layout."""
+        if self._places is None:
+            self._places = {
+                (chunk, item.param_name): item
+                for chunk in range(self.mesh.vpp if self.layout is not None else 0)
+                for item in self.layout.placements(self.mesh, self.rank, chunk)
+            }
+        return self._places
 
     def record(self, probe: Probe, stage: Stage, kind: str, version: int) -> None:
-        """Digest every live tensor."""
+        """Digest every live tensor; the device is waited for once, not tensor by tensor."""
         places = self.placements()
-        for chunk, name, tensor in self.tensors():
+        found = list(self.tensors())
+        digests = digest_tensors(tensor for _, _, tensor in found)
+        for (chunk, name, tensor), digest in zip(found, digests, strict=True):
             place = places.get((chunk, name))
             probe.emit(
                 Evidence(
-                    stage=stage, kind=kind, version=version, digest=digest_tensor(tensor),
+                    stage=stage, kind=kind, version=version, digest=digest,
                     name=place.global_name if place else f"{name} (chunk {chunk})",
                     dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
                     facts={"at": self.at, "replica": place.group if place else f"rank {self.rank} {chunk} {name}"},

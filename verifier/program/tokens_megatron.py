@@ -51,6 +51,9 @@ class TokenProbe:
         if owner:
             self._record_layout(shards, cp_rank=at.cp)
         mine = loss_rows(shards) if owner else None
+        if self._mesh.world_size == 1:
+            self._audit([loss_rows(shards)])
+            return
         everyone: list[Any] | None = [None] * self._mesh.world_size if self._rank == 0 else None
         dist.gather_object(mine, everyone)
         if everyone is not None:
@@ -99,7 +102,10 @@ def _finite(rows: list[list[Any]]) -> list[list[Any]]:
 
 
 def _everything(shards: Sequence[PackedBatch]) -> torch.Tensor:
-    """All integers of all shards in one vector, so that one digest stands for a rank's whole batch."""
+    """All integers of all shards in one vector, so that one digest stands for a rank's whole batch.
+
+    On this rank's GPU, if it has started one: a digest costs less there than on the host.
+    """
     parts = [
         tensor.long()
         for shard in shards
@@ -108,4 +114,5 @@ def _everything(shards: Sequence[PackedBatch]) -> torch.Tensor:
             shard.labels_T, shard.loss_mask_T,
         )
     ]  # fmt: skip
-    return torch.cat(parts)
+    whole = torch.cat(parts)
+    return whole.cuda() if torch.cuda.is_initialized() else whole
