@@ -97,6 +97,9 @@ def roundtrip(
         options.Transport | None,
         typer.Option("--transport", help="To the engine; nccl needs GPUs of its own, ipc shares the trainer's."),
     ] = None,
+    cuda_graphs: options.CudaGraphs = False,
+    sleep_level: options.SleepLevel = None,
+    engine_quantization: options.EngineQuantization = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of tokens and noise.")] = 1,
     timeout: options.Timeout = 1800.0,
     trace: options.TraceOption = None,
@@ -114,7 +117,9 @@ def roundtrip(
     config = RoundtripConfig(
         model=model, trace=trace or next_trace("roundtrip"), mesh=mesh, dtype=DTYPES[dtype.value],
         engine=engine.value, engine_tp=engine_tp, cycles=cycles, update=update.value, seed=seed, timeout_s=timeout,
-        transport=transport.value if transport else None,
+        transport=transport.value if transport else None, cuda_graphs=cuda_graphs,
+        sleep_level=0 if sleep_level is None else sleep_level,
+        engine_quantization=engine_quantization.value if engine_quantization else None,
     )  # fmt: skip
     from verifier.roundtrip import run
 

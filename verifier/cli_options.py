@@ -32,6 +32,12 @@ class Update(StrEnum):
     NOISE = "noise"
 
 
+class Quantization(StrEnum):
+    """What the engine makes of the weights that it is sent."""
+
+    FP8 = "fp8"
+
+
 class Transport(StrEnum):
     """How weights reach the engine."""
 
@@ -58,6 +64,16 @@ FirstStageLayers = Annotated[
 ]
 LastStageLayers = Annotated[
     int | None, typer.Option("--last-stage-layers", help="Layers on the last pipeline stage, where uneven.")
+]
+CudaGraphs = Annotated[
+    bool, typer.Option("--cuda-graphs/--enforce-eager", help="vLLM replays captured CUDA graphs, or runs eagerly.")
+]
+SleepLevel = Annotated[
+    int | None,
+    typer.Option("--sleep-level", help="vLLM sleeps while the trainer steps: 1 keeps its weights, 2 drops them."),
+]
+EngineQuantization = Annotated[
+    Quantization | None, typer.Option("--engine-quantization", help="vLLM quantises the weights as it loads them.")
 ]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Type of the weights.")]
 Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Deadline of the whole run.")]

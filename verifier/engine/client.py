@@ -178,6 +178,14 @@ class EngineClient:
         """See `Engine.reset_prefix_cache`."""
         return self.ask("reset_prefix_cache")
 
+    def sleep(self, level: int) -> None:
+        """See `Engine.sleep`."""
+        self.ask("sleep", level=level)
+
+    def wake_up(self, tag: str) -> None:
+        """See `Engine.wake_up`."""
+        self.ask("wake_up", tag=tag)
+
     def call(self, module: str, function: str, arguments: Sequence[Any] = ()) -> list[Any]:
         """See `Engine.call`."""
         return self.ask("call", module=module, function=function, arguments=list(arguments))

@@ -33,6 +33,12 @@ class EngineConfig:
     seed: int = 0
     gpus: str = ""
     """The GPUs of its ranks, such as "2,3"; nothing leaves it to the engine."""
+    cuda_graphs: bool = False
+    """Capture CUDA graphs and replay them; otherwise eager."""
+    sleep_mode: bool = False
+    """Allocate so that the engine can sleep."""
+    quantization: str | None = None
+    """As vLLM spells it; applied to the weights as they are loaded."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -77,6 +83,8 @@ class HeldSlice:
     digest: str
     box: tuple[tuple[int, int], ...]
     """Per dim of the checkpoint tensor: [begin, end) of this rank's part."""
+    quantized: bool = False
+    """The engine rounded it together with its neighbours, so that its bits cannot be what was sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +151,12 @@ class Engine(Protocol):
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached keys and values; True when it was done."""
+
+    def sleep(self, level: int) -> None:
+        """Give up the GPU's memory: at level 1 the weights are kept on the host, at level 2 they are dropped."""
+
+    def wake_up(self, tag: str) -> None:
+        """Take up the memory of "weights" or of "kv_cache" again; what it holds at level 2 is up to the engine."""
 
     def call(self, module: str, function: str, arguments: Sequence[Any]) -> list[Any]:
         """Run ``function(worker, *arguments)`` on each rank; the results must be JSON values."""

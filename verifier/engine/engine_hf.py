@@ -153,6 +153,14 @@ class HfEngine:
         """There is none."""
         return True
 
+    def sleep(self, level: int) -> None:
+        """It has no GPU memory to give up."""
+        raise ContractError("the engine of transformers does not sleep")
+
+    def wake_up(self, tag: str) -> None:
+        """It never sleeps."""
+        raise ContractError("the engine of transformers does not sleep")
+
     def call(self, module: str, function: str, arguments: Sequence[Any]) -> list[Any]:
         """With this engine as the worker."""
         return [getattr(importlib.import_module(module), function)(self, *arguments)]

@@ -27,11 +27,18 @@ from verifier.transport.wire import Address, Agreement, Receipt
 _KV_CACHE_BYTES = 128 * 2**20
 _GPU_SHARE = 0.3
 """Of a GPU's memory that must be free at the start: a trainer may live on the same GPU."""
+_GRAPHS = {
+    "mode": 0,
+    "cudagraph_mode": "FULL",
+    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512],
+}
+"""One graph of the whole model per size of batch, in tokens, prefills too; vLLM's own choice would compile as well, and
+its greatest size, twice the number of sequences, would leave every scored batch to the eager path."""
 _RPC_DEADLINE_S = 600
 
 
 class VllmEngine:
-    """See `Engine`. Eager, unquantised, prefix caching on, logprobs of the raw distribution."""
+    """See `Engine`. Prefix caching on, logprobs of the raw distribution, nothing compiled."""
 
     def __init__(self, config: EngineConfig) -> None:
         checkpoint = open_checkpoint(config.checkpoint)
@@ -48,7 +55,10 @@ class VllmEngine:
             max_num_seqs=16,
             kv_cache_memory_bytes=_KV_CACHE_BYTES,
             gpu_memory_utilization=_GPU_SHARE if torch.cuda.is_available() else 0.9,
-            enforce_eager=True,
+            enforce_eager=not config.cuda_graphs,
+            compilation_config=_GRAPHS if config.cuda_graphs else None,
+            enable_sleep_mode=config.sleep_mode,
+            quantization=config.quantization,
             enable_prefix_caching=True,
             skip_tokenizer_init=True,
             logprobs_mode="raw_logprobs",
@@ -151,6 +161,14 @@ class VllmEngine:
     def reset_prefix_cache(self) -> bool:
         """As vLLM itself does it."""
         return bool(self._llm.reset_prefix_cache())
+
+    def sleep(self, level: int) -> None:
+        """As vLLM itself does it."""
+        self._llm.sleep(level=level)
+
+    def wake_up(self, tag: str) -> None:
+        """As vLLM itself does it."""
+        self._llm.wake_up(tags=[tag])
 
     def call(self, module: str, function: str, arguments: Sequence[Any]) -> list[Any]:
         """On every worker."""

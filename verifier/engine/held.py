@@ -72,7 +72,8 @@ def poison_stored(held: Held, carried: Collection[str], aside: dict[str, torch.T
         aside.setdefault(held.name, tensor.clone())
         done = "nan, restored before the update"
     tensor.fill_(float("nan"))
-    return done if bool(held.tensor.isnan().all()) else "left"
+    found = held.tensor if held.tensor.dtype.itemsize > 1 else held.tensor.float()  # few kernels take 8-bit floats
+    return done if bool(found.isnan().all()) else "left"
 
 
 def restore(model: nn.Module, aside: dict[str, torch.Tensor]) -> None:

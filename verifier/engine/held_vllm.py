@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
 from verifier.engine.held import Held, poison_stored, prefixed_modules, stored
 from verifier.engine.packed_vllm import packed_linears, poison_packed
@@ -14,10 +17,14 @@ from verifier.engine.packed_vllm import packed_linears, poison_packed
 def held_tensors(model: nn.Module) -> Iterator[Held]:
     """Every stored tensor of the model, and every packed linear as the weight that it multiplies by.
 
-    Parameters that vLLM emptied after packing are yielded too, with their shape of zero elements.
+    Parameters that vLLM emptied after packing are yielded too, with their shape of zero elements. A parameter that was
+    not there before the weights were loaded, such as a quantised weight's scale, is derived: no checkpoint names it.
     """
     for prefix, module in prefixed_modules(model):
-        yield from stored(prefix, module)
+        loadable = get_layerwise_info(module).restore_metadata[0].keys() | SKIP_TENSORS
+        for held in stored(prefix, module):
+            made_later = held.kind == "parameter" and held.name.removeprefix(prefix) not in loadable
+            yield dataclasses.replace(held, kind="derived") if made_later else held
         for packed in packed_linears(module):
             yield Held(name=prefix + packed.holder, kind="derived", tensor=packed.read())
 

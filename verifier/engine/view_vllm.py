@@ -31,6 +31,8 @@ class Slice:
     holder: str
     box: Box
     tensor: torch.Tensor
+    quantized: bool = False
+    """`tensor` is the whole rounded weight that holds this part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +85,12 @@ def _weights(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 def _linear(path: str, module: LinearBase, model: nn.Module) -> Iterator[Slice]:
     bias = getattr(module, "bias", None)
+    rounded = _rounded(module.weight)
     if isinstance(module, ColumnParallelLinear):
         parts = _parts(path, module, model)
-        sources = [(holder, tensor, "weight") for holder, tensor in _weights(path, module)]
+        sources = [] if rounded else [(holder, tensor, "weight") for holder, tensor in _weights(path, module)]
+        if rounded:
+            yield from (_quantized(f"{part.name}.weight", f"{path}.weight", module.weight) for part in parts)
         if bias is not None:
             sources.append((f"{path}.bias", bias, "bias"))
         for holder, tensor, leaf in sources:
@@ -97,7 +102,9 @@ def _linear(path: str, module: LinearBase, model: nn.Module) -> Iterator[Slice]:
                 at += part.rows
         return
     begin = module.tp_rank * module.input_size_per_partition if isinstance(module, RowParallelLinear) else 0
-    for holder, tensor in _weights(path, module):
+    if rounded:
+        yield _quantized(f"{path}.weight", f"{path}.weight", module.weight)
+    for holder, tensor in () if rounded else _weights(path, module):
         box = ((0, tensor.shape[0]), (begin, begin + tensor.shape[1]))
         yield Slice(name=f"{path}.weight", holder=holder, box=box, tensor=tensor)
     if bias is not None:
@@ -136,6 +143,11 @@ def _vocabulary(path: str, canonical: str, module: VocabParallelEmbedding) -> It
 
 def _experts(path: str, module: FusedMoE) -> Iterator[Slice]:
     places = range(module.global_num_experts) if module.expert_map is None else module.expert_map.tolist()
+    if _rounded(module.w13_weight):
+        for expert in (expert for expert, place in enumerate(places) if place >= 0):
+            for leaf, holder in (("gate_proj", "w13_weight"), ("up_proj", "w13_weight"), ("down_proj", "w2_weight")):
+                yield _quantized(f"{path}.{expert}.{leaf}.weight", f"{path}.{holder}", getattr(module, holder))
+        return
     copies = list(_expert_weights(path, module))
     for expert, place in enumerate(places):
         if place < 0:
@@ -166,6 +178,14 @@ def _expert_weights(path: str, module: FusedMoE) -> Iterator[tuple[tuple[str, st
             torch.stack([item.read() for item in packed[:half]]),
             torch.stack([item.read() for item in packed[half:]]),
         )
+
+
+def _rounded(weight: torch.Tensor) -> bool:
+    return weight.dtype.itemsize == 1
+
+
+def _quantized(name: str, holder: str, tensor: torch.Tensor) -> Slice:
+    return Slice(name=name, holder=holder, box=(), tensor=tensor, quantized=True)
 
 
 def _whole(name: str, holder: str, tensor: torch.Tensor) -> Slice:

@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
+from verifier.engine import guards_vllm
 from verifier.engine.failure import CARRIED, to_record
 from verifier.engine.held import restore
 from verifier.engine.held_vllm import held_tensors, poison_model
@@ -126,7 +127,7 @@ class VerifierWorker:
                 "shape": list(held.tensor.shape),
                 "digest": digest_tensor(held.tensor.detach()),
             }
-            for held in held_tensors(self.model_runner.model)
+            for held in held_tensors(self.model_runner.get_model())
         ]
 
     def verifier_view(self, carried: Sequence[str]) -> list[dict[str, Any]]:
@@ -139,13 +140,14 @@ class VerifierWorker:
                 "shape": list(part.tensor.shape),
                 "digest": digest_tensor(part.tensor.detach().contiguous()),
                 "box": [list(span) for span in part.box],
+                "quantized": part.quantized,
             }
-            for part in checkpoint_slices(self.model_runner.model, frozenset(carried))
+            for part in checkpoint_slices(self.model_runner.get_model(), frozenset(carried))
         ]
 
     def verifier_poison(self, carried: Sequence[str]) -> list[dict[str, Any]]:
         """This rank's `Poisoned` records."""
-        done = poison_model(self.model_runner.model, frozenset(carried), self._verifier_aside())
+        done = poison_model(self.model_runner.get_model(), frozenset(carried), self._verifier_aside())
         return [{"name": name, "how": how} for name, how in done]
 
     def verifier_begin(self, plan: list[Any]) -> list[str]:
@@ -159,10 +161,10 @@ class VerifierWorker:
             if self.device is None:  # vLLM 0.21 sets it for accelerators only, and start_weight_update reads it
                 self.device = torch.device("cpu")
             if self._weight_update_active:
-                abandon_reload(self.model_runner.model)
+                abandon_reload(self.model_runner.get_model())
                 self._weight_update_active = False
-            restore(self.model_runner.model, self._verifier_aside())
-            self._verifier_aliases = aliases(self.model_runner.model)
+            restore(self.model_runner.get_model(), self._verifier_aside())
+            self._verifier_aliases = aliases(self.model_runner.get_model())
         return list(agreement.said)
 
     def verifier_receipt(self) -> dict[str, Any]:
@@ -221,6 +223,7 @@ def abandon_reload(model: nn.Module) -> None:
 
 def _install() -> None:
     WeightTransferEngineFactory._registry[BACKEND] = lambda: ChunkTransferEngine
+    guards_vllm.install()
     if threading.current_thread() is threading.main_thread():
         die_with_parent()
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 from verifier.errors import UsageError
 
@@ -34,12 +35,22 @@ def apply(patches: Sequence[Patch]) -> None:
     Raises:
         UsageError: some name does not look as expected; nothing is patched then.
     """
-    owners = [_owner(item) for item in patches]
+    owners = [_owner(item.target) for item in patches]
     for (owner, attribute), item in zip(owners, patches, strict=True):
         if item.takes is not None:
             require_parameters(item.target, parameters(getattr(owner, attribute)), item.takes)
     for (owner, attribute), item in zip(owners, patches, strict=True):
         setattr(owner, attribute, item.replacement)
+
+
+def current(target: str) -> Any:
+    """What a patch's target is now.
+
+    Raises:
+        UsageError: the name is gone.
+    """
+    owner, attribute = _owner(target)
+    return getattr(owner, attribute)
 
 
 def parameters(function: object) -> str:
@@ -83,14 +94,14 @@ def require_parameters(name: str, actual: str, expected: str) -> None:
         raise UsageError(f"`{name}` takes ({actual}), expected ({expected}): this upstream version is not supported")
 
 
-def _owner(item: Patch) -> tuple[object, str]:
-    module_name, _, path = item.target.partition(":")
+def _owner(target: str) -> tuple[object, str]:
+    module_name, _, path = target.partition(":")
     owner: object = importlib.import_module(module_name)
     *parents, attribute = path.split(".")
     for name in parents:
         owner = getattr(owner, name, None)
     if not hasattr(owner, attribute):
-        raise UsageError(f"`{item.target}` does not exist in the installed version, which is not supported")
+        raise UsageError(f"`{target}` does not exist in the installed version, which is not supported")
     return owner, attribute
 
 

@@ -16,6 +16,7 @@ from verifier.engine.process import EngineProcess
 from verifier.program.spec import CLIP_GRAD, LEARNING_RATE, RunSpec, turns
 
 if TYPE_CHECKING:
+    from verifier.core.trace import Trace
     from verifier.program.workplace import Subject
 
 
@@ -49,10 +50,12 @@ class Oracle:
         """Score the run's tokens, and those that the engine sampled, with the weights of every version.
 
         Version 0 is the source; later ones are the trainer's live shards, joined without Megatron-Bridge, or what was
-        exported where the family has no layout row.
+        exported where the family has no layout row. The noise of an engine that quantizes is its own at version 0,
+        where it holds, bit for bit, what a cold start gives.
         """
         recorder = store.Recorder(trace, "oracle", 0)
         seen = store.read(trace)
+        engine_gaps: list[float] = []
         for version in seen.versions(Stage.LOGPROB, "trainer"):
             checkpoint = subject.checkpoint.path if version == 0 else Path(spec.work) / f"live-{version}"
             if not checkpoint.is_dir():
@@ -61,6 +64,8 @@ class Oracle:
             _emit(recorder, "oracle", "scored", version, exact)
             if subject.dtype != "float32":
                 _emit_noise(recorder, "scored", version, self.score(checkpoint, spec.sequences, subject.dtype), exact)
+            if version == 0:
+                engine_gaps += _gaps_of(seen, "engine", exact)
             for sampled in seen.at(Stage.ROLLOUT, "sampled", version=version):
                 tokens = [[*prompt, *more] for prompt, more in zip(spec.prompts, sampled.facts["tokens"], strict=True)]
                 rows = self.score(checkpoint, tokens)
@@ -68,6 +73,12 @@ class Oracle:
                     _emit_noise(recorder, "sampled", version, self.score(checkpoint, tokens, subject.dtype), rows)
                 tails = [row[-n:] for row, n in zip(rows, sampled.facts["lengths"], strict=True)]
                 _emit(recorder, "sampled-oracle", "sampled", version, tails)
+                if version == 0:
+                    engine_gaps += _gaps_of(seen, "sampled", tails)
+        if seen.manifest["config"].get("engine_quantization"):
+            for version in seen.versions(Stage.ROLLOUT, "engine"):
+                for name in ("scored", "sampled"):
+                    _emit_gaps(recorder, "engine-noise", name, version, engine_gaps)
         if spec.update == "step" and subject.dtype == "float32":
             self._record_steps(recorder, spec, subject)
         recorder.close()
@@ -106,5 +117,15 @@ def _emit_noise(
     exact: Sequence[Sequence[float]],
 ) -> None:
     gaps = [abs(x - y) for low, high in zip(rounded, exact, strict=True) for x, y in zip(low, high, strict=True)]
+    _emit_gaps(recorder, "noise", name, version, gaps)
+
+
+def _emit_gaps(recorder: store.Recorder, kind: str, name: str, version: int, gaps: Sequence[float]) -> None:
     facts = {"max": max(gaps), "mean": statistics.fmean(gaps), "deviation": statistics.pstdev(gaps)}
-    recorder.emit(Evidence(stage=Stage.LOGPROB, kind="noise", name=name, version=version, facts=facts))
+    recorder.emit(Evidence(stage=Stage.LOGPROB, kind=kind, name=name, version=version, facts=facts))
+
+
+def _gaps_of(seen: Trace, kind: str, exact: Sequence[Sequence[float]]) -> list[float]:
+    """Distances of what the engine said at version 0 from the oracle, nats."""
+    said = [value for item in seen.at(Stage.ROLLOUT, kind, version=0) for value in seen.array(item).tolist()]
+    return [abs(x - y) for x, y in zip(said, (value for row in exact for value in row), strict=True)]

@@ -248,7 +248,8 @@ class Session:
             for _ in stream:
                 pass
         else:
-            self._sent = self.engine.transfer(self.plan, stream, version)
+            with self.engine.awake():
+                self._sent = self.engine.transfer(self.plan, stream, version)
 
     def record_update(self, version: int) -> None:
         """What the live parameters of all ranks are after an update, joined without Megatron-Bridge.
@@ -310,6 +311,8 @@ class Session:
         if self.spec.update == "step":
             self.idle_step()
         for version in range(1, self.spec.cycles + 1):
+            if self.engine is not None:
+                self.engine.sleep()
             self.update(version)
             self.sync(version)
             self.record_update(version)
@@ -338,7 +341,8 @@ def open_engine(spec: RunSpec, probe: Recorder, share: Share | None) -> tuple[En
     client = EngineClient(str(spec.engine_socket), deadline_s=spec.deadline_s)
     listener = Listener(spec.engine_ranks, deadline_s=spec.deadline_s, kind=spec.transport)
     group = update.connect(client, listener, share.show if share else None)
-    return EngineSide(client, group, spec.engine_ranks, Path(spec.trace), probe, share), group
+    side = EngineSide(client, group, spec.engine_ranks, Path(spec.trace), probe, share, spec.sleep_level)
+    return side, group
 
 
 def open_share(spec: RunSpec) -> Share | None:

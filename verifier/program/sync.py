@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ class EngineSide:
         trace: trace directory; each engine rank gets a recorder.
         trainer: the recorder of trainer rank 0.
         share: where the other trainer ranks show buffers too: the rounds in which they do.
+        sleep_level: at which the engine sleeps; 0: never.
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class EngineSide:
         trace: Path,
         trainer: Probe,
         share: Share | None = None,
+        sleep_level: int = 0,
     ) -> None:
         self.client, self._group, self._trainer, self._share = client, group, trainer, share
+        self._sleep_level, self._asleep = sleep_level, False
         self._ranks = [Recorder(trace, "engine", rank) for rank in range(num_ranks)]
 
     def poison(self, version: int) -> None:
@@ -64,6 +68,24 @@ class EngineSide:
                     },
                 )
             )  # fmt: skip
+
+    def sleep(self) -> None:
+        """Have the engine give up its GPU memory until it is `awake` again, if the run asks for that."""
+        if self._sleep_level:
+            self.client.sleep(self._sleep_level)
+            self._asleep = True
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """The engine with memory for its weights within; that of its caches comes back at the end."""
+        asleep, self._asleep = self._asleep, False
+        if asleep:
+            self.client.wake_up("weights")
+        try:
+            yield
+        finally:
+            if asleep:
+                self.client.wake_up("kv_cache")
 
     def transfer(
         self, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]], version: int
@@ -149,8 +171,17 @@ class EngineSide:
     def _record_view(
         self, recorder: Recorder, slices: Sequence[HeldSlice], sent: Mapping[str, torch.Tensor], version: int
     ) -> None:
-        seen = set()
+        seen = {item.name for item in slices if item.quantized}
+        if seen:
+            recorder.emit(
+                Evidence(
+                    stage=Stage.ENGINE, kind="view-quantized", name="quantized by the engine", version=version,
+                    facts={"names": sorted(seen)},
+                )
+            )  # fmt: skip
         for item in slices:
+            if item.quantized:
+                continue
             name = f"{item.name} in {item.holder}" if item.name in seen else item.name
             seen.add(item.name)
             facts = {"holder": item.holder, "box": [list(pair) for pair in item.box]}

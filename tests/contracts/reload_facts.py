@@ -1,0 +1,204 @@
+"""What vLLM's weight reload does to modules made for it; prints {fact: why it is not true} as JSON.
+
+A process of its own: fresh memory is filled with NaN here, so that what a reload leaves unwritten shows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.attention import mla_attention
+from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.weight_utils import composed_weight_loader, default_weight_loader
+from vllm.model_executor.utils import set_weight_attrs
+
+from verifier.engine import guards_vllm
+
+HEADS, WIDTH = 4, 24
+
+
+class Convolution(nn.Module):
+    """A child that owns a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, 4), requires_grad=False)
+
+
+class Mixer(nn.Module):
+    """Shaped as vLLM's MambaMixer2: own parameters, one of them transformed by its loader, and a view of a child's."""
+
+    def __init__(self, alias: bool, transform: bool) -> None:
+        super().__init__()
+        self.conv1d = Convolution()
+        if alias:
+            self.register_buffer("conv_weights", self.conv1d.weight.view(WIDTH, 4), persistent=False)
+        self.A = nn.Parameter(torch.ones(HEADS), requires_grad=False)
+        self.D = nn.Parameter(torch.ones(HEADS), requires_grad=False)
+        self.dt_bias = nn.Parameter(torch.ones(HEADS), requires_grad=False)
+        if transform:
+            set_weight_attrs(
+                self.A, {"weight_loader": composed_weight_loader(default_weight_loader, lambda x: -torch.exp(x))}
+            )
+
+
+class Router(nn.Module):
+    """A weight, and a number that no checkpoint carries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.register_buffer("root_size", torch.tensor(0.25), persistent=False)
+
+
+def reloaded(model: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
+    """Reload a model as the engine's worker does, in this order of names; what was sent."""
+    layerwise.record_metadata_for_reloading(model)
+    sent = {name: torch.randn_like(model.get_parameter(name)) for name in names}
+    reload(model, sent)
+    return sent
+
+
+def reload(model: nn.Module, sent: dict[str, torch.Tensor]) -> None:
+    """One update in one chunk; like vLLM's models, look the parameters up before the first is loaded."""
+    layerwise.initialize_layerwise_reload(model)
+    parameters = dict(model.named_parameters())
+    for name, tensor in sent.items():
+        getattr(parameters[name], "weight_loader", default_weight_loader)(parameters[name], tensor)
+    layerwise.finalize_layerwise_reload(model, None)
+
+
+def latent(weight: torch.Tensor) -> SimpleNamespace:
+    """What latent attention derives its matrices from."""
+    return SimpleNamespace(
+        kv_b_proj=SimpleNamespace(weight=weight, quant_method=None), kv_lora_rank=WIDTH, num_heads=HEADS,
+        qk_nope_head_dim=4, v_head_dim=3, is_aiter_triton_fp4_bmm_enabled=False, is_aiter_triton_fp8_bmm_enabled=False,
+        quant_config=None, _k_scale=torch.ones(()), _v_scale=torch.ones(()), _q_scale=torch.ones(()),
+        _prob_scale=torch.ones(()),
+    )  # fmt: skip
+
+
+def reload_spoils_an_alias_of_a_childs_weight() -> None:
+    """Bug of vllm #42481."""
+    model = Mixer(alias=True, transform=False)
+    sent = reloaded(model, ["conv1d.weight", "A", "D", "dt_bias"])
+    assert not torch.equal(model.conv1d.weight, sent["conv1d.weight"])
+
+
+def reload_spoils_a_buffer_that_nobody_loads() -> None:
+    """Bug of vllm #44371."""
+    model = Router()
+    reloaded(model, ["weight"])
+    assert model.root_size != 0.25
+
+
+def guard_keeps_buffers_and_aliases() -> None:
+    """The guard of both."""
+    guards_vllm.install()
+    model = Mixer(alias=True, transform=True)
+    for order in (["conv1d.weight", "A", "D", "dt_bias"], ["A", "D", "dt_bias", "conv1d.weight"]):
+        sent = reloaded(model, order)
+        sent["A"] = -torch.exp(sent["A"])
+        for name, tensor in sent.items():
+            assert torch.equal(model.get_parameter(name), tensor), (order, name)
+        assert model.conv_weights.data_ptr() == model.conv1d.weight.data_ptr(), order
+    router = Router()
+    sent = reloaded(router, ["weight"])
+    assert torch.equal(router.weight, sent["weight"])
+    assert router.root_size == 0.25
+
+
+def transforming_loader_is_counted_twice() -> None:
+    """prime-rl #2714: what is loaded last is dropped, as the layer counts as whole before it came.
+
+    Out of reach in MambaMixer2 for as long as its alias, which is larger than all the rest, is counted too; upstream's
+    mend of vllm #42481 ends that.
+    """
+    model = Mixer(alias=False, transform=True)
+    sent = reloaded(model, ["conv1d.weight", "A", "dt_bias", "D"])
+    assert not torch.equal(model.D, sent["D"])
+
+
+def derived_matrices_are_bound_to_new_memory() -> None:
+    """Bug of vllm #48251: wherever they are more than views."""
+    module = latent(torch.randn(HEADS * 7, WIDTH, dtype=torch.float32))
+    process = mla_attention.MLAAttention.process_weights_after_loading
+    process(module, torch.bfloat16)
+    before = module.W_UV, module.W_UK_T
+    process(module, torch.bfloat16)
+    assert module.W_UV.data_ptr() != before[0].data_ptr()
+    assert module.W_UK_T.data_ptr() != before[1].data_ptr()
+
+
+def derived_matrices_of_bf16_are_views() -> None:
+    """So bf16 engines with graphs need no guard."""
+    weight = torch.randn(HEADS * 7, WIDTH, dtype=torch.bfloat16)
+    held = SimpleNamespace(weight=weight, quant_method=None)
+    assert get_and_maybe_dequant_weights(held, out_dtype=torch.bfloat16).data_ptr() == weight.data_ptr()
+
+
+def guard_keeps_the_memory_of_derived_matrices() -> None:
+    """The guard of vllm #48251."""
+    guards_vllm.install()
+    weight = torch.randn(HEADS * 7, WIDTH, dtype=torch.float32)
+    module = latent(weight)
+    process = mla_attention.MLAAttention.process_weights_after_loading
+    process(module, torch.bfloat16)
+    before = module.W_UV, module.W_UK_T
+    weight.mul_(2)
+    process(module, torch.bfloat16)
+    assert (module.W_UV.data_ptr(), module.W_UK_T.data_ptr()) == tuple(item.data_ptr() for item in before)
+    expected = latent(weight)
+    process(expected, torch.bfloat16)
+    assert torch.equal(module.W_UV, expected.W_UV)
+    assert torch.equal(module.W_UK_T, expected.W_UK_T)
+
+
+def loading_the_same_twice_changes_nothing() -> None:
+    """vllm #48284, with both guards: a transforming loader starts from what was sent, not from what was there."""
+    model = Mixer(alias=True, transform=True)
+    guards_vllm.install()
+    sent = reloaded(model, ["conv1d.weight", "A", "D", "dt_bias"])
+    first = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    reload(model, sent)
+    assert all(torch.equal(parameter, first[name]) for name, parameter in model.named_parameters())
+
+
+WITHOUT_GUARDS = (
+    reload_spoils_an_alias_of_a_childs_weight,
+    reload_spoils_a_buffer_that_nobody_loads,
+    transforming_loader_is_counted_twice,
+    derived_matrices_are_bound_to_new_memory,
+    derived_matrices_of_bf16_are_views,
+)
+WITH_GUARDS = (
+    guard_keeps_buffers_and_aliases,
+    guard_keeps_the_memory_of_derived_matrices,
+    loading_the_same_twice_changes_nothing,
+)
+
+
+def main() -> None:
+    """Facts without guards first: a guard stays for the life of the process."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.manual_seed(1)
+    said = {}
+    for fact in (*WITHOUT_GUARDS, *WITH_GUARDS):
+        try:
+            fact()
+        except (AssertionError, AttributeError, TypeError, RuntimeError, ValueError):
+            said[fact.__name__] = traceback.format_exc()
+        else:
+            said[fact.__name__] = ""
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
