@@ -68,7 +68,7 @@ def write_manifest(config: GoldenConfig, subject: Subject, identity: dict[str, A
     tensors = {
         item.name: {"dtype": item.dtype, "shape": list(item.shape or ()), "digest": item.digest} for item in exported
     }
-    name = config.model.replace("tiny:", "tiny-").rstrip("/").rpartition("/")[2]
+    name = config.model.replace(":", "-").rstrip("/").rpartition("/")[2]
     path = MANIFESTS / f"{name}-{config.dtype}.json"
     record = {
         "model": config.model,

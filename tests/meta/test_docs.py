@@ -10,6 +10,7 @@ from verifier.cli import app
 from verifier.core.check import REGISTRY
 from verifier.core.gate import ExitCode
 from verifier.model.tiny import TINY
+from verifier.model.wide import WIDE
 
 PAGES = [path for path in tracked() if path.suffix == ".md"]
 README = (ROOT / "README.md").read_text()
@@ -49,6 +50,7 @@ def test_readme_names_every_command_exit_code_and_model():
     assert [name for name in commands if f"`verifier {name}" not in README] == []
     assert [code for code in ExitCode if f"| {code.value} | {code.name.lower()}" not in README] == []
     assert [name for name in TINY if f"`tiny:{name}`" not in README] == []
+    assert [name for name in WIDE if f"`wide:{name}`" not in README] == []
 
 
 def test_readme_examples_are_whole():

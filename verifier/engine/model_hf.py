@@ -10,6 +10,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verifier.errors import ContractError
+from verifier.model.checkpoint import open_checkpoint
+
+_PREFIXES = {"nemotron_h": ("model.", "backbone.")}
+"""Model type -> transformers' prefix of the stack's tensors, and the checkpoints'."""
 
 
 def load_model(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
@@ -29,7 +33,16 @@ def load_model(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
     for what, names in (("is missing", info["missing_keys"]), ("has no place in it", info["unexpected_keys"])):
         if names:
             raise ContractError(f"transformers loads {path}, but `{sorted(names)[0]}` {what}")
+    _restore_float32(model, path)
     return model.eval().requires_grad_(False)
+
+
+def _restore_float32(model: PreTrainedModel, path: Path | str) -> None:
+    """Give back what the checkpoint keeps in float32 and transformers rounded to the model's dtype."""
+    checkpoint = open_checkpoint(path)
+    for name, (holder, tensor) in checkpoint_places(model).items():
+        if checkpoint.meta(name).dtype == "float32" and tensor.dtype != torch.float32:
+            model.get_parameter(holder).data = checkpoint.read(name).clone()
 
 
 @torch.inference_mode()
@@ -57,6 +70,7 @@ def checkpoint_places(model: PreTrainedModel) -> dict[str, tuple[str, torch.Tens
     that is tied to the embedding is no tensor of its own. Buffers that no checkpoint carries are left out.
     """
     places: dict[str, tuple[str, torch.Tensor]] = {}
+    theirs, published = _PREFIXES.get(model.config.model_type, ("", ""))
     tied = frozenset(model.all_tied_weights_keys)
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -68,22 +82,28 @@ def checkpoint_places(model: PreTrainedModel) -> dict[str, tuple[str, torch.Tens
         for name, tensor in module._buffers.items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
                 places[prefix + name] = (prefix + name, tensor)
-    return places
+    return {
+        published + name.removeprefix(theirs) if name.startswith(theirs) else name: place
+        for name, place in places.items()
+    }
 
 
 def _fused_experts(prefix: str, module: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
-    gate_up, down = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
-    if gate_up is None or down is None or gate_up.ndim != 3:
+    up = {leaf: module._parameters.get(leaf) for leaf in ("gate_up_proj", "up_proj")}
+    down = module._parameters.get("down_proj")
+    leaf, first = next(((leaf, found) for leaf, found in up.items() if found is not None), ("", None))
+    if first is None or down is None or first.ndim != 3:
         return {}
-    return dict(_expert_slices(prefix, gate_up.data, down.data))
+    return dict(_expert_slices(prefix, leaf, first.data, down.data))
 
 
 def _expert_slices(
-    prefix: str, gate_up: torch.Tensor, down: torch.Tensor
+    prefix: str, leaf: str, first: torch.Tensor, down: torch.Tensor
 ) -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
-    """Slices of [experts, 2*width, hidden] and [experts, hidden, width]."""
-    width = gate_up.shape[1] // 2
-    for expert in range(gate_up.shape[0]):
-        yield f"{prefix}{expert}.gate_proj.weight", (f"{prefix}gate_up_proj", gate_up[expert, :width])
-        yield f"{prefix}{expert}.up_proj.weight", (f"{prefix}gate_up_proj", gate_up[expert, width:])
+    """Slices of [experts, 2*width, hidden], or [experts, width, hidden] without gates, and [experts, hidden, width]."""
+    parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("up_proj",)
+    width = first.shape[1] // len(parts)
+    for expert in range(first.shape[0]):
+        for at, part in enumerate(parts):
+            yield f"{prefix}{expert}.{part}.weight", (f"{prefix}{leaf}", first[expert, at * width : (at + 1) * width])
         yield f"{prefix}{expert}.down_proj.weight", (f"{prefix}down_proj", down[expert])

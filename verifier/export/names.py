@@ -10,7 +10,9 @@ Source:
     megatron-core 0.19.2: models/gpt/gpt_layer_specs.py (`get_gpt_layer_with_transformer_engine_submodules`),
     transformer/attention.py (`SelfAttention.get_query_key_value_tensors`, rows interleaved per query group),
     transformer/mlp.py (GLU: ``torch.chunk`` of the local output, so gate above up within each shard),
-    transformer/moe/router.py, transformer/moe/experts.py (`TEGroupedMLP`), transformer/multi_latent_attention.py.
+    transformer/moe/router.py, transformer/moe/experts.py (`TEGroupedMLP`), transformer/multi_latent_attention.py;
+    models/hybrid/hybrid_layer_specs.py, ssm/mamba_mixer.py (`MambaMixer.__init__`: what each rank holds of z, x, B, C
+    and dt, and of the convolution over x, B and C).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from enum import Enum
 from verifier.errors import UsageError
 from verifier.export.layout import Box, Placement
 from verifier.mesh import Coordinate, Mesh
-from verifier.model.families import JSON, Family, Scope, family_of, sizes_of
+from verifier.model.families import JSON, Family, Scope, family_of, layer_scopes, sizes_of
 
 
 class Cut(Enum):
@@ -33,6 +35,7 @@ class Cut(Enum):
     COLUMNS = "dim 1 is divided"
     GATED = "gate and up are each divided along dim 0; a rank holds its gate rows above its up rows"
     QKV = "query, key and value rows are interleaved per query group, and the result is divided along dim 0"
+    RUNS = "the rows are runs of several things; a rank holds its part of each run, in the order of the runs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +48,12 @@ class ParamRow:
     """Checkpoint patterns, spelled as in the family's row."""
     scope: Scope = Scope.LAYER
     is_buffer: bool = False
+    runs: tuple[str, ...] = ()
+    """Names of the sizes of the runs (`Cut.RUNS`), which sum to the source's rows."""
 
 
-_EMBEDDING = ParamRow("embedding.word_embeddings.weight", Cut.ROWS, ("model.embed_tokens.weight",), Scope.MODEL)
-_FINAL_NORM = ParamRow("decoder.final_layernorm.weight", Cut.WHOLE, ("model.norm.weight",), Scope.MODEL)
+_EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = ParamRow("output_layer.weight", Cut.ROWS, ("lm_head.weight",), Scope.MODEL)
-_TIED_OUTPUT = ParamRow("output_layer.weight", Cut.ROWS, ("model.embed_tokens.weight",), Scope.MODEL)
 
 
 def _row(param: str, cut: Cut, *sources: str, scope: Scope = Scope.LAYER, is_buffer: bool = False) -> ParamRow:
@@ -119,13 +122,67 @@ _SHARED_EXPERTS = (
     _row("mlp.shared_experts.linear_fc2.weight", Cut.COLUMNS, "mlp.shared_experts.down_proj.weight", scope=Scope.MOE),
 )
 
+
+def _mixer(
+    param: str, cut: Cut, *sources: str, scope: Scope, runs: tuple[str, ...] = (), is_buffer: bool = False
+) -> ParamRow:
+    prefixed = tuple(f"backbone.layers.{{layer}}.{source}" for source in sources)
+    return ParamRow(f"decoder.layers.{{layer}}.{param}", cut, prefixed, scope, is_buffer, runs)
+
+
+_CONVOLVED = ("mamba_inner", "mamba_state", "mamba_state")
+_PROJECTED = ("mamba_inner", *_CONVOLVED, "mamba_heads")
+_HYBRID = (
+    _mixer("mixer.conv1d_weight", Cut.RUNS, "mixer.conv1d.weight", scope=Scope.MAMBA, runs=_CONVOLVED),
+    _mixer("mixer.conv1d_bias", Cut.RUNS, "mixer.conv1d.bias", scope=Scope.MAMBA, runs=_CONVOLVED),
+    _mixer("mixer.dt_bias", Cut.ROWS, "mixer.dt_bias", scope=Scope.MAMBA),
+    _mixer("mixer.A_log", Cut.ROWS, "mixer.A_log", scope=Scope.MAMBA),
+    _mixer("mixer.D", Cut.ROWS, "mixer.D", scope=Scope.MAMBA),
+    _mixer("mixer.in_proj.layer_norm_weight", Cut.WHOLE, "norm.weight", scope=Scope.MAMBA),
+    _mixer("mixer.in_proj.weight", Cut.RUNS, "mixer.in_proj.weight", scope=Scope.MAMBA, runs=_PROJECTED),
+    _mixer("mixer.norm.weight", Cut.ROWS, "mixer.norm.weight", scope=Scope.MAMBA),
+    _mixer("mixer.out_proj.weight", Cut.COLUMNS, "mixer.out_proj.weight", scope=Scope.MAMBA),
+    _mixer("self_attention.linear_qkv.layer_norm_weight", Cut.WHOLE, "norm.weight", scope=Scope.ATTENTION),
+    _mixer(
+        "self_attention.linear_qkv.weight",
+        Cut.QKV,
+        "mixer.q_proj.weight",
+        "mixer.k_proj.weight",
+        "mixer.v_proj.weight",
+        scope=Scope.ATTENTION,
+    ),
+    _mixer("self_attention.linear_proj.weight", Cut.COLUMNS, "mixer.o_proj.weight", scope=Scope.ATTENTION),
+    _mixer("mlp.linear_fc1.layer_norm_weight", Cut.WHOLE, "norm.weight", scope=Scope.DENSE),
+    _mixer("mlp.linear_fc1.weight", Cut.ROWS, "mixer.up_proj.weight", scope=Scope.DENSE),
+    _mixer("mlp.linear_fc2.weight", Cut.COLUMNS, "mixer.down_proj.weight", scope=Scope.DENSE),
+    _mixer("pre_mlp_layernorm.weight", Cut.WHOLE, "norm.weight", scope=Scope.MOE),
+    _mixer("mlp.router.weight", Cut.WHOLE, "mixer.gate.weight", scope=Scope.MOE),
+    _mixer("mlp.router.expert_bias", Cut.WHOLE, "mixer.gate.e_score_correction_bias", scope=Scope.MOE, is_buffer=True),
+    _mixer(
+        "mlp.experts.linear_fc1.weight{expert}", Cut.ROWS, "mixer.experts.{expert}.up_proj.weight", scope=Scope.EXPERT
+    ),
+    _mixer(
+        "mlp.experts.linear_fc2.weight{expert}",
+        Cut.COLUMNS,
+        "mixer.experts.{expert}.down_proj.weight",
+        scope=Scope.EXPERT,
+    ),
+    _mixer("mlp.shared_experts.linear_fc1.weight", Cut.ROWS, "mixer.shared_experts.up_proj.weight", scope=Scope.MOE),
+    _mixer(
+        "mlp.shared_experts.linear_fc2.weight", Cut.COLUMNS, "mixer.shared_experts.down_proj.weight", scope=Scope.MOE
+    ),
+)
+
 PARAMS: dict[str, tuple[ParamRow, ...]] = {
     "qwen3": (*_GQA, *_QK_NORM, *_DENSE_MLP),
     "llama": (*_GQA, *_DENSE_MLP),
     "qwen3-moe": (*_GQA, *_QK_NORM, *_EXPERTS),
     "deepseek-v3": (*_MLA, *_DENSE_MLP, *_EXPERTS, _SCORE_BIAS, *_SHARED_EXPERTS),
+    "nemotron-h": _HYBRID,
 }
-"""Family name -> its layer parameters. Embedding, final norm and output layer are the same in every family."""
+"""Family name -> its layer parameters. The embedding and the output layer have the same names in every family."""
+
+_FINAL_NORMS = {**dict.fromkeys(PARAMS, "decoder.final_layernorm.weight"), "nemotron-h": "decoder.final_norm.weight"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +191,8 @@ class Layout:
 
     family: Family
     sizes: Mapping[str, int]
+    layers: tuple[frozenset[Scope], ...]
+    """Which rows each layer has."""
     tied: bool
 
     def placements(self, mesh: Mesh, rank: int, chunk: int = 0) -> list[Placement]:
@@ -152,24 +211,24 @@ class Layout:
     def _placements(self, mesh: Mesh, at: Coordinate, chunk: int) -> Iterator[Placement]:
         is_first = at.pp == 0 and chunk == 0
         is_last = at.pp == mesh.pp - 1 and chunk == mesh.vpp - 1
+        embedding = (self.family.embedding.pattern,)
         if is_first:
-            yield self._place(_EMBEDDING, mesh, at)
+            yield self._place(ParamRow(_EMBEDDING, Cut.ROWS, embedding, Scope.MODEL), mesh, at)
         layers = mesh.layers_of(at.pp, chunk, self.sizes["layers"])
         for local_layer, layer in enumerate(layers):
-            dense = layer < self.sizes["first_moe"]
-            scopes = (Scope.LAYER, Scope.DENSE) if dense else (Scope.LAYER, Scope.MOE, Scope.EXPERT)
             for row in PARAMS[self.family.name]:
-                if row.scope not in scopes:
+                if row.scope not in self.layers[layer]:
                     continue
                 for local_expert, expert in self._experts(row, mesh, at):
                     local = {"layer": local_layer, "expert": local_expert}
                     yield self._place(row, mesh, at, local, {"layer": layer, "expert": expert})
         if is_last:
-            yield self._place(_FINAL_NORM, mesh, at)
+            final_norm = (self.family.final_norm.pattern,)
+            yield self._place(ParamRow(_FINAL_NORMS[self.family.name], Cut.WHOLE, final_norm, Scope.MODEL), mesh, at)
             if not self.tied:
                 yield self._place(_OUTPUT, mesh, at)
             elif not is_first:
-                yield self._place(_TIED_OUTPUT, mesh, at)
+                yield self._place(ParamRow(_OUTPUT.pattern, Cut.ROWS, embedding, Scope.MODEL), mesh, at)
 
     def _experts(self, row: ParamRow, mesh: Mesh, at: Coordinate) -> list[tuple[int, int]]:
         """Local and global numbers of the experts a rank holds; one dummy for what is no expert."""
@@ -199,9 +258,14 @@ class Layout:
         lengths = [shape[dim] for shape in shapes]
         global_name = row.pattern.format(**(whole or {}))
         undivided = [length for length in lengths if length % parts]
-        if row.cut is not Cut.QKV and undivided:
+        if row.cut not in (Cut.QKV, Cut.RUNS) and undivided:
             raise UsageError(f"{axis} = {parts} does not divide the {undivided[0]} indices of `{global_name}`")
-        if row.cut is Cut.QKV:
+        if row.cut is Cut.RUNS:
+            runs = [self.sizes[run] for run in row.runs]
+            boxes = _cut_runs(
+                names[0], runs, index, parts, f"{axis} = {parts} does not divide a run of `{global_name}`"
+            )
+        elif row.cut is Cut.QKV:
             boxes = _cut_interleaved(names, lengths, self.sizes["kv_heads"], index, parts, global_name)
         else:
             boxes = tuple(
@@ -211,7 +275,7 @@ class Layout:
         replicated_over = ("edp",) if is_expert else ("cp", "dp")
         if row.cut is Cut.WHOLE:
             replicated_over = (axis, *replicated_over)
-        canonical = _EMBEDDING.pattern if row is _TIED_OUTPUT else global_name
+        canonical = _EMBEDDING if row.sources == (self.family.embedding.pattern,) else global_name
         return Placement(
             param_name=row.pattern.format(**(local or {})),
             global_name=global_name,
@@ -247,6 +311,16 @@ def _cut_interleaved(
     return tuple(boxes)
 
 
+def _cut_runs(name: str, runs: list[int], index: int, parts: int, global_name: str) -> tuple[Box, ...]:
+    """Boxes of part `index` of `parts` of every run of rows, in the order of the runs."""
+    undivided = [run for run in runs if run % parts]
+    if undivided:
+        raise UsageError(f"tp = {parts} does not divide the {undivided[0]} rows of a run of `{global_name}`")
+    begins = [sum(runs[:at]) for at in range(len(runs))]
+    pieces = [(begin, run // parts) for begin, run in zip(begins, runs, strict=True)]
+    return tuple(Box(name, begin + index * size, begin + (index + 1) * size) for begin, size in pieces)
+
+
 def layout_of(config: Mapping[str, JSON]) -> Layout | None:
     """The layout of checkpoints with this config.json, or None where no family row describes it.
 
@@ -259,4 +333,6 @@ def layout_of(config: Mapping[str, JSON]) -> Layout | None:
     family = family_of(config)
     if family is None:
         return None
-    return Layout(family=family, sizes=sizes_of(config), tied=bool(config.get("tie_word_embeddings")))
+    return Layout(
+        family=family, sizes=sizes_of(config), layers=layer_scopes(config), tied=bool(config.get("tie_word_embeddings"))
+    )

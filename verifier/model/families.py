@@ -22,6 +22,8 @@ class Scope(Enum):
 
     MODEL = "once"
     LAYER = "every layer"
+    ATTENTION = "every attention layer of a hybrid"
+    MAMBA = "every state-space layer of a hybrid"
     DENSE = "every layer with a dense MLP"
     MOE = "every layer with routed experts"
     EXPERT = "every routed expert of every such layer"
@@ -36,6 +38,10 @@ class Content(Enum):
     """Scale of a norm: near 1 and never 1."""
     SCORE_BIAS = "score bias"
     """Additive bias of router scores: never 0; float32 in every checkpoint, as published."""
+    BIAS = "bias"
+    """Never 0."""
+    DECAY = "decay"
+    """Logarithm of a state's decay rate; a state fades within 2 to 20 tokens. Float32, as published for Nemotron 3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,8 @@ class Family:
     """``architectures[0]`` in config.json."""
     model_type: str
     tensors: tuple[TensorRow, ...]
+    embedding: TensorRow
+    final_norm: TensorRow
     requires: Mapping[str, tuple[JSON, ...]] = field(default_factory=dict)
     """Config key -> values under which this row describes the checkpoint. An absent key counts as None."""
     needs: tuple[str, ...] = ()
@@ -122,6 +130,49 @@ _SHARED_EXPERTS = (
     TensorRow("model.layers.{layer}.mlp.shared_experts.down_proj.weight", ("hidden", "shared_ffn"), Scope.MOE),
 )
 
+_HYBRID_EMBEDDING = TensorRow("backbone.embeddings.weight", ("vocab", "hidden"), Scope.MODEL)
+_HYBRID_FINAL_NORM = TensorRow("backbone.norm_f.weight", ("hidden",), Scope.MODEL, Content.NORM)
+
+
+def _mixer(leaf: str, dims: tuple[str, ...], scope: Scope, content: Content = Content.MATRIX) -> TensorRow:
+    return TensorRow(f"backbone.layers.{{layer}}.mixer.{leaf}", dims, scope, content)
+
+
+_HYBRID = (
+    _HYBRID_EMBEDDING,
+    TensorRow("backbone.layers.{layer}.norm.weight", ("hidden",), content=Content.NORM),
+    _mixer("in_proj.weight", ("mamba_in", "hidden"), Scope.MAMBA),
+    _mixer("conv1d.weight", ("mamba_conv", "one", "conv_width"), Scope.MAMBA),
+    _mixer("conv1d.bias", ("mamba_conv",), Scope.MAMBA, Content.BIAS),
+    _mixer("dt_bias", ("mamba_heads",), Scope.MAMBA, Content.BIAS),
+    _mixer("A_log", ("mamba_heads",), Scope.MAMBA, Content.DECAY),
+    _mixer("D", ("mamba_heads",), Scope.MAMBA, Content.NORM),
+    _mixer("norm.weight", ("mamba_inner",), Scope.MAMBA, Content.NORM),
+    _mixer("out_proj.weight", ("hidden", "mamba_inner"), Scope.MAMBA),
+    _mixer("q_proj.weight", ("q", "hidden"), Scope.ATTENTION),
+    _mixer("k_proj.weight", ("kv", "hidden"), Scope.ATTENTION),
+    _mixer("v_proj.weight", ("kv", "hidden"), Scope.ATTENTION),
+    _mixer("o_proj.weight", ("hidden", "q"), Scope.ATTENTION),
+    _mixer("up_proj.weight", ("ffn", "hidden"), Scope.DENSE),
+    _mixer("down_proj.weight", ("hidden", "ffn"), Scope.DENSE),
+    _mixer("gate.weight", ("experts", "hidden"), Scope.MOE),
+    _mixer("gate.e_score_correction_bias", ("experts",), Scope.MOE, Content.SCORE_BIAS),
+    _mixer("experts.{expert}.up_proj.weight", ("moe_ffn", "hidden"), Scope.EXPERT),
+    _mixer("experts.{expert}.down_proj.weight", ("hidden", "moe_ffn"), Scope.EXPERT),
+    _mixer("shared_experts.up_proj.weight", ("shared_ffn", "hidden"), Scope.MOE),
+    _mixer("shared_experts.down_proj.weight", ("hidden", "shared_ffn"), Scope.MOE),
+    _HYBRID_FINAL_NORM,
+    _LM_HEAD,
+)
+
+_HYBRID_LAYERS = {
+    "M": frozenset({Scope.LAYER, Scope.MAMBA}),
+    "*": frozenset({Scope.LAYER, Scope.ATTENTION}),
+    "-": frozenset({Scope.LAYER, Scope.DENSE}),
+    "E": frozenset({Scope.LAYER, Scope.MOE, Scope.EXPERT}),
+}
+"""Letter of ``hybrid_override_pattern`` -> which rows a layer of that kind has."""
+
 _NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None), "quantization_config": (None,)}
 
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -134,6 +185,8 @@ FAMILIES: dict[str, Family] = {
             architecture="Qwen3ForCausalLM",
             model_type="qwen3",
             tensors=(*_FRAME, *_GQA, *_QK_NORM, *_DENSE_MLP),
+            embedding=_EMBEDDING,
+            final_norm=_FINAL_NORM,
             requires=_NO_BIAS,
         ),
         Family(
@@ -141,6 +194,8 @@ FAMILIES: dict[str, Family] = {
             architecture="LlamaForCausalLM",
             model_type="llama",
             tensors=(*_FRAME, *_GQA, *_DENSE_MLP),
+            embedding=_EMBEDDING,
+            final_norm=_FINAL_NORM,
             requires=_NO_BIAS,
         ),
         Family(
@@ -148,6 +203,8 @@ FAMILIES: dict[str, Family] = {
             architecture="Qwen3MoeForCausalLM",
             model_type="qwen3_moe",
             tensors=(*_FRAME, *_GQA, *_QK_NORM, *_EXPERTS),
+            embedding=_EMBEDDING,
+            final_norm=_FINAL_NORM,
             requires={**_NO_BIAS, "decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
         ),
         Family(
@@ -155,8 +212,30 @@ FAMILIES: dict[str, Family] = {
             architecture="DeepseekV3ForCausalLM",
             model_type="deepseek_v3",
             tensors=(*_FRAME, *_MLA, *_DENSE_MLP, *_EXPERTS, _SCORE_BIAS, *_SHARED_EXPERTS),
+            embedding=_EMBEDDING,
+            final_norm=_FINAL_NORM,
             requires={**_NO_BIAS, "num_nextn_predict_layers": (0, None), "moe_layer_freq": (1, None)},
             needs=("q_lora_rank", "n_shared_experts"),
+        ),
+        Family(
+            name="nemotron-h",
+            architecture="NemotronHForCausalLM",
+            model_type="nemotron_h",
+            tensors=_HYBRID,
+            embedding=_HYBRID_EMBEDDING,
+            final_norm=_HYBRID_FINAL_NORM,
+            requires={
+                **_NO_BIAS,
+                "use_bias": (False, None),
+                "mamba_proj_bias": (False, None),
+                "use_conv_bias": (True, None),
+                "conv_kernel": (4, None),
+                "moe_latent_size": (None,),
+                "n_shared_experts": (1, None),
+                "num_nextn_predict_layers": (0, None),
+                "tie_word_embeddings": (False, None),
+            },
+            needs=("hybrid_override_pattern",),
         ),
     )
 }
@@ -179,7 +258,32 @@ def family_of(config: Mapping[str, JSON]) -> Family | None:
 
 def num_experts_of(config: Mapping[str, Any]) -> int:
     """Routed experts of each layer that has any, however the family spells it; 0 for a dense model."""
+    if "E" not in str(config.get("hybrid_override_pattern") or "E"):
+        return 0
     return int(next((config[key] for key in _EXPERT_COUNTS if config.get(key)), 0))
+
+
+def layer_scopes(config: Mapping[str, JSON]) -> tuple[frozenset[Scope], ...]:
+    """Which rows each layer has, in the order of the layers.
+
+    Args:
+        config: Parsed config.json of a checkpoint that has a family row.
+
+    Raises:
+        UsageError: a hybrid's pattern has an unknown letter, or another length than the model has layers.
+    """
+    layers = _size(config, "num_hidden_layers")
+    pattern = config.get("hybrid_override_pattern")
+    if isinstance(pattern, str):
+        if len(pattern) != layers or not set(pattern) <= _HYBRID_LAYERS.keys():
+            raise UsageError(
+                f"config.json has `hybrid_override_pattern` = {pattern!r} where {layers} letters of "
+                f"{''.join(_HYBRID_LAYERS)} are needed"
+            )
+        return tuple(_HYBRID_LAYERS[letter] for letter in pattern)
+    first_moe = _size(config, "first_k_dense_replace", 0) if num_experts_of(config) else layers
+    dense, sparse = frozenset({Scope.LAYER, Scope.DENSE}), frozenset({Scope.LAYER, Scope.MOE, Scope.EXPERT})
+    return tuple(dense if layer < first_moe else sparse for layer in range(layers))
 
 
 def sizes_of(config: Mapping[str, JSON]) -> dict[str, int]:
@@ -189,8 +293,7 @@ def sizes_of(config: Mapping[str, JSON]) -> dict[str, int]:
         config: Parsed config.json of a checkpoint that has a family row.
 
     Returns:
-        Size by name. Sizes that do not apply to the family are absent. ``first_moe`` is the index of the first
-        layer with routed experts (``layers`` if the model has none).
+        Size by name. Sizes that do not apply to the family are absent.
     """
     heads = _size(config, "num_attention_heads")
     kv_heads = _size(config, "num_key_value_heads", heads)
@@ -202,7 +305,6 @@ def sizes_of(config: Mapping[str, JSON]) -> dict[str, int]:
         "heads": heads,
         "kv_heads": kv_heads,
         "ffn": _size(config, "intermediate_size"),
-        "first_moe": layers,
     }
     if config.get("kv_lora_rank") is not None:
         nope, rope = _size(config, "qk_nope_head_dim"), _size(config, "qk_rope_head_dim")
@@ -220,11 +322,20 @@ def sizes_of(config: Mapping[str, JSON]) -> dict[str, int]:
         sizes |= {"head_dim": head_dim, "q": heads * head_dim, "kv": kv_heads * head_dim}
     experts = _size(config, "num_experts", _size(config, "n_routed_experts", 0))
     if experts:
+        width = _size(config, "moe_intermediate_size")
+        shared = _size(config, "moe_shared_expert_intermediate_size", width * _size(config, "n_shared_experts", 0))
+        sizes |= {"experts": experts, "moe_ffn": width, "shared_ffn": shared}
+    if config.get("mamba_num_heads") is not None:
+        mamba_heads, groups = _size(config, "mamba_num_heads"), _size(config, "n_groups")
+        inner, state = mamba_heads * _size(config, "mamba_head_dim"), groups * _size(config, "ssm_state_size")
         sizes |= {
-            "experts": experts,
-            "moe_ffn": _size(config, "moe_intermediate_size"),
-            "shared_ffn": _size(config, "moe_intermediate_size") * _size(config, "n_shared_experts", 0),
-            "first_moe": _size(config, "first_k_dense_replace", 0),
+            "mamba_heads": mamba_heads,
+            "mamba_inner": inner,
+            "mamba_state": state,
+            "mamba_conv": inner + 2 * state,
+            "mamba_in": 2 * inner + 2 * state + mamba_heads,
+            "conv_width": _size(config, "conv_kernel", 4),
+            "one": 1,
         }
     return sizes
 
@@ -247,14 +358,12 @@ def tensors_of(family: Family, config: Mapping[str, JSON]) -> Iterator[TensorSpe
     """
     sizes = sizes_of(config)
     tied = bool(config.get("tie_word_embeddings"))
-    yield from _expand(_EMBEDDING, sizes, None)
-    for layer in range(sizes["layers"]):
-        dense = layer < sizes["first_moe"]
-        scopes = (Scope.LAYER, Scope.DENSE) if dense else (Scope.LAYER, Scope.MOE, Scope.EXPERT)
+    yield from _expand(family.embedding, sizes, None)
+    for layer, scopes in enumerate(layer_scopes(config)):
         for row in family.tensors:
             if row.scope in scopes:
                 yield from _expand(row, sizes, layer)
-    yield from _expand(_FINAL_NORM, sizes, None)
+    yield from _expand(family.final_norm, sizes, None)
     if not tied:
         yield from _expand(_LM_HEAD, sizes, None)
 

@@ -17,8 +17,8 @@ from verifier.export.names import layout_of
 from verifier.launch.zygote import Zygote
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
+from verifier.model.named import resolve_model
 from verifier.model.provider_megatron import validate
-from verifier.model.tiny import resolve_model
 from verifier.platform import select
 from verifier.platform.pins import PINS, TRAINER, installed, require_pins
 from verifier.program.spec import RunSpec

@@ -187,6 +187,57 @@ def test_a_tied_output_layer_is_a_copy_on_the_last_stage_only() -> None:
     assert output.group == embedding.group == "embedding.word_embeddings.weight tp 1/2"
 
 
+def test_hybrid_names_of_each_kind_of_layer() -> None:
+    layout = _layout("nemotron-h", num_hidden_layers=4, hybrid_override_pattern="M*-E", n_routed_experts=1)
+    named = _by_name(layout, Mesh())
+    prefix = "backbone.layers"
+    assert {name: (placement.shape, placement.sources) for name, placement in named.items()} == {
+        "embedding.word_embeddings.weight": ((512, 96), ("backbone.embeddings.weight",)),
+        f"{LAYER}.0.mixer.conv1d_weight": ((256, 1, 4), (f"{prefix}.0.mixer.conv1d.weight",)),
+        f"{LAYER}.0.mixer.conv1d_bias": ((256,), (f"{prefix}.0.mixer.conv1d.bias",)),
+        f"{LAYER}.0.mixer.dt_bias": ((16,), (f"{prefix}.0.mixer.dt_bias",)),
+        f"{LAYER}.0.mixer.A_log": ((16,), (f"{prefix}.0.mixer.A_log",)),
+        f"{LAYER}.0.mixer.D": ((16,), (f"{prefix}.0.mixer.D",)),
+        f"{LAYER}.0.mixer.in_proj.layer_norm_weight": ((96,), (f"{prefix}.0.norm.weight",)),
+        f"{LAYER}.0.mixer.in_proj.weight": ((400, 96), (f"{prefix}.0.mixer.in_proj.weight",)),
+        f"{LAYER}.0.mixer.norm.weight": ((128,), (f"{prefix}.0.mixer.norm.weight",)),
+        f"{LAYER}.0.mixer.out_proj.weight": ((96, 128), (f"{prefix}.0.mixer.out_proj.weight",)),
+        f"{LAYER}.1.self_attention.linear_qkv.layer_norm_weight": ((96,), (f"{prefix}.1.norm.weight",)),
+        f"{LAYER}.1.self_attention.linear_qkv.weight": (
+            (512, 96),
+            tuple(f"{prefix}.1.mixer.{part}_proj.weight" for part in "qkv"),
+        ),
+        f"{LAYER}.1.self_attention.linear_proj.weight": ((96, 256), (f"{prefix}.1.mixer.o_proj.weight",)),
+        f"{LAYER}.2.mlp.linear_fc1.layer_norm_weight": ((96,), (f"{prefix}.2.norm.weight",)),
+        f"{LAYER}.2.mlp.linear_fc1.weight": ((128, 96), (f"{prefix}.2.mixer.up_proj.weight",)),
+        f"{LAYER}.2.mlp.linear_fc2.weight": ((96, 128), (f"{prefix}.2.mixer.down_proj.weight",)),
+        f"{LAYER}.3.pre_mlp_layernorm.weight": ((96,), (f"{prefix}.3.norm.weight",)),
+        f"{LAYER}.3.mlp.router.weight": ((1, 96), (f"{prefix}.3.mixer.gate.weight",)),
+        f"{LAYER}.3.mlp.router.expert_bias": ((1,), (f"{prefix}.3.mixer.gate.e_score_correction_bias",)),
+        f"{LAYER}.3.mlp.experts.linear_fc1.weight0": ((64, 96), (f"{prefix}.3.mixer.experts.0.up_proj.weight",)),
+        f"{LAYER}.3.mlp.experts.linear_fc2.weight0": ((96, 64), (f"{prefix}.3.mixer.experts.0.down_proj.weight",)),
+        f"{LAYER}.3.mlp.shared_experts.linear_fc1.weight": (
+            (128, 96),
+            (f"{prefix}.3.mixer.shared_experts.up_proj.weight",),
+        ),
+        f"{LAYER}.3.mlp.shared_experts.linear_fc2.weight": (
+            (96, 128),
+            (f"{prefix}.3.mixer.shared_experts.down_proj.weight",),
+        ),
+        "decoder.final_norm.weight": ((96,), ("backbone.norm_f.weight",)),
+        "output_layer.weight": ((512, 96), ("lm_head.weight",)),
+    }
+
+
+def test_a_rank_holds_its_part_of_z_x_b_c_and_dt() -> None:
+    named = _by_name(_layout("nemotron-h"), Mesh(tp=4), rank=1)
+    spans = {name: [(box.begin, box.end) for box in item.boxes] for name, item in named.items()}
+    assert spans[f"{LAYER}.0.mixer.in_proj.weight"] == [(32, 64), (160, 192), (272, 288), (336, 352), (388, 392)]
+    assert spans[f"{LAYER}.0.mixer.conv1d_weight"] == [(32, 64), (144, 160), (208, 224)]
+    assert spans[f"{LAYER}.0.mixer.A_log"] == [(4, 8)]
+    assert spans[f"{LAYER}.0.mixer.norm.weight"] == [(32, 64)]
+
+
 def test_replica_axes() -> None:
     named = _by_name(_layout("deepseek-v3"), Mesh(tp=2, ep=2, etp=2, dp=2, cp=2))
     axes = {name.removeprefix(f"{LAYER}.1."): item.replicated_over for name, item in named.items()}
@@ -207,6 +258,11 @@ def test_replica_axes() -> None:
             "qwen3-moe",
             Mesh(etp=3, dp=3),
             "etp = 3 does not divide the 64 indices of `decoder.layers.0.mlp.experts.linear_fc1.weight0`",
+        ),
+        (
+            "nemotron-h",
+            Mesh(tp=3),
+            "tp = 3 does not divide the 512 indices of `embedding.word_embeddings.weight`",
         ),
         (
             "qwen3",

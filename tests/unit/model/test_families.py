@@ -6,7 +6,7 @@ import math
 import pytest
 
 from verifier.errors import UsageError
-from verifier.model.families import FAMILIES, family_of, sizes_of, tensors_of
+from verifier.model.families import FAMILIES, family_of, layer_scopes, num_experts_of, sizes_of, tensors_of
 from verifier.model.tiny import TINY
 
 
@@ -30,6 +30,8 @@ def test_each_tiny_config_has_its_row(name: str) -> None:
         ("qwen3-moe", {"decoder_sparse_step": 2}),
         ("deepseek-v3", {"q_lora_rank": None}),
         ("deepseek-v3", {"num_nextn_predict_layers": 1}),
+        ("nemotron-h", {"moe_latent_size": 64}),
+        ("nemotron-h", {"hybrid_override_pattern": None}),
         ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}),
         ("qwen3", {"architectures": []}),
     ],
@@ -58,12 +60,31 @@ def test_no_matrix_is_square_even_when_cut_in_powers_of_two(name: str) -> None:
         ("llama", 39, 541_536),
         ("qwen3-moe", 231, 1_580_128),
         ("deepseek-v3", 201, 1_511_248),
+        ("nemotron-h", 111, 845_536),
     ],
 )
 def test_tensor_table_of_each_tiny_model(name: str, num_tensors: int, num_values: int) -> None:
     specs = list(tensors_of(FAMILIES[TINY[name][0]], _config(name)))
     assert len({spec.name for spec in specs}) == len(specs) == num_tensors
     assert sum(math.prod(spec.shape) for spec in specs) == num_values
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"hybrid_override_pattern": "ME*"}, "`hybrid_override_pattern` = 'ME*'"),
+        ({"hybrid_override_pattern": "ME*-M-EX"}, "`hybrid_override_pattern` = 'ME*-M-EX'"),
+    ],
+)
+def test_a_pattern_that_is_no_list_of_the_layers_is_refused(change: dict, shown: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        layer_scopes({**_config("nemotron-h"), **change})
+    assert str(caught.value) == f"config.json has {shown} where 8 letters of M*-E are needed"
+
+
+def test_a_hybrid_without_expert_layers_has_no_experts() -> None:
+    assert num_experts_of(_config("nemotron-h")) == 16
+    assert num_experts_of({**_config("nemotron-h"), "hybrid_override_pattern": "M*-M*-M-"}) == 0
 
 
 def test_llama_without_head_dim_derives_it() -> None:

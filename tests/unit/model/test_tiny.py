@@ -10,7 +10,8 @@ import torch
 
 from verifier.errors import UsageError
 from verifier.model.checkpoint import open_checkpoint
-from verifier.model.tiny import TINY, resolve_model, write_family, write_tiny
+from verifier.model.named import resolve_model
+from verifier.model.tiny import TINY, write_family, write_tiny
 
 DTYPES = ("float32", "bfloat16")
 GOLDEN = {
@@ -24,6 +25,8 @@ GOLDEN = {
     ("qwen3-moe", "bfloat16"): "ec1d055d3925fd4c",
     ("deepseek-v3", "float32"): "8fd5d5e620f0c45f",
     ("deepseek-v3", "bfloat16"): "8046dca080fe886d",
+    ("nemotron-h", "float32"): "0871a2e776840da5",
+    ("nemotron-h", "bfloat16"): "3d934689008b7db7",
 }
 """(name, dtype) -> digest over names, dtypes, shapes and bytes."""
 
@@ -54,7 +57,7 @@ def test_every_tensor_row_head_and_expert_differs(name: str, dtype: str, cache: 
     seen: set[bytes] = set()
     for tensor_name in checkpoint.names():
         tensor = checkpoint.read(tensor_name).float()
-        rows = tensor if tensor.ndim == 2 else tensor[None]
+        rows = tensor[None] if tensor.ndim == 1 else tensor.flatten(1)
         for row in rows:
             key = row.numpy().tobytes()
             assert key not in seen, tensor_name
@@ -63,7 +66,15 @@ def test_every_tensor_row_head_and_expert_differs(name: str, dtype: str, cache: 
             assert not (tensor == (0.0 if "bias" in tensor_name else 1.0)).any(), tensor_name
             assert tensor.unique().numel() > tensor.numel() * 0.5, tensor_name
         else:
-            assert tensor.std().item() == pytest.approx(tensor.shape[1] ** -0.5, rel=0.05), tensor_name
+            assert tensor.std().item() == pytest.approx(tensor.shape[-1] ** -0.5, rel=0.05), tensor_name
+
+
+def test_decays_stay_float32_and_are_no_bfloat16(cache: Path) -> None:
+    checkpoint = open_checkpoint(write_tiny("nemotron-h", cache, "bfloat16"))
+    float32 = {name.rpartition(".")[2] for name in checkpoint.names() if checkpoint.meta(name).dtype == "float32"}
+    assert float32 == {"A_log", "e_score_correction_bias"}
+    decay = checkpoint.read("backbone.layers.0.mixer.A_log")
+    assert not torch.equal(decay, decay.bfloat16().float())
 
 
 def test_score_bias_stays_float32_and_is_no_bfloat16(cache: Path) -> None:
@@ -121,12 +132,21 @@ def test_resolve_model_takes_an_id_or_a_directory(tmp_path: Path) -> None:
         (
             lambda path: resolve_model("tiny:qwen4", path),
             "unknown model `tiny:qwen4`: known are tiny:qwen3, tiny:qwen3-tied, tiny:llama, tiny:qwen3-moe, "
-            "tiny:deepseek-v3",
+            "tiny:deepseek-v3, tiny:nemotron-h",
+        ),
+        (
+            lambda path: resolve_model("wide:qwen3", path, "bfloat16"),
+            "unknown model `wide:qwen3`: known are wide:qwen3-30b-a3b, wide:deepseek-v3, wide:nemotron-3-nano",
+        ),
+        (
+            lambda path: resolve_model("wide:deepseek-v3", path),
+            "`wide:deepseek-v3` has the published dtype, so it takes --dtype bf16",
         ),
         (
             lambda path: resolve_model("Qwen/Qwen3-0.6B", path),
             "unknown model `Qwen/Qwen3-0.6B`: it is neither a local checkpoint directory nor one of `tiny:qwen3`, "
-            "`tiny:qwen3-tied`, `tiny:llama`, `tiny:qwen3-moe`, `tiny:deepseek-v3`",
+            "`tiny:qwen3-tied`, `tiny:llama`, `tiny:qwen3-moe`, `tiny:deepseek-v3`, `tiny:nemotron-h`, "
+            "`wide:qwen3-30b-a3b`, `wide:deepseek-v3`, `wide:nemotron-3-nano`",
         ),
         (
             lambda path: write_tiny("llama", path, "float16"),
@@ -169,20 +189,27 @@ def test_transformers_loads_every_tensor_as_written(name: str, dtype: str, cache
     path = write_tiny(name, cache, dtype)
     model, info = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), output_loading_info=True)
     assert not any(info.values()), info
-    loaded = model.state_dict()
+    renamed = {"model.": "backbone."} if name == "nemotron-h" else {}
+    loaded = {_renamed(key, renamed): tensor for key, tensor in model.state_dict().items()}
     checkpoint = open_checkpoint(path)
     for tensor_name in checkpoint.names():
         expected = checkpoint.read(tensor_name)
         actual = loaded[tensor_name] if tensor_name in loaded else _expert(loaded, tensor_name)
+        if tensor_name.endswith(".A_log"):  # rounded to the model's dtype; verifier/engine/model_hf.py gives it back
+            expected = expected.to(getattr(torch, dtype))
         assert actual.dtype == expected.dtype, tensor_name
         assert torch.equal(actual, expected), tensor_name
+
+
+def _renamed(name: str, prefixes: dict[str, str]) -> str:
+    return next((to + name.removeprefix(old) for old, to in prefixes.items() if name.startswith(old)), name)
 
 
 def _expert(loaded: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """One expert's matrix out of transformers' fused ones."""
     block, _, rest = name.partition(".experts.")
     expert, projection, _ = rest.split(".")
-    if projection == "down_proj":
-        return loaded[f"{block}.experts.down_proj"][int(expert)]
+    if f"{block}.experts.{projection}" in loaded:
+        return loaded[f"{block}.experts.{projection}"][int(expert)]
     gate, up = loaded[f"{block}.experts.gate_up_proj"][int(expert)].chunk(2)
     return {"gate_proj": gate, "up_proj": up}[projection]

@@ -1,0 +1,162 @@
+"""Writing generated checkpoints: config.json, shards and index, and the values of each tensor, seeded.
+
+A published initialisation (std 0.02, norms 1, biases 0) hides mapping errors: norms and biases could be swapped
+without a trace. Here matrices have std 1/sqrt(fan-in), no norm weight is 1 and no bias is 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verifier.errors import UsageError
+from verifier.model.families import FAMILIES, JSON, Content, TensorSpec, family_of, tensors_of
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16")
+_GENERATOR = 1  # part of the cache key: raise it when the same seed gives other bytes
+_MAX_SHARD_BYTES = 256 * 2**20
+_WRITERS = 4
+"""Shards that are made and written at a time."""
+
+Values = Callable[[TensorSpec, str, str], "torch.Tensor"]
+"""(spec, dtype, stream) -> the tensor: a function of its name and the stream only, exact on every machine."""
+
+
+def write_checkpoint(
+    label: str,
+    family_name: str,
+    sizes: Mapping[str, JSON],
+    directory: Path,
+    dtype: str,
+    seed: int,
+    values: Values,
+) -> Path:
+    """Write a checkpoint under `directory`, or find it there.
+
+    Args:
+        label: Begin of the checkpoint's folder name, which ends in the key of its contents.
+        family_name: A key of `FAMILIES`.
+        sizes: Keys of config.json besides the architecture and the dtype.
+        directory: Cache.
+        dtype: "float32" or "bfloat16"; what families keep in float32 stays float32.
+        seed: Other seeds give other weights.
+        values: Makes each tensor.
+
+    Raises:
+        UsageError: unknown dtype, a config that leaves the family's row, or a folder that cannot be written.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"generated checkpoints come in {' and '.join(DTYPES)}, not {dtype}")
+    family = FAMILIES[family_name]
+    config: dict[str, JSON] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "dtype": dtype,
+        **sizes,
+    }
+    if family_of(config) is not family:
+        raise UsageError(f"this config.json leaves what family `{family_name}` describes")
+    key = hashlib.blake2b(json.dumps([_GENERATOR, seed, config], sort_keys=True).encode(), digest_size=6).hexdigest()
+    target = directory / f"{label}-{dtype}-{key}"
+    if target.is_dir():
+        return target
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=directory))
+    except OSError as error:
+        raise UsageError(f"cannot write a checkpoint under {directory}: {error.strerror}") from error
+    try:
+        _write_files(partial, list(tensors_of(family, config)), config, dtype, f"{family_name}/{seed}", values)
+        partial.chmod(0o755)
+        os.rename(partial, target)
+    except OSError as error:
+        if not target.is_dir():  # another process may have written the same checkpoint first
+            raise UsageError(f"cannot write a checkpoint to {target}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _write_files(
+    path: Path, specs: list[TensorSpec], config: Mapping[str, JSON], dtype: str, stream: str, values: Values
+) -> None:
+    """Write config.json, at least two shards of about the same size, and the index."""
+    from safetensors.torch import save_file
+
+    sizes = [math.prod(spec.shape) * (2 if stored_dtype(spec, dtype) == "bfloat16" else 4) for spec in specs]
+    total = sum(sizes)
+    num_shards = max(2, -(-total // _MAX_SHARD_BYTES))
+    shards: list[list[TensorSpec]] = [[] for _ in range(num_shards)]
+    begin = 0
+    for spec, size in zip(specs, sizes, strict=True):
+        shards[min(num_shards - 1, begin * num_shards // total)].append(spec)
+        begin += size
+    shards = [shard for shard in shards if shard]
+    weight_map: dict[str, str] = {}
+
+    def write(file_name: str, shard: list[TensorSpec]) -> None:
+        save_file({spec.name: values(spec, dtype, stream) for spec in shard}, path / file_name, {"format": "pt"})
+        (path / file_name).chmod(0o644)
+
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        pending = []
+        for index, shard in enumerate(shards, start=1):
+            file_name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+            weight_map |= {spec.name: file_name for spec in shard}
+            pending.append(pool.submit(write, file_name, shard))
+        for written in pending:
+            written.result()
+    index_json = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=1) + "\n")
+    (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def generate(spec: TensorSpec, dtype: str, stream: str) -> torch.Tensor:
+    """The values of one tensor: a function of its name and the stream only, exact on every machine.
+
+    Values come from the raw 64-bit stream of Philox, whose bits NumPy keeps stable, by exact float64 arithmetic and
+    one rounding; no transcendental function is involved, so no CPU differs.
+
+    Args:
+        spec: Name, shape and content.
+        dtype: "float32" or "bfloat16".
+        stream: Part of the key besides the name.
+
+    Returns:
+        Tensor of spec.shape, in its stored dtype.
+    """
+    import numpy
+    import torch
+
+    digest = hashlib.blake2b(f"{stream}/{spec.name}".encode(), digest_size=16).digest()
+    num_values = math.prod(spec.shape)
+    raw = numpy.random.Philox(key=int.from_bytes(digest, "little")).random_raw(-(-num_values // 2))
+    bits = raw.astype("<u8", copy=False).view("<u4")[:num_values].astype(numpy.float64)
+    bits -= 2.0**31 - 0.5
+    bits /= 2.0**31  # in (-1, 1), never 0
+    if spec.content is Content.MATRIX:
+        values = bits * math.sqrt(3.0 / spec.shape[-1])
+    elif spec.content is Content.NORM:
+        values = 1.0 + numpy.copysign(0.1, bits) + 0.3 * bits
+    elif spec.content is Content.DECAY:
+        values = bits - 1.5
+    else:
+        values = numpy.copysign(0.02, bits) + 0.2 * bits
+    tensor = torch.from_numpy(values.astype(numpy.float32).reshape(spec.shape))
+    return tensor.to(getattr(torch, stored_dtype(spec, dtype)))
+
+
+def stored_dtype(spec: TensorSpec, dtype: str) -> str:
+    """The dtype of one tensor in a checkpoint of the given one."""
+    return "float32" if spec.content in (Content.SCORE_BIAS, Content.DECAY) else dtype
