@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from verifier.faults import (
     bugs_engine,
+    bugs_engine_gpu,
     bugs_export,
     bugs_load,
     bugs_logprob,
@@ -30,6 +31,7 @@ CATALOG: dict[str, Fault] = {
         bugs_plan.FAULTS,
         bugs_transport.FAULTS,
         bugs_engine.FAULTS,
+        bugs_engine_gpu.FAULTS,
         bugs_rollout.FAULTS,
     )
     for fault in faults

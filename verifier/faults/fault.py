@@ -63,3 +63,5 @@ class Fault:
     engine: str = "hf"
     dtype: str = "float32"
     update: str = "step"
+    gpus: int = 0
+    """GPUs without which the bug cannot be: its trial is a test of `tests/h100`."""

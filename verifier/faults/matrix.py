@@ -15,16 +15,18 @@ from verifier.faults.trial import Bench, TrialResult
 
 
 def chosen(ids: Iterable[str]) -> list[Fault]:
-    """Faults by id, all of them for no ids.
+    """Faults by id, all that the CPU tier can show for no ids.
 
     Raises:
-        UsageError: an unknown id.
+        UsageError: an unknown id, or a fault that needs a GPU.
     """
     wanted = list(ids)
     for name in wanted:
         if name not in CATALOG:
             raise UsageError(f"there is no fault `{name}`: `verifier faults list` prints all of them")
-    return [CATALOG[name] for name in wanted] or list(CATALOG.values())
+        if CATALOG[name].gpus:
+            raise UsageError(f"fault `{name}` shows on a GPU only: `ci/gpu -k {name}` injects it there")
+    return [CATALOG[name] for name in wanted] or [fault for fault in CATALOG.values() if not fault.gpus]
 
 
 def listing() -> str:

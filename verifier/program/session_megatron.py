@@ -235,6 +235,13 @@ class Session:
             whole = place.shard(lambda source: moved(self.source.read(source), source, seed))
             tensor.copy_(whole.to(tensor.device))
 
+    def rest(self) -> None:
+        """The engine sleeps until the next sync. It counts the memory that it frees, so no rank takes any meanwhile."""
+        if self.spec.sleep_level:
+            if self.engine is not None:
+                self.engine.sleep()
+            dist.barrier()
+
     def sync(self, version: int) -> None:
         """Export and, if an engine takes part, transfer; on rank 0, keep what was sent."""
         self.say(f"version {version}: export and transfer")
@@ -306,13 +313,13 @@ class Session:
             self._record_disagreement()
             return
         if self.spec.restore_first:
+            self.rest()
             self.sync(0)
         self.observe_engine(0)
         if self.spec.update == "step":
             self.idle_step()
         for version in range(1, self.spec.cycles + 1):
-            if self.engine is not None:
-                self.engine.sleep()
+            self.rest()
             self.update(version)
             self.sync(version)
             self.record_update(version)

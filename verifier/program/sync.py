@@ -70,10 +70,9 @@ class EngineSide:
             )  # fmt: skip
 
     def sleep(self) -> None:
-        """Have the engine give up its GPU memory until it is `awake` again, if the run asks for that."""
-        if self._sleep_level:
-            self.client.sleep(self._sleep_level)
-            self._asleep = True
+        """Have the engine give up its GPU memory until it is `awake` again."""
+        self.client.sleep(self._sleep_level)
+        self._asleep = True
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:

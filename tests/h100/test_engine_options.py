@@ -1,0 +1,104 @@
+"""vLLM with CUDA graphs, asleep while the trainer steps, and quantising: after each sync it is what a cold one is."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.dist.clean_case import judge
+from tests.h100.models import model
+from tests.h100.test_faults import verdicts
+from tests.h100.test_roundtrip import distance
+from verifier.config import RoundtripConfig
+from verifier.core import store
+from verifier.core.stage import Stage
+from verifier.faults import bugs_engine_gpu
+from verifier.program.workplace import open_subject
+from verifier.roundtrip import engine_config_of
+from verifier.workshop import RUN_DEADLINE_S
+
+CYCLES = 2
+FUNCTIONS = "tests.h100.engine_functions"
+
+
+def config_of(folder, family="qwen3", **options):
+    return RoundtripConfig(
+        model=model(family), trace=folder, dtype="bfloat16", cycles=CYCLES, transport="ipc", **options
+    )  # fmt: skip
+
+
+def client_of(workshop, config):
+    """A connection of the test's own to the engine that a run will use."""
+    subject = open_subject(config.model, config.dtype, config.mesh)
+    return workshop.engine(engine_config_of(config, subject)).process.client(deadline_s=RUN_DEADLINE_S)
+
+
+def run(workshop, measured, config, **said):
+    began = time.monotonic()
+    trace = workshop.roundtrip(config)
+    found = store.read(trace)
+    measured(
+        **said, family=Path(config.model).name, seconds=round(time.monotonic() - began, 1),
+        engine=distance(found, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "oracle")),
+        mismatch=distance(found, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "trainer")),
+        noise_mean=max(item.facts["mean"] for item in found.at(Stage.LOGPROB, "noise", name="scored")),
+    )  # fmt: skip
+    judge(trace)
+    return found
+
+
+@pytest.mark.h100(gpus=1)
+@pytest.mark.parametrize("level", [1, 2])
+def test_graphs_are_replayed_after_sleep_and_sync(level, workshop, measured, tmp_path):
+    config = config_of(tmp_path / "trace", cuda_graphs=True, sleep_level=level)
+    client = client_of(workshop, config)
+    client.call(FUNCTIONS, "count_replays")
+    before = client.call(FUNCTIONS, "replays")[0]
+    run(workshop, measured, config, cuda_graphs=True, sleep_level=level)
+    replays = client.call(FUNCTIONS, "replays")[0] - before
+    client.close()
+    measured(replays=replays)
+    assert replays >= 2 * (CYCLES + 1), "scoring and sampling did not go through captured graphs"
+
+
+@pytest.mark.h100(gpus=1)
+@pytest.mark.parametrize("fault", bugs_engine_gpu.FAULTS, ids=lambda fault: fault.id)
+def test_fault_is_caught_where_it_sits(fault, workshop, measured, tmp_path):
+    options = {"cuda_graphs": True, "sleep_level": 2}
+    config = config_of(tmp_path / "faulted", fault.model.removeprefix("tiny:"), **options)
+    client = client_of(workshop, config)
+    client.call("verifier.faults.engine_side", "inject", [fault.id])
+    try:
+        trace = workshop.roundtrip(config)
+    finally:
+        fired = sum(client.call("verifier.faults.engine_side", "heal"))
+        client.close()
+    caught, first = verdicts(trace)
+    measured(fault=fault.id, fired=fired, caught=caught, first_bad_stage=first)
+    assert fired
+    assert set(fault.caught_by) <= set(caught)
+    assert first == fault.stage.label
+    judge(workshop.roundtrip(config_of(tmp_path / "healed", fault.model.removeprefix("tiny:"), **options)))
+
+
+@pytest.mark.h100(gpus=1)
+def test_latent_attention_with_graphs_and_sleep(workshop, measured, tmp_path):
+    config = config_of(tmp_path / "trace", "deepseek-v3", cuda_graphs=True, sleep_level=2)
+    run(workshop, measured, config, cuda_graphs=True, sleep_level=2)
+
+
+@pytest.mark.h100(gpus=1)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
+def test_quantising_engine(family, workshop, measured, tmp_path):
+    found = run(
+        workshop, measured, config_of(tmp_path / "trace", family, engine_quantization="fp8"), engine_quantization="fp8"
+    )
+    state = found.at(Stage.ENGINE, "state", version=CYCLES)
+    assert any(item.dtype == "float8_e4m3fn" for item in state)
+    names = [name for item in found.at(Stage.ENGINE, "view-quantized", version=CYCLES) for name in item.facts["names"]]
+    noise = next(iter(found.at(Stage.LOGPROB, "engine-noise", version=CYCLES, name="scored"))).facts
+    measured(quantized=len(names), engine_noise_mean=noise["mean"], engine_noise_max=noise["max"])
+    assert "model.layers.0.self_attn.q_proj.weight" in names
+    assert "model.embed_tokens.weight" not in names
