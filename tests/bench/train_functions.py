@@ -1,0 +1,204 @@
+"""What the training-step benchmarks run on a rank: our step, with and without recording, and a bare Megatron loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verifier.core import store
+from verifier.core.evidence import Evidence
+from verifier.core.stage import Stage
+from verifier.data.rollout import Rollout
+from verifier.export.names import layout_of
+from verifier.export.save import save_checkpoint
+from verifier.launch.rank import RankContext
+from verifier.mesh import Mesh
+from verifier.model import provider_megatron
+from verifier.model.families import FAMILIES, Content, tensors_of
+from verifier.model.tiny import TINY
+from verifier.program.record_megatron import LiveWeights
+from verifier.program.session_megatron import DATA_PARALLEL, rollouts_of
+from verifier.program.tokens_megatron import TokenProbe
+from verifier.train import step_megatron
+from verifier.train.layout import Alignment
+from verifier.train.pack import PackedBatch, pack
+
+MANIFEST = {
+    "command": "roundtrip", "model": "bench", "mesh": Mesh().to_dict(), "world_size": 1, "engine_ranks": 0,
+    "synced_versions": [], "versions": {}, "config": {},
+    # Of the checks, those that have a subject in one step of learning rate 0: every token, and every weight.
+    "scopes": ["tokens", "step"],
+}  # fmt: skip
+
+
+def config_of(sizes: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """config.json of a Qwen3 with tied embeddings."""
+    name, config = TINY["qwen3-tied"]
+    family = FAMILIES[name]
+    return {
+        "architectures": [family.architecture], "model_type": family.model_type, "dtype": dtype, **config, **sizes
+    }  # fmt: skip
+
+
+def lengths_of(rows: int, micro_batches: int) -> list[int]:
+    """Tokens of every rollout: 16 per micro-batch, from a sixth to eleven sixths of the mean, `rows` in each."""
+    mean = rows // 16
+    step = mean // 9
+    lengths = [mean + (2 * at - 15) * step // 2 for at in range(16)]
+    lengths[-1] += rows - sum(lengths)
+    return lengths * micro_batches
+
+
+def write_random(folder: Path, config: Mapping[str, Any], device: torch.device) -> Path:
+    """A checkpoint of these sizes whose matrices have a standard deviation of 1/sqrt(fan-in)."""
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = getattr(torch, config["dtype"])
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in tensors_of(FAMILIES["qwen3"], config):
+            values = torch.randn(spec.shape, generator=generator, device=device, dtype=dtype)
+            norm = spec.content is Content.NORM
+            yield spec.name, values * 0.1 + 1 if norm else values * spec.shape[-1] ** -0.5
+
+    return save_checkpoint(folder, config, tensors())
+
+
+class BareLoop:
+    """Megatron's model, schedule and optimizer on ready-made batches, and nothing of ours."""
+
+    def __init__(
+        self, trainer: provider_megatron.TrainerModel, optimizer: Any, batches: Sequence[PackedBatch], device: Any
+    ) -> None:
+        self._trainer, self._optimizer = trainer, optimizer
+        self._batches = [
+            {
+                "tokens": batch.tokens_T[None].to(device),
+                "positions": batch.positions_T[None].to(device),
+                "labels": batch.labels_T.clamp(min=0)[None].to(device),
+                "mask": batch.loss_mask_T.to(device),
+                "ends": batch.cu_seqlens_padded.to(device),
+                "longest": batch.max_seqlen,
+            }
+            for batch in batches
+        ]
+
+    def step(self) -> tuple[float, float]:
+        """(mean loss, gradient norm)."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        for chunk in self._trainer.chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        parts = get_forward_backward_func()(
+            forward_step_func=self._forward, data_iterator=iter(self._batches), model=self._trainer.chunks[0],
+            num_microbatches=len(self._batches), seq_length=self._batches[0]["tokens"].shape[1], micro_batch_size=1,
+            forward_only=False,
+        )  # fmt: skip
+        _, norm, _ = self._optimizer.step()
+        total, count = torch.stack([part["loss"] for part in parts]).sum(0).tolist()
+        return total / count, float(norm)
+
+    @staticmethod
+    def _forward(batches: Iterator[dict[str, Any]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        batch = next(batches)
+        losses = model(
+            input_ids=batch["tokens"], position_ids=batch["positions"], attention_mask=None, labels=batch["labels"],
+            packed_seq_params=PackedSeqParams(
+                qkv_format="thd", cu_seqlens_q=batch["ends"], cu_seqlens_kv=batch["ends"],
+                max_seqlen_q=batch["longest"], max_seqlen_kv=batch["longest"],
+            ),
+        )  # fmt: skip
+        return losses, partial(_masked_sum, mask=batch["mask"])
+
+
+def _masked_sum(losses: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    total = (losses.view(-1).float() * mask).sum()
+    count = mask.sum().int()
+    return total, count, {"loss": torch.stack([total.detach(), count.float()])}
+
+
+class Recorded:
+    """Our step, recorded as a round trip records it: tokens, ledger, loss and norm, a digest of every live weight."""
+
+    def __init__(self, trainer: provider_megatron.TrainerModel, config: Mapping[str, Any], folder: Path) -> None:
+        self._live = LiveWeights(trainer.chunks, layout_of(config), Mesh(), 0)
+        self._trainer, self._folder = trainer, folder
+        self._manifest = {**MANIFEST, "dtype": config["dtype"], "tier": trainer.tier}
+        self._number = 0
+
+    def open(self) -> None:
+        """A trace for the next step, with what the weights are before it."""
+        self._path = store.create(self._folder / f"trace-{self._number}", self._manifest)
+        self._number += 1
+        self._probe = store.Recorder(self._path, "trainer", 0)
+        self._live.record(self._probe, Stage.LOAD, "shard", 0)
+
+    def step(self, train: Callable[..., step_megatron.StepResult], rollouts: Sequence[Rollout]) -> None:
+        """One step of learning rate 0 and all that is recorded of it."""
+        tokens = TokenProbe(self._probe, Mesh(), 0, "trained", 0, rollouts)
+        result = train(on_shards=tokens)
+        facts = {"loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens}
+        self._probe.emit(Evidence(stage=Stage.TRAIN, kind="step", name="step", facts=facts))
+        with step_megatron.params_synced(self._trainer):
+            self._live.record(self._probe, Stage.TRAIN, "idle", 0)
+
+    def close(self) -> None:
+        """The trace is whole."""
+        self._probe.close()
+        store.write_manifest(self._path, {**self._manifest, "complete": True})
+
+
+def measure(context: RankContext) -> dict[str, Any]:
+    """Seconds of each kind of step, in turns; the first turn warms up and is left out.
+
+    All of learning rate 0, so that every step is the same work and ends in the same weights.
+    """
+    args = context.args
+    device = torch.device("cpu") if args["tier"] == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    folder, config = Path(args["folder"]), config_of(args["sizes"], args["dtype"])
+    trainer = provider_megatron.build(
+        write_random(folder / "model", config, device), Mesh(), dtype=args["dtype"], tier=args["tier"],
+        data_parallel=DATA_PARALLEL, overrides=args["overrides"],
+    )  # fmt: skip
+    optimizer = step_megatron.make_optimizer(trainer, learning_rate=0.0)
+    lengths = lengths_of(args["rows"], args["micro_batches"])
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(config["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
+    rollouts = rollouts_of(sequences, 0)
+    packs = [pack(rollouts[at : at + 16], Alignment()) for at in range(0, len(rollouts), 16)]
+    bare = BareLoop(trainer, optimizer, packs, device)
+    recorded = Recorded(trainer, config, folder)
+    train = partial(step_megatron.train_step, trainer, optimizer, rollouts, micro_batch_size=16, learning_rate=0.0)
+    seconds: dict[str, list[float]] = {"bare": [], "plain": [], "recorded": []}
+    steps = {"bare": bare.step, "plain": train, "recorded": lambda: recorded.step(train, rollouts)}
+    said = {}
+    for _ in range(args["rounds"] + 1):
+        recorded.open()
+        for name, step in steps.items():
+            said[name] = _timed(step, seconds[name], device)
+        recorded.close()
+    bare_loss, bare_norm = said["bare"]
+    return {
+        "seconds": {name: values[1:] for name, values in seconds.items()},
+        "loss_gap": abs(said["plain"].loss / bare_loss - 1),
+        "norm_gap": abs(said["plain"].grad_norm / bare_norm - 1),
+        "peak_gib": 0.0 if device.type == "cpu" else torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+def _timed(step: Callable[[], Any], seconds: list[float], device: torch.device) -> Any:
+    """What the step returns; its wall time, device included, is appended."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    began = time.perf_counter()
+    found = step()
+    wait()
+    seconds.append(time.perf_counter() - began)
+    return found
