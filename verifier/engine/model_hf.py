@@ -34,6 +34,7 @@ def load_model(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
         if names:
             raise ContractError(f"transformers loads {path}, but `{sorted(names)[0]}` {what}")
     _restore_float32(model, path)
+    _scan_in_one_chunk(model)
     return model.eval().requires_grad_(False)
 
 
@@ -43,6 +44,26 @@ def _restore_float32(model: PreTrainedModel, path: Path | str) -> None:
     for name, (holder, tensor) in checkpoint_places(model).items():
         if checkpoint.meta(name).dtype == "float32" and tensor.dtype != torch.float32:
             model.get_parameter(holder).data = checkpoint.read(name).clone()
+
+
+def _scan_in_one_chunk(model: PreTrainedModel) -> None:
+    """Have state-space layers compute what their definition says, whatever the length.
+
+    Without CUDA kernels transformers loses the state between chunks, so a sequence longer than a chunk is scored
+    wrongly, and it raises small time steps to a bound that the kernels do not have. One chunk as long as the sequence
+    has nothing to hand on, and a bound of 0 raises nothing.
+
+    Source:
+        transformers #47246: 5.6.0 to 5.13.0, `NemotronHMamba2Mixer.torch_forward`; a test says when it is mended.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "NemotronHMamba2Mixer":
+            module.time_step_min = 0.0
+            module.register_forward_pre_hook(_chunk_of_the_sequence)
+
+
+def _chunk_of_the_sequence(mixer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    mixer.chunk_size = inputs[0].shape[1]
 
 
 @torch.inference_mode()
@@ -55,12 +76,12 @@ def token_logprobs(model: PreTrainedModel, tokens: Sequence[int], precision: tor
         precision: of the log-softmax.
 
     Returns:
-        [T - 1] float32, nats: entry t is log p(tokens[t + 1] | tokens[: t + 1]).
+        [T - 1] float32, nats, on the host: entry t is log p(tokens[t + 1] | tokens[: t + 1]).
     """
-    ids = torch.tensor([list(tokens)], dtype=torch.int64)
+    ids = torch.tensor([list(tokens)], dtype=torch.int64, device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
     logprobs = torch.log_softmax(logits.to(precision), dim=-1)
-    return logprobs.gather(1, ids[0, 1:, None])[:, 0].float()
+    return logprobs.gather(1, ids[0, 1:, None])[:, 0].float().cpu()
 
 
 def checkpoint_places(model: PreTrainedModel) -> dict[str, tuple[str, torch.Tensor]]:

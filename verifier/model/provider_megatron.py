@@ -9,15 +9,19 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.model.families import num_experts_of
 from verifier.platform import Tier, install_for, select
+
+if TYPE_CHECKING:
+    from verifier.model.checkpoint import Checkpoint
 
 DTYPES = ("float32", "bfloat16")
 SMALL_BUCKET = 40_000
@@ -61,6 +65,8 @@ def preload(tier: Tier | None = None) -> None:
     """Import everything that `build` needs, for the machine's own tier by default; call it once before ranks fork."""
     install_for(tier or select())
     logging.getLogger("megatron").setLevel(logging.WARNING)  # buckets and configurations, parameter by parameter
+    # It asks for marks between the stages in a hybrid's pattern, and takes the stages from the configuration as well.
+    logging.getLogger("megatron.core.models.hybrid.hybrid_layer_allocation").setLevel(logging.ERROR)
     from megatron.bridge import AutoBridge  # noqa: F401
     from megatron.core.distributed import finalize_model_grads  # noqa: F401
     from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401
@@ -84,9 +90,12 @@ def validate(config: Mapping[str, Any], mesh: Mesh) -> None:
         raise UsageError(f"etp = {mesh.etp}, but {_architecture(config)} has no experts")
     expert_width = config.get("moe_intermediate_size")
     latent = config.get("kv_lora_rank") is not None
+    hybrid = config.get("hybrid_override_pattern") is not None
     for axis, size, what, count in (
         ("tp", mesh.tp, "attention heads", config.get("num_attention_heads")),
         ("tp", mesh.tp, "key-value heads", None if latent else config.get("num_key_value_heads")),
+        ("tp", mesh.tp, "heads of the state-space layers", config.get("mamba_num_heads")),
+        ("tp", mesh.tp, "groups of the state-space layers", config.get("n_groups") if hybrid else None),
         ("tp", mesh.tp, "vocabulary entries", config.get("vocab_size")),
         ("tp", mesh.tp, "columns of the feed-forward layers", config.get("intermediate_size")),
         ("ep", mesh.ep, "experts", experts),
@@ -94,6 +103,8 @@ def validate(config: Mapping[str, Any], mesh: Mesh) -> None:
     ):
         if count is not None and count % size:
             raise UsageError(f"{axis} = {size} does not divide the {count:,} {what} of {_architecture(config)}")
+    if mesh.vpp > 1 and hybrid:
+        raise UsageError(f"vpp = {mesh.vpp}, but megatron-bridge builds {_architecture(config)} without virtual stages")
     num_layers = config.get("num_hidden_layers")
     if num_layers is not None:
         mesh.stage_sizes(num_layers)
@@ -109,6 +120,7 @@ def build(
     seed: int = 1234,
     deadline_s: float = 600.0,
     overrides: Mapping[str, Any] | None = None,
+    adapt: Callable[[list[Any]], list[Any]] | None = None,
 ) -> TrainerModel:
     """Set up model parallelism on the existing process group and load a checkpoint into this rank's shards.
 
@@ -123,6 +135,7 @@ def build(
         seed: of Megatron's random state.
         deadline_s: how long a collective of the model's groups may wait.
         overrides: provider fields set last, before it is finalized.
+        adapt: takes the loaded modules and gives those to train, before they are wrapped for that.
 
     Raises:
         UsageError: a model that megatron-bridge does not support, a mesh that does not divide it or does not match
@@ -130,7 +143,8 @@ def build(
     """
     from verifier.model.checkpoint import open_checkpoint
 
-    config = open_checkpoint(path).config
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config
     validate(config, mesh)
     if dtype not in DTYPES:
         raise UsageError(f"unknown dtype `{dtype}`: one of {', '.join(DTYPES)}")
@@ -144,6 +158,8 @@ def build(
         warnings.simplefilter("ignore")
         provider = bridge.to_megatron_provider(load_weights=True)
         _configure(provider, mesh, dtype, tier)
+        if not num_experts_of(config):
+            provider.num_moe_experts = None  # a hybrid's bridge counts experts that no layer of the pattern has
         for name, value in (overrides or {}).items():
             setattr(provider, name, value)
         provider.finalize()
@@ -152,7 +168,10 @@ def build(
             distributed_timeout_minutes=max(1, math.ceil(deadline_s / 60)),
             create_gloo_process_groups=False,
         )
+        provider.register_pre_wrap_hook(partial(_keep_float32, checkpoint=checkpoint), prepend=True)
         provider.register_pre_wrap_hook(_poison, prepend=True)
+        if adapt is not None:
+            provider.register_pre_wrap_hook(adapt)
         chunks = provider.provide_distributed_model(
             ddp_config=None if data_parallel is None else _ddp_config(data_parallel, tier),
             wrap_with_ddp=data_parallel is not None,
@@ -268,6 +287,29 @@ def _ddp_config(data_parallel: DataParallel, tier: Tier) -> Any:
         overlap_param_gather=data_parallel.overlap_param_gather,
         bucket_size=SMALL_BUCKET if tier == "cpu" else None,
     )
+
+
+def _keep_float32(chunks: list[Any], checkpoint: Checkpoint) -> list[Any]:
+    """Keep in float32 those parameters of state-space layers that the checkpoint does.
+
+    megatron-core makes ``A_log`` and ``D`` in float32 and then rounds them with all else when it wraps the model for
+    bf16; megatron-bridge spares what a module marks.
+
+    Source:
+        megatron-bridge 0.6.2, models/model_provider.py, `_apply_mixed_precision_wrapper`.
+    """
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
+    stored = {name.rpartition(".")[2] for name, meta in checkpoint.metas.items() if meta.dtype == "float32"}
+    kept = [leaf for leaf in ("dt_bias", "A_log", "D") if leaf in stored]
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, MambaMixer):
+                module._keep_in_float32_parameter_names = kept
+                for leaf in kept:
+                    parameter = getattr(module, leaf)
+                    parameter.data = parameter.data.float()
+    return chunks
 
 
 def _poison(chunks: list[Any]) -> list[Any]:

@@ -319,6 +319,8 @@ def _forward(
             max_seqlen_kv=shard.max_seqlen,
             # Said here, Transformer Engine need not ask the device for it in every layer.
             pad_between_seqs=not shard.cu_seqlens[:-1].equal(shard.cu_seqlens_padded[:-1]),
+            # Only with it is a state-space layer told which sequence each row of the pack belongs to.
+            total_tokens=shard.num_whole_rows if trainer.provider.is_hybrid_model else None,
         ),
     )
     on_logits = partial(

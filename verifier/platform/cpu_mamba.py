@@ -1,0 +1,172 @@
+"""State-space layers on the host: megatron-core's Mamba mixer with mamba-ssm's kernels in plain PyTorch.
+
+The mixer itself, its parameters and its parallelism are megatron-core's. What stands in: the fused kernel of a training
+step, the gated norm, and the order of rows over context-parallel ranks.
+
+Source:
+    Dao and Gu 2024, "Transformers are SSMs", section 6 (state space duality in its quadratic form);
+    mamba-ssm 2.3.2, ops/triton/ssd_combined.py (`mamba_split_conv1d_scan_combined`) and layernorm_gated.py (`RMSNorm`).
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter, functional
+
+from verifier.errors import UsageError
+from verifier.platform.patch import Patch
+
+MIXER = "megatron.core.ssm.mamba_mixer"
+SHARDED = "megatron.core.ssm.mamba_context_parallel"
+
+
+def split_conv1d_scan(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor,
+    dt_bias: Tensor,
+    A: Tensor,
+    *,
+    D: Tensor,
+    chunk_size: int,
+    activation: str,
+    headdim: int,
+    ngroups: int,
+    norm_before_gate: bool,
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """Convolution, scan and gate of packed sequences, each by itself, in float64 between input and output.
+
+    Args:
+        zxbcdt: [batch, rows, 2 * inner + 2 * groups * state + heads], the projected input; batch is 1 if packed.
+        conv1d_weight: [inner + 2 * groups * state, width].
+        conv1d_bias: [inner + 2 * groups * state].
+        dt_bias: [heads].
+        A: [heads], below 0.
+        D: [heads], how much of the input passes beside the state.
+        chunk_size: how the fused kernel cuts the rows; without influence here.
+        activation: "silu".
+        headdim: inner / heads.
+        ngroups: groups of heads that share B and C.
+        norm_before_gate: of a norm that is not done here.
+        seq_idx: [1, rows], which sequence each row belongs to; None is one sequence.
+
+    Returns:
+        [batch, rows, inner] in the input's dtype.
+
+    Raises:
+        UsageError: another activation.
+    """
+    if activation != "silu":
+        raise UsageError(f"the reference state-space layer knows silu, not {activation}")
+    if seq_idx is None:
+        lengths = [zxbcdt.shape[1]]
+    else:
+        lengths = torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
+    inner = A.numel() * headdim
+    parts = [
+        _scan(*sequence.double().split([inner, conv1d_weight.shape[0], A.numel()], dim=-1),
+              conv1d_weight.double(), conv1d_bias.double(), dt_bias.double(), A.double(), D.double(), ngroups)
+        for sequence in zxbcdt.split(lengths, dim=1)
+    ]  # fmt: skip
+    return torch.cat(parts, dim=1).to(zxbcdt.dtype)
+
+
+def _scan(
+    z_BLI: Tensor,
+    xbc_BLC: Tensor,
+    dt_BLH: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor,
+    dt_bias_H: Tensor,
+    A_H: Tensor,
+    D_H: Tensor,
+    groups: int,
+) -> Tensor:
+    """One sequence (L rows, H heads, I inner = H * P, C = I + 2 * groups * N) by attention-like products.
+
+    Row t of the output is the sum over s <= t of exp(A * (dt_s+1 + ... + dt_t)) dt_s (C_t . B_s) x_s, plus D x_t.
+    """
+    batch, rows, inner = z_BLI.shape
+    heads, width = A_H.numel(), weight_CW.shape[1]
+    padded = functional.pad(xbc_BLC.transpose(1, 2), (width - 1, 0))
+    convolved = functional.conv1d(padded, weight_CW[:, None], bias_C, groups=weight_CW.shape[0])
+    convolved = functional.silu(convolved).transpose(1, 2)
+    state = (weight_CW.shape[0] - inner) // 2
+    x, B, C = convolved.split([inner, state, state], dim=-1)
+    x = x.reshape(batch, rows, heads, inner // heads)
+    B = B.reshape(batch, rows, groups, state // groups).repeat_interleave(heads // groups, dim=2)
+    C = C.reshape(batch, rows, groups, state // groups).repeat_interleave(heads // groups, dim=2)
+    dt = functional.softplus(dt_BLH + dt_bias_H)
+    faded_BHL = (dt * A_H).transpose(1, 2).cumsum(-1)
+    later = torch.ones(rows, rows, dtype=torch.bool, device=x.device).triu(1)
+    decay = (faded_BHL[..., :, None] - faded_BHL[..., None, :]).masked_fill(later, -torch.inf).exp()
+    weights = torch.einsum("blhn,bshn->bhls", C, B) * decay * dt.transpose(1, 2)[:, :, None]
+    y = torch.einsum("bhls,bshp->blhp", weights, x) + D_H[:, None] * x
+    return y.reshape(batch, rows, inner) * functional.silu(z_BLI)
+
+
+class GroupedRMSNorm(torch.nn.Module):
+    """RMSNorm over groups of the last dim, in float32; the gate was applied before."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps, self.group_size = eps, group_size or hidden_size
+        self.weight = Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] to [..., hidden]."""
+        grouped = x.float().unflatten(-1, (-1, self.group_size))
+        normed = functional.rms_norm(grouped, (self.group_size,), eps=self.eps).flatten(-2)
+        return (normed * self.weight.float()).to(x.dtype)
+
+
+class PackedIndices:
+    """What megatron-core asks of Transformer Engine's extension: which rows a context-parallel rank holds."""
+
+    @staticmethod
+    def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
+        """Rows of one rank: of every sequence's 2 * cp_size chunks, its own from the front and its own from the back.
+
+        Args:
+            cu_seqlens: [sequences + 1] padded boundaries, the last of them `total_tokens`.
+            total_tokens: of all ranks.
+            cp_size: ranks.
+            cp_rank: which one.
+
+        Returns:
+            [total_tokens / cp_size] int32, in the rank's order.
+        """
+        rows = []
+        for begin, end in itertools.pairwise(cu_seqlens.tolist()):
+            size = (end - begin) // (2 * cp_size)
+            for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
+                rows.append(torch.arange(begin + chunk * size, begin + (chunk + 1) * size, dtype=torch.int32))
+        return torch.cat(rows)
+
+
+def mixer_patches() -> list[Patch]:
+    """The stand-ins, in the places where megatron-core's mixer looks mamba-ssm up."""
+    return [
+        Patch(target=f"{MIXER}:HAVE_MAMBA_SSM", replacement=True),
+        Patch(target=f"{MIXER}:mamba_split_conv1d_scan_combined", replacement=split_conv1d_scan),
+        Patch(target=f"{MIXER}:ExtendedRMSNorm", replacement=GroupedRMSNorm),
+        Patch(
+            target=f"{MIXER}:_check_mamba_sequence_packing_support",
+            replacement=lambda for_inference_not_training=True: (True, None),
+            takes="for_inference_not_training",
+        ),
+        Patch(target=f"{SHARDED}:tex", replacement=PackedIndices),
+        Patch(target=f"{SHARDED}:is_te_min_version", replacement=lambda version: True),
+    ]
