@@ -20,7 +20,8 @@ import pytest
 from verifier.model.tiny import write_family, write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
-KNOWN = ("tiny:qwen3", "tiny:qwen3-tied", "tiny:llama", "tiny:qwen3-moe", "tiny:deepseek-v3")
+KNOWN = ("tiny:qwen3", "tiny:qwen3-tied", "tiny:llama", "tiny:qwen3-moe", "tiny:deepseek-v3", "tiny:nemotron-h")
+WIDE = ("wide:qwen3-30b-a3b", "wide:deepseek-v3", "wide:nemotron-3-nano")
 GOLDEN_MOE = ("golden", "--model", "tiny:qwen3-moe")
 
 
@@ -75,7 +76,7 @@ COMMANDS: list[tuple[tuple[str, ...], str]] = [
     (
         ("golden", "--model", "absent"),
         "unknown model `absent`: it is neither a local checkpoint directory nor one of "
-        + ", ".join(f"`{name}`" for name in KNOWN),
+        + ", ".join(f"`{name}`" for name in (*KNOWN, *WIDE)),
     ),
     (
         ("golden", "--model", "tiny:qwen3", "--dp", "200"),
@@ -93,10 +94,22 @@ COMMANDS: list[tuple[tuple[str, ...], str]] = [
         "4 layers do not divide over pp * vpp = 3 * 1 chunks: give --first-stage-layers or --last-stage-layers, or "
         "other sizes",
     ),
+    (
+        ("golden", "--model", "tiny:nemotron-h", "--pp", "2", "--vpp", "2"),
+        "vpp = 2, but megatron-bridge builds NemotronHForCausalLM without virtual stages",
+    ),
+    (
+        ("golden", "--model", "wide:deepseek-v3"),
+        "`wide:deepseek-v3` has the published dtype, so it takes --dtype bf16",
+    ),
     (("golden", "--model", "tiny:qwen3", "--ep", "2"), "ep = 2, but Qwen3ForCausalLM has no experts"),
     (
         ("roundtrip", "--model", "tiny:deepseek-v3"),
         "vLLM has no CPU kernels for multi-head latent attention; use --engine hf",
+    ),
+    (
+        ("roundtrip", "--model", "tiny:nemotron-h"),
+        "vLLM has no CPU kernels for state-space layers; use --engine hf",
     ),
     (
         ("roundtrip", "--model", "tiny:qwen3", "--engine-tp", "3"),

@@ -37,6 +37,17 @@ EXPERT = (
     Mesh(tp=2, ep=2, etp=2, dp=2),
     Mesh(pp=2, vpp=2, ep=2, dp=2),
 )
+HYBRID = (
+    Mesh(),
+    Mesh(tp=2),
+    Mesh(tp=4),
+    Mesh(pp=2),
+    Mesh(ep=2, dp=2),
+    Mesh(tp=2, etp=2),
+    Mesh(tp=2, pp=2, ep=2),
+    Mesh(pp=2, first_stage_layers=3),
+    Mesh(cp=2),
+)
 CASES = [
     *(("qwen3", mesh, "float32") for mesh in DENSE),
     *(("qwen3-tied", mesh, "float32") for mesh in (Mesh(), Mesh(pp=2, vpp=2), Mesh(tp=2, pp=2))),
@@ -45,6 +56,8 @@ CASES = [
     *(("qwen3-moe", mesh, "float32") for mesh in EXPERT),
     *(("deepseek-v3", mesh, "float32") for mesh in (*EXPERT, Mesh(tp=4), Mesh(pp=2, first_stage_layers=1))),
     ("deepseek-v3", Mesh(tp=2), "bfloat16"),
+    *(("nemotron-h", mesh, "float32") for mesh in HYBRID),
+    ("nemotron-h", Mesh(tp=2), "bfloat16"),
 ]
 
 

@@ -44,6 +44,9 @@ CASES = [
     ("deepseek-v3", {"ep": 2, "cp": 2}, {}),
     ("deepseek-v3", {"pp": 2, "ep": 2, "dp": 2}, OVERLAPPED),
     ("deepseek-v3", {"tp": 2, "cp": 2, "ep": 2}, {}),
+    ("nemotron-h", {"tp": 2, "ep": 2}, {}),
+    ("nemotron-h", {"pp": 2, "ep": 2, "dp": 2}, OVERLAPPED),
+    ("nemotron-h", {"cp": 2, "tp": 2}, {}),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the GPU tests: the tiny ones, and one whose latent attention has the published sizes."""
+"""Checkpoints of the GPU tests: the tiny ones, and larger ones where kernels take the published sizes only."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ LATENT = {
 }
 """vLLM's attention kernels for latents take DeepSeek-V3's own sizes."""
 
+HYBRID = {"hidden_size": 512, "mamba_head_dim": 64, "ssm_state_size": 128}
+"""The published sizes of a state-space head and its state, which the kernels are tuned for."""
+LARGER = {"deepseek-v3": LATENT, "nemotron-h": HYBRID}
+
 
 def model(name: str) -> str:
-    """What `--model` takes: a tiny checkpoint, but for DeepSeek-V3 one with the published latent sizes."""
-    if name == "deepseek-v3":
-        return str(write_family(name, cache_folder(), LATENT, "bfloat16"))
-    return f"tiny:{name}"
+    """What `--model` takes: a tiny checkpoint, a larger one of the same family, or the full name of another."""
+    if name in LARGER:
+        return str(write_family(name, cache_folder(), LARGER[name], "bfloat16"))
+    return name if ":" in name else f"tiny:{name}"

@@ -11,18 +11,23 @@ from tests.h100.models import model
 from verifier.config import GoldenConfig
 from verifier.mesh import Mesh
 
-FAMILIES = ("qwen3", "qwen3-tied", "llama", "qwen3-moe", "deepseek-v3")
+FAMILIES = ("qwen3", "qwen3-tied", "llama", "qwen3-moe", "deepseek-v3", "nemotron-h")
+WIDE = ("wide:qwen3-30b-a3b", "wide:deepseek-v3", "wide:nemotron-3-nano")
 PP2_EP2 = Mesh(pp=2, ep=2, dp=2)
 PP2_EP2_CP2 = Mesh(pp=2, ep=2, cp=2)
-ON_ONE = [(name, Mesh()) for name in FAMILIES]
-ON_TWO = [("qwen3-moe", Mesh(tp=2, ep=2)), ("deepseek-v3", Mesh(tp=2, ep=2))]
+EP4 = Mesh(ep=4, dp=4)
+ON_ONE = [(name, Mesh()) for name in (*FAMILIES, *WIDE)]
+ON_TWO = [(name, Mesh(tp=2, ep=2)) for name in ("qwen3-moe", "deepseek-v3", "nemotron-h")]
 ON_FOUR = [
     ("qwen3", Mesh(tp=2, pp=2)),
     ("qwen3-tied", Mesh(tp=2, pp=2)),
-    *((name, mesh) for name in ("qwen3-moe", "deepseek-v3") for mesh in (Mesh(ep=4, dp=4), PP2_EP2, PP2_EP2_CP2)),
+    *((name, mesh) for name in ("qwen3-moe", "deepseek-v3") for mesh in (EP4, PP2_EP2, PP2_EP2_CP2)),
+    *(("nemotron-h", mesh) for mesh in (EP4, PP2_EP2, Mesh(tp=4), Mesh(pp=2, tp=2, ep=2))),
+    *((name, mesh) for name in WIDE for mesh in (EP4, Mesh(tp=2, ep=2, dp=2))),
 ]
+DASHES = str.maketrans(": ", "--")
 CASES = [
-    pytest.param(name, mesh, id=f"{name}-{mesh.label().replace(' ', '-')}", marks=pytest.mark.h100(gpus=gpus))
+    pytest.param(name, mesh, id=f"{name} {mesh.label()}".translate(DASHES), marks=pytest.mark.h100(gpus=gpus))
     for gpus, cases in ((1, ON_ONE), (2, ON_TWO), (4, ON_FOUR))
     for name, mesh in cases
 ]

@@ -27,6 +27,8 @@ def install() -> None:
     require_pins(*TRAINER, "transformer-engine")
     # Packed micro-batches have a length each: compiled, every fused element-wise function would be compiled again.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    # Otherwise mamba-ssm times every variant of every kernel, and which one wins varies with the machine.
+    os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
     # A program that uses NVLink multicast can put GPUs that others share out of service.
     os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
     # Megatron's overlap of collectives with compute needs one hardware queue; it must be set before CUDA starts.
