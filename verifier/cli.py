@@ -100,6 +100,7 @@ def roundtrip(
     cuda_graphs: options.CudaGraphs = False,
     sleep_level: options.SleepLevel = None,
     engine_quantization: options.EngineQuantization = None,
+    engine_lora_rank: options.EngineLoraRank = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of tokens and noise.")] = 1,
     timeout: options.Timeout = 1800.0,
     trace: options.TraceOption = None,
@@ -120,10 +121,31 @@ def roundtrip(
         transport=transport.value if transport else None, cuda_graphs=cuda_graphs,
         sleep_level=0 if sleep_level is None else sleep_level,
         engine_quantization=engine_quantization.value if engine_quantization else None,
+        engine_lora_rank=0 if engine_lora_rank is None else engine_lora_rank,
     )  # fmt: skip
     from verifier.roundtrip import run
 
     return run_and_judge("roundtrip", lambda progress: run(config, progress), config.trace, json=json, junit=junit)
+
+
+@app.command()
+def noise(
+    model: options.Model,
+    record: Annotated[bool, typer.Option("--record", help="Store it as a tolerance under golden/noise.")] = False,
+    why: Annotated[str | None, typer.Option("--why", metavar="TEXT", help="Why it is recorded; kept with it.")] = None,
+    timeout: options.Timeout = 1800.0,
+) -> int:
+    """Measure what bf16 alone does to a model's log-probabilities."""
+    from verifier.config import NoiseConfig
+    from verifier.report.progress import shown_progress
+
+    config = NoiseConfig(model=model, record=record, why=why, timeout_s=timeout)
+    from verifier.noise import run, table
+
+    with shown_progress("noise") as progress:
+        floor = run(config, progress)
+    show(table(floor))
+    return ExitCode.HOLDS
 
 
 @app.command()

@@ -75,6 +75,10 @@ SleepLevel = Annotated[
 EngineQuantization = Annotated[
     Quantization | None, typer.Option("--engine-quantization", help="vLLM quantises the weights as it loads them.")
 ]
+EngineLoraRank = Annotated[
+    int | None,
+    typer.Option("--engine-lora-rank", help="Train an adapter of this rank on a frozen base, and sync the adapter."),
+]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Type of the weights.")]
 Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Deadline of the whole run.")]
 TraceOption = Annotated[

@@ -17,6 +17,7 @@ UPDATES = ("step", "noise")
 TRANSPORTS = ("gloo", "nccl", "ipc")
 QUANTIZATIONS = ("fp8",)
 SLEEP_LEVELS = (0, 1, 2)
+LORA_RANKS = (0, 8, 16, 32, 64)
 
 
 def make_mesh(
@@ -81,6 +82,8 @@ class RoundtripConfig:
     """How deep the engine sleeps while the trainer steps: 1, weights go to the host; 2, they are dropped; 0, awake."""
     engine_quantization: str | None = None
     """"fp8": vLLM quantises the weights as it loads them, at the start and at every sync."""
+    engine_lora_rank: int = 0
+    """Above 0: the base is frozen, an adapter of this rank is trained, and the adapter is what is synced."""
     timeout_s: float = 1800.0
     """Deadline of the whole run, seconds."""
 
@@ -102,8 +105,24 @@ class RoundtripConfig:
             )
         if self.engine_quantization is not None:
             _one_of("--engine-quantization", self.engine_quantization, QUANTIZATIONS)
+        if self.engine_lora_rank not in LORA_RANKS:
+            allowed = ", ".join(map(str, LORA_RANKS[1:]))
+            raise UsageError(f"--engine-lora-rank is {self.engine_lora_rank}, it must be one of {allowed}")
+        if self.engine_lora_rank:
+            self._check_adapter_options()
         if self.engine != "vllm" and (asked := self.vllm_options()):
             raise UsageError(f"{asked[0]} is an option of vLLM, --engine is {self.engine}: leave one of the two out")
+
+    def _check_adapter_options(self) -> None:
+        for name, asked in (
+            ("--engine hf", self.engine != "vllm"),
+            ("--engine-tp", self.engine_tp != 1),
+            ("--sleep-level", self.sleep_level),
+            ("--engine-quantization", self.engine_quantization),
+            ("--update noise", self.update != "step"),
+        ):
+            if asked:
+                raise UsageError(f"--engine-lora-rank and {name} do not go together: leave one of the two out")
 
     def vllm_options(self) -> list[str]:
         """The options asked for that only vLLM on a GPU has, as spelled on the command line."""
@@ -143,16 +162,33 @@ class GoldenConfig:
         _common(self.dtype, self.timeout_s)
         if self.record and self.against is not None:
             raise UsageError("--record writes a manifest and --against compares with one: give one of the two")
-        if self.record and not (self.why or "").strip():
-            raise UsageError('--record needs --why "...": the reason is kept in the manifest')
-        if self.why is not None and not self.record:
-            raise UsageError("--why is the reason of a --record: give both or neither")
+        _require_reason(self.record, self.why)
         if self.against is not None and not self.against.is_file():
             raise UsageError(f"there is no manifest `{self.against}`: give the path of a file that `--record` wrote")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able values, as the trace's manifest records them under "config"."""
         return _to_dict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseConfig:
+    """One `verifier noise`.
+
+    Raises:
+        UsageError: a recording without a reason, a reason without a recording, or a deadline that is none.
+    """
+
+    model: str
+    record: bool = False
+    """Store the noise as a tolerance under ``golden/noise``."""
+    why: str | None = None
+    """Why it is (re)recorded; kept with it."""
+    timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        _common("bfloat16", self.timeout_s)
+        _require_reason(self.record, self.why)
 
 
 def next_trace(command: str, under: Path = Path("traces")) -> Path:
@@ -167,6 +203,13 @@ def _common(dtype: str, timeout_s: float) -> None:
     _one_of("dtype", dtype, tuple(DTYPES.values()))
     if not 0 < timeout_s < float("inf"):
         raise UsageError(f"--timeout is {timeout_s:g} s, it must be above 0 and finite")
+
+
+def _require_reason(record: bool, why: str | None) -> None:
+    if record and not (why or "").strip():
+        raise UsageError('--record needs --why "...": the reason is kept in the manifest')
+    if why is not None and not record:
+        raise UsageError("--why is the reason of a --record: give both or neither")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from verifier.cli import run
 
-COMMANDS = ["", "golden", "roundtrip", "replay", "explain", "doctor"]
+COMMANDS = ["", "golden", "roundtrip", "noise", "replay", "explain", "doctor"]
 COMMANDS += ["faults", "faults list", "faults run", "faults matrix"]
 
 
@@ -31,10 +31,22 @@ BAD_USAGE = {
     "hf-sleep-level": ["roundtrip", "--model", "tiny:qwen3", "--engine", "hf", "--sleep-level", "1"],
     "sleep-level-3": ["roundtrip", "--model", "tiny:qwen3", "--sleep-level", "3"],
     "unknown-quantization": ["roundtrip", "--model", "tiny:qwen3", "--engine-quantization", "int3"],
+    "lora-rank-3": ["roundtrip", "--model", "tiny:qwen3", "--engine-lora-rank", "3"],
+    "lora-and-fp8": [
+        "roundtrip",
+        "--model",
+        "tiny:qwen3",
+        "--engine-lora-rank",
+        "8",
+        "--engine-quantization",
+        "fp8",
+    ],
     "no-time": ["roundtrip", "--model", "tiny:qwen3", "--timeout", "0"],
     "record-and-against": ["golden", "--model", "tiny:qwen3", "--record", "--why", "x", "--against", "x.json"],
     "record-without-why": ["golden", "--model", "tiny:qwen3", "--record"],
     "why-without-record": ["golden", "--model", "tiny:qwen3", "--why", "x"],
+    "noise-recorded-without-why": ["noise", "--model", "tiny:qwen3", "--record"],
+    "noise-no-time": ["noise", "--model", "tiny:qwen3", "--timeout", "nan"],
     "no-manifest": ["golden", "--model", "tiny:qwen3", "--against", "absent.json"],
     "no-folder": ["golden", "--model", "tiny:qwen3", "--json", "absent/out.json"],
     "no-trace": ["replay", "absent"],

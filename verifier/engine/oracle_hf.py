@@ -11,7 +11,7 @@ from verifier.engine.model_hf import load_model, token_logprobs
 
 
 def oracle_logprobs(
-    path: Path | str, sequences: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32
+    path: Path | str, sequences: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> list[torch.Tensor]:
     """Teacher-forced logprobs of a checkpoint directory.
 
@@ -19,6 +19,7 @@ def oracle_logprobs(
         path: the checkpoint.
         sequences: token ids, each of at least 2.
         dtype: the weights are brought to this before anything is computed.
+        device: where it is computed.
 
     Returns:
         Per sequence [len - 1] float32, nats.
@@ -26,16 +27,19 @@ def oracle_logprobs(
     Raises:
         ContractError: transformers finds a tensor missing or superfluous.
     """
-    model = load_model(path, dtype)
+    model = load_model(path, dtype).to(device)
     return [token_logprobs(model, tokens, torch.float64) for tokens in sequences]
 
 
-def score(_: object, path: str, sequences: Sequence[Sequence[int]], dtype: str) -> list[list[float]]:
+def score(
+    _: object, path: str, sequences: Sequence[Sequence[int]], dtype: str, device: str = "cpu"
+) -> list[list[float]]:
     """`oracle_logprobs` as a request of an engine host: JSON in, JSON out.
 
     Args:
         path: the checkpoint.
         sequences: token ids, each of at least 2.
         dtype: "float32", or "bfloat16" to measure what that dtype alone costs.
+        device: "cpu", or "cuda".
     """
-    return [row.tolist() for row in oracle_logprobs(path, sequences, getattr(torch, dtype))]
+    return [row.tolist() for row in oracle_logprobs(path, sequences, getattr(torch, dtype), device)]

@@ -13,6 +13,7 @@ from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
 from verifier.engine.engine import EngineConfig
 from verifier.engine.process import EngineProcess
+from verifier.program.floor import record_floor, stored_floor
 from verifier.program.spec import CLIP_GRAD, LEARNING_RATE, RunSpec, turns
 
 if TYPE_CHECKING:
@@ -41,27 +42,32 @@ class Oracle:
         self._client.close()
         self._process.stop()
 
-    def score(self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str = "float32") -> list[list[float]]:
+    def score(
+        self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str = "float32", device: str = "cpu"
+    ) -> list[list[float]]:
         """Per sequence, entry t is log p(token t + 1 | tokens 0..t), nats."""
         rows = [list(tokens) for tokens in sequences]
-        return self._client.call("verifier.engine.oracle_hf", "score", [str(checkpoint), rows, dtype])[0]
+        return self._client.call("verifier.engine.oracle_hf", "score", [str(checkpoint), rows, dtype, device])[0]
 
     def record(self, trace: Path, spec: RunSpec, subject: Subject) -> None:
         """Score the run's tokens, and those that the engine sampled, with the weights of every version.
 
         Version 0 is the source; later ones are the trainer's live shards, joined without Megatron-Bridge, or what was
         exported where the family has no layout row. The noise of an engine that quantizes is its own at version 0,
-        where it holds, bit for bit, what a cold start gives.
+        where it holds, bit for bit, what a cold start gives. A stored noise floor of the source goes on record too.
         """
         recorder = store.Recorder(trace, "oracle", 0)
         seen = store.read(trace)
         engine_gaps: list[float] = []
+        floor = stored_floor(seen.manifest["model"], subject.checkpoint, subject.dtype, subject.tier)
+        if floor is not None:
+            record_floor(recorder, floor)
         for version in seen.versions(Stage.LOGPROB, "trainer"):
             checkpoint = subject.checkpoint.path if version == 0 else Path(spec.work) / f"live-{version}"
             if not checkpoint.is_dir():
                 continue
             exact = self.score(checkpoint, spec.sequences)
-            _emit(recorder, "oracle", "scored", version, exact)
+            _emit(recorder, "oracle", "scored", version, exact, [len(row) + 1 for row in exact])
             if subject.dtype != "float32":
                 _emit_noise(recorder, "scored", version, self.score(checkpoint, spec.sequences, subject.dtype), exact)
             if version == 0:
@@ -72,7 +78,7 @@ class Oracle:
                 if subject.dtype != "float32":
                     _emit_noise(recorder, "sampled", version, self.score(checkpoint, tokens, subject.dtype), rows)
                 tails = [row[-n:] for row, n in zip(rows, sampled.facts["lengths"], strict=True)]
-                _emit(recorder, "sampled-oracle", "sampled", version, tails)
+                _emit(recorder, "sampled-oracle", "sampled", version, tails, [len(row) + 1 for row in rows])
                 if version == 0:
                     engine_gaps += _gaps_of(seen, "sampled", tails)
         if seen.manifest["config"].get("engine_quantization"):
@@ -98,12 +104,24 @@ def loss_mask(num_tokens: int) -> list[bool]:
     return [False] * prompt + sampled
 
 
-def _emit(recorder: store.Recorder, kind: str, name: str, version: int, rows: Sequence[Sequence[float]]) -> None:
+def _emit(
+    recorder: store.Recorder,
+    kind: str,
+    name: str,
+    version: int,
+    rows: Sequence[Sequence[float]],
+    whole: Sequence[int],
+) -> None:
+    """The oracle's log-probabilities, with the length of each sequence, tokens before the first scored included."""
     import torch
 
     recorder.emit(
         Evidence(
-            stage=Stage.LOGPROB, kind=kind, name=name, version=version, facts={"lengths": [len(row) for row in rows]}
+            stage=Stage.LOGPROB,
+            kind=kind,
+            name=name,
+            version=version,
+            facts={"lengths": [len(row) for row in rows], "whole": list(whole)},
         ),
         torch.tensor([value for row in rows for value in row], dtype=torch.float64),
     )

@@ -1,0 +1,101 @@
+"""What bf16 log-probabilities may differ by: a stored floor where there is one, else what the run measured."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from verifier.checks.bounds import bounds_of
+from verifier.checks.logprob import trainer_logprob_differs_from_oracle
+from verifier.core.evidence import Evidence
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+SHORT = {"longest": 64, "mean": 0.01, "deviation": 0.02, "median": 0.008, "p90": 0.03, "max": 0.1, "stored": "short"}
+LONG = {"longest": 256, "mean": 0.02, "deviation": 0.01, "median": 0.009, "p90": 0.02, "max": 0.3, "stored": "long"}
+NOISE = {"max": 0.07, "mean": 0.012, "deviation": 0.03}
+LENGTHS = [60, 200]
+
+
+def expected(whole: list[int], stage_name: str = "scored") -> Evidence:
+    facts = {"lengths": LENGTHS, "whole": whole}
+    return Evidence(stage=Stage.LOGPROB, kind="oracle", name=stage_name, version=1, facts=facts, array="oracle")
+
+
+def trace(*more: Evidence, dtype: str = "bfloat16", gaps: torch.Tensor | None = None) -> Trace:
+    """A run with two sequences whose trainer is off by `gaps`."""
+    trainer = Evidence(
+        stage=Stage.LOGPROB, kind="trainer", name="scored", version=1, facts={"lengths": LENGTHS}, array="trainer"
+    )
+    exact = torch.full((sum(LENGTHS),), -6.0, dtype=torch.float64)
+    arrays = {"oracle": exact, "trainer": exact if gaps is None else exact + gaps}
+    return Trace({"dtype": dtype}, [expected([61, 201]), trainer, *more], arrays.__getitem__)
+
+
+def fact(kind: str, facts: dict, name: str = "scored") -> Evidence:
+    return Evidence(stage=Stage.LOGPROB, kind=kind, name=name, version=0 if kind == "floor" else 1, facts=facts)
+
+
+FLOORS = [fact("floor", LONG, "long"), fact("floor", SHORT, "short")]
+
+
+def test_twice_the_floor_of_each_sequences_own_length() -> None:
+    found = bounds_of(trace(*FLOORS, fact("noise", NOISE)), Stage.LOGPROB, expected([61, 201]))
+    assert [item.absolute for item in found.greatest] == [0.2, 0.6]
+    assert {name: item.absolute for name, item in found.body.items()} == pytest.approx(
+        {"mean": 0.04 + 3 * 0.01 / math.sqrt(260), "median": 0.018, "p90": 0.06}
+    )
+    assert "long" in found.greatest[1].source
+    assert "short" in found.body["p90"].source
+
+
+@pytest.mark.parametrize("floors", [FLOORS, []], ids=["too-long", "none"])
+def test_without_a_floor_of_that_length_the_run_measures(floors: list[Evidence]) -> None:
+    found = bounds_of(trace(*floors, fact("noise", NOISE)), Stage.LOGPROB, expected([61, 257]))
+    assert [item.absolute for item in found.greatest] == pytest.approx([0.21, 0.21])
+    assert {name: item.absolute for name, item in found.body.items()} == pytest.approx(
+        {"mean": 0.024 + 3 * 0.03 / math.sqrt(260)}
+    )
+
+
+def test_a_quantized_engine_is_judged_by_its_own_noise() -> None:
+    run = trace(*FLOORS, fact("engine-noise", {**NOISE, "max": 0.5}), fact("noise", NOISE))
+    assert bounds_of(run, Stage.ROLLOUT, expected([61, 201])).greatest[0].absolute == 1.5
+    assert bounds_of(run, Stage.LOGPROB, expected([61, 201])).greatest[0].absolute == 0.2
+
+
+def test_fp32_has_one_bound_and_bf16_without_any_noise_has_none() -> None:
+    found = bounds_of(trace(*FLOORS, dtype="float32"), Stage.LOGPROB, expected([61, 201]))
+    assert [item.absolute for item in found.greatest] == [1e-5, 1e-5]
+    assert found.body == {}
+    with pytest.raises(LookupError, match="no measured noise of `scored` for version 1"):
+        bounds_of(trace(), Stage.LOGPROB, expected([61, 201]))
+
+
+def test_a_mean_of_few_tokens_is_not_judged() -> None:
+    few = Evidence(
+        stage=Stage.LOGPROB, kind="sampled-oracle", name="sampled", version=1, facts={"lengths": [4], "whole": [150]}
+    )
+    found = bounds_of(trace(*FLOORS), Stage.ROLLOUT, few)
+    assert [item.absolute for item in found.greatest] == [0.6]
+    assert found.body == {}
+
+
+@pytest.mark.parametrize(
+    ("gaps", "bad"),
+    [
+        (torch.full((260,), 0.007), set()),
+        (torch.full((260,), 0.02), {"scored median"}),
+        (torch.full((260,), 0.07), {"scored median", "scored p90", "scored mean"}),
+        (torch.tensor([0.25] + [0.0] * 259), {"scored sequence 0"}),
+        (torch.tensor([0.0] * 259 + [0.25]), set()),
+    ],
+    ids=["noise", "small-everywhere", "large-everywhere", "one-token-short", "one-token-long"],
+)
+def test_what_the_mean_lets_through_the_median_does_not(gaps: torch.Tensor, bad: set[str]) -> None:
+    """A shift of every token by twice the usual noise hides in a mean that a few flips of a router make large."""
+    found = list(trainer_logprob_differs_from_oracle(trace(*FLOORS, gaps=gaps.double())))
+    assert {item.what for item in found if not item.same} == bad
+    assert len(found) == 5

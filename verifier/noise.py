@@ -1,0 +1,116 @@
+"""`verifier noise`: measure what bf16 alone does to a model's log-probabilities, and store it as a tolerance."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from verifier.config import NoiseConfig
+from verifier.errors import UsageError
+from verifier.mesh import Mesh
+from verifier.model.checkpoint import Checkpoint
+from verifier.program.floor import (
+    EDGES,
+    Bucket,
+    Floor,
+    bucket_of,
+    config_digest,
+    versions,
+    weights_digest,
+    write_floor,
+)
+from verifier.program.oracle import Oracle
+from verifier.program.workplace import Progress, open_subject
+
+DTYPE = "bfloat16"
+TOKENS = 16_384
+"""Log-probabilities per bucket: the greatest of so many is not exceeded by a run of hundreds, or hardly."""
+SHORTEST = 8
+Score = Callable[[Path, Sequence[Sequence[int]], str], list[list[float]]]
+"""(checkpoint, sequences, dtype) -> per sequence its log-probabilities, nats."""
+
+
+def run(config: NoiseConfig, progress: Progress) -> Floor:
+    """Measure, and store under ``golden/noise`` if asked to.
+
+    Raises:
+        UsageError: the model cannot be used, or the file not be written.
+    """
+    until = time.monotonic() + config.timeout_s
+    subject = open_subject(config.model, DTYPE, Mesh())
+    progress("starting transformers")
+    with Oracle(subject.checkpoint.path, until - time.monotonic()) as oracle:
+        device = "cpu" if subject.tier == "cpu" else "cuda"
+
+        def score(path: Path, sequences: Sequence[Sequence[int]], dtype: str) -> list[list[float]]:
+            return oracle.score(path, sequences, dtype, "cpu" if dtype == "float32" else device)
+
+        floor = measure(
+            config.model, subject.checkpoint, subject.tier, score, progress, why=config.why or "not recorded"
+        )
+    if config.record:
+        progress(f"recorded {write_floor(floor)}")
+    return floor
+
+
+def measure(
+    model: str,
+    checkpoint: Checkpoint,
+    tier: str,
+    score: Score,
+    progress: Progress,
+    *,
+    why: str,
+    tokens: int = TOKENS,
+) -> Floor:
+    """The floor of a checkpoint, from random tokens; bf16 on the tier's own device, fp32 on the host.
+
+    Args:
+        model: as the user named it.
+        checkpoint: stored in bf16.
+        tier: "cpu" or "cuda".
+        score: by transformers.
+        progress: told what runs.
+        why: kept with it.
+        tokens: log-probabilities per bucket, at least.
+
+    Raises:
+        UsageError: the model takes no sequence as long as the shortest bucket's.
+    """
+    vocabulary, room = int(checkpoint.config["vocab_size"]), int(checkpoint.config["max_position_embeddings"])
+    edges = [edge for edge in EDGES if edge <= room]
+    if not edges:
+        raise UsageError(f"the model takes {room} tokens at the most, the shortest bucket has {EDGES[0]}")
+    buckets: list[Bucket] = []
+    for shortest, longest in zip((SHORTEST, *(edge + 1 for edge in edges)), edges, strict=False):
+        progress(f"sequences of {shortest} to {longest} tokens")
+        sequences = drawn(shortest, longest, vocabulary, tokens)
+        rounded, exact = (score(checkpoint.path, sequences, dtype) for dtype in (DTYPE, "float32"))
+        buckets.append(bucket_of(longest, rounded, exact))
+    return Floor(
+        model=model, dtype=DTYPE, tier=tier, config=config_digest(checkpoint), weights=weights_digest(checkpoint),
+        versions=versions(), command=f"verifier noise --model {model} --record", why=why, buckets=tuple(buckets),
+    )  # fmt: skip
+
+
+def drawn(shortest: int, longest: int, vocabulary: int, tokens: int) -> list[list[int]]:
+    """Random sequences of random lengths (inclusive bounds) that have so many log-probabilities at least."""
+    draw = random.Random(f"{shortest} to {longest}")  # noqa: S311 - test tokens
+    found: list[list[int]] = []
+    while sum(len(tokens) - 1 for tokens in found) < tokens:
+        found.append([draw.randrange(vocabulary) for _ in range(draw.randint(shortest, longest))])
+    return found
+
+
+def table(floor: Floor) -> str:
+    """What was measured, a line per bucket; nats."""
+    lines = [f"noise of {floor.model} in {floor.dtype} on the {floor.tier} tier, nats"]
+    lines.append(f"{'tokens':>12} {'measured':>9} {'median':>8} {'mean':>8} {'p90':>8} {'p99':>8} {'max':>8}")
+    shortest = SHORTEST
+    for item in floor.buckets:
+        values = " ".join(f"{value:8.4f}" for value in (item.median, item.mean, item.p90, item.p99, item.max))
+        lines.append(f"{f'{shortest} to {item.longest}':>12} {item.tokens:>9,} {values}")
+        shortest = item.longest + 1
+    return "\n".join(lines) + "\n"
