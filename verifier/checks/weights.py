@@ -83,19 +83,21 @@ def replica_differs(trace: Trace) -> Iterator[Comparison]:
 def export_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     """The export of untouched weights is the source checkpoint: names both ways, dtypes, shapes, bits.
 
-    What it checks: Megatron-Bridge's export at version 0 against the HF safetensors, or against a recorded manifest.
+    What it checks: Megatron-Bridge's export at version 0 against the HF safetensors, or against a recorded manifest;
+    where an adapter is trained, the export of the frozen base at every version.
     Why it matters: with an absolute tolerance of 0.1 a zeroed tensor and two swapped experts pass.
     Evidence: load/source, export/tensor of trainer rank 0.
     Tolerance and its source: bitwise; import and export copy.
     What it does not catch: an import and an export that are wrong alike (WGT001, LGP001).
     References: Megatron-Bridge `_ROUNDTRIP_ATOL`, SkyRL#1471, Megatron-Bridge#1716.
     """
-    yield from compare_contents(
-        by_name(trace.at(Stage.EXPORT, "tensor", version=0, rank=0)),
-        by_name(trace.at(Stage.LOAD, "source")),
-        stage=Stage.EXPORT, version=0, actual_says="the export", expected_says="the source checkpoint",
-        allowed=COPIES, hint="look at the export mapping of this tensor and at the axes that shard it",
-    )  # fmt: skip
+    for version in trace.manifest.get("untouched_versions", [0]):
+        yield from compare_contents(
+            by_name(trace.at(Stage.EXPORT, "tensor", version=version, rank=0)),
+            by_name(trace.at(Stage.LOAD, "source")),
+            stage=Stage.EXPORT, version=version, actual_says="the export", expected_says="the source checkpoint",
+            allowed=COPIES, hint="look at the export mapping of this tensor and at the axes that shard it",
+        )  # fmt: skip
 
 
 @check("WGT005", needs=((Stage.TRAIN, "live"), (Stage.EXPORT, "tensor")), scope="update")

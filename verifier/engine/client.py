@@ -178,6 +178,10 @@ class EngineClient:
         """See `Engine.reset_prefix_cache`."""
         return self.ask("reset_prefix_cache")
 
+    def load_adapter(self, path: Path) -> None:
+        """See `Engine.load_adapter`."""
+        self.ask("load_adapter", path=str(path))
+
     def sleep(self, level: int) -> None:
         """See `Engine.sleep`."""
         self.ask("sleep", level=level)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verifier.errors import UsageError
+from verifier.model.families import num_experts_of
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt
 
@@ -39,6 +40,8 @@ class EngineConfig:
     """Allocate so that the engine can sleep."""
     quantization: str | None = None
     """As vLLM spells it; applied to the weights as they are loaded."""
+    lora_rank: int = 0
+    """Greatest rank of the adapter that can be loaded; 0: none can."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -152,6 +155,9 @@ class Engine(Protocol):
     def reset_prefix_cache(self) -> bool:
         """Forget all cached keys and values; True when it was done."""
 
+    def load_adapter(self, path: str) -> None:
+        """Score and sample with this PEFT directory's adapter from now on; its place is poisoned first."""
+
     def sleep(self, level: int) -> None:
         """Give up the GPU's memory: at level 1 the weights are kept on the host, at level 2 they are dropped."""
 
@@ -198,6 +204,26 @@ def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1) 
         raise UsageError(f"--engine-tp {tp} does not divide the {heads} attention heads")
     if on_cpu and config.get("kv_lora_rank") is not None:
         raise UsageError("vLLM has no CPU kernels for multi-head latent attention; use --engine hf")
+    if on_cpu and config.get("mamba_num_heads") is not None:
+        raise UsageError("vLLM has no CPU kernels for state-space layers; use --engine hf")
+
+
+def refuse_adapters(config: Mapping[str, Any]) -> None:
+    """Refuse architectures whose adapters trainer and engine do not cut alike.
+
+    Args:
+        config: the checkpoint's config.json.
+
+    Raises:
+        UsageError: experts, latent attention, or layers without attention.
+    """
+    for what, found in (
+        ("experts", num_experts_of(config)),
+        ("latent attention", config.get("kv_lora_rank") is not None),
+        ("state-space layers", config.get("hybrid_override_pattern") is not None),
+    ):
+        if found:
+            raise UsageError(f"--engine-lora-rank takes dense models of plain attention, and this one has {what}")
 
 
 def package_root() -> Path:

@@ -39,7 +39,7 @@ class HfEngine:
         self.receiver = ChunkReceiver(0)
         self._max_len = config.max_model_len
         self._vocab_size = int(checkpoint.config["vocab_size"])
-        self._carried = frozenset(checkpoint.names())
+        self._carried = frozenset(holder for holder, _ in checkpoint_places(self.model).values())
         self._aside: dict[str, torch.Tensor] = {}
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -152,6 +152,10 @@ class HfEngine:
     def reset_prefix_cache(self) -> bool:
         """There is none."""
         return True
+
+    def load_adapter(self, path: str) -> None:
+        """Its adapters would be merged weights, which come by an update."""
+        raise ContractError("the engine of transformers takes no adapters")
 
     def sleep(self, level: int) -> None:
         """It has no GPU memory to give up."""

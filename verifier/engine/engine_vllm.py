@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 from verifier.engine.engine import (
     EngineConfig,
@@ -48,6 +49,7 @@ class VllmEngine:
         self._max_len = config.max_model_len
         self._vocab_size = int(checkpoint.config["vocab_size"])
         self._carried = checkpoint.names()
+        self._adapter: LoRARequest | None = None
         self._llm = LLM(
             model=config.checkpoint,
             dtype=config.dtype,
@@ -61,7 +63,10 @@ class VllmEngine:
             compilation_config=_GRAPHS if config.cuda_graphs else None,
             enable_sleep_mode=config.sleep_mode,
             quantization=config.quantization,
-            enable_prefix_caching=True,
+            enable_lora=config.lora_rank > 0,
+            **({"max_lora_rank": config.lora_rank, "max_loras": 1} if config.lora_rank else {}),
+            # Off for hybrids, as vLLM itself decides: their cached states are experimental in 0.21.
+            enable_prefix_caching=checkpoint.config.get("mamba_num_heads") is None,
             skip_tokenizer_init=True,
             logprobs_mode="raw_logprobs",
             generation_config="vllm",
@@ -74,7 +79,7 @@ class VllmEngine:
         """One prefill per sequence; vLLM does not read the prefix cache for prompt logprobs."""
         check_sequences(sequences, vocab_size=self._vocab_size, max_len=self._max_len - 1)
         asked = SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0, detokenize=False)
-        outputs = self._llm.generate(_prompts(sequences), asked, use_tqdm=False)
+        outputs = self._llm.generate(_prompts(sequences), asked, use_tqdm=False, lora_request=self._adapter)
         return [
             [row[token].logprob for token, row in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
             for tokens, output in zip(sequences, outputs, strict=True)
@@ -97,7 +102,7 @@ class VllmEngine:
             )
             for index in range(len(prompts))
         ]
-        outputs = self._llm.generate(_prompts(prompts), asked, use_tqdm=False)
+        outputs = self._llm.generate(_prompts(prompts), asked, use_tqdm=False, lora_request=self._adapter)
         return [
             Generation(
                 prompt=tuple(prompt),
@@ -163,6 +168,21 @@ class VllmEngine:
     def reset_prefix_cache(self) -> bool:
         """As vLLM itself does it."""
         return bool(self._llm.reset_prefix_cache())
+
+    def load_adapter(self, path: str) -> None:
+        """Under a name and a number of its own: vLLM takes an adapter that it knows by number for loaded.
+
+        Raises:
+            ContractError: vLLM did not take it.
+        """
+        number = 1
+        if self._adapter is not None:
+            number += self._adapter.lora_int_id
+            self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
+        self._rpc("verifier_poison_adapter")
+        self._adapter = LoRARequest(f"adapter {number}", number, path)
+        if not self._llm.llm_engine.add_lora(self._adapter):
+            raise ContractError(f"vLLM did not load the adapter in {path}")
 
     def sleep(self, level: int) -> None:
         """As vLLM itself does it."""

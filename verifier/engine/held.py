@@ -21,6 +21,15 @@ class Held:
     tensor: torch.Tensor
 
 
+def adapter_places(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Where vLLM's LoRA layers keep adapters: name -> [slots, 1, rank, in] for A, [slots, 1, out, rank] for B."""
+    return {
+        f"{name}[{index}]": tensor
+        for name in ("lora_a_stacked", "lora_b_stacked")
+        for index, tensor in enumerate(module.__dict__.get(name, ()))
+    }
+
+
 def stored(prefix: str, module: nn.Module) -> Iterator[Held]:
     """The parameters, buffers (persistent or not) and plain tensor attributes of one module, not of its children.
 
@@ -38,6 +47,8 @@ def stored(prefix: str, module: nn.Module) -> Iterator[Held]:
         for name, value in members.items():
             if isinstance(value, torch.Tensor) and name not in _CACHES and value.data_ptr() not in seen:
                 yield Held(name=f"{prefix}{owner}{name}", kind="derived", tensor=value)
+    for name, tensor in adapter_places(module).items():
+        yield Held(name=prefix + name, kind="derived", tensor=tensor)
 
 
 def prefixed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

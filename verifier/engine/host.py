@@ -92,6 +92,7 @@ def answers(engine: Engine) -> dict[str, Callable[..., Any]]:
         "receive": lambda chunk: [item.to_json() for item in engine.receive(chunk)],
         "finish_update": engine.finish_update,
         "reset_prefix_cache": engine.reset_prefix_cache,
+        "load_adapter": engine.load_adapter,
         "sleep": engine.sleep,
         "wake_up": engine.wake_up,
         "call": engine.call,

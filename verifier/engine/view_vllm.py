@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,31 +17,11 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from verifier.engine.held import adapter_places
 from verifier.engine.packed_vllm import packed_linears, unpack_experts
+from verifier.engine.view_hybrid_vllm import is_mixer, is_mixer_norm, mixer_slices, published_name, runs
+from verifier.engine.view_slice import Box, Part, Slice
 from verifier.errors import ContractError
-
-Box = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
-    """This rank's part of one checkpoint tensor, and where it was read."""
-
-    name: str
-    holder: str
-    box: Box
-    tensor: torch.Tensor
-    quantized: bool = False
-    """`tensor` is the whole rounded weight that holds this part."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """A run of rows of a fused weight: whose rows of which checkpoint tensor."""
-
-    name: str
-    rows: int
-    begin: int
 
 
 def checkpoint_slices(model: nn.Module, carried: Collection[str]) -> Iterator[Slice]:
@@ -55,10 +35,17 @@ def checkpoint_slices(model: nn.Module, carried: Collection[str]) -> Iterator[Sl
         ContractError: a fused layer whose parts have no known checkpoint names, or a packed expert weight that
             cannot be read back.
     """
-    embedding = next(
-        (path for path, module in model.named_modules() if type(module) is VocabParallelEmbedding), "model.embed_tokens"
-    )
-    for path, module in model.named_modules():
+    for part in _slices(model, carried):
+        yield replace(part, name=published_name(model, part.name))
+
+
+def _slices(model: nn.Module, carried: Collection[str]) -> Iterator[Slice]:
+    """As `checkpoint_slices`, under the names that vLLM's modules have."""
+    modules = [(path.removesuffix(".base_layer"), module) for path, module in model.named_modules()]
+    embedding = next((path for path, module in modules if type(module) is VocabParallelEmbedding), "model.embed_tokens")
+    for path, module in modules:
+        if adapter_places(module):
+            yield from _adapter(path, module, model)
         if isinstance(module, FusedMoE):
             yield from _experts(path, module)
         elif isinstance(module, VocabParallelEmbedding):
@@ -67,8 +54,11 @@ def checkpoint_slices(model: nn.Module, carried: Collection[str]) -> Iterator[Sl
         elif isinstance(module, LinearBase):
             yield from _linear(path, module, model)
             for name, tensor in module._parameters.items():
-                if name not in ("weight", "bias") and f"{path}.{name}" in carried:  # a router's score bias
+                held = published_name(model, f"{path}.{name}")
+                if name not in ("weight", "bias") and held in carried:  # a router's score bias
                     yield _whole(f"{path}.{name}", f"{path}.{name}", tensor)
+        elif is_mixer(module) or is_mixer_norm(module):
+            yield from mixer_slices(path, module)
         else:
             for name, tensor in module._parameters.items():
                 if tensor is not None:
@@ -111,7 +101,7 @@ def _linear(path: str, module: LinearBase, model: nn.Module) -> Iterator[Slice]:
         yield _whole(f"{path}.bias", f"{path}.bias", bias)
 
 
-def _parts(path: str, module: ColumnParallelLinear, model: nn.Module) -> list[_Part]:
+def _parts(path: str, module: ColumnParallelLinear, model: nn.Module) -> list[Part]:
     parent, _, leaf = path.rpartition(".")
     fused = getattr(model, "packed_modules_mapping", {}).get(leaf)
     rank = module.tp_rank
@@ -122,16 +112,29 @@ def _parts(path: str, module: ColumnParallelLinear, model: nn.Module) -> list[_P
         group = rank // module.num_kv_head_replicas
         spans = [(query, rank * query), (key, group * key), (value, group * value)]
     elif isinstance(module, MergedColumnParallelLinear):
+        if of_one := runs(path, module):
+            return of_one
         sizes = [size // module.tp_size for size in module.output_sizes]
         spans = [(size, rank * size) for size in sizes]
     else:
         rows = module.output_size_per_partition
-        return [_Part(name=path, rows=rows, begin=rank * rows)]
+        return [Part(name=path, rows=rows, begin=rank * rows)]
     if fused is None or len(fused) != len(spans):
         raise ContractError(f"`{path}` fuses {len(spans)} checkpoint tensors whose names vLLM does not say")
     return [
-        _Part(name=f"{parent}.{name}", rows=rows, begin=begin) for name, (rows, begin) in zip(fused, spans, strict=True)
+        Part(name=f"{parent}.{name}", rows=rows, begin=begin) for name, (rows, begin) in zip(fused, spans, strict=True)
     ]
+
+
+def _adapter(path: str, module: nn.Module, model: nn.Module) -> Iterator[Slice]:
+    """The first slot's adapter, part by part of a fused layer; B is held times the adapter's scaling."""
+    if not isinstance(module.base_layer, LinearBase):
+        return  # embeddings and logits have places too, and the adapters of this project leave them empty
+    parent, _, leaf = path.rpartition(".")
+    names = getattr(model, "packed_modules_mapping", {}).get(leaf, [leaf])
+    for matrix, stacks in (("lora_A", module.lora_a_stacked), ("lora_B", module.lora_b_stacked)):
+        for name, stack in zip(names, stacks, strict=True):
+            yield _whole(f"{parent}.{name}.{matrix}.weight", f"{path}.{matrix}", stack[0, 0])
 
 
 def _vocabulary(path: str, canonical: str, module: VocabParallelEmbedding) -> Iterator[Slice]:
@@ -143,9 +146,10 @@ def _vocabulary(path: str, canonical: str, module: VocabParallelEmbedding) -> It
 
 def _experts(path: str, module: FusedMoE) -> Iterator[Slice]:
     places = range(module.global_num_experts) if module.expert_map is None else module.expert_map.tolist()
+    firsts = ("gate_proj", "up_proj") if module.moe_config.is_act_and_mul else ("up_proj",)
     if _rounded(module.w13_weight):
         for expert in (expert for expert, place in enumerate(places) if place >= 0):
-            for leaf, holder in (("gate_proj", "w13_weight"), ("up_proj", "w13_weight"), ("down_proj", "w2_weight")):
+            for leaf, holder in (*((leaf, "w13_weight") for leaf in firsts), ("down_proj", "w2_weight")):
                 yield _quantized(f"{path}.{expert}.{leaf}.weight", f"{path}.{holder}", getattr(module, holder))
         return
     copies = list(_expert_weights(path, module))
@@ -153,12 +157,13 @@ def _experts(path: str, module: FusedMoE) -> Iterator[Slice]:
         if place < 0:
             continue
         for holder, fc1, fc2 in copies:
-            width, begin = fc1.shape[1] // 2, module.tp_rank * (fc1.shape[1] // 2)
+            width = fc1.shape[1] // len(firsts)
+            begin = module.tp_rank * width
             rows: Box = ((begin, begin + width), (0, fc1.shape[2]))
             cols: Box = ((0, fc2.shape[1]), (begin, begin + width))
             prefix, first, second = f"{path}.{expert}", *holder
-            yield Slice(name=f"{prefix}.gate_proj.weight", holder=first, box=rows, tensor=fc1[place, :width])
-            yield Slice(name=f"{prefix}.up_proj.weight", holder=first, box=rows, tensor=fc1[place, width:])
+            for leaf, tensor in zip(firsts, fc1[place].split(width), strict=True):
+                yield Slice(name=f"{prefix}.{leaf}.weight", holder=first, box=rows, tensor=tensor)
             yield Slice(name=f"{prefix}.down_proj.weight", holder=second, box=cols, tensor=fc2[place])
 
 

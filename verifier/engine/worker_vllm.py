@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tens
 
 from verifier.engine import guards_vllm
 from verifier.engine.failure import CARRIED, to_record
-from verifier.engine.held import restore
+from verifier.engine.held import adapter_places, restore
 from verifier.engine.held_vllm import held_tensors, poison_model
 from verifier.engine.process import die_with_parent
 from verifier.engine.view_vllm import checkpoint_slices
@@ -150,6 +150,12 @@ class VerifierWorker:
         done = poison_model(self.model_runner.get_model(), frozenset(carried), self._verifier_aside())
         return [{"name": name, "how": how} for name, how in done]
 
+    def verifier_poison_adapter(self) -> None:
+        """Fill the places of adapters with NaN; loading one must overwrite all of its place."""
+        for module in self.model_runner.get_model().modules():
+            for tensor in adapter_places(module).values():
+                tensor.fill_(float("nan"))
+
     def verifier_begin(self, plan: list[Any]) -> list[str]:
         """Agree on the plan; if reached, abandon an update that was left open and restore what was put aside.
 
@@ -180,7 +186,8 @@ class VerifierWorker:
         zero, so a NaN that a broken forward left there reaches later requests.
         """
         for cache in self.model_runner.kv_caches:
-            cache.zero_()
+            for part in cache if isinstance(cache, list) else (cache,):  # a state-space layer has two
+                part.zero_()
 
     def verifier_unlink_shared(self) -> None:
         """Remove the names of the shared memory over which CPU ranks all-reduce; the mappings stay.

@@ -115,10 +115,16 @@ class TEColumnParallelLinear(ColumnParallelLinear):
             stride=stride,
             name=name,
         )
+        self.in_features, self.out_features = self.input_size, self.output_size_per_partition  # read by adapters
 
 
 class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
     """A norm, then a column-parallel linear; the norm sees this rank's sequence shard, before it is gathered."""
+
+    return_layernorm_output = False
+    """Set by adapters, which work on the norm's output."""
+    ub_overlap_ag = True
+    """To adapters: the norm's output is this rank's sequence shard, gather it yourself."""
 
     def __init__(
         self,
@@ -153,10 +159,15 @@ class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
         )
         self.layer_norm_weight, self.layer_norm_bias = norm_parameters(config, input_size)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[rows, batch, input] to [rows, batch, output / tp], and the bias where it is not added here."""
+    def forward(self, x: Tensor) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor | None]:
+        """[rows, batch, input] to [rows, batch, output / tp], and the bias where it is not added here.
+
+        If asked for, the first is a pair: the output, and [rows / tp, batch, input] after the norm.
+        """
         eps = self.config.layernorm_epsilon
-        return super().forward(normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.config, eps))
+        normed = normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.config, eps)
+        output, bias = super().forward(normed)
+        return ((output, normed) if self.return_layernorm_output else output), bias
 
 
 class TERowParallelLinear(RowParallelLinear):
@@ -189,6 +200,7 @@ class TERowParallelLinear(RowParallelLinear):
             tp_group=tp_group,
             name=name,
         )
+        self.in_features, self.out_features = self.input_size_per_partition, self.output_size  # read by adapters
 
 
 class TELinear(torch.nn.Module):

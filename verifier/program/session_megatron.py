@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -348,8 +349,7 @@ def open_engine(spec: RunSpec, probe: Recorder, share: Share | None) -> tuple[En
     client = EngineClient(str(spec.engine_socket), deadline_s=spec.deadline_s)
     listener = Listener(spec.engine_ranks, deadline_s=spec.deadline_s, kind=spec.transport)
     group = update.connect(client, listener, share.show if share else None)
-    side = EngineSide(client, group, spec.engine_ranks, Path(spec.trace), probe, share, spec.sleep_level)
-    return side, group
+    return EngineSide(client, group, spec.engine_ranks, Path(spec.trace), probe, share, spec.sleep_level), group
 
 
 def open_share(spec: RunSpec) -> Share | None:
@@ -369,7 +369,12 @@ def roundtrip(context: RankContext) -> dict[str, float]:
     share = open_share(spec)
     if spec.engine_socket is not None and context.rank == 0:
         engine, group = open_engine(spec, probe, share)
-    Session(spec, context, probe, engine, share).run()
+    session: type[Session] = Session
+    if spec.lora_rank:
+        from verifier.program import adapter_megatron
+
+        session = adapter_megatron.AdapterSession
+    session(spec, context, probe, engine, share).run()
     probe.close()
     if engine is not None and group is not None:
         engine.close()
@@ -392,6 +397,4 @@ def golden(context: RankContext) -> dict[str, float]:
 
 
 def _peak_gib() -> float:
-    import resource
-
     return math.ceil(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20 * 100) / 100

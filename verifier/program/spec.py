@@ -61,6 +61,8 @@ class RunSpec:
     """How weights reach the engine: "gloo", "nccl" or "ipc"."""
     sleep_level: int = 0
     """At which level the engine sleeps while the trainer steps; 0: it stays awake."""
+    lora_rank: int = 0
+    """Above 0: train an adapter of this rank on a frozen base."""
     restore_first: bool = False
     """Send version 0 to the engine before anything else, so that it holds what this run expects of it."""
     source_from_manifest: bool = False

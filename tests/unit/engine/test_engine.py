@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verifier.engine.engine import EngineConfig, check_sequences, refuse_unsupported
+from verifier.engine.engine import EngineConfig, check_sequences, refuse_adapters, refuse_unsupported
 from verifier.engine.host import environment
 from verifier.errors import UsageError
 
@@ -56,6 +56,21 @@ def test_latent_attention_is_refused_on_cpu_only() -> None:
     with pytest.raises(UsageError) as caught:
         refuse_unsupported({"kv_lora_rank": 40}, on_cpu=True)
     assert str(caught.value) == "vLLM has no CPU kernels for multi-head latent attention; use --engine hf"
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"num_experts": 16}, "experts"),
+        ({"kv_lora_rank": 40}, "latent attention"),
+        ({"hybrid_override_pattern": "M*M-"}, "state-space layers"),
+    ],
+)
+def test_adapters_are_refused_where_they_are_cut_otherwise(settings: dict[str, object], what: str) -> None:
+    refuse_adapters({"num_attention_heads": 8})
+    with pytest.raises(UsageError) as caught:
+        refuse_adapters(settings)
+    assert str(caught.value) == (f"--engine-lora-rank takes dense models of plain attention, and this one has {what}")
 
 
 def test_every_rank_gets_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,118 @@
+"""The trainer's side of a run that trains an adapter: the base stays as it is, the adapter is what is synced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verifier.core.evidence import Evidence
+from verifier.core.stage import Stage
+from verifier.export.save import save_checkpoint
+from verifier.launch.recorder import label
+from verifier.model import provider_megatron
+from verifier.program.record_megatron import LiveWeights, join, record_live, record_source, recorded
+from verifier.program.session_megatron import DATA_PARALLEL, Session
+from verifier.program.spec import CLIP_GRAD, LEARNING_RATE
+from verifier.train import adapter_megatron, step_megatron
+
+
+class LiveBase(LiveWeights):
+    """The frozen parameters alone, under the names that they have without adapters."""
+
+    def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """See `LiveWeights.tensors`."""
+        for chunk, name, tensor in super().tensors():
+            if ".adapter." not in name:
+                yield chunk, name.replace(".to_wrap.", "."), tensor
+
+
+class AdapterSession(Session):
+    """See `Session`. No weight of the base is sent: both sides loaded it, and must hold it unchanged to the end."""
+
+    def load(self, *, training: bool = True) -> None:
+        """Build and load the trainer, and put adapters on it."""
+        spec = self.spec
+        self.say(f"loading {self.mesh.world_size} trainer ranks ({self.mesh.label()}) with adapters")
+        self.trainer = provider_megatron.build(
+            spec.checkpoint, self.mesh, dtype=spec.dtype, tier=spec.tier, data_parallel=DATA_PARALLEL,
+            deadline_s=spec.deadline_s, adapt=partial(adapter_megatron.attach, rank=spec.lora_rank),
+        )  # fmt: skip
+        self.live = LiveBase(self.trainer.chunks, self.layout, self.mesh, self.rank)
+        self.live.record_expected(self.probe, self.source)
+        self.live.record(self.probe, Stage.LOAD, "shard", 0)
+        if self.rank == 0:
+            record_source(self.probe, self.source)
+
+    def _dump_gradients(self, version: int) -> None:
+        """Of adapters the oracle has no gradients."""
+
+    def sync(self, version: int) -> None:
+        """Export base and adapter; the engine loads the adapter, the oracle gets both merged."""
+        self.say(f"version {version}: export base and adapter")
+        with label("export"):
+            for _ in recorded(self.probe, adapter_megatron.export_base(self.trainer), version):
+                pass
+            self.adapter = adapter_megatron.export_adapter(self.trainer)
+        if version and self.rank == 0:
+            path = self.work / f"adapter-{version}"
+            adapter_megatron.save_adapter(path, self.adapter, self.spec.lora_rank)
+            weights: Any = adapter_megatron.merged(self.source, self.adapter)
+            save_checkpoint(self.work / f"live-{version}", self.source.config, weights)
+            self._record_moved_adapter(version)
+            if self.engine is not None:
+                self.engine.client.load_adapter(path)
+        dist.barrier()
+
+    def record_update(self, version: int) -> None:
+        """What the frozen parameters of all ranks are after an update, joined without Megatron-Bridge."""
+        with step_megatron.params_synced(self.trainer):
+            self.live.record(self.probe, Stage.TRAIN, "shard", version)
+            if self.layout is None:
+                return
+            shards = self._folder(f"shards-{version}")
+            self.live.dump(shards, self.live.tensors())
+            dist.barrier()
+        if self.rank == 0:
+            record_live(self.probe, join(shards, self.layout, self.mesh), version)
+
+    def _record_moved_adapter(self, version: int) -> None:
+        """How much of the adapter moved: B is zero before the first step, so all of it has to."""
+        matrices = {name: tensor for name, tensor in self.adapter.items() if name.endswith("lora_B.weight")}
+        facts = {
+            "moved": sum(bool(tensor.count_nonzero()) for tensor in matrices.values()), "least": len(matrices),
+            "total": len(matrices),
+        }  # fmt: skip
+        self.probe.emit(
+            Evidence(stage=Stage.TRAIN, kind="moved", name=f"adapter {version}", version=version, facts=facts)
+        )
+
+    def observe_engine(self, version: int) -> None:
+        """What the engine holds, scores and samples at a version."""
+        if self.engine is None:
+            return
+        self.say(f"version {version}: engine scores and samples")
+        self.engine.record_logprobs(self.spec.sequences, version)
+        self.engine.record_samples(self.spec.prompts, version, self.spec.seed + version)
+        base = {name: self.source.read(name) for name in self.source.names()}
+        adapter = adapter_megatron.held_by_engine(self.adapter)
+        if version == 0:  # none is loaded yet, and its place is empty
+            adapter = {name: torch.zeros_like(tensor) for name, tensor in adapter.items()}
+        self.engine.record_held({**base, **adapter}, version)
+
+    def run(self) -> None:
+        """Everything, in the order of the data flow."""
+        self.load()
+        self.score(0)
+        self.sync(0)
+        self.observe_engine(0)
+        self._optimizer = step_megatron.make_optimizer(self.trainer, learning_rate=LEARNING_RATE, clip_grad=CLIP_GRAD)
+        for version in range(1, self.spec.cycles + 1):
+            self.update(version)
+            self.record_update(version)
+            self.sync(version)
+            self.score(version)
+            self.observe_engine(version)
