@@ -17,6 +17,7 @@ from verifier.program.floor import (
     Floor,
     bucket_of,
     config_digest,
+    label_of,
     versions,
     weights_digest,
     write_floor,
@@ -25,7 +26,7 @@ from verifier.program.oracle import Oracle
 from verifier.program.workplace import Progress, open_subject
 
 DTYPE = "bfloat16"
-TOKENS = 16_384
+TOKENS = 8_192
 """Log-probabilities per bucket: the greatest of so many is not exceeded by a run of hundreds, or hardly."""
 SHORTEST = 8
 Score = Callable[[Path, Sequence[Sequence[int]], str], list[list[float]]]
@@ -89,9 +90,10 @@ def measure(
         sequences = drawn(shortest, longest, vocabulary, tokens)
         rounded, exact = (score(checkpoint.path, sequences, dtype) for dtype in (DTYPE, "float32"))
         buckets.append(bucket_of(longest, rounded, exact))
+    name = label_of(model)
     return Floor(
-        model=model, dtype=DTYPE, tier=tier, config=config_digest(checkpoint), weights=weights_digest(checkpoint),
-        versions=versions(), command=f"verifier noise --model {model} --record", why=why, buckets=tuple(buckets),
+        model=name, dtype=DTYPE, tier=tier, config=config_digest(checkpoint), weights=weights_digest(checkpoint),
+        versions=versions(), command=f"verifier noise --model {name} --record", why=why, buckets=tuple(buckets),
     )  # fmt: skip
 
 

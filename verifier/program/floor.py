@@ -14,7 +14,6 @@ from verifier.core.evidence import Evidence, Probe
 from verifier.core.stage import Stage
 from verifier.errors import UsageError
 from verifier.model.checkpoint import Checkpoint
-from verifier.plan.digest import digest_tensor
 from verifier.platform.pins import installed
 
 FLOORS = Path("golden") / "noise"
@@ -83,6 +82,8 @@ def config_digest(checkpoint: Checkpoint) -> str:
 
 def weights_digest(checkpoint: Checkpoint) -> str:
     """Of the names and contents of all tensors."""
+    from verifier.plan.digest import digest_tensor
+
     found = hashlib.blake2b(digest_size=16)
     for name in sorted(checkpoint.names()):
         found.update(f"{name} {digest_tensor(checkpoint.read(name))}\n".encode())
@@ -94,10 +95,14 @@ def versions() -> dict[str, str]:
     return {name: (installed(name) or "").partition("+")[0] for name in ARITHMETIC}
 
 
+def label_of(model: str) -> str:
+    """A model's name, without where its checkpoint lies on this machine."""
+    return Path(model).name
+
+
 def floor_path(model: str, dtype: str, tier: str) -> Path:
     """Where the floor of a model is stored."""
-    name = model.replace("tiny:", "tiny-").rstrip("/").rpartition("/")[2]
-    return FLOORS / f"{name}.{dtype}.{tier}.json"
+    return FLOORS / f"{label_of(model).replace(':', '-')}.{dtype}.{tier}.json"
 
 
 def write_floor(floor: Floor) -> Path:

@@ -1,0 +1,53 @@
+"""Noise floors of the GPU tier: transformers in bf16 on the GPU against fp32 on the host, written beside the results.
+
+What this does not exercise: trainer and engine against the floor (test_roundtrip.py, where a floor is stored).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.h100.conftest import RESULTS
+from tests.h100.models import model
+from verifier.model.checkpoint import open_checkpoint
+from verifier.model.named import resolve_model
+from verifier.model.tiny import TINY
+from verifier.noise import DTYPE, measure, table
+from verifier.program import floor as floors
+from verifier.program.workplace import cache_folder
+
+pytestmark = pytest.mark.h100(gpus=1)
+
+ALIKE = 2.0
+"""Greatest ratio of two floors' medians: one model, one dtype, two machines' orders of summation."""
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_floor_is_like_that_of_the_host(name, workshop, measured, tmp_path, monkeypatch):
+    named = model(name)
+    checkpoint = open_checkpoint(resolve_model(named, cache_folder(), DTYPE))
+    oracle = workshop.oracle(checkpoint.path)
+
+    def score(path, sequences, dtype):
+        return oracle.score(path, sequences, dtype, "cpu" if dtype == "float32" else "cuda")
+
+    found = measure(named, checkpoint, "cuda", score, print, why="measured by ci/gpu")
+    print(table(found))
+    stored = [
+        item for tier in ("cuda", "cpu") if (item := floors.stored_floor(named, checkpoint, DTYPE, tier)) is not None
+    ]
+    measured(
+        family=name, tokens=[item.tokens for item in found.buckets], longest=[item.longest for item in found.buckets],
+        mean=[round(item.mean, 4) for item in found.buckets], median=[round(item.median, 4) for item in found.buckets],
+        greatest=[round(item.max, 3) for item in found.buckets], compared_with=[item.tier for item in stored],
+    )  # fmt: skip
+    results = Path(os.environ[RESULTS]).parent if RESULTS in os.environ else tmp_path
+    monkeypatch.setattr(floors, "FLOORS", results / "noise")
+    floors.write_floor(replace(found, command="ci/gpu"))
+    for other in stored:
+        for ours, theirs in zip(found.buckets, other.buckets, strict=True):
+            assert 1 / ALIKE < ours.median / theirs.median < ALIKE, (other.tier, ours, theirs)
