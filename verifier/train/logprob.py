@@ -156,7 +156,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
                 grad_CV.scatter_add_(-1, column_T[at].unsqueeze(-1), at_label_C.unsqueeze(-1))
             if scale != 1.0:
                 grad_CV.mul_(scale)
-            grad_CV.masked_fill_(ignored_T[at].unsqueeze(-1), 0)
+            grad_CV[ignored_T[at]] = 0
             grad_TV[at, :num_columns] = grad_CV
         return grad_TV, None, None, None, None, None, None, None
 
@@ -249,7 +249,7 @@ class _WorkArrays:
 
 def _scaled(out_CV: torch.Tensor, logits_CV: torch.Tensor, scale: float, ignored_C: torch.Tensor) -> None:
     out_CV.copy_(logits_CV)
-    out_CV.masked_fill_(ignored_C.unsqueeze(-1), 0)
+    out_CV[ignored_C] = 0
     if scale != 1.0:
         out_CV.mul_(scale)
 

@@ -225,12 +225,14 @@ def params_synced(trainer: TrainerModel) -> Iterator[None]:
     """Hold every rank's parameters up to date, whatever the optimiser left to be gathered later.
 
     With `overlap_param_gather` a distributed optimiser updates each rank's own shard only; the other shards arrive when
-    the next forward pass asks for them. Whoever reads weights between the two sees the old ones.
+    the next forward pass asks for them. Whoever reads weights between the two sees the old ones. A rank that shares its
+    weights with no other has no shard but its own.
 
     Source:
         megatron-core 0.19.2, megatron/core/distributed/distributed_data_parallel.py, `disable_forward_pre_hook`.
     """
-    overlapped = trainer.data_parallel is not None and trainer.data_parallel.overlap_param_gather
+    shared = max(trainer.mesh.dp * trainer.mesh.cp, trainer.mesh.expert_dp) > 1
+    overlapped = shared and trainer.data_parallel is not None and trainer.data_parallel.overlap_param_gather
     if overlapped:
         for chunk in trainer.chunks:
             chunk.disable_forward_pre_hook(param_sync=True)
@@ -297,8 +299,7 @@ def _forward(
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Megatron's forward step: one packed micro-batch through one model chunk, and what to do with its output.
 
-    Args:
-        data_iterator: each micro-batch on the host, and the same one moved to the device.
+    The iterator gives each micro-batch as it is on the host, and the same one moved to the device.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
