@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -163,10 +164,11 @@ def measure(context: RankContext) -> dict[str, Any]:
     args = context.args
     device = torch.device("cpu") if args["tier"] == "cpu" else torch.device("cuda", torch.cuda.current_device())
     folder, config = Path(args["folder"]), config_of(args["sizes"], args["dtype"])
+    model = write_random(folder / "model", config, device)
     trainer = provider_megatron.build(
-        write_random(folder / "model", config, device), Mesh(), dtype=args["dtype"], tier=args["tier"],
-        data_parallel=DATA_PARALLEL, overrides=args["overrides"],
-    )  # fmt: skip
+        model, Mesh(), dtype=args["dtype"], tier=args["tier"], data_parallel=DATA_PARALLEL, overrides=args["overrides"]
+    )
+    shutil.rmtree(model)
     optimizer = step_megatron.make_optimizer(trainer, learning_rate=0.0)
     lengths = lengths_of(args["rows"], args["micro_batches"])
     generator = torch.Generator().manual_seed(1)

@@ -60,10 +60,11 @@ def test_kernels_agree_with_torch_operations(dtype, measured, monkeypatch):
     monkeypatch.setattr(logprob, "is_fused", lambda _: False)
     chunked, chunked_s = _graded(logits, labels, settings)
     measured(dtype=str(dtype), rows=512, fused_ms=round(fused_s * 1e3, 2), chunked_ms=round(chunked_s * 1e3, 2))
-    for got, want in zip(fused, chunked, strict=True):
-        # One rounding to bfloat16; in float32, sums of 150,000 terms in another order.
-        bound = {"rtol": 2**-7, "atol": 1e-7} if got.dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
-        torch.testing.assert_close(got, want, **bound)
+    for got, want in zip(fused[:2], chunked[:2], strict=True):
+        # Sums of 150,000 terms in another order.
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+    # A share of at most 1, times a log-probability as above; then one rounding to bfloat16.
+    torch.testing.assert_close(fused[2], chunked[2], rtol=2**-7 if dtype is torch.bfloat16 else 1e-4, atol=1e-7)
 
 
 def _graded(logits, labels, settings):
