@@ -13,14 +13,17 @@ from pathlib import Path
 
 import pytest
 
+SCRIPTS = {"interpret_logprob_kernel.py": "40 cases agree\n", "interpret_logprob_ranks.py": "3 vocabularies agree\n"}
+
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_kernels_agree_with_torch_operations() -> None:
-    """Values and gradients, with padding columns, columns of -inf, rows that predict nothing, and a temperature."""
-    script = Path(__file__).with_name("interpret_logprob_kernel.py")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_kernels_agree_with_torch_operations(name: str) -> None:
+    """Values and gradients: padding columns, columns of -inf, rows that predict nothing, a temperature; two ranks."""
+    script = Path(__file__).with_name(name)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "40 cases agree\n"
+    assert done.stdout == SCRIPTS[name]
