@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -11,14 +12,15 @@ from typing import TYPE_CHECKING
 from verifier.engine.client import EngineClient, Pending, agreements, receipts
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import Chunk, ChunkPlan
-from verifier.transport.buffer import pack
-from verifier.transport.wire import Agreement, Receipt, TransferFailed, chunk_word
+from verifier.transport.buffer import Packed, pack
+from verifier.transport.wire import AHEAD, STOPPED, Agreement, Receipt, TransferFailed, chunk_word, dissent
 
 if TYPE_CHECKING:
     import torch
 
+    from verifier.transport.cuda_ipc import Share
     from verifier.transport.gloo import Listener
-    from verifier.transport.groups import Group, Show
+    from verifier.transport.groups import Group
 
 
 class PlanRefused(ContractError):
@@ -32,26 +34,34 @@ class PlanRefused(ContractError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """One chunk as it was sent and as every engine rank confirmed it."""
+    """One chunk as it was sent and as every engine rank confirmed it; its memory is used again for later ones."""
 
     chunk: Chunk
-    buffer: torch.Tensor
-    """[num_bytes] uint8, as sent."""
+    packed: Packed
     receipts: tuple[Receipt, ...]
 
+    @property
+    def buffer(self) -> torch.Tensor:
+        """[num_bytes] uint8, as sent."""
+        return self.packed.buffer
 
-def connect(engine: EngineClient, listener: Listener, show: Show | None = None) -> Group:
+    def digests(self) -> list[str]:
+        """Of what was packed, in the plan's order."""
+        return self.packed.digests()
+
+
+def connect(engine: EngineClient, listener: Listener, share: Share | None = None) -> Group:
     """Bring the engine's ranks into the sender's transfer group; once, before the first update.
 
     Args:
         engine: the receivers' host.
         listener: says by its kind how bytes will move.
-        show: for CUDA IPC, see `IpcGroup`.
+        share: for CUDA IPC, see `IpcGroup`.
     """
     from verifier.transport.groups import over
 
     pending = engine.connect(listener.address)
-    group = over(_while_engine(pending, listener.accept), show)
+    group = over(_while_engine(pending, listener.accept), share)
     pending.result()
     return group
 
@@ -64,9 +74,10 @@ def agree(engine: EngineClient, group: Group, plan: ChunkPlan) -> Agreement:
 
     Raises:
         PlanRefused: they differ; the engine is as it was before.
+        ContractError: the bytes cannot reach every engine rank; the engine is as it was before.
     """
     pending = engine.begin_update(plan)
-    agreement = _while_engine(pending, lambda: group.agree(plan.digest))
+    agreement = _while_engine(pending, lambda: group.begin(plan))
     agreements(pending.result())
     if not agreement.reached:
         raise PlanRefused(agreement)
@@ -78,7 +89,8 @@ def deliver(
 ) -> Iterator[Delivery]:
     """Send the stream chunk by chunk; call `EngineClient.finish_update` when it is exhausted.
 
-    Holds two chunks at a time: the next one is packed while the engine confirms and loads this one.
+    While the engine confirms and loads a chunk, the next is on its way to it, and the one after that is drawn and
+    packed. Holds these three.
 
     Args:
         engine: the receivers' host.
@@ -87,47 +99,108 @@ def deliver(
         tensors: in the plan's order, checkpoint names.
 
     Raises:
-        ContractError: the stream departs from the plan.
+        ContractError: the stream departs from the plan, or the members are not all at the same chunk; every chunk that
+            was sent has been confirmed by then.
         TransferFailed: a member did not arrive before the deadline.
     """
-    stream = iter(tensors)
-    problem: ContractError | None = None
-    following = _pack_next(plan.chunks[0], stream)
+    sending = _Sending(group, plan, iter(tensors))
+    sending.pack_next()
+    if sending.problem is not None:
+        raise sending.problem
+    pending = sending.ask(engine, plan.chunks[0])
     for chunk in plan.chunks:
-        buffer = following
-        pending = engine.receive(chunk.index)
-        _while_engine(pending, partial(_send, group, plan, chunk, buffer))
+        sending.pack_next()
+        answer = pending.result()
+        packed = sending.on_their_way.popleft()
+        follows = bool(sending.on_their_way)
+        if follows:
+            pending = sending.ask(engine, plan.chunks[chunk.index + 1])
         try:
-            following = _pack_next(plan.chunks[chunk.index + 1], stream) if chunk is not plan.chunks[-1] else buffer
-        except ContractError as refusal:
-            problem = refusal
-        yield Delivery(chunk=chunk, buffer=buffer, receipts=tuple(receipts(pending.result())))
-        if problem is not None:
-            raise problem
-    if (extra := next(stream, None)) is not None:
+            yield Delivery(chunk=chunk, packed=packed, receipts=tuple(receipts(answer)))
+        except GeneratorExit:  # nobody wants the rest: the engine's answer is not left for the next request
+            if follows:
+                pending.result()
+            raise
+        if not follows:
+            break
+    if sending.problem is not None:
+        raise sending.problem
+    if (extra := next(sending.stream, None)) is not None:
         raise ContractError(f"the stream brings `{extra[0]}` after the plan's end")
+    group.end()
 
 
-def _pack_next(chunk: Chunk, stream: Iterator[tuple[str, torch.Tensor]]) -> torch.Tensor:
-    """Draw as many tensors as the chunk plans, then compare: all ranks draw alike, whatever is wrong with a name."""
-    drawn = list(islice(stream, len(chunk.entries)))
-    for place, entry in enumerate(chunk.entries):
-        name = drawn[place][0] if place < len(drawn) else None
-        if name != entry.tensor.name:
-            what = f"`{name}`" if name else "nothing more"
-            raise ContractError(f"the stream brings {what} where the plan says `{entry.tensor.name}`")
-    return pack(chunk, dict(drawn))
+class _Sending:
+    """One update's chunks, from the stream into the group.
 
+    Attributes:
+        stream: what has not been drawn.
+        problem: why no further chunk is offered, if so.
+        on_their_way: offered, and not confirmed; at its end the one that was refused, if any.
+    """
 
-def _send(group: Group, plan: ChunkPlan, chunk: Chunk, buffer: torch.Tensor) -> None:
-    if group.agree(chunk_word(plan.digest, chunk.index)).reached:
-        group.send(buffer, f"chunk {chunk.index} of {len(plan.chunks)}")
+    def __init__(self, group: Group, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.stream = stream
+        self.problem: ContractError | None = None
+        self.on_their_way: deque[Packed] = deque()
+        self._group, self._plan = group, plan
+        self._ready: deque[Packed] = deque()
+        self._num_packed = self._num_offered = 0
+        self._stopped = False
+
+    def pack_next(self) -> None:
+        """Draw as many tensors as the next chunk plans, then compare: all ranks draw alike, whatever is wrong."""
+        if self.problem is not None or self._num_packed == len(self._plan.chunks):
+            return
+        chunk = self._plan.chunks[self._num_packed]
+        drawn = list(islice(self.stream, len(chunk.entries)))
+        self._num_packed += 1
+        try:
+            for place, entry in enumerate(chunk.entries):
+                name = drawn[place][0] if place < len(drawn) else None
+                if name != entry.tensor.name:
+                    what = f"`{name}`" if name else "nothing more"
+                    raise ContractError(f"the stream brings {what} where the plan says `{entry.tensor.name}`")
+            self._ready.append(pack(chunk, dict(drawn), self._group.place(chunk.num_bytes)))
+        except ContractError as problem:
+            self.problem = problem
+
+    def ask(self, engine: EngineClient, chunk: Chunk) -> Pending:
+        """Have the engine receive a chunk, and offer it what it then lets come: the chunks up to `AHEAD` after it."""
+        pending = engine.receive(chunk.index)
+        _while_engine(pending, partial(self._offer_through, min(chunk.index + AHEAD, len(self._plan.chunks) - 1)))
+        return pending
+
+    def _offer_through(self, last: int) -> None:
+        while not self._stopped and self._num_offered <= last:
+            if not self._ready:
+                self.pack_next()
+            if not self._ready:
+                self._stop()
+                return
+            packed = self._ready.popleft()
+            word = chunk_word(self._plan.digest, self._num_offered)
+            what = f"chunk {self._num_offered} of {len(self._plan.chunks)}"
+            try:
+                step = self._group.offer(word, packed.buffer, what)
+            except ContractError as problem:
+                self.problem = problem
+                self._stop()
+                return
+            self._num_offered += 1
+            self.on_their_way.append(packed)
+            if not step.reached:
+                self.problem, self._stopped = ContractError(f"{what} was refused: {dissent(step)}"), True
+
+    def _stop(self) -> None:
+        self._stopped = True
+        self._group.agree(STOPPED)
 
 
 def _while_engine[T](pending: Pending, act: Callable[[], T]) -> T:
     """Do the sender's part of a step; if the engine's part failed, its own error says why."""
     try:
         return act()
-    except TransferFailed:
+    except (TransferFailed, ContractError):
         pending.result()
         raise

@@ -24,7 +24,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    LAYERWISE_INFO,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
 
 from verifier.engine import guards_vllm
 from verifier.engine.failure import CARRIED, to_record
@@ -70,7 +74,7 @@ class ChunkTransferEngine(WeightTransferEngine[AddressInfo, ChunkInfo]):
     def __init__(self, config: WeightTransferConfig, parallel_config: ParallelConfig) -> None:
         super().__init__(config, parallel_config)
         self.receiver = ChunkReceiver(
-            parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank
+            parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank, let_go
         )
         self.receipt: Receipt | None = None
 
@@ -146,7 +150,8 @@ class VerifierWorker:
         ]
 
     def verifier_poison(self, carried: Sequence[str]) -> list[dict[str, Any]]:
-        """This rank's `Poisoned` records."""
+        """This rank's `Poisoned` records; an update that was left open is abandoned."""
+        self._verifier_abandon()
         done = poison_model(self.model_runner.get_model(), frozenset(carried), self._verifier_aside())
         return [{"name": name, "how": how} for name, how in done]
 
@@ -166,9 +171,7 @@ class VerifierWorker:
         if agreement.reached:
             if self.device is None:  # vLLM 0.21 sets it for accelerators only, and start_weight_update reads it
                 self.device = torch.device("cpu")
-            if self._weight_update_active:
-                abandon_reload(self.model_runner.get_model())
-                self._weight_update_active = False
+            self._verifier_abandon()
             restore(self.model_runner.get_model(), self._verifier_aside())
             self._verifier_aliases = aliases(self.model_runner.get_model())
         return list(agreement.said)
@@ -200,6 +203,11 @@ class VerifierWorker:
             if path.startswith("/dev/shm/") and path.rpartition("-")[2].startswith("cpushm"):  # noqa: S108 - Linux's own
                 Path(path).unlink(missing_ok=True)
 
+    def _verifier_abandon(self) -> None:
+        if self._weight_update_active:
+            abandon_reload(self.model_runner.get_model())
+            self._weight_update_active = False
+
     def _verifier_aside(self) -> dict[str, torch.Tensor]:
         return self.__dict__.setdefault("_verifier_kept", {})
 
@@ -226,6 +234,24 @@ def abandon_reload(model: nn.Module) -> None:
         if info.can_load():
             _place_kernel_tensors(layer, info)
         info.reset()
+
+
+def let_go(buffer: torch.Tensor) -> None:
+    """Give layers that are not complete yet copies of what they hold of a buffer that will be filled again.
+
+    A layerwise reload keeps the tensors of a layer until its last one has come; those of attention modules, until the
+    update is finished.
+    """
+    memory = buffer.untyped_storage().data_ptr()
+    for info in LAYERWISE_INFO.values():
+        for _, call in info.loaded_weights:
+            for name, value in call.arguments.items():
+                if isinstance(value, torch.Tensor) and not value.is_meta and _memory(value) == memory:
+                    call.arguments[name] = value.clone()
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _install() -> None:

@@ -16,46 +16,46 @@ def _router_rounded(fired: Fired) -> Iterator[None]:
     import torch
 
     def make(original: Any) -> Any:
-        def pack(chunk: Any, tensors: Any) -> Any:
+        def pack(chunk: Any, tensors: Any, into: Any) -> Any:
             sent = dict(tensors)
             for name, tensor in sent.items():
                 if name.endswith(".mlp.gate.weight"):
                     fired()
                     sent[name] = tensor.to(torch.bfloat16).to(tensor.dtype)
-            return original(chunk, sent)
+            return original(chunk, sent, into)
 
         return pack
 
-    with replaced("verifier.engine.update:pack", "chunk, tensors", make):
+    with replaced("verifier.engine.update:pack", "chunk, tensors, into", make):
         yield
 
 
 @contextlib.contextmanager
 def _bytes_under_wrong_names(fired: Fired) -> Iterator[None]:
     def make(original: Any) -> Any:
-        def pack(chunk: Any, tensors: Any) -> Any:
+        def pack(chunk: Any, tensors: Any, into: Any) -> Any:
             sent = dict(tensors)
             first, second = (f"model.layers.2.mlp.experts.{expert}.up_proj.weight" for expert in (4, 5))
             if first in sent and second in sent:
                 fired()
                 sent[first], sent[second] = sent[second], sent[first]
-            return original(chunk, sent)
+            return original(chunk, sent, into)
 
         return pack
 
-    with replaced("verifier.engine.update:pack", "chunk, tensors", make):
+    with replaced("verifier.engine.update:pack", "chunk, tensors, into", make):
         yield
 
 
 @contextlib.contextmanager
 def _buffer_freed(fired: Fired) -> Iterator[None]:
     def make(original: Any) -> Any:
-        def broadcast(self: Any, buffer: Any, what: str) -> None:
+        def broadcast(self: Any, buffer: Any, what: str) -> Any:
             if self.rank == 0 and what.startswith("chunk 1 "):
                 fired()
                 buffer = buffer.clone()
                 buffer[-256:] = 0
-            original(self, buffer, what)
+            return original(self, buffer, what)
 
         return broadcast
 
@@ -68,14 +68,14 @@ def _buffer_of_last_version(fired: Fired) -> Iterator[None]:
     earlier: dict[str, Any] = {}
 
     def make(original: Any) -> Any:
-        def broadcast(self: Any, buffer: Any, what: str) -> None:
+        def broadcast(self: Any, buffer: Any, what: str) -> Any:
             sent = buffer
             if self.rank == 0 and what.startswith("chunk 1 "):
                 if what in earlier:
                     fired()
                     sent = earlier[what]
                 earlier[what] = buffer
-            original(self, sent, what)
+            return original(self, sent, what)
 
         return broadcast
 

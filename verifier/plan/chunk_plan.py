@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -52,7 +53,7 @@ class Chunk:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ChunkPlan:
     """Chunks in the order in which they travel.
 
@@ -67,9 +68,9 @@ class ChunkPlan:
         """All tensors in travelling order."""
         return (entry.tensor for chunk in self.chunks for entry in chunk.entries)
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
-        """blake2b over the canonical JSON of the whole plan: order, names, dtypes, shapes, offsets."""
+        """blake2b over the canonical JSON of the whole plan: order, names, dtypes, shapes, offsets; computed once."""
         text = json.dumps(self.to_json(), separators=(",", ":"))
         return "blake2:" + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -76,7 +76,7 @@ def digest_tensor(tensor: torch.Tensor) -> str:
 
 
 def digest_tensors(tensors: Iterable[torch.Tensor]) -> list[str]:
-    """Digests of many tensors, in order; on a GPU all kernels run before the one copy back to the host.
+    """Digests of many tensors, in order; on a GPU one kernel takes them all, and one copy brings their sums back.
 
     Args:
         tensors: as for `digest_tensor`; may mix devices.
@@ -84,20 +84,60 @@ def digest_tensors(tensors: Iterable[torch.Tensor]) -> list[str]:
     Raises:
         ContractError: a tensor has no bytes of its own (meta or sparse).
     """
-    pending: list[tuple[int, tuple[int, int] | torch.Tensor]] = []
-    for tensor in tensors:
-        data = raw_bytes(tensor)
-        pending.append((data.numel(), _lane_sums(data)))
-    on_device: dict[torch.device, list[torch.Tensor]] = {}
-    for _, sums in pending:
-        if isinstance(sums, torch.Tensor):
-            on_device.setdefault(sums.device, []).append(sums)
-    on_host = {device: iter(torch.stack(found).tolist()) for device, found in on_device.items()}
-    digests = []
-    for num_bytes, sums in pending:
-        low, high = next(on_host[sums.device]) if isinstance(sums, torch.Tensor) else sums
-        digests.append(finish(low & _MASK, high & _MASK, num_bytes))
-    return digests
+    data = [raw_bytes(tensor) for tensor in tensors]
+    found: dict[int, str] = {}
+    for device in {item.device for item in data}:
+        places = [place for place, item in enumerate(data) if item.device == device]
+        found |= zip(places, _digests_of([data[place] for place in places]), strict=True)
+    return [found[place] for place in range(len(data))]
+
+
+class Pieces:
+    """Byte ranges of a buffer that is digested again and again, such as the tensors of a transfer's chunk.
+
+    Args:
+        begins: of each piece, in bytes from the buffer's start; multiples of 16.
+        sizes: of each piece, in bytes.
+    """
+
+    def __init__(self, begins: Sequence[int], sizes: Sequence[int]) -> None:
+        self._begins, self._sizes = begins, sizes
+        self._table: torch.Tensor | None = None
+
+    def start(self, buffer: torch.Tensor) -> Digests:
+        """Digest every piece; on a GPU this is work for its current stream, and nothing waits for it.
+
+        Args:
+            buffer: uint8 vector; on a GPU it begins at a multiple of 16 bytes.
+        """
+        if buffer.is_cuda and _installed("triton"):
+            from verifier.plan.digest_triton import lane_sums_of_pieces, table_of
+
+            if self._table is None or self._table.device != buffer.device:
+                self._table = table_of(self._begins, self._begins, self._sizes).to(buffer.device)
+            return Digests(lane_sums_of_pieces(buffer, self._table, len(self._sizes)), self._sizes)
+        pieces = [buffer[begin : begin + size] for begin, size in zip(self._begins, self._sizes, strict=True)]
+        return Digests(_digests_of(pieces))
+
+
+class Digests:
+    """Digests that a GPU may still be working on.
+
+    Args:
+        found: the digests, or both lanes' sums of each piece on a GPU, int64 [num_pieces, 2].
+        sizes: of each piece, in bytes.
+    """
+
+    def __init__(self, found: list[str] | torch.Tensor, sizes: Sequence[int] = ()) -> None:
+        self._sizes = sizes
+        self._found = found
+        if isinstance(found, torch.Tensor):
+            self._found = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
+            self._found.copy_(found, non_blocking=True)
+
+    def result(self) -> list[str]:
+        """In the pieces' order; on a GPU only once the stream that they were started on has come past them."""
+        return finish_all(self._found, self._sizes) if isinstance(self._found, torch.Tensor) else self._found
 
 
 def finish(low: int, high: int, num_bytes: int) -> str:
@@ -106,6 +146,21 @@ def finish(low: int, high: int, num_bytes: int) -> str:
     second = mix(high + first * MIX_1 & _MASK)
     first = mix(first + second * MIX_2 & _MASK)
     return f"{PREFIX}{first:016x}{second:016x}"
+
+
+def finish_all(sums: torch.Tensor, sizes: Sequence[int]) -> list[str]:
+    """`finish` for many at once.
+
+    Args:
+        sums: both lanes' sums, int64 [num_pieces, 2] on the host.
+        sizes: in bytes.
+    """
+    length = _mix_torch(torch.tensor(sizes, dtype=torch.int64, device="cpu") + _signed(GOLDEN))
+    first = _mix_torch(sums[:, 0] + length)
+    second = _mix_torch(sums[:, 1] + first * _signed(MIX_1))
+    first = _mix_torch(first + second * _signed(MIX_2))
+    text = torch.stack([first, second], 1).numpy().astype(">i8").tobytes().hex()
+    return [PREFIX + text[at : at + 32] for at in range(0, len(text), 32)]
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,19 +177,26 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _lane_sums(data: torch.Tensor) -> tuple[int, int] | torch.Tensor:
-    """Both lanes' sums of a uint8 vector: host integers, or an int64 [2] tensor left on the GPU."""
-    if data.numel() == 0:
-        return (0, 0)
-    if data.is_cuda and _installed("triton"):
-        from verifier.plan.digest_triton import lane_sums_triton
+def _digests_of(data: Sequence[torch.Tensor]) -> list[str]:
+    """Digests of uint8 vectors of one device."""
+    if data[0].is_cuda and _installed("triton"):
+        from verifier.plan.digest_triton import LINE_BYTES, lane_sums_of_pieces, table_of
 
-        return lane_sums_triton(data)
-    if data.device.type == "cpu" and _installed("numba"):
+        aligned = [item if item.data_ptr() % LINE_BYTES == 0 else item.clone() for item in data]
+        begins = [item.data_ptr() - aligned[0].data_ptr() for item in aligned]
+        sizes = [item.numel() for item in aligned]
+        table = table_of(begins, begins, sizes).to(aligned[0].device)
+        return finish_all(lane_sums_of_pieces(aligned[0], table, len(sizes)).cpu(), sizes)
+    lane_sums = lane_sums_torch
+    if data[0].device.type == "cpu" and _installed("numba"):
         from verifier.plan.digest_numba import lane_sums_numba
 
-        return lane_sums_numba(data)
-    return lane_sums_torch(data)
+        lane_sums = lane_sums_numba
+    digests = []
+    for item in data:
+        low, high = lane_sums(item) if item.numel() else (0, 0)
+        digests.append(finish(low & _MASK, high & _MASK, item.numel()))
+    return digests
 
 
 @functools.cache

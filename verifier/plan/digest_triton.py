@@ -1,14 +1,17 @@
 """The digest on a GPU: one pass over the data, 32-bit integer arithmetic, as fast as memory is read.
 
-A warp takes one row of a block at a time (128 words, 16 bytes a thread) and holds one stream per word, so a word costs
-two XORs and one 32 x 32 + 64 -> 64 bit multiply-add, and a stream of 32 words is mixed once. Programs add their sums to
-the result by 64-bit integer atomics: addition commutes, so the bits do not depend on their order.
+One launch digests any number of pieces, such as the thousands of tensors of a transfer's chunk. A table on the device
+says where each begins and which unit of which piece a program takes. A warp takes one row of a block at a time (128
+words, 16 bytes a thread) and holds one stream per word, so a word costs two XORs and one 32 x 32 + 64 -> 64 bit
+multiply-add, and a stream of 32 words is mixed once. Programs add their sums to the piece's by 64-bit integer atomics:
+addition commutes, so the bits do not depend on their order. On request the same pass copies what it reads.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -16,13 +19,22 @@ import triton.language as tl
 from verifier.plan.digest import BLOCK_BYTES, COLUMNS, GOLDEN, KEYS, MIX_1, MIX_2, ROWS
 
 BLOCKS_PER_STEP = 4
-"""Blocks that a program reads at once: one per warp."""
-_PROGRAMS_PER_PROCESSOR = 8
+"""Blocks that a program works on at once: one per warp."""
+STEP_BYTES = BLOCKS_PER_STEP * BLOCK_BYTES
+STEPS_PER_UNIT = 4
+"""Steps of one program (256 KiB): its start hides behind two others on its processor, and a chunk gives each dozens."""
+LINE_BYTES = 16
+"""What a thread reads at once; every piece begins at a multiple of it."""
 
 _COLUMNS = tl.constexpr(COLUMNS)
 _ROWS = tl.constexpr(ROWS)
 _BLOCK_BYTES = tl.constexpr(BLOCK_BYTES)
 _BLOCKS = tl.constexpr(BLOCKS_PER_STEP)
+_STEP_BYTES = tl.constexpr(STEP_BYTES)
+_STEPS = tl.constexpr(STEPS_PER_UNIT)
+_LINE_BYTES = tl.constexpr(LINE_BYTES)
+_AHEAD = tl.constexpr(8)
+"""Rows that are being read while the row before them is worked on."""
 _GOLDEN = tl.constexpr(GOLDEN)
 _MIX_1 = tl.constexpr(MIX_1)
 _MIX_2 = tl.constexpr(MIX_2)
@@ -48,11 +60,13 @@ def _keyed(words: tl.tensor, key: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _step(
     data_ptr: tl.tensor,
+    copy_ptr: tl.tensor,
     first_block: tl.tensor,
     num_bytes: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
     whole: tl.constexpr,
+    copy: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Add the streams of blocks [first_block, first_block + BLOCKS) to both lanes' sums [BLOCKS, COLUMNS]."""
     block = first_block + tl.arange(0, _BLOCKS)[:, None]
@@ -60,11 +74,21 @@ def _step(
     at = block * (_ROWS * _COLUMNS) + column
     stream_0 = tl.zeros([_BLOCKS, _COLUMNS], tl.uint64)
     stream_1 = tl.zeros([_BLOCKS, _COLUMNS], tl.uint64)
-    for pair in tl.static_range(_ROWS // 2):
-        first = _load(data_ptr, at + 2 * pair * _COLUMNS, num_bytes, whole)
-        second = _load(data_ptr, at + (2 * pair + 1) * _COLUMNS, num_bytes, whole)
-        stream_0 += _keyed(first, _KEYS_0[2 * pair]) * _keyed(second, _KEYS_0[2 * pair + 1])
-        stream_1 += _keyed(first, _KEYS_1[2 * pair]) * _keyed(second, _KEYS_1[2 * pair + 1])
+    ahead = ()
+    for row in tl.static_range(_AHEAD):
+        ahead += (_load(data_ptr, at + row * _COLUMNS, num_bytes, whole),)  # type: ignore[assignment]
+    for row in tl.static_range(0, _ROWS, 2):
+        first = ahead[0]  # type: ignore[misc]
+        second = ahead[1]  # type: ignore[misc]
+        ahead = ahead[2:]
+        for later in tl.static_range(row + _AHEAD, row + _AHEAD + 2):  # under way before a store: no load passes one
+            if later < _ROWS:
+                ahead += (_load(data_ptr, at + later * _COLUMNS, num_bytes, whole),)  # type: ignore[assignment]
+        if copy:
+            _store(copy_ptr, at + row * _COLUMNS, first, num_bytes, whole)
+            _store(copy_ptr, at + (row + 1) * _COLUMNS, second, num_bytes, whole)
+        stream_0 += _keyed(first, _KEYS_0[row]) * _keyed(second, _KEYS_0[row + 1])
+        stream_1 += _keyed(first, _KEYS_1[row]) * _keyed(second, _KEYS_1[row + 1])
     place = (block * _COLUMNS + column + 1).to(tl.uint64) * _GOLDEN
     mixed_0 = _mix(stream_0 + place)
     mixed_1 = _mix(stream_1 + place)
@@ -92,38 +116,81 @@ def _load(data_ptr: tl.tensor, at: tl.tensor, num_bytes: tl.tensor, whole: tl.co
     return word
 
 
-@triton.jit(do_not_specialize=["num_bytes"])
-def _lane_sums_kernel(data_ptr: tl.tensor, sums_ptr: tl.tensor, num_bytes: tl.tensor) -> None:
-    """Add both lanes' sums of num_bytes bytes at data_ptr (uint8) to sums_ptr (int64 [2])."""
+@triton.jit
+def _store(copy_ptr: tl.tensor, at: tl.tensor, word: tl.tensor, num_bytes: tl.tensor, whole: tl.constexpr) -> None:
+    """Words number `at` of the copy; its last line is filled up with zeros."""
+    words_ptr = copy_ptr.to(tl.pointer_type(tl.uint32))
+    if whole:
+        tl.store(words_ptr + at, word)
+    else:
+        tl.store(words_ptr + at, word, mask=at < tl.cdiv(num_bytes, _LINE_BYTES) * (_LINE_BYTES // 4))
+
+
+@triton.jit(do_not_specialize=["num_pieces", "num_units"])
+def _pieces_kernel(
+    data_ptr: tl.tensor,
+    copy_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    num_pieces: tl.tensor,
+    num_units: tl.tensor,
+    copy: tl.constexpr,
+) -> None:
+    """Add both lanes' sums of every piece to sums_ptr (int64 [num_pieces, 2]); table_ptr is that of `table_of`."""
+    unit = tl.program_id(0)
+    units_ptr = table_ptr + 3 * num_pieces
+    piece = tl.load(units_ptr + unit)
+    first = tl.load(units_ptr + num_units + unit)
+    num_bytes = tl.load(table_ptr + 2 * num_pieces + piece)
+    data_ptr += tl.load(table_ptr + piece) * _LINE_BYTES
+    if copy:
+        copy_ptr += tl.load(table_ptr + num_pieces + piece) * _LINE_BYTES
     low = tl.zeros([_BLOCKS, _COLUMNS], tl.uint64)
     high = tl.zeros([_BLOCKS, _COLUMNS], tl.uint64)
-    num_bytes = num_bytes.to(tl.int64)
-    num_whole = num_bytes // (_BLOCKS * _BLOCK_BYTES)
-    program = tl.program_id(0).to(tl.int64)
-    num_programs = tl.num_programs(0).to(tl.int64)
-    for step in range(program, num_whole, num_programs):
-        low, high = _step(data_ptr, step * _BLOCKS, num_bytes, low, high, True)
-    if num_whole * (_BLOCKS * _BLOCK_BYTES) < num_bytes and num_whole % num_programs == program:
-        low, high = _step(data_ptr, num_whole * _BLOCKS, num_bytes, low, high, False)
-    tl.atomic_add(sums_ptr, tl.sum(tl.sum(low, 1), 0).to(tl.int64, bitcast=True), sem="relaxed")
-    tl.atomic_add(sums_ptr + 1, tl.sum(tl.sum(high, 1), 0).to(tl.int64, bitcast=True), sem="relaxed")
+    num_whole = num_bytes // _STEP_BYTES
+    for step in range(first, tl.minimum(first + _STEPS, num_whole)):
+        low, high = _step(data_ptr, copy_ptr, step * _BLOCKS, num_bytes, low, high, True, copy)
+    if (num_whole < first + _STEPS) & (num_whole * _STEP_BYTES < num_bytes):
+        low, high = _step(data_ptr, copy_ptr, num_whole * _BLOCKS, num_bytes, low, high, False, copy)
+    sum_ptr = sums_ptr + 2 * piece
+    tl.atomic_add(sum_ptr, tl.sum(tl.sum(low, 1), 0).to(tl.int64, bitcast=True), sem="relaxed")
+    tl.atomic_add(sum_ptr + 1, tl.sum(tl.sum(high, 1), 0).to(tl.int64, bitcast=True), sem="relaxed")
 
 
-def lane_sums_triton(data: torch.Tensor) -> torch.Tensor:
-    """Both lanes' sums of a uint8 vector [num_bytes] on a GPU, as int64 [2] on it; does not wait for the kernel.
+def table_of(begins: Sequence[int], targets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The kernel's table on the host, int64 [3 * pieces + 2 * units].
 
-    A vector that does not start at a multiple of 4 bytes is copied first.
+    Args:
+        begins: bytes from the data's base address to each piece, multiples of `LINE_BYTES`; may be negative.
+        targets: the same, from the copy's base to each piece's copy.
+        sizes: bytes of each piece; one that is empty gets no unit.
     """
-    if data.data_ptr() % 4:
-        data = data.clone()
-    sums = torch.zeros(2, dtype=torch.int64, device=data.device)
-    num_steps = triton.cdiv(data.numel(), BLOCKS_PER_STEP * BLOCK_BYTES)
-    with torch.cuda.device_of(data):
-        _lane_sums_kernel[(min(num_steps, max_programs(data.device)),)](data, sums, data.numel(), num_warps=4)
+    num_bytes = np.asarray(sizes, dtype=np.int64)
+    unit_bytes = STEPS_PER_UNIT * STEP_BYTES
+    num_units = -(-num_bytes // unit_bytes)
+    piece = np.repeat(np.arange(len(num_bytes)), num_units)
+    number = np.arange(len(piece)) - np.repeat(np.cumsum(num_units) - num_units, num_units)
+    lines = np.asarray([begins, targets], dtype=np.int64).reshape(-1) // LINE_BYTES
+    return torch.from_numpy(np.concatenate([lines, num_bytes, piece, number * STEPS_PER_UNIT]))
+
+
+def lane_sums_of_pieces(
+    data: torch.Tensor, table: torch.Tensor, num_pieces: int, copy: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Both lanes' sums of every piece, as int64 [num_pieces, 2] on the GPU; does not wait for the kernel.
+
+    Args:
+        data: uint8, its first byte is the base address of the table's begins; aligned to `LINE_BYTES`.
+        table: `table_of` the pieces, on the same GPU.
+        num_pieces: rows of the table.
+        copy: uint8, the base of the table's targets: gets every piece, its last line filled up with zeros.
+    """
+    sums = torch.zeros(num_pieces, 2, dtype=torch.int64, device=data.device)
+    num_units = (table.numel() - 3 * num_pieces) // 2
+    if num_units:
+        target = data if copy is None else copy
+        with torch.cuda.device_of(data):
+            _pieces_kernel[(num_units,)](
+                data, target, table, sums, num_pieces, num_units, copy is not None, num_warps=4
+            )  # fmt: skip
     return sums
-
-
-@functools.cache
-def max_programs(device: torch.device) -> int:
-    """Programs that keep a device's memory busy."""
-    return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count

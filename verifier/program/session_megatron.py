@@ -293,8 +293,8 @@ class Session:
         )  # fmt: skip
 
     def observe_engine(self, version: int) -> None:
-        """What the engine holds, scores and samples at a version."""
-        if self.engine is None:
+        """What the engine holds, scores and samples at a version, unless it refused it."""
+        if self.engine is None or self.engine.refused:
             return
         self.say(f"version {version}: engine scores and samples")
         self.engine.record_logprobs(self.spec.sequences, version)
@@ -348,7 +348,7 @@ def open_engine(spec: RunSpec, probe: Recorder, share: Share | None) -> tuple[En
 
     client = EngineClient(str(spec.engine_socket), deadline_s=spec.deadline_s)
     listener = Listener(spec.engine_ranks, deadline_s=spec.deadline_s, kind=spec.transport)
-    group = update.connect(client, listener, share.show if share else None)
+    group = update.connect(client, listener, share)
     return EngineSide(client, group, spec.engine_ranks, Path(spec.trace), probe, share, spec.sleep_level), group
 
 

@@ -53,6 +53,8 @@ class EngineSide:
     ) -> None:
         self.client, self._group, self._trainer, self._share = client, group, trainer, share
         self._sleep_level, self._asleep = sleep_level, False
+        self.refused = False
+        """The last transfer was refused: layers whose weights never came are left open, and cannot score."""
         self._ranks = [Recorder(trace, "engine", rank) for rank in range(num_ranks)]
 
     def poison(self, version: int) -> None:
@@ -95,16 +97,16 @@ class EngineSide:
         rest of the stream is still drawn, since the other ranks are in its collectives.
 
         Returns:
-            What was sent, by name, on the host.
+            What was sent, by name, on the host; nothing if the transfer was refused.
         """
         sent: dict[str, torch.Tensor] = {}
         refusal = ""
+        if self._share is not None:
+            self._share.begin()
         try:
             self.poison(version)
             agreement = update.agree(self.client, self._group, plan)
             self._record_plans(agreement.said[1:], version)
-            if self._share is not None and not self._share.begin(go=True):
-                raise ContractError("a trainer rank has nothing to send: its log says why")
             for delivery in update.deliver(self.client, self._group, plan, stream):
                 sent |= {name: tensor.clone() for name, tensor in unpack(delivery.chunk, delivery.buffer.cpu())}
                 for receipt in delivery.receipts:
@@ -113,12 +115,9 @@ class EngineSide:
                 self._share.end()
             self.client.finish_update()
             self.client.reset_prefix_cache()
-        except update.PlanRefused as problem:
-            self._record_plans(problem.agreement.said[1:], version)
-            refusal = str(problem)
-            if self._share is not None:
-                self._share.begin(go=False)
         except ContractError as problem:
+            if isinstance(problem, update.PlanRefused):
+                self._record_plans(problem.agreement.said[1:], version)
             refusal = str(problem)
             if self._share is not None:
                 self._share.stop()
@@ -130,7 +129,8 @@ class EngineSide:
                 facts={"refused": refusal},
             )
         )  # fmt: skip
-        return sent
+        self.refused = bool(refusal)
+        return {} if self.refused else sent
 
     def _record_plans(self, said: Sequence[str], version: int) -> None:
         for rank, digest in enumerate(said):

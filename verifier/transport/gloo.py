@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -10,19 +11,24 @@ import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
 
 from verifier.errors import ContractError
-from verifier.transport.wire import Address, Agreement, TransferFailed
+from verifier.plan.chunk_plan import Chunk, ChunkPlan
+from verifier.transport.wire import AHEAD, Address, Agreement, TransferFailed
 
 _WORD_BYTES = 96
 
 
 class GlooGroup:
-    """A joined transfer group. Not for several threads."""
+    """A joined transfer group that moves bytes from host to host. Not for several threads."""
+
+    refills = False
+    """A received buffer is never written again."""
 
     def __init__(self, store: TCPStore, rank: int, address: Address) -> None:
         self.rank = rank
         self.address = address
         self.store = store
         """Where a group of the same members finds them."""
+        self._under_way: deque[Callable[[], None]] = deque()
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname=address.host)]
         options._timeout = timedelta(seconds=address.deadline_s)
@@ -30,6 +36,11 @@ class GlooGroup:
             "the others to join",
             lambda: ProcessGroupGloo(PrefixStore("transfer", store), rank, address.world_size, options),
         )
+
+    def begin(self, plan: ChunkPlan) -> Agreement:
+        """Say this member's plan digest and hear everyone's, once what an earlier update left under way has ended."""
+        self.end()
+        return self.agree(plan.digest)
 
     def agree(self, word: str) -> Agreement:
         """All-gather one short word and hand everyone all answers: every member sees the same agreement.
@@ -43,45 +54,81 @@ class GlooGroup:
         raw = word.encode("ascii")
         if len(raw) > _WORD_BYTES:
             raise ContractError(f"a word of {len(raw)} bytes cannot be agreed on, at most {_WORD_BYTES} fit")
-        mine = torch.zeros(_WORD_BYTES, dtype=torch.uint8)
-        mine[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in range(self.address.world_size)]
-        self._wait(f"all ranks to say `{word}`", lambda: self._group.allgather([everyone], [mine]))
-        return Agreement(said=tuple(bytes(item.tolist()).rstrip(b"\0").decode("ascii") for item in everyone))
+        mine = torch.frombuffer(bytearray(raw.ljust(_WORD_BYTES, b"\0")), dtype=torch.uint8)
+        everyone = torch.empty(self.address.world_size, _WORD_BYTES, dtype=torch.uint8, device="cpu")
+        self._started(f"all ranks to say `{word}`", lambda group: group.allgather([list(everyone)], [mine]))()
+        said = (bytes(row).rstrip(b"\0").decode("ascii") for row in everyone.numpy())
+        return Agreement(said=tuple(said))
 
-    def broadcast(self, buffer: torch.Tensor, what: str) -> None:
-        """From rank 0 to all, in place.
+    def place(self, num_bytes: int) -> torch.Tensor | None:
+        """Where the sender packs its next chunk: in fresh memory."""
+
+    def offer(self, word: str, buffer: torch.Tensor, what: str) -> Agreement:
+        """The sender's side of a chunk: agree on it, and if all do, start to send; a GPU's buffer goes by the host.
+
+        Args:
+            word: says which chunk.
+            buffer: [num_bytes] uint8; not to be changed before all receivers have confirmed it.
+            what: names the content in errors.
+        """
+        step = self.agree(word)
+        if step.reached:
+            while len(self._under_way) > AHEAD:  # confirmed by every receiver by now
+                self._under_way.popleft()()
+            self._under_way.append(self.broadcast(buffer.cpu(), what))
+        return step
+
+    def post(self, chunk: Chunk, what: str) -> Callable[[], torch.Tensor]:
+        """A receiver's side of a chunk that all agreed on: make room for it and let it come.
+
+        Returns:
+            Waits until it has come, and hands over its bytes [chunk.num_bytes] uint8 in memory of the host.
+        """
+        buffer = torch.empty(chunk.num_bytes, dtype=torch.uint8, device="cpu")
+        self._under_way.append(self.broadcast(buffer, what))
+
+        def arrived() -> torch.Tensor:
+            self._under_way.popleft()()
+            return buffer
+
+        return arrived
+
+    def end(self) -> None:
+        """Wait until nothing is under way; what has come and was not asked for is dropped.
+
+        Raises:
+            TransferFailed: a member did not arrive before the deadline.
+        """
+        while self._under_way:
+            self._under_way.popleft()()
+
+    def broadcast(self, buffer: torch.Tensor, what: str) -> Callable[[], None]:
+        """Start to copy from rank 0 to all, in place.
 
         Args:
             buffer: [num_bytes] uint8, the same size everywhere.
             what: names the content in the error.
 
-        Raises:
-            TransferFailed: a member did not arrive before the deadline.
+        Returns:
+            Waits for the end; raises TransferFailed if a member did not arrive before the deadline.
         """
         options = BroadcastOptions()
         options.rootRank = 0
-        self._wait(what, lambda: self._group.broadcast([buffer], options))
-
-    def send(self, buffer: torch.Tensor, what: str) -> None:
-        """From rank 0 to all; see `broadcast`. A buffer on a GPU goes by way of the host."""
-        self.broadcast(buffer.cpu(), what)
-
-    def receive(self, num_bytes: int, what: str) -> torch.Tensor:
-        """What rank 0 sends, as [num_bytes] uint8 in fresh memory of the host; see `broadcast`."""
-        buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        self.broadcast(buffer, what)
-        return buffer
+        return self._started(what, lambda group: group.broadcast([buffer], options))
 
     def close(self) -> None:
         """Leave the group; the others' next wait fails at once."""
+        self._under_way.clear()
         self._group = None
         self.store = None
 
-    def _wait(self, what: str, start: Callable[[], Work]) -> None:
-        if self._group is None:
+    def _started(self, what: str, start: Callable[[ProcessGroupGloo], Work]) -> Callable[[], None]:
+        """Start a collective; what is returned waits for it."""
+        group = self._group
+        if group is None:
             raise TransferFailed(f"rank {self.rank} of the transfer group left it and cannot wait for {what}")
-        self._bounded(what, lambda: start().wait(timedelta(seconds=self.address.deadline_s)))
+        work = self._bounded(what, lambda: start(group))
+        return lambda: self._bounded(what, lambda: work.wait(timedelta(seconds=self.address.deadline_s)))
 
     def _bounded[T](self, what: str, call: Callable[[], T]) -> T:
         try:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verifier.errors import ContractError
 from verifier.transport.gloo import GlooGroup
 
 if TYPE_CHECKING:
-    from verifier.transport.cuda_ipc import IpcGroup
+    from verifier.transport.cuda_ipc import IpcGroup, Share
     from verifier.transport.nccl import NcclGroup
 
     Group = GlooGroup | NcclGroup | IpcGroup
 
-Show = Callable[[dict[str, Any]], Sequence[dict[str, Any]]]
 
-
-def over(words: GlooGroup, show: Show | None = None) -> Group:
+def over(words: GlooGroup, share: Share | None = None) -> Group:
     """The group that moves the bytes among the members who can already exchange words.
 
     Args:
         words: joined.
-        show: for IPC on trainer rank 0: see `IpcGroup`.
+        share: for IPC on trainer rank 0: its end of the trainer ranks' rounds.
 
     Raises:
         ContractError: an address of an unknown kind.
@@ -37,5 +34,5 @@ def over(words: GlooGroup, show: Show | None = None) -> Group:
     if kind == "ipc":
         from verifier.transport.cuda_ipc import IpcGroup
 
-        return IpcGroup(words, show)
+        return IpcGroup(words, share)
     raise ContractError(f"there is no transport `{kind}`")

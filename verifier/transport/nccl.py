@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import time
+from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupNCCL, Work
 
 from verifier.errors import UsageError
+from verifier.plan.chunk_plan import Chunk, ChunkPlan
 from verifier.transport.gloo import GlooGroup
-from verifier.transport.wire import Agreement, TransferFailed
+from verifier.transport.wire import AHEAD, Agreement, TransferFailed
 
 
 class NcclGroup:
     """A joined transfer group that broadcasts from GPU to GPU. Not for several threads.
 
+    Broadcasts run on a stream of NCCL's own, each after what its GPU's current stream was given before it. A buffer is
+    kept until the current stream has been told to wait for its broadcast: its memory is not given out again earlier.
     The communicator comes up with the first buffer, in which all members meet.
 
     Args:
@@ -25,77 +29,77 @@ class NcclGroup:
         UsageError: torch sees no GPU in this process.
     """
 
+    refills = False
+    """A received buffer is never written again."""
+
     def __init__(self, words: GlooGroup) -> None:
         if not torch.cuda.is_available():
             raise UsageError("a transfer by NCCL needs a GPU on both sides: use --transport gloo")
         self.rank, self.address = words.rank, words.address
         self._words = words
-        self._under_way: tuple[Work, torch.Tensor, str] | None = None
+        self._under_way: deque[tuple[Work, torch.Tensor, str]] = deque()
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self.address.deadline_s)
         self._group = ProcessGroupNCCL(PrefixStore("nccl", words.store), self.rank, self.address.world_size, options)
 
+    def begin(self, plan: ChunkPlan) -> Agreement:
+        """See `GlooGroup.begin`."""
+        self.end()
+        return self._words.begin(plan)
+
     def agree(self, word: str) -> Agreement:
-        """See `GlooGroup.agree`; the buffer under way, if any, has arrived by then."""
-        self._finish()
+        """See `GlooGroup.agree`."""
         return self._words.agree(word)
 
-    def send(self, buffer: torch.Tensor, what: str) -> None:
-        """From rank 0 to all; returns at once, so that the next buffer can be packed while this one travels.
+    def place(self, num_bytes: int) -> torch.Tensor | None:
+        """Where the sender packs its next chunk: in fresh memory."""
 
-        Args:
-            buffer: [num_bytes] uint8; copied to the GPU if it is not there.
-            what: names the content in the error.
+    def offer(self, word: str, buffer: torch.Tensor, what: str) -> Agreement:
+        """See `GlooGroup.offer`; the GPU sends once its current stream has packed. A host's buffer is copied there."""
+        step = self.agree(word)
+        if step.reached:
+            while len(self._under_way) > AHEAD:  # confirmed by every receiver: the stream waits for nothing
+                self._join()
+            self._start(buffer.to("cuda"), what)
+        return step
 
-        Raises:
-            TransferFailed: a member did not take the buffer before this one before the deadline.
-        """
-        self._start(buffer.to("cuda"), what)
+    def post(self, chunk: Chunk, what: str) -> Callable[[], torch.Tensor]:
+        """See `GlooGroup.post`: the bytes come to fresh memory of this GPU, whose current stream waits for them."""
+        self._start(torch.empty(chunk.num_bytes, dtype=torch.uint8, device="cuda"), what)
+        return self._join
 
-    def receive(self, num_bytes: int, what: str) -> torch.Tensor:
-        """What rank 0 sends, as [num_bytes] uint8 in fresh memory of this rank's GPU.
-
-        Raises:
-            TransferFailed: a member did not arrive before the deadline.
-        """
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-        self._start(buffer, what)
-        self._finish()
-        return buffer
+    def end(self) -> None:
+        """Let go of what is under way, once the current stream has come past it."""
+        while self._under_way:
+            self._join()
 
     def close(self) -> None:
         """Leave the group."""
-        self._under_way = None
+        self._under_way.clear()
         if self._group is not None:
             self._group.abort()
             self._group = None
         self._words.close()
 
     def _start(self, buffer: torch.Tensor, what: str) -> None:
-        self._finish()
         if self._group is None:
             raise TransferFailed(f"rank {self.rank} of the transfer group left it and cannot wait for {what}")
         options = BroadcastOptions()
         options.rootRank = 0
-        self._under_way = (self._group.broadcast([buffer], options), buffer, what)
-
-    def _finish(self) -> None:
-        """Wait until the buffer under way has arrived."""
-        if self._under_way is None:
-            return
-        work, _, what = self._under_way
-        self._under_way = None
-        deadline = time.monotonic() + self.address.deadline_s
         try:
-            work.wait()  # the stream waits, not this thread: torch's own timed wait sleeps a millisecond at a time
-            arrived = torch.cuda.Event()
-            arrived.record()
-            while not arrived.query():
-                if time.monotonic() > deadline:
-                    raise TransferFailed(self._late(what, "it is still under way"))
+            self._under_way.append((self._group.broadcast([buffer], options), buffer, what))
         except RuntimeError as error:
-            raise TransferFailed(self._late(what, str(error).splitlines()[0])) from error
+            raise self._failed(what, error) from error
 
-    def _late(self, what: str, why: str) -> str:
-        waited = f"transfer rank {self.rank} waited up to {self.address.deadline_s:g} s"
-        return f"{waited} in an NCCL broadcast of {what}: {why}"
+    def _join(self) -> torch.Tensor:
+        """Make the current stream wait for the oldest broadcast under way, and hand its buffer over."""
+        work, buffer, what = self._under_way.popleft()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._failed(what, error) from error
+        return buffer
+
+    def _failed(self, what: str, error: RuntimeError) -> TransferFailed:
+        why = str(error).splitlines()[0]
+        return TransferFailed(f"the NCCL broadcast of {what} failed on transfer rank {self.rank}: {why}")

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
 from verifier.errors import ContractError
-from verifier.plan.chunk_plan import ChunkPlan
-from verifier.plan.digest import digest_tensors
-from verifier.transport.buffer import dtype_name, unpack
+from verifier.plan.chunk_plan import Chunk, ChunkPlan
+from verifier.plan.digest import Pieces
+from verifier.transport.buffer import pieces_of, unpack
 from verifier.transport.gloo import join
 from verifier.transport.groups import over
-from verifier.transport.wire import Address, Agreement, Receipt, Received, chunk_word
+from verifier.transport.wire import (
+    AHEAD,
+    Address,
+    Agreement,
+    Receipt,
+    Received,
+    TransferFailed,
+    chunk_word,
+    dissent,
+)
 
 if TYPE_CHECKING:
     from verifier.transport.groups import Group
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], Iterable[str]]
 """Loads tensors under their checkpoint names; returns the engine's names of what it loaded."""
+LetGo = Callable[[torch.Tensor], None]
+"""Gives whoever still holds a view of this buffer a copy of its own."""
 LOAD_ERRORS = (ContractError, RuntimeError, ValueError, LookupError, AttributeError, TypeError, AssertionError)
 """What weight loaders raise at a tensor that does not fit; none of them ends the engine."""
 
@@ -27,14 +40,23 @@ LOAD_ERRORS = (ContractError, RuntimeError, ValueError, LookupError, AttributeEr
 class ChunkReceiver:
     """One engine rank's end of the transfer.
 
+    While a chunk is digested and loaded the next one is on its way: all members have agreed on it before.
+
     Args:
         engine_rank: from 0; the rank in the transfer group is one more.
+        let_go: asked after every load out of memory that the sender will fill again; None for an engine whose loader
+            holds nothing.
     """
 
-    def __init__(self, engine_rank: int) -> None:
+    def __init__(self, engine_rank: int, let_go: LetGo | None = None) -> None:
         self.engine_rank = engine_rank
         self.plan: ChunkPlan | None = None
+        self._let_go = let_go
         self._group: Group | None = None
+        self._next = 0
+        self._posted: deque[tuple[int, Callable[[], torch.Tensor]]] = deque()
+        self._stopped = ""
+        self._pieces: dict[int, Pieces] = {}
 
     def connect(self, address: Address) -> None:
         """Join the sender's group, leaving an earlier one."""
@@ -42,9 +64,20 @@ class ChunkReceiver:
         self._group = over(join(address, self.engine_rank + 1))
 
     def agree(self, plan: ChunkPlan) -> Agreement:
-        """Say this rank's plan digest and hear everyone's; the plan is kept only if all agree."""
-        agreement = self._joined().agree(plan.digest)
-        self.plan = plan if agreement.reached else None
+        """Say this rank's plan digest and hear everyone's; the plan is kept only if all agree.
+
+        What an earlier update left under way is dropped.
+
+        Raises:
+            ContractError: the bytes cannot reach every engine rank; each raises the same.
+        """
+        known, self.plan = self.plan, None
+        self._posted.clear()
+        agreement = self._joined().begin(plan)
+        if agreement.reached:
+            if known is None or known.digest != plan.digest:
+                self._pieces = {}
+            self.plan, self._next, self._stopped = plan, 0, ""
         return agreement
 
     def receive(self, chunk: int, load: Load) -> Receipt:
@@ -54,8 +87,8 @@ class ChunkReceiver:
         loader raises is in the receipt.
 
         Args:
-            chunk: index in the plan.
-            load: called once, with views of a buffer that is never refilled.
+            chunk: index in the plan; chunks come in order.
+            load: called once, with views of the received buffer.
 
         Returns:
             What came and what the loader reported; `refused` says if the members were not all at this chunk, or why
@@ -69,31 +102,84 @@ class ChunkReceiver:
             raise ContractError(f"chunk {chunk} was announced before a chunk plan was agreed on")
         if not 0 <= chunk < len(self.plan.chunks):
             raise ContractError(f"chunk {chunk} was announced, the agreed plan has {len(self.plan.chunks)} chunks")
-        group, layout = self._joined(), self.plan.chunks[chunk]
-        step = group.agree(chunk_word(self.plan.digest, chunk))
-        if not step.reached:
-            refused = f"transfer ranks {list(step.dissenters)} are at another chunk than the sender"
-            return Receipt(rank=self.engine_rank, chunk=chunk, received=(), loaded=(), refused=refused)
-        tensors = unpack(layout, group.receive(layout.num_bytes, f"chunk {chunk} of {len(self.plan.chunks)}"))
-        digests = digest_tensors(tensor for _, tensor in tensors)
+        self._post_through(self.plan, chunk)
+        if not self._posted or self._posted[0][0] != chunk:
+            why = self._stopped or f"engine rank {self.engine_rank} was asked for a chunk that was not its next"
+            return Receipt(rank=self.engine_rank, chunk=chunk, received=(), loaded=(), refused=why)
+        layout, arrived = self.plan.chunks[chunk], self._posted.popleft()[1]
+        what = f"chunk {chunk} of {len(self.plan.chunks)}"
+        buffer = arrived()
+        if chunk not in self._pieces:
+            self._pieces[chunk] = pieces_of(layout)
+        digests = self._pieces[chunk].start(buffer)
+        loaded, refused = self._load(layout, buffer, load)
+        self._settle(buffer, what)
+        if chunk == len(self.plan.chunks) - 1:
+            self._joined().end()
         received = tuple(
-            Received(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), digest=digest)
-            for (name, tensor), digest in zip(tensors, digests, strict=True)
+            Received(entry.tensor.name, entry.tensor.dtype, entry.tensor.shape, digest)
+            for entry, digest in zip(layout.entries, digests.result(), strict=True)
         )
-        loaded, refused = (), None
-        try:
-            loaded = tuple(sorted(load(tensors)))
-        except LOAD_ERRORS as error:
-            refused = f"{type(error).__name__} while loading: {error}"
         return Receipt(rank=self.engine_rank, chunk=chunk, received=received, loaded=loaded, refused=refused)
 
     def close(self) -> None:
         """Leave the transfer group, if joined."""
+        self._posted.clear()
         if self._group is not None:
             self._group.close()
             self._group = None
+
+    def _post_through(self, plan: ChunkPlan, chunk: int) -> None:
+        """Agree on this chunk and on the `AHEAD` ones after it, as far as that has not been done, and let them come."""
+        in_turn = self._posted[0][0] if self._posted else self._next
+        while not self._stopped and self._next <= min(in_turn + AHEAD, len(plan.chunks) - 1):
+            word = chunk_word(plan.digest, self._next) if chunk == in_turn else f"asked for chunk {chunk}"
+            step = self._joined().agree(word)
+            if not step.reached:
+                self._stopped = dissent(step)
+                return
+            what = f"chunk {self._next} of {len(plan.chunks)}"
+            self._posted.append((self._next, self._joined().post(plan.chunks[self._next], what)))
+            self._next += 1
+
+    def _load(self, layout: Chunk, buffer: torch.Tensor, load: Load) -> tuple[tuple[str, ...], str | None]:
+        """Names that the loader reported, and why it failed, if so."""
+        users = _users(buffer)
+        loaded: tuple[str, ...] = ()
+        refused: str | None = None
+        try:
+            loaded = tuple(sorted(load(unpack(layout, buffer))))
+        except LOAD_ERRORS as error:
+            refused = f"{type(error).__name__} while loading: {error}"
+        if self._joined().refills:
+            if self._let_go is not None:
+                self._let_go(buffer)
+            if refused is None and _users(buffer) > users:
+                refused = "the loader keeps views of a buffer that the sender will fill again"
+        return loaded, refused
+
+    def _settle(self, buffer: torch.Tensor, what: str) -> None:
+        """Wait until a GPU's stream has come past everything that was asked of it for this chunk."""
+        if not buffer.is_cuda:
+            return
+        deadline_s = self._joined().address.deadline_s
+        deadline = time.monotonic() + deadline_s
+        late = f"engine rank {self.engine_rank} waited up to {deadline_s:g} s for {what} to arrive and be loaded"
+        try:
+            done = torch.cuda.Event()
+            done.record()
+            while not done.query():
+                if time.monotonic() > deadline:
+                    raise TransferFailed(late)
+        except RuntimeError as error:
+            raise TransferFailed(f"{late}: {str(error).splitlines()[0]}") from error
 
     def _joined(self) -> Group:
         if self._group is None:
             raise ContractError("an update was announced before the engine joined a transfer group")
         return self._group
+
+
+def _users(buffer: torch.Tensor) -> int:
+    """How many tensors lie in the buffer's memory, itself among them."""
+    return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)

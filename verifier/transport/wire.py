@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from verifier.errors import InternalError
+
+AHEAD = 1
+"""Chunks that are agreed on and on their way while one is digested and loaded."""
+STOPPED = "stopped"
+"""What a sender says in a chunk's stead when its stream departs from the plan."""
 
 
 class TransferFailed(InternalError):
@@ -53,8 +58,7 @@ class Agreement:
         return tuple(rank for rank, word in enumerate(self.said) if word != self.said[0])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Received:
+class Received(NamedTuple):
     """One tensor as it arrived: what the receiver's plan calls it, and the digest of the bytes that are there."""
 
     name: str
@@ -77,12 +81,12 @@ class Receipt:
     """Why no byte was taken, if so."""
 
     def to_json(self) -> dict[str, Any]:
-        """Inverse of `from_json`."""
+        """Inverse of `from_json`; tuples, which JSON writes as lists, are left as they are."""
         return {
             "rank": self.rank,
             "chunk": self.chunk,
-            "received": [[item.name, item.dtype, list(item.shape), item.digest] for item in self.received],
-            "loaded": list(self.loaded),
+            "received": self.received,
+            "loaded": self.loaded,
             "refused": self.refused,
         }
 
@@ -93,8 +97,7 @@ class Receipt:
             rank=record["rank"],
             chunk=record["chunk"],
             received=tuple(
-                Received(name=name, dtype=dtype, shape=tuple(shape), digest=digest)
-                for name, dtype, shape, digest in record["received"]
+                Received(name, dtype, tuple(shape), digest) for name, dtype, shape, digest in record["received"]
             ),
             loaded=tuple(record["loaded"]),
             refused=record["refused"],
@@ -104,3 +107,11 @@ class Receipt:
 def chunk_word(plan_digest: str, chunk: int) -> str:
     """What all members say before a chunk moves, so that none is a chunk ahead."""
     return f"{plan_digest} chunk {chunk}"
+
+
+def dissent(agreement: Agreement) -> str:
+    """Why a chunk does not move, in the same words on every member."""
+    if agreement.said[0] == STOPPED:
+        return "the sender stopped before this chunk"
+    ranks = ", ".join(str(rank - 1) for rank in agreement.dissenters)
+    return f"engine rank {ranks} is at another chunk than the sender"

@@ -7,6 +7,7 @@ import torch
 
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import Chunk, TensorMeta, build_plan
+from verifier.plan.digest import digest_tensors
 from verifier.transport.buffer import dtype_name, pack, unpack
 
 TENSORS = {
@@ -29,7 +30,7 @@ def raw(tensor: torch.Tensor) -> list[int]:
 
 def test_round_trip_keeps_bits_dtypes_and_order() -> None:
     layout = chunk()
-    back = unpack(layout, pack(layout, TENSORS))
+    back = unpack(layout, pack(layout, TENSORS, None).buffer)
     assert [name for name, _ in back] == list(TENSORS)
     for name, tensor in back:
         assert tensor.dtype == TENSORS[name].dtype
@@ -37,18 +38,36 @@ def test_round_trip_keeps_bits_dtypes_and_order() -> None:
         assert raw(tensor) == raw(TENSORS[name])
 
 
+def test_a_buffer_may_lie_inside_a_greater_one() -> None:
+    layout = chunk()
+    ring = torch.full((3 * layout.num_bytes,), 255, dtype=torch.uint8)
+    packed = pack(layout, TENSORS, ring[layout.num_bytes : 2 * layout.num_bytes])
+    assert [raw(tensor) for _, tensor in unpack(layout, packed.buffer)] == [raw(tensor) for tensor in TENSORS.values()]
+    assert set(ring[: layout.num_bytes].tolist()) == set(ring[2 * layout.num_bytes :].tolist()) == {255}
+
+
 def test_views_outlive_the_name_of_the_buffer() -> None:
     layout = chunk()
-    buffer = pack(layout, TENSORS)
+    buffer = pack(layout, TENSORS, None).buffer
     (_, bias), *_ = unpack(layout, buffer)
     del buffer
     assert torch.equal(bias[:2], TENSORS["bias"][:2])
 
 
+def test_packing_into_used_memory_leaves_nothing_of_it() -> None:
+    layout = chunk()
+    fresh = pack(layout, TENSORS, None)
+    used = torch.full((layout.num_bytes,), 255, dtype=torch.uint8)
+    again = pack(layout, TENSORS, used)
+    assert again.buffer is used
+    assert used.tolist() == pack(layout, TENSORS, torch.zeros(layout.num_bytes, dtype=torch.uint8)).buffer.tolist()
+    assert again.digests() == fresh.digests() == digest_tensors(TENSORS.values())
+
+
 def test_non_contiguous_tensors_are_laid_out_row_by_row() -> None:
     turned = torch.arange(6.0).view(2, 3).t()
     (layout,) = build_plan([TensorMeta(name="w", dtype="float32", shape=(3, 2))], chunk_bytes=64).chunks
-    ((_, back),) = unpack(layout, pack(layout, {"w": turned}))
+    ((_, back),) = unpack(layout, pack(layout, {"w": turned}, None).buffer)
     assert torch.equal(back, turned)
 
 
@@ -64,7 +83,7 @@ def test_non_contiguous_tensors_are_laid_out_row_by_row() -> None:
 def test_departures_are_refused(change: dict[str, torch.Tensor | None], sentence: str) -> None:
     tensors = {name: tensor for name, tensor in (TENSORS | change).items() if tensor is not None}
     with pytest.raises(ContractError) as caught:
-        pack(chunk(), tensors)
+        pack(chunk(), tensors, None)
     assert str(caught.value) == sentence
 
 

@@ -1,0 +1,302 @@
+"""The rings of CUDA IPC without CUDA: whose memory is read, when a slot is filled again, and what is refused.
+
+What this does not exercise: handles and events of CUDA itself, and two processes; tests/h100 does. Here a GPU is a
+name, its memory is the host's, and an event is the moment at which it was recorded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from tests.unit.transport.transfer_case import Ranks, Sender, plan_of, weights
+from verifier.errors import ContractError
+from verifier.transport import cuda_ipc
+from verifier.transport.cuda_ipc import SLOTS, follow
+
+TRAINER_RANKS = 2
+
+
+class Event:
+    """Recorded when its slot was packed; whoever waits for one that was not has come too early."""
+
+    known: ClassVar[dict[str, Event]] = {}
+
+    def __init__(self, interprocess: bool) -> None:
+        assert interprocess
+        self.num_records = 0
+        self.known[f"{id(self):016x}"] = self
+
+    def record(self) -> None:
+        self.num_records += 1
+
+    def ipc_handle(self) -> bytes:
+        return bytes.fromhex(f"{id(self):016x}")
+
+    @classmethod
+    def from_ipc_handle(cls, device: torch.device, handle: bytes) -> Event:
+        return cls.known[handle.hex()]
+
+
+class Stream:
+    def wait_event(self, event: Event) -> None:
+        assert event.num_records > 0
+
+
+class Share:
+    """The rounds of `TRAINER_RANKS` threads."""
+
+    rows: ClassVar[list[Any]] = [None] * TRAINER_RANKS
+    barrier = threading.Barrier(TRAINER_RANKS, timeout=20)
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.ended = rank, False
+
+    def begin(self) -> None:
+        self.ended = False
+
+    def show(self, record: Any) -> list[Any]:
+        found = self._round(record)
+        if any(row is None for row in found):
+            self.ended = True
+            raise ContractError("a trainer rank stopped before the transfer was complete: its log says why")
+        return found
+
+    def stop(self) -> None:
+        if not self.ended:
+            self._round(None)
+
+    def end(self) -> None:
+        self._round({})
+
+    def _round(self, record: Any) -> list[Any]:
+        self.rows[self.rank] = record
+        self.barrier.wait()
+        found = list(self.rows)
+        self.barrier.wait()
+        return found
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """GPUs that are names of threads; `released` lists whose rings were given up unread."""
+    found: dict[str, Any] = {"memory": {}, "released": [], "gpu_of": {}}
+
+    def gpu() -> str:
+        name = threading.current_thread().name
+        return found["gpu_of"].get(name, "GPU-" + ("0" if name == "MainThread" else name.split("_")[0][-1]))
+
+    def describe(memory: torch.Tensor) -> dict[str, Any]:
+        found["memory"][memory.data_ptr()] = memory
+        return {"gpu": gpu(), "num_bytes": memory.numel(), "values": memory.data_ptr()}
+
+    monkeypatch.setattr(cuda_ipc, "gpu_uuid", gpu)
+    monkeypatch.setattr(cuda_ipc, "allocate", lambda n: torch.full((n + 16,), 255, dtype=torch.uint8)[:n])
+    monkeypatch.setattr(cuda_ipc, "describe", describe)
+    monkeypatch.setattr(
+        cuda_ipc, "open_buffer", lambda record: torch.from_numpy(found["memory"][record["values"]].numpy())
+    )
+    monkeypatch.setattr(cuda_ipc, "release", lambda record: found["released"].append(record["gpu"]))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    yield found
+    Event.known.clear()
+
+
+class Follower:
+    """Trainer rank 1: draws the same stream and packs it beside rank 0."""
+
+    def __init__(self, version: int, planned: int | None = None) -> None:
+        self.share = Share(1)
+        self.drawn = 0
+        tensors = weights(version)
+        plan = plan_of(weights(version if planned is None else planned))
+        self.thread = threading.Thread(
+            target=lambda: follow(self.share, plan, self._counted(tensors)), name="trainer rank 1", daemon=True
+        )
+        self.thread.start()
+
+    def _counted(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        for item in tensors.items():
+            self.drawn += 1
+            yield item
+
+    def join(self) -> None:
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+def send(sender: Sender, share: Share, version: int) -> None:
+    share.begin()
+    follower = Follower(version)
+    sender.send(version)
+    share.end()
+    follower.join()
+    assert follower.drawn == len(weights(version))
+
+
+def test_every_rank_reads_the_ring_on_its_own_gpu(host: dict[str, Any]) -> None:
+    ranks, share = Ranks(2), Share(0)
+    sender = Sender(ranks, "ipc", share)
+    for version in range(3):
+        send(sender, share, version)
+    assert host["released"] == []
+    sender.group.close()
+    ranks.close()
+
+
+def test_a_ring_that_no_engine_rank_reads_is_given_up(host: dict[str, Any]) -> None:
+    ranks, share = Ranks(1), Share(0)
+    sender = Sender(ranks, "ipc", share)
+    for version in range(2):
+        send(sender, share, version)
+    assert host["released"] == ["GPU-1", "GPU-1"]
+    sender.group.close()
+    ranks.close()
+
+
+def test_a_rank_without_a_ring_is_refused_before_a_byte_is_loaded(host: dict[str, Any]) -> None:
+    """All ranks say the same sentence; the next update, of a rank that has moved, is whole."""
+    ranks, share = Ranks(3), Share(0)
+    host["gpu_of"]["engine rank 2_0"] = "GPU-7"
+    sender = Sender(ranks, "ipc", share)
+    share.begin()
+    follower = Follower(1)
+    sentence = (
+        "engine rank 2 runs on GPU GPU-7 and was given no buffer there: the trainer shares buffers on GPU-0, GPU-1"
+    )
+    answers = []
+    begin_update = ranks.begin_update
+
+    def asked(plan: Any) -> Any:
+        answers.append(begin_update(plan))
+        return answers[-1]
+
+    ranks.begin_update = asked
+    with pytest.raises(ContractError) as caught:
+        sender.deliver(plan_of(weights(1)), weights(1))
+    share.stop()
+    follower.join()
+    assert str(caught.value) == sentence
+    assert [str(future.exception()) for future in answers[0]._futures] == [sentence] * 3
+    assert ranks.held == [{}, {}, {}]
+    assert sorted(host["released"]) == ["GPU-0", "GPU-1"]
+    with pytest.raises(ContractError, match="before a chunk plan was agreed on"):
+        ranks.receive(0).result()
+    host["gpu_of"]["engine rank 2_0"] = "GPU-1"
+    send(sender, share, 2)
+    sender.group.close()
+    ranks.close()
+
+
+def test_what_a_loader_keeps_is_let_go_or_refused(host: dict[str, Any]) -> None:
+    """A loader that keeps views, as a reload by layers does, gets copies; one that is not asked is found out."""
+    kept: list[dict[str, torch.Tensor]] = [{}, {}]
+
+    def keep_views(rank: int, tensors: list[tuple[str, torch.Tensor]]) -> list[str]:
+        kept[rank] |= dict(tensors)
+        return [name for name, _ in tensors]
+
+    def let_go(buffer: torch.Tensor) -> None:
+        memory = buffer.untyped_storage().data_ptr()
+        for held in kept:
+            for name, tensor in held.items():
+                if tensor.untyped_storage().data_ptr() == memory:
+                    held[name] = tensor.clone()
+
+    ranks, share = Ranks(2, let_go), Share(0)
+    ranks.load, ranks.held = keep_views, kept
+    sender = Sender(ranks, "ipc", share)
+    send(sender, share, 1)
+    for receiver in ranks.receivers:
+        receiver._let_go = None
+    share.begin()
+    follower = Follower(2)
+    refused = set()
+    for delivery in sender.deliver(plan_of(weights(2)), weights(2)):
+        refused |= {receipt.refused for receipt in delivery.receipts}
+    share.end()
+    follower.join()
+    assert refused == {"the loader keeps views of a buffer that the sender will fill again"}
+    sender.group.close()
+    ranks.close()
+
+
+def test_a_trainer_rank_that_stops_ends_the_update_for_all(host: dict[str, Any]) -> None:
+    """Rank 0 hears of it in their next round and tells the engine, and no one waits."""
+    ranks, share = Ranks(1), Share(0)
+    sender = Sender(ranks, "ipc", share)
+    tensors = weights(1)
+    plan = plan_of(tensors)
+
+    def stop_at_chunk_3(share: Share) -> None:
+        share.show(cuda_ipc.Ring(plan).describe())
+        share.show({})
+        for _ in range(3):
+            share.show({})
+        share.stop()
+
+    share.begin()
+    other = threading.Thread(target=stop_at_chunk_3, args=[Share(1)], name="trainer rank 1", daemon=True)
+    other.start()
+    confirmed = 0
+    stream = sender.deliver(plan, tensors)
+    with pytest.raises(ContractError, match="a trainer rank stopped before the transfer was complete"):  # noqa: PT012
+        for _ in stream:
+            confirmed += 1
+    share.stop()
+    other.join(20)
+    assert confirmed == 3
+    send(sender, share, 2)
+    sender.group.close()
+    ranks.close()
+
+
+def test_a_plan_that_is_refused_tells_the_other_trainer_ranks(host: dict[str, Any]) -> None:
+    ranks, share = Ranks(2), Share(0)
+    sender = Sender(ranks, "ipc", share)
+    tensors = weights(1)
+    turned = dict(reversed(tensors.items()))
+    share.begin()
+    follower = Follower(1)
+    answer = ranks.begin_update(plan_of(turned))
+    assert not sender.group.begin(plan_of(tensors)).reached
+    answer.result()
+    share.stop()
+    follower.join()
+    assert follower.drawn == len(tensors)
+    send(sender, share, 2)
+    sender.group.close()
+    ranks.close()
+
+
+def test_a_slot_is_filled_again_only_when_it_was_confirmed(host: dict[str, Any]) -> None:
+    """While a rank loads chunk k at its leisure, no trainer rank packs past chunk k + 2."""
+    ranks, share = Ranks(2), Share(0)
+    sender = Sender(ranks, "ipc", share)
+    furthest: list[int] = []
+    follower_of: list[Follower] = []
+    plan = plan_of(weights(1))
+    chunk_of = {entry.tensor.name: chunk.index for chunk in plan.chunks for entry in chunk.entries}
+
+    def slow(rank: int, tensors: list[tuple[str, torch.Tensor]]) -> list[str]:
+        threading.Event().wait(0.03)
+        drawn = follower_of[0].drawn
+        packed = sum(1 for chunk in plan.chunks if sum(len(c.entries) for c in plan.chunks[: chunk.index + 1]) <= drawn)
+        furthest.append(packed - 1 - chunk_of[tensors[0][0]])
+        return ranks.keep(rank, tensors)
+
+    ranks.load = slow
+    share.begin()
+    follower_of.append(Follower(1))
+    sender.send(1)
+    share.end()
+    follower_of[0].join()
+    assert max(furthest) == SLOTS - 1
+    sender.group.close()
+    ranks.close()

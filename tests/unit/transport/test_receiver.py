@@ -1,0 +1,176 @@
+"""One chunk ahead of what is loaded, over real gloo groups; what is refused, and that the next update is whole."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.unit.transport.transfer_case import Ranks, Sender, plan_of, weights
+from verifier.engine import update
+from verifier.errors import ContractError
+from verifier.transport.wire import TransferFailed
+
+
+@pytest.fixture(params=[1, 3], ids=["one-rank", "three-ranks"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    found = Ranks(request.param)
+    yield found
+    found.close()
+
+
+def test_every_update_is_whole(ranks: Ranks) -> None:
+    sender = Sender(ranks)
+    for version in range(3):
+        assert len(sender.send(version)) > 5
+    sender.group.close()
+
+
+def test_the_next_chunk_travels_while_one_is_loaded(ranks: Ranks) -> None:
+    """Every chunk but the last is loaded with its successor posted, and one drawn ahead of that."""
+    sender = Sender(ranks)
+    tensors = weights(1)
+    plan = plan_of(tensors)
+    posted, drawn = [], []
+    seen_drawn = threading.Event()
+
+    def load(rank: int, received: list[tuple[str, torch.Tensor]]) -> list[str]:
+        if rank == 0:
+            posted.append([chunk for chunk, _ in ranks.receivers[0]._posted])
+            seen_drawn.wait(0.05)
+        return ranks.keep(rank, received)
+
+    ranks.load = load
+    update.agree(ranks, sender.group, plan)
+    for delivery in update.deliver(ranks, sender.group, plan, (drawn.append(n) or (n, t) for n, t in tensors.items())):
+        behind = plan.chunks[: delivery.chunk.index + 3]
+        assert len(drawn) == sum(len(chunk.entries) for chunk in behind)
+    last = len(plan.chunks) - 1
+    assert posted == [[chunk + 1] for chunk in range(last)] + [[]]
+    sender.group.close()
+
+
+def test_a_stream_that_departs_from_the_plan_ends_the_update(ranks: Ranks) -> None:
+    """What was sent before is confirmed, nobody waits for what does not come, and the next update is whole."""
+    sender = Sender(ranks)
+    tensors = weights(1)
+    plan = plan_of(tensors)
+    for wrong in range(len(plan.chunks)):
+        stream = list(tensors.items())
+        at = sum(len(chunk.entries) for chunk in plan.chunks[:wrong])
+        stream[at] = ("another.weight", stream[at][1])
+        update.agree(ranks, sender.group, plan)
+        confirmed = []
+        began = time.monotonic()
+        with pytest.raises(ContractError, match=r"the stream brings `another\.weight` where the plan says"):  # noqa: PT012
+            for delivery in update.deliver(ranks, sender.group, plan, iter(stream)):
+                assert all(receipt.refused is None and receipt.received for receipt in delivery.receipts)
+                confirmed.append(delivery.chunk.index)
+        assert confirmed == list(range(wrong))
+        assert time.monotonic() - began < 5
+        ranks.held = [{} for _ in ranks.held]
+        sender.send(wrong + 2)
+    sender.group.close()
+
+
+def test_a_stream_that_goes_on_after_the_plan_is_refused(ranks: Ranks) -> None:
+    sender = Sender(ranks)
+    tensors = weights(1)
+    with pytest.raises(ContractError, match="the stream brings `more` after the plan's end"):
+        list(update_of(sender, tensors, {**tensors, "more": torch.ones(1)}))
+    sender.send(2)
+    sender.group.close()
+
+
+def update_of(sender: Sender, planned: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]):
+    return sender.deliver(plan_of(planned), sent)
+
+
+def test_a_rank_at_another_chunk_stops_all_alike(ranks: Ranks) -> None:
+    sender = Sender(ranks)
+    tensors = weights(1)
+    plan = plan_of(tensors)
+    astray = len(ranks.receivers) - 1
+    ranks.asked = lambda rank, chunk: chunk + (chunk == 2 and rank == astray)
+    refused = []
+    with pytest.raises(ContractError, match="is at another chunk than the sender"):  # noqa: PT012
+        for delivery in sender.deliver(plan, tensors):
+            refused += [(delivery.chunk.index, receipt.rank, receipt.refused) for receipt in delivery.receipts]
+    said = f"engine rank {astray} is at another chunk than the sender"
+    assert [item for item in refused if item[2]] == [
+        (2, astray, said), *((3, rank, said) for rank in range(len(ranks.receivers)))
+    ]  # fmt: skip
+    ranks.asked = lambda rank, chunk: chunk
+    ranks.held = [{} for _ in ranks.held]
+    sender.send(2)
+    sender.group.close()
+
+
+def test_a_loader_that_fails_says_so_and_the_rest_goes_on(ranks: Ranks) -> None:
+    sender = Sender(ranks)
+    tensors = weights(1)
+
+    def load(rank: int, received: list[tuple[str, torch.Tensor]]) -> list[str]:
+        if rank == 0 and "layers.8.weight" in dict(received):
+            raise ValueError("it does not fit")
+        return ranks.keep(rank, received)
+
+    ranks.load = load
+    refusals = []
+    for delivery in sender.deliver(plan_of(tensors), tensors):
+        assert [item.digest for item in delivery.receipts[0].received] == delivery.digests()
+        refusals += [(receipt.rank, receipt.refused) for receipt in delivery.receipts if receipt.refused]
+    assert refusals == [(0, "ValueError while loading: it does not fit")]
+    ranks.load = ranks.keep
+    sender.send(2)
+    sender.group.close()
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_an_update_that_is_left_open_is_dropped_by_the_next(ranks: Ranks, after: int) -> None:
+    sender = Sender(ranks)
+    tensors = weights(1)
+    stream = sender.deliver(plan_of(tensors), tensors)
+    for _ in range(after):
+        next(stream)
+    stream.close()
+    ranks.held = [{} for _ in ranks.held]
+    sender.send(2)
+    sender.group.close()
+
+
+def test_other_plans_are_refused_before_a_byte_moves(ranks: Ranks) -> None:
+    sender = Sender(ranks)
+    tensors = weights(1)
+    plan, turned = plan_of(tensors), plan_of(dict(reversed(tensors.items())))
+    answer = ranks.begin_update(turned)
+    agreement = sender.group.begin(plan)
+    answer.result()
+    assert agreement.dissenters == tuple(range(1, len(ranks.receivers) + 1))
+    with pytest.raises(ContractError, match="chunk 0 was announced before a chunk plan was agreed on"):
+        ranks.receive(0).result()
+    sender.send(2)
+    sender.group.close()
+
+
+def test_a_chunk_that_is_not_planned_is_refused(ranks: Ranks) -> None:
+    sender = Sender(ranks)
+    plan = plan_of(weights(1))
+    update.agree(ranks, sender.group, plan)
+    with pytest.raises(ContractError, match="chunk 99 was announced, the agreed plan has"):
+        ranks.receive(99).result()
+    sender.group.close()
+
+
+def test_a_sender_that_goes_silent_is_given_up(ranks: Ranks) -> None:
+    sender = Sender(ranks, deadline_s=1)
+    tensors = weights(1)
+    update.agree(ranks, sender.group, plan_of(tensors))
+    began = time.monotonic()
+    with pytest.raises(TransferFailed, match=r"waited up to 1 s with the sender"):
+        ranks.receive(0).result()
+    assert time.monotonic() - began < 10
+    sender.group.close()
