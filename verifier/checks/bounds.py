@@ -30,7 +30,7 @@ class Bounds:
     greatest: tuple[Tolerance, ...]
     """Of any token, per sequence."""
     body: Mapping[str, Tolerance] = field(default_factory=dict)
-    """Of a statistic over all tokens: "mean", "median" or "p90"."""
+    """Of a statistic over all tokens: "mean" or "median"."""
 
 
 def bounds_of(trace: Trace, stage: Stage, expected: Evidence) -> Bounds:
@@ -85,7 +85,11 @@ def _floors(trace: Trace, whole: list[int]) -> list[Mapping[str, Any]]:
 
 
 def _by_floors(floors: list[Mapping[str, Any]], lengths: list[int]) -> Bounds:
-    """Twice the floor: of a token its greatest, of all tokens its mean, median and nine tenths."""
+    """Twice the floor: of a token its greatest, of all tokens its mean and its median.
+
+    Not of upper quantiles, which lie where a mixture's router begins to flip: on clean runs of 262 tokens nine tenths moved
+    between 0.3 and 2.2 times the floor's, the median between 0.6 and 1.3 times.
+    """
 
     def twice(value: float, of: str, facts: Mapping[str, Any], more: str = "") -> Tolerance:
         source = (
@@ -96,7 +100,7 @@ def _by_floors(floors: list[Mapping[str, Any]], lengths: list[int]) -> Bounds:
     greatest = tuple(twice(FLOORS * float(facts["max"]), "greatest", facts) for facts in floors)
     body = {}
     if sum(lengths) >= FEW_TOKENS:
-        for name in ("mean", "median", "p90"):
+        for name in ("mean", "median"):
             values = [float(facts[name]) for facts in floors]
             facts, bound, more = floors[values.index(max(values))], FLOORS * max(values), ""
             if name == "mean":

@@ -13,8 +13,8 @@ from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
-SHORT = {"longest": 64, "mean": 0.01, "deviation": 0.02, "median": 0.008, "p90": 0.03, "max": 0.1, "stored": "short"}
-LONG = {"longest": 256, "mean": 0.02, "deviation": 0.01, "median": 0.009, "p90": 0.02, "max": 0.3, "stored": "long"}
+SHORT = {"longest": 64, "mean": 0.01, "deviation": 0.02, "median": 0.008, "max": 0.1, "stored": "short"}
+LONG = {"longest": 256, "mean": 0.02, "deviation": 0.01, "median": 0.009, "max": 0.3, "stored": "long"}
 NOISE = {"max": 0.07, "mean": 0.012, "deviation": 0.03}
 LENGTHS = [60, 200]
 
@@ -45,10 +45,10 @@ def test_twice_the_floor_of_each_sequences_own_length() -> None:
     found = bounds_of(trace(*FLOORS, fact("noise", NOISE)), Stage.LOGPROB, expected([61, 201]))
     assert [item.absolute for item in found.greatest] == [0.2, 0.6]
     assert {name: item.absolute for name, item in found.body.items()} == pytest.approx(
-        {"mean": 0.04 + 3 * 0.01 / math.sqrt(260), "median": 0.018, "p90": 0.06}
+        {"mean": 0.04 + 3 * 0.01 / math.sqrt(260), "median": 0.018}
     )
     assert "long" in found.greatest[1].source
-    assert "short" in found.body["p90"].source
+    assert "long" in found.body["median"].source
 
 
 @pytest.mark.parametrize("floors", [FLOORS, []], ids=["too-long", "none"])
@@ -88,7 +88,7 @@ def test_a_mean_of_few_tokens_is_not_judged() -> None:
     [
         (torch.full((260,), 0.007), set()),
         (torch.full((260,), 0.02), {"scored median"}),
-        (torch.full((260,), 0.07), {"scored median", "scored p90", "scored mean"}),
+        (torch.full((260,), 0.07), {"scored median", "scored mean"}),
         (torch.tensor([0.25] + [0.0] * 259), {"scored sequence 0"}),
         (torch.tensor([0.0] * 259 + [0.25]), set()),
     ],
@@ -98,4 +98,4 @@ def test_what_the_mean_lets_through_the_median_does_not(gaps: torch.Tensor, bad:
     """A shift of every token by twice the usual noise hides in a mean that a few flips of a router make large."""
     found = list(trainer_logprob_differs_from_oracle(trace(*FLOORS, gaps=gaps.double())))
     assert {item.what for item in found if not item.same} == bad
-    assert len(found) == 5
+    assert len(found) == 4
