@@ -192,6 +192,9 @@ def _digests_of(data: Sequence[torch.Tensor]) -> list[str]:
         from verifier.plan.digest_numba import lane_sums_numba
 
         lane_sums = lane_sums_numba
+    elif data[0].device.type == "cpu" and torch.cuda.is_initialized() and all(item.numel() for item in data):
+        # A rank on a machine without numba: its GPU digests what lies on the host, some twenty times faster.
+        return [digest for item in data for digest in _digests_of([item.cuda()])]
     digests = []
     for item in data:
         low, high = lane_sums(item) if item.numel() else (0, 0)

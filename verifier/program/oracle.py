@@ -66,17 +66,18 @@ class Oracle:
             checkpoint = subject.checkpoint.path if version == 0 else Path(spec.work) / f"live-{version}"
             if not checkpoint.is_dir():
                 continue
-            exact = self.score(checkpoint, spec.sequences)
+            samples = list(seen.at(Stage.ROLLOUT, "sampled", version=version))
+            groups = [spec.sequences, *(_continued(spec.prompts, item) for item in samples)]
+            exact, *exact_samples = self._score_groups(checkpoint, groups, "float32")
             _emit(recorder, "oracle", "scored", version, exact, [len(row) + 1 for row in exact])
             if subject.dtype != "float32":
-                _emit_noise(recorder, "scored", version, self.score(checkpoint, spec.sequences, subject.dtype), exact)
+                rounded = self._score_groups(checkpoint, groups, subject.dtype)
+                _emit_noise(recorder, "scored", version, rounded[0], exact)
+                for low, rows in zip(rounded[1:], exact_samples, strict=True):
+                    _emit_noise(recorder, "sampled", version, low, rows)
             if version == 0:
                 engine_gaps += _gaps_of(seen, "engine", exact)
-            for sampled in seen.at(Stage.ROLLOUT, "sampled", version=version):
-                tokens = [[*prompt, *more] for prompt, more in zip(spec.prompts, sampled.facts["tokens"], strict=True)]
-                rows = self.score(checkpoint, tokens)
-                if subject.dtype != "float32":
-                    _emit_noise(recorder, "sampled", version, self.score(checkpoint, tokens, subject.dtype), rows)
+            for sampled, rows in zip(samples, exact_samples, strict=True):
                 tails = [row[-n:] for row, n in zip(rows, sampled.facts["lengths"], strict=True)]
                 _emit(recorder, "sampled-oracle", "sampled", version, tails, [len(row) + 1 for row in rows])
                 if version == 0:
@@ -89,6 +90,13 @@ class Oracle:
             self._record_steps(recorder, spec, subject)
         recorder.close()
 
+    def _score_groups(
+        self, checkpoint: Path, groups: Sequence[Sequence[Sequence[int]]], dtype: str
+    ) -> list[list[list[float]]]:
+        """`score` of several groups of sequences, for which the checkpoint is loaded once."""
+        rows = iter(self.score(checkpoint, [tokens for group in groups for tokens in group], dtype))
+        return [[next(rows) for _ in group] for group in groups]
+
     def _record_steps(self, recorder: store.Recorder, spec: RunSpec, subject: Subject) -> None:
         batches = [[[list(tokens), loss_mask(len(tokens))] for tokens in batch] for batch in spec.batches]
         arguments = [str(subject.checkpoint.path), spec.work, batches, LEARNING_RATE, CLIP_GRAD]
@@ -96,6 +104,11 @@ class Oracle:
             recorder.emit(
                 Evidence(stage=Stage.LOSS, kind="gradient", name=row.pop("name"), version=row.pop("version"), facts=row)
             )
+
+
+def _continued(prompts: Sequence[Sequence[int]], sampled: Evidence) -> list[list[int]]:
+    """Each prompt with the tokens that the engine sampled after it."""
+    return [[*prompt, *more] for prompt, more in zip(prompts, sampled.facts["tokens"], strict=True)]
 
 
 def loss_mask(num_tokens: int) -> list[bool]:
