@@ -87,8 +87,8 @@ def _floors(trace: Trace, whole: list[int]) -> list[Mapping[str, Any]]:
 def _by_floors(floors: list[Mapping[str, Any]], lengths: list[int]) -> Bounds:
     """Twice the floor: of a token its greatest, of all tokens its mean and its median.
 
-    Not of upper quantiles, which lie where a mixture's router begins to flip: on clean runs of 262 tokens nine tenths moved
-    between 0.3 and 2.2 times the floor's, the median between 0.6 and 1.3 times.
+    Not of upper quantiles, which lie where a mixture's router begins to flip: on clean runs of 262 tokens nine tenths
+    lay between 0.3 and 2.2 times the floor's, the median between 0.6 and 1.3 times.
     """
 
     def twice(value: float, of: str, facts: Mapping[str, Any], more: str = "") -> Tolerance:
