@@ -37,6 +37,9 @@ _GRAPHS = {
 }
 """One graph of the whole model per size of batch, in tokens, prefills too; vLLM's own choice would compile as well, and
 its greatest size, twice the number of sequences, would leave every scored batch to the eager path."""
+_ADAPTERS = {"max_loras": 1, "lora_target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
+"""One adapter at a time, on linears alone: with one on the head, vLLM 0.21 finds no adapter for the rows of a prompt
+whose log-probabilities are asked for; on a CPU it fails there, on a GPU it reads on behind its table."""
 _RPC_DEADLINE_S = 600
 
 
@@ -64,7 +67,7 @@ class VllmEngine:
             enable_sleep_mode=config.sleep_mode,
             quantization=config.quantization,
             enable_lora=config.lora_rank > 0,
-            **({"max_lora_rank": config.lora_rank, "max_loras": 1} if config.lora_rank else {}),
+            **({"max_lora_rank": config.lora_rank, **_ADAPTERS} if config.lora_rank else {}),
             # Off for hybrids, as vLLM itself decides: their cached states are experimental in 0.21.
             enable_prefix_caching=checkpoint.config.get("mamba_num_heads") is None,
             skip_tokenizer_init=True,

@@ -38,9 +38,10 @@ def attach(chunks: list[Any], rank: int) -> list[Any]:
 def export_base(trainer: TrainerModel) -> Iterator[tuple[str, torch.Tensor]]:
     """The frozen base under its checkpoint names, adapters left out. A collective, as `gather_megatron.export`."""
     with params_synced(trainer):
-        yield from trainer.bridge.export_hf_weights(
+        for name, tensor in trainer.bridge.export_hf_weights(
             trainer.chunks, cpu=trainer.tier == "cpu", show_progress=False, merge_adapter_weights=False
-        )
+        ):
+            yield name.replace(".base_layer.", "."), tensor  # as the peft library spells what an adapter is put on
 
 
 def export_adapter(trainer: TrainerModel) -> dict[str, torch.Tensor]:
