@@ -47,7 +47,8 @@ class Transport(StrEnum):
 
 
 Model = Annotated[
-    str, typer.Option("--model", metavar="MODEL", help="A generated checkpoint, tiny:NAME, or a local HF directory.")
+    str,
+    typer.Option("--model", metavar="MODEL", help="Generated, tiny:NAME or wide:NAME, or a local HF directory."),
 ]
 Tp = Annotated[int, typer.Option("--tp", help="Tensor parallel size; sequence parallel is on above 1.")]
 Pp = Annotated[int, typer.Option("--pp", help="Pipeline parallel size.")]

@@ -61,7 +61,7 @@ class RoundtripConfig:
     """
 
     model: str
-    """"tiny:NAME" or a local checkpoint directory."""
+    """"tiny:NAME", "wide:NAME" or a local checkpoint directory."""
     trace: Path
     """Trace directory to write; must not exist or be empty."""
     mesh: Mesh = field(default_factory=Mesh)
