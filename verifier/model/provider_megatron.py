@@ -94,7 +94,6 @@ def validate(config: Mapping[str, Any], mesh: Mesh) -> None:
     for axis, size, what, count in (
         ("tp", mesh.tp, "attention heads", config.get("num_attention_heads")),
         ("tp", mesh.tp, "key-value heads", None if latent else config.get("num_key_value_heads")),
-        ("tp", mesh.tp, "heads of the state-space layers", config.get("mamba_num_heads")),
         ("tp", mesh.tp, "groups of the state-space layers", config.get("n_groups") if hybrid else None),
         ("tp", mesh.tp, "vocabulary entries", config.get("vocab_size")),
         ("tp", mesh.tp, "columns of the feed-forward layers", config.get("intermediate_size")),
@@ -103,11 +102,27 @@ def validate(config: Mapping[str, Any], mesh: Mesh) -> None:
     ):
         if count is not None and count % size:
             raise UsageError(f"{axis} = {size} does not divide the {count:,} {what} of {_architecture(config)}")
-    if mesh.vpp > 1 and hybrid:
-        raise UsageError(f"vpp = {mesh.vpp}, but megatron-bridge builds {_architecture(config)} without virtual stages")
+    if hybrid:
+        _validate_hybrid(config, mesh)
     num_layers = config.get("num_hidden_layers")
     if num_layers is not None:
         mesh.stage_sizes(num_layers)
+
+
+def _validate_hybrid(config: Mapping[str, Any], mesh: Mesh) -> None:
+    """Refuse what state-space layers cannot be divided over; context-parallel ranks share out their heads."""
+    name, heads, groups = _architecture(config), config.get("mamba_num_heads"), config.get("n_groups")
+    if mesh.vpp > 1:
+        raise UsageError(f"vpp = {mesh.vpp}, but megatron-bridge builds {name} without virtual stages")
+    if heads is not None and heads % (mesh.tp * mesh.cp):
+        raise UsageError(
+            f"tp * cp = {mesh.tp} * {mesh.cp} does not divide the {heads} heads of the state-space layers of {name}"
+        )
+    if groups is not None and groups // mesh.tp % mesh.cp and mesh.cp % (groups // mesh.tp):
+        raise UsageError(
+            f"cp = {mesh.cp} does not divide the {groups // mesh.tp} groups that a tensor-parallel rank holds of the "
+            f"state-space layers of {name}"
+        )
 
 
 def build(

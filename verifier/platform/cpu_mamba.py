@@ -66,12 +66,12 @@ def split_conv1d_scan(
         lengths = [zxbcdt.shape[1]]
     else:
         lengths = torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
-    inner = A.numel() * headdim
-    parts = [
-        _scan(*sequence.double().split([inner, conv1d_weight.shape[0], A.numel()], dim=-1),
-              conv1d_weight.double(), conv1d_bias.double(), dt_bias.double(), A.double(), D.double(), ngroups)
-        for sequence in zxbcdt.split(lengths, dim=1)
-    ]  # fmt: skip
+    widths = [A.numel() * headdim, conv1d_weight.shape[0], A.numel()]
+    exact = [value.double() for value in (conv1d_weight, conv1d_bias, dt_bias, A, D)]
+    parts = []
+    for sequence in zxbcdt.double().split(lengths, dim=1):
+        z_BLI, xbc_BLC, dt_BLH = sequence.split(widths, dim=-1)
+        parts.append(_scan(z_BLI, xbc_BLC, dt_BLH, *exact, groups=ngroups))
     return torch.cat(parts, dim=1).to(zxbcdt.dtype)
 
 
@@ -84,6 +84,7 @@ def _scan(
     dt_bias_H: Tensor,
     A_H: Tensor,
     D_H: Tensor,
+    *,
     groups: int,
 ) -> Tensor:
     """One sequence (L rows, H heads, I inner = H * P, C = I + 2 * groups * N) by attention-like products.

@@ -16,6 +16,7 @@ def config_of(name, **changes):
         "qwen3": "Qwen3ForCausalLM",
         "qwen3-moe": "Qwen3MoeForCausalLM",
         "deepseek-v3": "DeepseekV3ForCausalLM",
+        "nemotron-h": "NemotronHForCausalLM",
     }
     return {"architectures": [architecture[name]], **TINY[name][1], **changes}
 
@@ -42,6 +43,27 @@ def config_of(name, **changes):
             config_of("deepseek-v3"),
             {"etp": 3, "dp": 3},
             "etp = 3 does not divide the 64 columns of an expert of DeepseekV3ForCausalLM",
+        ),
+        (
+            config_of("nemotron-h", n_groups=3),
+            {"tp": 2},
+            "tp = 2 does not divide the 3 groups of the state-space layers of NemotronHForCausalLM",
+        ),
+        (
+            config_of("nemotron-h"),
+            {"tp": 4, "cp": 8},
+            "tp * cp = 4 * 8 does not divide the 16 heads of the state-space layers of NemotronHForCausalLM",
+        ),
+        (
+            config_of("nemotron-h", mamba_num_heads=24, n_groups=4),
+            {"cp": 3},
+            "cp = 3 does not divide the 4 groups that a tensor-parallel rank holds of the state-space layers of "
+            "NemotronHForCausalLM",
+        ),
+        (
+            config_of("nemotron-h"),
+            {"pp": 2, "vpp": 2},
+            "vpp = 2, but megatron-bridge builds NemotronHForCausalLM without virtual stages",
         ),
         (
             config_of("qwen3"),
