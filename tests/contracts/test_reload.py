@@ -18,7 +18,7 @@ FACTS_FILE = Path(__file__).with_name("reload_facts.py")
 FACTS = [
     name.id
     for node in ast.parse(FACTS_FILE.read_text(encoding="utf-8")).body
-    if isinstance(node, ast.Assign) and node.targets[0].id in ("WITHOUT_GUARDS", "WITH_GUARDS")
+    if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("WITHOUT_GUARDS", "WITH_GUARDS")
     for name in node.value.elts
 ]
 
@@ -26,7 +26,7 @@ FACTS = [
 @pytest.fixture(scope="module")
 def said() -> dict[str, str]:
     done = subprocess.run(
-        [sys.executable, str(FACTS_FILE)], cwd=FACTS_FILE.parents[2], capture_output=True, text=True, timeout=300,
+        [sys.executable, "-m", "tests.contracts.reload_facts"], cwd=FACTS_FILE.parents[2], capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
