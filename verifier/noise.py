@@ -46,7 +46,7 @@ def run(config: NoiseConfig, progress: Progress) -> Floor:
         device = "cpu" if subject.tier == "cpu" else "cuda"
 
         def score(path: Path, sequences: Sequence[Sequence[int]], dtype: str) -> list[list[float]]:
-            return oracle.score(path, sequences, dtype, "cpu" if dtype == "float32" else device)
+            return oracle.score(path, sequences, dtype, device)
 
         floor = measure(
             config.model, subject.checkpoint, subject.tier, score, progress, why=config.why or "not recorded"
@@ -66,7 +66,7 @@ def measure(
     why: str,
     tokens: int = TOKENS,
 ) -> Floor:
-    """The floor of a checkpoint, from random tokens; bf16 on the tier's own device, fp32 on the host.
+    """The floor of a checkpoint, from random tokens, on the tier's own device.
 
     Args:
         model: as the user named it.

@@ -35,6 +35,8 @@ def load_model(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
             raise ContractError(f"transformers loads {path}, but `{sorted(names)[0]}` {what}")
     _restore_float32(model, path)
     _scan_in_one_chunk(model)
+    if dtype == torch.float32:
+        _scan_without_kernels(model)
     return model.eval().requires_grad_(False)
 
 
@@ -60,6 +62,13 @@ def _scan_in_one_chunk(model: PreTrainedModel) -> None:
         if type(module).__name__ == "NemotronHMamba2Mixer":
             module.time_step_min = 0.0
             module.register_forward_pre_hook(_chunk_of_the_sequence)
+
+
+def _scan_without_kernels(model: PreTrainedModel) -> None:
+    """Have state-space layers take torch's operations on a GPU too, as they do on the host."""
+    for module in model.modules():
+        if type(module).__name__ == "NemotronHMamba2Mixer":
+            module.cuda_kernels_forward = module.torch_forward
 
 
 def _chunk_of_the_sequence(mixer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:

@@ -1,4 +1,8 @@
-"""The independent oracle of logprobs: transformers, float32 weights, float64 log-softmax, one sequence at a time."""
+"""The independent oracle of logprobs: transformers, float32 weights, float64 log-softmax, one sequence at a time.
+
+On a GPU float32 means float32: no TF32, and of state-space layers transformers' own operations, not the kernels that the
+trainer and the engine call.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,8 @@ def oracle_logprobs(
     Raises:
         ContractError: transformers finds a tensor missing or superfluous.
     """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     model = load_model(path, dtype).to(device)
     return [token_logprobs(model, tokens, torch.float64) for tokens in sequences]
 

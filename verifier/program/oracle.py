@@ -55,10 +55,12 @@ class Oracle:
         Version 0 is the source; later ones are the trainer's live shards, joined without Megatron-Bridge, or what was
         exported where the family has no layout row. The noise of an engine that quantizes is its own at version 0,
         where it holds, bit for bit, what a cold start gives. A stored noise floor of the source goes on record too.
+        On the GPU tier transformers computes on a GPU.
         """
         recorder = store.Recorder(trace, "oracle", 0)
         seen = store.read(trace)
         engine_gaps: list[float] = []
+        device = "cpu" if subject.tier == "cpu" else "cuda"
         floor = stored_floor(seen.manifest["model"], subject.checkpoint, subject.dtype, subject.tier)
         if floor is not None:
             record_floor(recorder, floor)
