@@ -26,7 +26,8 @@ FACTS = [
 @pytest.fixture(scope="module")
 def said() -> dict[str, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.contracts.reload_facts"], cwd=FACTS_FILE.parents[2], capture_output=True, text=True, timeout=300,
+        [sys.executable, "-m", "tests.contracts.reload_facts"],
+        cwd=FACTS_FILE.parents[2], capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
