@@ -1,7 +1,7 @@
 """The independent oracle of logprobs: transformers, float32 weights, float64 log-softmax, one sequence at a time.
 
-On a GPU float32 means float32: no TF32, and of state-space layers transformers' own operations, not the kernels that the
-trainer and the engine call.
+On a GPU float32 means float32: no TF32, and of state-space layers transformers' own operations, not the kernels that
+the trainer and the engine call.
 """
 
 from __future__ import annotations

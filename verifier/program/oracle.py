@@ -70,10 +70,10 @@ class Oracle:
                 continue
             samples = list(seen.at(Stage.ROLLOUT, "sampled", version=version))
             groups = [spec.sequences, *(_continued(spec.prompts, item) for item in samples)]
-            exact, *exact_samples = self._score_groups(checkpoint, groups, "float32")
+            exact, *exact_samples = self._score_groups(checkpoint, groups, "float32", device)
             _emit(recorder, "oracle", "scored", version, exact, [len(row) + 1 for row in exact])
             if subject.dtype != "float32":
-                rounded = self._score_groups(checkpoint, groups, subject.dtype)
+                rounded = self._score_groups(checkpoint, groups, subject.dtype, device)
                 _emit_noise(recorder, "scored", version, rounded[0], exact)
                 for low, rows in zip(rounded[1:], exact_samples, strict=True):
                     _emit_noise(recorder, "sampled", version, low, rows)
@@ -93,10 +93,10 @@ class Oracle:
         recorder.close()
 
     def _score_groups(
-        self, checkpoint: Path, groups: Sequence[Sequence[Sequence[int]]], dtype: str
+        self, checkpoint: Path, groups: Sequence[Sequence[Sequence[int]]], dtype: str, device: str
     ) -> list[list[list[float]]]:
         """`score` of several groups of sequences, for which the checkpoint is loaded once."""
-        rows = iter(self.score(checkpoint, [tokens for group in groups for tokens in group], dtype))
+        rows = iter(self.score(checkpoint, [tokens for group in groups for tokens in group], dtype, device))
         return [[next(rows) for _ in group] for group in groups]
 
     def _record_steps(self, recorder: store.Recorder, spec: RunSpec, subject: Subject) -> None:
