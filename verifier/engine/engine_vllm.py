@@ -37,6 +37,9 @@ _GRAPHS = {
 }
 """One graph of the whole model per size of batch, in tokens, prefills too; vLLM's own choice would compile as well, and
 its greatest size, twice the number of sequences, would leave every scored batch to the eager path."""
+_ONE_SPLIT = {"flash_attn_max_num_splits_for_cuda_graph": 1}
+"""With vLLM's 32 the capture of a tiny model's graph ends in an illegal memory access of FlashAttention 3's kernel that
+combines the splits; sequences this short need one."""
 _ADAPTERS = {"max_loras": 1, "lora_target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
 """One adapter at a time, on linears alone: with one on the head, vLLM 0.21 finds no adapter for the rows of a prompt
 whose log-probabilities are asked for; on a CPU it fails there, on a GPU it reads on behind its table."""
@@ -64,6 +67,7 @@ class VllmEngine:
             gpu_memory_utilization=_GPU_SHARE if torch.cuda.is_available() else 0.9,
             enforce_eager=not config.cuda_graphs,
             compilation_config=_GRAPHS if config.cuda_graphs else None,
+            **({"attention_config": _ONE_SPLIT} if config.cuda_graphs else {}),
             enable_sleep_mode=config.sleep_mode,
             quantization=config.quantization,
             enable_lora=config.lora_rank > 0,
