@@ -116,21 +116,25 @@ class _VocabParallelLogprob(torch.autograd.Function):
         logprob_T = (sums_4T[2] - log_sum_T).masked_fill_(ignored_T, 0)
         entropy_T = (log_sum_T - sums_4T[1] / sums_4T[0]).masked_fill_(ignored_T, 0) if with_entropy else sums_4T[1]
         ctx.save_for_backward(logits_TV, labels_T, ignored_T, here_T, column_T, top_T + log_sum_T, entropy_T)
-        ctx.constants = (vocab_start, num_columns, scale, chunk_tokens, with_entropy)
+        ctx.constants = (vocab_start, num_columns, scale, chunk_tokens)
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(() if with_entropy else (entropy_T,)))
         return logprob_T, entropy_T
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_logprob_T: torch.Tensor, grad_entropy_T: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_logprob_T: torch.Tensor | None, grad_entropy_T: torch.Tensor | None) -> tuple[Any, ...]:
+        """A gradient that is None is of what the loss does not use; the entropy's then costs nothing."""
         logits_TV, labels_T, ignored_T, here_T, column_T, log_norm_T, entropy_T = ctx.saved_tensors
-        vocab_start, num_columns, scale, chunk_tokens, with_entropy = ctx.constants
+        vocab_start, num_columns, scale, chunk_tokens = ctx.constants
+        if grad_logprob_T is None:
+            grad_logprob_T = torch.zeros_like(log_norm_T)
         if is_fused(logits_TV):
             from verifier.train.logprob_triton import logits_gradient
 
             grad_TV = logits_gradient(
                 logits_TV, labels_T, log_norm_T, entropy_T, grad_logprob_T, grad_entropy_T,
-                vocab_start=vocab_start, num_columns=num_columns, scale=scale, entropy=with_entropy,
+                vocab_start=vocab_start, num_columns=num_columns, scale=scale,
             )  # fmt: skip
             return grad_TV, None, None, None, None, None, None, None
         num_rows, dtype = len(logits_TV), log_norm_T.dtype
@@ -145,7 +149,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
             torch.exp(logprob_CV, out=grad_CV)
             # d logprob / d logit = onehot - p;  d entropy / d logit = -p * (log p + entropy)
             factor_C1 = -grad_logprob_T[at].unsqueeze(-1)
-            if with_entropy:
+            if grad_entropy_T is not None:
                 logprob_CV.clamp_(min=_NO_SHARE).add_(entropy_T[at].unsqueeze(-1))
                 logprob_CV.mul_(-grad_entropy_T[at].unsqueeze(-1)).add_(factor_C1)
                 grad_CV.mul_(logprob_CV)

@@ -128,12 +128,11 @@ def logits_gradient(
     log_norm_T: torch.Tensor,
     entropy_T: torch.Tensor,
     grad_logprob_T: torch.Tensor,
-    grad_entropy_T: torch.Tensor,
+    grad_entropy_T: torch.Tensor | None,
     *,
     vocab_start: int,
     num_columns: int,
     scale: float,
-    entropy: bool,
 ) -> torch.Tensor:
     """Gradient in the logits, from those in log-probability and entropy.
 
@@ -143,11 +142,10 @@ def logits_gradient(
         log_norm_T: [T] float32, logarithm of each row's sum of exp(scaled logit), over all ranks.
         entropy_T: [T] float32, nats.
         grad_logprob_T: [T] float32.
-        grad_entropy_T: [T] float32.
+        grad_entropy_T: [T] float32; None where the loss does not use the entropy.
         vocab_start: as for `row_sums`.
         num_columns: as for `row_sums`.
         scale: as for `row_sums`.
-        entropy: whether the gradient in the entropy counts.
 
     Returns:
         [T, V] in the logits' dtype; 0 in padding columns and in rows without a label.
@@ -157,8 +155,9 @@ def logits_gradient(
         with torch.cuda.device_of(logits_TV):
             _gradient_kernel[(len(logits_TV),)](
                 logits_TV, grad_TV, labels_T.contiguous(), log_norm_T, entropy_T.contiguous(),
-                grad_logprob_T.contiguous(), grad_entropy_T.contiguous(), logits_TV.stride(0), num_columns,
-                logits_TV.shape[1], vocab_start, scale,
-                IGNORE=IGNORE_LABEL, ENTROPY=entropy, BLOCK=_BLOCK, num_warps=_WARPS,
+                grad_logprob_T.contiguous(),
+                entropy_T if grad_entropy_T is None else grad_entropy_T.contiguous(),  # not read if None
+                logits_TV.stride(0), num_columns, logits_TV.shape[1], vocab_start, scale,
+                IGNORE=IGNORE_LABEL, ENTROPY=grad_entropy_T is not None, BLOCK=_BLOCK, num_warps=_WARPS,
             )  # fmt: skip
     return grad_TV
