@@ -77,7 +77,7 @@ class Oracle:
                 _emit_noise(recorder, "scored", version, rounded[0], exact)
                 for low, rows in zip(rounded[1:], exact_samples, strict=True):
                     _emit_noise(recorder, "sampled", version, low, rows)
-            if version == 0:
+            if version == 0 and version in seen.versions(Stage.ROLLOUT, "engine"):  # a refused version was not scored
                 engine_gaps += _gaps_of(seen, "engine", exact)
             for sampled, rows in zip(samples, exact_samples, strict=True):
                 tails = [row[-n:] for row, n in zip(rows, sampled.facts["lengths"], strict=True)]
