@@ -133,14 +133,15 @@ def spec_of(
     vocabulary = int(subject.checkpoint.config["vocab_size"])
     draw = random.Random(config.seed)  # noqa: S311 - test tokens
     num_sequences = max(NUM_SEQUENCES, 2 * config.mesh.dp)
+    transport = transport_of(config, subject.tier)
     return RunSpec(
         checkpoint=str(subject.checkpoint.path), mesh=config.mesh, dtype=config.dtype, tier=subject.tier,
         trace=str(trace), work=str(work), update=config.update, seed=config.seed,
         sequences=sequences(draw, num_sequences, LENGTHS, vocabulary),
         prompts=sequences(draw, 2, PROMPT_LENGTHS, vocabulary),
         batches=[sequences(draw, num_sequences, LENGTHS, vocabulary) for _ in range(config.cycles)],
-        chunk_bytes=chunk_bytes_for(sum(meta.num_bytes for meta in subject.checkpoint.metas.values())),
-        engine_socket=engine_socket, engine_ranks=engine_ranks, transport=transport_of(config, subject.tier),
+        chunk_bytes=chunk_bytes_for(sum(meta.num_bytes for meta in subject.checkpoint.metas.values()), transport),
+        engine_socket=engine_socket, engine_ranks=engine_ranks, transport=transport,
         sleep_level=config.sleep_level, lora_rank=config.engine_lora_rank,
     )  # fmt: skip
 

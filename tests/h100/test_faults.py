@@ -12,7 +12,6 @@ from verifier.config import RoundtripConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
-from verifier.errors import VerifierError
 from verifier.faults.catalog import CATALOG
 from verifier.mesh import Mesh
 from verifier.program.workplace import open_subject
@@ -62,17 +61,15 @@ def test_handles_of_rank_0_alone_are_refused(workshop, measured, tmp_path):
     manifest = warm_manifest_of(config, subject)
     store.create(config.trace, manifest)
     spec = warm_spec_of(config, subject, config.trace, Path(tempfile.mkdtemp(dir=tmp_path)), engine)
-    with pytest.raises(VerifierError):  # layers whose weights never came are left open, and cannot be asked to score
-        workshop.zygote.run(
-            "tests.h100.fault_functions:rank_0_shows_alone", world_size=2, run_dir=tmp_path / "ranks",
-            args=spec.to_json(), deadline_s=RUN_DEADLINE_S, collective_deadline_s=COLLECTIVE_DEADLINE_S,
-            mesh=config.mesh,
-        )  # fmt: skip
+    workshop.zygote.run(
+        "tests.h100.fault_functions:rank_0_shows_alone", world_size=2, run_dir=tmp_path / "ranks",
+        args=spec.to_json(), deadline_s=RUN_DEADLINE_S, collective_deadline_s=COLLECTIVE_DEADLINE_S, mesh=config.mesh,
+    )  # fmt: skip
     refusals = [item.facts["refused"] for item in store.read(config.trace).at(Stage.TRANSPORT, "handover")]
-    assert refusals
+    assert len(refusals) == 2  # of version 0, which brings the warm engine back, and of version 1
     caught, first = verdicts(config.trace)
     measured(fault="ipc-rank-0-handles-only", refused=refusals[0], caught=caught, first_bad_stage=first)
-    assert any(code.startswith("TPT") for code in caught)
+    assert {"TPT002", "TPT003"} <= set(caught)
     assert all("engine rank 1" in text and "was given no buffer" in text for text in refusals)
     judge(workshop.roundtrip(config_of("tiny:qwen3", tmp_path / "healed", mesh=Mesh(tp=2), engine_tp=2)))
 

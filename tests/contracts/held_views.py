@@ -1,0 +1,65 @@
+"""What a reload of vLLM holds of a buffer after its loads; run by test_held_views.py, prints JSON.
+
+A module of three parameters gets one in each of three chunks, all out of one buffer that is filled anew in between.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import nn
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from verifier.engine.worker_vllm import let_go
+
+NAMES = ("first", "second", "third")
+SIZE = 64
+
+
+class Layer(nn.Module):
+    """Complete only with the last chunk; its second tensor is loaded by halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in NAMES:
+            self.register_parameter(name, nn.Parameter(torch.zeros(SIZE), requires_grad=False))
+
+
+def by_halves(param: nn.Parameter, loaded: torch.Tensor, half: int) -> None:
+    """As a fused parameter's loader, which takes a part of what it is given."""
+    param.data[half * SIZE // 2 :][: SIZE // 2].copy_(loaded)
+
+
+def users(buffer: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
+
+
+def reloaded(release: bool) -> tuple[list[int], list[bool]]:
+    """Tensors that lie in the buffer after each chunk, beside the buffer itself; which parameters came out right."""
+    layer = Layer()
+    layer.second.weight_loader = by_halves
+    layerwise.record_metadata_for_reloading(layer)
+    layerwise.initialize_layerwise_reload(layer)
+    parameters = dict(layer.named_parameters())
+    buffer = torch.empty(SIZE)
+    held, sent = [], {}
+    for name in NAMES:
+        buffer.copy_(torch.randn(SIZE))
+        sent[name] = buffer.clone()
+        before = users(buffer)
+        if name == "second":
+            for half in (0, 1):
+                parameters[name].weight_loader(parameters[name], buffer[half * SIZE // 2 :][: SIZE // 2], half)
+        else:
+            getattr(parameters[name], "weight_loader", default_weight_loader)(parameters[name], buffer[:])
+        if release:
+            let_go(buffer)
+        held.append(users(buffer) - before)
+    layerwise.finalize_layerwise_reload(layer, None)
+    return held, [torch.equal(layer.get_parameter(name), tensor) for name, tensor in sent.items()]
+
+
+if __name__ == "__main__":
+    print(json.dumps({"kept": reloaded(release=False), "let go": reloaded(release=True)}))
