@@ -14,8 +14,8 @@ CLIP_GRAD = 1.0
 """Greatest L2 norm of the gradient of a step."""
 CHUNK_BYTES = 64 << 20
 """Greatest buffer of a transfer from host to host."""
-GPU_CHUNK_BYTES = {"nccl": 512 << 20, "ipc": 1 << 30}
-"""Greatest buffer by transport: what is said about a chunk takes less time than its bytes (docs/adr/0010)."""
+GPU_CHUNK_BYTES = 1 << 30
+"""Greatest buffer between GPUs: what is said about a chunk takes less time than its bytes (docs/adr/0010)."""
 LEAST_CHUNK_BYTES = 64 << 10
 CHUNKS = 8
 """A model of less than this many full buffers is sent in smaller ones, so that every transfer has several chunks."""
@@ -32,7 +32,8 @@ def turns(num_tokens: int) -> tuple[int, list[bool]]:
 
 def chunk_bytes_for(total_bytes: int, transport: str) -> int:
     """Buffer size for a model of so many bytes."""
-    return min(GPU_CHUNK_BYTES.get(transport, CHUNK_BYTES), max(LEAST_CHUNK_BYTES, total_bytes // CHUNKS))
+    most = CHUNK_BYTES if transport == "gloo" else GPU_CHUNK_BYTES
+    return min(most, max(LEAST_CHUNK_BYTES, total_bytes // CHUNKS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,8 @@ def pack(chunk: Chunk, tensors: Mapping[str, torch.Tensor], into: torch.Tensor |
     for end, begin in zip(ends, [*(entry.begin for entry in chunk.entries[1:]), chunk.num_bytes], strict=True):
         if end < begin:
             into[end:begin] = 0
-    torch._foreach_copy_([place for _, place in unpack(chunk, into)], sources)
+    with torch.no_grad():
+        torch._foreach_copy_([place for _, place in unpack(chunk, into)], sources)
     return Packed(chunk=chunk, buffer=into, sums=None)
 
 
@@ -107,8 +108,8 @@ def _planned(chunk: Chunk, tensors: Mapping[str, torch.Tensor]) -> list[torch.Te
         meta = entry.tensor
         if meta.name not in tensors:
             raise ContractError(f"`{meta.name}` is planned for chunk {chunk.index} and was not handed over")
-        tensor = tensors[meta.name].detach()
-        if (dtype_name(tensor.dtype), tuple(tensor.shape)) != (meta.dtype, meta.shape):
+        tensor = tensors[meta.name]
+        if tensor.dtype is not getattr(torch, meta.dtype) or tensor.shape != meta.shape:
             raise ContractError(
                 f"`{meta.name}` is {dtype_name(tensor.dtype)} {list(tensor.shape)}, "
                 f"the chunk plan says {meta.dtype} {list(meta.shape)}"
@@ -121,18 +122,20 @@ def _pack_on_gpu(chunk: Chunk, sources: Sequence[torch.Tensor], into: torch.Tens
     """Copy and digest in one pass, by one kernel over all tensors of the chunk."""
     from verifier.plan.digest_triton import lane_sums_of_pieces, table_of
 
-    data = [_aligned_bytes(source) for source in sources]
-    begins = [item.data_ptr() - data[0].data_ptr() for item in data]
-    sizes = [item.numel() for item in data]
+    data = [_laid_out(source) for source in sources]
+    base = data[0].detach().view(-1).view(torch.uint8)
+    begins = [item.data_ptr() - base.data_ptr() for item in data]
+    sizes = [entry.tensor.num_bytes for entry in chunk.entries]
     table = table_of(begins, [entry.begin for entry in chunk.entries], sizes).pin_memory()
     table = table.to(into.device, non_blocking=True)
-    return Digests(lane_sums_of_pieces(data[0], table, len(sizes), copy=into), sizes)
+    return Digests(lane_sums_of_pieces(base, table, len(sizes), copy=into), sizes)
 
 
-def _aligned_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes in row-major order, beginning at a multiple of the alignment; a view wherever possible."""
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    return data if data.data_ptr() % ALIGNMENT_BYTES == 0 else data.clone()
+def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy, that lies row by row in memory and begins at a multiple of the alignment."""
+    if not tensor.is_contiguous() or tensor.is_neg():
+        tensor = tensor.detach().resolve_neg().contiguous()
+    return tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.detach().clone()
 
 
 @functools.cache
