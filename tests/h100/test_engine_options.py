@@ -1,4 +1,4 @@
-"""vLLM with CUDA graphs, asleep while the trainer steps, and quantising: after each sync it is what a cold one is."""
+"""vLLM with CUDA graphs, asleep while the trainer steps: after each sync it is what a cold one is."""
 
 from __future__ import annotations
 
@@ -87,27 +87,3 @@ def test_fault_is_caught_where_it_sits(fault, workshop, measured, tmp_path):
 def test_latent_attention_with_graphs_and_sleep(workshop, measured, tmp_path):
     config = config_of(tmp_path / "trace", "deepseek-v3", cuda_graphs=True, sleep_level=2)
     run(workshop, measured, config, cuda_graphs=True, sleep_level=2)
-
-
-@pytest.mark.h100(gpus=1)
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
-def test_quantising_engine(family, workshop, measured, tmp_path):
-    found = run(
-        workshop, measured, config_of(tmp_path / "trace", family, engine_quantization="fp8"), engine_quantization="fp8"
-    )
-    state = found.at(Stage.ENGINE, "state", version=CYCLES)
-    assert any(item.dtype == "float8_e4m3fn" for item in state)
-    names = [name for item in found.at(Stage.ENGINE, "view-quantized", version=CYCLES) for name in item.facts["names"]]
-    noise = next(iter(found.at(Stage.LOGPROB, "engine-noise", version=CYCLES, name="scored"))).facts
-    measured(quantized=len(names), engine_noise_mean=noise["mean"], engine_noise_max=noise["max"])
-    assert "model.layers.0.self_attn.q_proj.weight" in names
-    assert "model.embed_tokens.weight" not in names
-
-
-@pytest.mark.h100(gpus=1)
-def test_adapter_is_synced_and_the_base_left_alone(workshop, measured, tmp_path):
-    config = config_of(tmp_path / "trace", engine_lora_rank=8)
-    found = run(workshop, measured, config, engine_lora_rank=8)
-    held = [item.name for item in found.at(Stage.ENGINE, "view", version=CYCLES) if ".lora_" in item.name]
-    measured(adapter_tensors=len(held))
-    assert len(held) == 2 * 4 * 7
