@@ -30,7 +30,7 @@ from verifier.engine.engine import EngineConfig
 from verifier.engine.oracle_hf import oracle_logprobs
 from verifier.engine.process import EngineProcess
 from verifier.engine.update import PlanRefused, agree, deliver
-from verifier.errors import VerifierError
+from verifier.errors import ContractError, VerifierError
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
 from verifier.plan.chunk_plan import ChunkPlan, TensorMeta, build_plan
@@ -169,6 +169,28 @@ def test_update_left_open_is_mended_by_the_next(pair: Pair) -> None:
     stream = deliver(engine, case.group, plan, read(checkpoint, plan))
     next(stream)
     stream.close()
+    case.sync(pair.versions[2])
+    cold = pair.cold.client(START_S)
+    assert engine.state() == cold.state()
+    case.group.close()
+
+
+def test_update_refused_midway_can_be_poisoned_and_mended(pair: Pair) -> None:
+    """The stream departs from its plan in the fourth chunk: three were loaded, and every rank hears that it is over."""
+    engine = pair.synced.client(START_S)
+    case = Case.open(engine, pair.tp)
+    checkpoint = open_checkpoint(pair.versions[0])
+    plan = plan_of(checkpoint, 60_000)
+    departing = plan.chunks[3].entries[0].tensor.name
+    stream = ((f"{name}.other" if name == departing else name, tensor) for name, tensor in read(checkpoint, plan))
+    agree(engine, case.group, plan)
+    confirmed = []
+    with pytest.raises(ContractError, match=r"the stream brings `.*\.other` where the plan says"):  # noqa: PT012
+        for delivery in deliver(engine, case.group, plan, stream):
+            assert all(receipt.refused is None and receipt.received for receipt in delivery.receipts)
+            confirmed.append(delivery.chunk.index)
+    assert confirmed == [0, 1, 2]
+    engine.poison()
     case.sync(pair.versions[2])
     cold = pair.cold.client(START_S)
     assert engine.state() == cold.state()

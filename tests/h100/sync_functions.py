@@ -114,12 +114,14 @@ def _ours(conn: Connection, receiver: ChunkReceiver, plan: ChunkPlan, load: Any,
         if how == "broken down":
             group = receiver._group
             places = {
-                "agree": (group, "agree"), "post": (group, "post"), "start digests": (Pieces, "start"),
-                "load": (receiver, "_load"), "wait for the GPU": (receiver, "_settle"),
-                "finish digests": (Digests, "result"), "receive, all of it": (receiver, "receive"),
+                "begin": (receiver, "agree"), "agree": (group, "agree"), "post": (group, "post"),
+                "start digests": (Pieces, "start"), "load": (receiver, "_load"),
+                "wait for the GPU": (receiver, "_settle"), "finish digests": (Digests, "result"),
+                "receive, all of it": (receiver, "receive"),
             }  # fmt: skip
             stack.enter_context(profiled(kernels))
             stack.enter_context(spans.over(**places))
+            conn.send("ready")
         receiver.agree(plan)
         for chunk in range(len(plan.chunks)):
             assert conn.recv() == chunk

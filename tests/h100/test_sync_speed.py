@@ -148,6 +148,9 @@ def _ours(conn, group, plan, tensors, how):
         torch.cuda.synchronize()
         began = time.perf_counter()
         conn.send(("ours", how))
+        if how == "broken down":
+            assert conn.recv() == "ready"
+            began = time.perf_counter()
         assert group.begin(plan).reached
         for delivery in update.deliver(PipeEngine(conn), group, plan, tensors):
             (receipt,) = delivery.receipts
@@ -161,7 +164,7 @@ def _broken_down(conn, group, plan, tensors):
     """Where both processes and their GPUs spend one verified transfer; the profiler makes it slower than the others."""
     spans, kernels = Spans(), {}
     places = {
-        "pack": (update._Sending, "pack_next"), "offer": (update._Sending, "_offer_through"),
+        "begin": (group, "begin"), "pack": (update._Sending, "pack_next"), "offer": (update._Sending, "_offer_through"),
         "wait for receipts": (PipeEngine, "result"), "read receipts": (update, "receipts"),
         "finish digests": (update.Delivery, "digests"),
     }  # fmt: skip
