@@ -113,6 +113,7 @@ class Workshop:
     def roundtrip(self, config: RoundtripConfig) -> Path:
         """A whole round trip on the warm engine; the trace is left at `config.trace`."""
         subject = open_subject(config.model, config.dtype, config.mesh)
+        self.oracle(subject.checkpoint.path)  # it starts while the engine does
         engine = self.engine(engine_config_of(config, subject))
         manifest = warm_manifest_of(config, subject)
         store.create(config.trace, manifest)

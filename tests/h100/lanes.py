@@ -19,8 +19,8 @@ import torch
 
 HERE = Path(__file__).parent
 NOTHING_COLLECTED = 5
-SHARERS = 4
-"""Processes that may share one GPU: a tiny model's trainer and engine take under a quarter of its memory."""
+SHARERS = 6
+"""Processes that may share one GPU: all but the wide models take a few GiB."""
 STARTS_APART_S = 1.0
 """Between two starts, so that the first finds its ports and compiles what the others then read from the cache."""
 
@@ -56,52 +56,21 @@ class Task:
             )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a process runs: one share of each of its GPUs, and the cores that go with these shares."""
-
-    shares: tuple[tuple[int, int], ...]
-    """(GPU, share) pairs."""
-    cores: tuple[int, ...]
-
-    @property
-    def gpus(self) -> list[int]:
-        """Their numbers."""
-        return sorted(gpu for gpu, _ in self.shares)
-
-
 @dataclass(slots=True)
 class Host:
     """Which processes run on which GPUs."""
 
     num_gpus: int
-    running: dict[subprocess.Popen[bytes], tuple[Task, Place]] = field(default_factory=dict)
+    running: dict[subprocess.Popen[bytes], tuple[Task, list[int]]] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
 
-    def place(self, task: Task) -> Place | None:
-        """On the least shared GPUs; None while there is no room, or something timed runs, or is to run alone."""
+    def place(self, task: Task) -> list[int] | None:
+        """The least shared GPUs; None while there is no room, or something timed runs, or is to run alone."""
         if any(other.timed for other, _ in self.running.values()) or (task.timed and self.running):
             return None
-        taken = {share for _, place in self.running.values() for share in place.shares}
-        free = [[(gpu, share) for share in range(SHARERS) if (gpu, share) not in taken] for gpu in range(self.num_gpus)]
-        free.sort(key=len, reverse=True)
-        if not free[task.gpus - 1]:
-            return None
-        return Place(shares := tuple(shares[0] for shares in free[: task.gpus]), self._cores(shares, task.timed))
-
-    def _cores(self, shares: Sequence[tuple[int, int]], timed: bool) -> tuple[int, ...]:
-        cores = sorted(os.sched_getaffinity(0))
-        width = len(cores) // (self.num_gpus * SHARERS)
-        if timed or not width:
-            return tuple(cores)
-        begins = [(gpu * SHARERS + share) * width for gpu, share in shares]
-        return tuple(core for begin in begins for core in cores[begin : begin + width])
-
-    def start(self, task: Task, place: Place, results: Path, arguments: Sequence[str]) -> None:
-        """Start a process; it and its children stay on the cores of its place, and size their thread pools by them."""
-        process = task.start(results, place.gpus, arguments)
-        os.sched_setaffinity(process.pid, place.cores)
-        self.running[process] = task, place
+        load = [sum(gpu in gpus for _, gpus in self.running.values()) for gpu in range(self.num_gpus)]
+        places = sorted(range(self.num_gpus), key=lambda gpu: (load[gpu], gpu))[: task.gpus]
+        return sorted(places) if max(load[gpu] for gpu in places) < SHARERS else None
 
     def reap(self, results: Path) -> None:
         """Take in what has ended, and say how."""
@@ -140,10 +109,11 @@ def main(results: Path, arguments: Sequence[str]) -> int:
     host = Host(num_gpus)
     while waiting or host.running:
         host.reap(results)
-        found = next(((task, place) for task in waiting if (place := host.place(task)) is not None), None)
+        found = next(((task, gpus) for task in waiting if (gpus := host.place(task)) is not None), None)
         if found is not None:
-            waiting.remove(found[0])
-            host.start(*found, results, arguments)
+            task, gpus = found
+            waiting.remove(task)
+            host.running[task.start(results, gpus, arguments)] = found
         time.sleep(STARTS_APART_S)
     return 1 if host.failed or not census.tasks else 0
 

@@ -58,7 +58,7 @@ def _compare(
         same = value <= bound.absolute
         yield Comparison(
             what=f"{actual.name} {name}", same=same, stage=stage, version=actual.version,
-            badness=0.0 if same else value / bound.absolute,
+            badness=0.0 if same else _times(value, bound),
             sentence=f"log-probabilities of {actual_says} and {expected_says} differ by {value:.3g} nats "
             f"{STATISTICS[name]}, {bound.absolute:.3g} is allowed",
             owner=f"{actual.role} rank {actual.rank}", allowed=str(bound), hint=hint,
@@ -80,7 +80,12 @@ def _not_finite(values: torch.Tensor, sequence: int, says: str) -> str:
 def _badness(found: Difference, bound: Tolerance) -> float:
     if found.num_not_finite:
         return float("inf")
-    return 0.0 if found.greatest <= bound.absolute else found.greatest / bound.absolute
+    return 0.0 if found.greatest <= bound.absolute else _times(found.greatest, bound)
+
+
+def _times(value: float, bound: Tolerance) -> float:
+    """How many times the bound; beyond any number of a bound of zero."""
+    return value / bound.absolute if bound.absolute else float("inf")
 
 
 def _head(values: torch.Tensor) -> str:

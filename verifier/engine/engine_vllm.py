@@ -30,16 +30,9 @@ _KV_CACHE_BYTES_ASLEEP = 4 * 2**30
 """A sleep in which the GPU's free memory does not grow is an error to vLLM, whoever else takes memory meanwhile."""
 _GPU_SHARE = 0.3
 """Of a GPU's memory that must be free at the start: a trainer may live on the same GPU."""
-_GRAPHS = {
-    "mode": 0,
-    "cudagraph_mode": "FULL",
-    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512],
-}
-"""One graph of the whole model per size of batch, in tokens, prefills too; vLLM's own choice would compile as well, and
-its greatest size, twice the number of sequences, would leave every scored batch to the eager path."""
-_ONE_SPLIT = {"flash_attn_max_num_splits_for_cuda_graph": 1}
-"""With vLLM's 32 the capture of a tiny model's graph ends in an illegal memory access of FlashAttention 3's kernel that
-combines the splits; sequences this short need one."""
+_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+"""One graph of the whole model per number of sequences that are being sampled; vLLM's own choice would compile as well.
+Prompts are scored without: the capture of their attention reads outside its memory on a tiny model."""
 _ADAPTERS = {"max_loras": 1, "lora_target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
 """One adapter at a time, on linears alone: with one on the head, vLLM 0.21 finds no adapter for the rows of a prompt
 whose log-probabilities are asked for; on a CPU it fails there, on a GPU it reads on behind its table."""
@@ -67,7 +60,6 @@ class VllmEngine:
             gpu_memory_utilization=_GPU_SHARE if torch.cuda.is_available() else 0.9,
             enforce_eager=not config.cuda_graphs,
             compilation_config=_GRAPHS if config.cuda_graphs else None,
-            **({"attention_config": _ONE_SPLIT} if config.cuda_graphs else {}),
             enable_sleep_mode=config.sleep_mode,
             quantization=config.quantization,
             enable_lora=config.lora_rank > 0,

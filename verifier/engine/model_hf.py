@@ -35,14 +35,15 @@ def load_model(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
             raise ContractError(f"transformers loads {path}, but `{sorted(names)[0]}` {what}")
     _restore_float32(model, path)
     _scan_in_one_chunk(model)
-    if dtype == torch.float32:
-        _scan_without_kernels(model)
+    _scan_without_kernels(model)
     return model.eval().requires_grad_(False)
 
 
 def _restore_float32(model: PreTrainedModel, path: Path | str) -> None:
-    """Give back what the checkpoint keeps in float32 and transformers rounded to the model's dtype."""
+    """Give back what a checkpoint of another dtype keeps in float32 and transformers rounded to the model's dtype."""
     checkpoint = open_checkpoint(path)
+    if all(meta.dtype == "float32" for meta in checkpoint.metas.values()):
+        return
     for name, (holder, tensor) in checkpoint_places(model).items():
         if checkpoint.meta(name).dtype == "float32" and tensor.dtype != torch.float32:
             model.get_parameter(holder).data = checkpoint.read(name).clone()
@@ -65,7 +66,10 @@ def _scan_in_one_chunk(model: PreTrainedModel) -> None:
 
 
 def _scan_without_kernels(model: PreTrainedModel) -> None:
-    """Have state-space layers take torch's operations on a GPU too, as they do on the host."""
+    """Have state-space layers take torch's operations on a GPU too, as they do on the host.
+
+    The kernels are the trainer's and the engine's, and would be compiled again for every length of sequence.
+    """
     for module in model.modules():
         if type(module).__name__ == "NemotronHMamba2Mixer":
             module.cuda_kernels_forward = module.torch_forward
