@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 from verifier.launch.zygote import Zygote
 
 HERE = Path(__file__).parent
+os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+"""Torch 2.11's flight recorder, one per process, crashes when gloo groups on several threads write to it: some tests have
+a rank on each."""
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from verifier.errors import InternalError
 
-AHEAD = 1
+AHEAD = 2
 """Chunks that are agreed on and on their way while one is digested and loaded."""
 STOPPED = "stopped"
 """What a sender says in a chunk's stead when its stream departs from the plan."""

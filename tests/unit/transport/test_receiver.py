@@ -1,4 +1,4 @@
-"""One chunk ahead of what is loaded, over real gloo groups; what is refused, and that the next update is whole."""
+"""A few chunks ahead of what is loaded, over real gloo groups; what is refused, and that the next update is whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tests.unit.transport.transfer_case import Ranks, Sender, plan_of, weights
 from verifier.engine import update
 from verifier.errors import ContractError
-from verifier.transport.wire import TransferFailed
+from verifier.transport.wire import AHEAD, TransferFailed
 
 
 @pytest.fixture(params=[1, 3], ids=["one-rank", "three-ranks"])
@@ -29,8 +29,8 @@ def test_every_update_is_whole(ranks: Ranks) -> None:
     sender.group.close()
 
 
-def test_the_next_chunk_travels_while_one_is_loaded(ranks: Ranks) -> None:
-    """Every chunk but the last is loaded with its successor posted, and one drawn ahead of that."""
+def test_the_next_chunks_travel_while_one_is_loaded(ranks: Ranks) -> None:
+    """Every chunk is loaded with its successors posted, and one drawn ahead of those."""
     sender = Sender(ranks)
     tensors = weights(1)
     plan = plan_of(tensors)
@@ -46,10 +46,10 @@ def test_the_next_chunk_travels_while_one_is_loaded(ranks: Ranks) -> None:
     ranks.load = load
     update.agree(ranks, sender.group, plan)
     for delivery in update.deliver(ranks, sender.group, plan, (drawn.append(n) or (n, t) for n, t in tensors.items())):
-        behind = plan.chunks[: delivery.chunk.index + 3]
+        behind = plan.chunks[: delivery.chunk.index + AHEAD + 2]
         assert len(drawn) == sum(len(chunk.entries) for chunk in behind)
-    last = len(plan.chunks) - 1
-    assert posted == [[chunk + 1] for chunk in range(last)] + [[]]
+    chunks = range(len(plan.chunks))
+    assert posted == [list(chunks[chunk + 1 : chunk + 1 + AHEAD]) for chunk in chunks]
     sender.group.close()
 
 
@@ -101,8 +101,9 @@ def test_a_rank_at_another_chunk_stops_all_alike(ranks: Ranks) -> None:
             refused += [(delivery.chunk.index, receipt.rank, receipt.refused) for receipt in delivery.receipts]
     said = f"engine rank {astray} is at another chunk than the sender"
     assert [item for item in refused if item[2]] == [
-        (2, astray, said), *((3, rank, said) for rank in range(len(ranks.receivers)))
-    ]  # fmt: skip
+        *((chunk, astray, said) for chunk in range(2, 2 + AHEAD)),
+        *((2 + AHEAD, rank, said) for rank in range(len(ranks.receivers))),
+    ]
     ranks.asked = lambda rank, chunk: chunk
     ranks.held = [{} for _ in ranks.held]
     sender.send(2)
