@@ -323,6 +323,9 @@ def _forward(
             # Only with it is a state-space layer told which sequence each row of the pack belongs to.
             total_tokens=shard.num_whole_rows if trainer.provider.is_hybrid_model else None,
         ),
+        # In bf16 Megatron would widen the logits, and their gradient, of a whole vocabulary: `vocab_parallel_logprob`
+        # widens what it reads.
+        **({"fp32_output": False} if trainer.provider.bf16 else {}),
     )
     on_logits = partial(
         _logprobs, shard=moved, trainer=trainer, temperature=temperature, entropy=entropy, finish=finish
