@@ -112,9 +112,12 @@ class ChunkReceiver:
         if chunk not in self._pieces:
             self._pieces[chunk] = pieces_of(layout)
         digests = self._pieces[chunk].start(buffer)
+        digested = _mark(buffer)
         loaded, refused = self._load(layout, buffer, load)
-        self._settle(buffer, what)
-        if chunk == len(self.plan.chunks) - 1:
+        is_last = chunk == len(self.plan.chunks) - 1
+        # Only of memory that is filled again must the load be over, too; its kernels run on behind the receipt.
+        self._settle(_mark(buffer) if is_last or self._joined().refills else digested, what)
+        if is_last:
             self._joined().end()
         received = tuple(
             Received(entry.tensor.name, entry.tensor.dtype, entry.tensor.shape, digest)
@@ -158,17 +161,15 @@ class ChunkReceiver:
                 refused = "the loader keeps views of a buffer that the sender will fill again"
         return loaded, refused
 
-    def _settle(self, buffer: torch.Tensor, what: str) -> None:
-        """Wait until a GPU's stream has come past everything that was asked of it for this chunk."""
-        if not buffer.is_cuda:
+    def _settle(self, mark: torch.cuda.Event | None, what: str) -> None:
+        """Wait until a GPU's stream has come past the mark."""
+        if mark is None:
             return
         deadline_s = self._joined().address.deadline_s
         deadline = time.monotonic() + deadline_s
         late = f"engine rank {self.engine_rank} waited up to {deadline_s:g} s for {what} to arrive and be loaded"
         try:
-            done = torch.cuda.Event()
-            done.record()
-            while not done.query():
+            while not mark.query():
                 if time.monotonic() > deadline:
                     raise TransferFailed(late)
         except RuntimeError as error:
@@ -178,6 +179,15 @@ class ChunkReceiver:
         if self._group is None:
             raise ContractError("an update was announced before the engine joined a transfer group")
         return self._group
+
+
+def _mark(buffer: torch.Tensor) -> torch.cuda.Event | None:
+    """Of how far the GPU's stream has been asked to go by now; None for memory of the host."""
+    if not buffer.is_cuda:
+        return None
+    mark = torch.cuda.Event()
+    mark.record()
+    return mark
 
 
 def _users(buffer: torch.Tensor) -> int:
