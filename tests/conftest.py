@@ -12,8 +12,8 @@ from verifier.launch.zygote import Zygote
 
 HERE = Path(__file__).parent
 os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
-"""Torch 2.11's flight recorder, one per process, crashes when gloo groups on several threads write to it: some tests have
-a rank on each."""
+"""Torch 2.11's flight recorder, one per process, crashes when gloo groups on several threads write to it, as they do in
+tests that have a rank on each."""
 
 
 @pytest.fixture(scope="session")
