@@ -33,7 +33,7 @@ def test_floor_is_like_that_of_the_host(name, workshop, measured, tmp_path, monk
     oracle = workshop.oracle(checkpoint.path)
 
     def score(path, sequences, dtype):
-        return oracle.score(path, sequences, dtype, "cpu" if dtype == "float32" else "cuda")
+        return oracle.score(path, sequences, dtype, "cuda")
 
     found = measure(named, checkpoint, "cuda", score, print, why="measured by ci/gpu")
     print(table(found))
