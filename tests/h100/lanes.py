@@ -1,7 +1,8 @@
-"""Run the GPU tests side by side, each file on GPUs of its own: `python lanes.py RESULTS [PYTEST ARGUMENT...]`.
+"""Run the GPU tests side by side, a process for each file: `python lanes.py RESULTS [PYTEST ARGUMENT...]`.
 
-What is timed (`@pytest.mark.timed`) runs at the end, one file at a time. Every process writes its log and its results
-into the folder; nothing is skipped.
+A test that starts an engine of its own (`@pytest.mark.own_process`) gets a process of its own too, since that start is
+most of its time. What is timed (`@pytest.mark.timed`) runs at the end, one file at a time. Every process writes its log
+and its results into the folder; nothing is skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 HERE = Path(__file__).parent
 NOTHING_COLLECTED = 5
-SHARERS = 6
+SHARERS = 8
 """Processes that may share one GPU: all but the wide models take a few GiB."""
 STARTS_APART_S = 1.0
 """Between two starts, so that the first finds its ports and compiles what the others then read from the cache."""
@@ -32,20 +33,24 @@ class Task:
     file: Path
     gpus: int
     timed: bool
+    test: str = ""
+    """The only test, if so; all of the file's that need as many GPUs otherwise."""
 
     @property
     def name(self) -> str:
         """Of its log and its results."""
-        return f"{self.file.stem}-x{self.gpus}" + ("-timed" if self.timed else "")
+        only = self.test.partition("[")[2].rstrip("]")
+        return f"{self.file.stem}-x{self.gpus}" + ("-timed" if self.timed else "") + (f"-{only}" if only else "")
 
     def start(self, results: Path, visible: Sequence[int], arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start it on these GPUs."""
         wanted = f"h100(gpus={self.gpus}) and {'' if self.timed else 'not '}timed"
+        tests = f"{self.file}::{self.test}" if self.test else str(self.file)
         with (results / f"{self.name}.log").open("wb") as log:
             return subprocess.Popen(
                 [
                     sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-s", "--tb=short", "--no-skip",
-                    "--durations=0", "-m", wanted, str(self.file), *arguments,
+                    "--durations=0", "-m", wanted, tests, *arguments,
                 ],
                 stdout=log, stderr=subprocess.STDOUT,
                 env={
@@ -97,7 +102,8 @@ class Census:
         for item in session.items:
             gpus = item.get_closest_marker("h100").kwargs["gpus"]
             timed = item.get_closest_marker("timed") is not None
-            self.tasks.add(Task(file=item.path, gpus=gpus, timed=timed))
+            test = item.name if item.get_closest_marker("own_process") is not None else ""
+            self.tasks.add(Task(file=item.path, gpus=gpus, timed=timed, test=test))
 
 
 def main(results: Path, arguments: Sequence[str]) -> int:
@@ -105,7 +111,7 @@ def main(results: Path, arguments: Sequence[str]) -> int:
     num_gpus = torch.cuda.device_count()
     census = Census()
     pytest.main(["--collect-only", "-qq", "-m", "h100", "--gpus", str(num_gpus), str(HERE), *arguments], [census])
-    waiting = sorted(census.tasks, key=lambda task: (task.timed, -task.gpus, task.file))
+    waiting = sorted(census.tasks, key=lambda task: (task.timed, -task.gpus, task.file, task.test))
     host = Host(num_gpus)
     while waiting or host.running:
         host.reap(results)

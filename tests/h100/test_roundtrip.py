@@ -13,6 +13,8 @@ from verifier.core import store
 from verifier.core.stage import Stage
 from verifier.mesh import Mesh
 
+pytestmark = pytest.mark.own_process
+
 CYCLES = 3
 TP2_PP2 = Mesh(tp=2, pp=2)
 CASES = [
