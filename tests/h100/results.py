@@ -1,10 +1,14 @@
-"""Join what the processes of `ci/gpu` measured into one file: `python results.py FOLDER GPUS`."""
+"""What `ci/gpu` measured: `python results.py FOLDER GPUS` joins it into one file, `table` sums up a folder of them."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
 
 
 def main(folder: Path, gpus: str) -> None:
@@ -12,10 +16,72 @@ def main(folder: Path, gpus: str) -> None:
     parts = sorted(folder.glob("*.part"))
     found = [json.loads(part.read_text()) for part in parts]
     rows = [row for part in found for row in part["rows"]]
-    record = {**found[0], "command": "ci/gpu", "rows": rows}
+    machine = max((part["machine"] for part in found), key=len)  # a process sees its own GPUs only
+    record = {**found[0], "machine": machine, "command": "ci/gpu", "rows": rows}
     (folder / f"h200-x{gpus}.json").write_text(json.dumps(record, indent=1) + "\n")
     for part in parts:
         part.unlink()
+
+
+def table(folder: Path) -> str:
+    """One Markdown row for each kind of result in each machine's file, in the order of the tests."""
+    lines = ["| GPUs | what | shown |", "| --- | --- | --- |"]
+    for path in sorted(folder.glob("h200-x?.json")):
+        record = json.loads(path.read_text())
+        gpus = len(record["machine"])
+        lines += [f"| {gpus} | {what} | {shown} |" for what, shown in _sums(record["rows"])]
+    return "\n".join(lines)
+
+
+def _sums(rows: list[Row]) -> Iterator[tuple[str, str]]:
+    exports = [row for row in rows if "bitwise" in row]
+    if exports:
+        meshes = sorted({row["mesh"] for row in exports})
+        tensors = sum(row["bitwise"] for row in exports)
+        yield "export of the source, bitwise", f"{len(exports)} exports ({', '.join(meshes)}), {tensors:,} tensors"
+    trips = [row for row in rows if "mismatch" in row and "transport" in row]
+    if trips:
+        held = [row for row in trips if row.get("passed", True)]
+        ratio = max(row["mismatch"][0] / row["noise_mean"] for row in trips)
+        yield (
+            "round trips of 3 updates by NCCL and IPC",
+            f"{len(held)} of {len(trips)} hold every check; mean mismatch at most {ratio:.2f} of the measured noise",
+        )
+    options = [row for row in rows if "mismatch" in row and "transport" not in row]
+    if options:
+        yield (
+            "engines with CUDA graphs, sleep levels 1 and 2, fp8, an adapter",
+            f"{len(options)} round trips hold every check",
+        )
+    faults = [row for row in rows if "fault" in row]
+    if faults:
+        stages = ", ".join(sorted({row["first_bad_stage"] for row in faults}))
+        yield "shipped bugs, injected", f"{len(faults)} of {len(faults)} caught, first in: {stages}"
+    floors = [row for row in rows if "longest" in row]
+    if floors:
+        yield "noise floors by length", f"{len(floors)} checkpoints, stored in `golden/noise`"
+    yield from _speeds(rows)
+
+
+def _speeds(rows: list[Row]) -> Iterator[tuple[str, str]]:
+    for row in rows:
+        if "int64_sum_gb_s" in row:
+            yield (
+                "digest of 8 GiB on a GPU",
+                f"{row['digest_gb_s']:,} GB/s, {row['median_share']:.2f} of an int64 sum (limit 0.8)",
+            )
+        if "verified_speed_share" in row and row.get("chunk_mib") == 1024:
+            yield (
+                f"verified transfer of 8 GiB by {row['transport'].upper()}, {row['num_tensors']:,} tensors",
+                f"{row['verified_gb_s']:.0f} GB/s; {row['verified_speed_share']:.2f} of vLLM's unverified, "
+                f"{row['verified_of_own_undigested']:.2f} of ours without digests (limit 0.97 of vLLM's)",
+            )
+        if "mfu" in row:
+            yield (
+                f"training step, {row['model']}, {row['tokens_per_step']:,} tokens",
+                f"{row['tokens_per_s']:,} tokens/s, MFU {row['mfu']:.3f}; {row['speed_share']:.3f} of a bare loop "
+                f"(limit 0.95); recording and judging {row['recording_share'] + row['judging_share']:.1%} (limit 2 %)",
+            )
 
 
 if __name__ == "__main__":

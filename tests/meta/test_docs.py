@@ -5,6 +5,7 @@ import re
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
+from tests.h100.results import table
 from tests.meta.sources import ROOT, python_files, tracked, where
 from verifier.cli import app
 from verifier.core.check import REGISTRY
@@ -51,6 +52,12 @@ def test_readme_names_every_command_exit_code_and_model():
     assert [code for code in ExitCode if f"| {code.value} | {code.name.lower()}" not in README] == []
     assert [name for name in TINY if f"`tiny:{name}`" not in README] == []
     assert [name for name in WIDE if f"`wide:{name}`" not in README] == []
+
+
+def test_readme_shows_what_gpus_showed():
+    """The table is what `tests.h100.results.table` makes of the recorded rows."""
+    shown = README.split("<!-- table: gpu -->\n")[1].split("\n<!-- table: end -->")[0]
+    assert shown == table(ROOT / "golden" / "gpu")
 
 
 def test_readme_examples_are_whole():
