@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import Fault, Fired
+from verifier.faults.fault import NO_ENGINE, Fault, Fired
 from verifier.faults.inject import replaced
 from verifier.mesh import Mesh
 
@@ -122,6 +122,19 @@ def _stage_names_remapped(fired: Fired) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _decay_rounded(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def keep(chunks: Any, checkpoint: Any) -> Any:
+            fired()
+            return chunks
+
+        return keep
+
+    with replaced("verifier.model.provider_megatron:_keep_float32", "chunks, checkpoint", make):
+        yield
+
+
 def _provider_config(fired: Fired, **wrong: Any) -> contextlib.AbstractContextManager[None]:
     """The provider that megatron-bridge derives from config.json gets other values for these fields."""
 
@@ -180,6 +193,17 @@ FAULTS = (
         inject=_stage_names_remapped,
         model="tiny:qwen3-tied",
         mesh=Mesh(pp=2),
+    ),
+    Fault(
+        id="decay-rounded-with-the-model",
+        stage=Stage.LOAD,
+        reproduces="megatron-core 0.19.2, Float16Module over MambaMixer, which makes A_log in float32",
+        summary="the float32 decay of state-space layers is rounded to bf16 with all else when the model is wrapped",
+        caught_by=("WGT001",),
+        inject=_decay_rounded,
+        model="tiny:nemotron-h",
+        engine=NO_ENGINE,
+        dtype="bfloat16",
     ),
     Fault(
         id="norm-epsilon-default",

@@ -101,6 +101,19 @@ def _one_sequence(fired: Fired) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _state_never_reset(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def packed(**fields: Any) -> Any:
+            fired()
+            return original(**{**fields, "total_tokens": None})
+
+        return packed
+
+    with replaced("megatron.core.packed_seq_params:PackedSeqParams", PACKED_FIELDS, make):
+        yield
+
+
+@contextlib.contextmanager
 def _never_in_evaluation(fired: Fired) -> Iterator[None]:
     def make(original: Any) -> Any:
         @contextlib.contextmanager
@@ -188,6 +201,14 @@ FAULTS = (
         "NovaSky-AI/SkyRL#2056",
         "the model is not told where samples of a pack begin, so each sees the ones before it",
         _one_sequence,
+    ),
+    _fault(
+        "state-crosses-sequences",
+        "NVIDIA-NeMo/RL#2529",
+        "state-space layers are not told where samples of a pack begin, and hand their state on from one to the next",
+        _state_never_reset,
+        Mesh(),
+        "tiny:nemotron-h",
     ),
     _fault(
         "dropout-while-scoring",
