@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import Fault, Fired
+from verifier.faults.fault import Fault, Fired, Inject
 from verifier.faults.inject import replaced
 from verifier.mesh import Mesh
 
 STEP = "verifier.train.step_megatron"
+OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
 
 
@@ -136,7 +137,47 @@ def _step_dropped(fired: Fired) -> Iterator[None]:
 
         return step
 
-    with replaced("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads", "self", make):
+    with replaced(f"{OPTIMIZER}.step_with_ready_grads", "self", make):
+        yield
+
+
+def _resumed(lose: Callable[[dict[str, Any]], None]) -> Inject:
+    """A fault of an optimizer that was saved and loaded after its first step: `lose` spoils a parameter's state."""
+
+    def inject(fired: Fired) -> Any:
+        resumed: list[Any] = []
+
+        def make(original: Any) -> Any:
+            def step(self: Any) -> bool:
+                if self.optimizer.state and self not in resumed:
+                    fired()
+                    resumed.append(self)
+                    for state in self.optimizer.state.values():
+                        lose(state)
+                done: bool = original(self)
+                return done
+
+            return step
+
+        return replaced(f"{OPTIMIZER}.step_with_ready_grads", "self", make)
+
+    return inject
+
+
+@contextlib.contextmanager
+def _experts_counted_as_dense(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def is_counted(param: Any, tp_group: Any = None, expert_tp_group: Any = None) -> bool:
+            counted: bool = original(param, tp_group, expert_tp_group)
+            if counted and not getattr(param, "allreduce", True) and tp_group.rank() > 0:
+                fired()
+                counted = False
+            return counted
+
+        return is_counted
+
+    target = "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate"
+    with replaced(target, "param, tp_group, expert_tp_group", make):
         yield
 
 
@@ -203,5 +244,30 @@ FAULTS = (
         summary="steps are dropped, as for a gradient that is not finite, and reported as done",
         caught_by=("WGT008", "TRN001"),
         inject=_step_dropped,
+    ),
+    Fault(
+        id="adam-step-stale",
+        stage=Stage.TRAIN,
+        reproduces="NovaSky-AI/SkyRL#1403",
+        summary="saving and loading the optimizer loses Adam's count of steps: its moments' bias is corrected anew",
+        caught_by=("TRN001",),
+        inject=_resumed(lambda state: state["step"].zero_()),
+    ),
+    Fault(
+        id="moments-not-restored",
+        stage=Stage.TRAIN,
+        reproduces="NVIDIA-NeMo/RL#3171",
+        summary="a run goes on from its weights alone, and Adam's moments begin again at zero",
+        caught_by=("TRN001",),
+        inject=_resumed(lambda state: [value.zero_() for value in state.values()]),
+    ),
+    Fault(
+        id="experts-outside-gradient-norm",
+        stage=Stage.TRAIN,
+        reproduces="NVIDIA/Megatron-LM#5916",
+        summary="experts of all tp ranks but the first are left out of the norm by which gradients are clipped",
+        caught_by=("TRN001",),
+        inject=_experts_counted_as_dense,
+        mesh=Mesh(tp=2, ep=2),
     ),
 )
