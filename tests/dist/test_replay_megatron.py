@@ -20,9 +20,10 @@ CASES = [
     ("deepseek-v3", {}, "float32"),
     ("deepseek-v3", {"pp": 2, "first_stage_layers": 1}, "float32"),
     ("deepseek-v3", {"pp": 2, "ep": 2, "dp": 2}, "bfloat16"),
+    ("nemotron-h", {"tp": 2, "ep": 2}, "bfloat16"),
 ]
-LAYERS = {"qwen3-moe": 4, "deepseek-v3": 3}
-"""Layers with routers: all four, and all but the first."""
+LAYERS = {"qwen3-moe": {0, 1, 2, 3}, "deepseek-v3": {1, 2, 3}, "nemotron-h": {1, 6}}
+"""Layers with routers."""
 
 
 @pytest.mark.parametrize(("model", "sizes", "dtype"), CASES)
@@ -42,7 +43,9 @@ def test_routes_are_obeyed_and_natural_ones_change_nothing(model, sizes, dtype, 
         mesh=mesh,
     )
     assert all(result["idle"] for result in results)
-    assert {layer for result in results for layer in result["layers"]} == set(range(4 - LAYERS[model], 4))
+    # Padding, too: on GPUs the bits of a token depend on the rows beside it.
+    assert all(result["alike"] for result in results)
+    assert {layer for result in results for layer in result["layers"]} == LAYERS[model]
     seen = store.read(trace)
     for code in ("RPL001", "RPL002"):
         outcome = run_check(REGISTRY[code], seen)
@@ -50,5 +53,5 @@ def test_routes_are_obeyed_and_natural_ones_change_nothing(model, sizes, dtype, 
     routes = seen.array(next(seen.at(Stage.REPLAY, "routes")))
     lengths = next(seen.at(Stage.REPLAY, "natural")).facts["lengths"]
     # Each token but a rollout's last, in each layer; and no router chooses so by itself.
-    assert len(routes) == sum(lengths) * LAYERS[model]
+    assert len(routes) == sum(lengths) * len(LAYERS[model])
     assert len(torch.unique(routes[:, 3:].sort(-1).values, dim=0)) > len(routes) / 3

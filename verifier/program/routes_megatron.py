@@ -30,7 +30,7 @@ def record_replay(probe: Probe, trainer: TrainerModel, rollouts: Sequence[Rollou
         rollouts: the same on every rank; routes that they carry are left out.
     """
     routing = Routing(trainer)
-    natural, routed = routing.score_naturally(rollouts)
+    natural, routed, every_row = routing.score_naturally(rollouts)
     made_up = [
         replace(
             rollout,
@@ -41,7 +41,7 @@ def record_replay(probe: Probe, trainer: TrainerModel, rollouts: Sequence[Rollou
         )
         for key, rollout in enumerate(rollouts)
     ]  # fmt: skip
-    replayed, _ = routing.score_replaying(routed)
+    replayed, _ = routing.score_replaying(routed, every_row)
     _, choices = routing.score_replaying(made_up)
     released = score(trainer, rollouts)
     at = str(trainer.mesh.coordinate(dist.get_rank()))

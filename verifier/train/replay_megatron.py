@@ -9,7 +9,7 @@ Shape suffixes as in `verifier.train.replay`; E experts of a layer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 PROVIDER_FIELDS = {"moe_enable_routing_replay": True, "moe_router_fusion": False}
 """What a trainer must be built with; the fused router of megatron-core 0.19.2 takes no routes and says nothing."""
+EveryRow = dict[tuple[int, int], list[torch.Tensor]]
+"""(virtual stage, global layer) to the experts [T, K] of each micro-batch of this rank, in order, padding included."""
 
 
 class Routing:
@@ -53,11 +55,12 @@ class Routing:
         self.num_experts = int(trainer.provider.num_moe_experts)
         self.topk = int(trainer.provider.moe_router_topk)
 
-    def score_naturally(self, rollouts: Sequence[Rollout]) -> tuple[list[torch.Tensor], list[Rollout]]:
+    def score_naturally(self, rollouts: Sequence[Rollout]) -> tuple[list[torch.Tensor], list[Rollout], EveryRow]:
         """Score, and note what the routers choose by themselves. A collective.
 
         Returns:
-            As `step_megatron.score`; and the same rollouts with routes [L, M, K] in each router's own order.
+            As `step_megatron.score`; the same rollouts with routes [L, M, K] in each router's own order; and what was
+            chosen for every row of this rank.
         """
         with self._acting("RECORD"), _Watch(self, rollouts, recorded=True) as watch:
             scored = score(self.trainer, rollouts, on_chunk=watch.on_chunk)
@@ -71,24 +74,36 @@ class Routing:
             mine = rows[:, 0] == index
             routes[rows[mine, 1], columns[mine]] = rows[mine, 3:]
             found.append(replace(rollout, routes=routes))
-        return scored, found
+        return scored, found, watch.every_row
 
-    def score_replaying(self, rollouts: Sequence[Rollout]) -> tuple[list[torch.Tensor], np.ndarray]:
+    def score_replaying(
+        self, rollouts: Sequence[Rollout], stand_ins: EveryRow | None = None
+    ) -> tuple[list[torch.Tensor], np.ndarray]:
         """Score with every router choosing what the rollouts' routes say. A collective.
+
+        Args:
+            rollouts: with routes.
+            stand_ins: as `score_naturally` returned it for the same rollouts: what rows without a route, such as
+                padding, get in place of the experts 0 to K - 1. Kernels keep the bits of a token only if the rows
+                beside it stay the same: a matrix product may be split by its number of rows, and a state-space scan
+                sums time steps over all rows of a chunk, whosesoever they are.
 
         Returns:
             As `step_megatron.score`; and what this rank's routers chose, as `_Watch.choices`.
         """
+        rows_left = None if stand_ins is None else {place: iter(rows) for place, rows in stand_ins.items()}
         with self._acting("REPLAY_FORWARD"), _Watch(self, rollouts) as watch:
 
             def on_chunk(chunk: int, shard: PackedBatch) -> None:
                 watch.on_chunk(chunk, shard)
-                self._hand_over(chunk, shard)
+                self._hand_over(chunk, shard, rows_left)
 
             scored = score(self.trainer, rollouts, on_chunk=on_chunk)
         return scored, watch.choices()
 
-    def _hand_over(self, chunk: int, shard: PackedBatch) -> None:
+    def _hand_over(
+        self, chunk: int, shard: PackedBatch, rows_left: Mapping[tuple[int, int], Iterator[torch.Tensor]] | None
+    ) -> None:
         replay = replay_routes(
             shard, mesh=self.trainer.mesh, pp=self.at.pp, chunk=chunk, tp=self.at.tp,
             num_layers=int(self.trainer.provider.num_layers), moe_layers=self.moe_layers,
@@ -100,7 +115,10 @@ class Routing:
                 f"routes are for layers {sorted(replay.experts)}"
             )
         for layer, router in self.routers[chunk].items():
-            router.router_replay.set_target_indices(replay.experts[layer])
+            experts_TK = replay.experts[layer]
+            if rows_left is not None:
+                experts_TK = torch.where(replay.free_T.unsqueeze(-1), next(rows_left[chunk, layer]), experts_TK)
+            router.router_replay.set_target_indices(experts_TK)
 
     @contextlib.contextmanager
     def _acting(self, action: str) -> Iterator[None]:
@@ -140,6 +158,9 @@ class _Watch:
         routing: the routers.
         rollouts: what is scored.
         recorded: take what each router recorded, in its own order; else what its output says, in ascending order.
+
+    Attributes:
+        every_row: if recorded, of all rows that the routers saw.
     """
 
     def __init__(self, routing: Routing, rollouts: Sequence[Rollout], *, recorded: bool = False) -> None:
@@ -147,6 +168,7 @@ class _Watch:
         self._index = {rollout.id: index for index, rollout in enumerate(rollouts)}
         self._shards: dict[int, PackedBatch] = {}
         self._seen: list[np.ndarray] = []
+        self.every_row: EveryRow = {}
         self._hooks = contextlib.ExitStack()
 
     def __enter__(self) -> _Watch:
@@ -178,6 +200,7 @@ class _Watch:
         real_T = segments_T != PADDING
         if self._recorded:
             experts_TK = router.router_replay.get_recorded_indices()
+            self.every_row.setdefault((chunk, router.layer_number - 1), []).append(experts_TK.cpu())
         else:
             used_TE = torch.where(routing_map_TE, torch.arange(num_experts, device=routing_map_TE.device), num_experts)
             experts_TK = used_TE.sort(-1).values[:, :topk]
