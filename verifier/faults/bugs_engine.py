@@ -219,26 +219,22 @@ def _keys_for_values(name: str) -> str:
     return ".".join([*parents, swapped.get(leaf, leaf), weight])
 
 
-def _gate_unknown(name: str) -> str:
-    return "" if name == "layers.2.mlp.gate.weight" else name
+def _one_changed(chosen: str, change: Callable[[Any, Any], Any]) -> Inject:
+    """A fault of transformers' engine: it loads one tensor as `change` gives it from the model and what came."""
 
-
-@contextlib.contextmanager
-def _bias_rounded(fired: Fired) -> Iterator[None]:
-    def make(original: Any) -> Any:
-        def load(self: Any, tensors: list[tuple[str, Any]]) -> list[str]:
-            rounded = []
-            for name, tensor in tensors:
-                if name == "model.layers.2.mlp.gate.e_score_correction_bias":
+    def inject(fired: Fired) -> Any:
+        def make(original: Any) -> Any:
+            def load(self: Any, tensors: list[tuple[str, Any]]) -> list[str]:
+                if chosen in (came := dict(tensors)):
                     fired()
-                    tensor = tensor.bfloat16().to(tensor.dtype)
-                rounded.append((name, tensor))
-            return original(self, rounded)
+                    came[chosen] = change(self.model, came[chosen])
+                return original(self, list(came.items()))
 
-        return load
+            return load
 
-    with replaced(HF_LOAD, "self, tensors", make):
-        yield
+        return replaced(HF_LOAD, "self, tensors", make)
+
+    return inject
 
 
 @contextlib.contextmanager
@@ -363,7 +359,7 @@ FAULTS = (
         reproduces="PrimeIntellect-ai/prime-rl#2326",
         summary="the loader does not know the name of a router's weight and goes on without it; one layer",
         caught_by=("ENG001", "ENG004", "LGP002"),
-        inject=_names_changed(_gate_unknown),
+        inject=_names_changed(lambda name: "" if name == "layers.2.mlp.gate.weight" else name),
         side=Side.ENGINE,
         engine="vllm",
     ),
@@ -373,9 +369,22 @@ FAULTS = (
         reproduces="vllm-project/vllm#47777",
         summary="the engine holds a router's float32 selection bias in its serving dtype; one layer",
         caught_by=("ENG001", "ENG002"),
-        inject=_bias_rounded,
+        inject=_one_changed(
+            "model.layers.2.mlp.gate.e_score_correction_bias",
+            lambda model, tensor: tensor.bfloat16().to(tensor.dtype),
+        ),
         side=Side.ENGINE,
         model="tiny:deepseek-v3",
+    ),
+    Fault(
+        id="mixer-d-dropped",
+        stage=Stage.ENGINE,
+        reproduces="PrimeIntellect-ai/prime-rl#2714",
+        summary="a reload loses what came for the skip weight D of one state-space layer, which keeps what it held",
+        caught_by=("ENG001", "ENG002", "LGP002"),
+        inject=_one_changed("backbone.layers.4.mixer.D", lambda model, _: model.model.layers[4].mixer.D.data.clone()),
+        side=Side.ENGINE,
+        model="tiny:nemotron-h",
     ),
     Fault(
         id="tied-head-cloned",

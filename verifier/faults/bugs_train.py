@@ -1,4 +1,4 @@
-"""Bugs of the training step: masters, replicas, and steps at the wrong time or not at all."""
+"""Bugs of the training step: masters, moments, replicas, norms, and steps at the wrong time or not at all."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _step_dropped(fired: Fired) -> Iterator[None]:
         yield
 
 
-def _resumed(lose: Callable[[dict[str, Any]], None]) -> Inject:
+def _resumed(lose: Callable[[dict[str, Any]], object]) -> Inject:
     """A fault of an optimizer that was saved and loaded after its first step: `lose` spoils a parameter's state."""
 
     def inject(fired: Fired) -> Any:
