@@ -83,7 +83,7 @@ def clean() -> list[Evidence]:
         )
     )
     for name in SHAPES:
-        measured = {"gradient_gap": 1e-9, "gradient_scale": 0.25, "step_gap": 1e-4}
+        measured = {"gradient_gap": 1e-9, "gradient_scale": 0.25, "gradient_norm": 2.0, "step_gap": 1e-4}
         seen.append(Evidence(stage=Stage.LOSS, kind="gradient", name=name, version=1, role="oracle", facts=measured))
     seen += tokens() + routes()
     poisoned = {"intact": [], "total": 2, "left": [], "declared": []}

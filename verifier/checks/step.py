@@ -15,6 +15,11 @@ GRADIENT = Tolerance(
     unit="of the tensor's greatest gradient",
     source="fp32 on CPU, measured on clean runs of every family and mesh: docs/numerics.md",
 )
+NORM = Tolerance(
+    absolute=1e-5,
+    unit="of the norm",
+    source="fp32 sums of squares in another order: a trainer's norm was measured within 4e-6 of one rank's",
+)
 STEP = Tolerance(
     absolute=1e-3,
     unit="learning rates",
@@ -64,10 +69,12 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     """After every step each live weight is the one before it, moved by Adam with the gradient that was there.
 
     What it checks: per checkpoint tensor, live weights after the step against Adam in float64 from the trainer's own
-    reduced gradients, its clip factor and the oracle's own moments.
+    reduced gradients, its clip factor and the oracle's own moments; and the norm that the optimizer clipped by against
+    that of the same gradients, since Adam all but cancels a factor that is wrong in every step.
     Why it matters: masters that were not refreshed, moments that were lost, a clip by the wrong norm.
-    Evidence: loss/gradient ("step_gap", in units of the learning rate).
+    Evidence: loss/gradient ("step_gap", in units of the learning rate; "gradient_norm"), train/step ("grad_norm").
     Tolerance and its source: 1e-3 of the learning rate; fp32 rounding of weights and moments, measured on clean runs.
+    1e-5 of the norm.
     What it does not catch: a wrong gradient (LSS001).
     References: SkyRL#2149, RL#2371, SkyRL#1403.
     """
@@ -84,4 +91,19 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
             expected="the weight before, moved by Adam (float64, with the trainer's own gradient)",
             actual=f"{found} it (the live weight after the step)", allowed=str(STEP),
             hint="look at masters, moments and the clip factor",
+        )  # fmt: skip
+    norms = {item.version: float(item.facts["gradient_norm"]) for item in trace.at(Stage.LOSS, "gradient")}
+    for item in trace.at(Stage.TRAIN, "step"):
+        if item.version not in norms:
+            continue
+        found, right = float(item.facts["grad_norm"]), norms[item.version]
+        allowed = NORM.absolute * right
+        same = abs(found - right) <= allowed
+        yield Comparison(
+            what="gradient norm", same=same, stage=Stage.TRAIN, version=item.version,
+            badness=0.0 if same else _badness(abs(found - right), allowed),
+            sentence="" if same else f"the optimizer clipped by a gradient norm of {found:.6g}, which is {right:.6g}",
+            expected=f"{right:.6g} (of all reduced gradients, float64)",
+            actual=f"{found:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {NORM}",
+            hint="look at which parameters and ranks the norm is summed over",
         )  # fmt: skip

@@ -30,7 +30,8 @@ def judge_steps(
 
     Returns:
         One record per (version, tensor): "gradient_gap", greatest |trainer - transformers|, "gradient_scale", greatest
-        |transformers|; "step_gap", greatest |live - Adam| in units of the learning rate.
+        |transformers|; "gradient_norm", L2 norm of all the trainer's gradients of that version; "step_gap", greatest
+        |live - Adam| in units of the learning rate.
     """
     records = []
     before, moments = Path(source), {}
@@ -44,7 +45,7 @@ def judge_steps(
         scale = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
         old, new = _tensors(before), _tensors(live)
         for name, gradient in expected.items():
-            row: dict[str, Any] = {"version": version, "name": name}
+            row: dict[str, Any] = {"version": version, "name": name, "gradient_norm": norm}
             row["gradient_scale"] = float(gradient.abs().max())
             if name in actual:
                 row["gradient_gap"] = float((actual[name].double() - gradient.double()).abs().max())
