@@ -85,6 +85,8 @@ def clean() -> list[Evidence]:
     for name in SHAPES:
         measured = {"gradient_gap": 1e-9, "gradient_scale": 0.25, "gradient_norm": 2.0, "step_gap": 1e-4}
         seen.append(Evidence(stage=Stage.LOSS, kind="gradient", name=name, version=1, role="oracle", facts=measured))
+    stepped = {"loss": 7.0, "grad_norm": 2.000001, "num_tokens": 5}
+    seen.append(Evidence(stage=Stage.TRAIN, kind="step", name="step", version=1, facts=stepped))
     seen += tokens() + routes()
     poisoned = {"intact": [], "total": 2, "left": [], "declared": []}
     seen.append(Evidence(stage=Stage.ENGINE, kind="poison", name="poison", version=1, role="engine", facts=poisoned))

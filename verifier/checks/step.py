@@ -64,7 +64,7 @@ def _badness(gap: float | None, allowed: float) -> float:
     return gap / allowed if allowed else float("inf")
 
 
-@check("TRN001", needs=((Stage.LOSS, "gradient"),), scope="gradient")
+@check("TRN001", needs=((Stage.LOSS, "gradient"), (Stage.TRAIN, "step")), scope="gradient")
 def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     """After every step each live weight is the one before it, moved by Adam with the gradient that was there.
 
