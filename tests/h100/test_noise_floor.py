@@ -48,6 +48,7 @@ def test_floor_is_like_that_of_the_host(name, workshop, measured, tmp_path, monk
     results = Path(os.environ[RESULTS]).parent if RESULTS in os.environ else tmp_path
     monkeypatch.setattr(floors, "FLOORS", results / "noise")
     floors.write_floor(replace(found, command="ci/gpu"))
+    assert stored, "there is nothing to compare with: record a floor by `verifier noise`"
     for other in stored:
         for ours, theirs in zip(found.buckets, other.buckets, strict=True):
             assert 1 / ALIKE < ours.median / theirs.median < ALIKE, (other.tier, ours, theirs)

@@ -32,7 +32,7 @@ _GPU_SHARE = 0.3
 """Of a GPU's memory that must be free at the start: a trainer may live on the same GPU."""
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
 """One graph of the whole model per number of sequences that are being sampled; vLLM's own choice would compile as well.
-Prompts are scored without: the capture of their attention reads outside its memory on a tiny model."""
+Prompts are scored without: in sleep mode the capture of their attention ended in an illegal memory access."""
 _ADAPTERS = {"max_loras": 1, "lora_target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
 """One adapter at a time, on linears alone: with one on the head, vLLM 0.21 finds no adapter for the rows of a prompt
 whose log-probabilities are asked for; on a CPU it fails there, on a GPU it reads on behind its table."""
