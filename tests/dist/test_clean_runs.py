@@ -1,6 +1,6 @@
 """Clean runs raise no alarm: every family, over every kind of mesh, exports bitwise and scores as the oracle does.
 
-The selection runs by default; `-m slow` runs the whole table and writes it to docs/clean-runs.md.
+The selection runs by default; `-m slow` runs the whole table and writes it to docs/numerics.md.
 
 What this does not exercise: engines with tensor parallelism and the engine's cold start from the exported checkpoint
 (test_roundtrip.py), and 64 ranks (docs/clean-runs.md has the command).
@@ -18,7 +18,7 @@ from verifier.launch.zygote import Zygote
 from verifier.mesh import Mesh
 from verifier.workshop import Workshop
 
-PAGE = Path(__file__).parents[2] / "docs" / "clean-runs.md"
+PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 SELECTION = (
     Case(family="qwen3-tied", mesh=Mesh(pp=2, vpp=2)),
