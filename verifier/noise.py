@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from verifier.config import NoiseConfig
@@ -43,11 +44,7 @@ def run(config: NoiseConfig, progress: Progress) -> Floor:
     subject = open_subject(config.model, DTYPE, Mesh())
     progress("starting transformers")
     with Oracle(subject.checkpoint.path, until - time.monotonic()) as oracle:
-        device = "cpu" if subject.tier == "cpu" else "cuda"
-
-        def score(path: Path, sequences: Sequence[Sequence[int]], dtype: str) -> list[list[float]]:
-            return oracle.score(path, sequences, dtype, device)
-
+        score = partial(oracle.score, device="cpu" if subject.tier == "cpu" else "cuda")
         floor = measure(
             config.model, subject.checkpoint, subject.tier, score, progress, why=config.why or "not recorded"
         )

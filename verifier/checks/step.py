@@ -96,14 +96,14 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     for item in trace.at(Stage.TRAIN, "step"):
         if item.version not in norms:
             continue
-        found, right = float(item.facts["grad_norm"]), norms[item.version]
+        clipped_by, right = float(item.facts["grad_norm"]), norms[item.version]
         allowed = NORM.absolute * right
-        same = abs(found - right) <= allowed
+        same = abs(clipped_by - right) <= allowed
         yield Comparison(
             what="gradient norm", same=same, stage=Stage.TRAIN, version=item.version,
-            badness=0.0 if same else _badness(abs(found - right), allowed),
-            sentence="" if same else f"the optimizer clipped by a gradient norm of {found:.6g}, which is {right:.6g}",
+            badness=0.0 if same else _badness(abs(clipped_by - right), allowed),
+            sentence="" if same else f"the optimizer clipped by a gradient norm of {clipped_by:.6g}, which is {right:.6g}",
             expected=f"{right:.6g} (of all reduced gradients, float64)",
-            actual=f"{found:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {NORM}",
+            actual=f"{clipped_by:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {NORM}",
             hint="look at which parameters and ranks the norm is summed over",
         )  # fmt: skip
