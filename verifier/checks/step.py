@@ -96,14 +96,14 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     for item in trace.at(Stage.TRAIN, "step"):
         if item.version not in norms:
             continue
-        clipped_by, right = float(item.facts["grad_norm"]), norms[item.version]
+        actual, right = float(item.facts["grad_norm"]), norms[item.version]
         allowed = NORM.absolute * right
-        same = abs(clipped_by - right) <= allowed
+        same = abs(actual - right) <= allowed
         yield Comparison(
             what="gradient norm", same=same, stage=Stage.TRAIN, version=item.version,
-            badness=0.0 if same else _badness(abs(clipped_by - right), allowed),
-            sentence="" if same else f"the optimizer clipped by a gradient norm of {clipped_by:.6g}, which is {right:.6g}",
+            badness=0.0 if same else _badness(abs(actual - right), allowed),
+            sentence="" if same else f"the optimizer clipped by a gradient norm of {actual:.6g}, which is {right:.6g}",
             expected=f"{right:.6g} (of all reduced gradients, float64)",
-            actual=f"{clipped_by:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {NORM}",
+            actual=f"{actual:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {NORM}",
             hint="look at which parameters and ranks the norm is summed over",
         )  # fmt: skip
