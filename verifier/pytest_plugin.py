@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes minutes; left out unless asked for by `-m slow`")
     config.addinivalue_line("markers", "h100(gpus=1): needs that many GPUs of compute capability 9.0")
     config.addinivalue_line("markers", "timed: an h100 test that is to have the host for itself")
-    config.addinivalue_line("markers", "own_process: an h100 test that shares no engine with its neighbours")
+    config.addinivalue_line("markers", "own_process: an h100 test that takes longer than the rest of its file")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

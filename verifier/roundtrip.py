@@ -15,6 +15,7 @@ from verifier.core import store
 from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
 from verifier.engine.engine import EngineConfig, HeldTensor, refuse_adapters, refuse_unsupported
+from verifier.engine.nursery import EngineNursery
 from verifier.engine.process import EngineProcess
 from verifier.errors import UsageError
 from verifier.launch.zygote import Zygote
@@ -66,7 +67,8 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
         trace = stack.enter_context(trace_folder(config.trace, manifest))
         work = stack.enter_context(work_folder())
         zygote = stack.enter_context(Zygote(preload=PRELOADS[subject.tier]))
-        engine = stack.enter_context(EngineProcess(engine_config))
+        nursery = stack.enter_context(EngineNursery())
+        engine = stack.enter_context(EngineProcess(engine_config, nursery=nursery))
         progress(f"starting the engine ({config.engine}) and importing Megatron")
         client = engine.client(deadline_s=until - time.monotonic())
         engine_ranks = client.wait_ready(until - time.monotonic())
@@ -80,7 +82,7 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
         weights = work / "exported" if adapter is None else subject.checkpoint.path
         if weights.is_dir():
             progress(f"starting a second engine from {'the exported checkpoint' if adapter is None else 'the adapter'}")
-            record_cold(engine_config, weights, trace, config.cycles, until - time.monotonic(), adapter)
+            record_cold(engine_config, nursery, weights, trace, config.cycles, until - time.monotonic(), adapter)
         progress("scoring by the fp32 oracle")
         oracle.record(trace, spec, subject)
         store.write_manifest(trace, {**manifest, "complete": True})
@@ -152,10 +154,16 @@ def sequences(draw: random.Random, count: int, lengths: tuple[int, int], vocabul
 
 
 def record_cold(
-    config: EngineConfig, checkpoint: Path, trace: Path, version: int, deadline_s: float, adapter: Path | None = None
+    config: EngineConfig,
+    nursery: EngineNursery,
+    checkpoint: Path,
+    trace: Path,
+    version: int,
+    deadline_s: float,
+    adapter: Path | None = None,
 ) -> None:
     """Start an engine from an exported checkpoint, or with an exported adapter, and record all that it holds."""
-    with EngineProcess(dataclasses.replace(config, checkpoint=str(checkpoint))) as engine:
+    with EngineProcess(dataclasses.replace(config, checkpoint=str(checkpoint)), nursery=nursery) as engine:
         client = engine.client(deadline_s=deadline_s)
         if adapter is not None:
             client.load_adapter(adapter)

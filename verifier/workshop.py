@@ -14,6 +14,7 @@ from typing import Any
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.core import store
 from verifier.engine.engine import EngineConfig, HeldTensor
+from verifier.engine.nursery import EngineNursery
 from verifier.engine.process import EngineProcess
 from verifier.golden import manifest_of as golden_manifest_of
 from verifier.launch.zygote import Zygote
@@ -56,14 +57,15 @@ class Workshop:
     def __enter__(self) -> Workshop:
         if self._zygote is None:
             self._zygote = self._stack.enter_context(Zygote(preload=PRELOADS[select()]))
+        self._nursery = self._stack.enter_context(EngineNursery())
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="verifier-workshop-")))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
         self.stop_engines()
+        self._stack.close()
 
     @property
     def zygote(self) -> Zygote:
@@ -75,7 +77,7 @@ class Workshop:
         """A running engine; it is started if none of this configuration runs."""
         if config not in self._engines:
             self._progress(f"starting the {config.kind} engine with {Path(config.checkpoint).name}")
-            process = EngineProcess(config)
+            process = EngineProcess(config, nursery=self._nursery)
             with contextlib.ExitStack() as until_ready:
                 until_ready.callback(process.stop)
                 client = process.client(deadline_s=RUN_DEADLINE_S)

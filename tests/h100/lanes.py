@@ -1,8 +1,8 @@
 """Run the GPU tests side by side, a process for each file: `python lanes.py RESULTS [PYTEST ARGUMENT...]`.
 
-A test that starts an engine of its own (`@pytest.mark.own_process`) gets a process of its own too, since that start is
-most of its time. What is timed (`@pytest.mark.timed`) runs at the end, one file at a time. Every process writes its log
-and its results into the folder; nothing is skipped.
+A test that takes longer than the rest of its file (`@pytest.mark.own_process`) gets a process of its own. What is timed
+(`@pytest.mark.timed`) runs at the end, one file at a time. Every process writes its log and its results into the
+folder; nothing is skipped.
 """
 
 from __future__ import annotations

@@ -13,15 +13,16 @@ from verifier.core import store
 from verifier.core.stage import Stage
 from verifier.mesh import Mesh
 
-pytestmark = pytest.mark.own_process
-
 CYCLES = 3
 TP2_PP2 = Mesh(tp=2, pp=2)
 CASES = [
     pytest.param(
         name, mesh, transport, engine_tp,
         id=f"{name.replace(':', '-')}-{mesh.label().replace(' ', '-')}-{transport}-engine-tp{engine_tp}",
-        marks=pytest.mark.h100(gpus=mesh.world_size + (engine_tp if transport == "nccl" else 0)),
+        marks=[
+            pytest.mark.h100(gpus=mesh.world_size + (engine_tp if transport == "nccl" else 0)),
+            *([pytest.mark.own_process] if name.startswith("wide:") else []),
+        ],
     )
     for name, mesh, transport, engine_tp in (
         ("qwen3", Mesh(), "ipc", 1),
@@ -30,6 +31,9 @@ CASES = [
         ("nemotron-h", Mesh(), "ipc", 1),
         ("wide:qwen3-30b-a3b", Mesh(), "ipc", 1),
         ("qwen3", Mesh(), "nccl", 1),
+        ("qwen3-moe", Mesh(tp=2, ep=2), "ipc", 2),
+        ("deepseek-v3", Mesh(pp=2), "ipc", 2),
+        ("nemotron-h", Mesh(tp=2, ep=2), "ipc", 2),
         ("qwen3", Mesh(tp=2), "nccl", 2),
         ("qwen3-moe", Mesh(tp=2, ep=2), "nccl", 2),
         ("nemotron-h", Mesh(tp=2, ep=2), "nccl", 2),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from verifier.engine.engine import (
@@ -22,6 +24,7 @@ from verifier.engine.failure import raise_record
 from verifier.engine.worker_vllm import BACKEND
 from verifier.errors import ContractError, InternalError, VerifierError
 from verifier.model.checkpoint import open_checkpoint
+from verifier.model.families import FAMILIES
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt
 
@@ -37,6 +40,18 @@ _ADAPTERS = {"max_loras": 1, "lora_target_modules": ["qkv_proj", "o_proj", "gate
 """One adapter at a time, on linears alone: with one on the head, vLLM 0.21 finds no adapter for the rows of a prompt
 whose log-probabilities are asked for; on a CPU it fails there, on a GPU it reads on behind its table."""
 _RPC_DEADLINE_S = 600
+
+
+@functools.cache
+def preload() -> None:
+    """Import vLLM's workers and the classes of all families' models.
+
+    vLLM looks at a class that it finds imported here, and starts no interpreter that imports vLLM to look at it.
+    """
+    importlib.import_module(f"vllm.v1.worker.{'gpu' if torch.cuda.is_available() else 'cpu'}_worker")
+    importlib.import_module("vllm.v1.executor.multiproc_executor")
+    for architecture in sorted({family.architecture for family in FAMILIES.values()}):
+        ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
 class VllmEngine:

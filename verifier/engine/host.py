@@ -29,6 +29,18 @@ from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address
 
 Request = tuple[socket.socket, str, dict[str, Any]]
+VLLM_ENVIRONMENT = {
+    # No separate engine core: the driver is this process, and its workers are forked from it.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+"""What must stand before torch and vLLM are imported: nothing is compiled, idle threads sleep, nothing is fetched."""
 
 
 def load(config: EngineConfig) -> Engine:
@@ -38,7 +50,7 @@ def load(config: EngineConfig) -> Engine:
         UsageError: a damaged checkpoint, an architecture that this engine cannot run here, or vLLM not installed.
     """
     settings = open_checkpoint(config.checkpoint).config
-    os.environ.update(environment(config))
+    os.environ.update({**VLLM_ENVIRONMENT, **environment(config)})
     if config.kind == "hf":
         from verifier.engine.engine_hf import HfEngine
 
@@ -48,32 +60,23 @@ def load(config: EngineConfig) -> Engine:
     import torch
 
     refuse_unsupported(settings, on_cpu=not torch.cuda.is_available())
-    from verifier.engine.engine_vllm import VllmEngine
+    from verifier.engine import engine_vllm
 
-    return VllmEngine(config)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    engine_vllm.preload()
+    return engine_vllm.VllmEngine(config)
 
 
 def environment(config: EngineConfig) -> dict[str, str]:
-    """Environment variables that must stand before torch and vLLM are imported.
-
-    vLLM's workers are spawned from the driver's own process (no separate engine core: two imports fewer), nothing is
-    compiled, and each rank gets its own share of the cores, on which idle threads sleep.
-    """
+    """Environment variables of this engine: its share of the cores for each rank, and its GPUs."""
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // config.tp)
     bound = "|".join(
         ",".join(str(cores[(rank * share + item) % len(cores)]) for item in range(share)) for rank in range(config.tp)
     )
     return {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "TORCH_COMPILE_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": bound,
         "OMP_NUM_THREADS": str(share),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         **({"CUDA_VISIBLE_DEVICES": config.gpus} if config.gpus else {}),
     }
 

@@ -14,9 +14,13 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
 
 from verifier.engine.client import EngineClient, EngineGone
 from verifier.engine.engine import EngineConfig, package_root
+
+if TYPE_CHECKING:
+    from verifier.engine.nursery import EngineNursery
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 10.0
@@ -27,6 +31,23 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+class Host(Protocol):
+    """A host's process, our own child or not."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def poll(self) -> int | None:
+        """None while it lives."""
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; `subprocess.TimeoutExpired` if it lives on."""
+
+
 class EngineProcess:
     """Starts an engine host and returns at once: a cold start takes most of a minute, so start early.
 
@@ -35,33 +56,31 @@ class EngineProcess:
     Args:
         config: of the engine.
         log_path: receives the host's and its workers' output; in the socket's directory if not given.
+        nursery: forks the host, if that is vLLM's; without one it gets an interpreter of its own.
     """
 
-    def __init__(self, config: EngineConfig, log_path: Path | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, log_path: Path | None = None, nursery: EngineNursery | None = None
+    ) -> None:
         self.config = config
         self._directory = Path(tempfile.mkdtemp(prefix="verifier-engine-"))
         self.socket_path = self._directory / "socket"
         self.log_path = log_path or self._directory / "engine.log"
-        environment = {**os.environ}
-        environment["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(package_root()), environment.get("PYTHONPATH", "")])
-        )
+        self._process: Host
+        if nursery is None or config.kind != "vllm":
+            self._process = self._own_interpreter()
+        else:
+            self._process = nursery.start(self.socket_path, config, self.log_path)
+
+    def _own_interpreter(self) -> subprocess.Popen[bytes]:
+        root = os.pathsep.join(filter(None, [str(package_root()), os.environ.get("PYTHONPATH", "")]))
+        order = [str(self.socket_path), json.dumps(self.config.to_json()), str(os.getpid())]
         with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [
-                    sys.executable,
-                    "-m",
-                    "verifier.engine.host",
-                    str(self.socket_path),
-                    json.dumps(config.to_json()),
-                    str(os.getpid()),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+            return subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                [sys.executable, "-m", "verifier.engine.host", *order],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "PYTHONPATH": root},
+            )  # fmt: skip
 
     @property
     def pid(self) -> int:
@@ -79,8 +98,9 @@ class EngineProcess:
         """
         until = time.monotonic() + 60
         while not self.socket_path.exists():
-            if self._process.poll() is not None or time.monotonic() > until:
-                why = f"ended with {self._process.returncode}" if self._process.poll() is not None else "did not listen"
+            ended = self._process.poll()
+            if ended is not None or time.monotonic() > until:
+                why = "did not listen" if ended is None else f"ended with {ended}"
                 words = self.log_path.read_text(errors="replace").splitlines()[-12:]
                 raise EngineGone(f"the engine's process {why}; its last words:\n" + "\n".join(words))
             time.sleep(0.02)

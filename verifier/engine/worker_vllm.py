@@ -1,7 +1,7 @@
 """Inside vLLM's worker processes: our weight-transfer engine, and the requests that vLLM has no name for.
 
 vLLM imports this module in each worker (it names the worker extension class) before it builds the weight-transfer
-engine; importing it registers `ChunkTransferEngine` and ties the worker's life to its parent's.
+engine; importing it registers `ChunkTransferEngine`, whose making ties the worker's life to its parent's.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class ChunkTransferEngine(WeightTransferEngine[AddressInfo, ChunkInfo]):
 
     def __init__(self, config: WeightTransferConfig, parallel_config: ParallelConfig) -> None:
         super().__init__(config, parallel_config)
+        if threading.current_thread() is threading.main_thread():
+            die_with_parent()
         self.receiver = ChunkReceiver(
             parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank, let_go
         )
@@ -257,8 +259,6 @@ def _memory(tensor: torch.Tensor) -> int:
 def _install() -> None:
     WeightTransferEngineFactory._registry[BACKEND] = lambda: ChunkTransferEngine
     guards_vllm.install()
-    if threading.current_thread() is threading.main_thread():
-        die_with_parent()
 
 
 _install()

@@ -22,6 +22,7 @@ from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 from verifier.engine.client import EngineClient
 from verifier.engine.engine import EngineConfig, HeldTensor
+from verifier.engine.nursery import EngineNursery
 from verifier.engine.process import EngineProcess
 from verifier.errors import VerifierError
 from verifier.faults.fault import NO_ENGINE, Fault, Side
@@ -97,6 +98,7 @@ class Bench:
 
     def __enter__(self) -> Bench:
         self._zygote = self._stack.enter_context(Zygote(preload=PRELOADS["cpu"]))
+        self._nursery = self._stack.enter_context(EngineNursery())
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="verifier-faults-")))
         return self
 
@@ -139,7 +141,7 @@ class Bench:
         """A running engine and what it held right after its cold start."""
         if config not in self._engines:
             self._progress(f"starting the {config.kind} engine with {Path(config.checkpoint).name}")
-            process = self._stack.enter_context(EngineProcess(config))
+            process = self._stack.enter_context(EngineProcess(config, nursery=self._nursery))
             client = process.client(deadline_s=DEADLINE_S)
             self._engines[config] = (process, client.state())
             client.close()

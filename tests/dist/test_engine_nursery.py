@@ -1,0 +1,75 @@
+"""Hosts forked from one process that has imported vLLM: like hosts of their own, and gone with their owner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.dist.engine_case import alive, group_members
+from verifier.engine.engine import EngineConfig
+from verifier.engine.nursery import EngineNursery
+from verifier.engine.process import EngineProcess
+from verifier.errors import InternalError, UsageError
+from verifier.model.tiny import write_tiny
+
+START_S = 200
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("qwen3", tmp_path_factory.mktemp("tiny"))
+
+
+def test_engines_of_one_nursery(checkpoint: Path, tmp_path: Path) -> None:
+    scores, hosts = [], []
+    absent = EngineConfig(kind="vllm", checkpoint=str(tmp_path / "absent"))
+    with EngineNursery() as nursery:
+        for tp in (1, 2):
+            config = EngineConfig(kind="vllm", checkpoint=str(checkpoint), tp=tp)
+            with EngineProcess(config, nursery=nursery) as process:
+                client = process.client(START_S)
+                scores.append(client.logprobs([[1, 2, 3, 4]])[0])
+                assert len(client.state()) == tp
+                client.close()
+                hosts.append(process.pid)
+                folder = process.socket_path.parent
+            assert group_members(process.pid) == []
+            assert not folder.exists()
+        with EngineProcess(absent, nursery=nursery) as process, pytest.raises(UsageError, match="no checkpoint"):
+            process.client(60).wait_ready(60)
+        os.kill(nursery.pid, signal.SIGKILL)
+        with pytest.raises(InternalError, match="the process that forks engines died"):
+            EngineProcess(config, nursery=nursery)
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+    assert not any(alive(host) for host in hosts)
+
+
+def test_engine_dies_with_a_killed_owner(checkpoint: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "from verifier.engine.engine import EngineConfig\n"
+        "from verifier.engine.nursery import EngineNursery\n"
+        "from verifier.engine.process import EngineProcess\n"
+        "with EngineNursery() as nursery:\n"
+        "    process = EngineProcess(EngineConfig(kind='vllm', checkpoint=sys.argv[1]), nursery=nursery)\n"
+        "    print(nursery.pid, process.pid, flush=True)\n"
+        "    time.sleep(300)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code, str(checkpoint)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    nursery, host = map(int, owner.stdout.readline().split())
+    assert alive(nursery)
+    assert alive(host)
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    until = time.monotonic() + 10
+    while (alive(nursery) or group_members(host)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not alive(nursery)
+    assert group_members(host) == []
