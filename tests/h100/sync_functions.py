@@ -114,7 +114,8 @@ def _ours(conn: Connection, receiver: ChunkReceiver, plan: ChunkPlan, load: Any,
         if how == "broken down":
             group = receiver._group
             places = {
-                "begin": (receiver, "agree"), "agree": (group, "agree"), "post": (group, "post"),
+                "begin": (receiver, "agree"), "say": (group, "say"), "hear and post": (receiver, "_hear"),
+                "post": (group, "post"),
                 "start digests": (Pieces, "start"), "load": (receiver, "_load"),
                 "wait for the GPU": (receiver, "_settle"), "finish digests": (Digests, "result"),
                 "receive, all of it": (receiver, "receive"),

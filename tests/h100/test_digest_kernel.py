@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verifier.plan.chunk_plan import TensorMeta, build_plan
+from verifier.plan.chunk_plan import Chunk, Entry, TensorMeta, build_plan
 from verifier.plan.digest import BLOCK_BYTES, digest_tensor, digest_tensors, finish, lane_sums_torch
 from verifier.plan.digest_triton import STEP_BYTES, STEPS_PER_UNIT
 from verifier.transport.buffer import dtype_name, pack, pieces_of, unpack
@@ -99,7 +99,8 @@ def test_a_chunk_of_experts_is_read_and_packed_at_the_speed_of_memory(measured) 
     """341 tensors of 3 MiB by one launch each way."""
     tensors = {f"experts.{index}": torch.randn(EXPERT_SHAPE, device="cuda").bfloat16() for index in range(341)}
     metas = [TensorMeta(name=name, dtype="bfloat16", shape=EXPERT_SHAPE) for name in tensors]
-    (chunk,) = build_plan(metas, chunk_bytes=1 << 30).chunks
+    entries = tuple(Entry(tensor=meta, begin=place * meta.num_bytes) for place, meta in enumerate(metas))
+    chunk = Chunk(index=0, entries=entries, num_bytes=sum(meta.num_bytes for meta in metas))
     buffer, other = (torch.empty(chunk.num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
     pieces, words = pieces_of(chunk), buffer.view(torch.int64)
     digest_s, sum_s, reading = paired(lambda: pieces.start(buffer), lambda: words.sum())

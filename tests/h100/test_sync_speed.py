@@ -126,6 +126,7 @@ def _compared(conn, kind, group, own, tensors, chunk_bytes):
     verified, vllm, undigested = (statistics.median(side) for side in zip(*rounds[1:], strict=True))
     return {
         "num_tensors": len(metas),
+        "num_chunks": len(plan.chunks),
         "gib": round(num_bytes / 2**30, 2),
         "verified_gb_s": round(num_bytes / verified / 1e9, 1),
         "vllm_unverified_gb_s": round(num_bytes / vllm / 1e9, 1),
@@ -138,7 +139,7 @@ def _compared(conn, kind, group, own, tensors, chunk_bytes):
 
 
 def _ours(conn, group, plan, tensors, how):
-    """Seconds from the agreement to the last receipt; if verified, receipts confirm the digests of what was packed."""
+    """Seconds from the agreement to the last receipt, which confirm what was planned and, if verified, its digests."""
     with contextlib.ExitStack() as stack:
         if how == "undigested":
             stack.enter_context(mock.patch.object(buffer, "_has_triton", return_value=False))
@@ -152,8 +153,10 @@ def _ours(conn, group, plan, tensors, how):
         for delivery in update.deliver(PipeEngine(conn), group, plan, tensors):
             (receipt,) = delivery.receipts
             assert receipt.refused is None
+            planned = delivery.chunk
+            assert (receipt.names, receipt.dtypes, receipt.shapes) == (planned.names, planned.dtypes, planned.shapes)
             if how != "undigested":
-                assert [item.digest for item in receipt.received] == delivery.digests()
+                assert list(receipt.digests) == delivery.digests()
         return time.perf_counter() - began
 
 
@@ -161,9 +164,9 @@ def _broken_down(conn, group, plan, tensors):
     """Where both processes and their GPUs spend one verified transfer; the profiler makes it slower than the others."""
     spans, kernels = Spans(), {}
     places = {
-        "begin": (group, "begin"), "pack": (update._Sending, "pack_next"), "offer": (update._Sending, "_offer_through"),
-        "wait for receipts": (PipeEngine, "result"), "read receipts": (update, "receipts"),
-        "finish digests": (update.Delivery, "digests"),
+        "begin": (group, "begin"), "pack": (update._Sending, "pack_next"), "say": (group, "offer"),
+        "hear and send": (update._Sending, "_send_offered"), "wait for receipts": (PipeEngine, "result"),
+        "read receipts": (update, "receipts"), "finish digests": (update.Delivery, "digests"),
     }  # fmt: skip
     with profiled(kernels), spans.over(**places):
         total = _ours(conn, group, plan, tensors, "broken down")

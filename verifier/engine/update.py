@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import TYPE_CHECKING
 
 from verifier.engine.client import EngineClient, Pending, agreements, receipts
@@ -89,8 +89,8 @@ def deliver(
 ) -> Iterator[Delivery]:
     """Send the stream chunk by chunk; call `EngineClient.finish_update` when it is exhausted.
 
-    While the engine confirms and loads a chunk, the next is on its way to it, and the one after that is drawn and
-    packed. Holds these three.
+    While the engine confirms and loads a chunk, the next `AHEAD` are on their way to it or are being agreed on, and the
+    one after those is drawn and packed. Holds these four, and the one that was handed out last.
 
     Args:
         engine: the receivers' host.
@@ -109,6 +109,7 @@ def deliver(
         raise sending.problem
     pending = sending.ask(engine, plan.chunks[0])
     for chunk in plan.chunks:
+        sending.send(pending)
         sending.pack_next()
         answer = pending.result()
         packed = sending.on_their_way.popleft()
@@ -119,6 +120,7 @@ def deliver(
             yield Delivery(chunk=chunk, packed=packed, receipts=tuple(receipts(answer)))
         except GeneratorExit:  # nobody wants the rest: the engine's answer is not left for the next request
             if follows:
+                sending.send(pending)
                 pending.result()
             raise
         if not follows:
@@ -146,6 +148,7 @@ class _Sending:
         self._group, self._plan = group, plan
         self._ready: deque[Packed] = deque()
         self._num_packed = self._num_offered = 0
+        self._offered: tuple[Packed, Callable[[], Agreement]] | None = None
         self._stopped = False
 
     def pack_next(self) -> None:
@@ -156,41 +159,59 @@ class _Sending:
         drawn = list(islice(self.stream, len(chunk.entries)))
         self._num_packed += 1
         try:
-            for place, entry in enumerate(chunk.entries):
-                name = drawn[place][0] if place < len(drawn) else None
-                if name != entry.tensor.name:
+            for name, planned in zip_longest([name for name, _ in drawn], chunk.names):
+                if name != planned:
                     what = f"`{name}`" if name else "nothing more"
-                    raise ContractError(f"the stream brings {what} where the plan says `{entry.tensor.name}`")
+                    raise ContractError(f"the stream brings {what} where the plan says `{planned}`")
             self._ready.append(pack(chunk, dict(drawn), self._group.place(chunk.num_bytes)))
         except ContractError as problem:
             self.problem = problem
 
     def ask(self, engine: EngineClient, chunk: Chunk) -> Pending:
-        """Have the engine receive a chunk, and offer it what it then lets come: the chunks up to `AHEAD` after it."""
+        """Have the engine receive a chunk, and offer it those up to `AHEAD` after it; the last is yet to be sent."""
         pending = engine.receive(chunk.index)
         _while_engine(pending, partial(self._offer_through, min(chunk.index + AHEAD, len(self._plan.chunks) - 1)))
         return pending
 
+    def send(self, pending: Pending) -> None:
+        """Let go of the chunk that was offered last, once the engine has agreed on it."""
+        _while_engine(pending, self._send_offered)
+
     def _offer_through(self, last: int) -> None:
         while not self._stopped and self._num_offered <= last:
-            if not self._ready:
-                self.pack_next()
-            if not self._ready:
-                self._stop()
-                return
-            packed = self._ready.popleft()
-            word = chunk_word(self._plan.digest, self._num_offered)
-            what = f"chunk {self._num_offered} of {len(self._plan.chunks)}"
-            try:
-                step = self._group.offer(word, packed.buffer, what)
-            except ContractError as problem:
-                self.problem = problem
-                self._stop()
-                return
-            self._num_offered += 1
-            self.on_their_way.append(packed)
-            if not step.reached:
-                self.problem, self._stopped = ContractError(f"{what} was refused: {dissent(step)}"), True
+            self._send_offered()
+            if not self._stopped:
+                self._offer_next()
+
+    def _offer_next(self) -> None:
+        if not self._ready:
+            self.pack_next()
+        if not self._ready:
+            self._stop()
+            return
+        packed = self._ready.popleft()
+        word = chunk_word(self._plan.digest, self._num_offered)
+        what = self._named(self._num_offered)
+        try:
+            self._offered = packed, self._group.offer(word, packed.buffer, what)
+        except ContractError as problem:
+            self.problem = problem
+            self._stop()
+            return
+        self._num_offered += 1
+
+    def _send_offered(self) -> None:
+        if self._offered is None:
+            return
+        (packed, send), self._offered = self._offered, None
+        step = send()
+        self.on_their_way.append(packed)
+        if not step.reached:
+            self._stopped = True
+            self.problem = ContractError(f"{self._named(packed.chunk.index)} was refused: {dissent(step)}")
+
+    def _named(self, chunk: int) -> str:
+        return f"chunk {chunk} of {len(self._plan.chunks)}"
 
     def _stop(self) -> None:
         self._stopped = True

@@ -18,6 +18,8 @@ DTYPE_BYTES = {
 }  # fmt: skip
 ALIGNMENT_BYTES = 16
 """Every tensor begins at a multiple of this in its chunk's buffer, so that it can be viewed in place in any dtype."""
+END_BYTES = 128 << 20
+"""The first chunk of a plan, and its last, holds no more: before the one and after the other nothing else travels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +46,49 @@ class Entry:
     begin: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Consecutive tensors that travel in one buffer of `num_bytes` bytes."""
+    """Consecutive tensors that travel in one buffer of `num_bytes` bytes.
+
+    What is asked of every tensor at every transfer stands in columns, each made once, in the order of `entries`.
+    """
 
     index: int
     entries: tuple[Entry, ...]
     num_bytes: int
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of each tensor."""
+        return tuple(entry.tensor.name for entry in self.entries)
+
+    @functools.cached_property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of each tensor."""
+        return tuple(entry.tensor.dtype for entry in self.entries)
+
+    @functools.cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of each tensor."""
+        return tuple(entry.tensor.shape for entry in self.entries)
+
+    @functools.cached_property
+    def begins(self) -> tuple[int, ...]:
+        """Of each tensor, its first byte in the buffer."""
+        return tuple(entry.begin for entry in self.entries)
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Of each tensor, in bytes."""
+        return tuple(entry.tensor.num_bytes for entry in self.entries)
+
+    @functools.cached_property
+    def places(self) -> tuple[tuple[str, str, tuple[int, ...], tuple[int, ...], int], ...]:
+        """Of each tensor: name, dtype, shape, strides row by row, and first element of a buffer of its dtype."""
+        return tuple(
+            (name, dtype, shape, _row_by_row(shape), begin // DTYPE_BYTES[dtype])
+            for name, dtype, shape, begin in zip(self.names, self.dtypes, self.shapes, self.begins, strict=True)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +159,21 @@ class ChunkPlan:
                 raise ContractError(f"chunk {chunk.index} holds {chunk.num_bytes} bytes, its tensors fill {at}")
 
 
+@functools.cache
+def _row_by_row(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
 def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def build_plan(tensors: Iterable[TensorMeta], *, chunk_bytes: int) -> ChunkPlan:
     """Fill chunks in the given order; a tensor is never split, so a larger one gets a chunk of its own.
+
+    Chunks of more than `END_BYTES` hold at most what all chunks before them hold, and at most half of what is left:
+    while one travels the next is packed, and the one before is loaded, so only the smallest are waited for.
 
     Args:
         tensors: in export order, which is the travelling order.
@@ -135,21 +182,25 @@ def build_plan(tensors: Iterable[TensorMeta], *, chunk_bytes: int) -> ChunkPlan:
     Raises:
         ContractError: no tensors, a repeated name, or a dtype that cannot travel.
     """
+    metas = list(tensors)
+    left = sum(_aligned(meta.num_bytes) for meta in metas)
+    before = 0
     chunks: list[Chunk] = []
     entries: list[Entry] = []
     at = 0
 
     def close() -> None:
-        nonlocal entries, at
+        nonlocal entries, at, before, left
         if entries:
             chunks.append(Chunk(index=len(chunks), entries=tuple(entries), num_bytes=at))
+        before, left = before + at, left - at
         entries, at = [], 0
 
-    for tensor in tensors:
-        if entries and at + tensor.num_bytes > chunk_bytes:
+    for meta in metas:
+        if entries and at + meta.num_bytes > min(chunk_bytes, max(END_BYTES, min(before, left // 2))):
             close()
-        entries.append(Entry(tensor=tensor, begin=at))
-        at = _aligned(at + tensor.num_bytes)
+        entries.append(Entry(tensor=meta, begin=at))
+        at = _aligned(at + meta.num_bytes)
     close()
     if not chunks:
         raise ContractError("nothing was exported: a chunk plan needs at least one tensor")

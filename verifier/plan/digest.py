@@ -26,6 +26,7 @@ import functools
 import importlib.util
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from verifier.errors import ContractError
@@ -155,12 +156,23 @@ def finish_all(sums: torch.Tensor, sizes: Sequence[int]) -> list[str]:
         sums: both lanes' sums, int64 [num_pieces, 2] on the host.
         sizes: in bytes.
     """
-    length = _mix_torch(torch.tensor(sizes, dtype=torch.int64, device="cpu") + _signed(GOLDEN))
-    first = _mix_torch(sums[:, 0] + length)
-    second = _mix_torch(sums[:, 1] + first * _signed(MIX_1))
-    first = _mix_torch(first + second * _signed(MIX_2))
-    text = torch.stack([first, second], 1).numpy().astype(">i8").tobytes().hex()
+    low, high = sums.numpy().view(np.uint64).T
+    length = _mix_numpy(np.asarray(sizes, dtype=np.uint64) + np.uint64(GOLDEN))
+    words = np.empty((len(low), 2), dtype=">u8")
+    first = _mix_numpy(low + length)
+    words[:, 1] = second = _mix_numpy(high + first * np.uint64(MIX_1))
+    words[:, 0] = _mix_numpy(first + second * np.uint64(MIX_2))
+    text = words.tobytes().hex()
     return [PREFIX + text[at : at + 32] for at in range(0, len(text), 32)]
+
+
+def _mix_numpy(value: np.ndarray) -> np.ndarray:
+    """`mix` on uint64 arrays, whose sums and products wrap."""
+    value = value ^ value >> np.uint64(30)
+    value = value * np.uint64(MIX_1)
+    value = value ^ value >> np.uint64(27)
+    value = value * np.uint64(MIX_2)
+    return value ^ value >> np.uint64(31)
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:

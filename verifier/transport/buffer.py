@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from verifier.errors import ContractError
-from verifier.plan.chunk_plan import ALIGNMENT_BYTES, Chunk
+from verifier.plan.chunk_plan import ALIGNMENT_BYTES, DTYPE_BYTES, Chunk
 from verifier.plan.digest import Digests, Pieces, digest_tensors
+
+_NAME_OF = {getattr(torch, name): name for name in DTYPE_BYTES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +48,11 @@ def pack(chunk: Chunk, tensors: Mapping[str, torch.Tensor], into: torch.Tensor |
     sources = _planned(chunk, tensors)
     if into is None:
         into = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=sources[0].device)
-    if into.is_cuda and all(source.device == into.device for source in sources) and _has_triton():
+    if _by_kernel(into, sources):
         return Packed(chunk=chunk, buffer=into, sums=_pack_on_gpu(chunk, sources, into))
-    ends = [entry.begin + entry.tensor.num_bytes for entry in chunk.entries]
-    for end, begin in zip(ends, [*(entry.begin for entry in chunk.entries[1:]), chunk.num_bytes], strict=True):
-        if end < begin:
-            into[end:begin] = 0
+    for begin, size, after in zip(chunk.begins, chunk.sizes, (*chunk.begins[1:], chunk.num_bytes), strict=True):
+        if begin + size < after:
+            into[begin + size : after] = 0
     with torch.no_grad():
         torch._foreach_copy_([place for _, place in unpack(chunk, into)], sources)
     return Packed(chunk=chunk, buffer=into, sums=None)
@@ -69,28 +70,18 @@ def unpack(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]
     """
     if buffer.numel() != chunk.num_bytes:
         raise ContractError(f"chunk {chunk.index} has {buffer.numel()} bytes, the plan says {chunk.num_bytes}")
+    wholes = [(dtype, buffer.view(getattr(torch, dtype))) for dtype in dict.fromkeys(chunk.dtypes)]
+    lies = {dtype: (whole.as_strided, whole.storage_offset()) for dtype, whole in wholes}
     found = []
-    of_dtype: dict[str, torch.Tensor] = {}
-    for entry in chunk.entries:
-        meta = entry.tensor
-        if meta.dtype not in of_dtype:
-            of_dtype[meta.dtype] = buffer.view(getattr(torch, meta.dtype))
-        whole = of_dtype[meta.dtype]
-        begin = whole.storage_offset() + entry.begin // whole.element_size()
-        view = whole.as_strided(meta.shape, _row_by_row(meta.shape), begin)
-        found.append((meta.name, view))
+    for name, dtype, shape, strides, first in chunk.places:
+        as_strided, begin = lies[dtype]
+        found.append((name, as_strided(shape, strides, begin + first)))
     return found
-
-
-@functools.cache
-def _row_by_row(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def pieces_of(chunk: Chunk) -> Pieces:
     """The chunk's tensors as ranges of its buffer."""
-    return Pieces([entry.begin for entry in chunk.entries], [entry.tensor.num_bytes for entry in chunk.entries])
+    return Pieces(chunk.begins, chunk.sizes)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -100,42 +91,48 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _planned(chunk: Chunk, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The tensors in the plan's order, each as planned."""
-    planned = {entry.tensor.name for entry in chunk.entries}
-    if extra := sorted(tensors.keys() - planned):
-        raise ContractError(f"`{extra[0]}` was handed over for chunk {chunk.index}, which does not plan it")
-    found = []
-    for entry in chunk.entries:
-        meta = entry.tensor
-        if meta.name not in tensors:
-            raise ContractError(f"`{meta.name}` is planned for chunk {chunk.index} and was not handed over")
-        tensor = tensors[meta.name]
-        if tensor.dtype is not getattr(torch, meta.dtype) or tensor.shape != meta.shape:
-            raise ContractError(
-                f"`{meta.name}` is {dtype_name(tensor.dtype)} {list(tensor.shape)}, "
-                f"the chunk plan says {meta.dtype} {list(meta.shape)}"
-            )
-        found.append(tensor)
+    if tuple(tensors) != chunk.names:
+        if extra := sorted(tensors.keys() - set(chunk.names)):
+            raise ContractError(f"`{extra[0]}` was handed over for chunk {chunk.index}, which does not plan it")
+        for name in chunk.names:
+            if name not in tensors:
+                raise ContractError(f"`{name}` is planned for chunk {chunk.index} and was not handed over")
+    found = [tensors[name] for name in chunk.names]
+    dtypes, shapes = [_NAME_OF.get(tensor.dtype) for tensor in found], [tensor.shape for tensor in found]
+    if dtypes != list(chunk.dtypes) or shapes != list(chunk.shapes):
+        for entry, tensor in zip(chunk.entries, found, strict=True):
+            meta = entry.tensor
+            if dtype_name(tensor.dtype) != meta.dtype or tensor.shape != meta.shape:
+                raise ContractError(
+                    f"`{meta.name}` is {dtype_name(tensor.dtype)} {list(tensor.shape)}, "
+                    f"the chunk plan says {meta.dtype} {list(meta.shape)}"
+                )
     return found
+
+
+def _by_kernel(into: torch.Tensor, sources: Sequence[torch.Tensor]) -> bool:
+    """All of it lies on one GPU that runs our kernels."""
+    return into.is_cuda and {source.get_device() for source in sources} == {into.get_device()} and _has_triton()
 
 
 def _pack_on_gpu(chunk: Chunk, sources: Sequence[torch.Tensor], into: torch.Tensor) -> Digests:
     """Copy and digest in one pass, by one kernel over all tensors of the chunk."""
     from verifier.plan.digest_triton import lane_sums_of_pieces, table_of
 
-    data = [_laid_out(source) for source in sources]
+    data = [item if item.is_contiguous() and not item.is_neg() else _row_by_row(item) for item in sources]
+    begins = np.asarray([item.data_ptr() for item in data])
+    for place in np.flatnonzero(begins % ALIGNMENT_BYTES).tolist():
+        data[place] = data[place].detach().clone()
+        begins[place] = data[place].data_ptr()
     base = data[0].detach().view(-1).view(torch.uint8)
-    begins = [item.data_ptr() - base.data_ptr() for item in data]
-    sizes = [entry.tensor.num_bytes for entry in chunk.entries]
-    table = table_of(begins, [entry.begin for entry in chunk.entries], sizes).pin_memory()
+    table = table_of(begins - base.data_ptr(), chunk.begins, chunk.sizes).pin_memory()
     table = table.to(into.device, non_blocking=True)
-    return Digests(lane_sums_of_pieces(base, table, len(sizes), copy=into), sizes)
+    return Digests(lane_sums_of_pieces(base, table, len(data), copy=into), chunk.sizes)
 
 
-def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy, that lies row by row in memory and begins at a multiple of the alignment."""
-    if not tensor.is_contiguous() or tensor.is_neg():
-        tensor = tensor.detach().resolve_neg().contiguous()
-    return tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.detach().clone()
+def _row_by_row(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that lies row by row in memory."""
+    return tensor.detach().resolve_neg().contiguous()
 
 
 @functools.cache

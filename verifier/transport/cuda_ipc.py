@@ -238,23 +238,26 @@ class IpcGroup:
         """See `GlooGroup.agree`."""
         return self._words.agree(word)
 
+    def say(self, word: str) -> Callable[[], Agreement]:
+        """See `Words.say`."""
+        return self._words.say(word)
+
     def place(self, num_bytes: int) -> torch.Tensor | None:
         """Where the sender packs its next chunk: in the next slot of its ring."""
         return self._ring.place(num_bytes) if self._ring is not None else None
 
-    def offer(self, word: str, buffer: torch.Tensor, what: str) -> Agreement:
-        """The sender's side of a chunk: all trainer ranks have packed it, and all members agree that it is read next.
+    def offer(self, word: str, buffer: torch.Tensor, what: str) -> Callable[[], Agreement]:
+        """The sender's side of a chunk: all trainer ranks have packed it; start to agree that it is read next.
 
         Raises:
             ContractError: another trainer rank stopped.
-            TransferFailed: an engine rank did not answer before the deadline.
         """
         if self._ring is None or self._share is None:
             raise ContractError(f"transfer rank {self.rank} has no ring to offer {what} from")
         self._ring.fill(self._offered)
         self._offered += 1
         self._share.show({})
-        return self._words.agree(word)
+        return self.say(word)
 
     def post(self, chunk: Chunk, what: str) -> Callable[[], torch.Tensor]:
         """See `GlooGroup.post`: the bytes are the sender's own, and this GPU's current stream waits for them."""

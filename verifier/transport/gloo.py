@@ -1,4 +1,4 @@
-"""The transfer group of one sender (rank 0) and all engine ranks, over gloo, every wait with a deadline."""
+"""The transfer group of one sender (rank 0) and all engine ranks: bytes by gloo, every wait with a deadline."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from datetime import timedelta
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
 
-from verifier.errors import ContractError
 from verifier.plan.chunk_plan import Chunk, ChunkPlan
-from verifier.transport.wire import AHEAD, Address, Agreement, TransferFailed
-
-_WORD_BYTES = 96
+from verifier.transport.wire import AHEAD, Address, Agreement, TransferFailed, overdue
+from verifier.transport.words import Words
 
 
 class GlooGroup:
@@ -29,6 +27,7 @@ class GlooGroup:
         self.store = store
         """Where a group of the same members finds them."""
         self._under_way: deque[Callable[[], None]] = deque()
+        self._words = Words(store, rank, address)
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname=address.host)]
         options._timeout = timedelta(seconds=address.deadline_s)
@@ -43,40 +42,38 @@ class GlooGroup:
         return self.agree(plan.digest)
 
     def agree(self, word: str) -> Agreement:
-        """All-gather one short word and hand everyone all answers: every member sees the same agreement.
+        """Say one short word and hear everyone's: every member sees the same agreement; see `Words.say`."""
+        return self.say(word)()
 
-        Args:
-            word: at most 96 ASCII bytes, such as a plan digest.
-
-        Raises:
-            TransferFailed: a member did not answer before the deadline.
-        """
-        raw = word.encode("ascii")
-        if len(raw) > _WORD_BYTES:
-            raise ContractError(f"a word of {len(raw)} bytes cannot be agreed on, at most {_WORD_BYTES} fit")
-        mine = torch.frombuffer(bytearray(raw.ljust(_WORD_BYTES, b"\0")), dtype=torch.uint8)
-        everyone = torch.empty(self.address.world_size, _WORD_BYTES, dtype=torch.uint8, device="cpu")
-        self._started(f"all ranks to say `{word}`", lambda group: group.allgather([list(everyone)], [mine]))()
-        said = (bytes(row).rstrip(b"\0").decode("ascii") for row in everyone.numpy())
-        return Agreement(said=tuple(said))
+    def say(self, word: str) -> Callable[[], Agreement]:
+        """Start to agree on a word; see `Words.say`."""
+        return self._words.say(word)
 
     def place(self, num_bytes: int) -> torch.Tensor | None:
         """Where the sender packs its next chunk: in fresh memory."""
 
-    def offer(self, word: str, buffer: torch.Tensor, what: str) -> Agreement:
-        """The sender's side of a chunk: agree on it, and if all do, start to send; a GPU's buffer goes by the host.
+    def offer(self, word: str, buffer: torch.Tensor, what: str) -> Callable[[], Agreement]:
+        """The sender's side of a chunk: start to agree on it; a GPU's buffer goes by the host.
 
         Args:
             word: says which chunk.
             buffer: [num_bytes] uint8; not to be changed before all receivers have confirmed it.
             what: names the content in errors.
+
+        Returns:
+            Waits for what the others say, and if all agree, starts to send; to be called before the next offer.
         """
-        step = self.agree(word)
-        if step.reached:
-            while len(self._under_way) > AHEAD:  # confirmed by every receiver by now
-                self._under_way.popleft()()
-            self._under_way.append(self.broadcast(buffer.cpu(), what))
-        return step
+        heard = self.say(word)
+
+        def send() -> Agreement:
+            step = heard()
+            if step.reached:
+                while len(self._under_way) > AHEAD:  # confirmed by every receiver by now
+                    self._under_way.popleft()()
+                self._under_way.append(self.broadcast(buffer.cpu(), what))
+            return step
+
+        return send
 
     def post(self, chunk: Chunk, what: str) -> Callable[[], torch.Tensor]:
         """A receiver's side of a chunk that all agreed on: make room for it and let it come.
@@ -119,6 +116,7 @@ class GlooGroup:
     def close(self) -> None:
         """Leave the group; the others' next wait fails at once."""
         self._under_way.clear()
+        self._words.close()
         self._group = None
         self.store = None
 
@@ -134,11 +132,7 @@ class GlooGroup:
         try:
             return call()
         except RuntimeError as error:
-            who = "the engine's ranks" if self.rank == 0 else "the sender and the other engine ranks"
-            raise TransferFailed(
-                f"transfer rank {self.rank} waited up to {self.address.deadline_s:g} s with {who} for {what}: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
+            raise overdue(self.rank, self.address, what, error) from error
 
 
 class Listener:

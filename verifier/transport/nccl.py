@@ -1,4 +1,4 @@
-"""The transfer group of engines on other GPUs than the sender's: bytes by NCCL, words by gloo."""
+"""The transfer group of engines on other GPUs than the sender's: bytes by NCCL, words by TCP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from verifier.transport.wire import AHEAD, Agreement, TransferFailed
 class NcclGroup:
     """A joined transfer group that broadcasts from GPU to GPU. Not for several threads.
 
-    Broadcasts run on a stream of NCCL's own, each after what its GPU's current stream was given before it. A buffer is
+    Broadcasts run on a stream of NCCL's own, each after what its GPU's current stream was given before it, and ahead of
+    it where both could run: a chunk that is digested does not keep the next one from coming. A buffer is
     kept until the current stream has been told to wait for its broadcast: its memory is not given out again earlier.
     The communicator comes up with the first buffer, in which all members meet.
 
@@ -38,7 +39,7 @@ class NcclGroup:
         self.rank, self.address = words.rank, words.address
         self._words = words
         self._under_way: deque[tuple[Work, torch.Tensor, str]] = deque()
-        options = ProcessGroupNCCL.Options()
+        options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timedelta(seconds=self.address.deadline_s)
         self._group = ProcessGroupNCCL(PrefixStore("nccl", words.store), self.rank, self.address.world_size, options)
 
@@ -51,17 +52,26 @@ class NcclGroup:
         """See `GlooGroup.agree`."""
         return self._words.agree(word)
 
+    def say(self, word: str) -> Callable[[], Agreement]:
+        """See `Words.say`."""
+        return self._words.say(word)
+
     def place(self, num_bytes: int) -> torch.Tensor | None:
         """Where the sender packs its next chunk: in fresh memory."""
 
-    def offer(self, word: str, buffer: torch.Tensor, what: str) -> Agreement:
+    def offer(self, word: str, buffer: torch.Tensor, what: str) -> Callable[[], Agreement]:
         """See `GlooGroup.offer`; the GPU sends once its current stream has packed. A host's buffer is copied there."""
-        step = self.agree(word)
-        if step.reached:
-            while len(self._under_way) > AHEAD:  # confirmed by every receiver: the stream waits for nothing
-                self._join()
-            self._start(buffer.to("cuda"), what)
-        return step
+        heard = self.say(word)
+
+        def send() -> Agreement:
+            step = heard()
+            if step.reached:
+                while len(self._under_way) > AHEAD:  # confirmed by every receiver: the stream waits for nothing
+                    self._join()
+                self._start(buffer.to("cuda"), what)
+            return step
+
+        return send
 
     def post(self, chunk: Chunk, what: str) -> Callable[[], torch.Tensor]:
         """See `GlooGroup.post`: the bytes come to fresh memory of this GPU, whose current stream waits for them."""

@@ -20,7 +20,6 @@ from verifier.transport.wire import (
     Address,
     Agreement,
     Receipt,
-    Received,
     TransferFailed,
     chunk_word,
     dissent,
@@ -40,7 +39,8 @@ LOAD_ERRORS = (ContractError, RuntimeError, ValueError, LookupError, AttributeEr
 class ChunkReceiver:
     """One engine rank's end of the transfer.
 
-    While a chunk is digested and loaded the next one is on its way: all members have agreed on it before.
+    While a chunk is digested and loaded the next one is on its way: all members have agreed on it before. The one after
+    that is said meanwhile, and let come once the loader has returned: `AHEAD` + 1 buffers are held.
 
     Args:
         engine_rank: from 0; the rank in the transfer group is one more.
@@ -55,6 +55,7 @@ class ChunkReceiver:
         self._group: Group | None = None
         self._next = 0
         self._posted: deque[tuple[int, Callable[[], torch.Tensor]]] = deque()
+        self._said: Callable[[], Agreement] | None = None
         self._stopped = ""
         self._pieces: dict[int, Pieces] = {}
 
@@ -73,6 +74,7 @@ class ChunkReceiver:
         """
         known, self.plan = self.plan, None
         self._posted.clear()
+        self._said = None
         agreement = self._joined().begin(plan)
         if agreement.reached:
             if known is None or known.digest != plan.digest:
@@ -102,10 +104,14 @@ class ChunkReceiver:
             raise ContractError(f"chunk {chunk} was announced before a chunk plan was agreed on")
         if not 0 <= chunk < len(self.plan.chunks):
             raise ContractError(f"chunk {chunk} was announced, the agreed plan has {len(self.plan.chunks)} chunks")
-        self._post_through(self.plan, chunk)
+        self._say_through(self.plan, chunk)
+        if not self._posted or self._posted[0][0] != chunk:
+            self._hear(self.plan)
         if not self._posted or self._posted[0][0] != chunk:
             why = self._stopped or f"engine rank {self.engine_rank} was asked for a chunk that was not its next"
-            return Receipt(rank=self.engine_rank, chunk=chunk, received=(), loaded=(), refused=why)
+            return Receipt(
+                rank=self.engine_rank, chunk=chunk, names=(), dtypes=(), shapes=(), digests=(), loaded=(), refused=why
+            )
         layout, arrived = self.plan.chunks[chunk], self._posted.popleft()[1]
         what = f"chunk {chunk} of {len(self.plan.chunks)}"
         buffer = arrived()
@@ -114,16 +120,16 @@ class ChunkReceiver:
         digests = self._pieces[chunk].start(buffer)
         digested = _mark(buffer)
         loaded, refused = self._load(layout, buffer, load)
+        self._hear(self.plan)
         is_last = chunk == len(self.plan.chunks) - 1
         # Only of memory that is filled again must the load be over, too; its kernels run on behind the receipt.
         self._settle(_mark(buffer) if is_last or self._joined().refills else digested, what)
         if is_last:
             self._joined().end()
-        received = tuple(
-            Received(entry.tensor.name, entry.tensor.dtype, entry.tensor.shape, digest)
-            for entry, digest in zip(layout.entries, digests.result(), strict=True)
-        )
-        return Receipt(rank=self.engine_rank, chunk=chunk, received=received, loaded=loaded, refused=refused)
+        return Receipt(
+            rank=self.engine_rank, chunk=chunk, names=layout.names, dtypes=layout.dtypes, shapes=layout.shapes,
+            digests=tuple(digests.result()), loaded=loaded, refused=refused,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Leave the transfer group, if joined."""
@@ -132,18 +138,29 @@ class ChunkReceiver:
             self._group.close()
             self._group = None
 
-    def _post_through(self, plan: ChunkPlan, chunk: int) -> None:
-        """Agree on this chunk and on the `AHEAD` ones after it, as far as that has not been done, and let them come."""
+    def _say_through(self, plan: ChunkPlan, chunk: int) -> None:
+        """Say this chunk and the `AHEAD` ones after it, as far as not done; all but the last are also let come."""
         in_turn = self._posted[0][0] if self._posted else self._next
         while not self._stopped and self._next <= min(in_turn + AHEAD, len(plan.chunks) - 1):
-            word = chunk_word(plan.digest, self._next) if chunk == in_turn else f"asked for chunk {chunk}"
-            step = self._joined().agree(word)
-            if not step.reached:
-                self._stopped = dissent(step)
+            self._hear(plan)
+            if self._stopped:
                 return
-            what = f"chunk {self._next} of {len(plan.chunks)}"
-            self._posted.append((self._next, self._joined().post(plan.chunks[self._next], what)))
+            word = chunk_word(plan.digest, self._next) if chunk == in_turn else f"asked for chunk {chunk}"
+            self._said = self._joined().say(word)
             self._next += 1
+
+    def _hear(self, plan: ChunkPlan) -> None:
+        """If a chunk was said and not heard of: once all members have said it, let it come."""
+        if self._said is None:
+            return
+        heard, self._said = self._said, None
+        step = heard()
+        if not step.reached:
+            self._stopped = dissent(step)
+            return
+        index = self._next - 1
+        arrived = self._joined().post(plan.chunks[index], f"chunk {index} of {len(plan.chunks)}")
+        self._posted.append((index, arrived))
 
     def _load(self, layout: Chunk, buffer: torch.Tensor, load: Load) -> tuple[tuple[str, ...], str | None]:
         """Names that the loader reported, and why it failed, if so."""

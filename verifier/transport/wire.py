@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, NamedTuple
 
 from verifier.errors import InternalError
 
 AHEAD = 2
-"""Chunks that are agreed on and on their way while one is digested and loaded."""
+"""Chunks after the one that is digested and loaded that are said: all but the last are agreed on and on their way."""
 STOPPED = "stopped"
 """What a sender says in a chunk's stead when its stream departs from the plan."""
 
@@ -74,18 +75,27 @@ class Receipt:
     rank: int
     """Engine rank, from 0."""
     chunk: int
-    received: tuple[Received, ...]
+    names: tuple[str, ...]
+    """Of every tensor that came, in the order of the receiver's plan; as are the next three."""
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    digests: tuple[str, ...]
     loaded: tuple[str, ...]
     """What the engine's own loader reported: its parameter names, sorted."""
     refused: str | None = None
-    """Why no byte was taken, if so."""
+    """Why no byte was taken, or why the loader failed, if so."""
+
+    @property
+    def received(self) -> tuple[Received, ...]:
+        """The same, tensor by tensor."""
+        return tuple(starmap(Received, zip(*self._columns(), strict=True)))
 
     def to_json(self) -> dict[str, Any]:
         """Inverse of `from_json`; tuples, which JSON writes as lists, are left as they are."""
         return {
             "rank": self.rank,
             "chunk": self.chunk,
-            "received": self.received,
+            "received": self._columns(),
             "loaded": self.loaded,
             "refused": self.refused,
         }
@@ -93,15 +103,27 @@ class Receipt:
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Receipt:
         """Rebuild a receipt that was sent as JSON."""
+        names, dtypes, shapes, digests = record["received"]
         return cls(
             rank=record["rank"],
             chunk=record["chunk"],
-            received=tuple(
-                Received(name, dtype, tuple(shape), digest) for name, dtype, shape, digest in record["received"]
-            ),
+            names=tuple(names),
+            dtypes=tuple(dtypes),
+            shapes=tuple(map(tuple, shapes)),
+            digests=tuple(digests),
             loaded=tuple(record["loaded"]),
             refused=record["refused"],
         )
+
+    def _columns(self) -> tuple[tuple[Any, ...], ...]:
+        return self.names, self.dtypes, self.shapes, self.digests
+
+
+def overdue(rank: int, address: Address, what: str, error: Exception) -> TransferFailed:
+    """That a member waited in vain, for what, and how the wait ended."""
+    who = "the engine's ranks" if rank == 0 else "the sender and the other engine ranks"
+    why = str(error).splitlines()[0]
+    return TransferFailed(f"transfer rank {rank} waited up to {address.deadline_s:g} s with {who} for {what}: {why}")
 
 
 def chunk_word(plan_digest: str, chunk: int) -> str:

@@ -30,16 +30,18 @@ def test_every_update_is_whole(ranks: Ranks) -> None:
 
 
 def test_the_next_chunks_travel_while_one_is_loaded(ranks: Ranks) -> None:
-    """Every chunk is loaded with its successors posted, and one drawn ahead of those."""
+    """Every chunk is loaded with its successors posted, the last of them said, and one drawn ahead of those."""
     sender = Sender(ranks)
     tensors = weights(1)
     plan = plan_of(tensors)
-    posted, drawn = [], []
+    posted, said, drawn = [], [], []
     seen_drawn = threading.Event()
 
     def load(rank: int, received: list[tuple[str, torch.Tensor]]) -> list[str]:
         if rank == 0:
-            posted.append([chunk for chunk, _ in ranks.receivers[0]._posted])
+            receiver = ranks.receivers[0]
+            posted.append([chunk for chunk, _ in receiver._posted])
+            said.append([receiver._next - 1] if receiver._said is not None else [])
             seen_drawn.wait(0.05)
         return ranks.keep(rank, received)
 
@@ -49,7 +51,8 @@ def test_the_next_chunks_travel_while_one_is_loaded(ranks: Ranks) -> None:
         behind = plan.chunks[: delivery.chunk.index + AHEAD + 2]
         assert len(drawn) == sum(len(chunk.entries) for chunk in behind)
     chunks = range(len(plan.chunks))
-    assert posted == [list(chunks[chunk + 1 : chunk + 1 + AHEAD]) for chunk in chunks]
+    assert said == [list(chunks[chunk + AHEAD : chunk + AHEAD + 1]) for chunk in chunks]
+    assert posted == [list(chunks[chunk + 1 : chunk + AHEAD]) for chunk in chunks]
     sender.group.close()
 
 

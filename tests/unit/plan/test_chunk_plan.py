@@ -1,0 +1,81 @@
+"""How a plan fills its chunks, and that the columns of a chunk are its entries."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verifier.plan import chunk_plan
+from verifier.plan.chunk_plan import END_BYTES, ChunkPlan, TensorMeta, build_plan
+
+MIB = 1 << 20
+
+
+def plan_of(sizes_mib: list[int], chunk_mib: int) -> ChunkPlan:
+    metas = [TensorMeta(name=f"w{place}", dtype="uint8", shape=(mib, MIB)) for place, mib in enumerate(sizes_mib)]
+    return build_plan(metas, chunk_bytes=chunk_mib * MIB)
+
+
+def mib_of(plan: ChunkPlan) -> list[int]:
+    return [chunk.num_bytes // MIB for chunk in plan.chunks]
+
+
+def test_chunks_grow_from_the_first_and_shrink_to_the_last() -> None:
+    assert mib_of(plan_of([64] * 128, 1024)) == [128, 128, 256, 512, *[1024] * 6, 512, 256, 128, 128]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chunk_mib", "expected"),
+    [
+        ([3] * 40, 1024, [120]),
+        ([64] * 6, 1024, [128, 128, 128]),
+        ([16] * 24, 64, [64] * 6),
+        ([700, 8, 700], 1024, [700, 8, 700]),
+        ([8, 700, 8], 1024, [8, 700, 8]),
+    ],
+    ids=["one-end", "two-ends", "small-chunks", "large-tensors", "a-large-tensor"],
+)
+def test_small_models_and_large_tensors(sizes: list[int], chunk_mib: int, expected: list[int]) -> None:
+    assert mib_of(plan_of(sizes, chunk_mib)) == expected
+
+
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=60),
+    chunk_bytes=st.integers(16, 4000),
+    end_bytes=st.integers(16, 600),
+)
+def test_bounds_hold_for_any_plan(sizes: list[int], chunk_bytes: int, end_bytes: int) -> None:
+    """Unless it is one tensor: no chunk exceeds the bound, and one above the ends' size none of its neighbourhoods."""
+    metas = [TensorMeta(name=f"w{place}", dtype="uint8", shape=(size,)) for place, size in enumerate(sizes)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_plan, "END_BYTES", end_bytes)
+        plan = build_plan(metas, chunk_bytes=chunk_bytes)
+    plan.validate()
+    assert list(plan.tensors) == metas
+    total = sum(chunk.num_bytes for chunk in plan.chunks)
+    before = [0, *accumulate(chunk.num_bytes for chunk in plan.chunks)]
+    for chunk, sent in zip(plan.chunks, before, strict=False):
+        if len(chunk.entries) > 1:
+            filled = chunk.entries[-1].begin + chunk.entries[-1].tensor.num_bytes
+            assert filled <= chunk_bytes
+            assert filled <= max(end_bytes, sent)
+            assert filled <= max(end_bytes, (total - sent) // 2)
+
+
+def test_columns_are_the_entries() -> None:
+    shapes = {"a": ("float32", (3,)), "b": ("bfloat16", (2, 5)), "c": ("int64", ()), "d": ("bool", (0, 4))}
+    metas = [TensorMeta(name=name, dtype=dtype, shape=shape) for name, (dtype, shape) in shapes.items()]
+    plan = build_plan(metas, chunk_bytes=END_BYTES)
+    (chunk,) = ChunkPlan.from_json(plan.to_json()).chunks
+    assert (chunk.names, chunk.dtypes, chunk.shapes) == tuple(
+        zip(*((meta.name, meta.dtype, meta.shape) for meta in metas), strict=True)
+    )
+    assert (chunk.begins, chunk.sizes) == ((0, 16, 48, 64), (12, 20, 8, 0))
+    assert chunk.places == (
+        ("a", "float32", (3,), (1,), 0), ("b", "bfloat16", (2, 5), (5, 1), 8),
+        ("c", "int64", (), (), 6), ("d", "bool", (0, 4), (4, 1), 64),
+    )  # fmt: skip
+    assert chunk == plan.chunks[0]
