@@ -86,11 +86,12 @@ class Words:
             while len(found) < self._address.world_size - 1:
                 door.settimeout(_left(until))
                 sock = door.accept()[0]
+                self._others.append(sock)
                 said, rank = _HELLO.unpack(_read(sock, _HELLO.size, until))
                 if said == token:
                     found[rank] = sock
                 else:
-                    sock.close()
+                    self._others.pop().close()
         self._others = [found[rank] for rank in sorted(found)]
         for sock in self._others:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
