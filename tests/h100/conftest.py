@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ RESULTS = "VERIFIER_GPU_RESULTS"
 def workshop() -> Iterator[Any]:
     from verifier.workshop import Workshop
 
-    with Workshop(lambda text: print(text, flush=True)) as found:
+    began = time.monotonic()
+    with Workshop(lambda text: print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)) as found:
         yield found
 
 

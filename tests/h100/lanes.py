@@ -20,7 +20,7 @@ import torch
 
 HERE = Path(__file__).parent
 NOTHING_COLLECTED = 5
-SHARERS = 8
+SHARERS = 12
 """Processes that may share one GPU: all but the wide models take a few GiB."""
 STARTS_APART_S = 1.0
 """Between two starts, so that the first finds its ports and compiles what the others then read from the cache."""

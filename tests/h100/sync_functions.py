@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -81,6 +82,8 @@ def receive(conn: Connection, device: int, address: dict[str, Any], port: int) -
     receiver.connect(Address(**address))
     theirs = _vllm_group(port, device) if address["kind"] == "nccl" else None
     kept: dict[str, torch.Tensor] = {}
+    gc.collect()
+    gc.freeze()
 
     def load(tensors: list[tuple[str, torch.Tensor]]) -> list[str]:
         names = [name for name, _ in tensors]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verifier.plan.chunk_plan import Chunk, Entry, TensorMeta, build_plan
-from verifier.plan.digest import BLOCK_BYTES, digest_tensor, digest_tensors, finish, lane_sums_torch
+from verifier.plan.digest import BLOCK_BYTES, Pieces, digest_tensor, digest_tensors, finish, lane_sums_torch
 from verifier.plan.digest_triton import STEP_BYTES, STEPS_PER_UNIT
 from verifier.transport.buffer import dtype_name, pack, pieces_of, unpack
 
@@ -86,7 +86,8 @@ def test_packing_digests_as_it_copies() -> None:
 @pytest.mark.timed
 def test_reads_at_the_speed_of_memory(measured) -> None:
     words = torch.randint(-(2**62), 2**62, (1 << 30,), device="cuda")
-    digest_s, sum_s, share = paired(lambda: digest_tensor(words), lambda: words.sum().item())
+    piece, data = Pieces((0,), (words.nbytes,)), words.view(torch.uint8)
+    digest_s, sum_s, share = paired(lambda: piece.start(data), lambda: words.sum())
     measured(
         digest_gb_s=round(words.nbytes / digest_s / 1e9), int64_sum_gb_s=round(words.nbytes / sum_s / 1e9),
         median_share=round(share, 3),

@@ -18,7 +18,9 @@ from verifier.model.named import resolve_model
 from verifier.model.tiny import TINY
 from verifier.noise import DTYPE, measure, table
 from verifier.program import floor as floors
+from verifier.program.oracle import Oracle
 from verifier.program.workplace import cache_folder
+from verifier.workshop import RUN_DEADLINE_S
 
 pytestmark = pytest.mark.h100(gpus=1)
 
@@ -26,11 +28,16 @@ ALIKE = 2.0
 """Greatest ratio of two floors' medians: one model, one dtype, two machines' orders of summation."""
 
 
+@pytest.fixture(scope="module")
+def oracle():
+    with Oracle(resolve_model(model("qwen3"), cache_folder(), DTYPE), deadline_s=RUN_DEADLINE_S) as found:
+        yield found
+
+
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_floor_is_like_that_of_the_host(name, workshop, measured, tmp_path, monkeypatch):
+def test_floor_is_like_that_of_the_host(name, oracle, measured, tmp_path, monkeypatch):
     named = model(name)
     checkpoint = open_checkpoint(resolve_model(named, cache_folder(), DTYPE))
-    oracle = workshop.oracle(checkpoint.path)
 
     def score(path, sequences, dtype):
         return oracle.score(path, sequences, dtype, "cuda")

@@ -14,6 +14,8 @@ from verifier.core.stage import Stage
 from verifier.mesh import Mesh
 
 CYCLES = 3
+SLOW = ("wide:qwen3-30b-a3b", "nemotron-h")
+"""Many bytes, and many kernels to compile."""
 TP2_PP2 = Mesh(tp=2, pp=2)
 CASES = [
     pytest.param(
@@ -21,7 +23,7 @@ CASES = [
         id=f"{name.replace(':', '-')}-{mesh.label().replace(' ', '-')}-{transport}-engine-tp{engine_tp}",
         marks=[
             pytest.mark.h100(gpus=mesh.world_size + (engine_tp if transport == "nccl" else 0)),
-            *([pytest.mark.own_process] if name.startswith("wide:") else []),
+            *([pytest.mark.own_process] if name in SLOW else []),
         ],
     )
     for name, mesh, transport, engine_tp in (

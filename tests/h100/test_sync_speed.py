@@ -8,6 +8,8 @@ what the transport costs; and one more transfer is broken down, by host and by G
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import multiprocessing
 import socket
 import statistics
@@ -75,17 +77,16 @@ class Alone:
         return [record]
 
 
-@pytest.mark.timed
-@pytest.mark.parametrize(
-    ("kind", "shapes"),
-    [
-        pytest.param("ipc", large, marks=pytest.mark.h100(gpus=1), id="ipc-large"),
-        pytest.param("ipc", experts, marks=pytest.mark.h100(gpus=1), id="ipc-experts"),
-        pytest.param("nccl", large, marks=pytest.mark.h100(gpus=2), id="nccl-large"),
-        pytest.param("nccl", experts, marks=pytest.mark.h100(gpus=2), id="nccl-experts"),
-    ],
-)
-def test_verified_against_unverified(kind, shapes, measured):
+@pytest.fixture(scope="module")
+def peers():
+    """By kind of transport, another process and the ways to it; started when first asked for."""
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda kind: stack.enter_context(_peer(kind)))
+
+
+@contextlib.contextmanager
+def _peer(kind):
+    """(conn, our transfer group, vLLM's); what was imported so far is left out of garbage collection on both sides."""
     torch.cuda.set_device(0)
     listener = Listener(1, deadline_s=60, kind=kind)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -98,12 +99,30 @@ def test_verified_against_unverified(kind, shapes, measured):
     try:
         group = over(listener.accept(), Alone() if kind == "ipc" else None)
         own = _vllm_group(port) if kind == "nccl" else None
-        tensors = [(name, torch.randn(shape, device="cuda", dtype=torch.bfloat16)) for name, shape in shapes().items()]
-        found = _compared(conn, kind, group, own, tensors, GPU_CHUNK_BYTES)
+        gc.collect()
+        gc.freeze()
+        yield conn, group, own
         conn.send("stop")
         child.join(30)
     finally:
+        gc.unfreeze()
         child.kill()
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [
+        pytest.param("ipc", large, marks=pytest.mark.h100(gpus=1), id="ipc-large"),
+        pytest.param("ipc", experts, marks=pytest.mark.h100(gpus=1), id="ipc-experts"),
+        pytest.param("nccl", large, marks=pytest.mark.h100(gpus=2), id="nccl-large"),
+        pytest.param("nccl", experts, marks=pytest.mark.h100(gpus=2), id="nccl-experts"),
+    ],
+)
+def test_verified_against_unverified(kind, shapes, peers, measured):
+    conn, group, own = peers(kind)
+    tensors = [(name, torch.randn(shape, device="cuda", dtype=torch.bfloat16)) for name, shape in shapes().items()]
+    found = _compared(conn, kind, group, own, tensors, GPU_CHUNK_BYTES)
     measured(transport=kind, tensors=shapes.__name__, chunk_mib=GPU_CHUNK_BYTES >> 20, **found)
     assert found["verified_speed_share"] >= LEAST_SHARE
 

@@ -31,7 +31,7 @@ from verifier.transport.wire import Address, Agreement, Receipt
 _KV_CACHE_BYTES = 128 * 2**20
 _KV_CACHE_BYTES_ASLEEP = 4 * 2**30
 """A sleep in which the GPU's free memory does not grow is an error to vLLM, whoever else takes memory meanwhile."""
-_GPU_SHARE = 0.3
+_GPU_SHARE = 0.15
 """Of a GPU's memory that must be free at the start: a trainer may live on the same GPU."""
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
 """One graph of the whole model per number of sequences that are being sampled; vLLM's own choice would compile as well.
