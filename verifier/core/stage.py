@@ -35,8 +35,3 @@ class Stage(enum.IntEnum):
     def label(self) -> str:
         """Lower-case name, as printed in reports and stored in traces."""
         return self.name.lower()
-
-    @classmethod
-    def from_label(cls, label: str) -> Stage:
-        """Inverse of `label`; raises KeyError for an unknown name."""
-        return cls[label.upper()]

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +30,16 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _FIELDS = tuple(field.name for field in fields(Evidence))
+_KNOWN = frozenset(_FIELDS)
+_STAGES = {stage.label: stage for stage in Stage}
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
+_DECODER = json.JSONDecoder()
 
 
-def encode(evidence: Evidence) -> str:
-    """One JSON line; fields at their defaults are left out."""
+def encode(evidence: Evidence, **stamp: Any) -> str:
+    """One JSON line; fields that are empty are left out, those in `stamp` are written instead of the evidence's own."""
     record = {name: value for name in _FIELDS if (value := getattr(evidence, name)) not in (None, {}, ())}
+    record |= stamp
     record["stage"] = evidence.stage.label
     if evidence.shape is not None:
         record["shape"] = evidence.shape
@@ -44,11 +48,11 @@ def encode(evidence: Evidence) -> str:
 
 def decode(line: str) -> Evidence:
     """Inverse of `encode`; UsageError for a field that this version does not know."""
-    record = json.loads(line)
-    unknown = record.keys() - set(_FIELDS)
-    if unknown:
-        raise UsageError(f"the trace holds a field `{min(unknown)}` that this version of verifier does not know")
-    record["stage"] = Stage.from_label(record["stage"])
+    record = _DECODER.decode(line)
+    if not record.keys() <= _KNOWN:
+        unknown = min(record.keys() - _KNOWN)
+        raise UsageError(f"the trace holds a field `{unknown}` that this version of verifier does not know")
+    record["stage"] = _STAGES[record["stage"]]
     if "shape" in record:
         record["shape"] = tuple(record["shape"])
     return Evidence(**record)
@@ -79,14 +83,13 @@ class Recorder:
 
     def emit(self, evidence: Evidence, array: torch.Tensor | None = None) -> None:
         """Record one fact, stamped with this recorder's role and rank."""
-        evidence = replace(evidence, role=self.role, rank=self.rank)
+        stamp: dict[str, Any] = {"role": self.role, "rank": self.rank}
         try:
             if array is not None:
-                key = f"{self.role}-{self.rank:04d}-{self._arrays:06d}"
+                stamp["array"] = f"{self.role}-{self.rank:04d}-{self._arrays:06d}"
                 self._arrays += 1
-                _write_array(self.path / "arrays" / f"{key}.safetensors", array)
-                evidence = replace(evidence, array=key)
-            self._file.write(encode(evidence) + "\n")
+                _write_array(self.path / "arrays" / f"{stamp['array']}.safetensors", array)
+            self._file.write(encode(evidence, **stamp) + "\n")
             self._file.flush()
         except OSError as problem:
             raise _refuse_full_disk(problem, self.path) from problem

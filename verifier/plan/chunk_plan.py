@@ -18,7 +18,7 @@ DTYPE_BYTES = {
 }  # fmt: skip
 ALIGNMENT_BYTES = 16
 """Every tensor begins at a multiple of this in its chunk's buffer, so that it can be viewed in place in any dtype."""
-END_BYTES = 128 << 20
+END_BYTES = 256 << 20
 """The first chunk of a plan, and its last, holds no more: before the one and after the other nothing else travels."""
 
 
