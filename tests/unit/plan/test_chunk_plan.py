@@ -24,14 +24,14 @@ def mib_of(plan: ChunkPlan) -> list[int]:
 
 
 def test_chunks_grow_from_the_first_and_shrink_to_the_last() -> None:
-    assert mib_of(plan_of([64] * 128, 1024)) == [128, 128, 256, 512, *[1024] * 6, 512, 256, 128, 128]
+    assert mib_of(plan_of([64] * 128, 1024)) == [256, 256, 512, *[1024] * 6, 512, 256, 256]
 
 
 @pytest.mark.parametrize(
     ("sizes", "chunk_mib", "expected"),
     [
-        ([3] * 40, 1024, [120]),
-        ([64] * 6, 1024, [128, 128, 128]),
+        ([3] * 80, 1024, [240]),
+        ([64] * 12, 1024, [256, 256, 256]),
         ([16] * 24, 64, [64] * 6),
         ([700, 8, 700], 1024, [700, 8, 700]),
         ([8, 700, 8], 1024, [8, 700, 8]),
