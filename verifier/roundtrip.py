@@ -113,7 +113,7 @@ def manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
         scopes += [*layout, "update"]
     if config.update == "step":
         scopes.append("step")
-        if config.dtype == "float32" and subject.layout_scopes:
+        if subject.tier == "cpu" and subject.layout_scopes:
             scopes.append("gradient")
     return _manifest(config, subject, scopes)
 
@@ -139,9 +139,9 @@ def spec_of(
     return RunSpec(
         checkpoint=str(subject.checkpoint.path), mesh=config.mesh, dtype=config.dtype, tier=subject.tier,
         trace=str(trace), work=str(work), update=config.update, seed=config.seed,
-        sequences=sequences(draw, num_sequences, LENGTHS, vocabulary),
+        sequences=with_a_long_one(draw, num_sequences, vocabulary),
         prompts=sequences(draw, 2, PROMPT_LENGTHS, vocabulary),
-        batches=[sequences(draw, num_sequences, LENGTHS, vocabulary) for _ in range(config.cycles)],
+        batches=[with_a_long_one(draw, num_sequences, vocabulary) for _ in range(config.cycles)],
         chunk_bytes=chunk_bytes_for(sum(meta.num_bytes for meta in subject.checkpoint.metas.values()), transport),
         engine_socket=engine_socket, engine_ranks=engine_ranks, transport=transport,
         sleep_level=config.sleep_level, lora_rank=config.engine_lora_rank,
@@ -151,6 +151,14 @@ def spec_of(
 def sequences(draw: random.Random, count: int, lengths: tuple[int, int], vocabulary: int) -> list[list[int]]:
     """Random token sequences of random length (inclusive bounds)."""
     return [[draw.randrange(vocabulary) for _ in range(draw.randint(*lengths))] for _ in range(count)]
+
+
+def with_a_long_one(draw: random.Random, count: int, vocabulary: int) -> list[list[int]]:
+    """Sequences of which one is longer than whatever repeats, or is cut, every 64 or 128 positions."""
+    return [
+        *sequences(draw, 1, PROMPT_LENGTHS, vocabulary),
+        *sequences(draw, count - 1, LENGTHS, vocabulary),
+    ]
 
 
 def record_cold(

@@ -150,10 +150,10 @@ def compared(report: Report, code: str) -> int:
 
 def gap(trace: Trace, actual: tuple[Stage, str], expected: tuple[Stage, str]) -> float:
     """Greatest difference of two sides' log-probabilities over all versions, nats."""
-    theirs = {item.version: trace.array(item).double() for item in trace.at(*expected)}
-    gaps = [float((trace.array(item).double() - theirs[item.version]).abs().max()) for item in trace.at(*actual)]
-    assert len(gaps) == CYCLES + 1
-    return max(gaps)
+    theirs = {(item.name, item.version): trace.array(item).double() for item in trace.at(*expected)}
+    ours = {(item.name, item.version): trace.array(item).double() for item in trace.at(*actual)}
+    assert len({version for _, version in ours}) == CYCLES + 1
+    return max(float((values - theirs[key]).abs().max()) for key, values in ours.items())
 
 
 def table(rows: Iterable[Measured]) -> str:

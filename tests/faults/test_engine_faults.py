@@ -7,12 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from verifier.faults import bugs_engine, bugs_rollout
+from verifier.faults import bugs_adapter, bugs_engine, bugs_engine_part, bugs_rollout
 from verifier.faults.fault import Fault
 from verifier.faults.matrix import line_of
 from verifier.faults.trial import Bench
 
-FAULTS = sorted((*bugs_engine.FAULTS, *bugs_rollout.FAULTS), key=lambda fault: (fault.engine, fault.model))
+FAULTS = sorted(
+    (*bugs_engine.FAULTS, *bugs_engine_part.FAULTS, *bugs_rollout.FAULTS, *bugs_adapter.FAULTS),
+    key=lambda fault: (fault.engine, fault.model, fault.engine_tp, fault.lora_rank),
+)
 
 
 @pytest.fixture(scope="module")

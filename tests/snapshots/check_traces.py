@@ -29,6 +29,7 @@ ARRAYS = {
     "close": torch.tensor([-1.5, -2.25, -0.5, -6.0, -6.250001]),
     "wrong": torch.tensor([-1.5, -2.25, -0.5, -6.0, -6.75]),
     "not finite": torch.tensor([-1.5, float("nan"), -0.5, -6.0, -6.25]),
+    "shares": torch.tensor([0.5, 0.25, 0.25]).log(),
     "rows": torch.arange(6),
     "routes": torch.tensor([[0, 0, 1, 3, 2], [0, 1, 1, 0, 1]]),
     "other routes": torch.tensor([[0, 0, 1, 3, 2], [0, 1, 1, 0, 2]]),
@@ -83,7 +84,10 @@ def clean() -> list[Evidence]:
         )
     )
     for name in SHAPES:
-        measured = {"gradient_gap": 1e-9, "gradient_scale": 0.25, "gradient_norm": 2.0, "step_gap": 1e-4}
+        measured = {
+            "gradient_gap": 1e-9, "gradient_scale": 0.25, "gradient_norm": 2.0, "gradient_noise": 0.0,
+            "gradient_dtype": "float32", "step_gap": 1e-4, "loss": 7.000001, "loss_scale": 7.5, "num_tokens": 5,
+        }  # fmt: skip
         seen.append(Evidence(stage=Stage.LOSS, kind="gradient", name=name, version=1, role="oracle", facts=measured))
     stepped = {"loss": 7.0, "grad_norm": 2.000001, "num_tokens": 5}
     seen.append(Evidence(stage=Stage.TRAIN, kind="step", name="step", version=1, facts=stepped))
@@ -91,6 +95,9 @@ def clean() -> list[Evidence]:
     poisoned = {"intact": [], "total": 2, "left": [], "declared": []}
     seen.append(Evidence(stage=Stage.ENGINE, kind="poison", name="poison", version=1, role="engine", facts=poisoned))
     seen.append(Evidence(stage=Stage.TRANSPORT, kind="handover", name="transfer", version=1, facts={"refused": ""}))
+    drawn = {"tokens": [0] * 31 + [1] * 14 + [2] * 15}
+    seen.append(Evidence(stage=Stage.ROLLOUT, kind="drawn", name="drawn", version=1, role="engine", facts=drawn))
+    seen.append(Evidence(stage=Stage.LOGPROB, kind="next", name="drawn", version=1, role="oracle", array="shares"))
     for version in (0, 1):
         for stage, kind, role, array in (
             (Stage.LOGPROB, "trainer", "trainer", "close"),
@@ -192,6 +199,8 @@ def with_facts(**facts: object) -> Change:
 
 BROKEN: dict[str, list[Evidence]] = {
     "LSS001": change(Stage.LOSS, "gradient", with_facts(gradient_gap=0.125), name="b"),
+    "LSS002": change(Stage.TRAIN, "step", with_facts(loss=14.0)),
+    "LGP004": change(Stage.ROLLOUT, "drawn", with_facts(tokens=[0] * 60)),
     "RPL001": change(Stage.REPLAY, "choice", with_array("other routes")),
     "RPL002": change(Stage.REPLAY, "scored", with_array("close")),
     "TRN001": change(Stage.LOSS, "gradient", with_facts(step_gap=0.5), name="a"),

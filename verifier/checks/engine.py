@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from verifier.checks.content import by_name, compare_contents
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -39,22 +40,36 @@ def engine_tensor_differs(trace: Trace) -> Iterator[Comparison]:
 def engine_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     """The synced engine equals, bit for bit, an engine that loads the same weights cold.
 
-    What it checks: per engine rank, every parameter, buffer (persistent or not) and derived tensor.
+    What it checks: per engine rank, every parameter, buffer (persistent or not) and derived tensor, at the version for
+    which an engine was started cold; at every other version those buffers that no update loads, which are the same.
     Why it matters: rotary caches, scales and repacked weights are in no checkpoint; a reload can lose them.
     Evidence: engine/state and engine/cold of the same version.
     Tolerance and its source: bitwise; both hold a function of the same bits.
     What it does not catch: an engine that loads wrongly both cold and live (ENG001, LGP002).
     References: vllm#44371, vllm#16564, vllm#48284, RFC vllm#48312.
     """
-    for version in trace.versions(Stage.ENGINE, "cold"):
+    for version in sorted({*trace.versions(Stage.ENGINE, "state"), *trace.versions(Stage.ENGINE, "cold")}):
         for rank in range(int(trace.manifest["engine_ranks"])):
+            cold = by_name(trace.at(Stage.ENGINE, "cold", version=version, rank=rank))
+            state = by_name(trace.at(Stage.ENGINE, "state", version=version, rank=rank))
+            if not cold:
+                cold = _never_loaded(trace, rank)
+                state = {name: item for name, item in state.items() if name in cold}
             yield from compare_contents(
-                by_name(trace.at(Stage.ENGINE, "state", version=version, rank=rank)),
-                by_name(trace.at(Stage.ENGINE, "cold", version=version, rank=rank)),
+                state, cold,
                 stage=Stage.ENGINE, version=version, actual_says=f"synced engine rank {rank}",
                 expected_says="an engine that loaded them cold", allowed="bitwise (a function of the same bits)",
                 hint="look at what the reload does with tensors that are in no checkpoint",
             )  # fmt: skip
+
+
+def _never_loaded(trace: Trace, rank: int) -> dict[str, Evidence]:
+    """Buffers of an engine that started cold, without those that an update brings."""
+    loaded: set[str] = set()
+    for item in trace.at(Stage.ENGINE, "loaded", rank=rank):
+        loaded.update(item.facts["names"])
+    buffers = (item for item in trace.at(Stage.ENGINE, "cold", rank=rank) if item.facts.get("kind") == "buffer")
+    return {name: item for name, item in by_name(buffers).items() if name not in loaded}
 
 
 @check("ENG003", needs=((Stage.ENGINE, "poison"),), scope="engine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,10 @@ from verifier.core.trace import Trace
 if TYPE_CHECKING:
     import torch
 
+SHARES = (0.5, 0.75, 0.9, 0.95, 0.99)
+"""Where the runs of a sorted distribution end, whose samples are counted: what truncation cuts off is the last ones."""
+LEAST = 5.0
+"""Samples that a run must be expected to have; a shorter one joins its neighbour."""
 STATISTICS = {"mean": "on the mean", "median": "on the median"}
 """Of the differences of all tokens, and how a sentence says it."""
 
@@ -159,3 +164,69 @@ def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
             trace, actual, expected, Stage.ROLLOUT, "the engine's sampler", "the fp32 oracle",
             "look at caches that were filled before the sync: prefix blocks, graphs",
         )  # fmt: skip
+
+
+@check("LGP004", needs=((Stage.ROLLOUT, "drawn"), (Stage.LOGPROB, "next")), scope="rollout")
+def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
+    """Tokens are drawn from the distribution that their log-probabilities are reported of.
+
+    What it checks: some hundred samples of one next token, counted in runs of the oracle's distribution from the
+    likeliest tokens to the least likely (`SHARES`), against the shares that these runs have.
+    Why it matters: a temperature, a nucleus or a penalty that the sampler applies and the reported log-probabilities do
+    not makes every importance ratio wrong, and each log-probability is right.
+    Evidence: rollout/drawn (token ids), logprob/next (the oracle's whole distribution).
+    Tolerance and its source: Pearson's chi-square, exceeded by chance once in a million; seeds are fixed.
+    What it does not catch: changes of less than a few hundredths of the distribution; seeds shared between prompts.
+    References: verl#1949, trl#6945, vllm#42259, verl#5179, ms-swift#7858.
+    """
+    for item in trace.at(Stage.ROLLOUT, "drawn"):
+        expected = next(trace.at(Stage.LOGPROB, "next", name=item.name, version=item.version), None)
+        if expected is None:
+            raise LookupError(f"nobody gave the distribution of `{item.name}` of version {item.version}")
+        tokens = [int(token) for token in item.facts["tokens"]]
+        wanted, found = _runs(trace.array(expected).double().exp(), tokens)
+        statistic = sum((got - want) ** 2 / want for got, want in zip(found, wanted, strict=True))
+        allowed = _chance(len(wanted) - 1)
+        same = statistic <= allowed.absolute
+        yield Comparison(
+            what=item.name, same=same, stage=Stage.ROLLOUT, version=item.version,
+            badness=0.0 if same else _times(statistic, allowed), owner=f"{item.role} rank {item.rank}",
+            sentence="" if same else (
+                f"{len(tokens):,} sampled tokens are not spread as the policy's distribution: of runs of "
+                f"{_shown(wanted)} expected there are {_shown(found)}"
+            ),
+            expected=f"{_shown(wanted)} (the fp32 oracle, likeliest first)", actual=f"{_shown(found)} (the engine)",
+            mismatched=f"chi-square {statistic:.3g}", allowed=str(allowed),
+            hint="look at temperature, top-p, top-k, penalties and seeds of the sampler",
+        )  # fmt: skip
+
+
+def _runs(share: torch.Tensor, tokens: list[int]) -> tuple[list[float], list[float]]:
+    """Expected and found counts of samples in runs of the sorted distribution, none expected less than `LEAST`."""
+    import torch
+
+    order = share.argsort(descending=True, stable=True)
+    ended = share[order].cumsum(0) - share[order] / 2
+    run = torch.bucketize(ended, torch.tensor(SHARES, dtype=ended.dtype))
+    counts = torch.bincount(torch.tensor(tokens), minlength=len(share))[order].double()
+    wanted = torch.zeros(len(SHARES) + 1, dtype=torch.float64).index_add_(0, run, share[order]) * len(tokens)
+    found = torch.zeros(len(SHARES) + 1, dtype=torch.float64).index_add_(0, run, counts)
+    merged: list[tuple[float, float]] = []
+    for want, got in zip(wanted.tolist(), found.tolist(), strict=True):
+        if merged and (want < LEAST or merged[-1][0] < LEAST):
+            want, got = want + merged[-1][0], got + merged.pop()[1]
+        merged.append((want, got))
+    return [want for want, _ in merged], [got for _, got in merged]
+
+
+def _chance(freedom: int) -> Tolerance:
+    """What chi-square exceeds once in a million: its tail bound by Laurent and Massart (2000), lemma 1."""
+    nats = 6 * math.log(10)
+    return Tolerance(
+        absolute=freedom + 2 * math.sqrt(freedom * nats) + 2 * nats, unit="(chi-square)",
+        source=f"exceeded by chance once in a million, with {freedom} degrees of freedom",
+    )  # fmt: skip
+
+
+def _shown(counts: list[float]) -> str:
+    return "[" + ", ".join(f"{count:.0f}" for count in counts) + "]"

@@ -16,7 +16,8 @@ def token_misplaced(trace: Trace) -> Iterator[Comparison]:
     """Every token of every rollout is predicted by one row, once, over all ranks, and carries its own fields there.
 
     What it checks: the ledger: sentinels that travelled with each token through packing and sharding, against the
-    rollouts: input, position, role, label, mask, sampled, engine log-probability, version; padding is out of the loss.
+    rollouts: input, position, role, label, mask, sampled, engine log-probability, version, and the reward and group of
+    the rollout that the row belongs to; padding is out of the loss.
     Why it matters: an off-by-one, a wrong roll, a mask on the wrong side or a dropped sequence keeps every shape.
     Evidence: pack/ledger (the audit of all ranks' rows by rank 0).
     Tolerance and its source: exact; packing moves tokens, it computes nothing.

@@ -50,18 +50,15 @@ class HfEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], *, n: int, seed: int, max_tokens: int, stop: Sequence[int] = ()
     ) -> list[Generation]:
-        """One sample at a time, each with its own generator; every token recomputes its whole prefix."""
+        """One sample at a time, each with its own generator; every token but the first recomputes its whole prefix."""
         check_sequences(prompts, vocab_size=self._vocab_size, max_len=self._max_len - max_tokens, least=1)
-        return [
-            Generation(
-                prompt=tuple(prompt),
-                samples=tuple(
-                    self._sample(prompt, torch.Generator().manual_seed((seed + index) * n + sample), max_tokens, stop)
-                    for sample in range(n)
-                ),
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+        found = []
+        for index, prompt in enumerate(prompts):
+            first = self._distribution(prompt)
+            generators = (torch.Generator().manual_seed((seed + index) * n + sample) for sample in range(n))
+            samples = tuple(self._sample(prompt, first, generator, max_tokens, stop) for generator in generators)
+            found.append(Generation(prompt=tuple(prompt), samples=samples))
+        return found
 
     def state(self) -> list[list[HeldTensor]]:
         """See `held.stored`."""
@@ -174,13 +171,23 @@ class HfEngine:
         self.receiver.close()
 
     @torch.inference_mode()
+    def _distribution(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[V] log-probabilities of the next token."""
+        logits = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
+        return torch.log_softmax(logits.float(), dim=-1)
+
+    @torch.inference_mode()
     def _sample(
-        self, prompt: Sequence[int], generator: torch.Generator, max_tokens: int, stop: Sequence[int]
+        self,
+        prompt: Sequence[int],
+        first: torch.Tensor,
+        generator: torch.Generator,
+        max_tokens: int,
+        stop: Sequence[int],
     ) -> Sample:
         tokens, logprobs = list(prompt), []
         while len(logprobs) < max_tokens and not (logprobs and tokens[-1] in stop):
-            logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
-            distribution = torch.log_softmax(logits.float(), dim=-1)
+            distribution = self._distribution(tokens) if logprobs else first
             # An exponential race, as vLLM draws: from weights that are not finite it samples too, and does not refuse.
             waits = torch.empty_like(distribution).exponential_(generator=generator)
             token = int((distribution.exp() / waits).argmax())

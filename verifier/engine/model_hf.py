@@ -80,20 +80,23 @@ def _chunk_of_the_sequence(mixer: nn.Module, inputs: tuple[torch.Tensor, ...]) -
 
 
 @torch.inference_mode()
-def token_logprobs(model: PreTrainedModel, tokens: Sequence[int], precision: torch.dtype) -> torch.Tensor:
+def token_logprobs(
+    model: PreTrainedModel, tokens: Sequence[int], precision: torch.dtype, temperature: float = 1.0
+) -> torch.Tensor:
     """Teacher-forced logprobs of one sequence, alone in its batch.
 
     Args:
         model: as `load_model` returns it.
         tokens: T ids.
         precision: of the log-softmax.
+        temperature: what logits are divided by.
 
     Returns:
         [T - 1] float32, nats, on the host: entry t is log p(tokens[t + 1] | tokens[: t + 1]).
     """
     ids = torch.tensor([list(tokens)], dtype=torch.int64, device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-    logprobs = torch.log_softmax(logits.to(precision), dim=-1)
+    logprobs = torch.log_softmax(logits.to(precision) / temperature, dim=-1)
     return logprobs.gather(1, ids[0, 1:, None])[:, 0].float().cpu()
 
 

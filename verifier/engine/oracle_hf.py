@@ -15,7 +15,11 @@ from verifier.engine.model_hf import load_model, token_logprobs
 
 
 def oracle_logprobs(
-    path: Path | str, sequences: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32, device: str = "cpu"
+    path: Path | str,
+    sequences: Sequence[Sequence[int]],
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    temperature: float = 1.0,
 ) -> list[torch.Tensor]:
     """Teacher-forced logprobs of a checkpoint directory.
 
@@ -24,6 +28,7 @@ def oracle_logprobs(
         sequences: token ids, each of at least 2.
         dtype: the weights are brought to this before anything is computed.
         device: where it is computed.
+        temperature: what logits are divided by.
 
     Returns:
         Per sequence [len - 1] float32, nats.
@@ -34,11 +39,25 @@ def oracle_logprobs(
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     model = load_model(path, dtype).to(device)
-    return [token_logprobs(model, tokens, torch.float64) for tokens in sequences]
+    return [token_logprobs(model, tokens, torch.float64, temperature) for tokens in sequences]
+
+
+@torch.inference_mode()
+def next_token(_: object, path: str, tokens: Sequence[int], device: str = "cpu") -> list[float]:
+    """Log-probability of every token of the vocabulary after these, nats; a request of an engine host.
+
+    Args:
+        path: the checkpoint; its weights are brought to float32.
+        tokens: token ids, at least 1.
+        device: "cpu", or "cuda".
+    """
+    model = load_model(path, torch.float32).to(device)
+    logits = model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False).logits[0, -1]
+    return torch.log_softmax(logits.double(), dim=-1).tolist()
 
 
 def score(
-    _: object, path: str, sequences: Sequence[Sequence[int]], dtype: str, device: str = "cpu"
+    _: object, path: str, sequences: Sequence[Sequence[int]], dtype: str, device: str = "cpu", temperature: float = 1.0
 ) -> list[list[float]]:
     """`oracle_logprobs` as a request of an engine host: JSON in, JSON out.
 
@@ -47,5 +66,6 @@ def score(
         sequences: token ids, each of at least 2.
         dtype: "float32", or "bfloat16" to measure what that dtype alone costs.
         device: "cpu", or "cuda".
+        temperature: what logits are divided by.
     """
-    return [row.tolist() for row in oracle_logprobs(path, sequences, getattr(torch, dtype), device)]
+    return [row.tolist() for row in oracle_logprobs(path, sequences, getattr(torch, dtype), device, temperature)]

@@ -11,60 +11,103 @@ import torch
 
 from verifier.engine.model_hf import checkpoint_places, load_model
 from verifier.model.checkpoint import open_checkpoint
+from verifier.transport.buffer import dtype_name
 
-Batch = Sequence[tuple[Sequence[int], Sequence[bool]]]
+Batch = Sequence[tuple[Sequence[int], Sequence[bool], float, Sequence[float]]]
+"""Per sequence: token ids; for each token whether it is in the loss; the reward; for each token the engine's nats."""
 BETA_1, BETA_2, EPSILON = 0.9, 0.95, 1e-8
 
 
 def judge_steps(
-    _: object, source: str, work: str, batches: Sequence[Batch], learning_rate: float, clip: float
+    _: object, source: str, work: str, batches: Sequence[Batch], rule: Mapping[str, float]
 ) -> list[dict[str, Any]]:
     """Measure every step of a run against the oracle; a request of an engine host.
 
     Args:
         source: checkpoint of version 0.
         work: folder with ``gradients-v`` and ``live-v`` for each version v.
-        batches: token ids of each step, and for each token whether it is in the loss.
-        learning_rate: of every step.
-        clip: greatest L2 norm of the gradient.
+        batches: the sequences of each step.
+        rule: "learning_rate" of every step; "clip", greatest L2 norm of the gradient; "temperature", "entropy" and
+            "drift" of the loss.
 
     Returns:
         One record per (version, tensor): "gradient_gap", greatest |trainer - transformers|, "gradient_scale", greatest
-        |transformers|; "gradient_norm", L2 norm of all the trainer's gradients of that version; "step_gap", greatest
-        |live - Adam| in units of the learning rate.
+        |transformers|, "gradient_dtype", the trainer's; "gradient_noise", of all tensors the greatest distance between
+        transformers' gradient in the checkpoint's dtype and in float32, over its greatest element: 0 for float32;
+        "gradient_norm", L2 norm of all the trainer's gradients of that version; "loss", "loss_scale" and
+        "num_tokens" of that version; "step_gap", how far the live weights are from what Adam and rounding to their
+        dtype allow, in units of the learning rate. What has no gradient has a scale and a gap of 0, and must not move.
     """
     records = []
-    before, moments = Path(source), {}
+    before = Path(source)
+    adam = _Adam(rule["learning_rate"])
     for version, batch in enumerate(batches, start=1):
         found, live = Path(work) / f"gradients-{version}", Path(work) / f"live-{version}"
         if not found.is_dir() or not live.is_dir():
             break
-        expected = dict(gradients(before, batch))
+        loss, expected = gradients(before, batch, rule)
+        noise = _noise(before, batch, rule, expected)
         actual = _tensors(found)
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in actual.values()))
-        scale = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
+        scale = min(1.0, rule["clip"] / (norm + 1e-6)) if rule["clip"] > 0 else 1.0
         old, new = _tensors(before), _tensors(live)
-        for name, gradient in expected.items():
-            row: dict[str, Any] = {"version": version, "name": name, "gradient_norm": norm}
-            row["gradient_scale"] = float(gradient.abs().max())
-            if name in actual:
-                row["gradient_gap"] = float((actual[name].double() - gradient.double()).abs().max())
-                stepped = _adam(old[name], actual[name].double() * scale, moments, name, version, learning_rate)
-                row["step_gap"] = float((new[name].double() - stepped).abs().max()) / learning_rate
+        for name, weight in old.items():
+            row: dict[str, Any] = {"version": version, "name": name, "gradient_norm": norm, **loss}
+            gradient = expected.get(name, torch.zeros(()))
+            row |= {"gradient_scale": float(gradient.abs().max()), "gradient_noise": noise}
+            if name in actual or name not in expected:
+                reduced = actual[name].double() if name in actual else torch.zeros_like(weight, dtype=torch.float64)
+                row["gradient_dtype"] = dtype_name(actual[name].dtype) if name in actual else "float32"
+                row["gradient_gap"] = float((reduced - gradient.double()).abs().max())
+                row["step_gap"] = adam.gap(name, weight, new[name], reduced * scale, version)
             records.append(row)
         before = live
     return records
 
 
-def gradients(checkpoint: Path, batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gradient of the mean token loss by transformers in float32, one sequence at a time, by checkpoint name."""
-    model = load_model(checkpoint, torch.float32).requires_grad_(True)
-    num_tokens = sum(sum(mask) for _, mask in batch)
-    for tokens, mask in batch:
+def _noise(checkpoint: Path, batch: Batch, rule: Mapping[str, float], exact: Mapping[str, torch.Tensor]) -> float:
+    stored = [tensor.dtype for tensor in _tensors(checkpoint).values()]
+    dtype = max(set(stored), key=stored.count)
+    if dtype == torch.float32:
+        return 0.0
+    _, rounded = gradients(checkpoint, batch, rule, dtype)
+    return max(
+        float((rounded[name].double() - gradient.double()).abs().max() / gradient.abs().max())
+        for name, gradient in exact.items()
+        if gradient.any()
+    )
+
+
+def gradients(
+    checkpoint: Path, batch: Batch, rule: Mapping[str, float], dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """The mean token loss by transformers, one sequence at a time, and its gradient by checkpoint name.
+
+    Per token: -reward * logprob - entropy weight * entropy + drift weight / 2 * (logprob - engine's logprob)^2, all of
+    the softmax of logits / temperature, in float64 from the logits on.
+
+    Returns:
+        "loss", its mean; "loss_scale", the mean of its magnitude; "num_tokens"; and the gradients, on the host.
+    """
+    model = load_model(checkpoint, dtype).requires_grad_(True)
+    num_tokens = sum(sum(mask) for _, mask, _, _ in batch)
+    total = magnitude = 0.0
+    for tokens, mask, reward, engine in batch:
         ids = torch.tensor([list(tokens)])
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-        nats = torch.nn.functional.cross_entropy(logits.double(), ids[0, 1:], reduction="none")
-        (nats[torch.tensor(mask[1:])].sum() / num_tokens).backward()
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double() / rule["temperature"]
+        every = torch.log_softmax(logits, dim=-1)[torch.tensor(mask[1:])]
+        kept = ids[0, 1:][torch.tensor(mask[1:])]
+        logprob = every.gather(1, kept[:, None])[:, 0]
+        entropy = -(every.exp() * every).sum(-1)
+        said = torch.tensor(list(engine)[1:], dtype=torch.float32)[torch.tensor(mask[1:])].double()
+        nats = -reward * logprob - rule["entropy"] * entropy + rule["drift"] / 2 * (logprob - said).square()
+        total, magnitude = total + float(nats.sum()), magnitude + float(nats.abs().sum())
+        (nats.sum() / num_tokens).backward()
+    loss = {"loss": total / num_tokens, "loss_scale": magnitude / num_tokens, "num_tokens": num_tokens}
+    return loss, dict(_gradients_of(model))
+
+
+def _gradients_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     buffers = {name for name, _ in model.named_buffers()}
     with torch.no_grad():
         for parameter in model.parameters():
@@ -74,16 +117,39 @@ def gradients(checkpoint: Path, batch: Batch) -> Iterator[tuple[str, torch.Tenso
             yield name, tensor
 
 
-def _adam(
-    old: torch.Tensor, gradient: torch.Tensor, moments: dict[str, Any], name: str, step: int, learning_rate: float
-) -> torch.Tensor:
-    """One step of Adam without weight decay, in float64 (Kingma and Ba 2015, algorithm 1)."""
-    first, second = moments.get(name, (torch.zeros_like(gradient), torch.zeros_like(gradient)))
-    first = BETA_1 * first + (1 - BETA_1) * gradient
-    second = BETA_2 * second + (1 - BETA_2) * gradient.square()
-    moments[name] = (first, second)
-    denominator = (second / (1 - BETA_2**step)).sqrt() + EPSILON
-    return old.double() - learning_rate * (first / (1 - BETA_1**step)) / denominator
+class _Adam:
+    """Adam without weight decay, in float64, with moments of its own (Kingma and Ba 2015, algorithm 1).
+
+    Of weights that are rounded to less than float32 it keeps the unrounded ones too, as a trainer's masters do.
+    """
+
+    def __init__(self, learning_rate: float) -> None:
+        self._learning_rate = learning_rate
+        self._moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._masters: dict[str, torch.Tensor] = {}
+
+    def gap(self, name: str, old: torch.Tensor, live: torch.Tensor, gradient: torch.Tensor, step: int) -> float:
+        """How much further `live` is from the stepped weight than rounding explains, greatest, in learning rates."""
+        zero = torch.zeros_like(gradient)
+        first, second = self._moments.get(name, (zero, zero))
+        first = BETA_1 * first + (1 - BETA_1) * gradient
+        second = BETA_2 * second + (1 - BETA_2) * gradient.square()
+        self._moments[name] = (first, second)
+        denominator = (second / (1 - BETA_2**step)).sqrt() + EPSILON
+        rounded = old.dtype != torch.float32
+        begin = self._masters.get(name, old.double()) if rounded else old.double()
+        stepped = begin - self._learning_rate * (first / (1 - BETA_1**step)) / denominator
+        excess = (live.double() - stepped).abs()
+        if rounded:
+            self._masters[name] = stepped
+            excess = (excess - _half_step(torch.maximum(live.double().abs(), stepped.abs()), live.dtype)).clamp(min=0)
+        return float(excess.max()) / self._learning_rate
+
+
+def _half_step(magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Half the distance between neighbours of a dtype at these magnitudes: what rounding may move a number by."""
+    _, exponent = torch.frexp(magnitude)
+    return torch.ldexp(torch.full_like(magnitude, torch.finfo(dtype).eps / 4), exponent)
 
 
 def _tensors(path: Path) -> Mapping[str, torch.Tensor]:

@@ -20,6 +20,8 @@ PACKED_FIELDS = (
     "local_cp_size, cp_group, total_tokens, seq_idx, tokens_per_sample, pad_between_seqs"
 )
 CP2 = Mesh(cp=2)
+SCAN_CHUNK = 128
+"""Rows of a sequence that a state-space scan takes at a time."""
 
 
 def _when_scoring(change: Callable[[Any, Any, dict[str, Any]], tuple[Any, Any, dict[str, Any]]]) -> Inject:
@@ -55,6 +57,39 @@ def _top_token(logits_TV: Any, labels_T: Any, options: dict[str, Any]) -> Any:
     import torch
 
     return logits_TV, torch.where(labels_T >= 0, logits_TV.argmax(-1), labels_T), options
+
+
+def _without_temperature(fired: Fired) -> Any:
+    def make(original: Any) -> Any:
+        def logprob(logits_TV: Any, labels_T: Any, **options: Any) -> Any:
+            if options["temperature"] != 1.0:
+                fired()
+            return original(logits_TV, labels_T, **{**options, "temperature": 1.0})
+
+        return logprob
+
+    return replaced(LOGPROB, LOGPROB_PARAMETERS, make)
+
+
+@contextlib.contextmanager
+def _state_lost_between_chunks(fired: Fired) -> Iterator[None]:
+    import torch
+
+    def make(original: Any) -> Any:
+        def scan(z_BLI: Any, xbc_BLC: Any, dt_BLH: Any, *rest: Any, groups: int) -> Any:
+            parts = [value.split(SCAN_CHUNK, dim=1) for value in (z_BLI, xbc_BLC, dt_BLH)]
+            if len(parts[0]) > 1:
+                fired()
+            return torch.cat([original(*part, *rest, groups=groups) for part in zip(*parts, strict=True)], dim=1)
+
+        return scan
+
+    with replaced(
+        "verifier.platform.cpu_mamba:_scan",
+        "z_BLI, xbc_BLC, dt_BLH, weight_CW, bias_C, dt_bias_H, A_H, D_H, groups",
+        make,
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -166,6 +201,20 @@ def _fault(
 
 
 FAULTS = (
+    _fault(
+        "temperature-not-applied",
+        "huggingface/trl#3029",
+        "the trainer computes log-probabilities at temperature 1, whatever the rollouts were sampled at",
+        _without_temperature,
+    ),
+    _fault(
+        "state-lost-between-chunks",
+        "huggingface/transformers#47246",
+        "a state-space scan hands nothing on from one chunk of 128 rows to the next: only long sequences show it",
+        _state_lost_between_chunks,
+        Mesh(),
+        "tiny:nemotron-h",
+    ),
     _fault(
         "scored-at-another-temperature",
         "THUDM/slime#2085",

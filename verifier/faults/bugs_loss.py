@@ -12,6 +12,8 @@ from verifier.faults.inject import replaced
 from verifier.mesh import Mesh
 
 STEP = "verifier.train.step_megatron"
+LOGPROB = "verifier.train.logprob:vocab_parallel_logprob"
+LOGPROB_PARAMETERS = "logits_TV, labels_T, vocab_start, vocab_size, group, temperature, chunk_tokens, entropy"
 CP2, TP2 = Mesh(cp=2), Mesh(tp=2)
 
 
@@ -66,22 +68,87 @@ def _target_without_gradient(fired: Fired) -> Iterator[None]:
 
         return logprob
 
-    with replaced(
-        "verifier.train.logprob:vocab_parallel_logprob",
-        "logits_TV, labels_T, vocab_start, vocab_size, group, temperature, chunk_tokens, entropy",
-        make,
-    ):
+    with replaced(LOGPROB, LOGPROB_PARAMETERS, make):
         yield
 
 
-def _fault(name: str, reproduces: str, summary: str, inject: Inject, mesh: Mesh = CP2) -> Fault:
+def _entropy_of_spoiled_logits(fired: Fired) -> Any:
+    def make(original: Any) -> Any:
+        def logprob(logits_TV: Any, labels_T: Any, *, entropy: bool = True, **options: Any) -> Any:
+            logprob_T, entropy_T = original(logits_TV, labels_T, entropy=entropy, **options)
+            if entropy:
+                fired()
+                top = logits_TV.detach().amax(-1, keepdim=True)
+                _, entropy_T = original((logits_TV - top).exp(), labels_T, entropy=True, **options)
+            return logprob_T, entropy_T
+
+        return logprob
+
+    return replaced(LOGPROB, LOGPROB_PARAMETERS, make)
+
+
+def _summed_over_context_parallel(fired: Fired) -> Any:
+    def make(original: Any) -> Any:
+        def sum_loss(logprob_T: Any, entropy_T: Any, shard: Any, *, loss: Any) -> Any:
+            fired()
+            total, num_tokens, report = original(logprob_T, entropy_T, shard, loss=loss)
+            return total, num_tokens, report * shard.alignment.cp
+
+        return sum_loss
+
+    return replaced(f"{STEP}:_sum_loss", "logprob_T, entropy_T, shard, loss", make)
+
+
+def _summed_in_bfloat16(fired: Fired) -> Any:
+    def make(original: Any) -> Any:
+        def config(data_parallel: Any, tier: Any) -> Any:
+            fired()
+            found = original(data_parallel, tier)
+            found.grad_reduce_in_fp32 = False
+            return found
+
+        return config
+
+    return replaced("verifier.model.provider_megatron:_ddp_config", "data_parallel, tier", make)
+
+
+def _fault(
+    name: str,
+    reproduces: str,
+    summary: str,
+    inject: Inject,
+    mesh: Mesh = CP2,
+    *,
+    caught_by: str = "LSS001",
+    dtype: str = "float32",
+) -> Fault:
     return Fault(
-        id=name, stage=Stage.LOSS, reproduces=reproduces, summary=summary, caught_by=("LSS001",), inject=inject,
-        model="tiny:qwen3", mesh=mesh, engine=NO_ENGINE,
+        id=name, stage=Stage.LOSS, reproduces=reproduces, summary=summary, caught_by=(caught_by,), inject=inject,
+        model="tiny:qwen3", mesh=mesh, engine=NO_ENGINE, dtype=dtype,
     )  # fmt: skip
 
 
 FAULTS = (
+    _fault(
+        "entropy-of-spoiled-logits",
+        "verl-project/verl#2484",
+        "the entropy is taken of logits that the log-probabilities before it have overwritten with their exponentials",
+        _entropy_of_spoiled_logits,
+    ),
+    _fault(
+        "report-summed-over-context-parallel",
+        "NovaSky-AI/SkyRL#1420",
+        "what a step reports is summed over context-parallel ranks twice; its gradients are right",
+        _summed_over_context_parallel,
+        caught_by="LSS002",
+    ),
+    _fault(
+        "gradients-summed-in-bf16",
+        "deepspeedai/DeepSpeed#1800",
+        "gradients of micro-batches and ranks are summed in the model's bf16",
+        _summed_in_bfloat16,
+        dtype="bfloat16",
+    ),
     _fault(
         "loss-times-context-parallel",
         "NovaSky-AI/SkyRL#1751",

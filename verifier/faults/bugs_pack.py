@@ -191,6 +191,14 @@ def _fields_of_the_rejected(rollouts: list[Rollout]) -> list[Rollout] | None:
     ]
 
 
+def _groups_of_one(packed: PackedBatch) -> PackedBatch:
+    return dataclasses.replace(packed, groups=packed.ids)
+
+
+def _rewards_in_another_order(packed: PackedBatch) -> PackedBatch:
+    return dataclasses.replace(packed, rewards=packed.rewards[1:] + packed.rewards[:1])
+
+
 def _fault(name: str, reproduces: str, summary: str, caught_by: tuple[str, ...], inject: Inject, mesh: Mesh) -> Fault:
     return Fault(
         id=name, stage=Stage.PACK, reproduces=reproduces, summary=summary, caught_by=caught_by, inject=inject,
@@ -199,6 +207,22 @@ def _fault(name: str, reproduces: str, summary: str, caught_by: tuple[str, ...],
 
 
 FAULTS = (
+    _fault(
+        "groups-of-one",
+        "rllm-org/rllm#605",
+        "rollouts are grouped by their own id, so that each is compared with nothing but itself",
+        ("PCK001",),
+        on_packs(_groups_of_one),
+        CP2,
+    ),
+    _fault(
+        "rewards-in-another-order",
+        "NovaSky-AI/SkyRL#1908",
+        "samples of a pack are put in another order, all but their rewards",
+        ("PCK001", "LSS001"),
+        on_packs(_rewards_in_another_order),
+        CP2,
+    ),
     _fault(
         "mask-of-input-not-label",
         "verl-project/verl#3287",

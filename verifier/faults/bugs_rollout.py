@@ -78,7 +78,30 @@ def _not_normalised(fired: Fired) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _sampled_at_another_temperature(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def apply_temperature(logits: Any, temp: Any, all_random: bool) -> Any:
+            fired()
+            return original(logits, temp * TEMPERATURE, all_random)
+
+        return apply_temperature
+
+    with replaced(f"{SAMPLER}.apply_temperature", "logits, temp, all_random", make):
+        yield
+
+
 FAULTS = (
+    Fault(
+        id="sampler-takes-the-models-defaults",
+        stage=Stage.ROLLOUT,
+        reproduces="verl-project/verl#1949",
+        summary="the server samples with a setting of the model's generation_config; the log-probabilities are right",
+        caught_by=("LGP004",),
+        inject=_sampled_at_another_temperature,
+        side=Side.ENGINE,
+        engine="vllm",
+    ),
     Fault(
         id="prefix-cache-outlives-weights",
         stage=Stage.ROLLOUT,

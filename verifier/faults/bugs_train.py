@@ -13,6 +13,8 @@ from verifier.mesh import Mesh
 
 STEP = "verifier.train.step_megatron"
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+BIAS_UPDATE_RATE = 1e-3
+"""megatron-core's default."""
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
 
 
@@ -181,7 +183,56 @@ def _experts_counted_as_dense(fired: Fired) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _masters_rebuilt(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def step(self: Any) -> bool:
+            if self.optimizer.state:
+                fired()
+                self.reload_model_params()
+            done: bool = original(self)
+            return done
+
+        return step
+
+    with replaced(f"{OPTIMIZER}.step_with_ready_grads", "self", make):
+        yield
+
+
+@contextlib.contextmanager
+def _score_bias_balanced(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def configure(provider: Any, mesh: Any, dtype: Any, tier: Any) -> None:
+            fired()
+            original(provider, mesh, dtype, tier)
+            provider.moe_router_bias_update_rate = BIAS_UPDATE_RATE
+
+        return configure
+
+    with replaced("verifier.model.provider_megatron:_configure", "provider, mesh, dtype, tier", make):
+        yield
+
+
 FAULTS = (
+    Fault(
+        id="masters-rebuilt-from-model",
+        stage=Stage.TRAIN,
+        reproduces="NVIDIA/Megatron-LM#2789",
+        summary="fp32 masters are made anew of the bf16 model before the second step, and lose their low bits",
+        caught_by=("TRN001",),
+        inject=_masters_rebuilt,
+        model="tiny:qwen3",
+        dtype="bfloat16",
+    ),
+    Fault(
+        id="score-bias-balanced",
+        stage=Stage.TRAIN,
+        reproduces="NovaSky-AI/SkyRL#1908",
+        summary="every step moves the routers' score bias towards balanced experts, with a policy loss too",
+        caught_by=("WGT007",),
+        inject=_score_bias_balanced,
+        model="tiny:deepseek-v3",
+    ),
     Fault(
         id="masters-stale-after-load",
         stage=Stage.TRAIN,

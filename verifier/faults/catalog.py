@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from verifier.faults import (
+    bugs_adapter,
     bugs_engine,
     bugs_engine_gpu,
+    bugs_engine_part,
     bugs_export,
     bugs_load,
     bugs_logprob,
@@ -31,7 +33,9 @@ CATALOG: dict[str, Fault] = {
         bugs_plan.FAULTS,
         bugs_transport.FAULTS,
         bugs_engine.FAULTS,
+        bugs_engine_part.FAULTS,
         bugs_engine_gpu.FAULTS,
+        bugs_adapter.FAULTS,
         bugs_rollout.FAULTS,
     )
     for fault in faults

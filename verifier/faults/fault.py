@@ -63,5 +63,8 @@ class Fault:
     engine: str = "hf"
     dtype: str = "float32"
     update: str = "step"
+    engine_tp: int = 1
+    lora_rank: int = 0
+    """Above 0: an adapter of this rank is trained and synced, and the base is frozen."""
     gpus: int = 0
     """GPUs without which the bug cannot be: its trial is a test of `tests/h100`."""

@@ -54,13 +54,18 @@ def run_trials(
     results: list[TrialResult] = []
     began = time.monotonic()
     with Bench(lambda text: print(text, file=sys.stderr, flush=True), keep) as bench:
-        for fault in sorted(faults, key=lambda item: (item.engine, item.model, item.dtype, item.mesh.label())):
+        for fault in sorted(faults, key=_subject):
             results.append(bench.trial(fault))
             write(line_of(results[-1]))
     passed = sum(not item.failures for item in results)
     write(f"{passed} of {len(results)} faults caught in the right stage, {time.monotonic() - began:.0f} s\n")
     markdown(page_of(results))
     return ExitCode.HOLDS if passed == len(results) else ExitCode.VIOLATED
+
+
+def _subject(fault: Fault) -> tuple[object, ...]:
+    """What trials that can share an engine or a clean run have in common, the engine first."""
+    return (fault.engine, fault.model, fault.dtype, fault.engine_tp, fault.lora_rank, fault.mesh.label())
 
 
 def line_of(result: TrialResult) -> str:
@@ -115,4 +120,6 @@ def _matrix(results: Sequence[TrialResult]) -> list[str]:
 
 def _row(fault: Fault) -> str:
     subject = f"{fault.model}, {fault.mesh.label()}, {fault.dtype}, engine {fault.engine}"
+    subject += f" tp{fault.engine_tp}" if fault.engine_tp > 1 else ""
+    subject += f", adapter of rank {fault.lora_rank}" if fault.lora_rank else ""
     return f"| `{fault.id}` | {fault.reproduces} | {fault.summary} | {subject} |"

@@ -12,6 +12,7 @@ from verifier.engine.client import EngineClient
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import Fault, Fired, Side
 from verifier.model import provider_megatron
+from verifier.program.adapter_megatron import AdapterSession
 from verifier.program.session_megatron import Session, open_engine, open_share
 from verifier.program.spec import RunSpec
 
@@ -64,7 +65,7 @@ def _run(spec: RunSpec, context: RankContext) -> None:
     if spec.engine_socket is not None and context.rank == 0:
         engine, group = open_engine(spec, probe, share)
     try:
-        session = Session(spec, context, probe, engine, share)
+        session = (AdapterSession if spec.lora_rank else Session)(spec, context, probe, engine, share)
         session.run_tokens() if spec.engine_socket is None else session.run()
     finally:
         probe.close()

@@ -138,7 +138,9 @@ class Bench:
         )
 
     def engine(self, config: EngineConfig) -> tuple[EngineProcess, list[list[HeldTensor]]]:
-        """A running engine and what it held right after its cold start."""
+        """A running engine and what it held right after its cold start; a new one for every run with an adapter."""
+        if config.lora_rank and config in self._engines:
+            self._engines.pop(config)[0].stop()
         if config not in self._engines:
             self._progress(f"starting the {config.kind} engine with {Path(config.checkpoint).name}")
             process = self._stack.enter_context(EngineProcess(config, nursery=self._nursery))
@@ -180,27 +182,45 @@ class _Setting:
         self.config = RoundtripConfig(
             model=fault.model, trace=Path(), mesh=fault.mesh, dtype=fault.dtype,
             engine="hf" if self._alone else fault.engine, cycles=1 if self._alone else CYCLES, update=fault.update,
+            engine_tp=fault.engine_tp, engine_lora_rank=fault.lora_rank,
         )  # fmt: skip
         self.subject: Subject = open_subject(fault.model, fault.dtype, fault.mesh)
         self._socket: str | None = None
         self.cold: list[list[HeldTensor]] = []
         bench.oracle(self.subject.checkpoint.path)  # it imports while the engine starts
-        if not self._alone:
-            engine = EngineConfig(
-                kind=fault.engine, checkpoint=str(self.subject.checkpoint.path), dtype=fault.dtype,
-                max_model_len=MAX_MODEL_LEN,
-            )  # fmt: skip
-            process, self.cold = bench.engine(engine)
-            self._socket = str(process.socket_path)
+        if not self._alone and not fault.lora_rank:
+            self._open_engine()
         self._traces: dict[str, tuple[Path, Path]] = {}
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What faults have to share so that they share a clean run."""
-        return (self._fault.model, self._fault.mesh, self._fault.engine, self._fault.dtype, self._fault.update)
+        fault = self._fault
+        engine = (fault.engine, fault.engine_tp, fault.lora_rank)
+        return (fault.model, fault.mesh, fault.dtype, fault.update, *engine)
+
+    def _open_engine(self) -> None:
+        config = EngineConfig(
+            kind=self._fault.engine, checkpoint=str(self.subject.checkpoint.path), dtype=self._fault.dtype,
+            tp=self._fault.engine_tp, lora_rank=self._fault.lora_rank, max_model_len=MAX_MODEL_LEN,
+        )  # fmt: skip
+        process, self.cold = self._bench.engine(config)
+        self._socket = str(process.socket_path)
 
     def run(self, phases: list[str]) -> tuple[int, VerifierError | None]:
-        """Run phases in one job; how often the fault fired on all ranks, and what ended the job early."""
+        """Run phases; how often the fault fired on all ranks, and what ended a job early.
+
+        They are one job on one engine, but for those with an adapter: that one stays loaded, so each gets its own.
+        """
+        if not self._fault.lora_rank:
+            return self._run(phases)
+        results = []
+        for phase in phases:
+            self._open_engine()
+            results.append(self._run([phase]))
+        return sum(fired for fired, _ in results), next((problem for _, problem in results if problem), None)
+
+    def _run(self, phases: list[str]) -> tuple[int, VerifierError | None]:
         rows = []
         manifest = self._manifest()
         for phase in phases:
@@ -244,7 +264,7 @@ class _Setting:
     def _record_oracle(self, trace: Path, work: Path) -> None:
         """Ask the oracle, unless it has seen the same weights and tokens in the clean run: then what it said there."""
         clean = self._bench.clean(self.key)
-        if clean is None or not _same_to_oracle(store.read(trace), clean[0]):
+        if clean is None or self._fault.lora_rank or not _same_to_oracle(store.read(trace), clean[0]):
             self._bench.oracle(self.subject.checkpoint.path).record(trace, self._spec(trace, work), self.subject)
             return
         for folder in ("evidence", "arrays"):

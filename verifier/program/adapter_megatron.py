@@ -97,6 +97,7 @@ class AdapterSession(Session):
         self.say(f"version {version}: engine scores and samples")
         self.engine.record_logprobs(self.spec.sequences, version)
         self.engine.record_samples(self.spec.prompts, version, self.spec.seed + version)
+        self.engine.record_draws(self.spec.prompts[0], version, self.spec.seed + version)
         base = {name: self.source.read(name) for name in self.source.names()}
         adapter = adapter_megatron.held_by_engine(self.adapter)
         if version == 0:  # none is loaded yet, and its place is empty

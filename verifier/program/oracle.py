@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verifier.core import store
 from verifier.core.evidence import Evidence
@@ -14,7 +14,18 @@ from verifier.core.stage import Stage
 from verifier.engine.engine import EngineConfig
 from verifier.engine.process import EngineProcess
 from verifier.program.floor import record_floor, stored_floor
-from verifier.program.spec import CLIP_GRAD, LEARNING_RATE, RunSpec, turns
+from verifier.program.spec import (
+    AT_TEMPERATURE,
+    CLIP_GRAD,
+    DRIFT_WEIGHT,
+    ENTROPY_WEIGHT,
+    LEARNING_RATE,
+    TEMPERATURE,
+    RunSpec,
+    made_up_logprobs,
+    made_up_reward,
+    turns,
+)
 
 if TYPE_CHECKING:
     from verifier.core.trace import Trace
@@ -43,11 +54,16 @@ class Oracle:
         self._process.stop()
 
     def score(
-        self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str = "float32", device: str = "cpu"
+        self,
+        checkpoint: Path,
+        sequences: Sequence[Sequence[int]],
+        dtype: str = "float32",
+        device: str = "cpu",
+        temperature: float = 1.0,
     ) -> list[list[float]]:
-        """Per sequence, entry t is log p(token t + 1 | tokens 0..t), nats."""
-        rows = [list(tokens) for tokens in sequences]
-        return self._client.call("verifier.engine.oracle_hf", "score", [str(checkpoint), rows, dtype, device])[0]
+        """Per sequence, entry t is log p(token t + 1 | tokens 0..t) at the temperature, nats."""
+        arguments = [str(checkpoint), [list(tokens) for tokens in sequences], dtype, device, temperature]
+        return self._client.call("verifier.engine.oracle_hf", "score", arguments)[0]
 
     def record(self, trace: Path, spec: RunSpec, subject: Subject) -> None:
         """Score the run's tokens, and those that the engine sampled, with the weights of every version.
@@ -57,6 +73,8 @@ class Oracle:
         where it holds, bit for bit, what a cold start gives. A stored noise floor of the source goes on record too.
         On the GPU tier transformers computes on a GPU.
         """
+        import torch
+
         recorder = store.Recorder(trace, "oracle", 0)
         seen = store.read(trace)
         engine_gaps: list[float] = []
@@ -72,11 +90,18 @@ class Oracle:
             groups = [spec.sequences, *(_continued(spec.prompts, item) for item in samples)]
             exact, *exact_samples = self._score_groups(checkpoint, groups, "float32", device)
             _emit(recorder, "oracle", "scored", version, exact, [len(row) + 1 for row in exact])
+            if version == 0 and any(seen.at(Stage.LOGPROB, "trainer", name=AT_TEMPERATURE)):
+                self._record_at_temperature(recorder, checkpoint, spec, subject, device)
             if subject.dtype != "float32":
                 rounded = self._score_groups(checkpoint, groups, subject.dtype, device)
                 _emit_noise(recorder, "scored", version, rounded[0], exact)
                 for low, rows in zip(rounded[1:], exact_samples, strict=True):
                     _emit_noise(recorder, "sampled", version, low, rows)
+            for item in seen.at(Stage.ROLLOUT, "drawn", version=version):
+                arguments = [str(checkpoint), list(spec.prompts[0]), device]
+                nats = self._client.call("verifier.engine.oracle_hf", "next_token", arguments)[0]
+                found = Evidence(stage=Stage.LOGPROB, kind="next", name=item.name, version=version)
+                recorder.emit(found, torch.tensor(nats, dtype=torch.float64))
             if version == 0 and version in seen.versions(Stage.ROLLOUT, "engine"):  # a refused version was not scored
                 engine_gaps += _gaps_of(seen, "engine", exact)
             for sampled, rows in zip(samples, exact_samples, strict=True):
@@ -88,9 +113,18 @@ class Oracle:
             for version in seen.versions(Stage.ROLLOUT, "engine"):
                 for name in ("scored", "sampled"):
                     _emit_gaps(recorder, "engine-noise", name, version, engine_gaps)
-        if spec.update == "step" and subject.dtype == "float32":
+        if spec.update == "step" and subject.tier == "cpu" and not spec.lora_rank:
             self._record_steps(recorder, spec, subject)
         recorder.close()
+
+    def _record_at_temperature(
+        self, recorder: store.Recorder, checkpoint: Path, spec: RunSpec, subject: Subject, device: str
+    ) -> None:
+        exact = self.score(checkpoint, spec.sequences, "float32", device, TEMPERATURE)
+        _emit(recorder, "oracle", AT_TEMPERATURE, 0, exact, [len(row) + 1 for row in exact])
+        if subject.dtype != "float32":
+            rounded = self.score(checkpoint, spec.sequences, subject.dtype, device, TEMPERATURE)
+            _emit_noise(recorder, AT_TEMPERATURE, 0, rounded, exact)
 
     def _score_groups(
         self, checkpoint: Path, groups: Sequence[Sequence[Sequence[int]]], dtype: str, device: str
@@ -100,8 +134,12 @@ class Oracle:
         return [[next(rows) for _ in group] for group in groups]
 
     def _record_steps(self, recorder: store.Recorder, spec: RunSpec, subject: Subject) -> None:
-        batches = [[[list(tokens), loss_mask(len(tokens))] for tokens in batch] for batch in spec.batches]
-        arguments = [str(subject.checkpoint.path), spec.work, batches, LEARNING_RATE, CLIP_GRAD]
+        batches = [[_sample(index, tokens) for index, tokens in enumerate(batch)] for batch in spec.batches]
+        rule = {
+            "learning_rate": LEARNING_RATE, "clip": CLIP_GRAD, "temperature": TEMPERATURE, "entropy": ENTROPY_WEIGHT,
+            "drift": DRIFT_WEIGHT,
+        }  # fmt: skip
+        arguments = [str(subject.checkpoint.path), spec.work, batches, rule]
         for row in self._client.call("verifier.engine.oracle_step_hf", "judge_steps", arguments)[0]:
             recorder.emit(
                 Evidence(stage=Stage.LOSS, kind="gradient", name=row.pop("name"), version=row.pop("version"), facts=row)
@@ -111,6 +149,14 @@ class Oracle:
 def _continued(prompts: Sequence[Sequence[int]], sampled: Evidence) -> list[list[int]]:
     """Each prompt with the tokens that the engine sampled after it."""
     return [[*prompt, *more] for prompt, more in zip(prompts, sampled.facts["tokens"], strict=True)]
+
+
+def _sample(index: int, tokens: Sequence[int]) -> list[Any]:
+    """One training sequence as the oracle of a step takes it."""
+    mask = loss_mask(len(tokens))
+    prompt = len(tokens) - len(turns(len(tokens))[1])
+    nats = [0.0] * prompt + made_up_logprobs(index, len(tokens) - prompt)
+    return [list(tokens), mask, made_up_reward(index), nats]
 
 
 def loss_mask(num_tokens: int) -> list[bool]:

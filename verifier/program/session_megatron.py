@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
 from verifier.core.store import Recorder
-from verifier.data.rollout import NO_VERSION, Rollout, make_rollout
+from verifier.data.rollout import Rollout
 from verifier.engine.client import EngineClient
 from verifier.errors import UsageError
 from verifier.export import gather_megatron
@@ -26,6 +26,7 @@ from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import digest_tensor
 from verifier.program.noise import moved
+from verifier.program.objective import policy_loss, rollouts_of
 from verifier.program.record_megatron import (
     LiveWeights,
     join,
@@ -36,7 +37,7 @@ from verifier.program.record_megatron import (
     recorded,
 )
 from verifier.program.routes_megatron import record_replay
-from verifier.program.spec import CLIP_GRAD, LEARNING_RATE, RunSpec, turns
+from verifier.program.spec import AT_TEMPERATURE, CLIP_GRAD, LEARNING_RATE, TEMPERATURE, RunSpec
 from verifier.program.sync import EngineSide
 from verifier.program.tokens_megatron import TokenProbe
 from verifier.train import replay_megatron, step_megatron
@@ -65,21 +66,6 @@ def preload_cuda() -> None:
 
     provider_megatron.preload("cuda")
     require_not_started()
-
-
-def rollouts_of(sequences: Sequence[Sequence[int]], version: int) -> list[Rollout]:
-    """Token sequences as rollouts of several turns; every field differs between neighbours, so that a swap shows."""
-    found = []
-    for index, tokens in enumerate(sequences):
-        prompt, sampled = turns(len(tokens))
-        logprobs = [-(index + 1) - at / 100 if drawn else math.nan for at, drawn in enumerate(sampled)]
-        found.append(
-            make_rollout(
-                f"sequence {index}", tokens[:prompt], tokens[prompt:], sampled=sampled, logprobs=logprobs,
-                versions=[version if drawn else NO_VERSION for drawn in sampled], reward=float(index),
-            )
-        )  # fmt: skip
-    return found
 
 
 class Session:
@@ -135,17 +121,22 @@ class Session:
         """Teacher-forced log-probabilities by the trainer."""
         self.say(f"version {version}: trainer scores {len(self.spec.sequences)} sequences")
         rollouts = rollouts_of(self.spec.sequences, version)
-        scored = step_megatron.score(self.trainer, rollouts, on_shards=self._tokens("scored", version, rollouts))
-        if self.rank == 0:
-            self.probe.emit(
-                Evidence(
-                    stage=Stage.LOGPROB, kind="trainer", name="scored", version=version,
-                    facts={"lengths": [row.numel() for row in scored]},
-                ),
-                torch.cat(scored),
-            )  # fmt: skip
+        self._record_scored(
+            "scored", version,
+            step_megatron.score(self.trainer, rollouts, on_shards=self._tokens("scored", version, rollouts)),
+        )  # fmt: skip
+        if version == 0:
+            self._record_scored(
+                AT_TEMPERATURE, version, step_megatron.score(self.trainer, rollouts, temperature=TEMPERATURE)
+            )
         with step_megatron.params_synced(self.trainer):
             self.live.record(self.probe, Stage.TRAIN, "scored", version)
+
+    def _record_scored(self, name: str, version: int, scored: list[torch.Tensor]) -> None:
+        if self.rank == 0:
+            facts = {"lengths": [row.numel() for row in scored]}
+            found = Evidence(stage=Stage.LOGPROB, kind="trainer", name=name, version=version, facts=facts)
+            self.probe.emit(found, torch.cat(scored))
 
     def replay(self) -> None:
         """Of a mixture of experts: routes that rollouts carry are what the routers use."""
@@ -196,8 +187,8 @@ class Session:
             return
         rollouts = rollouts_of(self.spec.batches[version - 1], version - 1)
         result = step_megatron.train_step(
-            self.trainer, self._optimizer, rollouts, learning_rate=LEARNING_RATE,
-            on_shards=self._tokens("trained", version, rollouts),
+            self.trainer, self._optimizer, rollouts, loss=policy_loss, learning_rate=LEARNING_RATE,
+            temperature=TEMPERATURE, on_shards=self._tokens("trained", version, rollouts),
             on_gradients=lambda: self._dump_gradients(version),
         )  # fmt: skip
         if self.rank == 0:
@@ -206,7 +197,7 @@ class Session:
 
     def _dump_gradients(self, version: int) -> None:
         """Hand the reduced gradients, joined by the layout, to the oracle; before the optimizer clips them."""
-        if self.layout is None or self.spec.dtype != "float32":
+        if self.layout is None or self.spec.tier != "cpu":
             return
         found = whole_gradients(self.trainer)
         shards = self._folder(f"gradient-shards-{version}")
@@ -300,6 +291,7 @@ class Session:
         self.engine.record_logprobs(self.spec.sequences, version)
         if self.spec.prompts:
             self.engine.record_samples(self.spec.prompts, version, self.spec.seed + version)
+            self.engine.record_draws(self.spec.prompts[0], version, self.spec.seed + version)
         if self._sent:
             self.engine.record_held(self._sent, version)
 

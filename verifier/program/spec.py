@@ -12,6 +12,15 @@ LEARNING_RATE = 1e-3
 """Of every training step."""
 CLIP_GRAD = 1.0
 """Greatest L2 norm of the gradient of a step."""
+AT_TEMPERATURE = "scored at a temperature"
+"""Name of the pass that scores at `TEMPERATURE`."""
+TEMPERATURE = 1.25
+"""What logits are divided by in a training step, and in one more pass that scores. Not 1, so that one forgotten shows;
+above 1, so that rounding is not magnified."""
+ENTROPY_WEIGHT = 0.1
+"""Of each token's entropy in the loss."""
+DRIFT_WEIGHT = 0.05
+"""Of half the squared distance between a token's log-probability and the engine's in the loss."""
 CHUNK_BYTES = 64 << 20
 """Greatest buffer of a transfer from host to host."""
 GPU_CHUNK_BYTES = 1 << 30
@@ -28,6 +37,16 @@ def turns(num_tokens: int) -> tuple[int, list[bool]]:
     """
     prompt = max(1, num_tokens // 4)
     return prompt, [index % 5 != 4 for index in range(num_tokens - prompt)]
+
+
+def made_up_reward(index: int) -> float:
+    """Reward of a training sequence: another one for each, and none negative, so that gradients do not cancel."""
+    return (index + 1) / 4
+
+
+def made_up_logprobs(index: int, num_tokens: int) -> list[float]:
+    """What the engine is said to have reported for a training sequence's response, nats: another one for each token."""
+    return [-(index + 1) - at / 100 for at in range(num_tokens)]
 
 
 def chunk_bytes_for(total_bytes: int, transport: str) -> int:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 SAMPLED_TOKENS = 4
 """Tokens sampled from each prompt."""
+DRAWS = 512
+"""Samples of the token after the first prompt, to compare with its distribution."""
 
 
 class EngineSide:
@@ -232,6 +234,16 @@ class EngineSide:
                 },
             ),
             torch.tensor([value for sample in samples for value in sample.logprobs], dtype=torch.float32),
+        )  # fmt: skip
+
+    def record_draws(self, prompt: Sequence[int], version: int, seed: int) -> None:
+        """Which tokens come after one prompt, in many samples."""
+        found = self.client.generate([prompt], n=DRAWS, seed=seed, max_tokens=1)
+        self._ranks[0].emit(
+            Evidence(
+                stage=Stage.ROLLOUT, kind="drawn", name="drawn", version=version,
+                facts={"tokens": [sample.tokens[0] for sample in found[0].samples]},
+            )
         )  # fmt: skip
 
     def close(self) -> None:

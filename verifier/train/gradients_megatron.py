@@ -48,5 +48,5 @@ def _of_chunk(chunk: torch.nn.Module, *, sharded: bool) -> dict[str, torch.Tenso
                 gathered = whole[bucket.offset : bucket.offset + bucket.grad_data.numel()]
                 dist.all_gather_into_tensor(gathered, mine, group=buffer.data_parallel_group)
         for parameter, (begin, end, _) in buffer.param_index_map.items():
-            found[names[parameter]] = whole[begin:end].view(parameter.shape).float().clone()
+            found[names[parameter]] = whole[begin:end].view(parameter.shape).clone()
     return found

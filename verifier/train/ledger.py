@@ -10,11 +10,13 @@ Shape suffixes: L tokens of one rollout, T rows, N tokens of all rollouts.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 
 from verifier.data.rollout import NO_VERSION, Rollout
 from verifier.train.pack import IGNORE_LABEL, PackedBatch
@@ -46,6 +48,10 @@ class LossRows:
     """float32, nats."""
     version_T: np.ndarray
     """int32."""
+    reward_T: np.ndarray
+    """float64, of the rollout that the row belongs to; NaN in padding."""
+    group_T: np.ndarray
+    """int64, a checksum of that rollout's group; 0 in padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +81,14 @@ def loss_rows(batches: Sequence[PackedBatch]) -> LossRows:
     def joined(tensors: Sequence[torch.Tensor]) -> np.ndarray:
         return torch.cat(list(tensors)).numpy()
 
+    def by_rollout(values: Sequence[Sequence[float]], fill: float, dtype: DTypeLike) -> np.ndarray:
+        return np.concatenate(
+            [
+                np.array([*own, fill], dtype)[batch.segments_T.numpy()]  # padding's -1 takes the last entry
+                for own, batch in zip(values, batches, strict=True)
+            ]
+        )
+
     return LossRows(
         sentinel_T=joined([batch.extra[LEDGER] if batch.ids else torch.zeros_like(batch.rows_T) for batch in batches]),
         input_T=joined([batch.tokens_T for batch in batches]),
@@ -85,6 +99,8 @@ def loss_rows(batches: Sequence[PackedBatch]) -> LossRows:
         sampled_T=joined([batch.sampled_T for batch in batches]),
         engine_logprob_T=joined([batch.engine_logprobs_T for batch in batches]),
         version_T=joined([batch.versions_T for batch in batches]),
+        reward_T=by_rollout([batch.rewards for batch in batches], np.nan, np.float64),
+        group_T=by_rollout([[_checksum(group) for group in batch.groups] for batch in batches], 0, np.int64),
     )
 
 
@@ -148,8 +164,14 @@ def audit(rollouts: Sequence[Rollout], rows: LossRows) -> list[Misplacement]:
     ):
         compare(field, np.concatenate([getattr(rollout, name) for rollout in rollouts])[index], actual_T[real])
     compare("position", position - 1, rows.position_T[real])
+    compare("reward", np.array([rollout.reward for rollout in rollouts])[which], rows.reward_T[real])
+    compare("group", np.array([_checksum(rollout.group) for rollout in rollouts])[which], rows.group_T[real])
     found.extend(_stray_rows(rows, ~real))
     return sorted(found, key=lambda item: (item.rollout, item.position, item.field))
+
+
+def _checksum(text: str) -> int:
+    return zlib.crc32(text.encode())
 
 
 def _stray_rows(rows: LossRows, idle: np.ndarray) -> list[Misplacement]:

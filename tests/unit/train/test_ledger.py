@@ -72,3 +72,12 @@ def test_not_a_number_equals_itself_only() -> None:
     values = torch.full_like(packed().engine_logprobs_T, np.nan)
     found = audit(ROLLOUTS, loss_rows([replace(packed(), engine_logprobs_T=values)]))
     assert [(item.rollout, item.position) for item in found] == [("a", 2), ("a", 3), ("b", 1)]
+
+
+def test_a_reward_or_a_group_of_another_rollout_is_named() -> None:
+    batch = [replace(rollout, reward=float(at), group=f"g{at}") for at, rollout in enumerate(ROLLOUTS)]
+    right = pack(batch, Alignment(cp=2), extra={LEDGER: sentinels(batch)})
+    assert audit(batch, loss_rows([right])) == []
+    for field, wrong in (("reward", {"rewards": (0.0, 0.0)}), ("group", {"groups": ("g0", "g0")})):
+        found = audit(batch, loss_rows([replace(right, **wrong)]))
+        assert [(item.rollout, item.position, item.field) for item in found] == [("b", 1, field)]

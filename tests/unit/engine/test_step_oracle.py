@@ -1,0 +1,48 @@
+"""The oracle's Adam: weights that are stored rounded are judged from unrounded ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verifier.engine.oracle_step_hf import _Adam, _half_step
+
+LEARNING_RATE = 1e-3
+
+
+def steps(dtype: torch.dtype, *, lose_low_bits: bool) -> list[float]:
+    """What the oracle says of a trainer's two steps from the same gradients, with masters as torch.optim.Adam has."""
+    generator = torch.Generator().manual_seed(5)
+    live = torch.randn(64, 32, generator=generator).mul(0.05).to(dtype)
+    master = torch.nn.Parameter(live.float().clone())
+    theirs = torch.optim.Adam([master], lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8)
+    oracle, gaps = _Adam(LEARNING_RATE), []
+    for step in (1, 2):
+        old = live
+        gradient = torch.randn(64, 32, generator=generator)
+        if lose_low_bits:
+            master.data.copy_(live.float())
+        master.grad = gradient.clone()
+        theirs.step()
+        live = master.detach().to(dtype).clone()
+        gaps.append(oracle.gap("w", old, live, gradient.double(), step))
+    return gaps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_right_steps_leave_no_gap(dtype: torch.dtype) -> None:
+    assert max(steps(dtype, lose_low_bits=False)) < 1e-4
+
+
+def test_masters_that_lose_their_low_bits_show_at_the_second_step() -> None:
+    first, second = steps(torch.bfloat16, lose_low_bits=True)
+    assert first < 1e-4
+    assert second > 0.01
+
+
+def test_half_a_step_is_what_rounding_may_move_a_number_by() -> None:
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(7)).double()
+    rounded = values.bfloat16().double()
+    limit = _half_step(torch.maximum(values.abs(), rounded.abs()), torch.bfloat16)
+    assert bool(((values - rounded).abs() <= limit).all())
+    assert float(((values - rounded).abs() / limit).max()) > 0.99
