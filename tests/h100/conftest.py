@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.h100 import turn
+
 RESULTS = "VERIFIER_GPU_RESULTS"
 """Environment variable: the file that gets the results."""
 
@@ -31,6 +33,13 @@ def rows() -> Iterator[list[dict[str, Any]]]:
     yield found
     if os.environ.get(RESULTS):
         Path(os.environ[RESULTS]).write_text(json.dumps({**machine(), "rows": found}, indent=1) + "\n")
+
+
+@pytest.fixture(scope="session")
+def its_turn() -> Iterator[None]:
+    """From here on nothing else uses the host, until this process ends; ask for it last, after what has to start."""
+    with turn.alone():
+        yield
 
 
 @pytest.fixture

@@ -1,12 +1,14 @@
-"""Run the GPU tests side by side, a process for each file: `python lanes.py RESULTS [PYTEST ARGUMENT...]`.
+"""Run the GPU tests side by side, a process for each file: `python -m tests.h100.lanes RESULTS [PYTEST ARGUMENT...]`.
 
 A test that takes longer than the rest of its file (`@pytest.mark.own_process`) gets a process of its own. What is timed
-(`@pytest.mark.timed`) runs at the end, one file at a time. Every process writes its log and its results into the
+(`@pytest.mark.timed`) is measured at the end, one process at a time: such a process starts, and imports, while the last
+others run, and then waits for its turn (`tests/h100/turn.py`). Every process writes its log and its results into the
 folder; nothing is skipped.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -18,10 +20,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.h100.turn import TURN
+
 HERE = Path(__file__).parent
 NOTHING_COLLECTED = 5
 SHARERS = 12
 """Processes that may share one GPU: all but the wide models take a few GiB."""
+STILL_RUNNING = 3
+"""Processes that are not timed and still run when those that are start."""
 STARTS_APART_S = 1.0
 """Between two starts, so that the first finds its ports and compiles what the others then read from the cache."""
 
@@ -45,6 +51,7 @@ class Task:
     def start(self, results: Path, visible: Sequence[int], arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start it on these GPUs."""
         wanted = f"h100(gpus={self.gpus}) and {'' if self.timed else 'not '}timed"
+        wanted += "" if self.test else " and not own_process"
         tests = f"{self.file}::{self.test}" if self.test else str(self.file)
         with (results / f"{self.name}.log").open("wb") as log:
             return subprocess.Popen(
@@ -57,6 +64,7 @@ class Task:
                     **os.environ,
                     "CUDA_VISIBLE_DEVICES": ",".join(map(str, visible)),
                     "VERIFIER_GPU_RESULTS": str(results / f"{self.name}.part"),
+                    **({TURN: str(results / "turn")} if self.timed else {}),
                 },
             )  # fmt: skip
 
@@ -70,12 +78,18 @@ class Host:
     failed: list[str] = field(default_factory=list)
 
     def place(self, task: Task) -> list[int] | None:
-        """The least shared GPUs; None while there is no room, or something timed runs, or is to run alone."""
-        if any(other.timed for other, _ in self.running.values()) or (task.timed and self.running):
-            return None
-        load = [sum(gpu in gpus for _, gpus in self.running.values()) for gpu in range(self.num_gpus)]
+        """The least shared GPUs; None while there is no room, or too early for what is timed."""
+        untimed = [gpus for other, gpus in self.running.values() if not other.timed]
+        if task.timed:
+            return list(range(task.gpus)) if len(untimed) <= STILL_RUNNING else None
+        load = [sum(gpu in gpus for gpus in untimed) for gpu in range(self.num_gpus)]
         places = sorted(range(self.num_gpus), key=lambda gpu: (load[gpu], gpu))[: task.gpus]
         return sorted(places) if max(load[gpu] for gpu in places) < SHARERS else None
+
+    @property
+    def only_timed(self) -> bool:
+        """Nothing else runs."""
+        return all(task.timed for task, _ in self.running.values())
 
     def reap(self, results: Path) -> None:
         """Take in what has ended, and say how."""
@@ -113,14 +127,19 @@ def main(results: Path, arguments: Sequence[str]) -> int:
     pytest.main(["--collect-only", "-qq", "-m", "h100", "--gpus", str(num_gpus), str(HERE), *arguments], [census])
     waiting = sorted(census.tasks, key=lambda task: (task.timed, -task.gpus, task.file, task.test))
     host = Host(num_gpus)
-    while waiting or host.running:
-        host.reap(results)
-        found = next(((task, gpus) for task in waiting if (gpus := host.place(task)) is not None), None)
-        if found is not None:
-            task, gpus = found
-            waiting.remove(task)
-            host.running[task.start(results, gpus, arguments)] = found
-        time.sleep(STARTS_APART_S)
+    with (results / "turn").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        while waiting or host.running:
+            host.reap(results)
+            found = next(((task, gpus) for task in waiting if (gpus := host.place(task)) is not None), None)
+            if found is not None:
+                task, gpus = found
+                waiting.remove(task)
+                host.running[task.start(results, gpus, arguments)] = found
+            elif host.only_timed:
+                fcntl.flock(turn, fcntl.LOCK_UN)
+            time.sleep(STARTS_APART_S)
+    (results / "turn").unlink()
     return 1 if host.failed or not census.tasks else 0
 
 

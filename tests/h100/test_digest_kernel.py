@@ -84,7 +84,7 @@ def test_packing_digests_as_it_copies() -> None:
 
 
 @pytest.mark.timed
-def test_reads_at_the_speed_of_memory(measured) -> None:
+def test_reads_at_the_speed_of_memory(its_turn, measured) -> None:
     words = torch.randint(-(2**62), 2**62, (1 << 30,), device="cuda")
     piece, data = Pieces((0,), (words.nbytes,)), words.view(torch.uint8)
     digest_s, sum_s, share = paired(lambda: piece.start(data), lambda: words.sum())
@@ -96,7 +96,7 @@ def test_reads_at_the_speed_of_memory(measured) -> None:
 
 
 @pytest.mark.timed
-def test_a_chunk_of_experts_is_read_and_packed_at_the_speed_of_memory(measured) -> None:
+def test_a_chunk_of_experts_is_read_and_packed_at_the_speed_of_memory(its_turn, measured) -> None:
     """341 tensors of 3 MiB by one launch each way."""
     tensors = {f"experts.{index}": torch.randn(EXPERT_SHAPE, device="cuda").bfloat16() for index in range(341)}
     metas = [TensorMeta(name=name, dtype="bfloat16", shape=EXPERT_SHAPE) for name in tensors]

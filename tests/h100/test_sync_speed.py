@@ -8,7 +8,6 @@ what the transport costs; and one more transfer is broken down, by host and by G
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import multiprocessing
 import socket
@@ -77,11 +76,11 @@ class Alone:
         return [record]
 
 
-@pytest.fixture(scope="module")
-def peers():
-    """By kind of transport, another process and the ways to it; started when first asked for."""
-    with contextlib.ExitStack() as stack:
-        yield functools.cache(lambda kind: stack.enter_context(_peer(kind)))
+@pytest.fixture(scope="session")
+def peer(request):
+    """Another process, which moves weights by the kind that is asked for, and the ways to it."""
+    with _peer(request.param) as found:
+        yield request.param, *found
 
 
 @contextlib.contextmanager
@@ -110,17 +109,13 @@ def _peer(kind):
 
 
 @pytest.mark.timed
+@pytest.mark.parametrize("shapes", [large, experts], ids=["large", "experts"])
 @pytest.mark.parametrize(
-    ("kind", "shapes"),
-    [
-        pytest.param("ipc", large, marks=pytest.mark.h100(gpus=1), id="ipc-large"),
-        pytest.param("ipc", experts, marks=pytest.mark.h100(gpus=1), id="ipc-experts"),
-        pytest.param("nccl", large, marks=pytest.mark.h100(gpus=2), id="nccl-large"),
-        pytest.param("nccl", experts, marks=pytest.mark.h100(gpus=2), id="nccl-experts"),
-    ],
-)
-def test_verified_against_unverified(kind, shapes, peers, measured):
-    conn, group, own = peers(kind)
+    "peer", [pytest.param("ipc", marks=pytest.mark.h100(gpus=1)), pytest.param("nccl", marks=pytest.mark.h100(gpus=2))],
+    indirect=True,
+)  # fmt: skip
+def test_verified_against_unverified(peer, shapes, its_turn, measured):
+    kind, conn, group, own = peer
     tensors = [(name, torch.randn(shape, device="cuda", dtype=torch.bfloat16)) for name, shape in shapes().items()]
     found = _compared(conn, kind, group, own, tensors, GPU_CHUNK_BYTES)
     measured(transport=kind, tensors=shapes.__name__, chunk_mib=GPU_CHUNK_BYTES >> 20, **found)
