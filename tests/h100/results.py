@@ -53,6 +53,9 @@ def _sums(rows: list[Row]) -> Iterator[tuple[str, str]]:
             "engines with CUDA graphs, sleep levels 1 and 2, fp8, an adapter",
             f"{len(options)} round trips hold every check",
         )
+    commands = [row for row in rows if "said" in row]
+    if commands:
+        yield "commands of docs/gpu.md, as a user types them", f"{len(commands)} of {len(commands)} hold every check"
     faults = [row for row in rows if "fault" in row]
     if faults:
         stages = ", ".join(sorted({row["first_bad_stage"] for row in faults}))
