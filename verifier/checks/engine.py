@@ -64,7 +64,7 @@ def engine_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
 
 
 def _never_loaded(trace: Trace, rank: int) -> dict[str, Evidence]:
-    """Buffers of an engine that started cold, without those that an update brings."""
+    """Buffers of an engine that started cold, without those that an update brings, and without views of parameters."""
     loaded: set[str] = set()
     for item in trace.at(Stage.ENGINE, "loaded", rank=rank):
         loaded.update(item.facts["names"])

@@ -64,7 +64,7 @@ class HeldTensor:
 
     name: str
     kind: str
-    """ "parameter", "buffer", or "derived": a packed copy or a plain attribute."""
+    """ "parameter", "buffer", "view" (a buffer in a parameter's memory), or "derived": a packed copy, an attribute."""
     dtype: str
     shape: tuple[int, ...]
     digest: str

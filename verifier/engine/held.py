@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ class Held:
 
     name: str
     kind: str
-    """ "parameter", "buffer" or "derived"."""
+    """ "parameter", "buffer", "view" (a buffer in a parameter's memory) or "derived"."""
     tensor: torch.Tensor
 
 
@@ -51,6 +51,14 @@ def stored(prefix: str, module: nn.Module) -> Iterator[Held]:
         yield Held(name=prefix + name, kind="derived", tensor=tensor)
 
 
+def with_views(held: Iterable[Held], model: nn.Module) -> Iterator[Held]:
+    """The same, buffers that lie in the memory of any of the model's parameters under the kind "view"."""
+    places = {item.untyped_storage().data_ptr() for item in model.parameters() if item.numel()}
+    for item in held:
+        is_view = item.kind == "buffer" and item.tensor.untyped_storage().data_ptr() in places
+        yield replace(item, kind="view") if is_view else item
+
+
 def prefixed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module once, with its path and a dot behind it (nothing for the model itself)."""
     return ((f"{path}." if path else "", module) for path, module in model.named_modules())
@@ -64,7 +72,7 @@ def poison_stored(held: Held, carried: Collection[str], aside: dict[str, torch.T
 
     Args:
         held: what to poison.
-        carried: names that a checkpoint carries; parameters count as carried.
+        carried: names that a checkpoint carries; parameters, and views of them, count as carried.
         aside: receives the clean contents of what is not carried; a name that is there already keeps its first.
 
     Returns:
@@ -79,7 +87,7 @@ def poison_stored(held: Held, carried: Collection[str], aside: dict[str, torch.T
     if tensor.numel() == 0:
         return "left: emptied after packing"
     done = "nan"
-    if held.kind != "parameter" and held.name not in carried:
+    if held.kind in ("buffer", "derived") and held.name not in carried:
         aside.setdefault(held.name, tensor.clone())
         done = "nan, restored before the update"
     tensor.fill_(float("nan"))

@@ -10,7 +10,7 @@ from torch import nn
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
-from verifier.engine.held import Held, poison_stored, prefixed_modules, stored
+from verifier.engine.held import Held, poison_stored, prefixed_modules, stored, with_views
 from verifier.engine.packed_vllm import packed_linears, poison_packed
 
 
@@ -22,7 +22,7 @@ def held_tensors(model: nn.Module) -> Iterator[Held]:
     """
     for prefix, module in prefixed_modules(model):
         loadable = get_layerwise_info(module).restore_metadata[0].keys() | SKIP_TENSORS
-        for held in stored(prefix, module):
+        for held in with_views(stored(prefix, module), model):
             made_later = held.kind == "parameter" and held.name.removeprefix(prefix) not in loadable
             yield dataclasses.replace(held, kind="derived") if made_later else held
         for packed in packed_linears(module):
@@ -43,7 +43,7 @@ def poison_model(
         (name, what was done) of each tensor.
     """
     for prefix, module in prefixed_modules(model):
-        for held in stored(prefix, module):
+        for held in with_views(stored(prefix, module), model):
             yield held.name, poison_stored(held, carried, aside)
         for holder, how in poison_packed(module):
             yield prefix + holder, how

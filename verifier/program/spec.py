@@ -90,7 +90,7 @@ class RunSpec:
     source_from_manifest: bool = False
     """What the export is compared with is recorded elsewhere, so the source is not digested."""
     seed: int = 0
-    deadline_s: float = 120.0
+    deadline_s: float = 180.0
 
     @property
     def cycles(self) -> int:

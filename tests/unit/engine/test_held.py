@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from verifier.engine.held import adapter_places, poison_stored, restore, stored
+from verifier.engine.held import adapter_places, poison_stored, prefixed_modules, restore, stored, with_views
 
 
 class Quantized(nn.Module):
@@ -15,6 +15,16 @@ class Quantized(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 6).to(torch.float8_e4m3fn).t(), requires_grad=False)
         self.weight_scale = nn.Parameter(torch.ones(()), requires_grad=False)
+        self.register_buffer("table", torch.randn(3), persistent=False)
+
+
+class Viewed(nn.Module):
+    """As NemotronH's mixer: a buffer that is another module's parameter in another shape, and one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1d = nn.Conv1d(4, 4, 2, bias=False)
+        self.register_buffer("conv_weights", self.conv1d.weight.view(4, 8), persistent=False)
         self.register_buffer("table", torch.randn(3), persistent=False)
 
 
@@ -35,6 +45,19 @@ def test_poison_reaches_8_bit_floats_and_restores_what_no_checkpoint_carries():
     assert model.weight.float().isnan().all()
     restore(model, aside)
     assert torch.equal(model.table, table)
+
+
+def test_views_of_parameters_are_poisoned_with_them():
+    """Put aside and brought back, a view would undo the poison of its parameter."""
+    model, aside = Viewed(), {}
+    held = [item for prefix, module in prefixed_modules(model) for item in with_views(stored(prefix, module), model)]
+    assert {item.name: item.kind for item in held} == {
+        "conv_weights": "view", "table": "buffer", "conv1d.weight": "parameter"
+    }  # fmt: skip
+    assert {item.name: poison_stored(item, (), aside) for item in held}["conv_weights"] == "nan"
+    restore(model, aside)
+    assert model.conv1d.weight.isnan().all()
+    assert not model.table.isnan().any()
 
 
 def test_places_of_adapters_are_held():
