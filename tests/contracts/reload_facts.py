@@ -1,4 +1,4 @@
-"""What vLLM's weight reload does to modules made for it; prints {fact: why it is not true} as JSON.
+"""What vLLM's reload does to modules made for it, and its sleep beside others; prints {fact: why it is untrue} as JSON.
 
 A process of its own: fresh memory is filled with NaN here, so that what a reload leaves unwritten shows.
 """
@@ -9,14 +9,17 @@ import json
 import sys
 import traceback
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch import nn
+from vllm.device_allocator import cumem
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.weight_utils import composed_weight_loader, default_weight_loader
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.v1.worker import gpu_worker
 
 from verifier.engine import guards_vllm
 
@@ -170,17 +173,48 @@ def loading_the_same_twice_changes_nothing() -> None:
     assert all(torch.equal(parameter, first[name]) for name, parameter in model.named_parameters())
 
 
+def sleep_while_others_take_memory(level: int) -> tuple[str, ...]:
+    """What the allocator is told to keep by a worker that gives up 1 byte while others take 3."""
+    allocator = mock.Mock()
+    model = SimpleNamespace(named_buffers=lambda: iter(()))
+    with (
+        mock.patch.object(torch.cuda, "mem_get_info", side_effect=[(10, 20), (8, 20)]),
+        mock.patch.object(cumem.CuMemAllocator, "get_instance", return_value=allocator),
+    ):
+        gpu_worker.Worker.sleep(SimpleNamespace(model_runner=SimpleNamespace(model=model)), level)
+    return allocator.sleep.call_args.kwargs["offload_tags"]
+
+
+def sleep_fails_when_others_take_memory() -> None:
+    """Bug of vllm #45620."""
+    refused = ""
+    try:
+        sleep_while_others_take_memory(1)
+    except AssertionError as error:
+        refused = str(error)
+    assert refused == "Memory usage increased after sleeping."
+
+
+def guard_lets_others_take_memory() -> None:
+    """The guard of vllm #45620."""
+    guards_vllm.install()
+    assert sleep_while_others_take_memory(1) == ("weights",)
+    assert sleep_while_others_take_memory(2) == ()
+
+
 WITHOUT_GUARDS = (
     reload_spoils_an_alias_of_a_childs_weight,
     reload_spoils_a_buffer_that_nobody_loads,
     transforming_loader_is_counted_twice,
     derived_matrices_are_bound_to_new_memory,
     derived_matrices_of_bf16_are_views,
+    sleep_fails_when_others_take_memory,
 )
 WITH_GUARDS = (
     guard_keeps_buffers_and_aliases,
     guard_keeps_the_memory_of_derived_matrices,
     loading_the_same_twice_changes_nothing,
+    guard_lets_others_take_memory,
 )
 
 

@@ -29,8 +29,6 @@ from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt
 
 _KV_CACHE_BYTES = 128 * 2**20
-_KV_CACHE_BYTES_ASLEEP = 4 * 2**30
-"""A sleep in which the GPU's free memory does not grow is an error to vLLM, whoever else takes memory meanwhile."""
 _GPU_SHARE = 0.15
 """Of a GPU's memory that must be free at the start: a trainer may live on the same GPU."""
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
@@ -71,7 +69,7 @@ class VllmEngine:
             seed=config.seed,
             max_model_len=config.max_model_len,
             max_num_seqs=16,
-            kv_cache_memory_bytes=_KV_CACHE_BYTES_ASLEEP if config.sleep_mode else _KV_CACHE_BYTES,
+            kv_cache_memory_bytes=_KV_CACHE_BYTES,
             gpu_memory_utilization=_GPU_SHARE if torch.cuda.is_available() else 0.9,
             enforce_eager=not config.cuda_graphs,
             compilation_config=_GRAPHS if config.cuda_graphs else None,

@@ -1,4 +1,4 @@
-"""Known bugs of vLLM's weight reload, mended inside the engine's workers for as long as the pinned vLLM has them.
+"""Known bugs of vLLM's reload and sleep, mended inside the engine's workers for as long as the pinned vLLM has them.
 
 A guard names its upstream issue and the versions that have the bug. `tests/contracts/test_reload.py` shows on the
 installed vLLM that the bug is there without the guard and gone with it; once upstream is mended that test fails, and
@@ -75,6 +75,23 @@ def _kept_storage(original: Callable[..., Any]) -> Callable[..., Any]:
     return process
 
 
+def _asleep_beside_others(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Who sleeps well fails all the same if others on that GPU took more memory meanwhile than was given up.
+
+    vLLM asserts it of the GPU's free memory, at the end, when it has given up its own.
+    """
+
+    @wraps(original)
+    def sleep(self: Any, level: int = 1) -> None:
+        try:
+            original(self, level)
+        except AssertionError as error:
+            if str(error) != "Memory usage increased after sleeping.":
+                raise
+
+    return sleep
+
+
 GUARDS = (
     Guard(
         issue="vllm #42481, vllm #44371",
@@ -89,6 +106,13 @@ GUARDS = (
         target="vllm.model_executor.layers.attention.mla_attention:MLAAttention.process_weights_after_loading",
         takes="self act_dtype",
         make=_kept_storage,
+    ),
+    Guard(
+        issue="vllm #45620",
+        versions=("0.21.0",),
+        target="vllm.v1.worker.gpu_worker:Worker.sleep",
+        takes="self level",
+        make=_asleep_beside_others,
     ),
 )
 
