@@ -68,7 +68,7 @@ def _sums(rows: list[Row]) -> Iterator[tuple[str, str]]:
 
 def _speeds(rows: list[Row]) -> Iterator[tuple[str, str]]:
     for row in rows:
-        if "int64_sum_gb_s" in row:
+        if "median_share" in row:
             yield (
                 "digest of 8 GiB on a GPU",
                 f"{row['digest_gb_s']:,} GB/s, {row['median_share']:.2f} of an int64 sum (limit 0.8)",
