@@ -67,7 +67,7 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
         trace = stack.enter_context(trace_folder(config.trace, manifest))
         work = stack.enter_context(work_folder())
         zygote = stack.enter_context(Zygote(preload=PRELOADS[subject.tier]))
-        nursery = stack.enter_context(EngineNursery())
+        nursery = stack.enter_context(EngineNursery(until - time.monotonic()))
         engine = stack.enter_context(EngineProcess(engine_config, nursery=nursery))
         progress(f"starting the engine ({config.engine}) and importing Megatron")
         client = engine.client(deadline_s=until - time.monotonic())

@@ -73,3 +73,9 @@ def test_engine_dies_with_a_killed_owner(checkpoint: Path) -> None:
         time.sleep(0.05)
     assert not alive(nursery)
     assert group_members(host) == []
+
+
+def test_a_nursery_that_does_not_load_in_time_says_so(checkpoint: Path) -> None:
+    config = EngineConfig(kind="vllm", checkpoint=str(checkpoint))
+    with EngineNursery(load_deadline_s=0.2) as nursery, pytest.raises(InternalError, match="not imported within 0.2 s"):
+        EngineProcess(config, nursery=nursery)

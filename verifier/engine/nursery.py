@@ -25,8 +25,6 @@ from verifier.engine.engine import EngineConfig, package_root
 from verifier.engine.process import die_with_parent
 from verifier.errors import ContractError, InternalError
 
-_LOAD_S = 300.0
-"""How long importing vLLM may take."""
 _END_S = 5.0
 _BEFORE_IMPORT = {
     # One thread, or a forked host misses the others; a host has its own share of the cores afterwards.
@@ -42,9 +40,13 @@ class EngineNursery:
 
     It starts with the first engine, which waits for the imports. Use it from one thread that outlives the engines, and
     stop them first. If the owner dies, so does everything.
+
+    Args:
+        load_deadline_s: seconds that importing vLLM may take.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, load_deadline_s: float = 300.0) -> None:
+        self._load_deadline_s = load_deadline_s
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> EngineNursery:
@@ -100,12 +102,13 @@ class EngineNursery:
         if self._process is None:
             self._begin()
         order = {"socket": str(socket_path), "config": config.to_json(), "log": str(log_path)}
-        self._socket.settimeout(_LOAD_S)
+        self._socket.settimeout(self._load_deadline_s)
         try:
             self._socket.sendall(json.dumps(order).encode() + b"\n")
             data, fds, _, _ = socket.recv_fds(self._socket, 64, 1)
         except TimeoutError as error:
-            raise InternalError(f"the process that forks engines did not answer within {_LOAD_S:g} s") from error
+            late = f"vLLM was not imported within {self._load_deadline_s:g} s by the process that forks engines"
+            raise InternalError(late) from error
         except ConnectionError as error:
             raise self._gone() from error
         if not data:

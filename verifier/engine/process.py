@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from verifier.engine.client import EngineClient, EngineGone
 from verifier.engine.engine import EngineConfig, package_root
+from verifier.errors import InternalError
 
 if TYPE_CHECKING:
     from verifier.engine.nursery import EngineNursery
@@ -70,7 +71,11 @@ class EngineProcess:
         if nursery is None or config.kind != "vllm":
             self._process = self._own_interpreter()
         else:
-            self._process = nursery.start(self.socket_path, config, self.log_path)
+            try:
+                self._process = nursery.start(self.socket_path, config, self.log_path)
+            except InternalError:
+                shutil.rmtree(self._directory, ignore_errors=True)
+                raise
 
     def _own_interpreter(self) -> subprocess.Popen[bytes]:
         root = os.pathsep.join(filter(None, [str(package_root()), os.environ.get("PYTHONPATH", "")]))
