@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.engine_case import alive, group_members
+from verifier.engine.client import EngineGone
 from verifier.engine.engine import EngineConfig
 from verifier.engine.nursery import EngineNursery
 from verifier.engine.process import EngineProcess
@@ -29,6 +31,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_engines_of_one_nursery(checkpoint: Path, tmp_path: Path) -> None:
     scores, hosts = [], []
     absent = EngineConfig(kind="vllm", checkpoint=str(tmp_path / "absent"))
+    unknown = EngineConfig(kind="vllm", checkpoint=str(tmp_path / "unknown"))
+    shutil.copytree(checkpoint, tmp_path / "unknown")
+    settings = tmp_path / "unknown" / "config.json"
+    settings.write_text(settings.read_text().replace("Qwen3ForCausalLM", "NoSuchModel"))
     with EngineNursery() as nursery:
         for tp in (1, 2):
             config = EngineConfig(kind="vllm", checkpoint=str(checkpoint), tp=tp)
@@ -42,6 +48,8 @@ def test_engines_of_one_nursery(checkpoint: Path, tmp_path: Path) -> None:
             assert group_members(process.pid) == []
             assert not folder.exists()
         with EngineProcess(absent, nursery=nursery) as process, pytest.raises(UsageError, match="no checkpoint"):
+            process.client(60).wait_ready(60)
+        with EngineProcess(unknown, nursery=nursery) as process, pytest.raises(EngineGone, match="NoSuchModel"):
             process.client(60).wait_ready(60)
         os.kill(nursery.pid, signal.SIGKILL)
         with pytest.raises(InternalError, match="the process that forks engines died"):

@@ -33,6 +33,7 @@ VLLM_ENVIRONMENT = {
     # No separate engine core: the driver is this process, and its workers are forked from it.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    # Whoever asks for GPUs while importing asks the driver's management library, which does not start CUDA.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "TORCH_COMPILE_DISABLE": "1",
     "OMP_WAIT_POLICY": "PASSIVE",

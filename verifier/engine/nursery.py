@@ -7,6 +7,7 @@ itself and in every worker, and a third time to look at the model's class.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -30,8 +32,6 @@ _BEFORE_IMPORT = {
     # One thread, or a forked host misses the others; a host has its own share of the cores afterwards.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    # Whoever asks for GPUs while importing asks the driver's management library, which does not start CUDA.
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
 
@@ -52,7 +52,7 @@ class EngineNursery:
     def __enter__(self) -> EngineNursery:
         return self
 
-    def _begin(self) -> None:
+    def _begin(self) -> subprocess.Popen[bytes]:
         from verifier.engine.host import VLLM_ENVIRONMENT
 
         self._socket, theirs = socket.socketpair()
@@ -64,6 +64,7 @@ class EngineNursery:
                 stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, pass_fds=[theirs.fileno()],
                 env={**os.environ, **VLLM_ENVIRONMENT, **_BEFORE_IMPORT, "PYTHONPATH": root}, start_new_session=True,
             )  # fmt: skip
+        return self._process
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -99,14 +100,14 @@ class EngineNursery:
         Raises:
             InternalError: vLLM could not be imported, or not in time.
         """
-        if self._process is None:
-            self._begin()
+        process = self._process or self._begin()
         order = {"socket": str(socket_path), "config": config.to_json(), "log": str(log_path)}
         self._socket.settimeout(self._load_deadline_s)
         try:
             self._socket.sendall(json.dumps(order).encode() + b"\n")
             data, fds, _, _ = socket.recv_fds(self._socket, 64, 1)
         except TimeoutError as error:
+            process.kill()  # a late answer would be taken for the next engine's
             late = f"vLLM was not imported within {self._load_deadline_s:g} s by the process that forks engines"
             raise InternalError(late) from error
         except ConnectionError as error:
@@ -181,8 +182,6 @@ def main(parent_fd: int, parent_pid: int) -> None:
         return
     parent = socket.socket(fileno=parent_fd)
     preload()
-    import gc
-
     gc.collect()
     gc.freeze()
     poller = select.poll()
@@ -227,6 +226,8 @@ def _be_host(order: dict[str, Any], private_fds: list[int]) -> NoReturn:
         os.close(log)
         host.main(order["socket"], json.dumps(order["config"]), str(os.getppid()))
     finally:
+        if not isinstance(sys.exception(), SystemExit | None):
+            traceback.print_exc()  # no interpreter will: this process ends here
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
