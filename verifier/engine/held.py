@@ -51,9 +51,13 @@ def stored(prefix: str, module: nn.Module) -> Iterator[Held]:
         yield Held(name=prefix + name, kind="derived", tensor=tensor)
 
 
-def with_views(held: Iterable[Held], model: nn.Module) -> Iterator[Held]:
-    """The same, buffers that lie in the memory of any of the model's parameters under the kind "view"."""
-    places = {item.untyped_storage().data_ptr() for item in model.parameters() if item.numel()}
+def memory_of_parameters(model: nn.Module) -> set[int]:
+    """Where the memory of each parameter begins."""
+    return {item.untyped_storage().data_ptr() for item in model.parameters() if item.numel()}
+
+
+def with_views(held: Iterable[Held], places: set[int]) -> Iterator[Held]:
+    """The same, buffers that lie in the memory of a parameter, as `memory_of_parameters` says, under the kind "view"."""
     for item in held:
         is_view = item.kind == "buffer" and item.tensor.untyped_storage().data_ptr() in places
         yield replace(item, kind="view") if is_view else item

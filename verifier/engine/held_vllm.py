@@ -10,7 +10,7 @@ from torch import nn
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
-from verifier.engine.held import Held, poison_stored, prefixed_modules, stored, with_views
+from verifier.engine.held import Held, memory_of_parameters, poison_stored, prefixed_modules, stored, with_views
 from verifier.engine.packed_vllm import packed_linears, poison_packed
 
 
@@ -20,9 +20,10 @@ def held_tensors(model: nn.Module) -> Iterator[Held]:
     Parameters that vLLM emptied after packing are yielded too, with their shape of zero elements. A parameter that was
     not there before the weights were loaded, such as a quantised weight's scale, is derived: no checkpoint names it.
     """
+    places = memory_of_parameters(model)
     for prefix, module in prefixed_modules(model):
         loadable = get_layerwise_info(module).restore_metadata[0].keys() | SKIP_TENSORS
-        for held in with_views(stored(prefix, module), model):
+        for held in with_views(stored(prefix, module), places):
             made_later = held.kind == "parameter" and held.name.removeprefix(prefix) not in loadable
             yield dataclasses.replace(held, kind="derived") if made_later else held
         for packed in packed_linears(module):
@@ -42,8 +43,9 @@ def poison_model(
     Yields:
         (name, what was done) of each tensor.
     """
+    places = memory_of_parameters(model)
     for prefix, module in prefixed_modules(model):
-        for held in with_views(stored(prefix, module), model):
+        for held in with_views(stored(prefix, module), places):
             yield held.name, poison_stored(held, carried, aside)
         for holder, how in poison_packed(module):
             yield prefix + holder, how

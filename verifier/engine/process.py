@@ -50,7 +50,7 @@ class Host(Protocol):
 
 
 class EngineProcess:
-    """Starts an engine host and returns at once: a cold start takes most of a minute, so start early.
+    """Starts an engine host, and does not wait for its model: start early. A nursery is waited for until it has loaded.
 
     Start it from a thread that outlives the engine: the kernel kills the host when that thread ends.
 

@@ -1,4 +1,4 @@
-"""Short words between the sender and all receivers, over TCP: each hears everyone's, twenty times sooner than by gloo.
+"""Short words between the sender and all receivers, over TCP: each hears everyone's, ten times sooner than by gloo.
 
 Every receiver sends its word to the sender, who sends all of them back together. A wait is one read of a socket.
 """

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from verifier.engine.held import adapter_places, poison_stored, prefixed_modules, restore, stored, with_views
+from verifier.engine.held import (
+    adapter_places,
+    memory_of_parameters,
+    poison_stored,
+    prefixed_modules,
+    restore,
+    stored,
+    with_views,
+)
 
 
 class Quantized(nn.Module):
@@ -50,7 +58,8 @@ def test_poison_reaches_8_bit_floats_and_restores_what_no_checkpoint_carries():
 def test_views_of_parameters_are_poisoned_with_them():
     """Put aside and brought back, a view would undo the poison of its parameter."""
     model, aside = Viewed(), {}
-    held = [item for prefix, module in prefixed_modules(model) for item in with_views(stored(prefix, module), model)]
+    places = memory_of_parameters(model)
+    held = [item for prefix, module in prefixed_modules(model) for item in with_views(stored(prefix, module), places)]
     assert {item.name: item.kind for item in held} == {
         "conv_weights": "view", "table": "buffer", "conv1d.weight": "parameter"
     }  # fmt: skip
