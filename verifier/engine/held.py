@@ -57,7 +57,7 @@ def memory_of_parameters(model: nn.Module) -> set[int]:
 
 
 def with_views(held: Iterable[Held], places: set[int]) -> Iterator[Held]:
-    """The same, buffers that lie in the memory of a parameter, as `memory_of_parameters` says, under the kind "view"."""
+    """The same; buffers in the memory of a parameter, as `memory_of_parameters` says, under the kind "view"."""
     for item in held:
         is_view = item.kind == "buffer" and item.tensor.untyped_storage().data_ptr() in places
         yield replace(item, kind="view") if is_view else item
