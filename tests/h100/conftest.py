@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,18 @@ from tests.h100 import turn
 
 RESULTS = "VERIFIER_GPU_RESULTS"
 """Environment variable: the file that gets the results."""
+PASSED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Keep how a test went, for its rows."""
+    report = yield
+    if report.when == "call":
+        item.stash[PASSED] = report.passed
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -43,14 +55,16 @@ def its_turn() -> Iterator[None]:
 
 
 @pytest.fixture
-def measured(rows: list[dict[str, Any]], request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Keep what a test measured, under its name."""
+def measured(rows: list[dict[str, Any]], request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
+    """Keep what a test measured, under its name, and whether it passed in the end."""
+    mine: list[dict[str, Any]] = []
 
     def keep(**values: Any) -> None:
-        rows.append({"test": request.node.name, **values})
-        print(rows[-1], flush=True)
+        mine.append({"test": request.node.name, **values})
+        print(mine[-1], flush=True)
 
-    return keep
+    yield keep
+    rows += ({**row, "passed": request.node.stash.get(PASSED, False)} for row in mine)
 
 
 def machine() -> dict[str, Any]:

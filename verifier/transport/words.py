@@ -19,6 +19,8 @@ from verifier.transport.wire import Address, Agreement, TransferFailed, overdue
 _WORD_BYTES = 96
 _HELLO = struct.Struct("!16sI")
 """How a receiver begins: the sender's token, which only members know, and the receiver's rank."""
+_HELLO_S = 5.0
+"""For a hello after a connection is made, which a member sends at once: a silent stranger keeps nobody out for long."""
 _DOOR = "words"
 """Under which name the sender's port and token stand in the store."""
 
@@ -86,12 +88,12 @@ class Words:
             while len(found) < self._address.world_size - 1:
                 door.settimeout(_left(until))
                 sock = door.accept()[0]
-                self._others.append(sock)
-                said, rank = _HELLO.unpack(_read(sock, _HELLO.size, until))
-                if said == token:
-                    found[rank] = sock
+                rank = _greeted(sock, token, until)
+                if rank is None:
+                    sock.close()
                 else:
-                    self._others.pop().close()
+                    found[rank] = sock
+                    self._others.append(sock)
         self._others = [found[rank] for rank in sorted(found)]
         for sock in self._others:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -129,6 +131,15 @@ class Words:
 
     def _overdue(self, what: str, error: Exception) -> TransferFailed:
         return overdue(self._rank, self._address, what, error)
+
+
+def _greeted(sock: socket.socket, token: bytes, until: float) -> int | None:
+    """The rank of a member that has just connected; None for a stranger: says something else, leaves or is silent."""
+    try:
+        said, rank = _HELLO.unpack(_read(sock, _HELLO.size, min(until, time.monotonic() + _HELLO_S)))
+    except OSError:
+        return None
+    return rank if said == token else None
 
 
 def _read(sock: socket.socket, num_bytes: int, until: float) -> bytes:

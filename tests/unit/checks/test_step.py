@@ -1,4 +1,4 @@
-"""TRN001: the norm that an optimizer clips by, apart from the weights that it moves."""
+"""TRN001 and LSS002: the numbers that a step reports, apart from the weights that it moves."""
 
 from __future__ import annotations
 
@@ -31,3 +31,19 @@ def test_a_norm_that_is_not_finite_is_seen() -> None:
 def test_a_step_whose_norm_was_not_recorded_is_inconclusive() -> None:
     outcome = run_check(REGISTRY["TRN001"], make_trace(change(Stage.TRAIN, "step", lambda item: None)))
     assert outcome.verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize(("loss", "verdict"), [(7.37, Verdict.HOLDS), (7.38, Verdict.VIOLATED)])
+def test_in_bf16_the_loss_is_held_against_the_noise_of_the_run(loss: float, verdict: Verdict) -> None:
+    """A noise of 0.05 allows 0.375 of a mean magnitude of 7.5; the text says where that bound comes from."""
+    noisy = with_facts(gradient_noise=0.05)
+    seen = [
+        noisy(item) if item.kind == "gradient" else item for item in change(Stage.TRAIN, "step", with_facts(loss=loss))
+    ]
+    outcome = run_check(REGISTRY["LSS002"], make_trace(seen))
+    assert outcome.verdict is verdict
+    if verdict is Verdict.VIOLATED:
+        assert outcome.finding.first.allowed == (
+            "0.375, 0.05 of the mean magnitude of a token's loss "
+            "(this run's noise: the gradients of transformers in the run's dtype against those in fp32)"
+        )

@@ -13,6 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from verifier.errors import ContractError
+from verifier.transport import words
 from verifier.transport.wire import Address, TransferFailed
 from verifier.transport.words import Words
 
@@ -117,7 +118,9 @@ def test_a_member_that_never_joins_is_given_up() -> None:
         Words(store, 0, address)
 
 
-def test_a_stranger_at_the_door_is_turned_away() -> None:
+@pytest.mark.parametrize("manners", ["says something else", "leaves", "keeps silent"])
+def test_a_stranger_at_the_door_is_turned_away(manners: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "_HELLO_S", 0.5)
     store = served(20)
     theirs = client(store)
     address = Address(host="127.0.0.1", port=store.port, world_size=2, deadline_s=20)
@@ -126,10 +129,14 @@ def test_a_stranger_at_the_door_is_turned_away() -> None:
     sender.start()
     port = int(theirs.get("words").split()[0])
     with socket.create_connection(("127.0.0.1", port)) as stranger:
-        stranger.sendall(bytes(20))
+        if manners == "says something else":
+            stranger.sendall(bytes(20))
+        if manners == "leaves":
+            stranger.close()
         ends[1] = Words(theirs, 1, address)
         sender.join(20)
-        assert stranger.recv(1) == b""
+        if manners != "leaves":
+            assert stranger.recv(1) == b""
     hear = ends[1].say("in")
     assert ends[0].say("in")().reached
     assert hear().reached

@@ -1,0 +1,139 @@
+"""How `ci/gpu` shares GPUs out, lets what is timed wait its turn, and sums up: no GPU is needed to know."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.h100 import turn
+from tests.h100.lanes import SHARERS, STILL_RUNNING, Host, Task
+from tests.h100.results import table
+from tests.meta.sources import ROOT
+
+INNER = """
+import pytest
+
+from tests.h100.conftest import measured, pytest_runtest_makereport
+
+@pytest.fixture(scope="session")
+def rows():
+    found = []
+    yield found
+    print("ROWS", [(row["test"], row["value"], row["passed"]) for row in found])
+"""
+INNER_TESTS = """
+def test_holds(measured):
+    measured(value=1)
+
+def test_breaks_after_it_measured(measured):
+    measured(value=2)
+    assert False
+"""
+
+
+def task(gpus: int = 1, *, timed: bool = False) -> Task:
+    return Task(file=Path("test_x.py"), gpus=gpus, timed=timed)
+
+
+def host_with(num_gpus: int, *running: tuple[Task, list[int]]) -> Host:
+    return Host(num_gpus, running=dict(enumerate(running)))  # type: ignore[arg-type]  # a number for a process
+
+
+def test_the_least_shared_gpus_are_taken() -> None:
+    host = host_with(4, (task(), [0]), (task(2), [1, 2]), (task(), [1]))
+    assert host.place(task()) == [3]
+    assert host.place(task(2)) == [0, 3]
+    assert host.place(task(4)) == [0, 1, 2, 3]
+
+
+def test_a_full_gpu_takes_nobody_and_what_is_timed_does_not_count() -> None:
+    full = [(task(), [0])] * SHARERS
+    assert host_with(1, *full).place(task()) is None
+    assert host_with(2, *full).place(task()) == [1]
+    assert host_with(2, *full).place(task(2)) is None
+    assert host_with(1, *full[1:], (task(timed=True), [0])).place(task()) == [0]
+
+
+def test_what_is_timed_starts_when_few_others_run() -> None:
+    others = [(task(), [0])] * (STILL_RUNNING + 1)
+    assert host_with(2, *others).place(task(2, timed=True)) is None
+    assert host_with(2, *others[1:]).place(task(2, timed=True)) == [0, 1]
+    assert not host_with(2, *others).only_timed
+    assert host_with(2, (task(timed=True), [0])).only_timed
+
+
+def test_one_at_a_time_has_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody before the lanes let go; then one after the other."""
+    path = tmp_path / "turn"
+    monkeypatch.setenv(turn.TURN, str(path))
+    inside: list[int] = []
+    most: list[int] = []
+
+    def measure(index: int) -> None:
+        with turn.alone():
+            inside.append(index)
+            most.append(len(inside))
+            time.sleep(0.2)
+            inside.remove(index)
+
+    with path.open("w") as lanes:
+        fcntl.flock(lanes, fcntl.LOCK_EX)
+        threads = [threading.Thread(target=measure, args=(index,)) for index in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        assert most == []
+        fcntl.flock(lanes, fcntl.LOCK_UN)
+        for thread in threads:
+            thread.join(20)
+    assert most == [1, 1, 1]
+
+
+def test_who_never_gets_a_turn_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "turn"
+    monkeypatch.setenv(turn.TURN, str(path))
+    monkeypatch.setattr(turn, "WAIT_S", 0.3)
+    with path.open("w") as lanes:
+        fcntl.flock(lanes, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match=r"the other GPU tests went on for 0\.3 s"), turn.alone():
+            pass
+
+
+def test_rows_say_whether_their_test_passed(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(INNER)
+    (tmp_path / "test_inner.py").write_text(INNER_TESTS)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-s", "-q"], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert "ROWS [('test_holds', 1, True), ('test_breaks_after_it_measured', 2, False)]" in done.stdout
+
+
+def test_the_table_counts_what_passed(tmp_path: Path) -> None:
+    """A row is written before its test ends, so a fault may be caught and not healed, and a trip may not hold."""
+    trip = {"transport": "ipc", "mismatch": [0.01, 0.1], "noise_mean": 0.02}
+    fault = {"fault": "a", "first_bad_stage": "engine"}
+    rows = [
+        {"test": "trip[1]", "passed": True, **trip},
+        {"test": "trip[2]", "passed": False, **trip},
+        {"test": "fault[1]", "passed": True, "caught": ["ENG001"], **fault},
+        {"test": "fault[2]", "passed": False, "caught": ["ENG001"], **fault},
+        {"test": "fault[3]", "passed": False, "caught": [], **fault},
+        {"test": "export[1]", "mesh": "tp2", "bitwise": 7},
+    ]
+    record = {"machine": ["H200"], "not_held": {"export[1]": "why"}, "rows": rows}
+    (tmp_path / "h200-x1.json").write_text(json.dumps(record))
+    assert table(tmp_path).splitlines()[2:] == [
+        "| 1 | export of the source, bitwise | 0 of 1 exports (tp2), 7 tensors |",
+        "| 1 | round trips by NCCL and IPC | 1 of 2 hold every check; "
+        "mean mismatch at most 0.50 of the measured noise |",
+        "| 1 | shipped bugs, injected | 2 of 3 caught, first in: engine; 1 of 3 in their own stage, and healed |",
+    ]
