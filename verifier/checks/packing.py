@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
+
+if TYPE_CHECKING:
+    import torch
 
 
 @check("PCK001", needs=((Stage.PACK, "ledger"),), scope="tokens")
@@ -40,21 +44,22 @@ def token_misplaced(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-def _zigzag(padded: list[int], cp: int, cp_rank: int) -> list[int]:
-    """Rows of a pack that a context-parallel rank holds.
+def _zigzag(padded: list[int], cp: int, cp_rank: int) -> torch.Tensor:
+    """Rows of a pack that a context-parallel rank holds; [rows] int64.
 
     Source:
         megatron-core, `get_batch_on_this_cp_rank`: 2 * cp chunks a sequence, rank r takes chunks r and 2 * cp - 1 - r.
     """
-    rows: list[int] = []
+    import torch
+
+    if cp == 1:
+        return torch.arange(padded[0], padded[-1])
+    rows: list[torch.Tensor] = []
     for begin, end in itertools.pairwise(padded):
-        if cp == 1:
-            rows.extend(range(begin, end))
-            continue
         size = (end - begin) // (2 * cp)
         for chunk in (cp_rank, 2 * cp - 1 - cp_rank):
-            rows.extend(range(begin + chunk * size, begin + (chunk + 1) * size))
-    return rows
+            rows.append(torch.arange(begin + chunk * size, begin + (chunk + 1) * size))
+    return torch.cat(rows)
 
 
 @check("PCK002", needs=((Stage.PACK, "layout"),), scope="tokens")
@@ -79,7 +84,7 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
         real, padded = list(facts["cu_seqlens"]), list(facts["cu_seqlens_padded"])
         lengths = [b - a for a, b in itertools.pairwise(real)]
         room = [b - a for a, b in itertools.pairwise(padded)]
-        rows = trace.array(item).tolist()
+        rows = trace.array(item).long()
         wrong = ""
         if not facts["filler"] and lengths != list(facts["lengths"]):
             wrong = f"lengths {lengths}, the rollouts have {list(facts['lengths'])}"
@@ -87,8 +92,8 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
             wrong = f"padded lengths {room} for {lengths}, multiples of {multiple} are needed"
         elif any(size - length >= multiple for size, length in zip(room[:-1], lengths[:-1], strict=True)):
             wrong = f"padded lengths {room} for {lengths}: more than a multiple of {multiple} is wasted"
-        elif rows != _zigzag(padded, cp, int(facts["cp_rank"])):
-            wrong = f"rows {rows[:6]}... on context-parallel rank {facts['cp_rank']}"
+        elif not rows.equal(_zigzag(padded, cp, int(facts["cp_rank"]))):
+            wrong = f"rows {rows[:6].tolist()}... on context-parallel rank {facts['cp_rank']}"
         yield Comparison(
             what=item.name, same=not wrong, stage=Stage.PACK, version=item.version, badness=float(bool(wrong)),
             sentence="" if not wrong else f"{item.name} of trainer rank {item.rank} has {wrong}",

@@ -80,7 +80,10 @@ class TokenProbe:
 
         import numpy as np
 
-        rows = LossRows(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(LossRows)})
+        rows = parts[0]
+        if len(parts) > 1:
+            names = [field.name for field in fields(LossRows)]
+            rows = LossRows(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
         found = audit(self._rollouts, rows)
         for rollout in self._rollouts:
             self._emit_audit(rollout.id, len(rollout), [item for item in found if item.rollout == rollout.id])

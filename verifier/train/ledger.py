@@ -140,7 +140,9 @@ def audit(rollouts: Sequence[Rollout], rows: LossRows) -> list[Misplacement]:
         )
 
     def compare(field: str, expected: np.ndarray, actual: np.ndarray) -> None:
-        differs = (expected != actual) & ~((expected != expected) & (actual != actual))
+        differs = expected != actual
+        if differs.any():  # a NaN is in its place where a NaN was expected
+            differs &= ~((expected != expected) & (actual != actual))
         found.extend(
             Misplacement(
                 rollout=rollouts[int(which[at])].id,
