@@ -1,4 +1,4 @@
-"""What log-probabilities of the same tokens may differ by: a bound in fp32, a stored or measured noise in bf16."""
+"""What log-probabilities of the same tokens may differ by: a fixed bound or the run's noise in fp32, noise in bf16."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from verifier.core.trace import Trace
 FP32 = Tolerance(
     absolute=1e-5, unit="nats", source="fp32 on CPU: Megatron, vLLM and transformers agree to 5.7e-6 on tiny models"
 )
+FP32_NOISES = 2
+"""Times the greatest noise of fp32 that a token may differ by: each of two sides may be off by it."""
 FEW_TOKENS = 100
 """Below this many tokens a mean says less than the greatest difference does, and is not judged."""
 FLOORS = 2
@@ -36,6 +38,9 @@ class Bounds:
 def bounds_of(trace: Trace, stage: Stage, expected: Evidence) -> Bounds:
     """The bounds for one scoring, by the oracle's side of it.
 
+    In fp32 they are fixed, for checkpoints that are no coarser than those the bound was measured on; the run has
+    measured the others: transformers in fp32 against itself in float64, at version 0.
+
     In bf16 they are twice the stored noise floor of sequences of that length, where the run's checkpoint has one;
     otherwise they come from the run: transformers in bf16 against transformers in fp32, on the same tokens and weights.
     Of an engine that quantizes its weights they come from that engine at version 0, where it is a cold one, by its
@@ -46,7 +51,7 @@ def bounds_of(trace: Trace, stage: Stage, expected: Evidence) -> Bounds:
     """
     lengths = [int(length) for length in expected.facts["lengths"]]
     if trace.manifest["dtype"] == "float32":
-        return Bounds(greatest=(FP32,) * len(lengths))
+        return Bounds(greatest=(_fp32(trace),) * len(lengths))
     at = {"version": expected.version, "name": expected.name}
     if stage is Stage.ROLLOUT:
         for noise in trace.at(Stage.LOGPROB, "engine-noise", **at):
@@ -57,6 +62,15 @@ def bounds_of(trace: Trace, stage: Stage, expected: Evidence) -> Bounds:
     for noise in trace.at(Stage.LOGPROB, "noise", **at):
         return _by_noise(noise, lengths, "transformers in the run's dtype")
     raise LookupError(f"no measured noise of `{expected.name}` for version {expected.version}")
+
+
+def _fp32(trace: Trace) -> Tolerance:
+    noises = [float(item.facts["max"]) for item in trace.at(Stage.LOGPROB, "noise", version=0, name="scored")]
+    bound = FP32_NOISES * max(noises, default=0.0)
+    if bound <= FP32.absolute:
+        return FP32
+    source = f"this run's noise: transformers in fp32 against itself in float64, times {FP32_NOISES}"
+    return Tolerance(absolute=bound, unit=FP32.unit, source=source)
 
 
 def _by_noise(noise: Evidence, lengths: list[int], measured_on: str) -> Bounds:

@@ -64,7 +64,7 @@ def score(
     Args:
         path: the checkpoint.
         sequences: token ids, each of at least 2.
-        dtype: "float32", or "bfloat16" to measure what that dtype alone costs.
+        dtype: "float32"; "bfloat16" to measure what that dtype alone costs, "float64" what "float32" does.
         device: "cpu", or "cuda".
         temperature: what logits are divided by.
     """

@@ -29,3 +29,8 @@ def resolve_model(model: str, cache: Path, dtype: str = "float32") -> Path:
         known = ", ".join(f"`{name}`" for name in generated)
         raise UsageError(f"unknown model `{model}`: it is neither a local checkpoint directory nor one of {known}")
     return path
+
+
+def is_generated(model: str) -> bool:
+    """Whether the name is that of a generated checkpoint, whose numbers are the same on every machine."""
+    return model.startswith((tiny.PREFIX, wide.PREFIX))

@@ -13,6 +13,7 @@ from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
 from verifier.engine.engine import EngineConfig
 from verifier.engine.process import EngineProcess
+from verifier.model.named import is_generated
 from verifier.program.floor import record_floor, stored_floor
 from verifier.program.spec import (
     AT_TEMPERATURE,
@@ -70,7 +71,8 @@ class Oracle:
 
         Version 0 is the source; later ones are the trainer's live shards, joined without Megatron-Bridge, or what was
         exported where the family has no layout row. The noise of an engine that quantizes is its own at version 0,
-        where it holds, bit for bit, what a cold start gives. A stored noise floor of the source goes on record too.
+        where it holds, bit for bit, what a cold start gives. A stored noise floor of the source goes on record too, and
+        what float32 alone costs a checkpoint that was not generated.
         On the GPU tier transformers computes on a GPU.
         """
         import torch
@@ -92,6 +94,8 @@ class Oracle:
             _emit(recorder, "oracle", "scored", version, exact, [len(row) + 1 for row in exact])
             if version == 0 and any(seen.at(Stage.LOGPROB, "trainer", name=AT_TEMPERATURE)):
                 self._record_at_temperature(recorder, checkpoint, spec, subject, device)
+            if version == 0 and subject.dtype == "float32" and not is_generated(seen.manifest["model"]):
+                _emit_noise(recorder, "scored", 0, exact, self.score(checkpoint, spec.sequences, "float64", device))
             if subject.dtype != "float32":
                 rounded = self._score_groups(checkpoint, groups, subject.dtype, device)
                 _emit_noise(recorder, "scored", version, rounded[0], exact)

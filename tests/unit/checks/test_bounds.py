@@ -74,6 +74,21 @@ def test_fp32_has_one_bound_and_bf16_without_any_noise_has_none() -> None:
         bounds_of(trace(), Stage.LOGPROB, expected([61, 201]))
 
 
+@pytest.mark.parametrize(("noise", "bound"), [(4e-6, 1e-5), (2e-5, 4e-5)], ids=["as-the-generated", "coarser"])
+def test_in_fp32_a_checkpoint_of_large_numbers_is_held_against_its_own_noise(noise: float, bound: float) -> None:
+    """The fixed bound was measured on generated checkpoints; a finer one than that is asked of nobody."""
+    measured = Evidence(
+        stage=Stage.LOGPROB,
+        kind="noise",
+        name="scored",
+        version=0,
+        facts={"max": noise, "mean": 1e-6, "deviation": 0.0},
+    )
+    found = bounds_of(trace(measured, dtype="float32"), Stage.LOGPROB, expected([61, 201]))
+    assert [item.absolute for item in found.greatest] == [bound, bound]
+    assert ("float64" in found.greatest[0].source) == (bound > 1e-5)
+
+
 def test_a_mean_of_few_tokens_is_not_judged() -> None:
     few = Evidence(
         stage=Stage.LOGPROB, kind="sampled-oracle", name="sampled", version=1, facts={"lengths": [4], "whole": [150]}
