@@ -17,6 +17,7 @@ FACTS = (
     "torch_itself_is_whole",
     "placeholder_gives_nothing_away",
     "attention_equals_torchs_own",
+    "windows_equal_torchs_own",
 )
 
 

@@ -181,7 +181,7 @@ def attention_equals_torchs_own(context: RankContext) -> None:
 
     from verifier.platform.cpu_attention import TEDotProductAttention
 
-    config = SimpleNamespace(attention_dropout=0.0, window_size=None, softmax_type="vanilla")
+    config = _attention_config()
     groups = SimpleNamespace(cp=dist.group.WORLD)
     attention = TEDotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
     lengths, padded = [5, 1, 7], [8, 4, 12]
@@ -205,3 +205,31 @@ def attention_equals_torchs_own(context: RankContext) -> None:
     one = attention(*(t[:5, None].repeat(1, 2, 1, 1) for t in (query, key, value)), None, AttnMaskType.causal)
     assert torch.equal(one[:, 0], actual[:5])
     assert torch.equal(one[:, 1], actual[:5])
+
+
+def windows_equal_torchs_own(context: RankContext) -> None:
+    """The first of two layers sees three rows before its own, the other all of them."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.transformer.enums import AttnMaskType
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from verifier.platform.cpu_attention import TEDotProductAttention
+
+    config = _attention_config(window_size=(3, 0), window_attn_skip_freq=2)
+    groups = SimpleNamespace(cp=dist.group.WORLD)
+    query, key, value = torch.randn(9, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
+    behind = torch.arange(9)[:, None] - torch.arange(9)
+    for layer, rows_before in ((1, 3), (2, 9)):
+        attention = TEDotProductAttention(config, layer, AttnMaskType.causal, "self", pg_collection=groups)
+        actual = attention(*(tensor[:, None] for tensor in (query, key, value)), None, AttnMaskType.causal)
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        seen = (behind >= 0) & (behind <= rows_before)
+        expected = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
+        torch.testing.assert_close(actual[:, 0], expected.flatten(1), rtol=1e-5, atol=1e-6)
+
+
+def _attention_config(**different: object) -> SimpleNamespace:
+    """What the reference attention reads of a TransformerConfig."""
+    plain = {"attention_dropout": 0.0, "window_size": None, "window_attn_skip_freq": None, "softmax_type": "vanilla"}
+    return SimpleNamespace(**{**plain, **different})

@@ -1,7 +1,9 @@
-"""Causal attention on the host: packed (THD) and plain (SBHD) layouts, grouped queries, context parallelism, MLA sizes.
+"""Causal attention on the host: packed and plain, grouped queries, context parallelism, MLA sizes, windows.
 
 Every sub-sequence is computed by itself, from its own rows only. So what a neighbour in the pack holds, or what lies in
 the padding (NaN included), cannot move a bit of it; the padding's own rows come out as zeros.
+
+Layouts are THD where packed and SBHD where not.
 
 Shapes: T rows of this rank, H query heads, G key-value heads, D width of a head.
 """
@@ -15,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from verifier.errors import UsageError
@@ -24,7 +27,7 @@ class TEDotProductAttention(torch.nn.Module):
     """Softmax attention in float32, with the constructor and call of megatron-core's wrapper of the same name.
 
     Raises:
-        UsageError: sliding windows, attention sinks or dropout, which this reference does not compute.
+        UsageError: cross-attention, attention sinks or dropout, which this reference does not compute.
     """
 
     def __init__(
@@ -44,7 +47,6 @@ class TEDotProductAttention(torch.nn.Module):
         super().__init__()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         for what, used in (
-            ("sliding-window attention", config.window_size is not None),
             (f"{config.softmax_type} softmax", config.softmax_type != "vanilla"),
             ("attention dropout", dropout != 0.0),
             (f"{attention_type}-attention", attention_type != "self"),
@@ -54,6 +56,9 @@ class TEDotProductAttention(torch.nn.Module):
         self.config = config
         self.softmax_scale = softmax_scale
         self.cp_group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.rows_before = config.window_size[0] if windowed and config.window_size[0] >= 0 else None
+        """How many rows before its own a row attends to; None for all."""
 
     def forward(
         self,
@@ -113,7 +118,8 @@ class TEDotProductAttention(torch.nn.Module):
             real = home < length
             order = _natural_order(padded_length, cp_size, begin, num_rows)[:length]
             mine = torch.arange(begin, begin + local)[real]
-            attended = _causal(query[mine], key[order], value[order], home[real], self.softmax_scale)
+            rows_of = (query[mine], key[order], value[order], home[real])
+            attended = _causal(*rows_of, self.softmax_scale, self.rows_before)
             rows = attended.new_zeros(local, *attended.shape[1:])
             outputs.append(rows.index_put((real.nonzero()[:, 0],), attended) if not real.all() else attended)
             begin += local
@@ -156,7 +162,9 @@ def _natural_order(length: int, cp_size: int, begin: int, num_rows: int) -> Tens
     return order
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float | None) -> Tensor:
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float | None, rows_before: int | None
+) -> Tensor:
     """Softmax attention of rows at `positions` over a whole sub-sequence: [rows, H, D], float32 inside."""
     num_heads, width = query.shape[-2:]
     repeats = num_heads // key.shape[-2]
@@ -164,6 +172,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale:
     k = key.float().repeat_interleave(repeats, dim=1).transpose(0, 1)
     v = value.float().repeat_interleave(repeats, dim=1).transpose(0, 1)
     scores = torch.bmm(q, k.transpose(1, 2)) * (width**-0.5 if scale is None else scale)
-    later = torch.arange(key.shape[0]) > positions[:, None]
-    weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1)
+    behind = positions[:, None] - torch.arange(key.shape[0])
+    unseen = behind < 0 if rows_before is None else (behind < 0) | (behind > rows_before)
+    weights = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
     return torch.bmm(weights, v).transpose(0, 1).to(query.dtype)
