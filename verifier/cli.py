@@ -5,6 +5,10 @@ Commands import what they need when they run, so that `--help`, `explain` and `r
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +17,21 @@ import typer
 
 from verifier import cli_faults
 from verifier import cli_options as options
-from verifier.cli_results import judge_trace, require_writable, run_and_judge, show
+from verifier.cli_results import judge_trace, require_results, run_and_judge, show
 from verifier.core.gate import ExitCode
-from verifier.errors import VerifierError
+from verifier.errors import Stopped, UsageError, VerifierError
+
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a command to end."""
+_STDERR = 2
+"""The last of the three standard file descriptors."""
+_MACHINE = frozenset(
+    (
+        errno.EACCES, errno.EDQUOT, errno.ELOOP, errno.EMFILE, errno.ENAMETOOLONG, errno.ENFILE, errno.ENOMEM,
+        errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS,
+    )
+)  # fmt: skip
+"""What the user or whoever runs the machine can mend: rights, names, room."""
 
 app = typer.Typer(
     name="verifier",
@@ -58,7 +74,7 @@ def golden(
     """Load on a mesh, export, compare with the source bit by bit."""
     from verifier.config import DTYPES, GoldenConfig, make_mesh, next_trace
 
-    require_writable(json, junit)
+    require_results(json, junit)
     mesh = make_mesh(
         tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, dp=dp, vpp=vpp,
         first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers,
@@ -110,7 +126,7 @@ def roundtrip(
     """Train, export, sync a live engine, compare; several times."""
     from verifier.config import DTYPES, RoundtripConfig, make_mesh, next_trace
 
-    require_writable(json, junit)
+    require_results(json, junit)
     mesh = make_mesh(
         tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, dp=dp, vpp=vpp,
         first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers,
@@ -161,7 +177,7 @@ def replay(
     """Judge a saved trace again, on any machine."""
     from verifier.cli_explain import find_check
 
-    require_writable(json, junit)
+    require_results(json, junit)
     codes = [find_check(code).code for code in check or ()]
     return judge_trace(trace, json=json, junit=junit, codes=codes, names=only)
 
@@ -190,26 +206,58 @@ def doctor(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command and leave with its exit code; nothing but `SystemExit` comes out."""
+    """Run one command and leave with its exit code; nothing but `SystemExit` comes out.
+
+    A signal that asks for the end is obeyed by way of every `with`; a second one ends the process there and then.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        pass  # what was closed before the start would become somebody's socket
+    os.close(fd)
+    asked = [signum for signum in _ENDS if signal.getsignal(signum) is not signal.SIG_IGN]
+
+    def stop(signum: int, frame: object) -> None:
+        for item in asked:
+            signal.signal(item, signal.SIG_DFL)
+        raise Stopped(signum)
+
+    for item in asked:
+        signal.signal(item, stop)
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: list[str]) -> int:
     """One command, from its arguments to its exit code. The outermost frame: every error ends here, as one sentence."""
     try:
+        _require_current_directory()
         return int(app(arguments, prog_name="verifier", standalone_mode=False) or 0)
     except typer.TyperException as problem:
         message = " ".join(problem.format_message().split()).rstrip(".?")
         message = message.replace("Value error, ", "").replace(". Did you", ": did you")
         return _refuse(f"{message[:1].lower()}{message[1:]}; see `verifier --help`", ExitCode.USAGE)
+    except Stopped as asked:
+        return _refuse(str(asked), asked.exit_code)
+    except UsageError as problem:
+        return _refuse(" ".join(str(problem).splitlines()), problem.exit_code)
     except VerifierError as problem:
-        return _refuse(str(problem), ExitCode(problem.exit_code))
+        return _refuse(str(problem), problem.exit_code)
     except Exception as problem:
+        if isinstance(problem, OSError) and problem.errno in _MACHINE:
+            where = f"`{str(problem.filename)[:200]}`: " if problem.filename else ""
+            return _refuse(f"this machine refused: {where}{problem.strerror}", ExitCode.USAGE)
         return _refuse(f"internal error: {type(problem).__name__}: {problem}{_save_traceback()}", ExitCode.INTERNAL)
 
 
-def _refuse(sentence: str, code: ExitCode) -> int:
-    print(f"verifier: {sentence}", file=sys.stderr)
+def _require_current_directory() -> None:
+    """What is imported later dies without it, with exit codes of its own."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as problem:
+        raise UsageError("the current directory does not exist any more: change to one that does") from problem
+
+
+def _refuse(sentence: str, code: int) -> int:
+    with contextlib.suppress(OSError):  # nobody may be left to read it; the exit code stands
+        print(f"verifier: {sentence}", file=sys.stderr)
     return int(code)
 
 

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from verifier.cli_results import show, write_whole
+from verifier.cli_results import require_results, show, write_whole
 from verifier.core.gate import ExitCode
+from verifier.core.store import require_empty
 
 app = typer.Typer(
     help="Re-enacted bugs: list them, inject some, or draw the matrix of checks and faults.",
@@ -35,7 +36,10 @@ def run(
     """Inject some, one trial each: clean, faulted, healed."""
     from verifier.faults.matrix import chosen, run_trials
 
-    return run_trials(chosen(ids), keep=keep, write=show)
+    faults = chosen(ids)
+    if keep is not None:
+        require_empty(keep, "--keep")
+    return run_trials(faults, keep=keep, write=show)
 
 
 @app.command()
@@ -45,6 +49,7 @@ def matrix(
     """Run every trial and draw which checks catch which faults."""
     from verifier.faults.matrix import chosen, run_trials
 
+    require_results(output)
     results: list[str] = []
     code = run_trials(chosen(()), keep=None, write=show, markdown=results.append)
     if output is not None:

@@ -8,25 +8,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from verifier.core.gate import ExitCode
+from verifier.core.store import require_writable
 from verifier.errors import UsageError, VerifierError
 from verifier.report.progress import Progress, shown_progress
 
 
-def require_writable(*files: Path | None) -> None:
-    """Refuse a result file that could not be written, before the run that it is the result of.
+def require_results(*files: Path | None) -> None:
+    """Refuse result files that could not be written, before the run that they are the result of.
 
     Raises:
-        UsageError: its folder does not exist or is not writable, or the path is a folder.
+        UsageError: one cannot be written, or is asked for twice.
     """
-    for file in files:
-        if file is None:
-            continue
-        if file.is_dir():
-            raise UsageError(f"`{file}` is a folder, a file for the results is needed")
-        if not file.parent.is_dir():
-            raise UsageError(f"there is no folder `{file.parent}` to write `{file.name}` in")
-        if not os.access(file.parent, os.W_OK):
-            raise UsageError(f"the folder `{file.parent}` is not writable, `{file.name}` is to go there")
+    named = [file for file in files if file is not None]
+    if len({file.absolute() for file in named}) < len(named):
+        raise UsageError(f"`{named[0]}` is asked for twice: give each result a file of its own")
+    for file in named:
+        require_writable(file)
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -45,12 +42,20 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def show(text: str) -> None:
-    """Print to stdout; a reader that has gone away (`| head`) is no error."""
+    """Print to stdout; a reader that has gone away (`| head`, `>&-`) is no error.
+
+    Raises:
+        UsageError: stdout is a file that cannot be written.
+    """
+    if sys.stdout is None:  # closed before this interpreter started
+        return
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as problem:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(problem, BrokenPipeError):
+            raise UsageError(f"stdout cannot be written: {problem.strerror}") from problem
 
 
 def judge_trace(

@@ -17,6 +17,7 @@ UPDATES = ("step", "noise")
 TRANSPORTS = ("gloo", "nccl", "ipc")
 QUANTIZATIONS = ("fp8",)
 SLEEP_LEVELS = (0, 1, 2)
+MAX_TIMEOUT_S = 7 * 24 * 3600
 LORA_RANKS = (0, 8, 16, 32, 64)
 
 
@@ -201,8 +202,8 @@ def next_trace(command: str, under: Path = Path("traces")) -> Path:
 
 def _common(dtype: str, timeout_s: float) -> None:
     _one_of("dtype", dtype, tuple(DTYPES.values()))
-    if not 0 < timeout_s < float("inf"):
-        raise UsageError(f"--timeout is {timeout_s:g} s, it must be above 0 and finite")
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise UsageError(f"--timeout is {timeout_s:g} s, it must be above 0 and at most {MAX_TIMEOUT_S:,} s, a week")
 
 
 def _require_reason(record: bool, why: str | None) -> None:

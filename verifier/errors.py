@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 
 class VerifierError(Exception):
     """Base of all deliberate errors: one clear sentence, and the exit code it ends the command with."""
@@ -19,6 +21,18 @@ class ContractError(VerifierError):
     """A room was handed something that it must refuse: a duplicate name, a shape that disagrees, an unmapped tensor."""
 
     exit_code = 3
+
+
+class Stopped(BaseException):
+    """A signal asked the command to end: everything that was started is ended on the way out.
+
+    Attributes:
+        exit_code: 128 and the signal's number, as a shell reports it.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"ended by {signal.Signals(signum).name}")
+        self.exit_code = 128 + signum
 
 
 class InternalError(VerifierError):

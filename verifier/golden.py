@@ -10,11 +10,13 @@ from verifier.config import GoldenConfig
 from verifier.core import store
 from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
+from verifier.core.store import require_writable
 from verifier.errors import UsageError
 from verifier.launch.zygote import Zygote
 from verifier.program.spec import RunSpec
 from verifier.program.workplace import (
     PRELOADS,
+    Deadline,
     Progress,
     Subject,
     identity,
@@ -34,11 +36,16 @@ def run(config: GoldenConfig, progress: Progress) -> None:
         UsageError: what the user can mend; no trace is left then.
         VerifierError: a rank died or hung; the trace says so.
     """
+    until = Deadline(config.timeout_s)
     subject = open_subject(config.model, config.dtype, config.mesh)
     recorded = None if config.against is None else read_manifest(config.against)
+    if recorded is not None:
+        require_same_model(recorded, subject, config.against)
+    if config.record:
+        require_writable(manifest_path(config), make_folder=True)
     manifest = manifest_of(config, subject)
     with (
-        Zygote(preload=PRELOADS[subject.tier]) as zygote,
+        Zygote(preload=PRELOADS[subject.tier], load_deadline_s=until.left("importing Megatron")) as zygote,
         trace_folder(config.trace, manifest) as trace,
         work_folder() as work,
     ):
@@ -47,7 +54,7 @@ def run(config: GoldenConfig, progress: Progress) -> None:
             trace=str(trace), work=str(work), source_from_manifest=recorded is not None,
         )  # fmt: skip
         progress("importing Megatron")
-        run_ranks(zygote, "golden", spec, config.timeout_s, progress)
+        run_ranks(zygote, "golden", spec, until.left("the ranks were started"), progress)
         if recorded is not None:
             emit_manifest(trace, recorded)
         store.write_manifest(trace, {**manifest, "complete": True})
@@ -68,8 +75,7 @@ def write_manifest(config: GoldenConfig, subject: Subject, identity: dict[str, A
     tensors = {
         item.name: {"dtype": item.dtype, "shape": list(item.shape or ()), "digest": item.digest} for item in exported
     }
-    name = config.model.replace(":", "-").rstrip("/").rpartition("/")[2]
-    path = MANIFESTS / f"{name}-{config.dtype}.json"
+    path = manifest_path(config)
     record = {
         "model": config.model,
         "dtype": config.dtype,
@@ -80,13 +86,30 @@ def write_manifest(config: GoldenConfig, subject: Subject, identity: dict[str, A
         "tensors": tensors,
     }
     try:
-        MANIFESTS.mkdir(exist_ok=True)
         aside = path.with_suffix(".partial")
         aside.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
         aside.rename(path)
     except OSError as problem:
         raise UsageError(f"the manifest cannot be written to `{path}`: {problem.strerror}") from problem
     return path
+
+
+def manifest_path(config: GoldenConfig) -> Path:
+    """Where the manifest of a model is recorded."""
+    name = config.model.replace(":", "-").rstrip("/").rpartition("/")[2]
+    return MANIFESTS / f"{name}-{config.dtype}.json"
+
+
+def require_same_model(record: dict[str, Any], subject: Subject, path: Path | None) -> None:
+    """Refuse to compare with the manifest of another architecture or dtype.
+
+    Raises:
+        UsageError: names both.
+    """
+    ours = {"architecture": subject.checkpoint.config["architectures"][0], "dtype": subject.dtype}
+    for what, value in ours.items():
+        if record.get(what) != value:
+            raise UsageError(f"`{path}` was recorded for {what} {record.get(what)}, and the model has {value}")
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -97,10 +120,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     try:
         record = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise UsageError(f"`{path}` is no manifest that `verifier golden --record` wrote: {problem}") from problem
     if not isinstance(record, dict) or not isinstance(record.get("tensors"), dict) or not record["tensors"]:
         raise UsageError(f"`{path}` is no manifest that `verifier golden --record` wrote: it lists no tensors")
+    for name, item in record["tensors"].items():
+        fields = item if isinstance(item, dict) else {}
+        if not (
+            isinstance(fields.get("digest"), str) and isinstance(fields.get("shape"), list) and fields.get("dtype")
+        ):
+            raise UsageError(f"`{path}` is damaged: tensor `{name}` lacks its digest, dtype or shape")
     return record
 
 

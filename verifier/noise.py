@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from verifier.config import NoiseConfig
+from verifier.core.store import require_writable
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint
+from verifier.model.families import size_if_any
 from verifier.program.floor import (
     EDGES,
     Bucket,
     Floor,
     bucket_of,
     config_digest,
+    floor_path,
     label_of,
     versions,
     weights_digest,
     write_floor,
 )
 from verifier.program.oracle import Oracle
-from verifier.program.workplace import Progress, open_subject
+from verifier.program.workplace import Deadline, Progress, open_subject
 
 DTYPE = "bfloat16"
 TOKENS = 8_192
@@ -40,10 +42,12 @@ def run(config: NoiseConfig, progress: Progress) -> Floor:
     Raises:
         UsageError: the model cannot be used, or the file not be written.
     """
-    until = time.monotonic() + config.timeout_s
+    until = Deadline(config.timeout_s)
     subject = open_subject(config.model, DTYPE, Mesh())
+    if config.record:
+        require_writable(floor_path(config.model, DTYPE, subject.tier), make_folder=True)
     progress("starting transformers")
-    with Oracle(subject.checkpoint.path, until - time.monotonic()) as oracle:
+    with Oracle(subject.checkpoint.path, until.left("transformers was started")) as oracle:
         score = partial(oracle.score, device="cpu" if subject.tier == "cpu" else "cuda")
         floor = measure(
             config.model, subject.checkpoint, subject.tier, score, progress, why=config.why or "not recorded"
@@ -77,7 +81,10 @@ def measure(
     Raises:
         UsageError: the model takes no sequence as long as the shortest bucket's.
     """
-    vocabulary, room = int(checkpoint.config["vocab_size"]), int(checkpoint.config["max_position_embeddings"])
+    sizes = {key: size_if_any(checkpoint.config, key) for key in ("vocab_size", "max_position_embeddings")}
+    vocabulary, room = sizes["vocab_size"], sizes["max_position_embeddings"]
+    if vocabulary is None or room is None:
+        raise UsageError(f"config.json of {checkpoint.path} lacks `vocab_size` or `max_position_embeddings`")
     edges = [edge for edge in EDGES if edge <= room]
     if not edges:
         raise UsageError(f"the model takes {room} tokens at the most, the shortest bucket has {EDGES[0]}")

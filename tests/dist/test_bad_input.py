@@ -83,6 +83,10 @@ COMMANDS: list[tuple[tuple[str, ...], str]] = [
         "200 ranks asked for: this machine's launcher starts 1 to 128",
     ),
     (
+        ("roundtrip", "--model", "tiny:qwen3", "--dp", "200"),
+        "200 ranks asked for: this machine's launcher starts 1 to 128",
+    ),
+    (
         (*GOLDEN_MOE, "--tp", "2", "--ep", "4", "--dp", "1"),
         "ep * etp = 4 * 1 = 4 does not divide tp * cp * dp = 2 * 1 * 1 = 2: the least --dp that does is 2",
     ),

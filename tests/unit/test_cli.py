@@ -1,6 +1,8 @@
 """The outermost frame: every end of a command is an exit code and, if bad, one sentence."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +94,93 @@ def test_an_unforeseen_error_is_one_sentence_and_a_saved_traceback(monkeypatch, 
     assert "judge_trace" in saved.read_text()
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError(13, "Permission denied", "/locked"), "`/locked`: Permission denied"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+    ],
+)
+def test_what_the_machine_refuses_is_usage(error, said, monkeypatch, capsys):
+    def fail(*_: object, **__: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "judge_trace", fail)
+    assert cli.run(["replay", "somewhere"]) == 4
+    assert capsys.readouterr().err == f"verifier: this machine refused: {said}\n"
+
+
+def test_a_name_with_a_line_break_stays_in_one_sentence(capsys):
+    assert cli.run(["replay", "no\ntrace"]) == 4
+    assert capsys.readouterr().err == "verifier: `no trace` holds no trace: there is no manifest.json\n"
+
+
+SLEEPER = """
+import sys, time
+from verifier import cli
+
+class Held:
+    def __enter__(self): pass
+    def __exit__(self, *_): print("let go", flush=True)
+
+def sleep(*_, **__):
+    with Held():
+        print("ready", flush=True)
+        time.sleep(60)
+
+cli.judge_trace = sleep
+cli.main(["replay", "somewhere"])
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_command_in_order(signum):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signum, signal.SIG_DFL),
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (128 + signum, "let go\n", f"verifier: ended by {signum.name}\n")
+
+
+def shell(command: str, folder: Path) -> tuple[int, str]:
+    """Exit code and stderr of a command line in which VERIFIER stands for ours."""
+    line = command.replace("VERIFIER", f"'{sys.executable}' -m verifier")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, shell=True, cwd=folder, env=environment, stderr=-1, text=True, timeout=60, check=False)
+    return done.returncode, done.stderr
+
+
+def test_a_full_stdout_is_refused_and_a_closed_one_is_nobody_listening(tmp_path):
+    assert shell("VERIFIER explain > /dev/full", tmp_path) == (
+        4,
+        "verifier: stdout cannot be written: No space left on device\n",
+    )
+    assert shell("VERIFIER explain >&-", tmp_path) == (0, "")
+    assert shell("VERIFIER explain nothing 2>&-", tmp_path) == (4, "")
+
+
+def test_a_current_directory_that_is_gone_is_refused(tmp_path):
+    code, said = shell("mkdir gone && cd gone && rmdir ../gone && VERIFIER golden --model tiny:qwen3", tmp_path)
+    assert (code, said) == (4, "verifier: the current directory does not exist any more: change to one that does\n")
+
+
+def test_two_results_in_one_file_are_refused(tmp_path, capsys):
+    files = ["--json", str(tmp_path / "out"), "--junit", str(tmp_path / "out")]
+    assert cli.run(["replay", "somewhere", *files]) == 4
+    assert capsys.readouterr().err.endswith("out` is asked for twice: give each result a file of its own\n")
+
+
+def test_a_matrix_that_could_not_be_written_is_refused_before_it_is_drawn(capsys):
+    assert cli.run(["faults", "matrix", "--output", "/absent-folder/matrix.md"]) == 4
+    assert capsys.readouterr().err == (
+        "verifier: `/absent-folder/matrix.md` cannot be written: No such file or directory\n"
+    )
+
+
 def test_a_broken_run_is_a_violation_where_its_trace_shows_one(tmp_path, capsys):
     trace = tmp_path / "trace"
 
@@ -135,9 +224,11 @@ def test_results_are_written_whole_or_not_at_all(tmp_path):
 
 def test_a_result_file_that_cannot_be_is_refused_before_the_run():
     with pytest.raises(UsageError, match="a folder, a file for the results is needed"):
-        cli_results.require_writable(Path("/"))
-    with pytest.raises(UsageError, match="there is no folder"):
-        cli_results.require_writable(Path("/absent-folder/x.json"))
+        cli_results.require_results(Path("/"))
+    with pytest.raises(UsageError, match=r"`/absent-folder/x.json` cannot be written: No such file or directory"):
+        cli_results.require_results(None, Path("/absent-folder/x.json"))
+    with pytest.raises(UsageError, match=r"`/dev/null` is a device or a pipe"):
+        cli_results.require_results(Path("/dev/null"))
 
 
 def test_a_reader_that_goes_away_is_no_error():

@@ -20,6 +20,16 @@ def test_default_dp_is_the_smallest_that_fits(tp, cp, ep, etp):
     assert all(tp * cp * smaller % (ep * etp) for smaller in range(1, dp))
 
 
+def test_the_default_dp_of_absurd_sizes_is_found_at_once():
+    assert make_mesh(ep=1_000_000_007, etp=999_999_937).dp == 1_000_000_007 * 999_999_937
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e300])
+def test_a_deadline_that_no_clock_takes_is_refused(seconds):
+    with pytest.raises(UsageError, match=r"it must be above 0 and at most 604,800 s, a week"):
+        GoldenConfig(model="tiny:qwen3", trace=Path("t"), timeout_s=seconds)
+
+
 def test_given_dp_is_taken_as_it_is():
     assert make_mesh(ep=2, dp=4).dp == 4
     with pytest.raises(UsageError, match="does not divide"):

@@ -9,10 +9,12 @@ import pytest
 
 from tests.meta.sources import ROOT
 from verifier.errors import UsageError
-from verifier.golden import read_manifest
+from verifier.golden import read_manifest, require_same_model
+from verifier.mesh import Mesh
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import TINY, write_tiny
 from verifier.plan.digest import digest_tensor
+from verifier.program.workplace import Subject
 
 MANIFESTS = sorted((ROOT / "golden").glob("*.json"))
 
@@ -39,3 +41,26 @@ def test_what_is_no_manifest_is_refused(text, tmp_path):
     file.write_text(text)
     with pytest.raises(UsageError, match="is no manifest that `verifier golden --record` wrote"):
         read_manifest(file)
+
+
+@pytest.mark.parametrize("item", ["1", "{}", '{"digest": 1, "shape": [2], "dtype": "float32"}'])
+def test_a_damaged_manifest_is_refused_before_the_run(item, tmp_path):
+    file = tmp_path / "manifest.json"
+    file.write_text(f'{{"tensors": {{"w": {item}}}}}')
+    with pytest.raises(UsageError, match="is damaged: tensor `w` lacks its digest, dtype or shape"):
+        read_manifest(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tiny-llama-float32", "was recorded for architecture LlamaForCausalLM, and the model has Qwen3ForCausalLM"),
+        ("tiny-qwen3-float32", "was recorded for dtype float32, and the model has bfloat16"),
+    ],
+)
+def test_the_manifest_of_another_model_is_refused_before_the_run(name, said, tmp_path):
+    checkpoint = open_checkpoint(write_tiny("qwen3", tmp_path, "bfloat16"))
+    subject = Subject(checkpoint=checkpoint, dtype="bfloat16", mesh=Mesh(), tier="cpu")
+    file = ROOT / "golden" / f"{name}.json"
+    with pytest.raises(UsageError, match=said):
+        require_same_model(read_manifest(file), subject, file)

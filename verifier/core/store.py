@@ -29,6 +29,21 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = 1
+_MANIFEST_TYPES: dict[str, tuple[type[Any], type[Any] | None]] = {
+    "scopes": (list, str),
+    "synced_versions": (list, int),
+    "untouched_versions": (list, int),
+    "engine_ranks": (int, None),
+    "world_size": (int, None),
+    "mesh": (dict, None),
+    "versions": (dict, None),
+    "config": (dict, None),
+}
+"""Fields of a manifest that checks and reports take apart: their type, and that of a list's items."""
+_MOST_RANKS = 1 << 16
+"""More than any run has; each is looked for."""
+_TYPES = {"kind": str, "name": str, "version": int, "rank": int, "role": str, "facts": dict}
+"""Fields of evidence that checks sort by or look into."""
 _FIELDS = tuple(field.name for field in fields(Evidence))
 _KNOWN = frozenset(_FIELDS)
 _STAGES = {stage.label: stage for stage in Stage}
@@ -47,11 +62,19 @@ def encode(evidence: Evidence, **stamp: Any) -> str:
 
 
 def decode(line: str) -> Evidence:
-    """Inverse of `encode`; UsageError for a field that this version does not know."""
+    """Inverse of `encode`.
+
+    Raises:
+        UsageError: a field that this version does not know.
+        ValueError, LookupError, TypeError, AttributeError: no line that `encode` made.
+    """
     record = _DECODER.decode(line)
     if not record.keys() <= _KNOWN:
         unknown = min(record.keys() - _KNOWN)
         raise UsageError(f"the trace holds a field `{unknown}` that this version of verifier does not know")
+    for name, kind in _TYPES.items():
+        if name in record and not isinstance(record[name], kind):
+            raise TypeError(f"`{name}` is {record[name]!r}")
     record["stage"] = _STAGES[record["stage"]]
     if "shape" in record:
         record["shape"] = tuple(record["shape"])
@@ -112,6 +135,41 @@ def _write_array(path: Path, array: torch.Tensor) -> None:
     aside.rename(path)
 
 
+def require_writable(file: Path, *, make_folder: bool = False) -> None:
+    """Refuse a result file that could not be written, before the run that it is the result of.
+
+    Args:
+        file: where the result is to go; what is there already stays as it is.
+        make_folder: its folder may be absent, and is made then.
+
+    Raises:
+        UsageError: it cannot be written, or is a folder.
+    """
+    aside = file.parent / f".{file.name}.{os.getpid()}.partial"
+    try:
+        if file.is_dir():
+            raise UsageError(f"`{file}` is a folder, a file for the results is needed")
+        if file.exists() and not file.is_file():
+            raise UsageError(f"`{file}` is a device or a pipe, a file for the results is needed")
+        if make_folder:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        aside.touch()
+        aside.unlink()
+    except OSError as problem:
+        raise UsageError(f"`{file}` cannot be written: {problem.strerror}") from problem
+
+
+def require_empty(folder: Path, option: str) -> None:
+    """Make a folder that traces are to be kept in, and refuse one in use.
+
+    Raises:
+        UsageError: it holds something, or cannot be made or written.
+    """
+    require_writable(folder / "trace", make_folder=True)
+    if any(folder.iterdir()):
+        raise UsageError(f"the folder `{folder}` is not empty: choose another {option}")
+
+
 def create(path: Path, manifest: Mapping[str, Any]) -> Path:
     """Make a trace directory with an incomplete manifest; nothing is left if it cannot be made whole.
 
@@ -155,39 +213,60 @@ def discard(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as problem:
+        raise UsageError(f"`{path}` holds no trace: there is no manifest.json") from problem
+    except OSError as problem:
+        raise UsageError(f"`{path}/manifest.json` cannot be read: {problem.strerror}") from problem
+    except (ValueError, RecursionError) as problem:
+        raise UsageError(f"`{path}/manifest.json` is not JSON: {problem}") from problem
+    if not isinstance(manifest, dict):
+        raise UsageError(f"`{path}/manifest.json` holds a JSON {type(manifest).__name__}, not an object")
+    if manifest.get("format") != FORMAT:
+        raise UsageError(f"`{path}` has trace format {manifest.get('format')}, this version reads format {FORMAT}")
+    for key, (kind, item) in _MANIFEST_TYPES.items():
+        value: Any = manifest.get(key, kind())
+        fits = isinstance(value, kind) and (item is None or all(isinstance(part, item) for part in value))
+        if not fits or (kind is int and not 0 <= value <= _MOST_RANKS):
+            raise UsageError(f"`{path}/manifest.json` is damaged: `{key}` is {value!r}")
+    return manifest
+
+
 def read(path: Path) -> Trace:
     """Read a trace directory.
 
     Raises:
         UsageError: no trace there, another format, or a damaged line that is not the last of its file.
     """
-    try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    except FileNotFoundError as problem:
-        raise UsageError(f"`{path}` holds no trace: there is no manifest.json") from problem
-    except json.JSONDecodeError as problem:
-        raise UsageError(f"`{path}/manifest.json` is not JSON: {problem}") from problem
-    if manifest.get("format") != FORMAT:
-        raise UsageError(f"`{path}` has trace format {manifest.get('format')}, this version reads format {FORMAT}")
+    manifest = _read_manifest(path)
     evidence: list[Evidence] = []
     for file in sorted((path / "evidence").glob("*.jsonl")):
-        lines = file.read_text(encoding="utf-8").split("\n")
+        try:
+            lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+        except OSError as problem:
+            raise UsageError(f"`{file}` cannot be read: {problem.strerror}") from problem
         for number, line in enumerate(lines, start=1):
             if not line:
                 continue
             try:
                 evidence.append(decode(line))
-            except json.JSONDecodeError as problem:
+            except (ValueError, LookupError, TypeError, AttributeError) as problem:
                 if number == len(lines) and not manifest.get("complete"):
                     continue  # the line that a dying run was writing
                 raise UsageError(f"`{file.name}` line {number} of the trace `{path}` is damaged") from problem
 
     def load(key: str) -> torch.Tensor:
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         file = path / "arrays" / f"{key}.safetensors"
         if not file.exists():
             raise KeyError(f"payload `{key}` is not in the trace")
-        return load_file(file)["array"]
+        try:
+            return load_file(file)["array"]
+        except (OSError, KeyError, SafetensorError) as problem:
+            raise ValueError(f"payload `{key}` of the trace is damaged: {problem}") from problem
 
     return Trace(manifest, evidence, load)

@@ -45,9 +45,17 @@ class EngineClient:
         socket_path: where the host listens.
         log_path: the host's log, quoted in errors.
         deadline_s: for each request that names none.
+        name: what errors call it.
     """
 
-    def __init__(self, socket_path: Path | str, log_path: Path | str | None = None, deadline_s: float = 300) -> None:
+    def __init__(
+        self,
+        socket_path: Path | str,
+        log_path: Path | str | None = None,
+        deadline_s: float = 300,
+        name: str = "the engine",
+    ) -> None:
+        self._name = name
         self.socket_path = Path(socket_path)
         self.log_path = Path(log_path) if log_path else self.socket_path.with_name("engine.log")
         self.deadline_s = deadline_s
@@ -57,12 +65,12 @@ class EngineClient:
         except OSError as error:
             self.close()
             words = self._last_words()
-            raise EngineGone(f"no engine listens at {self.socket_path}: {error.strerror}{words}") from error
+            raise EngineGone(f"{name} does not listen at {self.socket_path}: {error.strerror}{words}") from error
 
     def start(self, request: str, *, deadline_s: float | None = None, **arguments: Any) -> Pending:
         """Send a request and return at once; its `result` must be taken before the next request."""
         if self._sock is None:
-            raise EngineGone(f"the connection to the engine was closed before the request `{request}`")
+            raise EngineGone(f"the connection to {self._name} was closed before the request `{request}`")
         try:
             channel.send(self._sock, {"request": request, "arguments": arguments})
         except channel.ChannelClosed as error:
@@ -82,17 +90,17 @@ class EngineClient:
     def answer(self, request: str, deadline_s: float) -> Any:
         """Wait for the answer to the request under way."""
         if self._sock is None:
-            raise EngineGone(f"the connection to the engine was closed during the request `{request}`")
+            raise EngineGone(f"the connection to {self._name} was closed during the request `{request}`")
         try:
             reply = channel.receive(self._sock, deadline_s)
         except channel.DeadlinePassed as error:
             self.close()
             raise EngineTimeout(
-                f"the engine did not answer `{request}` within {deadline_s:g} s{self._last_words()}"
+                f"{self._name} did not answer `{request}` within {deadline_s:g} s{self._last_words()}"
             ) from error
         except channel.ChannelClosed as error:
             raise self._gone(request) from error
-        raise_record(reply, f"the engine failed in `{request}`")
+        raise_record(reply, f"{self._name} failed in `{request}`")
         return reply["value"]
 
     def wait_ready(self, deadline_s: float) -> int:
@@ -202,7 +210,7 @@ class EngineClient:
 
     def _gone(self, request: str) -> EngineGone:
         self.close()
-        return EngineGone(f"the engine's process ended during the request `{request}`{self._last_words()}")
+        return EngineGone(f"{self._name}'s process ended during the request `{request}`{self._last_words()}")
 
     def _last_words(self) -> str:
         if not self.log_path.is_file():

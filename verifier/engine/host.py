@@ -28,6 +28,8 @@ from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address
 
+_MAX_FOLDER = 107 - len("/01234567-0123-0123-0123-0123456789ab")
+"""Bytes of a socket's path that Linux takes (unix(7), sun_path), less what vLLM calls its sockets."""
 Request = tuple[socket.socket, str, dict[str, Any]]
 VLLM_ENVIRONMENT = {
     # No separate engine core: the driver is this process, and its workers are forked from it.
@@ -111,6 +113,8 @@ def serve(socket_path: str, config: EngineConfig) -> None:
     door.listen()
     os.rename(f"{socket_path}.opening", socket_path)  # who sees the path can connect
     threading.Thread(target=_accept, args=(door, requests), daemon=True).start()
+    if len(os.fsencode(folder := os.path.dirname(socket_path))) <= _MAX_FOLDER:
+        os.environ["VLLM_RPC_BASE_PATH"] = folder  # vLLM leaves its sockets there; they go with the folder
     try:
         engine = load(config)
     except VerifierError as error:

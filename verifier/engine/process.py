@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from verifier.engine.client import EngineClient, EngineGone
 from verifier.engine.engine import EngineConfig, package_root
-from verifier.errors import InternalError
+from verifier.errors import UsageError
 
 if TYPE_CHECKING:
     from verifier.engine.nursery import EngineNursery
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 10.0
+_MAX_DIRECTORY = 107 - len("/socket.opening")
+"""Bytes of a socket's path that Linux takes (unix(7), sun_path), less our longest file name."""
 
 
 def die_with_parent() -> None:
@@ -58,24 +60,33 @@ class EngineProcess:
         config: of the engine.
         log_path: receives the host's and its workers' output; in the socket's directory if not given.
         nursery: forks the host, if that is vLLM's; without one it gets an interpreter of its own.
+        name: what errors call it.
     """
 
     def __init__(
-        self, config: EngineConfig, log_path: Path | None = None, nursery: EngineNursery | None = None
+        self,
+        config: EngineConfig,
+        log_path: Path | None = None,
+        nursery: EngineNursery | None = None,
+        name: str = "the engine",
     ) -> None:
-        self.config = config
+        self.config, self._name = config, name
         self._directory = Path(tempfile.mkdtemp(prefix="verifier-engine-"))
         self.socket_path = self._directory / "socket"
         self.log_path = log_path or self._directory / "engine.log"
-        self._process: Host
-        if nursery is None or config.kind != "vllm":
-            self._process = self._own_interpreter()
-        else:
-            try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            if len(os.fsencode(self._directory)) > _MAX_DIRECTORY:
+                raise UsageError(
+                    f"the folder for temporary files, `{self._directory.parent}`, has too long a name for sockets: set "
+                    "TMPDIR to another"
+                )
+            self._process: Host
+            if nursery is None or config.kind != "vllm":
+                self._process = self._own_interpreter()
+            else:
                 self._process = nursery.start(self.socket_path, config, self.log_path)
-            except InternalError:
-                shutil.rmtree(self._directory, ignore_errors=True)
-                raise
+            undo.pop_all()
 
     def _own_interpreter(self) -> subprocess.Popen[bytes]:
         root = os.pathsep.join(filter(None, [str(package_root()), os.environ.get("PYTHONPATH", "")]))
@@ -107,17 +118,17 @@ class EngineProcess:
             if ended is not None or time.monotonic() > until:
                 why = "did not listen" if ended is None else f"ended with {ended}"
                 words = self.log_path.read_text(errors="replace").splitlines()[-12:]
-                raise EngineGone(f"the engine's process {why}; its last words:\n" + "\n".join(words))
+                raise EngineGone(f"{self._name}'s process {why}; its last words:\n" + "\n".join(words))
             time.sleep(0.02)
-        return EngineClient(self.socket_path, self.log_path, deadline_s)
+        return EngineClient(self.socket_path, self.log_path, deadline_s, self._name)
 
     def stop(self) -> None:
         """End the host and all its workers; nothing is left, whatever state they are in."""
         if self._process.poll() is None:
             self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_GRACE_S)
         until = time.monotonic() + _GRACE_S
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE_S)
         while self._group_alive() and time.monotonic() < until:  # workers, and what frees their shared memory
             time.sleep(0.02)
         if self._group_alive():

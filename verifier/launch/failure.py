@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verifier.errors import ContractError, UsageError, VerifierError
+from verifier.errors import ContractError, InternalError, UsageError, VerifierError
 
 JSON = Any
 _MAX_RANKS_SHOWN = 8
@@ -102,7 +102,7 @@ class JobTimeout(LaunchError):
 def failure_from(report: Mapping[str, JSON], places: Sequence[str]) -> VerifierError:
     """The exception for a failure report of the forking process.
 
-    A rank's own UsageError or ContractError comes back as itself, with its one sentence.
+    A rank's own UsageError, ContractError or InternalError comes back as itself, with its one sentence.
     """
     if report["kind"] == "rank":
         rank = report["rank"]
@@ -113,7 +113,7 @@ def failure_from(report: Mapping[str, JSON], places: Sequence[str]) -> VerifierE
             traceback=report["traceback"],
             log_tail=report["log_tail"],
         )
-        known = {"UsageError": UsageError, "ContractError": ContractError}.get(report["error"])
+        known = {kind.__name__: kind for kind in (UsageError, ContractError, InternalError)}.get(report["error"])
         if known is None:
             return failed
         error = known(report["message"])

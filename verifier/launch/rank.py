@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from verifier import errors
 from verifier.errors import UsageError
 from verifier.launch import recorder as flight
 
@@ -77,8 +78,9 @@ class Capture:
     ) -> bool:
         if kind is not None and error is not None:
             message = str(error)
+            ours = next((item.__name__ for item in kind.__mro__ if item.__module__ == errors.__name__), "")
             self.failure = {
-                "error": kind.__name__,
+                "error": ours or kind.__name__,
                 "message": message,
                 "cause": f"{kind.__name__}: {message}".rstrip(": "),
                 "traceback": "".join(traceback.format_exception(kind, error, trace)),

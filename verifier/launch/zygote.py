@@ -162,8 +162,7 @@ class Zygote:
             UsageError: a world size that is out of range or not the mesh's; the preload refused.
             InternalError: the zygote is gone or did not load.
         """
-        if not 1 <= world_size <= MAX_RANKS:
-            raise UsageError(f"{world_size} ranks asked for: this machine's launcher starts 1 to {MAX_RANKS}")
+        require_ranks(world_size)
         if mesh is not None and mesh.world_size != world_size:
             raise UsageError(f"mesh {mesh.label()} has {mesh.world_size} ranks, but {world_size} were asked for")
         self.ready()
@@ -318,6 +317,16 @@ class Job:
             self._failure = _refusal(f"`{self._function}` could not be started", message)
         else:
             self._failure = failure_from(message, self._places)
+
+
+def require_ranks(world_size: int) -> None:
+    """Refuse a number of ranks that cannot be started.
+
+    Raises:
+        UsageError: fewer than one, or more than the flight recorder has room for.
+    """
+    if not 1 <= world_size <= MAX_RANKS:
+        raise UsageError(f"{world_size} ranks asked for: this machine's launcher starts 1 to {MAX_RANKS}")
 
 
 def _refusal(what: str, message: Mapping[str, JSON]) -> VerifierError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -70,10 +71,7 @@ class Mesh:
     @staticmethod
     def smallest_dp(tp: int, cp: int, ep: int, etp: int) -> int:
         """The least dp for which ep * etp divides tp * cp * dp."""
-        dp = 1
-        while (tp * cp * dp) % (ep * etp):
-            dp += 1
-        return dp
+        return ep * etp // math.gcd(ep * etp, tp * cp)
 
     @property
     def dense_size(self) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verifier.errors import UsageError
-from verifier.model.families import JSON
+from verifier.model.families import JSON, family_of, sizes_of, tensors_of
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +114,50 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     return Checkpoint(path=path, config=config, metas=dict(sorted(metas.items())))
 
 
+def require_described(checkpoint: Checkpoint, dtype: str) -> None:
+    """Refuse a quantized checkpoint, and one of a known family that is not what its own config.json describes.
+
+    More tensors than described are fine: published checkpoints of tied models hold their head twice.
+
+    Args:
+        checkpoint: any.
+        dtype: what most of it is stored in; families keep some tensors in float32.
+
+    Raises:
+        UsageError: it is quantized; config.json names another model type than the architecture's, or asks for a tensor
+            that is absent or has another shape; a tensor has another dtype.
+    """
+    path, config, metas = checkpoint.path, checkpoint.config, checkpoint.metas
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise UsageError(f"checkpoint {path} is quantized ({method}): convert it to bf16 first")
+    family = family_of(config)
+    if family is None:
+        return
+    if config.get("model_type") != family.model_type:
+        raise UsageError(
+            f"{path / 'config.json'} names architecture {family.architecture} with `model_type` = "
+            f"{config.get('model_type')!r}, which has to be {family.model_type!r}"
+        )
+    layers = sizes_of(config)["layers"]
+    if layers > len(metas):
+        raise UsageError(f"{path / 'config.json'} asks for {layers:,} layers, the shards hold {len(metas):,} tensors")
+    for spec in tensors_of(family, config):
+        held = metas.get(spec.name)
+        if held is None:
+            raise UsageError(f"checkpoint {path} has no tensor `{spec.name}`, which its config.json asks for")
+        if held.shape != spec.shape:
+            raise UsageError(
+                f"shard {path / held.shard} holds `{spec.name}` with shape {list(held.shape)}, where config.json asks "
+                f"for {list(spec.shape)}"
+            )
+        if held.dtype not in (dtype, "float32"):
+            raise UsageError(
+                f"shard {path / held.shard} holds `{spec.name}` in {held.dtype}, most of the checkpoint is in {dtype}: "
+                "convert it first"
+            )
+
+
 def _read_indexed(path: Path) -> dict[str, TensorMeta]:
     listed = _read_json(path / _INDEX).get("weight_map")
     weight_map = (
@@ -173,7 +217,7 @@ def _read_header(shard: Path) -> dict[str, TensorMeta]:
             at = end
     except OSError as error:
         raise UsageError(f"cannot read shard {shard}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"shard {shard} has a broken header: {type(error).__name__} while reading it") from error
     expected_bytes = 8 + header_bytes + at
     if file_bytes != expected_bytes:
@@ -189,7 +233,7 @@ def _read_json(path: Path) -> dict[str, JSON]:
         raise UsageError(f"{path.name} is missing from {path.parent}") from error
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{path} holds a JSON {type(content).__name__}, not an object")

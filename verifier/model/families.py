@@ -260,7 +260,16 @@ def num_experts_of(config: Mapping[str, Any]) -> int:
     """Routed experts of each layer that has any, however the family spells it; 0 for a dense model."""
     if "E" not in str(config.get("hybrid_override_pattern") or "E"):
         return 0
-    return int(next((config[key] for key in _EXPERT_COUNTS if config.get(key)), 0))
+    return next((_size(config, key) for key in _EXPERT_COUNTS if config.get(key)), 0)
+
+
+def size_if_any(config: Mapping[str, JSON], key: str) -> int | None:
+    """One size of a config.json, None where it has no such key or a null.
+
+    Raises:
+        UsageError: it is no positive integer.
+    """
+    return None if config.get(key) is None else _size(config, key)
 
 
 def layer_scopes(config: Mapping[str, JSON]) -> tuple[frozenset[Scope], ...]:

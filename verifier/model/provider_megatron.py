@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
-from verifier.model.families import num_experts_of
+from verifier.model.families import num_experts_of, size_if_any
 from verifier.platform import Tier, install_for, select
 
 if TYPE_CHECKING:
@@ -88,30 +88,30 @@ def validate(config: Mapping[str, Any], mesh: Mesh) -> None:
         raise UsageError(f"ep = {mesh.ep}, but {_architecture(config)} has no experts")
     if mesh.etp > 1 and not experts:
         raise UsageError(f"etp = {mesh.etp}, but {_architecture(config)} has no experts")
-    expert_width = config.get("moe_intermediate_size")
+    size = partial(size_if_any, config)
     latent = config.get("kv_lora_rank") is not None
     hybrid = config.get("hybrid_override_pattern") is not None
-    for axis, size, what, count in (
-        ("tp", mesh.tp, "attention heads", config.get("num_attention_heads")),
-        ("tp", mesh.tp, "key-value heads", None if latent else config.get("num_key_value_heads")),
-        ("tp", mesh.tp, "groups of the state-space layers", config.get("n_groups") if hybrid else None),
-        ("tp", mesh.tp, "vocabulary entries", config.get("vocab_size")),
-        ("tp", mesh.tp, "columns of the feed-forward layers", config.get("intermediate_size")),
+    for axis, parts, what, count in (
+        ("tp", mesh.tp, "attention heads", size("num_attention_heads")),
+        ("tp", mesh.tp, "key-value heads", None if latent else size("num_key_value_heads")),
+        ("tp", mesh.tp, "groups of the state-space layers", size("n_groups") if hybrid else None),
+        ("tp", mesh.tp, "vocabulary entries", size("vocab_size")),
+        ("tp", mesh.tp, "columns of the feed-forward layers", size("intermediate_size")),
         ("ep", mesh.ep, "experts", experts),
-        ("etp", mesh.etp, "columns of an expert", expert_width if experts else None),
+        ("etp", mesh.etp, "columns of an expert", size("moe_intermediate_size") if experts else None),
     ):
-        if count is not None and count % size:
-            raise UsageError(f"{axis} = {size} does not divide the {count:,} {what} of {_architecture(config)}")
+        if count is not None and count % parts:
+            raise UsageError(f"{axis} = {parts} does not divide the {count:,} {what} of {_architecture(config)}")
     if hybrid:
         _validate_hybrid(config, mesh)
-    num_layers = config.get("num_hidden_layers")
+    num_layers = size("num_hidden_layers")
     if num_layers is not None:
         mesh.stage_sizes(num_layers)
 
 
 def _validate_hybrid(config: Mapping[str, Any], mesh: Mesh) -> None:
     """Refuse what state-space layers cannot be divided over; context-parallel ranks share out their heads."""
-    name, heads, groups = _architecture(config), config.get("mamba_num_heads"), config.get("n_groups")
+    name, heads, groups = _architecture(config), size_if_any(config, "mamba_num_heads"), size_if_any(config, "n_groups")
     if mesh.vpp > 1:
         raise UsageError(f"vpp = {mesh.vpp}, but megatron-bridge builds {name} without virtual stages")
     if heads is not None and heads % (mesh.tp * mesh.cp):

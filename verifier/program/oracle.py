@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,8 +43,13 @@ class Oracle:
     """
 
     def __init__(self, checkpoint: Path, deadline_s: float) -> None:
-        self._process = EngineProcess(EngineConfig(kind="hf", checkpoint=str(checkpoint), dtype="float32"))
-        self._client = self._process.client(deadline_s=deadline_s)
+        self._process = EngineProcess(
+            EngineConfig(kind="hf", checkpoint=str(checkpoint), dtype="float32"), name="the fp32 oracle"
+        )
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._process.stop)
+            self._client = self._process.client(deadline_s=deadline_s)
+            undo.pop_all()
 
     def __enter__(self) -> Oracle:
         return self

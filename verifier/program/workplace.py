@@ -1,4 +1,4 @@
-"""What golden and roundtrip share on the parent's side: the model, the trace, the folder for hand-overs, the ranks."""
+"""What golden and roundtrip share on the parent's side: the model, the trace, the deadline, the ranks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import contextlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verifier.core import store
-from verifier.errors import UsageError, VerifierError
+from verifier.errors import InternalError, Stopped, UsageError, VerifierError
 from verifier.export.names import layout_of
-from verifier.launch.zygote import Zygote
+from verifier.launch.zygote import Zygote, require_ranks
 from verifier.mesh import Mesh
-from verifier.model.checkpoint import Checkpoint, open_checkpoint
+from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_described
 from verifier.model.named import resolve_model
 from verifier.model.provider_megatron import validate
 from verifier.platform import select
@@ -24,10 +25,34 @@ from verifier.platform.pins import PINS, TRAINER, installed, require_pins
 from verifier.program.spec import RunSpec
 
 Progress = Callable[[str], None]
+ENGINE_FIRST_S = 20.0
+"""Ranks wait so much longer for rank 0 than rank 0 for the engine, so that it can say first who does not answer."""
 PRELOADS = {
     "cpu": "verifier.program.session_megatron:preload_cpu",
     "cuda": "verifier.program.session_megatron:preload_cuda",
 }
+
+
+class Deadline:
+    """The end of a run; each step asks it for the time that is left.
+
+    Args:
+        timeout_s: seconds from now.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._at = timeout_s, time.monotonic() + timeout_s
+
+    def left(self, step: str) -> float:
+        """Seconds that a step may take.
+
+        Raises:
+            InternalError: none are left; names the step.
+        """
+        left = self._at - time.monotonic()
+        if left <= 0:
+            raise InternalError(f"--timeout is {self._timeout_s:g} s, which had passed before {step}")
+        return left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +87,7 @@ def open_subject(model: str, dtype: str, mesh: Mesh) -> Subject:
             checkpoint's; an upstream version that is not supported.
     """
     require_pins(*TRAINER)
+    require_ranks(mesh.world_size)
     checkpoint = open_checkpoint(resolve_model(model, cache_folder(), dtype))
     validate(checkpoint.config, mesh)
     dtypes = [checkpoint.meta(name).dtype for name in checkpoint.names()]
@@ -71,6 +97,7 @@ def open_subject(model: str, dtype: str, mesh: Mesh) -> Subject:
             f"the checkpoint is stored in {stored} and the run asks for {dtype}: rounding it would hide what is to be "
             f"shown; choose the checkpoint's own dtype, or convert it first"
         )
+    require_described(checkpoint, dtype)
     tier = select()
     if tier == "cuda":
         from verifier.platform.cuda import require_gpus
@@ -104,7 +131,7 @@ def trace_folder(path: Path, manifest: Mapping[str, Any]) -> Iterator[Path]:
     except UsageError:
         store.discard(path)
         raise
-    except VerifierError as problem:
+    except (VerifierError, Stopped) as problem:
         store.write_manifest(path, {**manifest, "complete": False, "failure": str(problem)})
         raise
 
@@ -127,7 +154,7 @@ def run_ranks(zygote: Zygote, function: str, spec: RunSpec, deadline_s: float, p
         run_dir=Path(spec.work) / "ranks",
         args=spec.to_json(),
         deadline_s=deadline_s,
-        collective_deadline_s=spec.deadline_s,
+        collective_deadline_s=spec.deadline_s + ENGINE_FIRST_S,
         mesh=spec.mesh,
         on_progress=lambda rank, text: progress(text),
     )

@@ -1,6 +1,7 @@
 """A trace on disk: what was written comes back, and what is damaged is refused in one sentence."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,7 +54,16 @@ def test_the_line_that_a_dying_run_was_writing_is_forgiven_and_no_other(trace):
 
 @pytest.mark.parametrize(
     ("manifest", "said"),
-    [("{", "manifest.json` is not JSON"), ('{"format": 2}', "has trace format 2, this version reads format 1")],
+    [
+        ("{", "manifest.json` is not JSON"),
+        ('{"format": 2}', "has trace format 2, this version reads format 1"),
+        ("[]", "manifest.json` holds a JSON list, not an object"),
+        ('{"format": 1, "scopes": 3}', "manifest.json` is damaged: `scopes` is 3"),
+        ('{"format": 1, "scopes": [[]]}', r"manifest.json` is damaged: `scopes` is \[\[\]\]"),
+        ('{"format": 1, "world_size": 1000000000}', "manifest.json` is damaged: `world_size` is 1000000000"),
+        ('{"format": 1, "engine_ranks": -1}', "manifest.json` is damaged: `engine_ranks` is -1"),
+        ('{"format": 1, "config": null}', "manifest.json` is damaged: `config` is None"),
+    ],
 )
 def test_a_manifest_that_cannot_be_read_is_refused(trace, manifest, said):
     (trace / "manifest.json").write_text(manifest)
@@ -67,6 +77,58 @@ def test_a_field_of_another_version_is_refused(trace):
     )
     with pytest.raises(UsageError, match="a field `opinion` that this version of verifier does not know"):
         store.read(trace)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[1]",
+        b"\xff\xfe",
+        b'{"stage": "nowhere", "kind": "x", "name": "y"}',
+        b'{"stage": "load"}',
+        b'{"stage": "load", "kind": "x", "name": 5}',
+        b'{"stage": "load", "kind": "x", "name": "y", "version": "z"}',
+        b'{"stage": "load", "kind": "x", "name": "y", "facts": []}',
+    ],
+)
+def test_a_line_that_is_no_evidence_is_refused(trace, line):
+    finish(trace)
+    (trace / "evidence" / "trainer-0004.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(UsageError, match=r"`trainer-0004.jsonl` line 1 of the trace .* is damaged"):
+        store.read(trace)
+
+
+def test_a_trace_that_cannot_be_opened_is_refused(trace):
+    with pytest.raises(UsageError, match=r"manifest.json` holds no trace: there is no manifest.json"):
+        store.read(trace / "manifest.json")
+    (trace / "evidence" / "trainer-0004.jsonl").mkdir()
+    with pytest.raises(UsageError, match=r"trainer-0004.jsonl` cannot be read: Is a directory"):
+        store.read(trace)
+
+
+def test_a_damaged_array_is_named(trace):
+    finish(trace)
+    found = store.read(trace)
+    for file in (trace / "arrays").iterdir():
+        file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(ValueError, match="payload `trainer-0003-000000` of the trace is damaged"):
+        found.array(found.evidence[0])
+
+
+def test_results_go_where_they_can_be_written_and_leave_no_mark_before(tmp_path):
+    store.require_writable(tmp_path / "report.json")
+    store.require_writable(tmp_path / "new" / "report.json", make_folder=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["new"]
+    with pytest.raises(UsageError, match=r"report.json` cannot be written: File name too long"):
+        store.require_writable(tmp_path / ("a" * 255 + "report.json"))
+    with pytest.raises(UsageError, match="`/dev/full` is a device or a pipe, a file for the results is needed"):
+        store.require_writable(Path("/dev/full"))
+
+
+def test_traces_are_kept_in_an_empty_folder_only(tmp_path):
+    store.require_empty(tmp_path / "kept", "--keep")
+    with pytest.raises(UsageError, match="is not empty: choose another --keep"):
+        store.require_empty(tmp_path, "--keep")
 
 
 def test_a_folder_that_is_in_use_is_refused(trace):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verifier.errors import ContractError, UsageError
+from verifier.errors import ContractError, InternalError, UsageError
 from verifier.launch.failure import CollectiveTimeout, JobTimeout, RankFailed, RankState, failure_from
 from verifier.launch.job import innermost_frame
 
@@ -25,7 +25,7 @@ def test_rank_failed():
     assert str(failure_from(rank_report(traceback="", log_tail=""), [])) == "rank 3 failed: ValueError: no"
 
 
-@pytest.mark.parametrize("kind", [UsageError, ContractError])
+@pytest.mark.parametrize("kind", [UsageError, ContractError, InternalError])
 def test_our_own_errors_keep_their_kind(kind):
     error = failure_from(rank_report(error=kind.__name__), PLACES)
     assert type(error) is kind

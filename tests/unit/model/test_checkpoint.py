@@ -106,6 +106,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "{path}/config.json is not valid JSON: Expecting property name enclosed in double quotes: "
         "line 1 column 2 (char 1)",
     ),
+    "config without an end": (
+        lambda path: (path / "config.json").write_text("[" * 100_000),
+        "{path}/config.json is not valid JSON: maximum recursion depth exceeded while decoding a JSON array from a "
+        "unicode string",
+    ),
     "config is no object": (
         lambda path: (path / "config.json").write_text("[]"),
         "{path}/config.json holds a JSON list, not an object",
