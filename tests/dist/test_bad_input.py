@@ -236,6 +236,14 @@ def test_a_full_disk_is_refused_at_the_start(shell: Shell, small_disk: Callable[
     assert shell.refused("golden", "--model", "tiny:qwen3", "--trace", str(disk / "trace")) == sentence
 
 
+def test_a_cache_on_a_full_disk_is_refused_and_left_empty(shell: Shell, small_disk: Callable[[str], Path]) -> None:
+    disk = small_disk("size=40k")
+    arguments = ("golden", "--model", "tiny:llama", "--trace", "trace")
+    environment = {"XDG_CACHE_HOME": str(disk / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    (disk / "cache" / "verifier").mkdir(parents=True)
+    assert "No space left on device" in shell.refused(*arguments, environment=environment)
+
+
 @pytest.mark.slow
 def test_a_disk_that_fills_up_under_way_ends_the_run(shell: Shell, small_disk: Callable[[str], Path]) -> None:
     """Ranks are writing evidence when it happens; the trace is removed and so are the reports."""

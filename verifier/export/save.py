@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verifier.errors import UsageError
+from verifier.model.checkpoint import write_shard
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +29,6 @@ def save_checkpoint(path: Path, config: Mapping[str, Any], tensors: Iterable[tup
     Raises:
         UsageError: the directory cannot be written, a full disk included.
     """
-    from safetensors.torch import save_file
-
     aside = path.with_name(f"{path.name}.partial-{os.getpid()}")
     shards: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}
@@ -38,7 +37,7 @@ def save_checkpoint(path: Path, config: Mapping[str, Any], tensors: Iterable[tup
     def flush() -> None:
         nonlocal held
         if held:
-            save_file(held, aside / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
+            write_shard(aside / f"shard-{len(shards)}.safetensors", held)
             shards.append(list(held))
             held = {}
 

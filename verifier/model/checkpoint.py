@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,6 +157,21 @@ def require_described(checkpoint: Checkpoint, dtype: str) -> None:
                 f"shard {path / held.shard} holds `{spec.name}` in {held.dtype}, most of the checkpoint is in {dtype}: "
                 "convert it first"
             )
+
+
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write one safetensors file.
+
+    Raises:
+        UsageError: it cannot be written, for instance because the disk is full.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:  # the format's own writer reports a full disk as an error of its own
+        raise UsageError(f"`{path}` cannot be written: {error}") from error
 
 
 def _read_indexed(path: Path) -> dict[str, TensorMeta]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verifier.errors import UsageError
+from verifier.model.checkpoint import write_shard
 from verifier.model.families import FAMILIES, JSON, Content, TensorSpec, family_of, tensors_of
 
 if TYPE_CHECKING:
@@ -92,8 +93,6 @@ def _write_files(
     path: Path, specs: list[TensorSpec], config: Mapping[str, JSON], dtype: str, stream: str, values: Values
 ) -> None:
     """Write config.json, at least two shards of about the same size, and the index."""
-    from safetensors.torch import save_file
-
     sizes = [math.prod(spec.shape) * (2 if stored_dtype(spec, dtype) == "bfloat16" else 4) for spec in specs]
     total = sum(sizes)
     num_shards = max(2, -(-total // _MAX_SHARD_BYTES))
@@ -106,7 +105,7 @@ def _write_files(
     weight_map: dict[str, str] = {}
 
     def write(file_name: str, shard: list[TensorSpec]) -> None:
-        save_file({spec.name: values(spec, dtype, stream) for spec in shard}, path / file_name, {"format": "pt"})
+        write_shard(path / file_name, {spec.name: values(spec, dtype, stream) for spec in shard})
         (path / file_name).chmod(0o644)
 
     with ThreadPoolExecutor(_WRITERS) as pool:

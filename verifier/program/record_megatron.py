@@ -15,7 +15,7 @@ from verifier.errors import ContractError
 from verifier.export.layout import Placement, unshard
 from verifier.export.names import Layout
 from verifier.mesh import Mesh
-from verifier.model.checkpoint import Checkpoint
+from verifier.model.checkpoint import Checkpoint, write_shard
 from verifier.plan.chunk_plan import ChunkPlan, TensorMeta, build_plan
 from verifier.plan.digest import digest_tensor, digest_tensors
 from verifier.transport.buffer import dtype_name
@@ -96,8 +96,6 @@ class LiveWeights:
             path: folder that all ranks write into.
             tensors: (chunk, local name, contents): `tensors()`, or gradients in their place.
         """
-        from safetensors.torch import save_file
-
         places = self.placements()
         at = self.mesh.coordinate(self.rank)
         owned = {}
@@ -105,7 +103,7 @@ class LiveWeights:
             place = places.get((chunk, name))
             if place is not None and all(getattr(at, axis) == 0 for axis in place.replicated_over):
                 owned[f"{chunk}/{name}"] = tensor.cpu().contiguous().clone()
-        save_file(owned, path / f"rank-{self.rank:04d}.safetensors")
+        write_shard(path / f"rank-{self.rank:04d}.safetensors", owned)
 
 
 def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from verifier.errors import ContractError
-from verifier.model.checkpoint import Checkpoint
+from verifier.model.checkpoint import Checkpoint, write_shard
 from verifier.model.provider_megatron import TrainerModel
 from verifier.train.step_megatron import params_synced
 
@@ -53,8 +53,6 @@ def export_adapter(trainer: TrainerModel) -> dict[str, torch.Tensor]:
 
 def save_adapter(path: Path, adapter: Mapping[str, torch.Tensor], rank: int) -> None:
     """Write a directory as the peft library does, which engines load."""
-    from safetensors.torch import save_file
-
     path.mkdir()
     targets = sorted({name.removesuffix(_A).rpartition(".")[2] for name in adapter if name.endswith(_A)})
     config = {
@@ -63,7 +61,7 @@ def save_adapter(path: Path, adapter: Mapping[str, torch.Tensor], rank: int) -> 
     }  # fmt: skip
     (path / "adapter_config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
     named = {f"base_model.model.{name}": tensor for name, tensor in adapter.items()}
-    save_file(named, path / "adapter_model.safetensors")
+    write_shard(path / "adapter_model.safetensors", named)
 
 
 def merged(source: Checkpoint, adapter: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from verifier.errors import UsageError
-from verifier.model.checkpoint import TensorMeta, open_checkpoint
+from verifier.model.checkpoint import TensorMeta, open_checkpoint, write_shard
 from verifier.model.tiny import write_tiny
 
 INDEX = "model.safetensors.index.json"
@@ -229,3 +229,8 @@ def test_opening_needs_no_torch(path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["47", "False"]
+
+
+def test_a_shard_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"absent/a.safetensors` cannot be written: .*No such file or directory"):
+        write_shard(tmp_path / "absent" / "a.safetensors", {"w": torch.zeros(2)})
