@@ -72,7 +72,7 @@ def compare_contents(
                 owner=owner_of(present),
                 expected=f"{describe(want)} ({expected_says})" if want else f"absent ({expected_says})",
                 actual=f"{describe(got)} ({actual_says})" if got else f"absent ({actual_says})",
-                allowed=allowed, hint=hint,
+                allowed=allowed, hint=hint, absent=True,
             )  # fmt: skip
             continue
         same = (got.digest, got.dtype, got.shape) == (want.digest, want.dtype, want.shape)

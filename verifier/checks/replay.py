@@ -55,6 +55,7 @@ def replayed_route_differs(trace: Trace) -> Iterator[Comparison]:
                 mismatched=f"places (token, layer): {len(bad):,} of {len(places):,}",
                 allowed="exact (routes are copied)",
                 hint="compare the experts with those of the next token, layer or shard: the shift names the slice",
+                absent=not any(found and found[1] for _, found in bad),
             )  # fmt: skip
 
 

@@ -76,6 +76,7 @@ def planned_tensor_differs_from_source(trace: Trace) -> Iterator[Comparison]:
             sentence="" if same else f"`{name}` is planned as {found}, the source checkpoint has {wanted}",
             expected=f"{wanted} (the source checkpoint)", actual=f"{found} (the plan)", allowed="exact",
             hint="look at what casts, drops or renames tensors between the export and the plan",
+            absent=want is None or got is None,
         )  # fmt: skip
 
 
@@ -148,4 +149,5 @@ def export_not_transferred(trace: Trace) -> Iterator[Comparison]:
                 expected=f"{want} confirmed" if want else "an export to confirm", actual=f"{got} confirmed",
                 allowed="exact counts",
                 hint="look at what gates the sync, and at the chunks that the receiver refused",
+                absent=got < want or not want,
             )  # fmt: skip

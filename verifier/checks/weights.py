@@ -160,6 +160,7 @@ def _compare_streams(got: list[Evidence], want: list[Evidence], rank: int, versi
     assert present is not None
     return Comparison(
         what=present.name, same=False, stage=Stage.EXPORT, version=version, badness=0.9,
+        absent=ours is None or theirs is None,
         sentence=f"the export of trainer rank {rank} {how}", owner=f"trainer rank {rank}",
         expected=f"`{theirs.name}` {describe(theirs)} (rank 0)" if theirs else "the end of the stream (rank 0)",
         actual=f"`{ours.name}` {describe(ours)} (rank {rank})" if ours else f"the end of the stream (rank {rank})",

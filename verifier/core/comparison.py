@@ -44,6 +44,8 @@ class Comparison:
     mismatched: str = ""
     allowed: str = ""
     hint: str = ""
+    absent: bool = False
+    """One side was not recorded: a mismatch in a run that finished, nothing in one that broke before it got there."""
 
     @property
     def place(self) -> tuple[int, bool, Stage]:

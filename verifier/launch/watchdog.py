@@ -57,8 +57,9 @@ def doing(slot: Slot | None, now_s: float) -> str:
     if slot is None:
         return "in no collective yet"
     carried = f" of {slot.tensor}" if slot.tensor else ""
+    gone_s = max(0.0, now_s - slot.since_s)  # it may have moved on since the look at the clock
     what = f"{slot.op}{carried} (its collective {slot.num_entered:,})"
     if slot.waiting:
-        return f"waits {now_s - slot.since_s:.1f} s in {what}"
-    since = f" since {now_s - slot.since_s:.1f} s" if slot.since_s else ""
+        return f"waits {gone_s:.1f} s in {what}"
+    since = f" since {gone_s:.1f} s" if slot.since_s else ""
     return f"in no collective{since}, the last was {what}"

@@ -3,6 +3,7 @@
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
+from verifier.checks.content import compare_contents
 from verifier.core.check import Check, check, run_check
 from verifier.core.comparison import Comparison
 from verifier.core.evidence import Evidence
@@ -45,6 +46,32 @@ def outcome_of(*comparisons: Comparison, then: Exception | None = None, needs=((
 )
 def test_verdict(outcome, verdict, code):
     assert (outcome.verdict, exit_code([outcome])) == (verdict, code)
+
+
+@pytest.mark.parametrize(
+    ("complete", "verdict"), [(True, Verdict.VIOLATED), (False, Verdict.INCONCLUSIVE), (None, Verdict.VIOLATED)]
+)
+def test_what_a_broken_run_did_not_reach_is_no_mismatch(complete, verdict):
+    manifest = {} if complete is None else {"complete": complete}
+    source = Evidence(stage=Stage.LOAD, kind="source", name="a", digest="vd1:00")
+    exported = Evidence(stage=Stage.EXPORT, kind="tensor", name="a", digest="vd1:00")
+
+    def judge(trace: Trace):
+        yield from compare_contents(
+            {}, {"a": source}, stage=Stage.EXPORT, version=0, actual_says="the export", expected_says="the source",
+            allowed="bitwise", hint="",
+        )  # fmt: skip
+
+    item = Check(code="ABC001", name="a-b", needs=((Stage.EXPORT, "tensor"),), scope="export", fn=judge)
+    assert run_check(item, Trace(manifest, [exported])).verdict is verdict
+
+
+def test_what_a_broken_run_shows_to_differ_is_a_mismatch():
+    item = Check(
+        code="ABC001", name="a-b", needs=((Stage.EXPORT, "tensor"),), scope="export",
+        fn=lambda trace: iter([compared("a"), compared("b", same=True)]),
+    )  # fmt: skip
+    assert run_check(item, Trace({"complete": False}, TRACE.evidence)).verdict is Verdict.VIOLATED
 
 
 def test_no_outcome_at_all_is_inconclusive():
