@@ -51,16 +51,16 @@ def check(code: str, *, needs: tuple[tuple[Stage, str], ...], scope: str) -> Cal
 def run_check(item: Check, trace: Trace) -> Outcome:
     """Fold a check's comparisons into an Outcome. Never raises.
 
-    In a run that broke, what is absent may just not have been reached: it is neither a match nor a mismatch then.
+    In a run that broke, what is absent of the last version may just not have been reached: it is neither a match nor a
+    mismatch then.
     """
-    broke = trace.manifest.get("complete") is False
     missing = tuple(f"{stage.label}/{kind}" for stage, kind in item.needs if not trace.has(stage, kind))
     if missing:
         return Outcome(code=item.code, name=item.name, num_compared=0, not_recorded=missing)
     seen, bad, error = 0, [], None
     try:
         for comparison in item.fn(trace):
-            if broke and comparison.absent and not comparison.same:
+            if comparison.absent and not comparison.same and not trace.came_past(comparison.version):
                 continue
             seen += 1
             if not comparison.same:

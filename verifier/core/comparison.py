@@ -45,7 +45,7 @@ class Comparison:
     allowed: str = ""
     hint: str = ""
     absent: bool = False
-    """One side was not recorded: a mismatch in a run that finished, nothing in one that broke before it got there."""
+    """One side was not recorded: a mismatch, unless the run broke within this version and may not have got there."""
 
     @property
     def place(self) -> tuple[int, bool, Stage]:

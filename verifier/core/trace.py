@@ -33,6 +33,7 @@ class Trace:
         self._index: dict[tuple[Stage, str], list[Evidence]] = {}
         for item in self.evidence:
             self._index.setdefault((item.stage, item.kind), []).append(item)
+        self._last = max((item.version for item in self.evidence), default=0)
 
     def at(self, stage: Stage, kind: str | None = None, **equal: Any) -> Iterator[Evidence]:
         """Evidence of one stage (and kind), optionally filtered by field equality such as ``version=1``."""
@@ -51,6 +52,10 @@ class Trace:
     def versions(self, stage: Stage, kind: str) -> list[int]:
         """Weight versions with evidence of this kind, ascending."""
         return sorted({item.version for item in self._index.get((stage, kind), ())})
+
+    def came_past(self, version: int) -> bool:
+        """Whether the run ended in order or went on to a later weight version, so that all of this one was reached."""
+        return self.manifest.get("complete") is not False or version < self._last
 
     def array(self, evidence: Evidence) -> torch.Tensor:
         """Payload array of one fact; KeyError if it carries none."""

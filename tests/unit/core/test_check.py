@@ -49,9 +49,14 @@ def test_verdict(outcome, verdict, code):
 
 
 @pytest.mark.parametrize(
-    ("complete", "verdict"), [(True, Verdict.VIOLATED), (False, Verdict.INCONCLUSIVE), (None, Verdict.VIOLATED)]
-)
-def test_what_a_broken_run_did_not_reach_is_no_mismatch(complete, verdict):
+    ("complete", "last", "verdict"),
+    [
+        (True, 0, Verdict.VIOLATED), (None, 0, Verdict.VIOLATED), (False, 0, Verdict.INCONCLUSIVE),
+        (False, 1, Verdict.VIOLATED),
+    ],
+)  # fmt: skip
+def test_what_a_broken_run_did_not_reach_is_no_mismatch(complete, last, verdict):
+    """The export of version 0 lacks a tensor; a run that went on to version 1 had had its time to export it."""
     manifest = {} if complete is None else {"complete": complete}
     source = Evidence(stage=Stage.LOAD, kind="source", name="a", digest="vd1:00")
     exported = Evidence(stage=Stage.EXPORT, kind="tensor", name="a", digest="vd1:00")
@@ -63,7 +68,8 @@ def test_what_a_broken_run_did_not_reach_is_no_mismatch(complete, verdict):
         )  # fmt: skip
 
     item = Check(code="ABC001", name="a-b", needs=((Stage.EXPORT, "tensor"),), scope="export", fn=judge)
-    assert run_check(item, Trace(manifest, [exported])).verdict is verdict
+    later = Evidence(stage=Stage.TRAIN, kind="step", name="step", version=last)
+    assert run_check(item, Trace(manifest, [exported, later])).verdict is verdict
 
 
 def test_what_a_broken_run_shows_to_differ_is_a_mismatch():
