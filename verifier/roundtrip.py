@@ -39,6 +39,8 @@ NUM_SEQUENCES = 8
 LENGTHS = (16, 48)
 PROMPT_LENGTHS = (140, 150)
 """Longer than a block of the prefix cache (128 tokens on the CPU)."""
+SHORT_PROMPT = 126
+"""Two tokens less than that block, so that a sample of four begins the next one while it is decoded."""
 MAX_MODEL_LEN = 256
 
 
@@ -156,11 +158,12 @@ def spec_of(
     draw = random.Random(config.seed)  # noqa: S311 - test tokens
     num_sequences = max(NUM_SEQUENCES, 2 * config.mesh.dp)
     transport = transport_of(config, subject.tier)
+    scored = with_a_long_one(draw, num_sequences, vocabulary)
+    prompts = sequences(draw, 2, PROMPT_LENGTHS, vocabulary)
     return RunSpec(
         checkpoint=str(subject.checkpoint.path), mesh=config.mesh, dtype=config.dtype, tier=subject.tier,
         trace=str(trace), work=str(work), update=config.update, seed=config.seed,
-        sequences=with_a_long_one(draw, num_sequences, vocabulary),
-        prompts=sequences(draw, 2, PROMPT_LENGTHS, vocabulary),
+        sequences=scored, prompts=[*prompts, prompts[-1][:SHORT_PROMPT]],
         batches=[with_a_long_one(draw, num_sequences, vocabulary) for _ in range(config.cycles)],
         chunk_bytes=chunk_bytes_for(sum(meta.num_bytes for meta in subject.checkpoint.metas.values()), transport),
         engine_socket=engine_socket, engine_ranks=engine_ranks, transport=transport,

@@ -35,6 +35,7 @@ ARRAYS = {
     "other routes": torch.tensor([[0, 0, 1, 3, 2], [0, 1, 1, 0, 2]]),
 }
 LENGTHS = {"lengths": [3, 2]}
+SAMPLED = {**LENGTHS, "tokens": [[1, 2, 3], [7, 5]], "stop": [5, 9], "limit": 3}
 
 
 def digest(name: str, version: int) -> str:
@@ -95,7 +96,7 @@ def clean() -> list[Evidence]:
     poisoned = {"intact": [], "total": 2, "left": [], "declared": []}
     seen.append(Evidence(stage=Stage.ENGINE, kind="poison", name="poison", version=1, role="engine", facts=poisoned))
     seen.append(Evidence(stage=Stage.TRANSPORT, kind="handover", name="transfer", version=1, facts={"refused": ""}))
-    drawn = {"tokens": [0] * 31 + [1] * 14 + [2] * 15}
+    drawn = {"tokens": [int(digit) for digit in "001200102120010021010200020112001201002000120021010200102001"]}
     seen.append(Evidence(stage=Stage.ROLLOUT, kind="drawn", name="drawn", version=1, role="engine", facts=drawn))
     seen.append(Evidence(stage=Stage.LOGPROB, kind="next", name="drawn", version=1, role="oracle", array="shares"))
     for version in (0, 1):
@@ -107,7 +108,7 @@ def clean() -> list[Evidence]:
             (Stage.LOGPROB, "sampled-oracle", "oracle", "right"),
         ):
             seen.append(
-                Evidence(stage=stage, kind=kind, name="batch", version=version, role=role, facts=LENGTHS, array=array)
+                Evidence(stage=stage, kind=kind, name="batch", version=version, role=role, facts=SAMPLED, array=array)
             )
     return seen
 
@@ -201,6 +202,8 @@ BROKEN: dict[str, list[Evidence]] = {
     "LSS001": change(Stage.LOSS, "gradient", with_facts(gradient_gap=0.125), name="b"),
     "LSS002": change(Stage.TRAIN, "step", with_facts(loss=14.0)),
     "LGP004": change(Stage.ROLLOUT, "drawn", with_facts(tokens=[0] * 60)),
+    "LGP005": change(Stage.ROLLOUT, "drawn", with_facts(tokens=[0, 1, 0, 2] * 15)),
+    "LGP006": change(Stage.ROLLOUT, "sampled", with_facts(tokens=[[1, 9, 3], [7, 5]]), version=1),
     "RPL001": change(Stage.REPLAY, "choice", with_array("other routes")),
     "RPL002": change(Stage.REPLAY, "scored", with_array("close")),
     "TRN001": change(Stage.LOSS, "gradient", with_facts(step_gap=0.5), name="a"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,10 +15,10 @@ from verifier.core.trace import Trace
 if TYPE_CHECKING:
     import torch
 
-SHARES = (0.5, 0.75, 0.9, 0.95, 0.99)
-"""Where the runs of a sorted distribution end, whose samples are counted: what truncation cuts off is the last ones."""
-LEAST = 5.0
-"""Samples that a run must be expected to have; a shorter one joins its neighbour."""
+LEAST_NATS = 0.5
+"""Below this a log-probability is a small difference of great numbers, and has few bits by itself."""
+FEW_VALUES = 4
+"""Fewer values than these may all have few bits by chance."""
 STATISTICS = {"mean": "on the mean", "median": "on the median"}
 """Of the differences of all tokens, and how a sentence says it."""
 
@@ -58,6 +57,8 @@ def _compare(
             expected=f"{_head(right)} ({expected_says})", actual=f"{_head(left)} ({actual_says})",
             mismatched=found.text, allowed=str(worst_bound), hint=hint,
         )  # fmt: skip
+    if trace.manifest["dtype"] != "float32":  # where it is, the bound on each token says so
+        yield _rounded(actual, got, actual_says)
     for name, bound in bounds.body.items():
         value = _statistic(name, (got.double() - want.double()).abs())
         same = value <= bound.absolute
@@ -68,6 +69,25 @@ def _compare(
             f"{STATISTICS[name]}, {bound.absolute:.3g} is allowed",
             owner=f"{actual.role} rank {actual.rank}", allowed=str(bound), hint=hint,
         )  # fmt: skip
+
+
+def _rounded(actual: Evidence, got: torch.Tensor, actual_says: str) -> Comparison:
+    """Whether all values, small ones apart, are of few bits: rounded after they were computed, which noise would hide.
+
+    A difference of float32 logits of 32 and less has 18 bits where it is `LEAST_NATS` or more; the last ten are zeros
+    by chance for one in a thousand.
+    """
+    import torch
+
+    values = got.float()[got.abs() >= LEAST_NATS]
+    coarse = len(values) >= FEW_VALUES and bool((values == values.to(torch.bfloat16).float()).all())
+    return Comparison(
+        what=f"{actual.name} precision", same=not coarse, stage=actual.stage, version=actual.version,
+        badness=float(coarse), owner=f"{actual.role} rank {actual.rank}",
+        sentence=f"all {len(values):,} log-probabilities of {actual_says} are rounded to bfloat16",
+        expected="float32, as they are computed", actual=f"{_head(values)}, 8 bits each", allowed="not all of them",
+        hint="look at the dtype of the logits' softmax, and of what hands its result on",
+    )  # fmt: skip
 
 
 def _statistic(name: str, gaps: torch.Tensor) -> float:
@@ -152,7 +172,8 @@ def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The log-probabilities reported with sampled tokens are those of the synced weights.
 
     What it checks: tokens generated from prompts longer than a cache block, whose cache was filled before the sync,
-    scored again by the oracle.
+    scored again by the oracle; and tokens generated from them once more, when the cache holds them and samples end one
+    after another. One prompt is a little shorter, and grows into a second block.
     Why it matters: a prefix cache that outlives its weights answers from the old policy.
     Evidence: rollout/sampled, logprob/sampled-oracle (arrays).
     Tolerance and its source: as LGP001.
@@ -164,69 +185,3 @@ def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
             trace, actual, expected, Stage.ROLLOUT, "the engine's sampler", "the fp32 oracle",
             "look at caches that were filled before the sync: prefix blocks, graphs",
         )  # fmt: skip
-
-
-@check("LGP004", needs=((Stage.ROLLOUT, "drawn"), (Stage.LOGPROB, "next")), scope="rollout")
-def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
-    """Tokens are drawn from the distribution that their log-probabilities are reported of.
-
-    What it checks: some hundred samples of one next token, counted in runs of the oracle's distribution from the
-    likeliest tokens to the least likely (`SHARES`), against the shares that these runs have.
-    Why it matters: a temperature, a nucleus or a penalty that the sampler applies and the reported log-probabilities do
-    not makes every importance ratio wrong, and each log-probability is right.
-    Evidence: rollout/drawn (token ids), logprob/next (the oracle's whole distribution).
-    Tolerance and its source: Pearson's chi-square, exceeded by chance once in a million; seeds are fixed.
-    What it does not catch: changes of less than a few hundredths of the distribution; seeds shared between prompts.
-    References: verl#1949, trl#6945, vllm#42259, verl#5179, ms-swift#7858.
-    """
-    for item in trace.at(Stage.ROLLOUT, "drawn"):
-        expected = next(trace.at(Stage.LOGPROB, "next", name=item.name, version=item.version), None)
-        if expected is None:
-            raise LookupError(f"nobody gave the distribution of `{item.name}` of version {item.version}")
-        tokens = [int(token) for token in item.facts["tokens"]]
-        wanted, found = _runs(trace.array(expected).double().exp(), tokens)
-        statistic = sum((got - want) ** 2 / want for got, want in zip(found, wanted, strict=True))
-        allowed = _chance(len(wanted) - 1)
-        same = statistic <= allowed.absolute
-        yield Comparison(
-            what=item.name, same=same, stage=Stage.ROLLOUT, version=item.version,
-            badness=0.0 if same else _times(statistic, allowed), owner=f"{item.role} rank {item.rank}",
-            sentence="" if same else (
-                f"{len(tokens):,} sampled tokens are not spread as the policy's distribution: of runs of "
-                f"{_shown(wanted)} expected there are {_shown(found)}"
-            ),
-            expected=f"{_shown(wanted)} (the fp32 oracle, likeliest first)", actual=f"{_shown(found)} (the engine)",
-            mismatched=f"chi-square {statistic:.3g}", allowed=str(allowed),
-            hint="look at temperature, top-p, top-k, penalties and seeds of the sampler",
-        )  # fmt: skip
-
-
-def _runs(share: torch.Tensor, tokens: list[int]) -> tuple[list[float], list[float]]:
-    """Expected and found counts of samples in runs of the sorted distribution, none expected less than `LEAST`."""
-    import torch
-
-    order = share.argsort(descending=True, stable=True)
-    ended = share[order].cumsum(0) - share[order] / 2
-    run = torch.bucketize(ended, torch.tensor(SHARES, dtype=ended.dtype))
-    counts = torch.bincount(torch.tensor(tokens), minlength=len(share))[order].double()
-    wanted = torch.zeros(len(SHARES) + 1, dtype=torch.float64).index_add_(0, run, share[order]) * len(tokens)
-    found = torch.zeros(len(SHARES) + 1, dtype=torch.float64).index_add_(0, run, counts)
-    merged: list[tuple[float, float]] = []
-    for want, got in zip(wanted.tolist(), found.tolist(), strict=True):
-        if merged and (want < LEAST or merged[-1][0] < LEAST):
-            want, got = want + merged[-1][0], got + merged.pop()[1]
-        merged.append((want, got))
-    return [want for want, _ in merged], [got for _, got in merged]
-
-
-def _chance(freedom: int) -> Tolerance:
-    """What chi-square exceeds once in a million: its tail bound by Laurent and Massart (2000), lemma 1."""
-    nats = 6 * math.log(10)
-    return Tolerance(
-        absolute=freedom + 2 * math.sqrt(freedom * nats) + 2 * nats, unit="(chi-square)",
-        source=f"exceeded by chance once in a million, with {freedom} degrees of freedom",
-    )  # fmt: skip
-
-
-def _shown(counts: list[float]) -> str:
-    return "[" + ", ".join(f"{count:.0f}" for count in counts) + "]"

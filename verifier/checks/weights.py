@@ -178,7 +178,7 @@ def _same_tensor(left: Evidence | None, right: Evidence | None) -> bool:
 def idle_step_moved_weight(trace: Trace) -> Iterator[Comparison]:
     """A step with learning rate 0 leaves every live parameter bit alone.
 
-    What it checks: each rank's parameters after an lr = 0 step (no weight decay) against those before it.
+    What it checks: each rank's parameters after an lr = 0 step against those before it.
     Why it matters: an optimizer whose fp32 masters were not refreshed at load writes stale weights back at its first
     step, whatever the gradient is.
     Evidence: load/shard, train/idle, train/shard.

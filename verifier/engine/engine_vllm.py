@@ -100,12 +100,15 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], *, n: int, seed: int, max_tokens: int, stop: Sequence[int] = ()
     ) -> list[Generation]:
-        """Every request has its own seeded generator, so batching does not change the samples."""
+        """Every sample has its own seeded generator, so batching does not change the samples.
+
+        vLLM seeds sample k of a request with the request's seed plus k, so the next request's begins after the last.
+        """
         check_sequences(prompts, vocab_size=self._vocab_size, max_len=self._max_len - max_tokens, least=1)
         asked = [
             SamplingParams(
                 n=n,
-                seed=seed + index,
+                seed=(seed + index) * n,
                 temperature=1.0,
                 max_tokens=max_tokens,
                 stop_token_ids=list(stop),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,34 +28,43 @@ def judge_steps(
         source: checkpoint of version 0.
         work: folder with ``gradients-v`` and ``live-v`` for each version v.
         batches: the sequences of each step.
-        rule: "learning_rate" of every step; "clip", greatest L2 norm of the gradient; "temperature", "entropy" and
-            "drift" of the loss.
+        rule: "learning_rate" of every step; "clip", greatest L2 norm of the gradient; "decay" of matrices;
+            "temperature", "entropy" and "drift" of the loss.
 
     Returns:
         One record per (version, tensor): "gradient_gap", greatest |trainer - transformers|, "gradient_scale", greatest
         |transformers|, "gradient_dtype", the trainer's; "gradient_noise", of all tensors the greatest distance between
         transformers' gradient in the checkpoint's dtype and in float32, over its greatest element: 0 for float32;
-        "gradient_norm", L2 norm of all the trainer's gradients of that version; "loss", "loss_scale" and
+        "group", the tensor's name, or one for all experts' tensors of its kind in its layer; "group_length", how long
+        the trainer's gradients of the group are along transformers', which are 1, and "group_noise", how far off that
+        dtype alone puts transformers' own, as a share of their length: 0 for float32;
+        "gradient_norm", L2 norm of all the trainer's gradients of that version; "loss", "loss_scale", "loss_noise" and
         "num_tokens" of that version; "step_gap", how far the live weights are from what Adam and rounding to their
-        dtype allow, in units of the learning rate. What has no gradient has a scale and a gap of 0, and must not move.
+        dtype allow, in units of the learning rate. What has no gradient has a scale and a gap of 0, and may only decay.
     """
     records = []
     before = Path(source)
-    adam = _Adam(rule["learning_rate"])
+    adam = _Adam(rule["learning_rate"], rule["decay"])
     for version, batch in enumerate(batches, start=1):
         found, live = Path(work) / f"gradients-{version}", Path(work) / f"live-{version}"
         if not found.is_dir() or not live.is_dir():
             break
-        loss, expected = gradients(before, batch, rule)
-        noise = _noise(before, batch, rule, expected)
+        nats, expected = gradients(before, batch, rule)
+        rounded_nats, rounded = _rounded(before, batch, rule, nats, expected)
         actual = _tensors(found)
+        groups = _groups(expected, rounded, actual)
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in actual.values()))
         scale = min(1.0, rule["clip"] / (norm + 1e-6)) if rule["clip"] > 0 else 1.0
         old, new = _tensors(before), _tensors(live)
+        whole = {
+            "version": version, "gradient_norm": norm, "gradient_noise": _noise(rounded, expected),
+            "loss": float(nats.mean()), "loss_scale": float(nats.abs().mean()), "num_tokens": len(nats),
+            "loss_noise": float((rounded_nats - nats).abs().mean()),
+        }  # fmt: skip
         for name, weight in old.items():
-            row: dict[str, Any] = {"version": version, "name": name, "gradient_norm": norm, **loss}
             gradient = expected.get(name, torch.zeros(()))
-            row |= {"gradient_scale": float(gradient.abs().max()), "gradient_noise": noise}
+            row: dict[str, Any] = {"name": name, "gradient_scale": float(gradient.abs().max()), **whole}
+            row |= groups.get(_group(name), {})
             if name in actual or name not in expected:
                 reduced = actual[name].double() if name in actual else torch.zeros_like(weight, dtype=torch.float64)
                 row["gradient_dtype"] = dtype_name(actual[name].dtype) if name in actual else "float32"
@@ -65,12 +75,16 @@ def judge_steps(
     return records
 
 
-def _noise(checkpoint: Path, batch: Batch, rule: Mapping[str, float], exact: Mapping[str, torch.Tensor]) -> float:
+def _rounded(
+    checkpoint: Path, batch: Batch, rule: Mapping[str, float], nats: torch.Tensor, exact: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """`gradients` in the checkpoint's dtype; in float32 they are known."""
     stored = [tensor.dtype for tensor in _tensors(checkpoint).values()]
     dtype = max(set(stored), key=stored.count)
-    if dtype == torch.float32:
-        return 0.0
-    _, rounded = gradients(checkpoint, batch, rule, dtype)
+    return (nats, exact) if dtype == torch.float32 else gradients(checkpoint, batch, rule, dtype)
+
+
+def _noise(rounded: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> float:
     return max(
         float((rounded[name].double() - gradient.double()).abs().max() / gradient.abs().max())
         for name, gradient in exact.items()
@@ -78,20 +92,42 @@ def _noise(checkpoint: Path, batch: Batch, rule: Mapping[str, float], exact: Map
     )
 
 
+def _group(name: str) -> str:
+    """A tensor's own name, or one for all experts' tensors of its kind in its layer: one expert has few tokens."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
+
+
+def _groups(
+    exact: Mapping[str, torch.Tensor], rounded: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor]
+) -> dict[str, dict[str, Any]]:
+    """Per group of tensors that has a gradient: its name, the length of `actual` along `exact`, and the noise."""
+    sums: dict[str, list[float]] = {}
+    for name, gradient in exact.items():
+        right, group = gradient.double(), sums.setdefault(_group(name), [0.0, 0.0, 0.0])
+        group[0] += float(right.square().sum())
+        group[1] += float((actual[name].double() * right).sum()) if name in actual else 0.0
+        group[2] += float((rounded[name].double() - right).square().sum())
+    return {
+        group: {"group": group, "group_length": along / square, "group_noise": math.sqrt(off / square)}
+        for group, (square, along, off) in sums.items()
+        if square
+    }
+
+
 def gradients(
     checkpoint: Path, batch: Batch, rule: Mapping[str, float], dtype: torch.dtype = torch.float32
-) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """The mean token loss by transformers, one sequence at a time, and its gradient by checkpoint name.
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Each token's loss by transformers, one sequence at a time, and the gradient of their mean by checkpoint name.
 
     Per token: -reward * logprob - entropy weight * entropy + drift weight / 2 * (logprob - engine's logprob)^2, all of
     the softmax of logits / temperature, in float64 from the logits on.
 
     Returns:
-        "loss", its mean; "loss_scale", the mean of its magnitude; "num_tokens"; and the gradients, on the host.
+        [N] float64, nats, one for each token in the loss; and the gradients, on the host.
     """
     model = load_model(checkpoint, dtype).requires_grad_(True)
     num_tokens = sum(sum(mask) for _, mask, _, _ in batch)
-    total = magnitude = 0.0
+    found = []
     for tokens, mask, reward, engine in batch:
         ids = torch.tensor([list(tokens)])
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double() / rule["temperature"]
@@ -101,10 +137,9 @@ def gradients(
         entropy = -(every.exp() * every).sum(-1)
         said = torch.tensor(list(engine)[1:], dtype=torch.float32)[torch.tensor(mask[1:])].double()
         nats = -reward * logprob - rule["entropy"] * entropy + rule["drift"] / 2 * (logprob - said).square()
-        total, magnitude = total + float(nats.sum()), magnitude + float(nats.abs().sum())
+        found.append(nats.detach())
         (nats.sum() / num_tokens).backward()
-    loss = {"loss": total / num_tokens, "loss_scale": magnitude / num_tokens, "num_tokens": num_tokens}
-    return loss, dict(_gradients_of(model))
+    return torch.cat(found), dict(_gradients_of(model))
 
 
 def _gradients_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -118,13 +153,14 @@ def _gradients_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class _Adam:
-    """Adam without weight decay, in float64, with moments of its own (Kingma and Ba 2015, algorithm 1).
+    """Adam in float64, with moments of its own (Kingma and Ba 2015, algorithm 1), and weight decay beside it.
 
-    Of weights that are rounded to less than float32 it keeps the unrounded ones too, as a trainer's masters do.
+    Matrices decay (Loshchilov and Hutter 2019, algorithm 2); vectors, which are norms and biases, do not. Of weights
+    that are rounded to less than float32 it keeps the unrounded ones too, as a trainer's masters do.
     """
 
-    def __init__(self, learning_rate: float) -> None:
-        self._learning_rate = learning_rate
+    def __init__(self, learning_rate: float, decay: float = 0.0) -> None:
+        self._learning_rate, self._decay = learning_rate, decay
         self._moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._masters: dict[str, torch.Tensor] = {}
 
@@ -138,7 +174,8 @@ class _Adam:
         denominator = (second / (1 - BETA_2**step)).sqrt() + EPSILON
         rounded = old.dtype != torch.float32
         begin = self._masters.get(name, old.double()) if rounded else old.double()
-        stepped = begin - self._learning_rate * (first / (1 - BETA_1**step)) / denominator
+        kept = 1 - self._learning_rate * self._decay if begin.ndim > 1 else 1.0
+        stepped = kept * begin - self._learning_rate * (first / (1 - BETA_1**step)) / denominator
         excess = (live.double() - stepped).abs()
         if rounded:
             self._masters[name] = stepped

@@ -191,16 +191,67 @@ def _gates_not_normalised(fired: Fired) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _gather_taken_for_done(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def finish(self: Any, skip_next_bucket_dispatch: bool = False) -> None:
+            if not self.param_gather_dispatched:
+                fired()
+                self.param_gather_dispatched = True
+            original(self, skip_next_bucket_dispatch)
+
+        return finish
+
+    target = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_param_sync"
+    with replaced(target, "self, skip_next_bucket_dispatch", make):
+        yield
+
+
+@contextlib.contextmanager
+def _rounded_to_bf16(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def logprob(logits_TV: Any, labels_T: Any, **options: Any) -> Any:
+            fired()
+            logprob_T, entropy_T = original(logits_TV, labels_T, **options)
+            return logprob_T.to(logits_TV.dtype).to(logprob_T.dtype), entropy_T
+
+        return logprob
+
+    with replaced(LOGPROB, LOGPROB_PARAMETERS, make):
+        yield
+
+
 def _fault(
-    name: str, reproduces: str, summary: str, inject: Inject, mesh: Mesh = CP2, model: str = "tiny:qwen3"
+    name: str,
+    reproduces: str,
+    summary: str,
+    inject: Inject,
+    mesh: Mesh = CP2,
+    model: str = "tiny:qwen3",
+    dtype: str = "float32",
 ) -> Fault:
     return Fault(
         id=name, stage=Stage.LOGPROB, reproduces=reproduces, summary=summary, caught_by=("LGP001",), inject=inject,
-        model=model, mesh=mesh, engine=NO_ENGINE,
+        model=model, mesh=mesh, engine=NO_ENGINE, dtype=dtype,
     )  # fmt: skip
 
 
 FAULTS = (
+    _fault(
+        "forward-before-param-gather",
+        "NVIDIA/Megatron-LM#950",
+        "a module runs before its weights are gathered from the ranks that stepped them, and uses those of last step",
+        _gather_taken_for_done,
+        Mesh(dp=2),
+    ),
+    _fault(
+        "logprobs-rounded-to-bf16",
+        "OpenRLHF/OpenRLHF#634",
+        "log-probabilities are kept in the model's bf16: each is off by less than bf16 itself makes it",
+        _rounded_to_bf16,
+        Mesh(tp=2),
+        dtype="bfloat16",
+    ),
     _fault(
         "temperature-not-applied",
         "huggingface/trl#3029",

@@ -112,6 +112,24 @@ def _summed_in_bfloat16(fired: Fired) -> Any:
     return replaced("verifier.model.provider_megatron:_ddp_config", "data_parallel, tier", make)
 
 
+@contextlib.contextmanager
+def _experts_scaled(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def finalize(model: Any, config: Any, tp_group: Any = None) -> None:
+            for chunk in model:
+                for _, parameter in chunk.named_parameters():
+                    if not getattr(parameter, "allreduce", True):
+                        fired()
+                        parameter.main_grad.mul_(config.expert_model_parallel_size)
+            original(model, config, tp_group)
+
+        return finalize
+
+    target = "megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads"
+    with replaced(target, "model, config, tp_group", make):
+        yield
+
+
 def _fault(
     name: str,
     reproduces: str,
@@ -121,14 +139,25 @@ def _fault(
     *,
     caught_by: str = "LSS001",
     dtype: str = "float32",
+    model: str = "tiny:qwen3",
 ) -> Fault:
     return Fault(
         id=name, stage=Stage.LOSS, reproduces=reproduces, summary=summary, caught_by=(caught_by,), inject=inject,
-        model="tiny:qwen3", mesh=mesh, engine=NO_ENGINE, dtype=dtype,
+        model=model, mesh=mesh, engine=NO_ENGINE, dtype=dtype,
     )  # fmt: skip
 
 
 FAULTS = (
+    _fault(
+        "expert-gradients-times-expert-parallel",
+        "deepspeedai/DeepSpeed#5259",
+        "experts' gradients are divided by the ranks that share an expert, and so come out as many times too long as "
+        "there are ranks of experts; in bf16, whose router flips",
+        _experts_scaled,
+        Mesh(ep=2, dp=2),
+        dtype="bfloat16",
+        model="tiny:qwen3-moe",
+    ),
     _fault(
         "entropy-of-spoiled-logits",
         "verl-project/verl#2484",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ from verifier.faults.inject import replaced
 SAMPLER = "vllm.v1.sample.sampler:Sampler"
 TEMPERATURE = 0.6
 """Of the report that the fault re-enacts."""
+NUCLEUS = 0.95
+"""Of the published generation_config of many models."""
 
 
 @contextlib.contextmanager
@@ -91,7 +94,108 @@ def _sampled_at_another_temperature(fired: Fired) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _nucleus_of_the_model(fired: Fired) -> Iterator[None]:
+    import torch
+
+    def make(original: Any) -> Any:
+        def sample(self: Any, logits: Any, metadata: Any, *rest: Any) -> Any:
+            fired()
+            nucleus = torch.full((len(logits),), NUCLEUS, device=logits.device)
+            return original(self, logits, dataclasses.replace(metadata, top_p=nucleus), *rest)
+
+        return sample
+
+    with replaced(f"{SAMPLER}.sample", "self, logits, sampling_metadata, logprobs_mode_override", make):
+        yield
+
+
+@contextlib.contextmanager
+def _last_block_not_moved(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def move_row(self: Any, src: int, tgt: int) -> None:
+            fired()
+            last = self.num_blocks_per_row[src] - 1
+            held = self.block_table.np[tgt, last]
+            original(self, src, tgt)
+            self.block_table.np[tgt, last] = held
+
+        return move_row
+
+    with replaced("vllm.v1.worker.block_table:BlockTable.move_row", "self, src, tgt", make):
+        yield
+
+
+@contextlib.contextmanager
+def _one_stop_token(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def generate(self: Any, prompts: Any, *, stop: Any = (), **options: Any) -> Any:
+            if len(stop) > 1:
+                fired()
+            return original(self, prompts, stop=stop[:1], **options)
+
+        return generate
+
+    with replaced(
+        "verifier.engine.client:EngineClient.generate", "self, prompts, n, seed, max_tokens, stop, deadline_s", make
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _seeds_counted_per_request(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def generate(self: Any, prompts: Any, **options: Any) -> Any:
+            fired()
+            return [found for prompt in prompts for found in original(self, [prompt], **options)]
+
+        return generate
+
+    with replaced(
+        "verifier.engine.client:EngineClient.generate", "self, prompts, n, seed, max_tokens, stop, deadline_s", make
+    ):
+        yield
+
+
 FAULTS = (
+    Fault(
+        id="seeds-counted-per-request",
+        stage=Stage.ROLLOUT,
+        reproduces="modelscope/ms-swift#7858",
+        summary="a request's seed is its place in its own chunk, so requests of different chunks repeat each other",
+        caught_by=("LGP005",),
+        inject=_seeds_counted_per_request,
+        engine="vllm",
+    ),
+    Fault(
+        id="block-of-the-row-before",
+        stage=Stage.ROLLOUT,
+        reproduces="vllm-project/vllm#39591",
+        summary="a request moves into the row of one that has ended, where the last block is still the other's",
+        caught_by=("LGP003",),
+        inject=_last_block_not_moved,
+        side=Side.ENGINE,
+        engine="vllm",
+    ),
+    Fault(
+        id="first-stop-token-only",
+        stage=Stage.ROLLOUT,
+        reproduces="NovaSky-AI/SkyRL#1319",
+        summary="of several tokens that end an answer only the first is heeded, and samples run on past the others",
+        caught_by=("LGP006",),
+        inject=_one_stop_token,
+        engine="vllm",
+    ),
+    Fault(
+        id="sampler-takes-the-models-nucleus",
+        stage=Stage.ROLLOUT,
+        reproduces="NVIDIA-NeMo/RL#3497",
+        summary="what a request leaves unset comes from the model's generation_config: a top-p of 0.95",
+        caught_by=("LGP004",),
+        inject=_nucleus_of_the_model,
+        side=Side.ENGINE,
+        engine="vllm",
+    ),
     Fault(
         id="sampler-takes-the-models-defaults",
         stage=Stage.ROLLOUT,

@@ -37,7 +37,7 @@ def _stale_masters(fired: Fired) -> Iterator[None]:
 
         return make_optimizer
 
-    with replaced(f"{STEP}:make_optimizer", "trainer, learning_rate, clip_grad", make):
+    with replaced(f"{STEP}:make_optimizer", "trainer, learning_rate, clip_grad, weight_decay", make):
         yield
 
 
@@ -124,7 +124,7 @@ def _step_in_eval(fired: Fired) -> Iterator[None]:
         return score
 
     with (
-        replaced(f"{STEP}:make_optimizer", "trainer, learning_rate, clip_grad", remember),
+        replaced(f"{STEP}:make_optimizer", "trainer, learning_rate, clip_grad, weight_decay", remember),
         replaced(f"{STEP}:score", "trainer, rollouts, micro_batch_size, temperature, on_shards, on_chunk", make),
     ):
         yield
@@ -213,7 +213,32 @@ def _score_bias_balanced(fired: Fired) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _everything_decays(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def get_optimizer(config: Any, chunks: Any, **options: Any) -> Any:
+            fired()
+            return original(config, chunks, **{**options, "config_overrides": {}})
+
+        return get_optimizer
+
+    with replaced(
+        "megatron.core.optimizer:get_megatron_optimizer",
+        "config, model_chunks, config_overrides, use_gloo_process_groups, pg_collection, dump_param_to_param_group_map",
+        make,
+    ):
+        yield
+
+
 FAULTS = (
+    Fault(
+        id="norms-decay",
+        stage=Stage.TRAIN,
+        reproduces="ServiceNow/Fast-LLM#542",
+        summary="rules of one's own replace the standard ones, and weight decay takes hold of norms and biases too",
+        caught_by=("TRN001",),
+        inject=_everything_decays,
+    ),
     Fault(
         id="masters-rebuilt-from-model",
         stage=Stage.TRAIN,

@@ -23,6 +23,7 @@ from verifier.program.spec import (
     ENTROPY_WEIGHT,
     LEARNING_RATE,
     TEMPERATURE,
+    WEIGHT_DECAY,
     RunSpec,
     made_up_logprobs,
     made_up_reward,
@@ -105,23 +106,23 @@ class Oracle:
             if subject.dtype != "float32":
                 rounded = self._score_groups(checkpoint, groups, subject.dtype, device)
                 _emit_noise(recorder, "scored", version, rounded[0], exact)
-                for low, rows in zip(rounded[1:], exact_samples, strict=True):
-                    _emit_noise(recorder, "sampled", version, low, rows)
+                for sampled, low, rows in zip(samples, rounded[1:], exact_samples, strict=True):
+                    _emit_noise(recorder, sampled.name, version, low, rows)
             for item in seen.at(Stage.ROLLOUT, "drawn", version=version):
                 arguments = [str(checkpoint), list(spec.prompts[0]), device]
                 nats = self._client.call("verifier.engine.oracle_hf", "next_token", arguments)[0]
                 found = Evidence(stage=Stage.LOGPROB, kind="next", name=item.name, version=version)
                 recorder.emit(found, torch.tensor(nats, dtype=torch.float64))
             if version == 0 and version in seen.versions(Stage.ROLLOUT, "engine"):  # a refused version was not scored
-                engine_gaps += _gaps_of(seen, "engine", exact)
+                engine_gaps += _gaps_of(seen, "engine", "scored", exact)
             for sampled, rows in zip(samples, exact_samples, strict=True):
                 tails = [row[-n:] for row, n in zip(rows, sampled.facts["lengths"], strict=True)]
-                _emit(recorder, "sampled-oracle", "sampled", version, tails, [len(row) + 1 for row in rows])
+                _emit(recorder, "sampled-oracle", sampled.name, version, tails, [len(row) + 1 for row in rows])
                 if version == 0:
-                    engine_gaps += _gaps_of(seen, "sampled", tails)
+                    engine_gaps += _gaps_of(seen, "sampled", sampled.name, tails)
         if seen.manifest["config"].get("engine_quantization"):
             for version in seen.versions(Stage.ROLLOUT, "engine"):
-                for name in ("scored", "sampled"):
+                for name in ("scored", *(item.name for item in seen.at(Stage.ROLLOUT, "sampled", version=version))):
                     _emit_gaps(recorder, "engine-noise", name, version, engine_gaps)
         if spec.update == "step" and subject.tier == "cpu" and not spec.lora_rank:
             self._record_steps(recorder, spec, subject)
@@ -147,7 +148,7 @@ class Oracle:
         batches = [[_sample(index, tokens) for index, tokens in enumerate(batch)] for batch in spec.batches]
         rule = {
             "learning_rate": LEARNING_RATE, "clip": CLIP_GRAD, "temperature": TEMPERATURE, "entropy": ENTROPY_WEIGHT,
-            "drift": DRIFT_WEIGHT,
+            "drift": DRIFT_WEIGHT, "decay": WEIGHT_DECAY,
         }  # fmt: skip
         arguments = [str(subject.checkpoint.path), spec.work, batches, rule]
         for row in self._client.call("verifier.engine.oracle_step_hf", "judge_steps", arguments)[0]:
@@ -214,7 +215,8 @@ def _emit_gaps(recorder: store.Recorder, kind: str, name: str, version: int, gap
     recorder.emit(Evidence(stage=Stage.LOGPROB, kind=kind, name=name, version=version, facts=facts))
 
 
-def _gaps_of(seen: Trace, kind: str, exact: Sequence[Sequence[float]]) -> list[float]:
+def _gaps_of(seen: Trace, kind: str, name: str, exact: Sequence[Sequence[float]]) -> list[float]:
     """Distances of what the engine said at version 0 from the oracle, nats."""
-    said = [value for item in seen.at(Stage.ROLLOUT, kind, version=0) for value in seen.array(item).tolist()]
+    found = seen.at(Stage.ROLLOUT, kind, version=0, name=name)
+    said = [value for item in found for value in seen.array(item).tolist()]
     return [abs(x - y) for x, y in zip(said, (value for row in exact for value in row), strict=True)]

@@ -37,7 +37,7 @@ from verifier.program.record_megatron import (
     recorded,
 )
 from verifier.program.routes_megatron import record_replay
-from verifier.program.spec import AT_TEMPERATURE, CLIP_GRAD, LEARNING_RATE, TEMPERATURE, RunSpec
+from verifier.program.spec import AT_TEMPERATURE, CLIP_GRAD, LEARNING_RATE, TEMPERATURE, WEIGHT_DECAY, RunSpec
 from verifier.program.sync import EngineSide
 from verifier.program.tokens_megatron import TokenProbe
 from verifier.train import replay_megatron, step_megatron
@@ -52,6 +52,7 @@ DATA_PARALLEL = provider_megatron.DataParallel(
     distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
 )
 """What teams train with, and where an export of stale weights is a real danger."""
+OPTIMIZER = {"learning_rate": LEARNING_RATE, "clip_grad": CLIP_GRAD, "weight_decay": WEIGHT_DECAY}
 
 
 def preload_cpu() -> None:
@@ -171,13 +172,13 @@ class Session:
 
     def idle_step(self) -> None:
         """An optimizer step of learning rate 0, which must move nothing."""
-        self._optimizer = step_megatron.make_optimizer(self.trainer, learning_rate=LEARNING_RATE, clip_grad=CLIP_GRAD)
+        self._optimizer = step_megatron.make_optimizer(self.trainer, **OPTIMIZER)
         step_megatron.train_step(
             self.trainer, self._optimizer, rollouts_of(self.spec.batches[0], 0), learning_rate=0.0
         )  # fmt: skip
         with step_megatron.params_synced(self.trainer):
             self.live.record(self.probe, Stage.TRAIN, "idle", 0)
-        self._optimizer = step_megatron.make_optimizer(self.trainer, learning_rate=LEARNING_RATE, clip_grad=CLIP_GRAD)
+        self._optimizer = step_megatron.make_optimizer(self.trainer, **OPTIMIZER)
 
     def update(self, version: int) -> None:
         """Move the weights: a real optimizer step, or noise on every tensor."""
@@ -314,9 +315,13 @@ class Session:
         for version in range(1, self.spec.cycles + 1):
             self.rest()
             self.update(version)
+            # Who comes first after a step waits for weights gathered in overlap: the export, next time the forward.
+            if version % 2 == 0:
+                self.score(version)
             self.sync(version)
             self.record_update(version)
-            self.score(version)
+            if version % 2 == 1:
+                self.score(version)
             self.observe_engine(version)
         if self._sent:
             save_checkpoint(self.work / "exported", self.source.config, self._sent.items())
@@ -329,8 +334,8 @@ class Session:
         self.idle_step()
         for version in range(1, self.spec.cycles + 1):
             self.update(version)
-            self.record_update(version)
             self.score(version)
+            self.record_update(version)
 
 
 def open_engine(spec: RunSpec, probe: Recorder, share: Share | None) -> tuple[EngineSide, Group]:

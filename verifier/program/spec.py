@@ -12,6 +12,8 @@ LEARNING_RATE = 1e-3
 """Of every training step."""
 CLIP_GRAD = 1.0
 """Greatest L2 norm of the gradient of a step."""
+WEIGHT_DECAY = 0.1
+"""Of every matrix, per learning rate, so that a vector that decays and a matrix that does not show."""
 AT_TEMPERATURE = "scored at a temperature"
 """Name of the pass that scores at `TEMPERATURE`."""
 TEMPERATURE = 1.25

@@ -13,7 +13,7 @@ from verifier.core.stage import Stage
 from verifier.core.store import Recorder
 from verifier.engine import update
 from verifier.engine.client import EngineClient
-from verifier.engine.engine import HeldSlice
+from verifier.engine.engine import HeldSlice, Sample
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import digest_tensor
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SAMPLED_TOKENS = 4
 """Tokens sampled from each prompt."""
 DRAWS = 512
-"""Samples of the token after the first prompt, to compare with its distribution."""
+"""Samples of the token after the first prompt, to compare with its distribution and with each other."""
 
 
 class EngineSide:
@@ -221,28 +221,42 @@ class EngineSide:
         )  # fmt: skip
 
     def record_samples(self, prompts: Sequence[Sequence[int]], version: int, seed: int) -> None:
-        """Tokens sampled from prompts that the prefix cache may know, with the log-probabilities reported for them."""
-        found = self.client.generate(prompts, n=1, seed=seed, max_tokens=SAMPLED_TOKENS)
+        """Tokens sampled from prompts that the prefix cache may know, with the log-probabilities reported for them.
+
+        And the same again, now that it does know them, with tokens at which to stop, so that samples end one after
+        another.
+        """
+        samples = self._record_sampled("sampled", prompts, version, seed, ())
+        stop = sorted({sample.tokens[min(at + 1, len(sample.tokens) - 1)] for at, sample in enumerate(samples)})
+        self._record_sampled("sampled again", prompts, version, seed, stop)
+
+    def _record_sampled(
+        self, name: str, prompts: Sequence[Sequence[int]], version: int, seed: int, stop: Sequence[int]
+    ) -> list[Sample]:
+        found = self.client.generate(prompts, n=1, seed=seed, max_tokens=SAMPLED_TOKENS, stop=stop)
         samples = [item.samples[0] for item in found]
         self._ranks[0].emit(
             Evidence(
-                stage=Stage.ROLLOUT, kind="sampled", name="sampled", version=version,
+                stage=Stage.ROLLOUT, kind="sampled", name=name, version=version,
                 facts={
                     "lengths": [len(sample.tokens) for sample in samples],
                     "tokens": [list(sample.tokens) for sample in samples],
                     "cached": [sample.cached_tokens for sample in samples],
+                    "stop": list(stop),
+                    "limit": SAMPLED_TOKENS,
                 },
             ),
             torch.tensor([value for sample in samples for value in sample.logprobs], dtype=torch.float32),
         )  # fmt: skip
+        return samples
 
     def record_draws(self, prompt: Sequence[int], version: int, seed: int) -> None:
-        """Which tokens come after one prompt, in many samples."""
-        found = self.client.generate([prompt], n=DRAWS, seed=seed, max_tokens=1)
+        """Which tokens come after one prompt, in many samples, half of them of a second request for the same."""
+        found = self.client.generate([prompt, prompt], n=DRAWS // 2, seed=seed, max_tokens=1)
         self._ranks[0].emit(
             Evidence(
                 stage=Stage.ROLLOUT, kind="drawn", name="drawn", version=version,
-                facts={"tokens": [sample.tokens[0] for sample in found[0].samples]},
+                facts={"tokens": [sample.tokens[0] for request in found for sample in request.samples]},
             )
         )  # fmt: skip
 

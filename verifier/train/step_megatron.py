@@ -98,13 +98,16 @@ def score(
     return list(total.cpu().split([len(rollout) - 1 for rollout in rollouts]))
 
 
-def make_optimizer(trainer: TrainerModel, *, learning_rate: float, clip_grad: float = 1.0) -> Any:
-    """Megatron's Adam over this rank's parameters, without weight decay.
+def make_optimizer(
+    trainer: TrainerModel, *, learning_rate: float, clip_grad: float = 1.0, weight_decay: float = 0.0
+) -> Any:
+    """Megatron's Adam over this rank's parameters, with its own choice of those that decay.
 
     Args:
         trainer: built with `data_parallel`.
         learning_rate: of every step that does not give its own.
         clip_grad: greatest L2 norm of the gradient; 0 does not clip.
+        weight_decay: share of a matrix that a step takes away, per learning rate; vectors do not decay.
 
     Raises:
         ContractError: the trainer was built for forward passes only.
@@ -118,7 +121,7 @@ def make_optimizer(trainer: TrainerModel, *, learning_rate: float, clip_grad: fl
     config = OptimizerConfig(
         optimizer="adam",
         lr=learning_rate,
-        weight_decay=0.0,
+        weight_decay=weight_decay,
         adam_beta1=0.9,
         adam_beta2=0.95,
         clip_grad=clip_grad,
@@ -128,6 +131,8 @@ def make_optimizer(trainer: TrainerModel, *, learning_rate: float, clip_grad: fl
         overlap_param_gather=trainer.data_parallel.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(config, trainer.chunks, use_gloo_process_groups=False)
+    for group in optimizer.param_groups:  # what Megatron's scheduler does in every step, which no trainer here has
+        group["weight_decay"] = weight_decay * group["wd_mult"]
     get_model_config(trainer.chunks[0]).grad_scale_func = optimizer.scale_loss
     return optimizer
 
@@ -166,12 +171,7 @@ def train_step(
             group["lr"] = learning_rate
     optimizer.zero_grad()
     mean_loss, num_tokens = backward(
-        trainer,
-        rollouts,
-        loss=loss,
-        micro_batch_size=micro_batch_size,
-        temperature=temperature,
-        on_shards=on_shards,
+        trainer, rollouts, loss=loss, micro_batch_size=micro_batch_size, temperature=temperature, on_shards=on_shards
     )
     if on_gradients is not None:
         on_gradients()

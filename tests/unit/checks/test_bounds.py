@@ -29,7 +29,7 @@ def trace(*more: Evidence, dtype: str = "bfloat16", gaps: torch.Tensor | None = 
     trainer = Evidence(
         stage=Stage.LOGPROB, kind="trainer", name="scored", version=1, facts={"lengths": LENGTHS}, array="trainer"
     )
-    exact = torch.full((sum(LENGTHS),), -6.0, dtype=torch.float64)
+    exact = torch.full((sum(LENGTHS),), -6.1, dtype=torch.float64)
     arrays = {"oracle": exact, "trainer": exact if gaps is None else exact + gaps}
     return Trace({"dtype": dtype}, [expected([61, 201]), trainer, *more], arrays.__getitem__)
 
@@ -113,4 +113,12 @@ def test_what_the_mean_lets_through_the_median_does_not(gaps: torch.Tensor, bad:
     """A shift of every token by twice the usual noise hides in a mean that a few flips of a router make large."""
     found = list(trainer_logprob_differs_from_oracle(trace(*FLOORS, gaps=gaps.double())))
     assert {item.what for item in found if not item.same} == bad
-    assert len(found) == 4
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize(("dtype", "verdict"), [(torch.float32, []), (torch.bfloat16, ["scored precision"])])
+def test_values_that_were_rounded_to_bfloat16_are_seen_below_the_noise(dtype: torch.dtype, verdict: list[str]) -> None:
+    gaps = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(2)) * 1e-3
+    gaps = (-6.1 + gaps).to(dtype).double() + 6.1
+    found = trainer_logprob_differs_from_oracle(trace(fact("noise", NOISE), gaps=gaps))
+    assert [item.what for item in found if not item.same] == verdict

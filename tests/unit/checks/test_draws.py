@@ -1,4 +1,4 @@
-"""LGP004: samples counted in runs of a distribution, and what chance allows them to be."""
+"""LGP004 and LGP005: samples against their distribution and against each other, and what chance allows them to be."""
 
 from __future__ import annotations
 
@@ -7,44 +7,68 @@ import random
 import pytest
 import torch
 
-from verifier.checks.logprob import LEAST, _chance, _runs
+import verifier.checks  # noqa: F401  (fills the registry)
+from verifier.core.check import REGISTRY, run_check
+from verifier.core.evidence import Evidence
+from verifier.core.finding import Verdict
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
 
-SHARES = torch.softmax(torch.randn(512, generator=torch.Generator().manual_seed(3)).double(), dim=0)
+WIDE = torch.softmax(torch.randn(512, generator=torch.Generator().manual_seed(3)).double(), dim=0)
+PEAKED = torch.tensor([0.999, 0.0005, 0.0005]).double()
+FEW = torch.full((4,), 0.25).double()
+ONE = torch.tensor([1.0, 0.0]).double()
 DRAWS = 512
 
 
-def statistic(tokens: list[int]) -> float:
-    wanted, found = _runs(SHARES, tokens)
-    return sum((got - want) ** 2 / want for want, got in zip(wanted, found, strict=True))
+def verdict(code: str, tokens: list[int], shares: torch.Tensor = WIDE) -> Verdict:
+    drawn = Evidence(stage=Stage.ROLLOUT, kind="drawn", name="drawn", role="engine", facts={"tokens": tokens})
+    following = Evidence(stage=Stage.LOGPROB, kind="next", name="drawn", role="oracle", array="shares")
+    outcome = run_check(REGISTRY[code], Trace({}, [drawn, following], {"shares": shares.log()}.__getitem__))
+    assert outcome.error is None
+    assert outcome.num_compared == 1
+    return outcome.verdict
 
 
-def draws(shares: torch.Tensor, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(len(shares)), weights=shares.tolist(), k=DRAWS)
+def draws(shares: torch.Tensor, seed: int, number: int = DRAWS) -> list[int]:
+    return random.Random(seed).choices(range(len(shares)), weights=shares.tolist(), k=number)
 
 
-def test_runs_hold_every_sample_and_are_never_short() -> None:
-    for shares in (SHARES, torch.tensor([0.999, 0.0005, 0.0005]).double(), torch.full((4,), 0.25).double()):
-        wanted, found = _runs(shares, [0] * DRAWS)
-        assert sum(found) == DRAWS
-        assert sum(wanted) == pytest.approx(DRAWS)
-        assert all(want >= LEAST for want in wanted)
-
-
-def test_samples_of_the_distribution_itself_are_allowed() -> None:
-    assert max(statistic(draws(SHARES, seed)) for seed in range(300)) < _chance(5).absolute
+@pytest.mark.parametrize("code", ["LGP004", "LGP005"])
+@pytest.mark.parametrize("shares", [WIDE, PEAKED, FEW, ONE], ids=["wide", "peaked", "few", "one"])
+def test_samples_of_the_distribution_itself_are_allowed(code: str, shares: torch.Tensor) -> None:
+    assert all(verdict(code, draws(shares, seed), shares) is Verdict.HOLDS for seed in range(100))
 
 
 @pytest.mark.parametrize("name", ["temperature", "top-p", "top-k", "one seed"])
 def test_samples_of_another_distribution_are_not(name: str) -> None:
-    order = SHARES.argsort(descending=True)
-    kept = torch.zeros_like(SHARES)
+    order = WIDE.argsort(descending=True)
+    kept = torch.zeros_like(WIDE)
     if name == "temperature":
-        kept = SHARES ** (1 / 0.6)
+        kept = WIDE ** (1 / 0.6)
     elif name == "top-p":
-        inside = order[SHARES[order].cumsum(0) < 0.8]
-        kept[inside] = SHARES[inside]
+        inside = order[WIDE[order].cumsum(0) < 0.95]
+        kept[inside] = WIDE[inside]
     elif name == "top-k":
-        kept[order[:100]] = SHARES[order[:100]]
+        kept[order[:200]] = WIDE[order[:200]]
     else:
         kept[order[7]] = 1.0
-    assert all(statistic(draws(kept, seed)) > _chance(5).absolute for seed in range(20))
+    assert all(verdict("LGP004", draws(kept, seed)) is Verdict.VIOLATED for seed in range(20))
+
+
+def shared(name: str, seed: int) -> list[int]:
+    half = draws(WIDE, seed, DRAWS // 2)
+    if name == "both requests":
+        return half * 2
+    if name == "the next request begins one later":
+        return [*half, *half[1:], draws(WIDE, seed + 1, 1)[0]]
+    if name == "two samples each":
+        return [token for token in half for _ in range(2)]
+    return half[: DRAWS // 8] * 8
+
+
+@pytest.mark.parametrize(
+    "name", ["both requests", "the next request begins one later", "two samples each", "eight chunks"]
+)
+def test_samples_that_share_their_seeds_are_seen(name: str) -> None:
+    assert all(verdict("LGP005", shared(name, seed)) is Verdict.VIOLATED for seed in range(20))

@@ -1,13 +1,14 @@
-"""TRN001 and LSS002: the numbers that a step reports, apart from the weights that it moves."""
+"""TRN001: the norm that an optimizer clips by; LSS001 and LSS002: lengths and losses of less than fp32."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.snapshots.check_traces import change, make_trace, with_facts
+from tests.snapshots.check_traces import change, clean, make_trace, with_facts
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
@@ -33,17 +34,28 @@ def test_a_step_whose_norm_was_not_recorded_is_inconclusive() -> None:
     assert outcome.verdict is Verdict.INCONCLUSIVE
 
 
-@pytest.mark.parametrize(("loss", "verdict"), [(7.37, Verdict.HOLDS), (7.38, Verdict.VIOLATED)])
-def test_in_bf16_the_loss_is_held_against_the_noise_of_the_run(loss: float, verdict: Verdict) -> None:
-    """A noise of 0.05 allows 0.375 of a mean magnitude of 7.5; the text says where that bound comes from."""
-    noisy = with_facts(gradient_noise=0.05)
-    seen = [
-        noisy(item) if item.kind == "gradient" else item for item in change(Stage.TRAIN, "step", with_facts(loss=loss))
+@pytest.mark.parametrize(("length", "bad"), [(0.79, []), (1.21, []), (1.23, ["a (length)"]), (0.5, ["a (length)"])])
+def test_a_gradient_that_is_longer_than_noise_makes_it_is_seen(length: float, bad: list[str]) -> None:
+    """0.11 of its length is this tensor's own noise, while of all tensors the greatest is as long as a gradient."""
+    facts = {"gradient_noise": 1.0, "group": "a", "group_length": length, "group_noise": 0.11}
+    outcome = run_check(REGISTRY["LSS001"], make_trace(change(Stage.LOSS, "gradient", with_facts(**facts), name="a")))
+    assert outcome.error is None
+    assert [item.what for item in (outcome.finding.bad if outcome.finding else ())] == bad
+
+
+@pytest.mark.parametrize(("noise", "verdict"), [(0.6, Verdict.HOLDS), (0.4, Verdict.VIOLATED)])
+def test_a_loss_may_be_off_by_the_noise_of_a_tokens_loss(noise: float, verdict: Verdict) -> None:
+    """It is off by 1 where the noise of gradients would allow 7.5."""
+    run = [
+        replace(item, facts={**item.facts, "loss": 8.0, "loss_noise": noise, "gradient_noise": 1.0})
+        if (item.stage, item.kind) == (Stage.LOSS, "gradient")
+        else item
+        for item in clean()
     ]
-    outcome = run_check(REGISTRY["LSS002"], make_trace(seen))
+    outcome = run_check(REGISTRY["LSS002"], make_trace(run))
     assert outcome.verdict is verdict
-    if verdict is Verdict.VIOLATED:
+    if outcome.finding:
         assert outcome.finding.first.allowed == (
-            "0.375, 0.05 of the mean magnitude of a token's loss "
-            "(this run's noise: the gradients of transformers in the run's dtype against those in fp32)"
+            "0.8, 2 times the mean noise of a token's loss "
+            "(this run's: transformers in its dtype against itself in fp32)"
         )

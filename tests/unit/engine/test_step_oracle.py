@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verifier.engine.oracle_step_hf import _Adam, _half_step
+from verifier.engine.oracle_step_hf import _Adam, _groups, _half_step
 
 LEARNING_RATE = 1e-3
 
@@ -46,3 +46,33 @@ def test_half_a_step_is_what_rounding_may_move_a_number_by() -> None:
     limit = _half_step(torch.maximum(values.abs(), rounded.abs()), torch.bfloat16)
     assert bool(((values - rounded).abs() <= limit).all())
     assert float(((values - rounded).abs() / limit).max()) > 0.99
+
+
+@pytest.mark.parametrize(("shape", "decays"), [((64, 32), True), ((64,), False)])
+def test_matrices_decay_and_vectors_do_not(shape: tuple[int, ...], decays: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    old, gradient = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    gaps = []
+    for decay in (0.1, 0.0):
+        weight = torch.nn.Parameter(old.clone())
+        weight.grad = gradient.clone()
+        torch.optim.AdamW([weight], lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay).step()
+        gaps.append(_Adam(LEARNING_RATE, 0.1).gap("w", old, weight.detach(), gradient.double(), 1))
+    right, wrong = gaps if decays else reversed(gaps)
+    assert right < 1e-3
+    assert wrong > 0.1
+
+
+def test_experts_of_a_layer_are_one_group_and_a_factor_shows_in_its_length() -> None:
+    generator = torch.Generator().manual_seed(5)
+    names = [f"layers.{layer}.experts.{expert}.up.weight" for layer in (0, 1) for expert in range(8)]
+    exact = {name: torch.randn(16, generator=generator) for name in [*names, "norm.weight", "unused.weight"]}
+    exact["unused.weight"].zero_()
+    noisy = {name: value + 0.1 * torch.randn(16, generator=generator) for name, value in exact.items()}
+    doubled = {name: 2 * value if "layers.1" in name else value for name, value in noisy.items()}
+    found = _groups(exact, noisy, doubled)
+    assert sorted(found) == ["layers.0.experts.*.up.weight", "layers.1.experts.*.up.weight", "norm.weight"]
+    assert found["layers.1.experts.*.up.weight"]["group_length"] == pytest.approx(2, abs=0.1)
+    assert found["layers.0.experts.*.up.weight"]["group_length"] == pytest.approx(1, abs=0.05)
+    assert all(0.05 < row["group_noise"] < 0.2 for row in found.values())
+    assert all(row["group_noise"] == 0 for row in _groups(exact, exact, noisy).values())

@@ -1,0 +1,182 @@
+"""Which tokens an engine samples: from the policy's distribution, each by chance of its own, up to the right end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from verifier.core.check import check
+from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.evidence import Evidence
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+if TYPE_CHECKING:
+    import torch
+
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
+"""Of a distribution, its likeliest tokens: how many samples lie beyond is counted. Truncation leaves none beyond."""
+RARE = 1e-6
+"""How often chance may raise an alarm over one set of samples."""
+
+
+def _distribution(trace: Trace, drawn: Evidence) -> torch.Tensor:
+    """[V] the oracle's probability of each token, float64."""
+    expected = next(trace.at(Stage.LOGPROB, "next", name=drawn.name, version=drawn.version), None)
+    if expected is None:
+        raise LookupError(f"nobody gave the distribution of `{drawn.name}` of version {drawn.version}")
+    return trace.array(expected).double().exp()
+
+
+def _chance(cases: int) -> Tolerance:
+    """What the greatest of so many numbers of nats exceeds once in a million runs."""
+    return Tolerance(
+        absolute=math.log(cases / RARE), unit="nats",
+        source=f"Chernoff's bound on a binomial, exceeded by chance once in a million over {cases:,} counts",
+    )  # fmt: skip
+
+
+def _nats(count: float, trials: float, share: float) -> float:
+    """How unlikely `count` of `trials` is, nats: Chernoff's bound on the binomial tail beyond it.
+
+    Source:
+        Chernoff 1952; P(X >= count) or P(X <= count) is at most exp(-trials * KL(count / trials, share)).
+    """
+    found = count / trials
+    gained = found * math.log(found / share) if found else 0.0
+    lost = (1 - found) * math.log((1 - found) / (1 - share)) if found < 1 else 0.0
+    return trials * (gained + lost)
+
+
+@check("LGP004", needs=((Stage.ROLLOUT, "drawn"), (Stage.LOGPROB, "next")), scope="rollout")
+def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
+    """Tokens are drawn from the distribution that their log-probabilities are reported of.
+
+    What it checks: some hundred samples of one next token: how many lie beyond the likeliest tokens of the oracle's
+    distribution that together have a tenth, a quarter, a half, ... of it (`SHARES`), against what chance allows.
+    Why it matters: a temperature, a nucleus or a penalty that the sampler applies and the reported log-probabilities do
+    not makes every importance ratio wrong, and each log-probability is right.
+    Evidence: rollout/drawn (token ids), logprob/next (the oracle's whole distribution).
+    Tolerance and its source: Chernoff's bound on each count, exceeded by chance once in a million; seeds are fixed.
+    What it does not catch: changes of less than a few hundredths of the distribution; samples that depend on each other
+    (LGP005).
+    References: verl#1949, trl#6945, vllm#42259, RL#3497.
+    """
+    for item in trace.at(Stage.ROLLOUT, "drawn"):
+        tokens = [int(token) for token in item.facts["tokens"]]
+        counts = list(_beyond(_distribution(trace, item), tokens))
+        allowed = _chance(2 * max(len(counts), 1))
+        share, count, nats = max(
+            ((share, count, _nats(count, len(tokens), share)) for share, count in counts), key=lambda row: row[2],
+            default=(0.0, 0, 0.0),
+        )  # fmt: skip
+        same = nats <= allowed.absolute
+        yield Comparison(
+            what=item.name, same=same, stage=Stage.ROLLOUT, version=item.version,
+            badness=0.0 if same else nats / allowed.absolute, owner=f"{item.role} rank {item.rank}",
+            sentence="" if same else (
+                f"{len(tokens):,} sampled tokens are not spread as the policy's distribution: {count:,} are among its "
+                f"least likely tokens, which have a share of {share:.3g}: {share * len(tokens):.0f} are expected"
+            ),
+            expected=f"{_shown(share * len(tokens) for share, _ in counts)} beyond each share (the fp32 oracle)",
+            actual=f"{_shown(count for _, count in counts)} (the engine)",
+            mismatched=f"{nats:.3g} nats", allowed=str(allowed),
+            hint="look at temperature, top-p, top-k and penalties of the sampler",
+        )  # fmt: skip
+
+
+def _beyond(share: torch.Tensor, tokens: list[int]) -> Iterator[tuple[float, int]]:
+    """Beyond the likeliest tokens that have each of `SHARES` together: the share of the others, and their samples."""
+    import torch
+
+    order = share.argsort(descending=True, stable=True)
+    reached = share[order].cumsum(0)
+    counts = torch.bincount(torch.tensor(tokens), minlength=len(share))[order]
+    ends = torch.searchsorted(reached, torch.tensor(SHARES, dtype=reached.dtype)) + 1
+    for end in sorted(set(ends.tolist())):
+        rest = float(share[order[end:]].sum())
+        if 0 < rest < 1:
+            yield rest, int(counts[end:].sum())
+
+
+@check("LGP005", needs=((Stage.ROLLOUT, "drawn"), (Stage.LOGPROB, "next")), scope="rollout")
+def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
+    """Samples of one distribution agree with each other as often as chance has it.
+
+    What it checks: some hundred samples of one next token, half of them asked for by a second request with the same
+    prompt, in the order in which they were asked for: how many equal the one so many places later, for every number of
+    places.
+    Why it matters: requests that share a seed repeat each other. A group of rollouts then holds fewer than it seems to,
+    its advantages are zero or count twice, and every token's log-probability is right.
+    Evidence: rollout/drawn (token ids), logprob/next (the oracle's whole distribution).
+    Tolerance and its source: Chernoff's bound on each count, exceeded by chance once in a million; seeds are fixed.
+    What it does not catch: a distribution so peaked that independent samples agree as often; tokens after the first.
+    References: verl#5179, ms-swift#7858, ms-swift#4383.
+    """
+    import torch
+
+    for item in trace.at(Stage.ROLLOUT, "drawn"):
+        tokens = torch.tensor([int(token) for token in item.facts["tokens"]])
+        by_chance = float(_distribution(trace, item).square().sum())
+        found = [row for places in range(1, len(tokens)) for row in _alike(tokens, places, by_chance)]
+        allowed = _chance(2 * len(tokens))
+        nats, places, count, pairs = max(found, default=(0.0, 0, 0, 0))
+        same = nats <= allowed.absolute
+        yield Comparison(
+            what=item.name, same=same, stage=Stage.ROLLOUT, version=item.version,
+            badness=0.0 if same else nats / allowed.absolute, owner=f"{item.role} rank {item.rank}",
+            sentence="" if same else (
+                f"{count:,} of {pairs:,} samples equal the one {places:,} places later, {by_chance * pairs:.1f} are "
+                f"expected to"
+            ),
+            expected=f"{by_chance:.3g} of them (the fp32 oracle)", actual=f"{count:,} of {pairs:,} (the engine)",
+            mismatched=f"{nats:.3g} nats", allowed=str(allowed),
+            hint="look at what the seed of each request and of each of its samples is made of",
+        )  # fmt: skip
+
+
+def _alike(tokens: torch.Tensor, places: int, by_chance: float) -> Iterator[tuple[float, int, int, int]]:
+    """Pairs so many places apart that hold one token: how unlikely so many are, the places, how many, of how many.
+
+    Counted apart for two halves of the pairs, within which no sample is in two pairs, so that each count is binomial.
+    """
+    import torch
+
+    same = tokens[:-places] == tokens[places:]
+    odd = (torch.arange(len(same)) // places) % 2 == 1
+    for half in (same[~odd], same[odd]):
+        count = int(half.sum())
+        if len(half) and count > by_chance * len(half):
+            yield _nats(count, len(half), by_chance), places, count, len(half)
+
+
+@check("LGP006", needs=((Stage.ROLLOUT, "sampled"),), scope="rollout")
+def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
+    """A sample ends with the first token at which it was to stop, or else where its request's limit is.
+
+    What it checks: tokens sampled without stop tokens, and with several that were sampled before with the same seed.
+    Why it matters: a stop token that nobody heeds lets a rollout run on past its end, into text that no reward is meant
+    for; one that is heeded too soon cuts it off.
+    Evidence: rollout/sampled (token ids, stop tokens, the limit).
+    Tolerance and its source: exact; a sample is as long as its own tokens say.
+    What it does not catch: stop strings, and a limit that the engine takes from its model's length.
+    References: verl#213, SkyRL#1319.
+    """
+    for item in trace.at(Stage.ROLLOUT, "sampled"):
+        limit, stop = int(item.facts["limit"]), {int(token) for token in item.facts["stop"]}
+        for number, tokens in enumerate(item.facts["tokens"]):
+            right = next((at + 1 for at, token in enumerate(tokens) if token in stop), limit)
+            same = len(tokens) == right
+            yield Comparison(
+                what=f"{item.name} sample {number}", same=same, stage=Stage.ROLLOUT, version=item.version,
+                badness=float(not same), owner=f"{item.role} rank {item.rank}",
+                sentence="" if same else f"sample {number} has {len(tokens):,} tokens and should end after {right:,}",
+                expected=f"up to the first of {sorted(stop)}, or {limit:,} tokens", actual=str(list(tokens)),
+                allowed="exact",
+                hint="look at which stop tokens reach the engine, and at what it compares with them",
+            )  # fmt: skip
+
+
+def _shown(counts: Iterable[float]) -> str:
+    return "[" + ", ".join(f"{count:.0f}" for count in counts) + "]"
