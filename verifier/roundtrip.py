@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from verifier.config import RoundtripConfig
 from verifier.core import store
-from verifier.core.evidence import Evidence
-from verifier.core.stage import Stage
-from verifier.engine.engine import EngineConfig, HeldTensor, refuse_adapters, refuse_unsupported
+from verifier.engine.engine import EngineConfig, refuse_adapters, refuse_unsupported
 from verifier.engine.nursery import EngineNursery
 from verifier.engine.process import EngineProcess
 from verifier.errors import UsageError
@@ -22,6 +19,7 @@ from verifier.model.families import num_experts_of, size_if_any
 from verifier.platform.pins import require_pins
 from verifier.program.oracle import Oracle
 from verifier.program.placement import engine_gpus, transport_of
+from verifier.program.record_engine import held_by
 from verifier.program.spec import RunSpec, chunk_bytes_for
 from verifier.program.workplace import (
     PRELOADS,
@@ -126,7 +124,7 @@ def manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
     scopes = ["tokens", "export", "held", "cold", "logprob", "rollout"]
     if config.engine_lora_rank:
         if layout := subject.layout_scopes:
-            scopes += [*layout, "update"]
+            scopes += [*layout, "update", "adapter"]
         return _manifest(config, subject, scopes) | {"untouched_versions": list(range(config.cycles + 1))}
     scopes += ["plan", "transport", "engine"]
     if num_experts_of(subject.checkpoint.config):
@@ -199,19 +197,5 @@ def record_cold(
         client = engine.client(deadline_s=deadline_s)
         if adapter is not None:
             client.load_adapter(adapter)
-        record_held(client.state(), trace, version)
+        held_by(client).record_cold(trace, version)
         client.close()
-
-
-def record_held(held: Sequence[Sequence[HeldTensor]], trace: Path, version: int) -> None:
-    """Every parameter, buffer and derived tensor of an engine that loaded cold, by engine rank."""
-    for rank, items in enumerate(held):
-        recorder = store.Recorder(trace, "cold", rank)
-        for item in items:
-            recorder.emit(
-                Evidence(
-                    stage=Stage.ENGINE, kind="cold", name=item.name, version=version, digest=item.digest,
-                    dtype=item.dtype, shape=item.shape, facts={"kind": item.kind},
-                )
-            )  # fmt: skip
-        recorder.close()

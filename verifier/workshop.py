@@ -13,16 +13,17 @@ from typing import Any
 
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.core import store
-from verifier.engine.engine import EngineConfig, HeldTensor
+from verifier.engine.engine import EngineConfig
 from verifier.engine.nursery import EngineNursery
 from verifier.engine.process import EngineProcess
 from verifier.golden import manifest_of as golden_manifest_of
 from verifier.launch.zygote import Zygote
 from verifier.platform import select
 from verifier.program.oracle import Oracle
+from verifier.program.record_engine import Held, held_by
 from verifier.program.spec import RunSpec
 from verifier.program.workplace import PRELOADS, Subject, open_subject, run_ranks
-from verifier.roundtrip import engine_config_of, manifest_of, record_held, spec_of
+from verifier.roundtrip import engine_config_of, manifest_of, spec_of
 
 RUN_DEADLINE_S = 600.0
 COLLECTIVE_DEADLINE_S = 180.0
@@ -34,7 +35,7 @@ class WarmEngine:
     """A running engine, and what each of its ranks held right after it had loaded."""
 
     process: EngineProcess
-    cold: list[list[HeldTensor]]
+    cold: Held
 
 
 class Workshop:
@@ -83,7 +84,7 @@ class Workshop:
                 until_ready.callback(process.stop)
                 client = process.client(deadline_s=RUN_DEADLINE_S)
                 client.wait_ready(RUN_DEADLINE_S)
-                self._engines[config] = WarmEngine(process=process, cold=client.state())
+                self._engines[config] = WarmEngine(process=process, cold=held_by(client))
                 client.close()
                 until_ready.pop_all()
         return self._engines[config]
@@ -129,7 +130,7 @@ class Workshop:
         self, trace: Path, spec: RunSpec, subject: Subject, engine: WarmEngine, manifest: Mapping[str, Any]
     ) -> None:
         """Add what the cold engine held and what the oracle says to a trace that the ranks have left."""
-        record_held(engine.cold, trace, version=0)
+        engine.cold.record_cold(trace, version=0)
         self.oracle(subject.checkpoint.path).record(trace, spec, subject)
         store.write_manifest(trace, {**manifest, "complete": True})
 
@@ -141,5 +142,5 @@ def warm_manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any
 
 def warm_spec_of(config: RoundtripConfig, subject: Subject, trace: Path, work: Path, engine: WarmEngine) -> RunSpec:
     """As of a round trip, with version 0 sent first."""
-    spec = spec_of(config, subject, trace, work, str(engine.process.socket_path), len(engine.cold))
+    spec = spec_of(config, subject, trace, work, str(engine.process.socket_path), len(engine.cold.tensors))
     return dataclasses.replace(spec, restore_first=True, deadline_s=COLLECTIVE_DEADLINE_S)

@@ -65,10 +65,16 @@ def clean() -> list[Evidence]:
             seen.append(tensor(Stage.TRAIN, "idle", name, 0, rank, "trainer", **at))
             seen += [tensor(Stage.TRAIN, "scored", name, version, rank, "trainer", **at) for version in (0, 1)]
             seen += [tensor(Stage.EXPORT, "tensor", name, version, rank, "trainer") for version in (0, 1)]
+            seen += [tensor(Stage.EXPORT, "exported", name, version, rank, "trainer", **at) for version in (0, 1)]
+            kept = tensor(Stage.TRAIN, "frozen", name, 1, rank, "trainer", **at)
+            seen.append(replace(kept, digest=digest(name, 0)))
+        seen += [tensor(stage, "adapter", name, 1, 0, "trainer") for stage in (Stage.TRAIN, Stage.EXPORT)]
         seen.append(tensor(Stage.TRAIN, "live", name, 1, 0, "trainer"))
         seen.append(tensor(Stage.TRANSPORT, "receipt", name, 1, 0, "engine"))
+        shape = SHAPES[name]
+        part = {"of": name, "holder": name, "box": [[0, size] for size in shape], "whole": list(shape)}
         seen += [
-            tensor(Stage.ENGINE, kind, name, 1, 0, "engine", kind="parameter")
+            tensor(Stage.ENGINE, kind, name, 1, 0, "engine", kind="parameter", **part)
             for kind in ("view", "view-expected", "state", "cold")
         ]
     plan = {"num_tensors": 2, "num_chunks": 1}
@@ -76,6 +82,16 @@ def clean() -> list[Evidence]:
         seen.append(
             Evidence(stage=Stage.PLAN, kind="plan", name="plan", role=role, rank=rank, digest="plan:1", facts=plan)
         )
+    settings = {"variance_epsilon": "1e-06", "impl.scale": "0.25"}
+    for kind, version in (("settings", 1), ("cold-settings", 0)):
+        seen.append(
+            Evidence(
+                stage=Stage.ENGINE, kind=kind, name="layers.0", version=version, role="engine", facts=settings,
+            )
+        )  # fmt: skip
+    config = {"num_experts_per_tok": "4", "transformers_version": '"5.12.1"'}
+    for stage in (Stage.LOAD, Stage.EXPORT):
+        seen.append(Evidence(stage=stage, kind="config", name="config.json", version=1, facts=config))
     seen.append(
         Evidence(stage=Stage.TRAIN, kind="moved", name="update", version=1, facts={"moved": 2, "least": 1, "total": 2})
     )
@@ -215,6 +231,10 @@ BROKEN: dict[str, list[Evidence]] = {
     "WGT007": change(Stage.TRAIN, "idle", other_bits, name="b", rank=0),
     "WGT008": change(Stage.TRAIN, "moved", with_facts(moved=0)),
     "WGT009": change(Stage.TRAIN, "scored", other_bits, name="b", rank=1, version=1),
+    "WGT010": change(Stage.EXPORT, "exported", other_bits, name="a", rank=1, version=0),
+    "WGT011": change(Stage.EXPORT, "config", with_facts(num_experts_per_tok="2")),
+    "WGT012": change(Stage.TRAIN, "frozen", other_bits, name="b", rank=1),
+    "WGT013": change(Stage.EXPORT, "adapter", bits_of_b, name="a"),
     "PCK001": change(Stage.PACK, "ledger", with_facts(misplaced=1, shown=[[2, "label", 7, 8]])),
     "PCK002": change(Stage.PACK, "layout", with_facts(cu_seqlens_padded=[0, 3, 5])),
     "PCK003": change(Stage.PACK, "batch", other_bits, rank=1),
@@ -227,6 +247,8 @@ BROKEN: dict[str, list[Evidence]] = {
     "ENG002": change(Stage.ENGINE, "state", other_bits, name="a"),
     "ENG003": change(Stage.ENGINE, "poison", with_facts(intact=["rotary.inv_freq"])),
     "ENG004": change(Stage.ENGINE, "loaded", with_facts(names=["b"])),
+    "ENG005": change(Stage.ENGINE, "settings", with_facts(variance_epsilon="1e-05")),
+    "ENG006": change(Stage.ENGINE, "view", with_facts(box=[[0, 2], [0, 2]]), name="a"),
     "LGP001": change(Stage.LOGPROB, "trainer", with_array("wrong"), version=1),
     "LGP002": change(Stage.ROLLOUT, "engine", with_array("not finite"), version=1),
     "LGP003": change(Stage.ROLLOUT, "sampled", with_facts(lengths=[4, 1]), version=0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from verifier.checks.content import by_name, compare_contents
@@ -126,3 +127,74 @@ def engine_parameter_not_loaded(trace: Trace) -> Iterator[Comparison]:
                     owner=f"engine rank {rank}", expected="loaded once", actual="not reported by the loader",
                     allowed="exact", hint="compare the received names with the engine's own mapping of names",
                 )  # fmt: skip
+
+
+@check("ENG005", needs=((Stage.ENGINE, "settings"), (Stage.ENGINE, "cold-settings")), scope="cold")
+def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
+    """The synced engine computes with the epsilons, scales, windows and flags that a cold one computes with.
+
+    What it checks: per engine rank and module, every number, flag and name that is an attribute of the module or of
+    an object that computes for it (attention backend, router), at every version, against an engine started cold.
+    Why it matters: they are no tensors, so no update brings them and no comparison of contents sees them; a reload that
+    builds or processes a layer anew can take a default instead, and a wrong epsilon hides below any noise.
+    Evidence: engine/settings, engine/cold-settings.
+    Tolerance and its source: exact; a reload changes weights and nothing else.
+    What it does not catch: a setting that is wrong in a cold engine too (LGP002), and values in closures. What a cold
+    engine has not is not judged: a forward that does without it does not read it.
+    References: vllm#44371, vllm#48284, RL#1046, slime#1734.
+    """
+    for rank in range(int(trace.manifest["engine_ranks"])):
+        cold = by_name(trace.at(Stage.ENGINE, "cold-settings", rank=rank))
+        for version in trace.versions(Stage.ENGINE, "settings"):
+            live = by_name(trace.at(Stage.ENGINE, "settings", version=version, rank=rank))
+            for module, item in cold.items():
+                yield _compare_settings(module, live.get(module), item, rank, version)
+
+
+def _compare_settings(module: str, live: Evidence | None, cold: Evidence, rank: int, version: int) -> Comparison:
+    """The settings of one module of the synced engine and of the cold one; of those that differ the first is shown."""
+    got, want = live.facts if live else {}, cold.facts
+    other = [name for name in want if got.get(name) != want[name]]
+    if not other:
+        return Comparison(what=module, same=True, stage=Stage.ENGINE, version=version)
+    name = f"{module}.{other[0]}"
+    is_there, was_there = got.get(other[0], "absent"), want[other[0]]
+    return Comparison(
+        what=name, same=False, stage=Stage.ENGINE, version=version, badness=1.0, owner=f"engine rank {rank}",
+        sentence=f"`{name}` is {is_there} in the synced engine and {was_there} in one that loaded cold",
+        expected=f"{was_there} (an engine that loaded cold)", actual=f"{is_there} (synced engine rank {rank})",
+        mismatched=f"{len(other)} of the {len(want)} settings of this module",
+        allowed="exact (a reload changes weights and nothing else)",
+        hint="look at what the reload builds or processes anew in this module",
+    )  # fmt: skip
+
+
+@check("ENG006", needs=((Stage.ENGINE, "view"), (Stage.ENGINE, "view-expected")), scope="held")
+def engine_part_held_by_no_rank(trace: Trace) -> Iterator[Comparison]:
+    """Together the engine's ranks hold all of every tensor.
+
+    What it checks: of each tensor, and each place that holds it, the parts that the engine's ranks say they hold: the
+    elements of the different parts add up to the elements of the whole.
+    Why it matters: a rank that takes itself for another loads that one's part, and holds exactly what it asked for.
+    Evidence: engine/view (parts), engine/view-expected (whole shapes).
+    Tolerance and its source: exact counts.
+    What it does not catch: a part whose contents are wrong (ENG001).
+    References: vllm-gguf-plugin#103, vllm#56949, SkyRL#1399.
+    """
+    for version in trace.versions(Stage.ENGINE, "view"):
+        wholes = {item.name: item.facts["whole"] for item in trace.at(Stage.ENGINE, "view-expected", version=version)}
+        parts: dict[tuple[str, str], set[tuple[tuple[int, int], ...]]] = {}
+        for item in trace.at(Stage.ENGINE, "view", version=version):
+            if item.facts["of"] in wholes:
+                box = tuple((int(begin), int(end)) for begin, end in item.facts["box"])
+                parts.setdefault((str(item.facts["of"]), str(item.facts["holder"])), set()).add(box)
+        for (name, holder), boxes in parts.items():
+            whole = math.prod(wholes[name])
+            held = sum(math.prod(end - begin for begin, end in box) for box in boxes)
+            yield Comparison(
+                what=name, same=held == whole, stage=Stage.ENGINE, version=version, badness=1.0,
+                sentence=f"the engine's ranks together hold {held:,} of the {whole:,} elements of `{name}`",
+                expected=f"{whole:,} elements",
+                actual=f"{held:,} elements, in {len(boxes)} different parts of `{holder}`",
+                allowed="exact counts", hint="look at the rank and the sizes by which each engine rank cuts this layer",
+            )  # fmt: skip

@@ -14,6 +14,9 @@ from verifier.core.trace import Trace
 
 COPIES = "bitwise (this stage copies; it computes nothing)"
 
+NOT_OF_THE_MODEL = frozenset({"transformers_version", "_name_or_path"})
+"""Keys of config.json that say who wrote it, and where it was read."""
+
 
 def _ranks(trace: Trace, stage: Stage, kind: str, version: int) -> list[int]:
     return sorted({item.rank for item in trace.at(stage, kind, version=version)})
@@ -181,13 +184,15 @@ def idle_step_moved_weight(trace: Trace) -> Iterator[Comparison]:
     What it checks: each rank's parameters after an lr = 0 step against those before it.
     Why it matters: an optimizer whose fp32 masters were not refreshed at load writes stale weights back at its first
     step, whatever the gradient is.
-    Evidence: load/shard, train/idle, train/shard.
+    Evidence: load/shard, export/exported (what an export before it left), train/idle, train/shard.
     Tolerance and its source: bitwise; adding zero changes no bit, and a rounded master rounds to the same bits.
     What it does not catch: masters that hold the right weights but wrong moments.
     References: SkyRL#2149, RL#2371.
     """
     for version in trace.versions(Stage.TRAIN, "idle"):
         before = (Stage.LOAD, "shard") if version == 0 else (Stage.TRAIN, "shard")
+        if version in trace.versions(Stage.EXPORT, "exported"):  # what the export left, whatever it left
+            before = (Stage.EXPORT, "exported")
         for rank in _ranks(trace, Stage.TRAIN, "idle", version):
             yield from compare_contents(
                 by_name(trace.at(Stage.TRAIN, "idle", version=version, rank=rank)),
@@ -245,4 +250,57 @@ def scoring_moved_weight(trace: Trace) -> Iterator[Comparison]:
                 stage=Stage.TRAIN, version=version, actual_says="the model after scoring",
                 expected_says="the model before it", allowed="bitwise (a forward pass writes no weight)",
                 hint="look at what else the evaluation calls: an optimizer step, a hook, a counter",
+            )  # fmt: skip
+
+
+@check("WGT010", needs=((Stage.LOAD, "shard"), (Stage.EXPORT, "exported")), scope="export")
+def export_moved_weight(trace: Trace) -> Iterator[Comparison]:
+    """An export leaves every live parameter and buffer bit alone.
+
+    What it checks: each rank's parameters and persistent buffers right after each export against those before it.
+    Why it matters: an export that casts, transposes or merges in place, or takes an adapter out of its base again by
+    subtraction, trains on from weights that no optimizer made.
+    Evidence: load/shard, train/shard, export/exported.
+    Tolerance and its source: bitwise; an export reads.
+    What it does not catch: an export that writes from version 1 on only, where ranks share weights for data or context
+    parallelism: their update is complete only once an export or a forward asks for it (TRN001 sees it).
+    References: ms-swift#10154, verl#2029, AReaL#1546.
+    """
+    for version in trace.versions(Stage.EXPORT, "exported"):
+        before = (Stage.LOAD, "shard") if version == 0 else (Stage.TRAIN, "shard")
+        for rank in _ranks(trace, Stage.EXPORT, "exported", version):
+            yield from compare_contents(
+                by_name(trace.at(Stage.EXPORT, "exported", version=version, rank=rank)),
+                by_name(trace.at(*before, version=version, rank=rank)),
+                stage=Stage.EXPORT, version=version, actual_says="the model after the export",
+                expected_says="the model before it", allowed="bitwise (an export reads)",
+                hint="look for what the export writes in place: casts, transposes, merged adapters",
+            )  # fmt: skip
+
+
+@check("WGT011", needs=((Stage.LOAD, "config"), (Stage.EXPORT, "config")), scope="export")
+def exported_config_differs(trace: Trace) -> Iterator[Comparison]:
+    """The config.json that goes with an export says what the source's says.
+
+    What it checks: every key, both ways, of what megatron-bridge writes beside an export, against the source's, both as
+    transformers reads them; the version of transformers apart.
+    Why it matters: the weights are right and the next run reads them with another number of experts, rope base,
+    epsilon or tie; a trainer that sets a runtime option on the model's own configuration exports it too.
+    Evidence: load/config, export/config.
+    Tolerance and its source: exact; training changes weights and no architecture.
+    What it does not catch: what the trainer itself takes from the source's config.json (LGP001).
+    References: SkyRL#1727, Megatron-Bridge#5994.
+    """
+    for version in trace.versions(Stage.EXPORT, "config"):
+        got = next(iter(trace.at(Stage.EXPORT, "config", version=version))).facts
+        want = next(iter(trace.at(Stage.LOAD, "config", version=version))).facts
+        for key in list(want) + [key for key in got if key not in want]:
+            if key in NOT_OF_THE_MODEL:
+                continue
+            is_there, was_there = got.get(key, "absent"), want.get(key, "absent")
+            yield Comparison(
+                what=f"config.json {key}", same=is_there == was_there, stage=Stage.EXPORT, version=version, badness=1.0,
+                sentence=f"`{key}` is {is_there} in the exported config.json and {was_there} in the source's",
+                expected=f"{was_there} (the source's config.json)", actual=f"{is_there} (the exported one)",
+                allowed="exact", hint="look for what sets options on the model's own configuration",
             )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -63,6 +64,7 @@ def _scan_in_one_chunk(model: PreTrainedModel) -> None:
         if type(module).__name__ == "NemotronHMamba2Mixer":
             module.time_step_min = 0.0
             module.register_forward_pre_hook(_chunk_of_the_sequence)
+            module.register_forward_hook(partial(_chunk_as_before, size=module.chunk_size))
 
 
 def _scan_without_kernels(model: PreTrainedModel) -> None:
@@ -77,6 +79,10 @@ def _scan_without_kernels(model: PreTrainedModel) -> None:
 
 def _chunk_of_the_sequence(mixer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
     mixer.chunk_size = inputs[0].shape[1]
+
+
+def _chunk_as_before(mixer: nn.Module, inputs: object, output: object, *, size: int) -> None:
+    mixer.chunk_size = size
 
 
 @torch.inference_mode()

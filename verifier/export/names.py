@@ -213,7 +213,7 @@ class Layout:
         is_last = at.pp == mesh.pp - 1 and chunk == mesh.vpp - 1
         embedding = (self.family.embedding.pattern,)
         if is_first:
-            yield self._place(ParamRow(_EMBEDDING, Cut.ROWS, embedding, Scope.MODEL), mesh, at)
+            yield self.place(ParamRow(_EMBEDDING, Cut.ROWS, embedding, Scope.MODEL), mesh, at)
         layers = mesh.layers_of(at.pp, chunk, self.sizes["layers"])
         for local_layer, layer in enumerate(layers):
             for row in PARAMS[self.family.name]:
@@ -221,14 +221,14 @@ class Layout:
                     continue
                 for local_expert, expert in self._experts(row, mesh, at):
                     local = {"layer": local_layer, "expert": local_expert}
-                    yield self._place(row, mesh, at, local, {"layer": layer, "expert": expert})
+                    yield self.place(row, mesh, at, local, {"layer": layer, "expert": expert})
         if is_last:
             final_norm = (self.family.final_norm.pattern,)
-            yield self._place(ParamRow(_FINAL_NORMS[self.family.name], Cut.WHOLE, final_norm, Scope.MODEL), mesh, at)
+            yield self.place(ParamRow(_FINAL_NORMS[self.family.name], Cut.WHOLE, final_norm, Scope.MODEL), mesh, at)
             if not self.tied:
-                yield self._place(_OUTPUT, mesh, at)
+                yield self.place(_OUTPUT, mesh, at)
             elif not is_first:
-                yield self._place(ParamRow(_OUTPUT.pattern, Cut.ROWS, embedding, Scope.MODEL), mesh, at)
+                yield self.place(ParamRow(_OUTPUT.pattern, Cut.ROWS, embedding, Scope.MODEL), mesh, at)
 
     def _experts(self, row: ParamRow, mesh: Mesh, at: Coordinate) -> list[tuple[int, int]]:
         """Local and global numbers of the experts a rank holds; one dummy for what is no expert."""
@@ -239,7 +239,7 @@ class Layout:
         num_local = self.sizes["experts"] // mesh.ep
         return [(index, at.ep * num_local + index) for index in range(num_local)]
 
-    def _place(
+    def place(
         self,
         row: ParamRow,
         mesh: Mesh,
@@ -247,6 +247,18 @@ class Layout:
         local: Mapping[str, int] | None = None,
         whole: Mapping[str, int] | None = None,
     ) -> Placement:
+        """One row's parameter on one rank.
+
+        Args:
+            row: Its cut, and the checkpoint tensors of this layout's family that it is made of.
+            mesh: Parallel sizes.
+            at: The rank's coordinate.
+            local: Layer and expert as the rank numbers them; None where the row has neither.
+            whole: The same as the checkpoint does.
+
+        Raises:
+            UsageError: the mesh does not divide the tensor.
+        """
         is_expert = row.scope is Scope.EXPERT
         axis, index, parts = ("etp", at.etp, mesh.etp) if is_expert else ("tp", at.tp, mesh.tp)
         if row.cut is Cut.WHOLE:

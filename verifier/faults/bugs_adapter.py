@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
 from verifier.faults.fault import Fault, Fired, Side
 from verifier.faults.inject import replaced
+from verifier.mesh import Mesh
 
 LORA = "vllm.lora"
+PEFT = "megatron.bridge.models.conversion.peft_bridge:MegatronPeftBridge"
 RANK = 8
 
 
@@ -69,6 +72,54 @@ def _merged_into_base(fired: Fired) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _halves_cut_without_ranks(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def split(self: Any, linear_out_weight: Any, *, is_expert: bool) -> Any:
+            import torch
+
+            fired()
+            return torch.chunk(linear_out_weight, 2, dim=0)
+
+        return split
+
+    with replaced(f"{PEFT}._split_fused_fc1_linear_out_weight", "self, linear_out_weight, is_expert", make):
+        yield
+
+
+@contextlib.contextmanager
+def _alpha_lost(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def save(path: Any, adapter: Any, rank: int) -> None:
+            original(path, adapter, rank)
+            file = path / "adapter_config.json"
+            file.write_text(json.dumps({**json.loads(file.read_text()), "lora_alpha": rank}))
+            fired()
+
+        return save
+
+    with replaced("verifier.train.adapter_megatron:save_adapter", "path, adapter, rank", make):
+        yield
+
+
+@contextlib.contextmanager
+def _norm_left_trainable(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def freeze(self: Any, model: Any, training: bool = True) -> Any:
+            frozen = original(self, model, training)
+            for chunk in model:
+                for name, parameter in chunk.named_parameters():
+                    if name.endswith("layers.2.self_attention.q_layernorm.weight"):
+                        parameter.requires_grad = True
+                        fired()
+            return frozen
+
+        return freeze
+
+    with replaced("megatron.bridge.peft.base:PEFT.freeze_model", "self, model, training", make):
+        yield
+
+
 def _fault(**fields: Any) -> Fault:
     return Fault(model="tiny:qwen3", engine="vllm", lora_rank=RANK, **fields)
 
@@ -99,5 +150,30 @@ FAULTS = (
         summary="the base is exported with the adapter merged into it, and the adapter is synced as well",
         caught_by=("WGT004",),
         inject=_merged_into_base,
+    ),
+    _fault(
+        id="adapter-halves-cut-without-ranks",
+        stage=Stage.EXPORT,
+        reproduces="NVIDIA-NeMo/Megatron-Bridge#1817",
+        summary="gate and up of an adapter's B are cut in the middle of the whole, not in each tensor-parallel shard",
+        caught_by=("WGT013", "LGP002"),
+        inject=_halves_cut_without_ranks,
+        mesh=Mesh(tp=2),
+    ),
+    _fault(
+        id="adapter-alpha-lost",
+        stage=Stage.EXPORT,
+        reproduces="Tencent-Hunyuan/UniRL#155",
+        summary="the adapter's alpha is lost on the way, and its rank stands for it: the engine applies half of it",
+        caught_by=("WGT013", "LGP002"),
+        inject=_alpha_lost,
+    ),
+    _fault(
+        id="norm-trained-beside-adapter",
+        stage=Stage.TRAIN,
+        reproduces="pytorch/torchtitan#3438",
+        summary="a norm of the frozen base is left trainable, and no sync of the adapter brings it to the engine",
+        caught_by=("WGT012", "WGT004"),
+        inject=_norm_left_trainable,
     ),
 )

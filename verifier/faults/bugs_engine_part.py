@@ -69,6 +69,52 @@ def _buffer_lost_later(fired: Fired) -> Iterator[None]:
                 buffer.data.copy_(contents)
 
 
+@contextlib.contextmanager
+def _loaded_as_rank_0(fired: Fired) -> Iterator[None]:
+    held: list[tuple[Any, int]] = []
+
+    def make(original: Any) -> Any:
+        def start_weight_update(self: Any, is_checkpoint_format: bool = True) -> None:
+            layer = self.model_runner.get_model().get_submodule("model.layers.1.self_attn.o_proj")
+            original(self, is_checkpoint_format)
+            for owner in (layer, layer.weight):
+                if owner.tp_rank:
+                    held.append((owner, owner.tp_rank))
+                    owner.tp_rank = 0
+                    fired()
+
+        return start_weight_update
+
+    with replaced("vllm.v1.worker.gpu_worker:Worker.start_weight_update", "self, is_checkpoint_format", make):
+        try:
+            yield
+        finally:
+            for owner, rank in held:
+                owner.tp_rank = rank
+
+
+@contextlib.contextmanager
+def _epsilon_default(fired: Fired) -> Iterator[None]:
+    held: list[tuple[Any, float]] = []
+
+    def make(original: Any) -> Any:
+        def finish_weight_update(self: Any) -> None:
+            original(self)
+            norm = self.model_runner.get_model().get_submodule("model.layers.1.self_attn.q_norm")
+            held.append((norm, norm.variance_epsilon))
+            norm.variance_epsilon = 1e-5
+            fired()
+
+        return finish_weight_update
+
+    with replaced("vllm.v1.worker.gpu_worker:Worker.finish_weight_update", "self", make):
+        try:
+            yield
+        finally:
+            for norm, epsilon in reversed(held):
+                norm.variance_epsilon = epsilon
+
+
 FAULTS = (
     Fault(
         id="first-shard-on-every-rank",
@@ -89,6 +135,28 @@ FAULTS = (
         summary="the rotary table is right after the first update, and is lost in the second",
         caught_by=("ENG002", "LGP002"),
         inject=_buffer_lost_later,
+        side=Side.ENGINE,
+        engine="vllm",
+    ),
+    Fault(
+        id="loaded-as-rank-0",
+        stage=Stage.ENGINE,
+        reproduces="vllm-project/vllm#56949",
+        summary="a rank takes itself for rank 0 in one linear: it loads that one's part, and says that it should",
+        caught_by=("ENG006", "LGP002"),
+        inject=_loaded_as_rank_0,
+        side=Side.ENGINE,
+        model="tiny:qwen3",
+        engine="vllm",
+        engine_tp=2,
+    ),
+    Fault(
+        id="epsilon-default-after-reload",
+        stage=Stage.ENGINE,
+        reproduces="vllm-project/vllm#48312",
+        summary="a reload builds a layer's constants anew, and one norm takes the default epsilon of its class",
+        caught_by=("ENG005",),
+        inject=_epsilon_default,
         side=Side.ENGINE,
         engine="vllm",
     ),

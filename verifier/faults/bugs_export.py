@@ -109,6 +109,40 @@ def _param_gather_skipped(fired: Fired) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _norm_written_in_place(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def to_hf(self: Any, megatron_weights: Any, megatron_module: Any) -> Any:
+            found = original(self, megatron_weights, megatron_module)
+            if self.megatron_param.endswith("layers.1.self_attention.q_layernorm.weight"):
+                fired()
+                found = {name: tensor.clone() for name, tensor in found.items()}
+                megatron_weights.data.add_(2.0**-6)
+            return found
+
+        return to_hf
+
+    with replaced(
+        f"{CONVERSION}.param_mapping:AutoMapping.megatron_to_hf", "self, megatron_weights, megatron_module", make
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _option_set_on_config(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def open_bridge(path: Any, architecture: str) -> Any:
+            bridge = original(path, architecture)
+            bridge.hf_pretrained.config.router_aux_loss_coef = 0.0
+            fired()
+            return bridge
+
+        return open_bridge
+
+    with replaced("verifier.model.provider_megatron:_bridge", "path, architecture", make):
+        yield
+
+
 FAULTS = (
     Fault(
         id="ep-rank-experts-swapped",
@@ -165,5 +199,21 @@ FAULTS = (
         inject=_score_bias_cast,
         model="tiny:deepseek-v3",
         dtype="bfloat16",
+    ),
+    Fault(
+        id="norm-written-by-export",
+        stage=Stage.EXPORT,
+        reproduces="NVIDIA-NeMo/Megatron-Bridge#1929",
+        summary="the conversion of a norm writes its result into the live parameter: each export moves it once more",
+        caught_by=("WGT004", "WGT010"),
+        inject=_norm_written_in_place,
+    ),
+    Fault(
+        id="option-exported-with-config",
+        stage=Stage.EXPORT,
+        reproduces="NovaSky-AI/SkyRL#1727",
+        summary="an option of the run is set on the model's own configuration, and is exported in its config.json",
+        caught_by=("WGT011",),
+        inject=_option_set_on_config,
     ),
 )

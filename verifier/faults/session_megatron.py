@@ -13,8 +13,9 @@ from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import Fault, Fired, Side
 from verifier.model import provider_megatron
 from verifier.program.adapter_megatron import AdapterSession
-from verifier.program.session_megatron import Session, open_engine, open_share
+from verifier.program.session_megatron import Session
 from verifier.program.spec import RunSpec
+from verifier.program.sync import open_engine, open_share
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext

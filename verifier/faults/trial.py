@@ -16,18 +16,18 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.config import RoundtripConfig
 from verifier.core import store
 from verifier.core.comparison import Comparison
-from verifier.core.evidence import Evidence
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 from verifier.engine.client import EngineClient
-from verifier.engine.engine import EngineConfig, HeldTensor
+from verifier.engine.engine import EngineConfig
 from verifier.engine.nursery import EngineNursery
 from verifier.engine.process import EngineProcess
 from verifier.errors import VerifierError
 from verifier.faults.fault import NO_ENGINE, Fault, Side
 from verifier.launch.zygote import Zygote
 from verifier.program.oracle import Oracle
+from verifier.program.record_engine import Held, held_by
 from verifier.program.workplace import PRELOADS, Subject, open_subject
 from verifier.report.report import Report, report_of
 from verifier.roundtrip import MAX_MODEL_LEN, manifest_of, spec_of
@@ -92,7 +92,7 @@ class Bench:
         self._progress = progress
         self._keep = keep
         self._stack = contextlib.ExitStack()
-        self._engines: dict[EngineConfig, tuple[EngineProcess, list[list[HeldTensor]]]] = {}
+        self._engines: dict[EngineConfig, tuple[EngineProcess, Held]] = {}
         self._clean: dict[tuple[Any, ...], tuple[Report, Trace, Path]] = {}
         self._oracle: Oracle | None = None
 
@@ -137,7 +137,7 @@ class Bench:
             duration_s=time.monotonic() - began,
         )
 
-    def engine(self, config: EngineConfig) -> tuple[EngineProcess, list[list[HeldTensor]]]:
+    def engine(self, config: EngineConfig) -> tuple[EngineProcess, Held]:
         """A running engine and what it held right after its cold start; a new one for every run with an adapter."""
         if config.lora_rank and config in self._engines:
             self._engines.pop(config)[0].stop()
@@ -145,7 +145,7 @@ class Bench:
             self._progress(f"starting the {config.kind} engine with {Path(config.checkpoint).name}")
             process = self._stack.enter_context(EngineProcess(config, nursery=self._nursery))
             client = process.client(deadline_s=DEADLINE_S)
-            self._engines[config] = (process, client.state())
+            self._engines[config] = (process, held_by(client))
             client.close()
         return self._engines[config]
 
@@ -186,7 +186,7 @@ class _Setting:
         )  # fmt: skip
         self.subject: Subject = open_subject(fault.model, fault.dtype, fault.mesh)
         self._socket: str | None = None
-        self.cold: list[list[HeldTensor]] = []
+        self.cold = Held(tensors=(), settings=())
         bench.oracle(self.subject.checkpoint.path)  # it imports while the engine starts
         if not self._alone and not fault.lora_rank:
             self._open_engine()
@@ -248,7 +248,7 @@ class _Setting:
     def _spec(self, trace: Path, work: Path) -> Any:
         import dataclasses
 
-        spec = spec_of(self.config, self.subject, trace, work, self._socket, len(self.cold))
+        spec = spec_of(self.config, self.subject, trace, work, self._socket, len(self.cold.tensors))
         return dataclasses.replace(spec, restore_first=True, deadline_s=60.0)
 
     def _manifest(self) -> dict[str, Any]:
@@ -274,16 +274,7 @@ class _Setting:
     def judge(self, phase: str) -> tuple[Report, Trace]:
         """Complete a phase's trace with the oracle's and the cold engine's evidence, and judge it."""
         trace, work = self._traces[phase]
-        for rank, items in enumerate(self.cold):
-            recorder = store.Recorder(trace, "cold", rank)
-            for item in items:
-                recorder.emit(
-                    Evidence(
-                        stage=Stage.ENGINE, kind="cold", name=item.name, digest=item.digest, dtype=item.dtype,
-                        shape=item.shape, facts={"kind": item.kind},
-                    )
-                )  # fmt: skip
-            recorder.close()
+        self.cold.record_cold(trace, version=0)
         self._record_oracle(trace, work)
         store.write_manifest(trace, {**self._manifest(), "complete": True})
         found = store.read(trace)

@@ -89,6 +89,11 @@ class Mesh:
         return self.dense_size // self.expert_size
 
     @property
+    def has_copies(self) -> bool:
+        """True where several ranks hold the same weights for data or context parallelism, and share their update."""
+        return max(self.dp * self.cp, self.expert_dp) > 1
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.dense_size * self.pp

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from verifier.core.evidence import Evidence
+from verifier.core.evidence import Evidence, Probe
 from verifier.core.stage import Stage
+from verifier.export.adapters import adapters_of
 from verifier.export.save import save_checkpoint
 from verifier.launch.recorder import label
 from verifier.model import provider_megatron
-from verifier.program.record_megatron import LiveWeights, join, record_live, record_source, recorded
+from verifier.plan.digest import digest_tensor
+from verifier.program.record_megatron import LiveWeights, join, record_live, record_moved, record_source, recorded
 from verifier.program.session_megatron import DATA_PARALLEL, Session
 from verifier.program.spec import CLIP_GRAD, LEARNING_RATE
 from verifier.train import adapter_megatron, step_megatron
+from verifier.transport.buffer import dtype_name
 
 
 class LiveBase(LiveWeights):
@@ -28,6 +31,14 @@ class LiveBase(LiveWeights):
         for chunk, name, tensor in super().tensors():
             if ".adapter." not in name:
                 yield chunk, name.replace(".to_wrap.", "."), tensor
+
+
+class LiveAdapter(LiveWeights):
+    """The adapters alone."""
+
+    def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """See `LiveWeights.tensors`."""
+        return (item for item in super().tensors() if ".adapter." in item[1])
 
 
 class AdapterSession(Session):
@@ -42,6 +53,8 @@ class AdapterSession(Session):
             deadline_s=spec.deadline_s, adapt=partial(adapter_megatron.attach, rank=spec.lora_rank),
         )  # fmt: skip
         self.live = LiveBase(self.trainer.chunks, self.layout, self.mesh, self.rank)
+        self.adapters = self.layout and adapters_of(self.layout, adapter_megatron.TARGETS, spec.lora_rank)
+        self.live_adapter = LiveAdapter(self.trainer.chunks, self.adapters, self.mesh, self.rank)
         self.live.record_expected(self.probe, self.source)
         self.live.record(self.probe, Stage.LOAD, "shard", 0)
         if self.rank == 0:
@@ -51,44 +64,50 @@ class AdapterSession(Session):
         """Of adapters the oracle has no gradients."""
 
     def sync(self, version: int) -> None:
-        """Export base and adapter; the engine loads the adapter, the oracle gets both merged."""
+        """Export base and adapter; the engine loads the adapter from a file."""
         self.say(f"version {version}: export base and adapter")
         with label("export"):
             for _ in recorded(self.probe, adapter_megatron.export_base(self.trainer), version):
                 pass
             self.adapter = adapter_megatron.export_adapter(self.trainer)
+        self._record_exported(version)
         if version and self.rank == 0:
             path = self.work / f"adapter-{version}"
             adapter_megatron.save_adapter(path, self.adapter, self.spec.lora_rank)
-            weights: Any = adapter_megatron.merged(self.source, self.adapter)
-            save_checkpoint(self.work / f"live-{version}", self.source.config, weights)
+            found, scaling = adapter_megatron.read_adapter(path)
+            record_adapter(self.probe, Stage.EXPORT, found, scaling, version)
+            if self.adapters is None:
+                self._hand_to_oracle(self.adapter, version)
             self._record_moved_adapter(version)
             if self.engine is not None:
                 self.engine.client.load_adapter(path)
         dist.barrier()
 
+    def _hand_to_oracle(self, adapter: Mapping[str, torch.Tensor], version: int) -> None:
+        weights: Any = adapter_megatron.merged(self.source, adapter)
+        save_checkpoint(self.work / f"live-{version}", self.source.config, weights)
+
     def record_update(self, version: int) -> None:
-        """What the frozen parameters of all ranks are after an update, joined without Megatron-Bridge."""
+        """What base and adapters of all ranks are after an update, joined without Megatron-Bridge."""
         with step_megatron.params_synced(self.trainer):
-            self.live.record(self.probe, Stage.TRAIN, "shard", version)
-            if self.layout is None:
+            self.live.record(self.probe, Stage.TRAIN, "shard", version, also="frozen")
+            if self.layout is None or self.adapters is None:
                 return
-            shards = self._folder(f"shards-{version}")
+            shards, adapters = self._folder(f"shards-{version}"), self._folder(f"adapter-shards-{version}")
             self.live.dump(shards, self.live.tensors())
+            self.live_adapter.dump(adapters, self.live_adapter.tensors())
             dist.barrier()
         if self.rank == 0:
             record_live(self.probe, join(shards, self.layout, self.mesh), version)
+            found = dict(self.adapters.spread(join(adapters, self.adapters, self.mesh)))
+            record_adapter(self.probe, Stage.TRAIN, found, adapter_megatron.scaling_of(self.trainer), version)
+            self._hand_to_oracle(found, version)
 
     def _record_moved_adapter(self, version: int) -> None:
         """How much of the adapter moved: B is zero before the first step, so all of it has to."""
         matrices = {name: tensor for name, tensor in self.adapter.items() if name.endswith("lora_B.weight")}
-        facts = {
-            "moved": sum(bool(tensor.count_nonzero()) for tensor in matrices.values()), "least": len(matrices),
-            "total": len(matrices),
-        }  # fmt: skip
-        self.probe.emit(
-            Evidence(stage=Stage.TRAIN, kind="moved", name=f"adapter {version}", version=version, facts=facts)
-        )
+        moved = sum(bool(tensor.count_nonzero()) for tensor in matrices.values())
+        record_moved(self.probe, f"adapter {version}", version, moved=moved, least=len(matrices), total=len(matrices))
 
     def observe_engine(self, version: int) -> None:
         """What the engine holds, scores and samples at a version."""
@@ -114,6 +133,22 @@ class AdapterSession(Session):
         for version in range(1, self.spec.cycles + 1):
             self.update(version)
             self.record_update(version)
-            self.sync(version)
             self.score(version)
+            self.sync(version)
             self.observe_engine(version)
+
+
+def record_adapter(
+    probe: Probe, stage: Stage, adapter: Mapping[str, torch.Tensor], scaling: float, version: int
+) -> None:
+    """Every matrix of an adapter, and what their product is multiplied by."""
+    for name, tensor in adapter.items():
+        probe.emit(
+            Evidence(
+                stage=stage, kind="adapter", name=name, version=version, digest=digest_tensor(tensor),
+                dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
+            )
+        )  # fmt: skip
+    probe.emit(
+        Evidence(stage=stage, kind="adapter", name="alpha / rank", version=version, digest=f"{scaling:g}", shape=())
+    )

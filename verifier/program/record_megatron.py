@@ -5,6 +5,7 @@ A probe only looks: it digests what passes and hands it on as it was.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,9 @@ from verifier.transport.buffer import dtype_name
 if TYPE_CHECKING:
     import torch
 
+    from verifier.export.adapters import AdapterLayout
+    from verifier.model.provider_megatron import TrainerModel
+
 IGNORED_BUFFERS = frozenset({"local_tokens_per_expert"})
 """Counters of one step that no checkpoint carries."""
 
@@ -35,7 +39,13 @@ class LiveWeights:
         layout: where checkpoint tensors live, or None where the family has no row.
     """
 
-    def __init__(self, chunks: list[torch.nn.Module], layout: Layout | None, mesh: Mesh, rank: int) -> None:
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        layout: Layout | AdapterLayout | None,
+        mesh: Mesh,
+        rank: int,
+    ) -> None:
         self._chunks = [_unwrapped(chunk) for chunk in chunks]
         self._stored = [frozenset(chunk.state_dict(keep_vars=True)) for chunk in self._chunks]
         self._places: dict[tuple[int, str], Placement] | None = None
@@ -61,21 +71,30 @@ class LiveWeights:
             }
         return self._places
 
-    def record(self, probe: Probe, stage: Stage, kind: str, version: int) -> None:
-        """Digest every live tensor; the device is waited for once, not tensor by tensor."""
+    def record(self, probe: Probe, stage: Stage, kind: str, version: int, also: str = "") -> None:
+        """Digest every live tensor; the device is waited for once, not tensor by tensor.
+
+        Args:
+            probe: told of each.
+            stage: of the evidence.
+            kind: of the evidence.
+            version: of the weights.
+            also: a second kind of evidence with the same contents, if any.
+        """
         places = self.placements()
         found = list(self.tensors())
         digests = digest_tensors(tensor for _, _, tensor in found)
         for (chunk, name, tensor), digest in zip(found, digests, strict=True):
             place = places.get((chunk, name))
-            probe.emit(
-                Evidence(
-                    stage=stage, kind=kind, version=version, digest=digest,
-                    name=place.global_name if place else f"{name} (chunk {chunk})",
-                    dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
-                    facts={"at": self.at, "replica": place.group if place else f"rank {self.rank} {chunk} {name}"},
-                )
-            )  # fmt: skip
+            for each in (kind, also) if also else (kind,):
+                probe.emit(
+                    Evidence(
+                        stage=stage, kind=each, version=version, digest=digest,
+                        name=place.global_name if place else f"{name} (chunk {chunk})",
+                        dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
+                        facts={"at": self.at, "replica": place.group if place else f"rank {self.rank} {chunk} {name}"},
+                    )
+                )  # fmt: skip
 
     def record_expected(self, probe: Probe, source: Checkpoint) -> None:
         """Digest, for every placement, what the checkpoint says must be there."""
@@ -112,7 +131,7 @@ def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
     return chunk
 
 
-def join(path: Path, layout: Layout, mesh: Mesh) -> dict[str, torch.Tensor]:
+def join(path: Path, layout: Layout | AdapterLayout, mesh: Mesh) -> dict[str, torch.Tensor]:
     """Checkpoint tensors from the shards that all ranks dumped, joined by the layout and not by Megatron-Bridge.
 
     Raises:
@@ -161,18 +180,34 @@ def recorded(
         yield name, tensor
 
 
-def record_live(probe: Probe, live: Mapping[str, torch.Tensor], version: int) -> dict[str, str]:
+def record_config(probe: Probe, trainer: TrainerModel, source: Checkpoint, folder: Path, version: int) -> None:
+    """The config.json that megatron-bridge writes with an export, and the source's, as transformers reads both."""
+    from transformers import AutoConfig
+
+    trainer.bridge.hf_pretrained.config.save_pretrained(folder)
+    for stage, path in ((Stage.LOAD, source.path), (Stage.EXPORT, folder)):
+        read = AutoConfig.from_pretrained(path, local_files_only=True).to_dict()
+        facts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in read.items()}
+        probe.emit(Evidence(stage=stage, kind="config", name="config.json", version=version, facts=facts))
+
+
+def record_live(probe: Probe, live: Mapping[str, torch.Tensor], version: int, kind: str = "live") -> dict[str, str]:
     """Digest the joined live shards; returns the digests by name."""
     digests = {}
     for name, tensor in live.items():
         digests[name] = digest_tensor(tensor)
         probe.emit(
             Evidence(
-                stage=Stage.TRAIN, kind="live", name=name, version=version, digest=digests[name],
+                stage=Stage.TRAIN, kind=kind, name=name, version=version, digest=digests[name],
                 dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
             )
         )  # fmt: skip
     return digests
+
+
+def record_moved(probe: Probe, name: str, version: int, **counts: int) -> None:
+    """How many tensors an update moved, how many it had to move at least, and of how many."""
+    probe.emit(Evidence(stage=Stage.TRAIN, kind="moved", name=name, version=version, facts=counts))
 
 
 def plan_of(stream: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int) -> ChunkPlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,6 @@ from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
 from verifier.core.store import Recorder
 from verifier.data.rollout import Rollout
-from verifier.engine.client import EngineClient
 from verifier.errors import UsageError
 from verifier.export import gather_megatron
 from verifier.export.names import layout_of
@@ -31,14 +30,16 @@ from verifier.program.record_megatron import (
     LiveWeights,
     join,
     plan_of,
+    record_config,
     record_live,
+    record_moved,
     record_plan,
     record_source,
     recorded,
 )
 from verifier.program.routes_megatron import record_replay
 from verifier.program.spec import AT_TEMPERATURE, CLIP_GRAD, LEARNING_RATE, TEMPERATURE, WEIGHT_DECAY, RunSpec
-from verifier.program.sync import EngineSide
+from verifier.program.sync import EngineSide, open_engine, open_share
 from verifier.program.tokens_megatron import TokenProbe
 from verifier.train import replay_megatron, step_megatron
 from verifier.train.gradients_megatron import whole_gradients
@@ -46,7 +47,6 @@ from verifier.train.gradients_megatron import whole_gradients
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
     from verifier.transport.cuda_ipc import Share
-    from verifier.transport.groups import Group
 
 DATA_PARALLEL = provider_megatron.DataParallel(
     distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
@@ -152,6 +152,14 @@ class Session:
         """The export stream, recorded; the tensor under way is named if a collective of it waits too long."""
         with label("export"):
             yield from recorded(self.probe, gather_megatron.export(self.trainer), version)
+        self._record_exported(version)
+
+    def _record_exported(self, version: int) -> None:
+        """What an export leaves behind: the weights that it read, and the config.json that goes with it."""
+        with step_megatron.params_synced(self.trainer):
+            self.live.record(self.probe, Stage.EXPORT, "exported", version)
+        if self.rank == 0:
+            record_config(self.probe, self.trainer, self.source, self.work / f"config-{version}", version)
 
     def agree_on_plan(self) -> bool:
         """Derive the chunk plan from the export of version 0, and compare its digest over all ranks."""
@@ -173,9 +181,7 @@ class Session:
     def idle_step(self) -> None:
         """An optimizer step of learning rate 0, which must move nothing."""
         self._optimizer = step_megatron.make_optimizer(self.trainer, **OPTIMIZER)
-        step_megatron.train_step(
-            self.trainer, self._optimizer, rollouts_of(self.spec.batches[0], 0), learning_rate=0.0
-        )  # fmt: skip
+        step_megatron.train_step(self.trainer, self._optimizer, rollouts_of(self.spec.batches[0], 0), learning_rate=0.0)
         with step_megatron.params_synced(self.trainer):
             self.live.record(self.probe, Stage.TRAIN, "idle", 0)
         self._optimizer = step_megatron.make_optimizer(self.trainer, **OPTIMIZER)
@@ -274,15 +280,10 @@ class Session:
     def _record_moved(self, digests: dict[str, str], whole: dict[str, torch.Tensor], version: int) -> None:
         if not self._digests:
             self._digests = {name: digest_tensor(self.source.read(name)) for name in whole}
-        num_moved = sum(digests[name] != self._digests[name] for name in digests)
+        moved = sum(digests[name] != self._digests[name] for name in digests)
         self._digests = digests
         least = sum(t.is_floating_point() for t in whole.values()) if self.spec.update == "noise" else 1
-        self.probe.emit(
-            Evidence(
-                stage=Stage.TRAIN, kind="moved", name=f"version {version}", version=version,
-                facts={"moved": num_moved, "least": least, "total": len(digests)},
-            )
-        )  # fmt: skip
+        record_moved(self.probe, f"version {version}", version, moved=moved, least=least, total=len(digests))
 
     def observe_engine(self, version: int) -> None:
         """What the engine holds, scores and samples at a version, unless it refused it."""
@@ -315,16 +316,22 @@ class Session:
         for version in range(1, self.spec.cycles + 1):
             self.rest()
             self.update(version)
-            # Who comes first after a step waits for weights gathered in overlap: the export, next time the forward.
-            if version % 2 == 0:
-                self.score(version)
-            self.sync(version)
-            self.record_update(version)
-            if version % 2 == 1:
-                self.score(version)
+            for act in self._acts(version):
+                act(version)
             self.observe_engine(version)
         if self._sent:
             save_checkpoint(self.work / "exported", self.source.config, self._sent.items())
+
+    def _acts(self, version: int) -> list[Callable[[int], None]]:
+        """An update is recorded before the export, which must not change it; but to record it gathers what ranks share.
+
+        Then who needs it has to ask for it first: the export, and every second time the forward pass.
+        """
+        if self.layout is not None and not self.mesh.has_copies:
+            return [self.record_update, self.score, self.sync]
+        if version % 2 == 0:
+            return [self.score, self.sync, self.record_update]
+        return [self.sync, self.record_update, self.score]
 
     def run_tokens(self) -> None:
         """The token path alone: nothing is exported, no engine takes part."""
@@ -336,26 +343,6 @@ class Session:
             self.update(version)
             self.score(version)
             self.record_update(version)
-
-
-def open_engine(spec: RunSpec, probe: Recorder, share: Share | None) -> tuple[EngineSide, Group]:
-    """Rank 0's connection to the engine, and the transfer group with its ranks."""
-    from verifier.engine import update
-    from verifier.transport.gloo import Listener
-
-    client = EngineClient(str(spec.engine_socket), deadline_s=spec.deadline_s)
-    listener = Listener(spec.engine_ranks, deadline_s=spec.deadline_s, kind=spec.transport)
-    group = update.connect(client, listener, share)
-    return EngineSide(client, group, spec.engine_ranks, Path(spec.trace), probe, share, spec.sleep_level), group
-
-
-def open_share(spec: RunSpec) -> Share | None:
-    """Every trainer rank's end of the rounds in which buffers are shown to the engine, where CUDA IPC moves them."""
-    if spec.engine_socket is None or spec.transport != "ipc":
-        return None
-    from verifier.transport.cuda_ipc import Share
-
-    return Share()
 
 
 def roundtrip(context: RankContext) -> dict[str, float]:

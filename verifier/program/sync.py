@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,11 +18,11 @@ from verifier.engine.engine import HeldSlice, Sample
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import digest_tensor
+from verifier.program.record_engine import held_by
+from verifier.program.spec import RunSpec
 from verifier.transport.buffer import dtype_name, unpack
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from verifier.transport.cuda_ipc import Share
     from verifier.transport.groups import Group
 
@@ -157,15 +158,8 @@ class EngineSide:
         )  # fmt: skip
 
     def record_held(self, sent: Mapping[str, torch.Tensor], version: int) -> None:
-        """What every engine rank holds: its state, and its checkpoint slices beside what they must be."""
-        for rank, items in enumerate(self.client.state()):
-            for item in items:
-                self._ranks[rank].emit(
-                    Evidence(
-                        stage=Stage.ENGINE, kind="state", name=item.name, version=version, digest=item.digest,
-                        dtype=item.dtype, shape=item.shape, facts={"kind": item.kind},
-                    )
-                )  # fmt: skip
+        """What every engine rank holds: tensors, settings, and its checkpoint slices beside what they must be."""
+        held_by(self.client).record(self._ranks, version)
         for rank, slices in enumerate(self.client.checkpoint_view()):
             self._record_view(self._ranks[rank], slices, sent, version)
 
@@ -185,7 +179,7 @@ class EngineSide:
                 continue
             name = f"{item.name} in {item.holder}" if item.name in seen else item.name
             seen.add(item.name)
-            facts = {"holder": item.holder, "box": [list(pair) for pair in item.box]}
+            facts = {"holder": item.holder, "of": item.name, "box": [list(pair) for pair in item.box]}
             recorder.emit(
                 Evidence(
                     stage=Stage.ENGINE, kind="view", name=name, version=version, digest=item.digest,
@@ -200,12 +194,13 @@ class EngineSide:
     def _record_view_expected(
         self, recorder: Recorder, name: str, whole: torch.Tensor, box: Sequence[tuple[int, int]], version: int
     ) -> None:
+        facts = {"whole": list(whole.shape)}
         for dim, (begin, end) in enumerate(box):
             whole = whole.narrow(dim, begin, end - begin)
         recorder.emit(
             Evidence(
                 stage=Stage.ENGINE, kind="view-expected", name=name, version=version, digest=digest_tensor(whole),
-                dtype=dtype_name(whole.dtype), shape=tuple(whole.shape),
+                dtype=dtype_name(whole.dtype), shape=tuple(whole.shape), facts=facts,
             )
         )  # fmt: skip
 
@@ -264,3 +259,22 @@ class EngineSide:
         """Close the recorders; the engine and the group stay."""
         for recorder in self._ranks:
             recorder.close()
+
+
+def open_engine(spec: RunSpec, probe: Recorder, share: Share | None) -> tuple[EngineSide, Group]:
+    """Rank 0's connection to the engine, and the transfer group with its ranks."""
+    from verifier.transport.gloo import Listener
+
+    client = EngineClient(str(spec.engine_socket), deadline_s=spec.deadline_s)
+    listener = Listener(spec.engine_ranks, deadline_s=spec.deadline_s, kind=spec.transport)
+    group = update.connect(client, listener, share)
+    return EngineSide(client, group, spec.engine_ranks, Path(spec.trace), probe, share, spec.sleep_level), group
+
+
+def open_share(spec: RunSpec) -> Share | None:
+    """Every trainer rank's end of the rounds in which buffers are shown to the engine, where CUDA IPC moves them."""
+    if spec.engine_socket is None or spec.transport != "ipc":
+        return None
+    from verifier.transport.cuda_ipc import Share
+
+    return Share()

@@ -64,6 +64,29 @@ def save_adapter(path: Path, adapter: Mapping[str, torch.Tensor], rank: int) -> 
     write_shard(path / "adapter_model.safetensors", named)
 
 
+def read_adapter(path: Path) -> tuple[dict[str, torch.Tensor], float]:
+    """An adapter's matrices under the names that `export_adapter` gives, and its alpha over rank, from a directory."""
+    from safetensors.torch import load_file
+
+    config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+    found = load_file(path / "adapter_model.safetensors")
+    named = {name.removeprefix("base_model.model."): tensor for name, tensor in found.items()}
+    return named, config["lora_alpha"] / config["r"]
+
+
+def scaling_of(trainer: TrainerModel) -> float:
+    """What the trainer's own adapters multiply their product by.
+
+    Raises:
+        ContractError: it has none, or they differ in it.
+    """
+    modules = (module for chunk in trainer.chunks for module in chunk.modules())
+    found = {module.alpha / module.dim for module in modules if type(module).__name__ == "ParallelLinearAdapter"}
+    if len(found) != 1:
+        raise ContractError(f"the trainer's adapters have {len(found)} different scales")
+    return float(found.pop())
+
+
 def merged(source: Checkpoint, adapter: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """The checkpoint in float32, scaling * B @ A added to every matrix that has an adapter.
 

@@ -231,8 +231,8 @@ def params_synced(trainer: TrainerModel) -> Iterator[None]:
     Source:
         megatron-core 0.19.2, megatron/core/distributed/distributed_data_parallel.py, `disable_forward_pre_hook`.
     """
-    shared = max(trainer.mesh.dp * trainer.mesh.cp, trainer.mesh.expert_dp) > 1
-    overlapped = shared and trainer.data_parallel is not None and trainer.data_parallel.overlap_param_gather
+    options = trainer.data_parallel
+    overlapped = trainer.mesh.has_copies and options is not None and options.overlap_param_gather
     if overlapped:
         for chunk in trainer.chunks:
             chunk.disable_forward_pre_hook(param_sync=True)

@@ -1,0 +1,63 @@
+"""Which plain values of a model are read, and that each change of one shows."""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+from torch import nn
+
+from verifier.engine.settings import settings_of
+
+
+class Style(enum.Enum):
+    NEOX = "neox"
+
+
+class Backend:
+    """As vLLM's attention backends: an object that is no module, with numbers of its own."""
+
+    def __init__(self) -> None:
+        self.scale = 0.25
+        self.sliding_window = (-1, -1)
+        self.table = torch.zeros(2)
+
+
+Backend.__module__ = "vllm.v1.attention.backends.made_up"
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.variance_epsilon = 1e-6
+        self.style = Style.NEOX
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Norm()
+        self.impl = Backend()
+        self.elsewhere = object()
+        self.factors = {"long": [1.0, 2.0]}
+
+
+def test_numbers_flags_and_names_are_read_one_level_deep() -> None:
+    found = dict(settings_of(Attention()))
+    assert found["norm"]["variance_epsilon"] == "1e-06"
+    assert found["norm"]["style"] == "Style.NEOX"
+    assert found["norm"]["training"] == "True"
+    assert found[""]["impl.scale"] == "0.25"
+    assert found[""]["impl.sliding_window"] == "[-1, -1]"
+    assert found[""]["factors"] == "[long, [1.0, 2.0]]"
+    assert not [name for name in found[""] if name.startswith("elsewhere") or name == "impl.table"]
+    assert "weight" not in found["norm"]
+
+
+def test_a_float_is_shown_to_its_last_bit() -> None:
+    """A scale that is one unit in the last place off is another text."""
+    model = Attention()
+    before = dict(settings_of(model))[""]["impl.scale"]
+    model.impl.scale = 0.25000000000000006
+    assert dict(settings_of(model))[""]["impl.scale"] != before

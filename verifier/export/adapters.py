@@ -1,0 +1,93 @@
+"""Where adapters live in Megatron, and which tensors of the published form they are made of.
+
+An adapter of a linear is two matrices: A [rank, in] reads the linear's input, B [out, rank] adds to its output.
+Megatron puts one pair on each of its linears, fused ones too; published adapters have one for each checkpoint matrix,
+so the parts of a fused linear share one A, and B is cut as the linear's own rows are. As in `names`, nothing here comes
+from megatron-bridge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from verifier.export.layout import Placement
+from verifier.export.names import PARAMS, Cut, Layout, ParamRow
+from verifier.mesh import Mesh
+from verifier.model.families import TensorRow
+
+if TYPE_CHECKING:
+    import torch
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+"""Ends of the names of the two matrices, in the place of a checkpoint tensor's ``.weight``."""
+_RANK = "adapter rank"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLayout:
+    """The layout of a model's adapters; make it with `adapters_of`."""
+
+    layout: Layout
+    """Of the published adapters: its family's tensors are their matrices."""
+    rows: tuple[ParamRow, ...]
+    shared: Mapping[str, tuple[str, ...]]
+    """Pattern of the A that stands in a row -> patterns of those that are the same matrix."""
+
+    def placements(self, mesh: Mesh, rank: int, chunk: int = 0) -> list[Placement]:
+        """Every adapter matrix that a model chunk of a rank holds, as `Layout.placements`."""
+        at = mesh.coordinate(rank)
+        layers = mesh.layers_of(at.pp, chunk, self.layout.sizes["layers"])
+        return [
+            self.layout.place(row, mesh, at, {"layer": local, "expert": 0}, {"layer": layer, "expert": 0})
+            for local, layer in enumerate(layers)
+            for row in self.rows
+            if row.scope in self.layout.layers[layer]
+        ]
+
+    def spread(self, joined: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every matrix by its published name, those that share one included."""
+        names = {
+            first.format(layer=layer): [other.format(layer=layer) for other in others]
+            for first, others in self.shared.items()
+            for layer in range(self.layout.sizes["layers"])
+        }
+        for name, tensor in joined.items():
+            for same in names.get(name, [name]):
+                yield same, tensor
+
+
+def adapters_of(layout: Layout, targets: Sequence[str], rank: int) -> AdapterLayout:
+    """The layout of adapters of this rank on the linears that have these names in Megatron."""
+    dims = {tensor.pattern: tensor for tensor in layout.family.tensors}
+    rows: list[ParamRow] = []
+    tensors: list[TensorRow] = []
+    shared: dict[str, tuple[str, ...]] = {}
+    for row in PARAMS[layout.family.name]:
+        base = row.pattern.removesuffix(".weight")
+        if base == row.pattern or base.rpartition(".")[2] not in targets:
+            continue
+        by_columns = row.cut is Cut.COLUMNS
+        inward, outward = (tuple(source.removesuffix(".weight") + end for source in row.sources) for end in (_A, _B))
+        for source, to_rank, from_rank in zip(row.sources, inward, outward, strict=True):
+            out_size, in_size = dims[source].dims
+            tensors += [
+                replace(dims[source], pattern=to_rank, dims=(_RANK, in_size)),
+                replace(dims[source], pattern=from_rank, dims=(out_size, _RANK)),
+            ]
+        shared[inward[0]] = inward
+        rows += [
+            replace(
+                row, pattern=f"{base}.adapter.linear_in.weight", sources=inward[:1],
+                cut=Cut.COLUMNS if by_columns else Cut.ROWS,
+            ),
+            replace(
+                row, pattern=f"{base}.adapter.linear_out.weight", sources=outward,
+                cut=Cut.ROWS if by_columns else row.cut,
+            ),
+        ]  # fmt: skip
+    published = replace(
+        layout, family=replace(layout.family, tensors=tuple(tensors)), sizes={**layout.sizes, _RANK: rank}
+    )
+    return AdapterLayout(layout=published, rows=tuple(rows), shared=shared)
