@@ -129,7 +129,7 @@ def engine_parameter_not_loaded(trace: Trace) -> Iterator[Comparison]:
                 )  # fmt: skip
 
 
-@check("ENG005", needs=((Stage.ENGINE, "settings"), (Stage.ENGINE, "cold-settings")), scope="cold")
+@check("ENG005", needs=((Stage.ENGINE, "settings"), (Stage.ENGINE, "cold-settings")), scope="settings")
 def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     """The synced engine computes with the epsilons, scales, windows and flags that a cold one computes with.
 
@@ -140,7 +140,7 @@ def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     Evidence: engine/settings, engine/cold-settings.
     Tolerance and its source: exact; a reload changes weights and nothing else.
     What it does not catch: a setting that is wrong in a cold engine too (LGP002), and values in closures. What a cold
-    engine has not is not judged: a forward that does without it does not read it.
+    engine has not is not judged: a forward that does without it does not read it. On GPUs it has no subject yet.
     References: vllm#44371, vllm#48284, RL#1046, slime#1734.
     """
     for rank in range(int(trace.manifest["engine_ranks"])):
