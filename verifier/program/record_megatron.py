@@ -191,14 +191,14 @@ def record_config(probe: Probe, trainer: TrainerModel, source: Checkpoint, folde
         probe.emit(Evidence(stage=stage, kind="config", name="config.json", version=version, facts=facts))
 
 
-def record_live(probe: Probe, live: Mapping[str, torch.Tensor], version: int, kind: str = "live") -> dict[str, str]:
+def record_live(probe: Probe, live: Mapping[str, torch.Tensor], version: int) -> dict[str, str]:
     """Digest the joined live shards; returns the digests by name."""
     digests = {}
     for name, tensor in live.items():
         digests[name] = digest_tensor(tensor)
         probe.emit(
             Evidence(
-                stage=Stage.TRAIN, kind=kind, name=name, version=version, digest=digests[name],
+                stage=Stage.TRAIN, kind="live", name=name, version=version, digest=digests[name],
                 dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
             )
         )  # fmt: skip
