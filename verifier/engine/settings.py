@@ -12,8 +12,8 @@ from torch import nn
 _HOLDERS = ("vllm.model_executor.", "vllm.v1.attention.")
 """Modules of the classes whose objects compute on a layer's behalf: attention backends, routers, quantisation."""
 
-_MACHINERY = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of every module, by which torch keeps its members and hooks."""
+_MACHINERY = frozenset(vars(nn.Module())) - {"training"} | {"name_or_path"}
+"""Attributes of every module, by which torch keeps its members and hooks, and where transformers read the model."""
 
 
 def settings_of(model: nn.Module) -> Iterator[tuple[str, dict[str, str]]]:

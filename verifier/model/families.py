@@ -329,8 +329,7 @@ def sizes_of(config: Mapping[str, JSON]) -> dict[str, int]:
     else:
         head_dim = _size(config, "head_dim", sizes["hidden"] // heads)
         sizes |= {"head_dim": head_dim, "q": heads * head_dim, "kv": kv_heads * head_dim}
-    experts = _size(config, "num_experts", _size(config, "n_routed_experts", 0))
-    if experts:
+    if experts := num_experts_of(config):
         width = _size(config, "moe_intermediate_size")
         shared = _size(config, "moe_shared_expert_intermediate_size", width * _size(config, "n_shared_experts", 0))
         sizes |= {"experts": experts, "moe_ffn": width, "shared_ffn": shared}

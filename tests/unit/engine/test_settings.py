@@ -61,3 +61,10 @@ def test_a_float_is_shown_to_its_last_bit() -> None:
     before = dict(settings_of(model))[""]["impl.scale"]
     model.impl.scale = 0.25000000000000006
     assert dict(settings_of(model))[""]["impl.scale"] != before
+
+
+def test_where_a_model_was_read_is_no_setting() -> None:
+    """A cold engine reads the export, and the synced one read the source."""
+    model = Norm()
+    model.name_or_path = "/somewhere"
+    assert "name_or_path" not in dict(settings_of(model))[""]

@@ -87,6 +87,13 @@ def test_a_hybrid_without_expert_layers_has_no_experts() -> None:
     assert num_experts_of({**_config("nemotron-h"), "hybrid_override_pattern": "M*-M*-M-"}) == 0
 
 
+def test_experts_are_counted_however_the_config_spells_them() -> None:
+    """transformers 5 writes a Qwen3-MoE's `num_experts` as `num_local_experts`."""
+    _, config = TINY["qwen3-moe"]
+    spelled = {"num_local_experts" if key == "num_experts" else key: value for key, value in config.items()}
+    assert sizes_of(spelled) == sizes_of(config)
+
+
 def test_llama_without_head_dim_derives_it() -> None:
     config = _config("llama")
     del config["head_dim"]
