@@ -238,7 +238,8 @@ def scoring_moved_weight(trace: Trace) -> Iterator[Comparison]:
     what it should only measure; the next update hides it.
     Evidence: load/shard, train/shard, train/scored.
     Tolerance and its source: bitwise; a forward pass writes no weight.
-    What it does not catch: optimizer state that moved without a weight.
+    What it does not catch: optimizer state that moved without a weight; after every second update the pass comes first,
+    and what it moves then is taken for the update's (TRN001).
     References: RL#1012, ms-swift#10154.
     """
     for version in trace.versions(Stage.TRAIN, "scored"):
