@@ -38,8 +38,8 @@ def children(pid: int) -> list[int]:
     ("whom", "signum", "timeout_s", "code", "said"),
     [
         ("command", signal.SIGTERM, 60, 143, "ended by SIGTERM"),
-        ("oracle", signal.SIGKILL, 60, 3, "the fp32 oracle's process ended during the request `call`"),
-        ("oracle", signal.SIGSTOP, 12, 3, "the fp32 oracle did not answer `call` within "),
+        ("oracle", signal.SIGKILL, 60, 3, "the fp32 oracle's process ended "),
+        pytest.param("oracle", signal.SIGSTOP, 12, 3, "the fp32 oracle did not answer ", marks=pytest.mark.slow),
     ],
 )
 def test_one_sentence_and_nothing_is_left(tmp_path, cache, whom, signum, timeout_s, code, said):
@@ -55,7 +55,9 @@ def test_one_sentence_and_nothing_is_left(tmp_path, cache, whom, signum, timeout
     (oracle,) = children(command.pid)
     os.kill(oracle if whom == "oracle" else command.pid, signum)
     out, err = command.communicate(timeout=timeout_s + 30)
-    assert (command.returncode, out, err.count("\n")) == (code, "", 1)
-    assert err.startswith(f"verifier: {said}")
+    first, _, words = err.partition("\n")
+    assert (command.returncode, out) == (code, "")
+    assert first.startswith(f"verifier: {said}")
+    assert not words or first.endswith("its last words:")
     assert not alive(oracle)
     assert list(tmp_path.glob("verifier-*")) == []

@@ -17,7 +17,6 @@ SMOKE = (
     "step-in-evaluation",
     "expert-never-yielded",
     "router-rounded-on-the-wire",
-    "sync-gated-off",
 )
 
 

@@ -113,14 +113,16 @@ class EngineProcess:
             EngineGone: the host died first.
         """
         until = time.monotonic() + 60
-        while not self.socket_path.exists():
+        while True:
+            if self.socket_path.exists():
+                with contextlib.suppress(EngineGone):  # it may have died since
+                    return EngineClient(self.socket_path, self.log_path, deadline_s, self._name)
             ended = self._process.poll()
             if ended is not None or time.monotonic() > until:
                 why = "did not listen" if ended is None else f"ended with {ended}"
                 words = self.log_path.read_text(errors="replace").splitlines()[-12:]
-                raise EngineGone(f"{self._name}'s process {why}; its last words:\n" + "\n".join(words))
+                raise EngineGone("\n".join([f"{self._name}'s process {why}; its last words:", *words]))
             time.sleep(0.02)
-        return EngineClient(self.socket_path, self.log_path, deadline_s, self._name)
 
     def stop(self) -> None:
         """End the host and all its workers; nothing is left, whatever state they are in."""
