@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verifier.checks.content import by_name, compare_contents
+from verifier.checks.content import by_name, compare_contents, compare_moments
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.stage import Stage
@@ -25,14 +25,11 @@ def frozen_weight_moved(trace: Trace) -> Iterator[Comparison]:
     References: NeMo-RL#2754, ms-swift#10154.
     """
     for version in trace.versions(Stage.TRAIN, "frozen"):
-        for rank in sorted({item.rank for item in trace.at(Stage.TRAIN, "frozen", version=version)}):
-            yield from compare_contents(
-                by_name(trace.at(Stage.TRAIN, "frozen", version=version, rank=rank)),
-                by_name(trace.at(Stage.LOAD, "shard", version=0, rank=rank)),
-                stage=Stage.TRAIN, version=version, actual_says="the base after a step of the adapter",
-                expected_says="the base after load", allowed="bitwise (no optimizer has it)",
-                hint="look at what is frozen, and at what the optimizer was given",
-            )  # fmt: skip
+        yield from compare_moments(
+            trace, (Stage.TRAIN, "frozen", version), (Stage.LOAD, "shard", 0),
+            actual_says="the base after a step of the adapter", expected_says="the base after load",
+            allowed="bitwise (no optimizer has it)", hint="look at what is frozen, and at what the optimizer was given",
+        )  # fmt: skip
 
 
 @check("WGT013", needs=((Stage.TRAIN, "adapter"), (Stage.EXPORT, "adapter")), scope="adapter")

@@ -7,6 +7,10 @@ from collections.abc import Iterator, Mapping
 from verifier.core.comparison import Comparison
 from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+Moment = tuple[Stage, str, int]
+"""Stage, kind and version of what each rank recorded of all that it held."""
 
 
 def owner_of(item: Evidence) -> str:
@@ -106,3 +110,26 @@ def by_name(items: Iterator[Evidence]) -> dict[str, Evidence]:
             name += " (again)"
         found[name] = item
     return found
+
+
+def ranks_of(trace: Trace, stage: Stage, kind: str, version: int) -> list[int]:
+    """Who recorded anything of this kind."""
+    return sorted({item.rank for item in trace.at(stage, kind, version=version)})
+
+
+def compare_moments(trace: Trace, after: Moment, before: Moment, **says: str) -> Iterator[Comparison]:
+    """Everything that each rank held at one moment against what it held at an earlier one.
+
+    Args:
+        trace: of the run.
+        after: the later moment, where a mismatch arose.
+        before: the earlier moment.
+        says: the texts of `compare_contents`.
+    """
+    stage, kind, version = after
+    for rank in ranks_of(trace, stage, kind, version):
+        yield from compare_contents(
+            by_name(trace.at(stage, kind, version=version, rank=rank)),
+            by_name(trace.at(before[0], before[1], version=before[2], rank=rank)),
+            stage=stage, version=version, **says,
+        )  # fmt: skip

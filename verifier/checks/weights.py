@@ -5,7 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from verifier.checks.content import by_name, compare_contents, describe, owner_of
+from verifier.checks.content import (
+    Moment,
+    by_name,
+    compare_contents,
+    compare_moments,
+    describe,
+    owner_of,
+    ranks_of,
+)
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.evidence import Evidence
@@ -18,8 +26,9 @@ NOT_OF_THE_MODEL = frozenset({"transformers_version", "_name_or_path"})
 """Keys of config.json that say who wrote it, and where it was read."""
 
 
-def _ranks(trace: Trace, stage: Stage, kind: str, version: int) -> list[int]:
-    return sorted({item.rank for item in trace.at(stage, kind, version=version)})
+def _shards(version: int) -> Moment:
+    """When all live weights of a version were recorded."""
+    return (Stage.TRAIN if version else Stage.LOAD, "shard", version)
 
 
 @check("WGT001", needs=((Stage.LOAD, "expected"), (Stage.LOAD, "shard")), scope="layout")
@@ -36,7 +45,7 @@ def loaded_shard_differs(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: a wrong forward on right weights (LGP001); families without a layout row.
     References: Megatron-Bridge#3743, prime-rl#1145, prime-rl#3333, verl#2029.
     """
-    for rank in _ranks(trace, Stage.LOAD, "expected", 0):
+    for rank in ranks_of(trace, Stage.LOAD, "expected", 0):
         yield from compare_contents(
             by_name(trace.at(Stage.LOAD, "shard", version=0, rank=rank)),
             by_name(trace.at(Stage.LOAD, "expected", version=0, rank=rank)),
@@ -190,17 +199,14 @@ def idle_step_moved_weight(trace: Trace) -> Iterator[Comparison]:
     References: SkyRL#2149, RL#2371.
     """
     for version in trace.versions(Stage.TRAIN, "idle"):
-        before = (Stage.LOAD, "shard") if version == 0 else (Stage.TRAIN, "shard")
+        before = _shards(version)
         if version in trace.versions(Stage.EXPORT, "exported"):  # what the export left, whatever it left
-            before = (Stage.EXPORT, "exported")
-        for rank in _ranks(trace, Stage.TRAIN, "idle", version):
-            yield from compare_contents(
-                by_name(trace.at(Stage.TRAIN, "idle", version=version, rank=rank)),
-                by_name(trace.at(*before, version=version, rank=rank)),
-                stage=Stage.TRAIN, version=version, actual_says="the model after an lr = 0 step",
-                expected_says="the model before it", allowed="bitwise (a step of zero moves nothing)",
-                hint="compare the optimizer's master weights with the parameters right after the load",
-            )  # fmt: skip
+            before = (Stage.EXPORT, "exported", version)
+        yield from compare_moments(
+            trace, (Stage.TRAIN, "idle", version), before, actual_says="the model after an lr = 0 step",
+            expected_says="the model before it", allowed="bitwise (a step of zero moves nothing)",
+            hint="compare the optimizer's master weights with the parameters right after the load",
+        )  # fmt: skip
 
 
 @check("WGT008", needs=((Stage.TRAIN, "moved"),), scope="update")
@@ -243,15 +249,11 @@ def scoring_moved_weight(trace: Trace) -> Iterator[Comparison]:
     References: RL#1012, ms-swift#10154.
     """
     for version in trace.versions(Stage.TRAIN, "scored"):
-        before = (Stage.LOAD, "shard") if version == 0 else (Stage.TRAIN, "shard")
-        for rank in _ranks(trace, Stage.TRAIN, "scored", version):
-            yield from compare_contents(
-                by_name(trace.at(Stage.TRAIN, "scored", version=version, rank=rank)),
-                by_name(trace.at(*before, version=version, rank=rank)),
-                stage=Stage.TRAIN, version=version, actual_says="the model after scoring",
-                expected_says="the model before it", allowed="bitwise (a forward pass writes no weight)",
-                hint="look at what else the evaluation calls: an optimizer step, a hook, a counter",
-            )  # fmt: skip
+        yield from compare_moments(
+            trace, (Stage.TRAIN, "scored", version), _shards(version), actual_says="the model after scoring",
+            expected_says="the model before it", allowed="bitwise (a forward pass writes no weight)",
+            hint="look at what else the evaluation calls: an optimizer step, a hook, a counter",
+        )  # fmt: skip
 
 
 @check("WGT010", needs=((Stage.LOAD, "shard"), (Stage.EXPORT, "exported")), scope="export")
@@ -268,15 +270,11 @@ def export_moved_weight(trace: Trace) -> Iterator[Comparison]:
     References: ms-swift#10154, verl#2029, AReaL#1546.
     """
     for version in trace.versions(Stage.EXPORT, "exported"):
-        before = (Stage.LOAD, "shard") if version == 0 else (Stage.TRAIN, "shard")
-        for rank in _ranks(trace, Stage.EXPORT, "exported", version):
-            yield from compare_contents(
-                by_name(trace.at(Stage.EXPORT, "exported", version=version, rank=rank)),
-                by_name(trace.at(*before, version=version, rank=rank)),
-                stage=Stage.EXPORT, version=version, actual_says="the model after the export",
-                expected_says="the model before it", allowed="bitwise (an export reads)",
-                hint="look for what the export writes in place: casts, transposes, merged adapters",
-            )  # fmt: skip
+        yield from compare_moments(
+            trace, (Stage.EXPORT, "exported", version), _shards(version), actual_says="the model after the export",
+            expected_says="the model before it", allowed="bitwise (an export reads)",
+            hint="look for what the export writes in place: casts, transposes, merged adapters",
+        )  # fmt: skip
 
 
 @check("WGT011", needs=((Stage.LOAD, "config"), (Stage.EXPORT, "config")), scope="export")
