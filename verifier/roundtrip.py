@@ -135,7 +135,7 @@ def manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
         scopes += [*layout, "update"]
     if config.update == "step":
         scopes.append("step")
-        if subject.tier == "cpu" and subject.layout_scopes:
+        if subject.judges_gradients:
             scopes.append("gradient")
     return _manifest(config, subject, scopes)
 
@@ -167,7 +167,7 @@ def spec_of(
         batches=[with_a_long_one(draw, num_sequences, vocabulary) for _ in range(config.cycles)],
         chunk_bytes=chunk_bytes_for(sum(meta.num_bytes for meta in subject.checkpoint.metas.values()), transport),
         engine_socket=engine_socket, engine_ranks=engine_ranks, transport=transport,
-        sleep_level=config.sleep_level, lora_rank=config.engine_lora_rank,
+        sleep_level=config.sleep_level, lora_rank=config.engine_lora_rank, gradients=subject.judges_gradients,
     )  # fmt: skip
 
 

@@ -124,7 +124,7 @@ class Oracle:
             for version in seen.versions(Stage.ROLLOUT, "engine"):
                 for name in ("scored", *(item.name for item in seen.at(Stage.ROLLOUT, "sampled", version=version))):
                     _emit_gaps(recorder, "engine-noise", name, version, engine_gaps)
-        if spec.update == "step" and subject.tier == "cpu" and not spec.lora_rank:
+        if spec.update == "step" and spec.gradients and not spec.lora_rank:
             self._record_steps(recorder, spec, subject)
         recorder.close()
 

@@ -204,7 +204,7 @@ class Session:
 
     def _dump_gradients(self, version: int) -> None:
         """Hand the reduced gradients, joined by the layout, to the oracle; before the optimizer clips them."""
-        if self.layout is None or self.spec.tier != "cpu":
+        if self.layout is None or not self.spec.gradients:
             return
         found = whole_gradients(self.trainer)
         shards = self._folder(f"gradient-shards-{version}")

@@ -77,6 +77,8 @@ class RunSpec:
     """Token ids of each training step, one batch per cycle."""
     update: str = "step"
     """"step": a real optimizer step; "noise": every tensor moved by seeded noise."""
+    gradients: bool = False
+    """Hand each step's gradients to the oracle."""
     chunk_bytes: int = CHUNK_BYTES
     engine_socket: str | None = None
     """None where no engine takes part."""

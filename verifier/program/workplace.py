@@ -27,6 +27,8 @@ from verifier.program.spec import RunSpec
 Progress = Callable[[str], None]
 ENGINE_FIRST_S = 20.0
 """Ranks wait so much longer for rank 0 than rank 0 for the engine, so that it can say first who does not answer."""
+GRADIENT_BYTES = 256 * 2**20
+"""Of the greatest checkpoint whose gradients are judged on the GPU tier: the host would take minutes for a wide one."""
 PRELOADS = {
     "cpu": "verifier.program.session_megatron:preload_cpu",
     "cuda": "verifier.program.session_megatron:preload_cuda",
@@ -72,6 +74,13 @@ class Subject:
             return []
         copies = self.mesh.dense_size > 1 or (layout.tied and self.mesh.pp > 1)
         return ["layout", "replicas"] if copies else ["layout"]
+
+
+    @property
+    def judges_gradients(self) -> bool:
+        """Whether the gradients of each step go to the oracle, through files, to be judged in float64 on the host."""
+        num_bytes = sum(meta.num_bytes for meta in self.checkpoint.metas.values())
+        return bool(self.layout_scopes) and (self.tier == "cpu" or num_bytes <= GRADIENT_BYTES)
 
 
 def cache_folder() -> Path:
