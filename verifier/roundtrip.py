@@ -121,9 +121,7 @@ def engine_config_of(config: RoundtripConfig, subject: Subject) -> EngineConfig:
 
 def manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
     """Run identity, and which checks have a subject in this run."""
-    scopes = ["tokens", "export", "held", "cold", "logprob", "rollout"]
-    if subject.tier == "cpu":  # what GPU kernels keep beside their tensors from call to call was not seen yet
-        scopes.append("settings")
+    scopes = ["tokens", "export", "held", "cold", "settings", "logprob", "rollout"]
     if config.engine_lora_rank:
         if layout := subject.layout_scopes:
             scopes += [*layout, "update", "adapter"]

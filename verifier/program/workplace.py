@@ -75,7 +75,6 @@ class Subject:
         copies = self.mesh.dense_size > 1 or (layout.tied and self.mesh.pp > 1)
         return ["layout", "replicas"] if copies else ["layout"]
 
-
     @property
     def judges_gradients(self) -> bool:
         """Whether the gradients of each step go to the oracle, through files, to be judged in float64 on the host."""
