@@ -13,6 +13,7 @@ from verifier.core.stage import Stage
 from verifier.core.store import require_writable
 from verifier.errors import UsageError
 from verifier.launch.zygote import Zygote
+from verifier.program.placement import place_trainer
 from verifier.program.spec import RunSpec
 from verifier.program.workplace import (
     PRELOADS,
@@ -66,7 +67,8 @@ def run(config: GoldenConfig, progress: Progress) -> None:
 def manifest_of(config: GoldenConfig, subject: Subject) -> dict[str, Any]:
     """Run identity, and which checks have a subject in this run."""
     scopes = ["export", *subject.layout_scopes]
-    return {**identity(subject, "golden", config.model, config.to_dict()), "scopes": scopes}
+    num_gpus = place_trainer(config.mesh, subject.tier)
+    return {**identity(subject, "golden", config.model, config.to_dict(), num_gpus), "scopes": scopes}
 
 
 def write_manifest(config: GoldenConfig, subject: Subject, identity: dict[str, Any]) -> Path:

@@ -11,27 +11,39 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--no-skip`, for machines on which every test has to have run, and `--gpus`, for how many GPUs they have."""
+    """`--no-skip`: every test has to have run. `--gpus`, `--share-gpus`: of the h100 tests, which can."""
     parser.addoption("--no-skip", action="store_true", help="a skipped test fails: green means that everything ran")
     parser.addoption("--gpus", type=int, help="leave out the h100 tests that need more GPUs than this")
+    parser.addoption(
+        "--share-gpus", action="store_true", help="with --gpus: only those left out whose ranks can share that many"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the `h100` tests that need more GPUs than `--gpus` says there are."""
-    limit = config.getoption("gpus")
+    """Leave out the `h100` tests for which `--gpus` says that there are too few, or with `--share-gpus`, enough."""
+    limit, share = config.getoption("gpus"), config.getoption("share_gpus")
     if limit is None:
         return
-    wanted = {item: marker.kwargs.get("gpus", 1) for item in items if (marker := item.get_closest_marker("h100"))}
-    larger = [item for item, gpus in wanted.items() if gpus > limit]
-    if larger:
-        config.hook.pytest_deselected(items=larger)
-        items[:] = [item for item in items if item not in larger]
+    asked = {item: wanted_gpus(marker) for item in items if (marker := item.get_closest_marker("h100"))}
+    other = [item for item, (gpus, least) in asked.items() if not (least <= limit < gpus if share else gpus <= limit)]
+    if other:
+        config.hook.pytest_deselected(items=other)
+        items[:] = [item for item in items if item not in other]
+
+
+def wanted_gpus(marker: pytest.Mark) -> tuple[int, int]:
+    """How many GPUs an `h100` test is for, and how many are enough where ranks share them."""
+    gpus = marker.kwargs.get("gpus", 1)
+    return gpus, marker.kwargs.get("least", gpus)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers."""
     config.addinivalue_line("markers", "slow: takes minutes; left out unless asked for by `-m slow`")
-    config.addinivalue_line("markers", "h100(gpus=1): needs that many GPUs of compute capability 9.0")
+    config.addinivalue_line(
+        "markers",
+        "h100(gpus=1, least=gpus): needs that many GPUs of compute capability 9.0; with --share-gpus, `least`",
+    )
     config.addinivalue_line("markers", "timed: an h100 test that is to have the host for itself")
     config.addinivalue_line("markers", "own_process: an h100 test that takes longer than the rest of its file")
 
@@ -40,7 +52,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip an `h100` test where its devices are missing, naming them."""
     marker = item.get_closest_marker("h100")
     if marker is not None:
-        missing = missing_gpus(marker.kwargs.get("gpus", 1))
+        gpus, least = wanted_gpus(marker)
+        missing = missing_gpus(least if item.config.getoption("share_gpus") else gpus)
         if missing:
             pytest.skip(missing)
 

@@ -18,7 +18,7 @@ from verifier.launch.zygote import Zygote
 from verifier.model.families import num_experts_of, size_if_any
 from verifier.platform.pins import require_pins
 from verifier.program.oracle import Oracle
-from verifier.program.placement import engine_gpus, transport_of
+from verifier.program.placement import place
 from verifier.program.record_engine import held_by
 from verifier.program.spec import RunSpec, chunk_bytes_for
 from verifier.program.workplace import (
@@ -60,7 +60,7 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
         raise UsageError(f"{asked[0]} needs a GPU and torch sees none: leave it out")
     if subject.tier == "cuda" and config.dtype == "float32":
         raise UsageError("Transformer Engine attends to packed sequences in bf16 only: use --dtype bf16")
-    transport_of(config, subject.tier)
+    place(config, subject.tier)
     require_room(subject)
     manifest = manifest_of(config, subject)
     engine_config = engine_config_of(config, subject)
@@ -115,7 +115,7 @@ def engine_config_of(config: RoundtripConfig, subject: Subject) -> EngineConfig:
         max_model_len=MAX_MODEL_LEN,
         cuda_graphs=config.cuda_graphs, sleep_mode=config.sleep_level > 0, quantization=config.engine_quantization,
         lora_rank=config.engine_lora_rank,
-        gpus="" if subject.tier == "cpu" else engine_gpus(transport_of(config, subject.tier), config),
+        gpus=place(config, subject.tier).engine_gpus,
     )  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
 
 def _manifest(config: RoundtripConfig, subject: Subject, scopes: list[str]) -> dict[str, Any]:
     return {
-        **identity(subject, "roundtrip", config.model, config.to_dict()),
+        **identity(subject, "roundtrip", config.model, config.to_dict(), place(config, subject.tier).trainer_gpus),
         "scopes": scopes,
         "engine": config.engine,
         "engine_ranks": config.engine_tp,
@@ -155,7 +155,7 @@ def spec_of(
     vocabulary = int(subject.checkpoint.config["vocab_size"])
     draw = random.Random(config.seed)  # noqa: S311 - test tokens
     num_sequences = max(NUM_SEQUENCES, 2 * config.mesh.dp)
-    transport = transport_of(config, subject.tier)
+    placement = place(config, subject.tier)
     scored = with_a_long_one(draw, num_sequences, vocabulary)
     prompts = sequences(draw, 2, PROMPT_LENGTHS, vocabulary)
     return RunSpec(
@@ -163,8 +163,9 @@ def spec_of(
         trace=str(trace), work=str(work), update=config.update, seed=config.seed,
         sequences=scored, prompts=[*prompts, prompts[-1][:SHORT_PROMPT]],
         batches=[with_a_long_one(draw, num_sequences, vocabulary) for _ in range(config.cycles)],
-        chunk_bytes=chunk_bytes_for(sum(meta.num_bytes for meta in subject.checkpoint.metas.values()), transport),
-        engine_socket=engine_socket, engine_ranks=engine_ranks, transport=transport,
+        chunk_bytes=chunk_bytes_for(subject.checkpoint.num_bytes, placement.transport),
+        engine_socket=engine_socket, engine_ranks=engine_ranks, transport=placement.transport,
+        num_gpus=placement.trainer_gpus,
         sleep_level=config.sleep_level, lora_rank=config.engine_lora_rank, gradients=subject.judges_gradients,
     )  # fmt: skip
 

@@ -49,7 +49,7 @@ class Task:
         return f"{self.file.stem}-x{self.gpus}" + ("-timed" if self.timed else "") + (f"-{only}" if only else "")
 
     def start(self, results: Path, visible: Sequence[int], arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Start it on these GPUs."""
+        """Start it on these GPUs; fewer than it is for, and its ranks share them."""
         wanted = f"h100(gpus={self.gpus}) and {'' if self.timed else 'not '}timed"
         wanted += "" if self.test else " and not own_process"
         tests = f"{self.file}::{self.test}" if self.test else str(self.file)
@@ -124,7 +124,8 @@ def main(results: Path, arguments: Sequence[str]) -> int:
     """Run all; 1 if any failed."""
     num_gpus = torch.cuda.device_count()
     census = Census()
-    pytest.main(["--collect-only", "-qq", "-m", "h100", "--gpus", str(num_gpus), str(HERE), *arguments], [census])
+    arguments = ["--gpus", str(num_gpus), *arguments]
+    pytest.main(["--collect-only", "-qq", "-m", "h100", str(HERE), *arguments], [census])
     waiting = sorted(census.tasks, key=lambda task: (task.timed, -task.gpus, task.file, task.test))
     host = Host(num_gpus)
     with (results / "turn").open("w") as turn:

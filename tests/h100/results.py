@@ -1,4 +1,4 @@
-"""What `ci/gpu` measured: `python results.py FOLDER GPUS` joins it into one file, `table` sums up a folder of them."""
+"""What `ci/gpu` measured: `python results.py FOLDER MACHINE` makes one file of it, `table` sums up a folder of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from typing import Any
 Row = dict[str, Any]
 
 
-def main(folder: Path, gpus: str) -> None:
-    """Write FOLDER/h200-xGPUS.json and drop the parts."""
+SHARED = "-shared"
+"""Ends the name of a machine on which ranks shared GPUs."""
+
+
+def main(folder: Path, machine: str) -> None:
+    """Write FOLDER/h200-MACHINE.json, "x2" or "x2-shared" for instance, and drop the parts."""
     parts = sorted(folder.glob("*.part"))
     found = [json.loads(part.read_text()) for part in parts]
     rows = [row for part in found for row in part["rows"]]
-    machine = max((part["machine"] for part in found), key=len)  # a process sees its own GPUs only
-    record = {**found[0], "machine": machine, "command": "ci/gpu", "rows": rows}
-    (folder / f"h200-x{gpus}.json").write_text(json.dumps(record, indent=1) + "\n")
+    gpus = max((part["machine"] for part in found), key=len)  # a process sees its own GPUs only
+    command = "ci/gpu --share-gpus" if machine.endswith(SHARED) else "ci/gpu"
+    record = {**found[0], "machine": gpus, "command": command, "rows": rows}
+    (folder / f"h200-{machine}.json").write_text(json.dumps(record, indent=1) + "\n")
     for part in parts:
         part.unlink()
 
@@ -26,9 +31,9 @@ def main(folder: Path, gpus: str) -> None:
 def table(folder: Path) -> str:
     """One Markdown row for each kind of result in each machine's file, in the order of the tests."""
     lines = ["| GPUs | what | shown |", "| --- | --- | --- |"]
-    for path in sorted(folder.glob("h200-x?.json")):
+    for path in sorted([*folder.glob("h200-x?.json"), *folder.glob(f"h200-x?{SHARED}.json")]):
         record = json.loads(path.read_text())
-        gpus = len(record["machine"])
+        gpus = f"{len(record['machine'])}{', shared' if path.stem.endswith(SHARED) else ''}"
         not_held = record.get("not_held", {})
         rows = [{**row, "passed": row.get("passed", row["test"] not in not_held)} for row in record["rows"]]
         lines += [f"| {gpus} | {what} | {shown} |" for what, shown in _sums(rows)]

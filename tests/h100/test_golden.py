@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
 from tests.dist.clean_case import compared, judge
 from tests.h100.models import model
@@ -27,7 +28,7 @@ ON_FOUR = [
 ]
 DASHES = str.maketrans(": ", "--")
 CASES = [
-    pytest.param(name, mesh, id=f"{name} {mesh.label()}".translate(DASHES), marks=pytest.mark.h100(gpus=gpus))
+    pytest.param(name, mesh, id=f"{name} {mesh.label()}".translate(DASHES), marks=pytest.mark.h100(gpus=gpus, least=1))
     for gpus, cases in ((1, ON_ONE), (2, ON_TWO), (4, ON_FOUR))
     for name, mesh in cases
 ]
@@ -39,6 +40,6 @@ def test_export_equals_the_source(name, mesh, workshop, measured, tmp_path):
     trace = workshop.golden(GoldenConfig(model=model(name), trace=tmp_path / "trace", mesh=mesh, dtype="bfloat16"))
     report = judge(trace)
     measured(
-        family=name, mesh=mesh.label(), gpus=mesh.world_size, bitwise=compared(report, "WGT004"),
-        seconds=round(time.monotonic() - began, 1),
+        family=name, mesh=mesh.label(), gpus=min(mesh.world_size, torch.cuda.device_count()),
+        bitwise=compared(report, "WGT004"), seconds=round(time.monotonic() - began, 1),
     )  # fmt: skip

@@ -22,7 +22,10 @@ CASES = [
         name, mesh, transport, engine_tp,
         id=f"{name.replace(':', '-')}-{mesh.label().replace(' ', '-')}-{transport}-engine-tp{engine_tp}",
         marks=[
-            pytest.mark.h100(gpus=mesh.world_size + (engine_tp if transport == "nccl" else 0)),
+            pytest.mark.h100(
+                gpus=mesh.world_size + (engine_tp if transport == "nccl" else 0),
+                least=engine_tp + (transport == "nccl"),
+            ),
             *([pytest.mark.own_process] if name in SLOW else []),
         ],
     )
@@ -39,6 +42,8 @@ CASES = [
         ("qwen3", Mesh(tp=2), "nccl", 2),
         ("qwen3-moe", Mesh(tp=2, ep=2), "nccl", 2),
         ("nemotron-h", Mesh(tp=2, ep=2), "nccl", 2),
+        ("qwen3-moe", Mesh(tp=2, ep=2), "nccl", 1),
+        ("nemotron-h", Mesh(tp=2, ep=2), "nccl", 1),
         ("qwen3", TP2_PP2, "ipc", 4),
         ("qwen3-moe", Mesh(pp=2, ep=2, cp=2), "ipc", 2),
         ("deepseek-v3", Mesh(pp=2, ep=2, dp=2), "ipc", 2),

@@ -35,6 +35,7 @@ _MANIFEST_TYPES: dict[str, tuple[type[Any], type[Any] | None]] = {
     "untouched_versions": (list, int),
     "engine_ranks": (int, None),
     "world_size": (int, None),
+    "num_gpus": (int, None),
     "mesh": (dict, None),
     "versions": (dict, None),
     "config": (dict, None),

@@ -49,8 +49,9 @@ def _computes(value: object) -> bool:
 
 def _plain(prefix: str, members: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in members.items():
-        # None may stand for an object that the first forward makes.
-        if value is not None and (text := _text(value)) is not None:
+        # None may stand for an object that the first forward makes, and vLLM has -1 for a size that it then asks for.
+        text = None if value is None else _text(value)
+        if text is not None and text != "-1":
             yield prefix + name, text
 
 

@@ -42,6 +42,7 @@ class Order:
     run_dir: str
     deadline_s: float
     collective_deadline_s: float
+    num_gpus: int
 
 
 @dataclass(slots=True)
@@ -122,6 +123,7 @@ class RunningJob:
                     function=function,
                     args=self.order.args,
                     collective_deadline_s=self.order.collective_deadline_s,
+                    num_gpus=self.order.num_gpus,
                     memory=self.memory,
                     store_port=port,
                     store_fd=store_fd if rank == 0 else None,

@@ -56,6 +56,8 @@ class RankSetup:
     function: Callable[[RankContext], JSON]
     args: Mapping[str, JSON]
     collective_deadline_s: float
+    num_gpus: int
+    """How many of the host's GPUs the ranks take, in turn; 0: all."""
     memory: mmap.mmap
     store_port: int
     store_fd: int | None
@@ -162,6 +164,20 @@ def _redirect_output(setup: RankSetup) -> None:
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
 
 
+def take_gpu(rank: int, world_size: int, num_gpus: int) -> int:
+    """This rank's GPU: ranks take them in turn, and share them where there are more ranks.
+
+    NCCL refuses two ranks on one GPU of a host. Ranks that share are hosts of their own to it, and talk by sockets, as
+    ranks of several hosts do without InfiniBand.
+
+    Returns:
+        The GPU's number among those that this process sees.
+    """
+    if world_size > num_gpus:
+        os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    return rank % num_gpus
+
+
 def _join(setup: RankSetup) -> None:
     """Initialise torch.distributed on the store whose socket was bound before the fork; with GPUs, over NCCL too."""
     import torch
@@ -170,13 +186,14 @@ def _join(setup: RankSetup) -> None:
     from verifier.launch.gloo_device import share_device
     from verifier.platform import select
 
-    backends = "gloo"
+    backends, gpu = "gloo", setup.rank
     if select() == "cuda":
         backends = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(setup.rank % torch.cuda.device_count())
+        gpu = take_gpu(setup.rank, setup.world_size, setup.num_gpus or torch.cuda.device_count())
+        torch.cuda.set_device(gpu)
     os.environ.update(
         RANK=str(setup.rank),
-        LOCAL_RANK=str(setup.rank),
+        LOCAL_RANK=str(gpu),
         WORLD_SIZE=str(setup.world_size),
         LOCAL_WORLD_SIZE=str(setup.world_size),
         MASTER_ADDR="127.0.0.1",

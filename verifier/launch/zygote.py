@@ -119,6 +119,7 @@ class Zygote:
         deadline_s: float = 600.0,
         collective_deadline_s: float = 120.0,
         mesh: Mesh | None = None,
+        num_gpus: int = 0,
         on_progress: Callable[[int, str], None] | None = None,
     ) -> list[JSON]:
         """`submit` and `wait` in one."""
@@ -130,6 +131,7 @@ class Zygote:
             deadline_s=deadline_s,
             collective_deadline_s=collective_deadline_s,
             mesh=mesh,
+            num_gpus=num_gpus,
             on_progress=on_progress,
         )
         return job.wait()
@@ -144,6 +146,7 @@ class Zygote:
         deadline_s: float = 600.0,
         collective_deadline_s: float = 120.0,
         mesh: Mesh | None = None,
+        num_gpus: int = 0,
         on_progress: Callable[[int, str], None] | None = None,
     ) -> Job:
         """Start a job; several may be alive at once.
@@ -156,6 +159,7 @@ class Zygote:
             deadline_s: seconds for the whole job.
             collective_deadline_s: seconds that any rank may wait in one collective.
             mesh: names each rank's coordinates in errors.
+            num_gpus: how many of the host's GPUs the ranks take, in turn; 0: all.
             on_progress: called with (rank, text) for each `context.progress`, while the job is waited for.
 
         Raises:
@@ -177,6 +181,7 @@ class Zygote:
             "run_dir": str(run_dir.absolute()),
             "deadline_s": deadline_s,
             "collective_deadline_s": collective_deadline_s,
+            "num_gpus": num_gpus,
         }
         self._jobs[self._num_jobs] = job
         self._say({"command": "start", "order": order})

@@ -61,6 +61,11 @@ class Checkpoint:
     """Tensor name -> meta, sorted by name."""
     _shards: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(meta.num_bytes for meta in self.metas.values())
+
     def names(self) -> list[str]:
         """All tensor names, sorted."""
         return list(self.metas)

@@ -37,19 +37,6 @@ def install() -> None:
         torch.cuda.set_device(int(os.environ[LOCAL_RANK]))
 
 
-def require_gpus(count: int, what: str) -> None:
-    """Refuse a run that needs more GPUs than this host has: NCCL takes one process per GPU.
-
-    Raises:
-        UsageError: says how many there are.
-    """
-    import torch
-
-    found = torch.cuda.device_count()
-    if count > found:
-        raise UsageError(f"{what} needs {count} GPUs, this host has {found}: choose a smaller mesh")
-
-
 def require_not_started() -> None:
     """Refuse to fork from a process in which CUDA was started: no forked rank could use a GPU.
 

@@ -1,49 +1,74 @@
-"""Which GPUs the engine gets, and how weights reach it there."""
+"""Which GPUs trainer and engine get, and how weights go from the one to the other."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 from verifier.config import RoundtripConfig
 from verifier.errors import UsageError
+from verifier.mesh import Mesh
 
 
-def transport_of(config: RoundtripConfig, tier: str) -> str:
-    """How weights reach the engine: "gloo", "nccl" or "ipc".
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where the processes of a round trip live."""
+
+    transport: str
+    """How weights reach the engine: "gloo", "nccl" or "ipc"."""
+    trainer_gpus: int = 0
+    """How many of the host's first GPUs the trainer's ranks take, in turn; 0 without GPUs."""
+    engine_gpus: str = ""
+    """The engine's CUDA_VISIBLE_DEVICES."""
+
+
+def place(config: RoundtripConfig, tier: str) -> Placement:
+    """By NCCL the engine has GPUs of its own, and the trainer the others; else it lives on the trainer's first ones.
+
+    A trainer of more ranks than it has GPUs shares them. Unless told otherwise, NCCL is taken where nobody need share.
 
     Raises:
         UsageError: this machine has no GPUs, or too few, for what was asked.
     """
-    if tier == "cpu":
+    if tier == "cpu" or config.engine == "hf":
         if config.transport not in (None, "gloo"):
-            raise UsageError(f"--transport {config.transport} needs GPUs and torch sees none: leave it out")
-        return "gloo"
-    if config.engine == "hf":
-        if config.transport not in (None, "gloo"):
-            raise UsageError(f"--engine hf runs on the CPU, and --transport is {config.transport}: leave it out")
-        return "gloo"
+            raise UsageError(
+                f"--transport {config.transport} needs GPUs and torch sees none: leave it out"
+                if tier == "cpu"
+                else f"--engine hf runs on the CPU, and --transport is {config.transport}: leave it out"
+            )
+        return Placement(transport="gloo", trainer_gpus=place_trainer(config.mesh, tier))
     import torch
 
-    world_size, found = config.mesh.world_size, torch.cuda.device_count()
-    needed = world_size + config.engine_tp
-    transport = config.transport or ("nccl" if needed <= found else "ipc")
-    if transport == "nccl" and needed > found:
+    ranks, found = config.mesh.world_size, torch.cuda.device_count()
+    transport = config.transport or ("nccl" if ranks + config.engine_tp <= found else "ipc")
+    if transport == "nccl" and config.engine_tp >= found:
         raise UsageError(
-            f"--transport nccl needs {needed} GPUs, {world_size} for the trainer and {config.engine_tp} for the "
-            f"engine, and this host has {found}: use --transport ipc"
+            f"--transport nccl needs {config.engine_tp} GPUs for the engine and one or more for the trainer, and this "
+            f"host has {found}: use --transport ipc"
         )
-    if transport != "nccl" and config.engine_tp > world_size:
+    trainer = min(ranks, found - config.engine_tp if transport == "nccl" else found)
+    if transport != "nccl" and config.engine_tp > trainer:
         raise UsageError(
-            f"--engine-tp {config.engine_tp} does not fit on the trainer's {world_size} GPUs: use a larger mesh, or "
-            f"--transport nccl with {needed} GPUs"
+            f"--engine-tp {config.engine_tp} does not fit on the trainer's {trainer} GPUs: make it smaller, use a "
+            f"larger mesh, or --transport nccl with {trainer + config.engine_tp} GPUs"
         )
-    return transport
+    first = trainer if transport == "nccl" else 0
+    return Placement(
+        transport=transport, trainer_gpus=trainer, engine_gpus=_visible(range(first, first + config.engine_tp))
+    )
 
 
-def engine_gpus(transport: str, config: RoundtripConfig) -> str:
-    """The engine's CUDA_VISIBLE_DEVICES: GPUs behind the trainer's for NCCL, else the trainer's first ones."""
-    first = config.mesh.world_size if transport == "nccl" else 0
-    places = range(first, first + config.engine_tp)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = [name.strip() for name in visible.split(",")] if visible else None
+def place_trainer(mesh: Mesh, tier: str) -> int:
+    """How many of the host's GPUs the ranks of a trainer without an engine take; 0 without GPUs."""
+    if tier == "cpu":
+        return 0
+    import torch
+
+    return min(mesh.world_size, torch.cuda.device_count())
+
+
+def _visible(places: range) -> str:
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in given.split(",")] if given else None
     return ",".join(names[place] if names else str(place) for place in places)

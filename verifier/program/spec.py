@@ -85,6 +85,8 @@ class RunSpec:
     engine_ranks: int = 0
     transport: str = "gloo"
     """How weights reach the engine: "gloo", "nccl" or "ipc"."""
+    num_gpus: int = 0
+    """How many of the host's GPUs the ranks take, in turn; 0: all."""
     sleep_level: int = 0
     """At which level the engine sleeps while the trainer steps; 0: it stays awake."""
     lora_rank: int = 0

@@ -78,8 +78,8 @@ class Subject:
     @property
     def judges_gradients(self) -> bool:
         """Whether the gradients of each step go to the oracle, through files, to be judged in float64 on the host."""
-        num_bytes = sum(meta.num_bytes for meta in self.checkpoint.metas.values())
-        return bool(self.layout_scopes) and (self.tier == "cpu" or num_bytes <= GRADIENT_BYTES)
+        small = self.checkpoint.num_bytes <= GRADIENT_BYTES
+        return bool(self.layout_scopes) and (self.tier == "cpu" or small)
 
 
 def cache_folder() -> Path:
@@ -106,22 +106,20 @@ def open_subject(model: str, dtype: str, mesh: Mesh) -> Subject:
             f"shown; choose the checkpoint's own dtype, or convert it first"
         )
     require_described(checkpoint, dtype)
-    tier = select()
-    if tier == "cuda":
-        from verifier.platform.cuda import require_gpus
-
-        require_gpus(mesh.world_size, f"mesh {mesh.label()}")
-    return Subject(checkpoint=checkpoint, dtype=dtype, mesh=mesh, tier=tier)
+    return Subject(checkpoint=checkpoint, dtype=dtype, mesh=mesh, tier=select())
 
 
-def identity(subject: Subject, command: str, model: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a manifest that says which run this was."""
+def identity(
+    subject: Subject, command: str, model: str, config: Mapping[str, Any], num_gpus: int = 0
+) -> dict[str, Any]:
+    """The part of a manifest that says which run this was, and how many GPUs its ranks take."""
     return {
         "command": command,
         "model": model,
         "dtype": subject.dtype,
         "mesh": subject.mesh.to_dict(),
         "world_size": subject.mesh.world_size,
+        "num_gpus": num_gpus,
         "tier": subject.tier,
         "versions": {name: found for name in PINS if (found := installed(name)) is not None},
         "config": dict(config),
@@ -164,5 +162,6 @@ def run_ranks(zygote: Zygote, function: str, spec: RunSpec, deadline_s: float, p
         deadline_s=deadline_s,
         collective_deadline_s=spec.deadline_s + ENGINE_FIRST_S,
         mesh=spec.mesh,
+        num_gpus=spec.num_gpus,
         on_progress=lambda rank, text: progress(text),
     )

@@ -130,7 +130,7 @@ def _identity(manifest: Mapping[str, Any]) -> str:
     if "mesh" in config:
         mesh = Mesh(**config["mesh"])
         label = mesh.label()
-        ranks = "" if mesh.world_size == 1 else f" ({mesh.world_size} ranks)"
+        ranks = "" if mesh.world_size == 1 else f" ({mesh.world_size} ranks{_shared(manifest)})"
         lines[0] += f" on {label}{ranks}"
     stated = [f"tier {manifest['tier']}"] if "tier" in manifest else []
     stated += [f"{key} {config[key]}" for key in _CONFIG_ORDER if config.get(key) is not None]
@@ -140,6 +140,12 @@ def _identity(manifest: Mapping[str, Any]) -> str:
     if versions:
         lines.append("  " + ", ".join(f"{name} {version}" for name, version in sorted(versions.items())))
     return "\n".join(lines)
+
+
+def _shared(manifest: Mapping[str, Any]) -> str:
+    """On how many GPUs, where ranks share them."""
+    gpus, ranks = manifest.get("num_gpus", 0), manifest.get("world_size", 0)
+    return f" on {gpus} {'GPU' if gpus == 1 else 'GPUs'}" if 0 < gpus < ranks else ""
 
 
 def _table(report: Report) -> str:

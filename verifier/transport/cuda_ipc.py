@@ -2,7 +2,8 @@
 
 Every trainer rank packs each chunk into a slot of a ring of its own. The ring is described once per update, keyed by
 the GPU's UUID, which stays the same whatever number a process gives the GPU; engine ranks open it before a byte is
-loaded and read it in place. A slot is filled again only when every engine rank has confirmed what was in it.
+loaded and read it in place. Of ranks that share a GPU the first one's ring is read. A slot is filled again only when
+every engine rank has confirmed what was in it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Share:
     """
 
     def __init__(self) -> None:
+        self.rank = dist.get_rank()
         self._open = False
 
     def begin(self) -> None:
@@ -129,7 +131,7 @@ class OpenRing:
 def follow(share: Share, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
     """A trainer rank other than 0: pack every chunk that rank 0 sends, and say so; draws the whole stream.
 
-    A rank on whose GPU no engine rank lives packs nothing. Rank 0 takes part in the round of a chunk only when the
+    A rank whose ring no engine rank reads packs nothing. Rank 0 takes part in the round of a chunk only when the
     chunk before the one before it has been confirmed: the slot that is packed next is free.
 
     Args:
@@ -141,7 +143,7 @@ def follow(share: Share, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tens
     share.begin()
     try:
         share.show(ring.describe())
-        is_read = gpu_uuid() in share.show({})[0]["readers"]
+        is_read = share.rank in share.show({})[0]["read"]
         for chunk in plan.chunks:
             drawn = dict(islice(stream, len(chunk.entries)))
             if is_read:
@@ -277,18 +279,19 @@ class IpcGroup:
 
     def _lend(self, ring: Ring, share: Share) -> None:
         """Describe all trainer ranks' rings to the engine ranks, and tell those ranks which of them are read."""
-        readers: list[str] = []
+        read: list[int] = []
         try:
-            readers = self._readers(self._hand_over(share.show(ring.describe())), "")
+            rings = self._hand_over(share.show(ring.describe()))
+            read = [rings[gpu]["rank"] for gpu in self._readers(rings, "")]
         finally:
-            if gpu_uuid() not in readers:
+            if self.rank not in read:
                 ring.unread()
-        share.show({"readers": readers})
+        share.show({"read": read})
         self._ring, self._offered = ring, 0
 
     def _hand_over(self, rows: list[dict[str, JSON]] | None) -> dict[str, dict[str, JSON]]:
-        """The descriptions of all rings by GPU, from the sender to all."""
-        rings = {} if rows is None else {row["gpu"]: row for row in rows}
+        """The description of one ring on each GPU, from the sender to all."""
+        rings = {row["gpu"]: {**row, "rank": rank} for rank, row in reversed(list(enumerate(rows or [])))}
         text = torch.frombuffer(bytearray(json.dumps(rings).encode()), dtype=torch.uint8)
         size = torch.tensor([text.numel()], device="cpu")
         self._words.broadcast(size.view(torch.uint8), "the size of the rings' handles")()

@@ -84,7 +84,7 @@ class Share:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """GPUs that are names of threads; `released` lists whose rings were given up unread."""
-    found: dict[str, Any] = {"memory": {}, "released": [], "gpu_of": {}}
+    found: dict[str, Any] = {"memory": {}, "released": [], "released_by": [], "gpu_of": {}}
 
     def gpu() -> str:
         name = threading.current_thread().name
@@ -94,13 +94,17 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         found["memory"][memory.data_ptr()] = memory
         return {"gpu": gpu(), "num_bytes": memory.numel(), "values": memory.data_ptr()}
 
+    def release(record: dict[str, Any]) -> None:
+        found["released"].append(record["gpu"])
+        found["released_by"].append(threading.current_thread().name)
+
     monkeypatch.setattr(cuda_ipc, "gpu_uuid", gpu)
     monkeypatch.setattr(cuda_ipc, "allocate", lambda n: torch.full((n + 16,), 255, dtype=torch.uint8)[:n])
     monkeypatch.setattr(cuda_ipc, "describe", describe)
     monkeypatch.setattr(
         cuda_ipc, "open_buffer", lambda record: torch.from_numpy(found["memory"][record["values"]].numpy())
     )
-    monkeypatch.setattr(cuda_ipc, "release", lambda record: found["released"].append(record["gpu"]))
+    monkeypatch.setattr(cuda_ipc, "release", release)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -194,6 +198,18 @@ def test_a_rank_without_a_ring_is_refused_before_a_byte_is_loaded(host: dict[str
     ranks.close()
 
 
+def test_of_two_rings_on_one_gpu_the_first_is_read(host: dict[str, Any]) -> None:
+    """Trainer ranks share a GPU; both rings have the same key."""
+    host["gpu_of"]["trainer rank 1"] = "GPU-0"
+    ranks, share = Ranks(1), Share(0)
+    sender = Sender(ranks, "ipc", share)
+    for version in range(2):
+        send(sender, share, version)
+    assert host["released_by"] == ["trainer rank 1"] * 2
+    sender.group.close()
+    ranks.close()
+
+
 def test_what_a_loader_keeps_is_let_go_or_refused(host: dict[str, Any]) -> None:
     """A loader that keeps views, as a reload by layers does, gets copies; one that is not asked is found out."""
     kept: list[dict[str, torch.Tensor]] = [{}, {}]
@@ -205,7 +221,7 @@ def test_what_a_loader_keeps_is_let_go_or_refused(host: dict[str, Any]) -> None:
     def let_go(buffer: torch.Tensor) -> None:
         memory = buffer.untyped_storage().data_ptr()
         for held in kept:
-            for name, tensor in held.items():
+            for name, tensor in list(held.items()):  # the other rank adds to its own meanwhile
                 if tensor.untyped_storage().data_ptr() == memory:
                     held[name] = tensor.clone()
 
