@@ -24,6 +24,23 @@ def test_expected_to_fail():
 """
 
 
+FOR_HOSTS = """
+import pytest
+
+@pytest.mark.h100(gpus=2)
+def test_for_2(): ...
+
+@pytest.mark.h100(gpus=4)
+def test_for_4(): ...
+
+@pytest.mark.h100(gpus=4, least=2)
+def test_for_4_shares_2(): ...
+
+@pytest.mark.h100(gpus=4, least=3)
+def test_for_4_shares_3(): ...
+"""
+
+
 @pytest.fixture
 def run_pytest(tmp_path):
     (tmp_path / "test_inner.py").write_text(TESTS)
@@ -50,3 +67,21 @@ def test_no_skip_turns_the_skip_into_a_failure(run_pytest):
     assert done.returncode == 1, done.stdout
     assert "1 passed, 1 xfailed, 1 error" in done.stdout
     assert "did not run, and --no-skip is on: needs 64 GPU(s) of compute capability 9.0" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ((), ["test_for_2", "test_for_4", "test_for_4_shares_2", "test_for_4_shares_3"]),
+        (("--gpus", "2"), ["test_for_2"]),
+        (("--gpus", "2", "--share-gpus"), ["test_for_4_shares_2"]),
+        (("--gpus", "3", "--share-gpus"), ["test_for_4_shares_2", "test_for_4_shares_3"]),
+        (("--gpus", "4", "--share-gpus"), []),
+    ],
+    ids=str,
+)
+def test_what_a_host_can_run_is_left(run_pytest, tmp_path, options, left):
+    (tmp_path / "test_inner.py").write_text(FOR_HOSTS)
+    done = run_pytest("--collect-only", "-q", *options)
+    found = [line.rpartition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+    assert found == left
