@@ -26,7 +26,7 @@ CASES = [
                 gpus=mesh.world_size + (engine_tp if transport == "nccl" else 0),
                 least=engine_tp + (transport == "nccl"),
             ),
-            *([pytest.mark.own_process] if name in SLOW else []),
+            *([pytest.mark.own_process] if name in SLOW or mesh.cp > 1 else []),
         ],
     )
     for name, mesh, transport, engine_tp in (
@@ -38,6 +38,7 @@ CASES = [
         ("qwen3", Mesh(), "nccl", 1),
         ("qwen3-moe", Mesh(tp=2, ep=2), "ipc", 2),
         ("deepseek-v3", Mesh(pp=2), "ipc", 2),
+        ("deepseek-v3", Mesh(cp=2), "ipc", 1),
         ("nemotron-h", Mesh(tp=2, ep=2), "ipc", 2),
         ("qwen3", Mesh(tp=2), "nccl", 2),
         ("qwen3-moe", Mesh(tp=2, ep=2), "nccl", 2),
