@@ -100,3 +100,12 @@ def test_a_cause_stands_before_its_consequences():
     text = render_text(report_of(make_trace("a"), "t", checks=checks))
     assert text.index("B001 x: cause") < text.index("A001 x: consequence")
     assert "first bad stage: load, version 0" in text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"), [(0, "(4 ranks)"), (1, "(4 ranks on 1 GPU)"), (3, "(4 ranks on 3 GPUs)"), (4, "(4 ranks)")]
+)
+def test_the_report_says_when_ranks_share_gpus(gpus, said):
+    mesh = {"tp": 2, "pp": 2}
+    trace = Trace({"config": {"mesh": mesh}, "mesh": mesh, "world_size": 4, "num_gpus": gpus}, [])
+    assert render_text(report_of(trace, "t", checks=CHECKS)).splitlines()[0] == f"verifier run on tp2 pp2 {said}"
