@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ SHARERS = 12
 """Processes that may share one GPU: all but the wide models take a few GiB."""
 STILL_RUNNING = 3
 """Processes that are not timed and still run when those that are start."""
+LEAST_CORES = 4
+"""Of each process that is not timed, or a quarter of the host's: with all, the threads of one wait for another's."""
 STARTS_APART_S = 1.0
 """Between two starts, so that the first finds its ports and compiles what the others then read from the cache."""
 
@@ -48,8 +51,10 @@ class Task:
         only = self.test.partition("[")[2].rstrip("]")
         return f"{self.file.stem}-x{self.gpus}" + ("-timed" if self.timed else "") + (f"-{only}" if only else "")
 
-    def start(self, results: Path, visible: Sequence[int], arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Start it on these GPUs; fewer than it is for, and its ranks share them."""
+    def start(
+        self, results: Path, visible: Sequence[int], cores: Sequence[int], arguments: Sequence[str]
+    ) -> subprocess.Popen[bytes]:
+        """Start it on these GPUs and cores; on fewer GPUs than it is for, its ranks share them."""
         wanted = f"h100(gpus={self.gpus}) and {'' if self.timed else 'not '}timed"
         wanted += "" if self.test else " and not own_process"
         tests = f"{self.file}::{self.test}" if self.test else str(self.file)
@@ -66,6 +71,7 @@ class Task:
                     "VERIFIER_GPU_RESULTS": str(results / f"{self.name}.part"),
                     **({TURN: str(results / "turn")} if self.timed else {}),
                 },
+                preexec_fn=partial(os.sched_setaffinity, 0, cores),
             )  # fmt: skip
 
 
@@ -76,6 +82,8 @@ class Host:
     num_gpus: int
     running: dict[subprocess.Popen[bytes], tuple[Task, list[int]]] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
+    num_started: int = 0
+    """Of those that are not timed."""
 
     def place(self, task: Task) -> list[int] | None:
         """The least shared GPUs; None while there is no room, or too early for what is timed."""
@@ -85,6 +93,15 @@ class Host:
         load = [sum(gpu in gpus for gpus in untimed) for gpu in range(self.num_gpus)]
         places = sorted(range(self.num_gpus), key=lambda gpu: (load[gpu], gpu))[: task.gpus]
         return sorted(places) if max(load[gpu] for gpu in places) < SHARERS else None
+
+    def cores(self, task: Task) -> list[int]:
+        """All for what is timed; for the others a share each, in turn."""
+        every = sorted(os.sched_getaffinity(0))
+        if task.timed:
+            return every
+        share = min(len(every), max(LEAST_CORES, len(every) // 4))
+        first, self.num_started = self.num_started * share, self.num_started + 1
+        return sorted(every[(first + item) % len(every)] for item in range(share))
 
     @property
     def only_timed(self) -> bool:
@@ -136,7 +153,7 @@ def main(results: Path, arguments: Sequence[str]) -> int:
             if found is not None:
                 task, gpus = found
                 waiting.remove(task)
-                host.running[task.start(results, gpus, arguments)] = found
+                host.running[task.start(results, gpus, host.cores(task), arguments)] = found
             elif host.only_timed:
                 fcntl.flock(turn, fcntl.LOCK_UN)
             time.sleep(STARTS_APART_S)

@@ -70,6 +70,16 @@ def test_what_is_timed_starts_when_few_others_run() -> None:
     assert host_with(2, (task(timed=True), [0])).only_timed
 
 
+def test_cores_are_given_out_in_turn_and_all_to_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 16 cores four processes fill the host; the fifth shares with the first."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    host = host_with(1)
+    shares = [host.cores(task()) for _ in range(4)]
+    assert sorted(core for share in shares for core in share) == list(range(16))
+    assert host.cores(task(timed=True)) == list(range(16))
+    assert host.cores(task()) == shares[0]
+
+
 def test_one_at_a_time_has_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody before the lanes let go; then one after the other."""
     path = tmp_path / "turn"

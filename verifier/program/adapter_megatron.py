@@ -70,7 +70,7 @@ class AdapterSession(Session):
             for _ in recorded(self.probe, adapter_megatron.export_base(self.trainer), version):
                 pass
             self.adapter = adapter_megatron.export_adapter(self.trainer)
-        self._record_exported(version)
+        self.record_exported(version)
         if version and self.rank == 0:
             path = self.work / f"adapter-{version}"
             adapter_megatron.save_adapter(path, self.adapter, self.spec.lora_rank)

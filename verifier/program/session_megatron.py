@@ -152,10 +152,12 @@ class Session:
         """The export stream, recorded; the tensor under way is named if a collective of it waits too long."""
         with label("export"):
             yield from recorded(self.probe, gather_megatron.export(self.trainer), version)
-        self._record_exported(version)
 
-    def _record_exported(self, version: int) -> None:
-        """What an export leaves behind: the weights that it read, and the config.json that goes with it."""
+    def record_exported(self, version: int) -> None:
+        """What an export leaves behind: the weights that it read, and the config.json that goes with it.
+
+        Ranks gather here, so all have to be done with the export: while rank 0 sends, the others wait for it.
+        """
         with step_megatron.params_synced(self.trainer):
             self.live.record(self.probe, Stage.EXPORT, "exported", version)
         if self.rank == 0:
@@ -166,6 +168,8 @@ class Session:
         # A run that sends version 0 records its export then, and not twice.
         stream = gather_megatron.export(self.trainer) if self.spec.restore_first else self.export(0)
         self.plan: ChunkPlan = plan_of(stream, self.spec.chunk_bytes)
+        if not self.spec.restore_first:
+            self.record_exported(0)
         record_plan(self.probe, self.plan, 0, entries=self.rank == 0)
         said: list[str] = [""] * self.mesh.world_size
         dist.all_gather_object(said, self.plan.digest)
@@ -177,6 +181,7 @@ class Session:
         if self.spec.restore_first:
             for _ in self.export(0):
                 pass
+            self.record_exported(0)
 
     def idle_step(self) -> None:
         """An optimizer step of learning rate 0, which must move nothing."""
@@ -256,6 +261,7 @@ class Session:
         else:
             with self.engine.awake():
                 self._sent = self.engine.transfer(self.plan, stream, version)
+        self.record_exported(version)
 
     def record_update(self, version: int) -> None:
         """What the live parameters of all ranks are after an update, joined without Megatron-Bridge.
@@ -376,6 +382,7 @@ def golden(context: RankContext) -> dict[str, float]:
     session.say("exporting")
     for _ in session.export(0):
         pass
+    session.record_exported(0)
     probe.close()
     return {"peak_gib": _peak_gib()}
 
