@@ -31,7 +31,8 @@ def main(folder: Path, machine: str) -> None:
 def table(folder: Path) -> str:
     """One Markdown row for each kind of result in each machine's file, in the order of the tests."""
     lines = ["| GPUs | what | shown |", "| --- | --- | --- |"]
-    for path in sorted([*folder.glob("h200-x?.json"), *folder.glob(f"h200-x?{SHARED}.json")]):
+    files = [*folder.glob("h200-x?.json"), *folder.glob(f"h200-x?{SHARED}.json")]
+    for path in sorted(files, key=lambda path: path.stem):
         record = json.loads(path.read_text())
         gpus = f"{len(record['machine'])}{', shared' if path.stem.endswith(SHARED) else ''}"
         not_held = record.get("not_held", {})

@@ -59,15 +59,7 @@ def test_reload_fault_is_caught_where_it_sits(name, workshop, measured, tmp_path
 @pytest.mark.h100(gpus=2)
 def test_handles_of_rank_0_alone_are_refused(workshop, measured, tmp_path):
     config = config_of("tiny:qwen3", tmp_path / "faulted", mesh=Mesh(tp=2), engine_tp=2)
-    subject = open_subject(config.model, config.dtype, config.mesh)
-    engine = workshop.engine(engine_config_of(config, subject))
-    manifest = warm_manifest_of(config, subject)
-    store.create(config.trace, manifest)
-    spec = warm_spec_of(config, subject, config.trace, Path(tempfile.mkdtemp(dir=tmp_path)), engine)
-    workshop.zygote.run(
-        "tests.h100.fault_functions:rank_0_shows_alone", world_size=2, run_dir=tmp_path / "ranks",
-        args=spec.to_json(), deadline_s=RUN_DEADLINE_S, collective_deadline_s=COLLECTIVE_DEADLINE_S, mesh=config.mesh,
-    )  # fmt: skip
+    train_by("rank_0_shows_alone", workshop, config, tmp_path)
     refusals = [item.facts["refused"] for item in store.read(config.trace).at(Stage.TRANSPORT, "handover")]
     assert len(refusals) == 2  # of version 0, which brings the warm engine back, and of version 1
     caught, first = verdicts(config.trace)
@@ -77,9 +69,23 @@ def test_handles_of_rank_0_alone_are_refused(workshop, measured, tmp_path):
     judge(workshop.roundtrip(config_of("tiny:qwen3", tmp_path / "healed", mesh=Mesh(tp=2), engine_tp=2)))
 
 
+def train_by(function, workshop, config, folder):
+    """A round trip whose ranks run a function of `fault_functions`; what `workshop.complete` then needs."""
+    subject = open_subject(config.model, config.dtype, config.mesh)
+    engine = workshop.engine(engine_config_of(config, subject))
+    manifest = warm_manifest_of(config, subject)
+    store.create(config.trace, manifest)
+    spec = warm_spec_of(config, subject, config.trace, Path(tempfile.mkdtemp(dir=folder)), engine)
+    workshop.zygote.run(
+        f"tests.h100.fault_functions:{function}", world_size=config.mesh.world_size, run_dir=folder / "ranks",
+        args=spec.to_json(), deadline_s=RUN_DEADLINE_S, collective_deadline_s=COLLECTIVE_DEADLINE_S, mesh=config.mesh,
+    )  # fmt: skip
+    return config.trace, spec, subject, engine, manifest
+
+
 def verdicts(trace):
-    """Codes that are violated, and the label of the first bad stage."""
+    """Codes that are violated, and the label of the first bad stage, if any."""
     report = report_of(store.read(trace), str(trace))
     bad = [item for outcome in report.outcomes if outcome.finding for item in outcome.finding.bad]
     caught = [item.code for item in report.outcomes if item.verdict is Verdict.VIOLATED]
-    return caught, min(bad, key=lambda item: item.place).stage.label
+    return caught, min(bad, key=lambda item: item.place).stage.label if bad else None

@@ -1,7 +1,6 @@
 """What megatron-core hands to a kernel that gets it wrong, mended in the GPU tier's trainer ranks.
 
-`tests/h100/test_attention.py` shows on the installed cuDNN that the bug is there; when that test fails it is mended,
-and the guard goes.
+It can go when no machine runs cuDNN older than 9.19; `tests/h100/test_attention.py` shows which has the bug.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ def _unpadded(
     """The value as it is, and that nothing is to be cut off its output.
 
     megatron-core 0.19.2 pads the values of latent attention to the width of its keys, 128 to 192, where sequences are
-    packed. For packed sequences of 192 elements per head in keys and values, cuDNN 9.19 on Hopper returns gradients of
-    queries, keys and values whose elements from the 128th on are zero, or lack most sequences: the rotated part of
-    each head is not trained on. With values of 128 elements its gradients are right.
+    packed. For packed sequences of 192 elements per head in keys and values, cuDNN 9.14 on Hopper returns gradients of
+    queries, keys and values whose elements from the 128th on are zero, or lack part of the sum: the rotated part of
+    each head is not trained on. With values of 128 elements its gradients are right; cuDNN 9.19 has both right.
     """
     width = None if value is None else value.shape[-1]
     return value, False, width, width

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from pathlib import Path
 
 from verifier.errors import InternalError, UsageError
 from verifier.platform.pins import TRAINER, require_pins
@@ -35,6 +36,24 @@ def install() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if LOCAL_RANK in os.environ:
         torch.cuda.set_device(int(os.environ[LOCAL_RANK]))
+
+
+def another_cudnn() -> str:
+    """A sentence if Transformer Engine runs another cuDNN than torch was built against; empty otherwise.
+
+    Transformer Engine looks for one in the system's folders before it takes the one that torch brought.
+    """
+    import torch
+    from transformer_engine.pytorch.utils import get_cudnn_version
+
+    runs, built = tuple(get_cudnn_version()), tuple(torch._C._cudnn.getCompileVersion())
+    if runs == built:
+        return ""
+    own = Path(torch.__file__).parents[1] / "nvidia" / "cudnn" / "lib"
+    return (
+        f"Transformer Engine runs cuDNN {'.'.join(map(str, runs))}, torch was built against "
+        f"{'.'.join(map(str, built))}: to have that one, put {own} first on LD_LIBRARY_PATH"
+    )
 
 
 def require_not_started() -> None:

@@ -24,6 +24,7 @@ from verifier.model import provider_megatron
 from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import digest_tensor
+from verifier.platform.cuda import another_cudnn
 from verifier.program.noise import moved
 from verifier.program.objective import policy_loss, rollouts_of
 from verifier.program.record_megatron import (
@@ -112,6 +113,8 @@ class Session:
             data_parallel=DATA_PARALLEL if training else None, deadline_s=spec.deadline_s,
             overrides=replay_megatron.PROVIDER_FIELDS,
         )  # fmt: skip
+        if spec.tier == "cuda" and (found := another_cudnn()):
+            self.say(found)
         self.live = LiveWeights(self.trainer.chunks, self.layout, self.mesh, self.rank)
         self.live.record_expected(self.probe, self.source)
         self.live.record(self.probe, Stage.LOAD, "shard", 0)
