@@ -173,8 +173,10 @@ def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: tokens generated from prompts longer than a cache block, whose cache was filled before the sync,
     scored again by the oracle; and tokens generated from them once more, when the cache holds them and samples end one
-    after another. One prompt is a little shorter, and grows into a second block.
-    Why it matters: a prefix cache that outlives its weights answers from the old policy.
+    after another. One prompt is a little shorter, and grows into a second block. At version 0 also tokens sampled at a
+    temperature of 2, whose log-probabilities are those of the logits divided by it.
+    Why it matters: a prefix cache that outlives its weights answers from the old policy; log-probabilities of another
+    distribution than was sampled from make every importance ratio wrong.
     Evidence: rollout/sampled, logprob/sampled-oracle (arrays).
     Tolerance and its source: as LGP001.
     What it does not catch: staleness of prompts shorter than a block (there is no cache entry).

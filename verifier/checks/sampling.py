@@ -54,7 +54,8 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
     """Tokens are drawn from the distribution that their log-probabilities are reported of.
 
     What it checks: some hundred samples of one next token: how many lie beyond the likeliest tokens of the oracle's
-    distribution that together have a tenth, a quarter, a half, ... of it (`SHARES`), against what chance allows.
+    distribution that together have a tenth, a quarter, a half, ... of it (`SHARES`), against what chance allows; at
+    version 0 also at a temperature of 2.
     Why it matters: a temperature, a nucleus or a penalty that the sampler applies and the reported log-probabilities do
     not makes every importance ratio wrong, and each log-probability is right.
     Evidence: rollout/drawn (token ids), logprob/next (the oracle's whole distribution).

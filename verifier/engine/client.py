@@ -119,6 +119,7 @@ class EngineClient:
         seed: int,
         max_tokens: int,
         stop: Sequence[int] = (),
+        temperature: float = 1.0,
         deadline_s: float | None = None,
     ) -> list[Generation]:
         """See `Engine.generate`."""
@@ -130,6 +131,7 @@ class EngineClient:
             seed=seed,
             max_tokens=max_tokens,
             stop=list(stop),
+            temperature=temperature,
         )
         return [
             Generation(

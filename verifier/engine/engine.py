@@ -105,7 +105,7 @@ class Sample:
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Nats, of each sampled token under the full distribution at temperature 1."""
+    """Nats, of each sampled token under the distribution that it was drawn from."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
 
@@ -127,9 +127,16 @@ class Engine(Protocol):
         """Teacher-forced: per sequence, entry t is log p(token t+1 | tokens 0..t), float32 nats, length len-1."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, n: int, seed: int, max_tokens: int, stop: Sequence[int] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        seed: int,
+        max_tokens: int,
+        stop: Sequence[int] = (),
+        temperature: float = 1.0,
     ) -> list[Generation]:
-        """Sample `n` continuations of each prompt at temperature 1, from the full vocabulary."""
+        """Sample `n` continuations of each prompt from the full vocabulary, of logits divided by the temperature."""
 
     def state(self) -> list[list[HeldTensor]]:
         """Every parameter, buffer (persistent or not) and derived tensor of each rank."""

@@ -48,16 +48,25 @@ class HfEngine:
         return [token_logprobs(self.model, tokens, torch.float32).tolist() for tokens in sequences]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, n: int, seed: int, max_tokens: int, stop: Sequence[int] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        seed: int,
+        max_tokens: int,
+        stop: Sequence[int] = (),
+        temperature: float = 1.0,
     ) -> list[Generation]:
         """One sample at a time, each with its own generator; every token but the first recomputes its whole prefix."""
         check_sequences(prompts, vocab_size=self._vocab_size, max_len=self._max_len - max_tokens, least=1)
         found = []
         for index, prompt in enumerate(prompts):
-            first = self._distribution(prompt)
+            first = self._distribution(prompt, temperature)
             generators = (torch.Generator().manual_seed((seed + index) * n + sample) for sample in range(n))
-            samples = tuple(self._sample(prompt, first, generator, max_tokens, stop) for generator in generators)
-            found.append(Generation(prompt=tuple(prompt), samples=samples))
+            samples = [
+                self._sample(prompt, first, generator, max_tokens, stop, temperature) for generator in generators
+            ]
+            found.append(Generation(prompt=tuple(prompt), samples=tuple(samples)))
         return found
 
     def state(self) -> list[list[HeldTensor]]:
@@ -171,10 +180,10 @@ class HfEngine:
         self.receiver.close()
 
     @torch.inference_mode()
-    def _distribution(self, tokens: Sequence[int]) -> torch.Tensor:
+    def _distribution(self, tokens: Sequence[int], temperature: float) -> torch.Tensor:
         """[V] log-probabilities of the next token."""
         logits = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
-        return torch.log_softmax(logits.float(), dim=-1)
+        return torch.log_softmax(logits.float() / temperature, dim=-1)
 
     @torch.inference_mode()
     def _sample(
@@ -184,10 +193,11 @@ class HfEngine:
         generator: torch.Generator,
         max_tokens: int,
         stop: Sequence[int],
+        temperature: float,
     ) -> Sample:
         tokens, logprobs = list(prompt), []
         while len(logprobs) < max_tokens and not (logprobs and tokens[-1] in stop):
-            distribution = self._distribution(tokens) if logprobs else first
+            distribution = self._distribution(tokens, temperature) if logprobs else first
             # An exponential race, as vLLM draws: from weights that are not finite it samples too, and does not refuse.
             waits = torch.empty_like(distribution).exponential_(generator=generator)
             token = int((distribution.exp() / waits).argmax())

@@ -80,7 +80,7 @@ class VllmEngine:
             # Off for hybrids, as vLLM itself decides: their cached states are experimental in 0.21.
             enable_prefix_caching=checkpoint.config.get("mamba_num_heads") is None,
             skip_tokenizer_init=True,
-            logprobs_mode="raw_logprobs",
+            logprobs_mode="processed_logprobs",
             generation_config="vllm",
             weight_transfer_config={"backend": BACKEND},
             worker_extension_cls="verifier.engine.worker_vllm.VerifierWorker",
@@ -98,7 +98,14 @@ class VllmEngine:
         ]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, n: int, seed: int, max_tokens: int, stop: Sequence[int] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        seed: int,
+        max_tokens: int,
+        stop: Sequence[int] = (),
+        temperature: float = 1.0,
     ) -> list[Generation]:
         """Every sample has its own seeded generator, so batching does not change the samples.
 
@@ -109,7 +116,7 @@ class VllmEngine:
             SamplingParams(
                 n=n,
                 seed=(seed + index) * n,
-                temperature=1.0,
+                temperature=temperature,
                 max_tokens=max_tokens,
                 stop_token_ids=list(stop),
                 logprobs=0,

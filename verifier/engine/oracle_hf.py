@@ -43,17 +43,20 @@ def oracle_logprobs(
 
 
 @torch.inference_mode()
-def next_token(_: object, path: str, tokens: Sequence[int], device: str = "cpu") -> list[float]:
+def next_token(
+    _: object, path: str, tokens: Sequence[int], device: str = "cpu", temperature: float = 1.0
+) -> list[float]:
     """Log-probability of every token of the vocabulary after these, nats; a request of an engine host.
 
     Args:
         path: the checkpoint; its weights are brought to float32.
         tokens: token ids, at least 1.
         device: "cpu", or "cuda".
+        temperature: what logits are divided by.
     """
     model = load_model(path, torch.float32).to(device)
     logits = model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False).logits[0, -1]
-    return torch.log_softmax(logits.double(), dim=-1).tolist()
+    return torch.log_softmax(logits.double() / temperature, dim=-1).tolist()
 
 
 def score(

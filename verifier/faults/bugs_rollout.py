@@ -95,6 +95,39 @@ def _sampled_at_another_temperature(fired: Fired) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _temperature_ignored(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def apply_temperature(logits: Any, temp: Any, all_random: bool) -> Any:
+            if (temp != 1).any():
+                fired()
+            return original(logits, temp * 0 + 1, all_random)
+
+        return apply_temperature
+
+    with replaced(f"{SAMPLER}.apply_temperature", "logits, temp, all_random", make):
+        yield
+
+
+@contextlib.contextmanager
+def _raw_logprobs(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            fired()
+            self.logprobs_mode = self.topk_topp_sampler.logprobs_mode = "raw_logprobs"
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                self.logprobs_mode = self.topk_topp_sampler.logprobs_mode = "processed_logprobs"
+
+        return forward
+
+    with replaced(
+        f"{SAMPLER}.forward", "self, logits, sampling_metadata, predict_bonus_token, logprobs_mode_override", make
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def _nucleus_of_the_model(fired: Fired) -> Iterator[None]:
     import torch
 
@@ -137,7 +170,9 @@ def _one_stop_token(fired: Fired) -> Iterator[None]:
         return generate
 
     with replaced(
-        "verifier.engine.client:EngineClient.generate", "self, prompts, n, seed, max_tokens, stop, deadline_s", make
+        "verifier.engine.client:EngineClient.generate",
+        "self, prompts, n, seed, max_tokens, stop, temperature, deadline_s",
+        make,
     ):
         yield
 
@@ -152,7 +187,9 @@ def _seeds_counted_per_request(fired: Fired) -> Iterator[None]:
         return generate
 
     with replaced(
-        "verifier.engine.client:EngineClient.generate", "self, prompts, n, seed, max_tokens, stop, deadline_s", make
+        "verifier.engine.client:EngineClient.generate",
+        "self, prompts, n, seed, max_tokens, stop, temperature, deadline_s",
+        make,
     ):
         yield
 
@@ -200,8 +237,8 @@ FAULTS = (
         id="sampler-takes-the-models-defaults",
         stage=Stage.ROLLOUT,
         reproduces="verl-project/verl#1949",
-        summary="the server samples with a setting of the model's generation_config; the log-probabilities are right",
-        caught_by=("LGP004",),
+        summary="the server samples with a setting of the model's generation_config, a temperature",
+        caught_by=("LGP003", "LGP004"),
         inject=_sampled_at_another_temperature,
         side=Side.ENGINE,
         engine="vllm",
@@ -216,11 +253,31 @@ FAULTS = (
         engine="vllm",
     ),
     Fault(
-        id="logprobs-at-other-temperature",
+        id="sampling-temperature-ignored",
+        stage=Stage.ROLLOUT,
+        reproduces="vllm-project/vllm#15241",
+        summary="whatever temperature is asked for, tokens are sampled at 1",
+        caught_by=("LGP003", "LGP004"),
+        inject=_temperature_ignored,
+        side=Side.ENGINE,
+        engine="vllm",
+    ),
+    Fault(
+        id="logprobs-before-temperature",
         stage=Stage.ROLLOUT,
         reproduces="huggingface/trl#4159",
-        summary="the engine reports log-probabilities at another temperature than the trainer computes them",
-        caught_by=("LGP002", "LGP003"),
+        summary="an engine's default changed: log-probabilities are those of the logits before the temperature",
+        caught_by=("LGP003",),
+        inject=_raw_logprobs,
+        side=Side.ENGINE,
+        engine="vllm",
+    ),
+    Fault(
+        id="logprobs-at-other-temperature",
+        stage=Stage.ROLLOUT,
+        reproduces="NVIDIA-NeMo/RL#935",
+        summary="the engine scores prompts at another temperature than the trainer computes log-probabilities at",
+        caught_by=("LGP002",),
         inject=_other_temperature,
         side=Side.ENGINE,
         engine="vllm",

@@ -96,7 +96,10 @@ class Oracle:
             if not checkpoint.is_dir():
                 continue
             samples = list(seen.at(Stage.ROLLOUT, "sampled", version=version))
-            groups = [spec.sequences, *(_continued(spec.prompts, item) for item in samples)]
+            groups = [
+                (spec.sequences, 1.0),
+                *((_continued(spec.prompts, item), _temperature(item)) for item in samples),
+            ]
             exact, *exact_samples = self._score_groups(checkpoint, groups, "float32", device)
             _emit(recorder, "oracle", "scored", version, exact, [len(row) + 1 for row in exact])
             if version == 0 and any(seen.at(Stage.LOGPROB, "trainer", name=AT_TEMPERATURE)):
@@ -109,7 +112,7 @@ class Oracle:
                 for sampled, low, rows in zip(samples, rounded[1:], exact_samples, strict=True):
                     _emit_noise(recorder, sampled.name, version, low, rows)
             for item in seen.at(Stage.ROLLOUT, "drawn", version=version):
-                arguments = [str(checkpoint), list(spec.prompts[0]), device]
+                arguments = [str(checkpoint), list(spec.prompts[0]), device, _temperature(item)]
                 nats = self._client.call("verifier.engine.oracle_hf", "next_token", arguments)[0]
                 found = Evidence(stage=Stage.LOGPROB, kind="next", name=item.name, version=version)
                 recorder.emit(found, torch.tensor(nats, dtype=torch.float64))
@@ -138,11 +141,14 @@ class Oracle:
             _emit_noise(recorder, AT_TEMPERATURE, 0, rounded, exact)
 
     def _score_groups(
-        self, checkpoint: Path, groups: Sequence[Sequence[Sequence[int]]], dtype: str, device: str
+        self, checkpoint: Path, groups: Sequence[tuple[Sequence[Sequence[int]], float]], dtype: str, device: str
     ) -> list[list[list[float]]]:
-        """`score` of several groups of sequences, for which the checkpoint is loaded once."""
-        rows = iter(self.score(checkpoint, [tokens for group in groups for tokens in group], dtype, device))
-        return [[next(rows) for _ in group] for group in groups]
+        """`score` of several groups of sequences with their temperatures; the checkpoint is loaded for each of these."""
+        rows = {}
+        for temperature in {at for _, at in groups}:
+            asked = [tokens for group, at in groups if at == temperature for tokens in group]
+            rows[temperature] = iter(self.score(checkpoint, asked, dtype, device, temperature))
+        return [[next(rows[at]) for _ in group] for group, at in groups]
 
     def _record_steps(self, recorder: store.Recorder, spec: RunSpec, subject: Subject) -> None:
         batches = [[_sample(index, tokens) for index, tokens in enumerate(batch)] for batch in spec.batches]
@@ -160,6 +166,11 @@ class Oracle:
 def _continued(prompts: Sequence[Sequence[int]], sampled: Evidence) -> list[list[int]]:
     """Each prompt with the tokens that the engine sampled after it."""
     return [[*prompt, *more] for prompt, more in zip(prompts, sampled.facts["tokens"], strict=True)]
+
+
+def _temperature(item: Evidence) -> float:
+    """What samples were drawn at."""
+    return float(item.facts.get("temperature", 1.0))
 
 
 def _sample(index: int, tokens: Sequence[int]) -> list[Any]:

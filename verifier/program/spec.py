@@ -19,6 +19,9 @@ AT_TEMPERATURE = "scored at a temperature"
 TEMPERATURE = 1.25
 """What logits are divided by in a training step, and in one more pass that scores. Not 1, so that one forgotten shows;
 above 1, so that rounding is not magnified."""
+SAMPLING_TEMPERATURE = 2.0
+"""Of one more set of samples at version 0: at 1, a temperature that nobody applies does not show, nor log-probabilities
+of the logits before it."""
 ENTROPY_WEIGHT = 0.1
 """Of each token's entropy in the loss."""
 DRIFT_WEIGHT = 0.05

@@ -19,7 +19,7 @@ from verifier.errors import ContractError
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import digest_tensor
 from verifier.program.record_engine import held_by
-from verifier.program.spec import RunSpec
+from verifier.program.spec import SAMPLING_TEMPERATURE, RunSpec
 from verifier.transport.buffer import dtype_name, unpack
 
 if TYPE_CHECKING:
@@ -219,16 +219,27 @@ class EngineSide:
         """Tokens sampled from prompts that the prefix cache may know, with the log-probabilities reported for them.
 
         And the same again, now that it does know them, with tokens at which to stop, so that samples end one after
-        another.
+        another. At version 0 also at a temperature other than 1.
         """
-        samples = self._record_sampled("sampled", prompts, version, seed, ())
+        samples = self._record_sampled("sampled", prompts, version, seed)
         stop = sorted({sample.tokens[min(at + 1, len(sample.tokens) - 1)] for at, sample in enumerate(samples)})
-        self._record_sampled("sampled again", prompts, version, seed, stop)
+        self._record_sampled("sampled again", prompts, version, seed, stop=stop)
+        if version == 0:
+            self._record_sampled("sampled at a temperature", prompts, version, seed, temperature=SAMPLING_TEMPERATURE)
 
     def _record_sampled(
-        self, name: str, prompts: Sequence[Sequence[int]], version: int, seed: int, stop: Sequence[int]
+        self,
+        name: str,
+        prompts: Sequence[Sequence[int]],
+        version: int,
+        seed: int,
+        *,
+        stop: Sequence[int] = (),
+        temperature: float = 1.0,
     ) -> list[Sample]:
-        found = self.client.generate(prompts, n=1, seed=seed, max_tokens=SAMPLED_TOKENS, stop=stop)
+        found = self.client.generate(
+            prompts, n=1, seed=seed, max_tokens=SAMPLED_TOKENS, stop=stop, temperature=temperature
+        )
         samples = [item.samples[0] for item in found]
         self._ranks[0].emit(
             Evidence(
@@ -239,6 +250,7 @@ class EngineSide:
                     "cached": [sample.cached_tokens for sample in samples],
                     "stop": list(stop),
                     "limit": SAMPLED_TOKENS,
+                    "temperature": temperature,
                 },
             ),
             torch.tensor([value for sample in samples for value in sample.logprobs], dtype=torch.float32),
@@ -246,14 +258,19 @@ class EngineSide:
         return samples
 
     def record_draws(self, prompt: Sequence[int], version: int, seed: int) -> None:
-        """Which tokens come after one prompt, in many samples, half of them of a second request for the same."""
-        found = self.client.generate([prompt, prompt], n=DRAWS // 2, seed=seed, max_tokens=1)
-        self._ranks[0].emit(
-            Evidence(
-                stage=Stage.ROLLOUT, kind="drawn", name="drawn", version=version,
-                facts={"tokens": [sample.tokens[0] for request in found for sample in request.samples]},
-            )
-        )  # fmt: skip
+        """Which tokens come after one prompt, in many samples, half of them of a second request for the same.
+
+        At version 0 also at a temperature other than 1.
+        """
+        self._record_drawn("drawn", prompt, version, seed, 1.0)
+        if version == 0:
+            self._record_drawn("drawn at a temperature", prompt, version, seed, SAMPLING_TEMPERATURE)
+
+    def _record_drawn(self, name: str, prompt: Sequence[int], version: int, seed: int, temperature: float) -> None:
+        found = self.client.generate([prompt, prompt], n=DRAWS // 2, seed=seed, max_tokens=1, temperature=temperature)
+        tokens = [sample.tokens[0] for request in found for sample in request.samples]
+        facts = {"tokens": tokens, "temperature": temperature}
+        self._ranks[0].emit(Evidence(stage=Stage.ROLLOUT, kind="drawn", name=name, version=version, facts=facts))
 
     def close(self) -> None:
         """Close the recorders; the engine and the group stay."""
