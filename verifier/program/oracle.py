@@ -143,7 +143,7 @@ class Oracle:
     def _score_groups(
         self, checkpoint: Path, groups: Sequence[tuple[Sequence[Sequence[int]], float]], dtype: str, device: str
     ) -> list[list[list[float]]]:
-        """`score` of several groups of sequences with their temperatures; the checkpoint is loaded for each of these."""
+        """`score` of several groups of sequences at their temperatures; the checkpoint is loaded for each of these."""
         rows = {}
         for temperature in {at for _, at in groups}:
             asked = [tokens for group, at in groups if at == temperature for tokens in group]
