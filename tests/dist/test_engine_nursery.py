@@ -28,6 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny("qwen3", tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.mark.slow
 def test_engines_of_one_nursery(checkpoint: Path, tmp_path: Path) -> None:
     scores, hosts = [], []
     absent = EngineConfig(kind="vllm", checkpoint=str(tmp_path / "absent"))

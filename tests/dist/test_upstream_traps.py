@@ -68,6 +68,7 @@ def violated(report: Report) -> dict[str, Stage]:
     }
 
 
+@pytest.mark.slow
 def test_interleaved_stages_without_overlap_are_caught_by_the_gradients(workshop: Workshop, tmp_path: Path) -> None:
     found = violated(run(workshop, "trap_functions:without_p2p_overlap", Mesh(pp=2, vpp=2), tmp_path))
     assert found == {"LSS001": Stage.LOSS, "LSS002": Stage.LOSS}
