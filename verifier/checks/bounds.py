@@ -13,7 +13,7 @@ from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 FP32 = Tolerance(
-    absolute=1e-5, unit="nats", source="fp32 on CPU: Megatron, vLLM and transformers agree to 5.7e-6 on tiny models"
+    absolute=1e-5, unit="nats", source="fp32 on CPU: Megatron, vLLM and transformers agree to 6.2e-6 on tiny models"
 )
 FP32_NOISES = 2
 """Times the greatest noise of fp32 that a token may differ by: each of two sides may be off by it."""
