@@ -26,7 +26,7 @@ from tests.dist.engine_case import (
     write_perturbed,
 )
 from verifier.engine.client import EngineGone
-from verifier.engine.engine import EngineConfig
+from verifier.engine.engine import EngineConfig, Sampling
 from verifier.engine.oracle_hf import oracle_logprobs
 from verifier.engine.process import EngineProcess
 from verifier.engine.update import PlanRefused, agree, deliver
@@ -105,7 +105,7 @@ def test_stale_prefix_cache_shows(pair: Pair) -> None:
     prompt = sequences()[2]
 
     def gap(path: Path) -> tuple[float, int]:
-        (sample,) = engine.generate([prompt], n=1, seed=3, max_tokens=8)[0].samples
+        (sample,) = engine.generate([prompt], Sampling(seed=3, max_tokens=8))[0].samples
         (scored,) = oracle_logprobs(path, [[*prompt, *sample.tokens]])
         return float((torch.tensor(sample.logprobs) - scored[-8:]).abs().max()), sample.cached_tokens
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from verifier.engine import channel
-from verifier.engine.engine import Generation, HeldSlice, HeldTensor, Poisoned, Sample
+from verifier.engine.engine import Generation, HeldSlice, HeldTensor, Poisoned, Sample, Sampling
 from verifier.engine.failure import raise_record
 from verifier.errors import InternalError
 from verifier.plan.chunk_plan import ChunkPlan
@@ -112,26 +113,14 @@ class EngineClient:
         return self.ask("logprobs", deadline_s=deadline_s, sequences=[list(item) for item in sequences])
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        n: int,
-        seed: int,
-        max_tokens: int,
-        stop: Sequence[int] = (),
-        temperature: float = 1.0,
-        deadline_s: float | None = None,
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, deadline_s: float | None = None
     ) -> list[Generation]:
         """See `Engine.generate`."""
         rows = self.ask(
             "generate",
             deadline_s=deadline_s,
             prompts=[list(item) for item in prompts],
-            n=n,
-            seed=seed,
-            max_tokens=max_tokens,
-            stop=list(stop),
-            temperature=temperature,
+            sampling=asdict(sampling),
         )
         return [
             Generation(

@@ -100,6 +100,21 @@ class Poisoned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How continuations are sampled: from the full vocabulary."""
+
+    seed: int
+    """Of the first continuation; every one has a generator of its own."""
+    max_tokens: int
+    n: int = 1
+    """Continuations of each prompt."""
+    stop: Sequence[int] = ()
+    """Tokens that end a continuation, and belong to it."""
+    temperature: float = 1.0
+    """What logits are divided by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One generated continuation."""
 
@@ -126,17 +141,8 @@ class Engine(Protocol):
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Teacher-forced: per sequence, entry t is log p(token t+1 | tokens 0..t), float32 nats, length len-1."""
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        n: int,
-        seed: int,
-        max_tokens: int,
-        stop: Sequence[int] = (),
-        temperature: float = 1.0,
-    ) -> list[Generation]:
-        """Sample `n` continuations of each prompt from the full vocabulary, of logits divided by the temperature."""
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Generation]:
+        """Continuations of each prompt."""
 
     def state(self) -> list[list[HeldTensor]]:
         """Every parameter, buffer (persistent or not) and derived tensor of each rank."""

@@ -15,6 +15,7 @@ from verifier.engine.engine import (
     HeldTensor,
     Poisoned,
     Sample,
+    Sampling,
     check_sequences,
 )
 from verifier.engine.held import poison_stored, prefixed_modules, restore, stored
@@ -47,26 +48,17 @@ class HfEngine:
         check_sequences(sequences, vocab_size=self._vocab_size, max_len=self._max_len)
         return [token_logprobs(self.model, tokens, torch.float32).tolist() for tokens in sequences]
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        n: int,
-        seed: int,
-        max_tokens: int,
-        stop: Sequence[int] = (),
-        temperature: float = 1.0,
-    ) -> list[Generation]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Generation]:
         """One sample at a time, each with its own generator; every token but the first recomputes its whole prefix."""
-        check_sequences(prompts, vocab_size=self._vocab_size, max_len=self._max_len - max_tokens, least=1)
+        check_sequences(prompts, vocab_size=self._vocab_size, max_len=self._max_len - sampling.max_tokens, least=1)
         found = []
         for index, prompt in enumerate(prompts):
-            first = self._distribution(prompt, temperature)
-            generators = (torch.Generator().manual_seed((seed + index) * n + sample) for sample in range(n))
-            samples = [
-                self._sample(prompt, first, generator, max_tokens, stop, temperature) for generator in generators
-            ]
-            found.append(Generation(prompt=tuple(prompt), samples=tuple(samples)))
+            first = self._distribution(prompt, sampling.temperature)
+            seeds = ((sampling.seed + index) * sampling.n + sample for sample in range(sampling.n))
+            samples = tuple(
+                self._sample(prompt, first, torch.Generator().manual_seed(seed), sampling) for seed in seeds
+            )
+            found.append(Generation(prompt=tuple(prompt), samples=samples))
         return found
 
     def state(self) -> list[list[HeldTensor]]:
@@ -191,13 +183,11 @@ class HfEngine:
         prompt: Sequence[int],
         first: torch.Tensor,
         generator: torch.Generator,
-        max_tokens: int,
-        stop: Sequence[int],
-        temperature: float,
+        sampling: Sampling,
     ) -> Sample:
         tokens, logprobs = list(prompt), []
-        while len(logprobs) < max_tokens and not (logprobs and tokens[-1] in stop):
-            distribution = self._distribution(tokens, temperature) if logprobs else first
+        while len(logprobs) < sampling.max_tokens and not (logprobs and tokens[-1] in sampling.stop):
+            distribution = self._distribution(tokens, sampling.temperature) if logprobs else first
             # An exponential race, as vLLM draws: from weights that are not finite it samples too, and does not refuse.
             waits = torch.empty_like(distribution).exponential_(generator=generator)
             token = int((distribution.exp() / waits).argmax())

@@ -18,6 +18,7 @@ from verifier.engine.engine import (
     HeldTensor,
     Poisoned,
     Sample,
+    Sampling,
     check_sequences,
 )
 from verifier.engine.failure import raise_record
@@ -97,28 +98,19 @@ class VllmEngine:
             for tokens, output in zip(sequences, outputs, strict=True)
         ]
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        n: int,
-        seed: int,
-        max_tokens: int,
-        stop: Sequence[int] = (),
-        temperature: float = 1.0,
-    ) -> list[Generation]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Generation]:
         """Every sample has its own seeded generator, so batching does not change the samples.
 
         vLLM seeds sample k of a request with the request's seed plus k, so the next request's begins after the last.
         """
-        check_sequences(prompts, vocab_size=self._vocab_size, max_len=self._max_len - max_tokens, least=1)
+        check_sequences(prompts, vocab_size=self._vocab_size, max_len=self._max_len - sampling.max_tokens, least=1)
         asked = [
             SamplingParams(
-                n=n,
-                seed=(seed + index) * n,
-                temperature=temperature,
-                max_tokens=max_tokens,
-                stop_token_ids=list(stop),
+                n=sampling.n,
+                seed=(sampling.seed + index) * sampling.n,
+                temperature=sampling.temperature,
+                max_tokens=sampling.max_tokens,
+                stop_token_ids=list(sampling.stop),
                 logprobs=0,
                 detokenize=False,
             )

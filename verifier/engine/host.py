@@ -20,7 +20,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from verifier.engine import channel
-from verifier.engine.engine import Engine, EngineConfig, refuse_unsupported
+from verifier.engine.engine import Engine, EngineConfig, Sampling, refuse_unsupported
 from verifier.engine.failure import CARRIED, to_record
 from verifier.engine.process import die_with_parent
 from verifier.errors import InternalError, UsageError, VerifierError
@@ -89,7 +89,7 @@ def answers(engine: Engine) -> dict[str, Callable[..., Any]]:
     return {
         "num_ranks": lambda: engine.num_ranks,
         "logprobs": engine.logprobs,
-        "generate": lambda **asked: [asdict(item) for item in engine.generate(**asked)],
+        "generate": lambda prompts, sampling: [asdict(item) for item in engine.generate(prompts, Sampling(**sampling))],
         "state": lambda: [[asdict(item) for item in rank] for rank in engine.state()],
         "checkpoint_view": lambda: [[asdict(item) for item in rank] for rank in engine.checkpoint_view()],
         "poison": lambda: [[asdict(item) for item in rank] for rank in engine.poison()],

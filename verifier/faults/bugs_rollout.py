@@ -32,19 +32,6 @@ def _prefixes_kept(fired: Fired) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _other_temperature(fired: Fired) -> Iterator[None]:
-    def make(original: Any) -> Any:
-        def compute_logprobs(logits: Any) -> Any:
-            fired()
-            return original(logits / TEMPERATURE)
-
-        return compute_logprobs
-
-    with replaced(f"{SAMPLER}.compute_logprobs", "logits", make):
-        yield
-
-
-@contextlib.contextmanager
 def _most_likely_reported(fired: Fired) -> Iterator[None]:
     def make(original: Any) -> Any:
         def forward(self: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,35 +149,27 @@ def _last_block_not_moved(fired: Fired) -> Iterator[None]:
 @contextlib.contextmanager
 def _one_stop_token(fired: Fired) -> Iterator[None]:
     def make(original: Any) -> Any:
-        def generate(self: Any, prompts: Any, *, stop: Any = (), **options: Any) -> Any:
-            if len(stop) > 1:
+        def generate(self: Any, prompts: Any, sampling: Any, **options: Any) -> Any:
+            if len(sampling.stop) > 1:
                 fired()
-            return original(self, prompts, stop=stop[:1], **options)
+            return original(self, prompts, dataclasses.replace(sampling, stop=sampling.stop[:1]), **options)
 
         return generate
 
-    with replaced(
-        "verifier.engine.client:EngineClient.generate",
-        "self, prompts, n, seed, max_tokens, stop, temperature, deadline_s",
-        make,
-    ):
+    with replaced("verifier.engine.client:EngineClient.generate", "self, prompts, sampling, deadline_s", make):
         yield
 
 
 @contextlib.contextmanager
 def _seeds_counted_per_request(fired: Fired) -> Iterator[None]:
     def make(original: Any) -> Any:
-        def generate(self: Any, prompts: Any, **options: Any) -> Any:
+        def generate(self: Any, prompts: Any, sampling: Any, **options: Any) -> Any:
             fired()
-            return [found for prompt in prompts for found in original(self, [prompt], **options)]
+            return [found for prompt in prompts for found in original(self, [prompt], sampling, **options)]
 
         return generate
 
-    with replaced(
-        "verifier.engine.client:EngineClient.generate",
-        "self, prompts, n, seed, max_tokens, stop, temperature, deadline_s",
-        make,
-    ):
+    with replaced("verifier.engine.client:EngineClient.generate", "self, prompts, sampling, deadline_s", make):
         yield
 
 
@@ -269,16 +248,6 @@ FAULTS = (
         summary="an engine's default changed: log-probabilities are those of the logits before the temperature",
         caught_by=("LGP003",),
         inject=_raw_logprobs,
-        side=Side.ENGINE,
-        engine="vllm",
-    ),
-    Fault(
-        id="logprobs-at-other-temperature",
-        stage=Stage.ROLLOUT,
-        reproduces="NVIDIA-NeMo/RL#935",
-        summary="the engine scores prompts at another temperature than the trainer computes log-probabilities at",
-        caught_by=("LGP002",),
-        inject=_other_temperature,
         side=Side.ENGINE,
         engine="vllm",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from verifier.core.stage import Stage
 from verifier.core.store import Recorder
 from verifier.engine import update
 from verifier.engine.client import EngineClient
-from verifier.engine.engine import HeldSlice, Sample
+from verifier.engine.engine import HeldSlice, Sample, Sampling
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import digest_tensor
@@ -221,26 +222,18 @@ class EngineSide:
         And the same again, now that it does know them, with tokens at which to stop, so that samples end one after
         another. At version 0 also at a temperature other than 1.
         """
-        samples = self._record_sampled("sampled", prompts, version, seed)
+        sampling = Sampling(seed=seed, max_tokens=SAMPLED_TOKENS)
+        samples = self._record_sampled("sampled", prompts, version, sampling)
         stop = sorted({sample.tokens[min(at + 1, len(sample.tokens) - 1)] for at, sample in enumerate(samples)})
-        self._record_sampled("sampled again", prompts, version, seed, stop=stop)
+        self._record_sampled("sampled again", prompts, version, replace(sampling, stop=stop))
         if version == 0:
-            self._record_sampled("sampled at a temperature", prompts, version, seed, temperature=SAMPLING_TEMPERATURE)
+            warm = replace(sampling, temperature=SAMPLING_TEMPERATURE)
+            self._record_sampled("sampled at a temperature", prompts, version, warm)
 
     def _record_sampled(
-        self,
-        name: str,
-        prompts: Sequence[Sequence[int]],
-        version: int,
-        seed: int,
-        *,
-        stop: Sequence[int] = (),
-        temperature: float = 1.0,
+        self, name: str, prompts: Sequence[Sequence[int]], version: int, sampling: Sampling
     ) -> list[Sample]:
-        found = self.client.generate(
-            prompts, n=1, seed=seed, max_tokens=SAMPLED_TOKENS, stop=stop, temperature=temperature
-        )
-        samples = [item.samples[0] for item in found]
+        samples = [item.samples[0] for item in self.client.generate(prompts, sampling)]
         self._ranks[0].emit(
             Evidence(
                 stage=Stage.ROLLOUT, kind="sampled", name=name, version=version,
@@ -248,9 +241,9 @@ class EngineSide:
                     "lengths": [len(sample.tokens) for sample in samples],
                     "tokens": [list(sample.tokens) for sample in samples],
                     "cached": [sample.cached_tokens for sample in samples],
-                    "stop": list(stop),
-                    "limit": SAMPLED_TOKENS,
-                    "temperature": temperature,
+                    "stop": list(sampling.stop),
+                    "limit": sampling.max_tokens,
+                    "temperature": sampling.temperature,
                 },
             ),
             torch.tensor([value for sample in samples for value in sample.logprobs], dtype=torch.float32),
@@ -262,14 +255,16 @@ class EngineSide:
 
         At version 0 also at a temperature other than 1.
         """
-        self._record_drawn("drawn", prompt, version, seed, 1.0)
+        sampling = Sampling(seed=seed, max_tokens=1, n=DRAWS // 2)
+        self._record_drawn("drawn", prompt, version, sampling)
         if version == 0:
-            self._record_drawn("drawn at a temperature", prompt, version, seed, SAMPLING_TEMPERATURE)
+            warm = replace(sampling, temperature=SAMPLING_TEMPERATURE)
+            self._record_drawn("drawn at a temperature", prompt, version, warm)
 
-    def _record_drawn(self, name: str, prompt: Sequence[int], version: int, seed: int, temperature: float) -> None:
-        found = self.client.generate([prompt, prompt], n=DRAWS // 2, seed=seed, max_tokens=1, temperature=temperature)
+    def _record_drawn(self, name: str, prompt: Sequence[int], version: int, sampling: Sampling) -> None:
+        found = self.client.generate([prompt, prompt], sampling)
         tokens = [sample.tokens[0] for request in found for sample in request.samples]
-        facts = {"tokens": tokens, "temperature": temperature}
+        facts = {"tokens": tokens, "temperature": sampling.temperature}
         self._ranks[0].emit(Evidence(stage=Stage.ROLLOUT, kind="drawn", name=name, version=version, facts=facts))
 
     def close(self) -> None:

@@ -40,6 +40,7 @@ class Attention(nn.Module):
         self.norm = Norm()
         self.impl = Backend()
         self.elsewhere = object()
+        self.asked_for_later = -1
         self.factors = {"long": [1.0, 2.0]}
 
 
@@ -53,6 +54,7 @@ def test_numbers_flags_and_names_are_read_one_level_deep() -> None:
     assert found[""]["factors"] == "[long, [1.0, 2.0]]"
     assert not [name for name in found[""] if name.startswith("elsewhere") or name == "impl.table"]
     assert "weight" not in found["norm"]
+    assert "asked_for_later" not in found[""]
 
 
 def test_a_float_is_shown_to_its_last_bit() -> None:
