@@ -40,7 +40,7 @@ class Pending:
 
 
 class EngineClient:
-    """One connection to an engine host. Requests are answered one by one; not for several threads.
+    """One connection to an engine host. Requests are answered in their order; not for several threads.
 
     Args:
         socket_path: where the host listens.
@@ -69,7 +69,7 @@ class EngineClient:
             raise EngineGone(f"{name} does not listen at {self.socket_path}: {error.strerror}{words}") from error
 
     def start(self, request: str, *, deadline_s: float | None = None, **arguments: Any) -> Pending:
-        """Send a request and return at once; its `result` must be taken before the next request."""
+        """Send a request and return at once; results are taken in the order of the requests."""
         if self._sock is None:
             raise EngineGone(f"the connection to {self._name} was closed before the request `{request}`")
         try:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verifier.engine.client import EngineClient, Pending, agreements, receipts
-from verifier.errors import ContractError
+from verifier.errors import ContractError, VerifierError
 from verifier.plan.chunk_plan import Chunk, ChunkPlan
 from verifier.transport.buffer import Packed, pack
 from verifier.transport.wire import AHEAD, STOPPED, Agreement, Receipt, TransferFailed, chunk_word, dissent
@@ -61,7 +62,7 @@ def connect(engine: EngineClient, listener: Listener, share: Share | None = None
     from verifier.transport.groups import over
 
     pending = engine.connect(listener.address)
-    group = over(_while_engine(pending, listener.accept), share)
+    group = over(_while_engine(pending.result, listener.accept), share)
     pending.result()
     return group
 
@@ -77,7 +78,7 @@ def agree(engine: EngineClient, group: Group, plan: ChunkPlan) -> Agreement:
         ContractError: the bytes cannot reach every engine rank; the engine is as it was before.
     """
     pending = engine.begin_update(plan)
-    agreement = _while_engine(pending, lambda: group.begin(plan))
+    agreement = _while_engine(pending.result, lambda: group.begin(plan))
     agreements(pending.result())
     if not agreement.reached:
         raise PlanRefused(agreement)
@@ -89,8 +90,9 @@ def deliver(
 ) -> Iterator[Delivery]:
     """Send the stream chunk by chunk; call `EngineClient.finish_update` when it is exhausted.
 
-    While the engine confirms and loads a chunk, the next `AHEAD` are on their way to it or are being agreed on, and the
-    one after those is drawn and packed. Holds these four, and the one that was handed out last.
+    While the engine confirms and loads a chunk, the next `AHEAD` are on their way to it or are being agreed on, the
+    one after those is drawn and packed, and where no memory is filled again, the engine has been asked for the next.
+    Holds these four, and the one that was handed out last.
 
     Args:
         engine: the receivers' host.
@@ -103,25 +105,27 @@ def deliver(
             was sent has been confirmed by then.
         TransferFailed: a member did not arrive before the deadline.
     """
-    sending = _Sending(group, plan, iter(tensors))
+    sending = _Sending(engine, group, plan, iter(tensors))
     sending.pack_next()
     if sending.problem is not None:
         raise sending.problem
-    pending = sending.ask(engine, plan.chunks[0])
+    sending.ask()
     for chunk in plan.chunks:
-        sending.send(pending)
+        sending.send()
         sending.pack_next()
-        answer = pending.result()
+        follows = len(sending.on_their_way) > 1
+        if follows and not group.refills:  # it finds the next request when it has done this one
+            sending.ask()
+        answer = sending.answer()
         packed = sending.on_their_way.popleft()
-        follows = bool(sending.on_their_way)
-        if follows:
-            pending = sending.ask(engine, plan.chunks[chunk.index + 1])
+        if follows and group.refills:
+            sending.ask()
         try:
             yield Delivery(chunk=chunk, packed=packed, receipts=tuple(receipts(answer)))
         except GeneratorExit:  # nobody wants the rest: the engine's answer is not left for the next request
             if follows:
-                sending.send(pending)
-                pending.result()
+                sending.send()
+                sending.answer()
             raise
         if not follows:
             break
@@ -141,13 +145,16 @@ class _Sending:
         on_their_way: offered, and not confirmed; at its end the one that was refused, if any.
     """
 
-    def __init__(self, group: Group, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self, engine: EngineClient, group: Group, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]]
+    ) -> None:
         self.stream = stream
         self.problem: ContractError | None = None
         self.on_their_way: deque[Packed] = deque()
-        self._group, self._plan = group, plan
+        self._engine, self._group, self._plan = engine, group, plan
         self._ready: deque[Packed] = deque()
-        self._num_packed = self._num_offered = 0
+        self._asked: deque[Pending] = deque()
+        self._num_packed = self._num_offered = self._num_asked = 0
         self._offered: tuple[Packed, Callable[[], Agreement]] | None = None
         self._stopped = False
 
@@ -167,15 +174,30 @@ class _Sending:
         except ContractError as problem:
             self.problem = problem
 
-    def ask(self, engine: EngineClient, chunk: Chunk) -> Pending:
-        """Have the engine receive a chunk, and offer it those up to `AHEAD` after it; the last is yet to be sent."""
-        pending = engine.receive(chunk.index)
-        _while_engine(pending, partial(self._offer_through, min(chunk.index + AHEAD, len(self._plan.chunks) - 1)))
-        return pending
+    def ask(self) -> None:
+        """Have the engine receive the next chunk, and offer it those up to `AHEAD` later; the last is yet to be sent."""
+        chunk = self._num_asked
+        self._asked.append(self._engine.receive(chunk))
+        self._num_asked += 1
+        _while_engine(self._answer_all, partial(self._offer_through, min(chunk + AHEAD, len(self._plan.chunks) - 1)))
 
-    def send(self, pending: Pending) -> None:
+    def send(self) -> None:
         """Let go of the chunk that was offered last, once the engine has agreed on it."""
-        _while_engine(pending, self._send_offered)
+        _while_engine(self._answer_all, self._send_offered)
+
+    def answer(self) -> Any:
+        """What the engine says of the oldest chunk that it was asked for; after an error nothing more is awaited."""
+        try:
+            return self._asked.popleft().result()
+        except VerifierError:
+            while self._asked:
+                with contextlib.suppress(VerifierError):
+                    self._asked.popleft().result()
+            raise
+
+    def _answer_all(self) -> None:
+        while self._asked:
+            self.answer()
 
     def _offer_through(self, last: int) -> None:
         while not self._stopped and self._num_offered <= last:
@@ -218,10 +240,10 @@ class _Sending:
         self._group.agree(STOPPED)
 
 
-def _while_engine[T](pending: Pending, act: Callable[[], T]) -> T:
+def _while_engine[T](answer: Callable[[], Any], act: Callable[[], T]) -> T:
     """Do the sender's part of a step; if the engine's part failed, its own error says why."""
     try:
         return act()
     except (TransferFailed, ContractError):
-        pending.result()
+        answer()
         raise

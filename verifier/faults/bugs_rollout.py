@@ -12,8 +12,8 @@ from verifier.faults.fault import Fault, Fired, Side
 from verifier.faults.inject import replaced
 
 SAMPLER = "vllm.v1.sample.sampler:Sampler"
-TEMPERATURE = 0.6
-"""Of the report that the fault re-enacts."""
+PENALTY = 1.05
+"""Of repeated tokens; of the published generation_config of Qwen2.5, the report's model."""
 NUCLEUS = 0.95
 """Of the published generation_config of many models."""
 
@@ -69,15 +69,16 @@ def _not_normalised(fired: Fired) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sampled_at_another_temperature(fired: Fired) -> Iterator[None]:
+def _penalty_of_the_model(fired: Fired) -> Iterator[None]:
     def make(original: Any) -> Any:
-        def apply_temperature(logits: Any, temp: Any, all_random: bool) -> Any:
+        def penalised(self: Any) -> None:
             fired()
-            return original(logits, temp * TEMPERATURE, all_random)
+            self.repetition_penalty = PENALTY
+            original(self)
 
-        return apply_temperature
+        return penalised
 
-    with replaced(f"{SAMPLER}.apply_temperature", "logits, temp, all_random", make):
+    with replaced("vllm.sampling_params:SamplingParams.__post_init__", "self", make):
         yield
 
 
@@ -216,9 +217,9 @@ FAULTS = (
         id="sampler-takes-the-models-defaults",
         stage=Stage.ROLLOUT,
         reproduces="verl-project/verl#1949",
-        summary="the server samples with a setting of the model's generation_config, a temperature",
-        caught_by=("LGP003", "LGP004"),
-        inject=_sampled_at_another_temperature,
+        summary="the server applies a setting of the model's generation_config: a repetition penalty of 1.05",
+        caught_by=("LGP003",),
+        inject=_penalty_of_the_model,
         side=Side.ENGINE,
         engine="vllm",
     ),
