@@ -175,7 +175,7 @@ class _Sending:
             self.problem = problem
 
     def ask(self) -> None:
-        """Have the engine receive the next chunk, and offer it those up to `AHEAD` later; the last is yet to be sent."""
+        """Have the engine receive the next chunk, and offer it those up to `AHEAD` later; the last is not sent yet."""
         chunk = self._num_asked
         self._asked.append(self._engine.receive(chunk))
         self._num_asked += 1
