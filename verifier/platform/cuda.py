@@ -49,10 +49,11 @@ def another_cudnn() -> str:
     runs, built = tuple(get_cudnn_version()), tuple(torch._C._cudnn.getCompileVersion())
     if runs == built:
         return ""
-    own = Path(torch.__file__).parents[1] / "nvidia" / "cudnn" / "lib"
+    own = Path(torch.__file__).parents[1] / "nvidia" / "cudnn"
     return (
         f"Transformer Engine runs cuDNN {'.'.join(map(str, runs))}, torch was built against "
-        f"{'.'.join(map(str, built))}: to have that one, put {own} first on LD_LIBRARY_PATH"
+        f"{'.'.join(map(str, built))}: to have that one, set CUDNN_HOME={own} and put {own / 'lib'} first on "
+        "LD_LIBRARY_PATH"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from verifier.errors import InternalError
 
-AHEAD = 2
+AHEAD = 3
 """Chunks after the one that is digested and loaded that are said: all but the last are agreed on and on their way."""
 STOPPED = "stopped"
 """What a sender says in a chunk's stead when its stream departs from the plan."""
