@@ -139,7 +139,10 @@ def tokens() -> list[Evidence]:
         )
         for rank in range(2)
     ]  # fmt: skip
-    cut = {"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 4, 6], "lengths": [3, 2], "cp_rank": 0, "filler": False}
+    cut = {
+        "cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 4, 6], "max_seqlen": 4, "lengths": [3, 2], "cp_rank": 0,
+        "filler": False,
+    }  # fmt: skip
     seen.append(
         Evidence(stage=Stage.PACK, kind="layout", name="trained micro-batch 0", version=1, facts=cut, array="rows")
     )

@@ -67,8 +67,8 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
     """Each micro-batch is cut as Megatron's attention expects: lengths, alignment, zigzag rows.
 
     What it checks: cumulative lengths against the rollouts' own; padded lengths: no shorter, multiples of tp (sequence
-    parallelism) times 2 * cp (context parallelism), and less than one multiple longer but for the last; the rows of
-    each context-parallel rank against the two zigzag chunks per sequence.
+    parallelism) times 2 * cp (context parallelism), and less than one multiple longer but for the last; the greatest of
+    them, which kernels are told; the rows of each context-parallel rank against the two zigzag chunks per sequence.
     Why it matters: attention and rope trust these numbers; wrong ones leak state between packed neighbours, or attend
     to padding, without an error.
     Evidence: pack/layout of every (dp, cp) rank.
@@ -92,6 +92,8 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
             wrong = f"padded lengths {room} for {lengths}, multiples of {multiple} are needed"
         elif any(size - length >= multiple for size, length in zip(room[:-1], lengths[:-1], strict=True)):
             wrong = f"padded lengths {room} for {lengths}: more than a multiple of {multiple} is wasted"
+        elif facts["max_seqlen"] != max(room):
+            wrong = f"a longest sequence of {facts['max_seqlen']}, padded lengths are {room}"
         elif not rows.equal(_zigzag(padded, cp, int(facts["cp_rank"]))):
             wrong = f"rows {rows[:6].tolist()}... on context-parallel rank {facts['cp_rank']}"
         yield Comparison(
@@ -106,9 +108,10 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
 def ranks_see_different_batch(trace: Trace) -> Iterator[Comparison]:
     """Ranks that differ only in tensor or pipeline coordinate work on the same micro-batches.
 
-    What it checks: the digest of all integers of a rank's micro-batches against the first rank with the same data and
-    context coordinate.
-    Why it matters: a batch that is broadcast over one group too few gives ranks of one model different tokens.
+    What it checks: the digest of every field of a rank's micro-batches against the first rank with the same data and
+    context coordinate: tokens and lengths, and what only the last stage reads, such as rewards and log-probabilities.
+    Why it matters: a batch, or one field of it, that is broadcast over one group too few gives ranks of one model
+    different data.
     Evidence: pack/batch of all ranks.
     Tolerance and its source: exact digests.
     What it does not catch: the same wrong batch on all of them (PCK001).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from verifier.core.evidence import Evidence, Probe
 from verifier.core.stage import Stage
 from verifier.data.rollout import Rollout
 from verifier.mesh import Mesh
-from verifier.plan.digest import digest_tensor
+from verifier.plan.digest import digest_tensor, raw_bytes
 from verifier.train.ledger import LossRows, audit, loss_rows
 from verifier.train.pack import PackedBatch
 
@@ -60,6 +61,7 @@ class TokenProbe:
             self._audit([rows for rows in everyone if rows is not None])
 
     def _record_layout(self, shards: Sequence[PackedBatch], cp_rank: int) -> None:
+        lengths = {rollout.id: len(rollout) for rollout in self._rollouts}
         for number, shard in enumerate(shards):
             self._probe.emit(
                 Evidence(
@@ -68,7 +70,8 @@ class TokenProbe:
                         "cp_rank": cp_rank,
                         "cu_seqlens": shard.cu_seqlens.tolist(),
                         "cu_seqlens_padded": shard.cu_seqlens_padded.tolist(),
-                        "lengths": [len(item) for item in self._rollouts if item.id in shard.ids],
+                        "max_seqlen": shard.max_seqlen,
+                        "lengths": [lengths.get(name, 0) for name in shard.ids],
                         "filler": not shard.ids,
                     },
                 ),
@@ -76,8 +79,6 @@ class TokenProbe:
             )  # fmt: skip
 
     def _audit(self, parts: Sequence[LossRows]) -> None:
-        from dataclasses import fields
-
         import numpy as np
 
         rows = parts[0]
@@ -105,17 +106,16 @@ def _finite(rows: list[list[Any]]) -> list[list[Any]]:
 
 
 def _everything(shards: Sequence[PackedBatch]) -> torch.Tensor:
-    """All integers of all shards in one vector, so that one digest stands for a rank's whole batch.
+    """The bytes of every field of all shards in one vector, so that one digest stands for a rank's whole batch.
 
     On this rank's GPU, if it has started one: a digest costs less there than on the host.
     """
-    parts = [
-        tensor.long()
-        for shard in shards
-        for tensor in (
-            shard.cu_seqlens, shard.cu_seqlens_padded, shard.rows_T, shard.tokens_T, shard.positions_T,
-            shard.labels_T, shard.loss_mask_T,
-        )
-    ]  # fmt: skip
+    parts = []
+    for shard in shards:
+        values = [getattr(shard, field.name) for field in fields(shard) if field.name != "extra"]
+        values += [shard.extra[name] for name in sorted(shard.extra)]
+        plain = [value for value in values if not isinstance(value, torch.Tensor)]
+        parts.append(torch.frombuffer(bytearray(repr(plain).encode()), dtype=torch.uint8))
+        parts += [raw_bytes(value) for value in values if isinstance(value, torch.Tensor)]
     whole = torch.cat(parts)
     return whole.cuda() if torch.cuda.is_initialized() else whole
