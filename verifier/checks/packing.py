@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 def token_misplaced(trace: Trace) -> Iterator[Comparison]:
     """Every token of every rollout is predicted by one row, once, over all ranks, and carries its own fields there.
 
-    What it checks: the ledger: sentinels that travelled with each token through packing and sharding, against the
-    rollouts: input, position, role, label, mask, sampled, engine log-probability, version, and the reward and group of
-    the rollout that the row belongs to; padding is out of the loss.
+    What it checks: the ledger: sentinels that travelled with each token through packing and sharding, against what the
+    run says of it, which is stated apart from the code that makes rollouts: input, position, role, label, mask,
+    sampled, engine log-probability, version, and the id, group, reward and prompt length of the rollout that the row
+    belongs to; padding is out of the loss. Every pass that scores all sequences or trains has its ledger.
     Why it matters: an off-by-one, a wrong roll, a mask on the wrong side or a dropped sequence keeps every shape.
     Evidence: pack/ledger (the audit of all ranks' rows by rank 0).
     Tolerance and its source: exact; packing moves tokens, it computes nothing.
     What it does not catch: rows that are right but lie on the wrong context-parallel rank (PCK002).
-    References: verl#4250, verl#3287, ms-swift#8427, SkyRL#1367, Automodel#2314, prime-rl#1525.
+    References: verl#4250, verl#3287, ms-swift#8427, SkyRL#1367, Automodel#2314, prime-rl#1525, AReaL#1569.
     """
     for item in trace.at(Stage.PACK, "ledger"):
         count, tokens = int(item.facts["misplaced"]), int(item.facts["tokens"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from verifier.core.stage import Stage
@@ -195,6 +196,41 @@ def _groups_of_one(packed: PackedBatch) -> PackedBatch:
     return dataclasses.replace(packed, groups=packed.ids)
 
 
+@contextlib.contextmanager
+def _versions_of_now(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def rollouts_of(sequences: Any, version: int) -> Any:
+            fired()
+            return original(sequences, version + 1)
+
+        return rollouts_of
+
+    with replaced("verifier.program.session_megatron:rollouts_of", "sequences, version", make):
+        yield
+
+
+@contextlib.contextmanager
+def _mask_not_kept(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def make_rollout(*given: Any, mask: Any = None, **fields: Any) -> Any:
+            fired()
+            return original(*given, **fields)
+
+        return make_rollout
+
+    parameters = "rollout_id, prompt, response, group, sampled, mask, logprobs, versions, reward, routes"
+    with replaced("verifier.program.objective:make_rollout", parameters, make):
+        yield
+
+
+def _other_logprobs_on_rank_1(packed: PackedBatch) -> PackedBatch | None:
+    import torch.distributed as dist
+
+    if dist.get_rank() != 1:
+        return None
+    return dataclasses.replace(packed, engine_logprobs_T=packed.engine_logprobs_T * 1.5)
+
+
 def _rewards_in_another_order(packed: PackedBatch) -> PackedBatch:
     return dataclasses.replace(packed, rewards=packed.rewards[1:] + packed.rewards[:1])
 
@@ -214,6 +250,30 @@ FAULTS = (
         ("PCK001",),
         on_packs(_groups_of_one),
         CP2,
+    ),
+    _fault(
+        "versions-of-a-later-policy",
+        "areal-project/AReaL#1569",
+        "tokens are stamped with the version that is in force when their answer is taken in, after an update",
+        ("PCK001",),
+        _versions_of_now,
+        TP2,
+    ),
+    _fault(
+        "mask-not-kept",
+        "NVIDIA-NeMo/RL#3766",
+        "what is left out of the loss, such as an answer that was cut off, is not kept, and all of it is trained on",
+        ("PCK001", "LSS001"),
+        _mask_not_kept,
+        TP2,
+    ),
+    _fault(
+        "field-differs-on-one-rank",
+        "Simple-Efficient/RL-Factory#46",
+        "each rank of a tensor-parallel group makes one field by itself, and one rank's differs",
+        ("PCK003",),
+        on_packs(_other_logprobs_on_rank_1),
+        TP2,
     ),
     _fault(
         "rewards-in-another-order",

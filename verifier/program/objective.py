@@ -11,8 +11,16 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from verifier.data.rollout import NO_VERSION, Rollout, make_rollout
-from verifier.program.spec import DRIFT_WEIGHT, ENTROPY_WEIGHT, made_up_logprobs, made_up_reward, turns
+from verifier.data.rollout import NO_VERSION, Role, Rollout, make_rollout
+from verifier.program.spec import (
+    DRIFT_WEIGHT,
+    ENTROPY_WEIGHT,
+    made_up_logprobs,
+    made_up_reward,
+    made_up_versions,
+    trained,
+    turns,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -24,13 +32,40 @@ def rollouts_of(sequences: Sequence[Sequence[int]], version: int) -> list[Rollou
     """Token sequences as rollouts of several turns; every field differs between neighbours, so that a swap shows."""
     found = []
     for index, tokens in enumerate(sequences):
-        prompt, sampled = turns(len(tokens))
-        nats = made_up_logprobs(index, len(sampled))
+        prompt, sampled = turns(index, len(tokens))
+        versions = made_up_versions(index, len(sampled), version)
         found.append(
             make_rollout(
                 f"sequence {index}", tokens[:prompt], tokens[prompt:], group=f"prompt {index // 2}", sampled=sampled,
-                logprobs=[value if drawn else math.nan for value, drawn in zip(nats, sampled, strict=True)],
-                versions=[version if drawn else NO_VERSION for drawn in sampled], reward=made_up_reward(index),
+                mask=trained(index, len(tokens)), logprobs=made_up_logprobs(index, len(sampled)), versions=versions,
+                reward=made_up_reward(index),
+            )
+        )  # fmt: skip
+    return found
+
+
+def stated(sequences: Sequence[Sequence[int]], version: int) -> list[Rollout]:
+    """What `rollouts_of` has to give, put together token by token and by none of its code: what a ledger goes by."""
+    import numpy as np
+
+    found = []
+    for index, tokens in enumerate(sequences):
+        prompt, sampled = turns(index, len(tokens))
+        given = [(Role.PROMPT, False, False, math.nan, NO_VERSION)] * prompt
+        answered = [
+            (Role.ASSISTANT, True, kept, nats, weights) if drawn else (Role.TOOL, False, False, math.nan, NO_VERSION)
+            for drawn, kept, nats, weights in zip(
+                sampled, trained(index, len(tokens)), made_up_logprobs(index, len(sampled)),
+                made_up_versions(index, len(sampled), version), strict=True,
+            )
+        ]  # fmt: skip
+        roles, drawn, kept, nats, weights = zip(*given, *answered, strict=True)
+        found.append(
+            Rollout(
+                id=f"sequence {index}", group=f"prompt {index // 2}", tokens=np.array(tokens, np.int64),
+                prompt_length=prompt, sampled=np.array(drawn, np.bool_), mask=np.array(kept, np.bool_),
+                roles=np.array(roles, np.int8), logprobs=np.array(nats, np.float32),
+                versions=np.array(weights, np.int32), reward=made_up_reward(index),
             )
         )  # fmt: skip
     return found

@@ -27,6 +27,7 @@ from verifier.program.spec import (
     RunSpec,
     made_up_logprobs,
     made_up_reward,
+    trained,
     turns,
 )
 
@@ -175,16 +176,10 @@ def _temperature(item: Evidence) -> float:
 
 def _sample(index: int, tokens: Sequence[int]) -> list[Any]:
     """One training sequence as the oracle of a step takes it."""
-    mask = loss_mask(len(tokens))
-    prompt = len(tokens) - len(turns(len(tokens))[1])
+    prompt, _ = turns(index, len(tokens))
+    mask = [False] * prompt + trained(index, len(tokens))
     nats = [0.0] * prompt + made_up_logprobs(index, len(tokens) - prompt)
     return [list(tokens), mask, made_up_reward(index), nats]
-
-
-def loss_mask(num_tokens: int) -> list[bool]:
-    """Which tokens of a training sequence are in the loss: those that were sampled."""
-    prompt, sampled = turns(num_tokens)
-    return [False] * prompt + sampled
 
 
 def _emit(

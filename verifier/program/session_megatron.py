@@ -26,7 +26,7 @@ from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import digest_tensor
 from verifier.platform.cuda import another_cudnn
 from verifier.program.noise import moved
-from verifier.program.objective import policy_loss, rollouts_of
+from verifier.program.objective import policy_loss, rollouts_of, stated
 from verifier.program.record_megatron import (
     LiveWeights,
     join,
@@ -39,7 +39,7 @@ from verifier.program.record_megatron import (
     recorded,
 )
 from verifier.program.routes_megatron import record_replay
-from verifier.program.spec import AT_TEMPERATURE, CLIP_GRAD, LEARNING_RATE, TEMPERATURE, WEIGHT_DECAY, RunSpec
+from verifier.program.spec import AT_TEMPERATURE, LEARNING_RATE, MICRO_BATCH, OPTIMIZER, TEMPERATURE, RunSpec
 from verifier.program.sync import EngineSide, open_engine, open_share
 from verifier.program.tokens_megatron import TokenProbe
 from verifier.train import replay_megatron, step_megatron
@@ -53,7 +53,6 @@ DATA_PARALLEL = provider_megatron.DataParallel(
     distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
 )
 """What teams train with, and where an export of stale weights is a real danger."""
-OPTIMIZER = {"learning_rate": LEARNING_RATE, "clip_grad": CLIP_GRAD, "weight_decay": WEIGHT_DECAY}
 
 
 def preload_cpu() -> None:
@@ -124,10 +123,10 @@ class Session:
     def score(self, version: int) -> None:
         """Teacher-forced log-probabilities by the trainer."""
         self.say(f"version {version}: trainer scores {len(self.spec.sequences)} sequences")
-        rollouts = rollouts_of(self.spec.sequences, version)
+        rollouts, expected = rollouts_of(self.spec.sequences, version), stated(self.spec.sequences, version)
         self._record_scored(
             "scored", version,
-            step_megatron.score(self.trainer, rollouts, on_shards=self._tokens("scored", version, rollouts)),
+            step_megatron.score(self.trainer, rollouts, on_shards=self._tokens("scored", version, expected)),
         )  # fmt: skip
         if version == 0:
             self._record_scored(
@@ -148,8 +147,8 @@ class Session:
             self.say("replaying routes")
             record_replay(self.probe, self.trainer, rollouts_of(self.spec.sequences, 0))
 
-    def _tokens(self, name: str, version: int, rollouts: list[Rollout]) -> TokenProbe:
-        return TokenProbe(self.probe, self.mesh, self.rank, name, version, rollouts)
+    def _tokens(self, name: str, version: int, expected: list[Rollout]) -> TokenProbe:
+        return TokenProbe(self.probe, self.mesh, self.rank, name, version, expected)
 
     def export(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The export stream, recorded; the tensor under way is named if a collective of it waits too long."""
@@ -200,10 +199,11 @@ class Session:
         if self.spec.update == "noise":
             self._move_by_noise(version)
             return
-        rollouts = rollouts_of(self.spec.batches[version - 1], version - 1)
+        batch = self.spec.batches[version - 1], version - 1
+        look = self._tokens("trained", version, stated(*batch))
         result = step_megatron.train_step(
-            self.trainer, self._optimizer, rollouts, loss=policy_loss, learning_rate=LEARNING_RATE,
-            temperature=TEMPERATURE, on_shards=self._tokens("trained", version, rollouts),
+            self.trainer, self._optimizer, rollouts_of(*batch), loss=policy_loss, learning_rate=LEARNING_RATE,
+            temperature=TEMPERATURE, micro_batch_size=MICRO_BATCH, on_shards=look,
             on_gradients=lambda: self._dump_gradients(version),
         )  # fmt: skip
         if self.rank == 0:

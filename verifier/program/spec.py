@@ -14,6 +14,7 @@ CLIP_GRAD = 1.0
 """Greatest L2 norm of the gradient of a step."""
 WEIGHT_DECAY = 0.1
 """Of every matrix, per learning rate, so that a vector that decays and a matrix that does not show."""
+OPTIMIZER = {"learning_rate": LEARNING_RATE, "clip_grad": CLIP_GRAD, "weight_decay": WEIGHT_DECAY}
 AT_TEMPERATURE = "scored at a temperature"
 """Name of the pass that scores at `TEMPERATURE`."""
 TEMPERATURE = 1.25
@@ -35,23 +36,49 @@ CHUNKS = 8
 """A model of less than this many full buffers is sent in smaller ones, so that every transfer has several chunks."""
 
 
-def turns(num_tokens: int) -> tuple[int, list[bool]]:
+MICRO_BATCH = 3
+"""Sequences that are trained on together at the most: of eight some micro-batches get fewer, and two data-parallel
+ranks get several each."""
+TRUNCATED, UNANSWERED, BRIEF, CURT = 4, 5, 6, 7
+"""Of eight sequences, those that are not like the others: one whose answer was cut off, so that none of it is trained
+on; one without an answer; one whose answer is of one token; one whose prompt is."""
+OUTLIER_NATS = -24.0
+"""What the engine is said to have reported less for one token in eleven: so far off that a clamp of the ratio shows."""
+
+
+def turns(index: int, num_tokens: int) -> tuple[int, list[bool]]:
     """How a training sequence is divided: length of its prompt, and for each later token whether it was sampled.
 
-    A quarter is prompt; of the response every fifth token is tool output, so that masks have holes as real ones do.
+    A quarter is prompt, but for the sequences named above; of the response every fifth token is tool output, so that
+    masks have holes as real ones do.
     """
-    prompt = max(1, num_tokens // 4)
-    return prompt, [index % 5 != 4 for index in range(num_tokens - prompt)]
+    quarter = max(1, num_tokens // 4)
+    prompt = {UNANSWERED: num_tokens, BRIEF: num_tokens - 1, CURT: 1}.get(index % 8, quarter)
+    return prompt, [at % 5 != 4 for at in range(num_tokens - prompt)]
+
+
+def trained(index: int, num_tokens: int) -> list[bool]:
+    """For each token after the prompt whether it is in the loss: sampled, and not left out.
+
+    Every seventh token is left out as well, so that a mask that is not taken, or made anew of who wrote what, shows.
+    """
+    _, sampled = turns(index, num_tokens)
+    return [drawn and at % 7 != 3 and index % 8 != TRUNCATED for at, drawn in enumerate(sampled)]
 
 
 def made_up_reward(index: int) -> float:
-    """Reward of a training sequence: another one for each, and none negative, so that gradients do not cancel."""
-    return (index + 1) / 4
+    """Reward of a training sequence: another one for each, of either sign and once zero, and of more bits than bf16."""
+    return (index + 1) / 3 * (1, -1, 1, 0, 1, -1, 1, -1)[index % 8]
 
 
 def made_up_logprobs(index: int, num_tokens: int) -> list[float]:
     """What the engine is said to have reported for a training sequence's response, nats: another one for each token."""
-    return [-(index + 1) - at / 100 for at in range(num_tokens)]
+    return [-(index + 1) - at / 100 + OUTLIER_NATS * (at % 11 == 10) for at in range(num_tokens)]
+
+
+def made_up_versions(index: int, num_tokens: int, version: int) -> list[int]:
+    """The weights that are said to have sampled each token of a response: it went on while they changed."""
+    return [version + (index + at // 6) % 3 for at in range(num_tokens)]
 
 
 def chunk_bytes_for(total_bytes: int, transport: str) -> int:

@@ -30,7 +30,7 @@ class TokenProbe:
         rank: this rank.
         name: of the pass over the tokens, such as "scored" or "trained".
         version: weight version.
-        rollouts: what was handed to packing, the same on every rank.
+        rollouts: what has to be handed to packing, the same on every rank, and made by no code that makes that.
     """
 
     def __init__(

@@ -24,6 +24,7 @@ from verifier.train.pack import IGNORE_LABEL, PackedBatch
 LEDGER = "ledger"
 """Name of the extra tensor that carries the sentinels; 0 where a row predicts nothing."""
 _POSITION_BITS = 32
+_POSITION_MASK = (1 << _POSITION_BITS) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,6 +53,10 @@ class LossRows:
     """float64, of the rollout that the row belongs to; NaN in padding."""
     group_T: np.ndarray
     """int64, a checksum of that rollout's group; 0 in padding."""
+    id_T: np.ndarray
+    """int64, a checksum of that rollout's id; 0 in padding."""
+    prompt_T: np.ndarray
+    """int64, that rollout's prompt length; 0 in padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +106,8 @@ def loss_rows(batches: Sequence[PackedBatch]) -> LossRows:
         version_T=joined([batch.versions_T for batch in batches]),
         reward_T=by_rollout([batch.rewards for batch in batches], np.nan, np.float64),
         group_T=by_rollout([[_checksum(group) for group in batch.groups] for batch in batches], 0, np.int64),
+        id_T=by_rollout([[_checksum(name) for name in batch.ids] for batch in batches], 0, np.int64),
+        prompt_T=by_rollout([batch.prompt_lengths for batch in batches], 0, np.int64),
     )
 
 
@@ -111,18 +118,22 @@ def audit(rollouts: Sequence[Rollout], rows: LossRows) -> list[Misplacement]:
     nothing must be out of the loss.
 
     Args:
-        rollouts: what went in, in the order in which `sentinels` saw it.
+        rollouts: what should have gone in, in the order in which `sentinels` saw what did.
         rows: what arrived.
 
     Returns:
         All misplacements, by rollout and position; none when everything is in place.
     """
-    starts = np.cumsum([0] + [len(rollout) for rollout in rollouts])
-    real = rows.sentinel_T != 0
-    which = (rows.sentinel_T[real] >> _POSITION_BITS) - 1
-    position = rows.sentinel_T[real] & ((1 << _POSITION_BITS) - 1)
+    lengths = np.array([len(rollout) for rollout in rollouts])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    real, known = _known(rows.sentinel_T, lengths)
+    which = (rows.sentinel_T[known] >> _POSITION_BITS) - 1
+    position = rows.sentinel_T[known] & _POSITION_MASK
     flat = starts[which] + position
-    found = []
+    found = [
+        Misplacement(rollout="", position=-1, field="row", expected=0, actual=float(sentinel))
+        for sentinel in rows.sentinel_T[real & ~known]
+    ]
 
     arrivals_N = np.bincount(flat, minlength=int(starts[-1]))
     expected_N = np.ones(int(starts[-1]), np.int64)
@@ -164,12 +175,26 @@ def audit(rollouts: Sequence[Rollout], rows: LossRows) -> list[Misplacement]:
         ("engine_logprob", "logprobs", flat, rows.engine_logprob_T),
         ("version", "versions", flat, rows.version_T),
     ):
-        compare(field, np.concatenate([getattr(rollout, name) for rollout in rollouts])[index], actual_T[real])
-    compare("position", position - 1, rows.position_T[real])
-    compare("reward", np.array([rollout.reward for rollout in rollouts])[which], rows.reward_T[real])
-    compare("group", np.array([_checksum(rollout.group) for rollout in rollouts])[which], rows.group_T[real])
+        compare(field, np.concatenate([getattr(rollout, name) for rollout in rollouts])[index], actual_T[known])
+    compare("position", position - 1, rows.position_T[known])
+    for field, values, actual_T in (
+        ("reward", [rollout.reward for rollout in rollouts], rows.reward_T),
+        ("group", [_checksum(rollout.group) for rollout in rollouts], rows.group_T),
+        ("id", [_checksum(rollout.id) for rollout in rollouts], rows.id_T),
+        ("prompt", [rollout.prompt_length for rollout in rollouts], rows.prompt_T),
+    ):
+        compare(field, np.array(values)[which], actual_T[known])
     found.extend(_stray_rows(rows, ~real))
     return sorted(found, key=lambda item: (item.rollout, item.position, item.field))
+
+
+def _known(sentinel_T: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[T] bool each: rows that predict a token, and those of them whose token is one of the rollouts'."""
+    real = sentinel_T != 0
+    which = (sentinel_T >> _POSITION_BITS) - 1
+    inside = (which >= 0) & (which < len(lengths))
+    inside[inside] = (sentinel_T & _POSITION_MASK)[inside] < lengths[which[inside]]
+    return real, inside
 
 
 def _checksum(text: str) -> int:

@@ -74,10 +74,22 @@ def test_not_a_number_equals_itself_only() -> None:
     assert [(item.rollout, item.position) for item in found] == [("a", 2), ("a", 3), ("b", 1)]
 
 
-def test_a_reward_or_a_group_of_another_rollout_is_named() -> None:
+def test_a_field_of_another_rollout_is_named() -> None:
     batch = [replace(rollout, reward=float(at), group=f"g{at}") for at, rollout in enumerate(ROLLOUTS)]
     right = pack(batch, Alignment(cp=2), extra={LEDGER: sentinels(batch)})
     assert audit(batch, loss_rows([right])) == []
-    for field, wrong in (("reward", {"rewards": (0.0, 0.0)}), ("group", {"groups": ("g0", "g0")})):
+    for field, wrong in (
+        ("reward", {"rewards": (0.0, 0.0)}),
+        ("group", {"groups": ("g0", "g0")}),
+        ("id", {"ids": ("a", "a")}),
+        ("prompt", {"prompt_lengths": (2, 2)}),
+    ):
         found = audit(batch, loss_rows([replace(right, **wrong)]))
         assert [(item.rollout, item.position, item.field) for item in found] == [("b", 1, field)]
+
+
+def test_tokens_of_no_rollout_are_named_too() -> None:
+    rows = loss_rows([packed()])
+    shorter = [make_rollout("a", [11, 12], [13], logprobs=[-1], versions=4)]
+    stray = [item.actual for item in audit(shorter, rows) if (item.rollout, item.field) == ("", "row")]
+    assert stray == [float(sentinels(ROLLOUTS)[0][3]), float(sentinels(ROLLOUTS)[1][1])]
