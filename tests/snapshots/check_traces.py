@@ -116,6 +116,10 @@ def clean() -> list[Evidence]:
     seen.append(Evidence(stage=Stage.ROLLOUT, kind="drawn", name="drawn", version=1, role="engine", facts=drawn))
     seen.append(Evidence(stage=Stage.LOGPROB, kind="next", name="drawn", version=1, role="oracle", array="shares"))
     for version in (0, 1):
+        seen += [
+            Evidence(stage=Stage.LOGPROB, kind="returned", name="batch", version=version, rank=rank, digest="vd1:5")
+            for rank in range(2)
+        ]
         for stage, kind, role, array in (
             (Stage.LOGPROB, "trainer", "trainer", "close"),
             (Stage.LOGPROB, "oracle", "oracle", "right"),

@@ -132,7 +132,7 @@ def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: teacher-forced log-probabilities, token by token, at every version, against an independent
     implementation that holds the trainer's own live weights (joined without Megatron-Bridge; of a family without a
-    layout row, the exported ones).
+    layout row, the exported ones); and that every rank gets the same ones back.
     Why it matters: import and export that are wrong alike, a wrong rope base, epsilon or scaling, a misplaced label:
     all leave the round trip an identity.
     Evidence: logprob/trainer, logprob/oracle (arrays).
@@ -146,6 +146,25 @@ def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
         yield from _compare(
             trace, actual, expected, Stage.LOGPROB, "the trainer", "the fp32 oracle",
             "if the loaded shards are right, look at the forward: rope, epsilon, scaling, masks, label alignment",
+        )  # fmt: skip
+    yield from _returned(trace)
+
+
+def _returned(trace: Trace) -> Iterator[Comparison]:
+    """One comparison per further rank and scoring: each rank goes on with what it got, not with what rank 0 did."""
+    first: dict[tuple[str, int], str | None] = {}
+    for item in trace.at(Stage.LOGPROB, "returned"):
+        key = (item.name, item.version)
+        if key not in first:
+            first[key] = item.digest
+            continue
+        same = item.digest == first[key]
+        yield Comparison(
+            what=f"{item.name} on rank {item.rank}", same=same, stage=Stage.LOGPROB, version=item.version,
+            badness=float(not same), owner=f"{item.role} rank {item.rank}",
+            sentence="" if same else f"{item.role} rank {item.rank} got other log-probabilities than the first rank",
+            expected=f"{first[key]} (the first rank)", actual=str(item.digest), allowed="exact (they are copied)",
+            hint="look at the groups over which scores are gathered from the last stage",
         )  # fmt: skip
 
 

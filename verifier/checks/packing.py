@@ -43,6 +43,21 @@ def token_misplaced(trace: Trace) -> Iterator[Comparison]:
             mismatched=f"fields: {count:,}, in {tokens:,} tokens", allowed="exact (packing moves, it computes nothing)",
             hint="compare position and field with the shift by one, the padding side and the shard order",
         )  # fmt: skip
+    yield from _not_followed(trace)
+
+
+def _not_followed(trace: Trace) -> Iterator[Comparison]:
+    """One mismatch per pass over tokens that left a result and no ledger."""
+    passes = {("scored", item.version) for item in trace.at(Stage.LOGPROB, "trainer", name="scored")}
+    passes |= {("trained", item.version) for item in trace.at(Stage.TRAIN, "step")}
+    followed = {(item.name.split(" ")[0], item.version) for item in trace.at(Stage.PACK, "ledger")}
+    for name, version in sorted(passes - followed):
+        yield Comparison(
+            what=f"{name} tokens", same=False, stage=Stage.PACK, version=version, badness=1.0, absent=True,
+            sentence=f"no ledger followed the tokens that were {name} at version {version}",
+            expected="a ledger of every pass", actual="none", allowed="exact",
+            hint="look at what hands a pass its micro-batches",
+        )  # fmt: skip
 
 
 def _zigzag(padded: list[int], cp: int, cp_rank: int) -> torch.Tensor:

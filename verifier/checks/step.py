@@ -46,7 +46,7 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     What it checks: per checkpoint tensor that transformers has a gradient for, that the trainer has one, and the
     greatest element of their difference, against the tensor's greatest gradient. In less than fp32 also how long the
     trainer's gradient is along transformers': of each tensor, but of all experts of a layer together, which have few
-    tokens each.
+    tokens each. A mixture replays made-up routes in every second step, on both sides.
     Why it matters: a hook that does not run, a gradient reduced twice or over the wrong group, means of means: the loss
     curve and the norm look the same.
     Evidence: loss/gradient (measured by the oracle's process from the trainer's reduced gradients).
@@ -125,8 +125,8 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     """After every step each live weight is the one before it, moved by Adam with the gradient that was there.
 
     What it checks: per checkpoint tensor, live weights after the step against Adam in float64 from the trainer's own
-    reduced gradients, its clip factor and the oracle's own moments; and the norm that the optimizer clipped by against
-    that of the same gradients, since Adam all but cancels a factor that is wrong in every step.
+    reduced gradients, its clip factor and the oracle's own moments; and the norm that each rank clipped by against that
+    of the same gradients, since Adam all but cancels a factor that is wrong in every step.
     Why it matters: masters that were not refreshed, moments that were lost, a clip by the wrong norm.
     Evidence: loss/gradient ("step_gap", in units of the learning rate; "gradient_norm"), train/step ("grad_norm").
     Tolerance and its source: 1e-3 of the learning rate; fp32 rounding of weights and moments, measured on clean runs.
@@ -157,8 +157,8 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
         allowed = NORM.absolute * right
         same = abs(actual - right) <= allowed
         yield Comparison(
-            what="gradient norm", same=same, stage=Stage.TRAIN, version=item.version,
-            badness=0.0 if same else _badness(abs(actual - right), allowed),
+            what=f"gradient norm on rank {item.rank}", same=same, stage=Stage.TRAIN, version=item.version,
+            badness=0.0 if same else _badness(abs(actual - right), allowed), owner=f"{item.role} rank {item.rank}",
             sentence="" if same else f"the optimizer clipped by a gradient norm of {actual:.6g}, which is {right:.6g}",
             expected=f"{right:.6g} (of all reduced gradients, float64)",
             actual=f"{actual:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {NORM}",
@@ -170,7 +170,7 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
 def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The loss that a step reports, and the number of tokens that it is a mean of, are the oracle's.
 
-    What it checks: per step, both numbers against transformers on the same tokens and weights.
+    What it checks: per step and rank, both numbers against transformers on the same tokens and weights.
     Why it matters: what is logged is what people steer by; a sum over one group too many changes no gradient.
     Evidence: train/step ("loss", "num_tokens"), loss/gradient ("loss", "loss_scale", "num_tokens").
     Tolerance and its source: the count is exact; the mean is within 1e-6 of the mean magnitude of a token's loss, in
@@ -190,8 +190,8 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
         gap = abs(loss - float(right["loss"]))
         same = gap <= allowed and item.facts["num_tokens"] == right["num_tokens"]
         yield Comparison(
-            what="reported loss", same=same, stage=Stage.LOSS, version=item.version,
-            badness=0.0 if same else _badness(gap, allowed),
+            what=f"reported loss on rank {item.rank}", same=same, stage=Stage.LOSS, version=item.version,
+            badness=0.0 if same else _badness(gap, allowed), owner=f"{item.role} rank {item.rank}",
             sentence="" if same else (
                 f"the step reports a loss of {loss:.6g} over {item.facts['num_tokens']:,} tokens, "
                 f"it is {right['loss']:.6g} over {right['num_tokens']:,}"

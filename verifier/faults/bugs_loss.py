@@ -55,6 +55,26 @@ def _mean_of_means(total: Any, num_tokens: Any, shard: Any, micro_batches: int) 
     return total / num_tokens.clamp(min=1), num_tokens.clamp(max=1)
 
 
+def _sampled_tokens(total: Any, num_tokens: Any, shard: Any, micro_batches: int) -> Any:
+    return total, shard.sampled_T.sum().int()
+
+
+def _report_of_first_rank(fired: Fired) -> Any:
+    def make(original: Any) -> Any:
+        def backward(*given: Any, **options: Any) -> Any:
+            import torch.distributed as dist
+
+            loss, num_tokens = original(*given, **options)
+            if dist.get_rank() > 0:
+                fired()
+                loss = -1.0
+            return loss, num_tokens
+
+        return backward
+
+    return replaced(f"{STEP}:backward", "trainer, rollouts, loss, micro_batch_size, temperature, on_shards", make)
+
+
 @contextlib.contextmanager
 def _target_without_gradient(fired: Fired) -> Iterator[None]:
     def make(original: Any) -> Any:
@@ -170,6 +190,19 @@ FAULTS = (
         "what a step reports is summed over context-parallel ranks twice; its gradients are right",
         _summed_over_context_parallel,
         caught_by="LSS002",
+    ),
+    _fault(
+        "report-of-one-rank-only",
+        "pytorch/torchtitan#1232",
+        "the loss that a step reports is right on one rank, and -1 on the others",
+        _report_of_first_rank,
+        caught_by="LSS002",
+    ),
+    _fault(
+        "divided-by-tokens-left-out",
+        "huggingface/trl#6369",
+        "the sum is of the tokens in the loss, and it is divided by all that were sampled",
+        _scaled(_sampled_tokens),
     ),
     _fault(
         "gradients-summed-in-bf16",

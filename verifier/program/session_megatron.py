@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -136,10 +137,11 @@ class Session:
             self.live.record(self.probe, Stage.TRAIN, "scored", version)
 
     def _record_scored(self, name: str, version: int, scored: list[torch.Tensor]) -> None:
+        said = torch.cat(scored)
+        got = Evidence(stage=Stage.LOGPROB, kind="returned", name=name, version=version)
+        self.probe.emit(replace(got, digest=digest_tensor(said)))
         if self.rank == 0:
-            facts = {"lengths": [row.numel() for row in scored]}
-            found = Evidence(stage=Stage.LOGPROB, kind="trainer", name=name, version=version, facts=facts)
-            self.probe.emit(found, torch.cat(scored))
+            self.probe.emit(replace(got, kind="trainer", facts={"lengths": [row.numel() for row in scored]}), said)
 
     def replay(self) -> None:
         """Of a mixture of experts: routes that rollouts carry are what the routers use."""
@@ -206,9 +208,8 @@ class Session:
             temperature=TEMPERATURE, micro_batch_size=MICRO_BATCH, on_shards=look,
             on_gradients=lambda: self._dump_gradients(version),
         )  # fmt: skip
-        if self.rank == 0:
-            facts = {"loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens}
-            self.probe.emit(Evidence(stage=Stage.TRAIN, kind="step", name="step", version=version, facts=facts))
+        facts = {"loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens}
+        self.probe.emit(Evidence(stage=Stage.TRAIN, kind="step", name="step", version=version, facts=facts))
 
     def _dump_gradients(self, version: int) -> None:
         """Hand the reduced gradients, joined by the layout, to the oracle; before the optimizer clips them."""
