@@ -135,8 +135,10 @@ def ranks_see_different_batch(trace: Trace) -> Iterator[Comparison]:
     """
     first: dict[tuple[int, str], str | None] = {}
     count: dict[tuple[int, str], int] = {}
+    ranks: dict[tuple[int, str], set[int]] = {}
     for item in trace.at(Stage.PACK, "batch"):
         whole = (item.version, item.name.split(" ")[0])
+        ranks.setdefault(whole, set()).add(item.rank)
         key = (item.version, item.name)
         expected = first.setdefault(key, item.digest)
         micro_batches = count.setdefault(whole, int(item.facts["micro_batches"]))
@@ -148,3 +150,11 @@ def ranks_see_different_batch(trace: Trace) -> Iterator[Comparison]:
             expected=str(expected), actual=str(item.digest), allowed="exact",
             hint="look at which groups the batch is handed to, and at what splits it",
         )  # fmt: skip
+    for (version, name), seen in ranks.items():
+        for rank in sorted(set(range(int(trace.manifest["world_size"]))) - seen):
+            yield Comparison(
+                what=f"{name} on rank {rank}", same=False, stage=Stage.PACK, version=version, badness=1.0, absent=True,
+                sentence=f"trainer rank {rank} works on no batch that is {name} at version {version}",
+                owner=f"trainer rank {rank}", expected="a batch on every rank", actual="none", allowed="exact",
+                hint="look at which ranks take part in the pass",
+            )  # fmt: skip

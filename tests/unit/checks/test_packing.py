@@ -26,3 +26,9 @@ def test_scores_that_one_rank_got_otherwise() -> None:
     outcome = run_check(REGISTRY["LGP001"], make_trace(other))
     assert outcome.finding is not None
     assert outcome.finding.first.sentence == "trainer rank 1 got other log-probabilities than the first rank"
+
+
+def test_a_rank_without_a_batch() -> None:
+    outcome = run_check(REGISTRY["PCK003"], make_trace(change(Stage.PACK, "batch", lambda item: None, rank=1)))
+    assert outcome.finding is not None
+    assert outcome.finding.first.sentence == "trainer rank 1 works on no batch that is trained at version 1"
