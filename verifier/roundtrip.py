@@ -20,7 +20,7 @@ from verifier.platform.pins import require_pins
 from verifier.program.oracle import Oracle
 from verifier.program.placement import place
 from verifier.program.record_engine import held_by
-from verifier.program.spec import RunSpec, chunk_bytes_for
+from verifier.program.spec import MICRO_BATCH, RunSpec, chunk_bytes_for
 from verifier.program.workplace import (
     PRELOADS,
     Deadline,
@@ -155,6 +155,7 @@ def spec_of(
     vocabulary = int(subject.checkpoint.config["vocab_size"])
     draw = random.Random(config.seed)  # noqa: S311 - test tokens
     num_sequences = max(NUM_SEQUENCES, 2 * config.mesh.dp)
+    num_trained = max(NUM_SEQUENCES, (MICRO_BATCH + 1) * config.mesh.dp)
     placement = place(config, subject.tier)
     scored = with_a_long_one(draw, num_sequences, vocabulary)
     prompts = sequences(draw, 2, PROMPT_LENGTHS, vocabulary)
@@ -162,7 +163,7 @@ def spec_of(
         checkpoint=str(subject.checkpoint.path), mesh=config.mesh, dtype=config.dtype, tier=subject.tier,
         trace=str(trace), work=str(work), update=config.update, seed=config.seed,
         sequences=scored, prompts=[*prompts, prompts[-1][:SHORT_PROMPT]],
-        batches=[with_a_long_one(draw, num_sequences, vocabulary) for _ in range(config.cycles)],
+        batches=[with_a_long_one(draw, num_trained, vocabulary) for _ in range(config.cycles)],
         chunk_bytes=chunk_bytes_for(subject.checkpoint.num_bytes, placement.transport),
         engine_socket=engine_socket, engine_ranks=engine_ranks, transport=placement.transport,
         num_gpus=placement.trainer_gpus,

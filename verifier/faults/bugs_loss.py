@@ -14,7 +14,8 @@ from verifier.mesh import Mesh
 STEP = "verifier.train.step_megatron"
 LOGPROB = "verifier.train.logprob:vocab_parallel_logprob"
 LOGPROB_PARAMETERS = "logits_TV, labels_T, vocab_start, vocab_size, group, temperature, chunk_tokens, entropy"
-CP2, TP2 = Mesh(cp=2), Mesh(tp=2)
+DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
+CP2, DP2, TP2 = Mesh(cp=2), Mesh(dp=2), Mesh(tp=2)
 
 
 def _scaled(change: Callable[[Any, Any, Any, int], tuple[Any, Any]]) -> Inject:
@@ -150,6 +151,40 @@ def _experts_scaled(fired: Fired) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _earlier_micro_batches_dropped(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def hook_of(self: Any, param: Any) -> Any:
+            add = original(self, param)
+
+            def hook(*unused: Any) -> None:
+                if self.param_to_bucket_group[param].intra_distributed_optimizer_instance_size > 1:
+                    fired()
+                    param.main_grad.zero_()
+                add(*unused)
+
+            return hook
+
+        return hook_of
+
+    with replaced(f"{DDP}._make_backward_post_hook", "self, param", make):
+        yield
+
+
+def _accumulation_unannounced(fired: Fired) -> Any:
+    def make(original: Any) -> Any:
+        def connect(chunks: Any, data_parallel: Any) -> None:
+            from megatron.core.utils import get_model_config
+
+            fired()
+            original(chunks, data_parallel)
+            get_model_config(chunks[0]).no_sync_func = None
+
+        return connect
+
+    return replaced("verifier.model.provider_megatron:_connect", "chunks, data_parallel", make)
+
+
 def _fault(
     name: str,
     reproduces: str,
@@ -177,6 +212,20 @@ FAULTS = (
         Mesh(ep=2, dp=2),
         dtype="bfloat16",
         model="tiny:qwen3-moe",
+    ),
+    _fault(
+        "earlier-micro-batches-dropped",
+        "NVIDIA/Megatron-LM#7186",
+        "every micro-batch is taken for the last one of its step, and clears what those before it left in the gradient",
+        _earlier_micro_batches_dropped,
+        DP2,
+    ),
+    _fault(
+        "reduced-before-the-last-micro-batch",
+        "NovaSky-AI/SkyRL#2146",
+        "ranks are not told that micro-batches follow: they count as many as the first step had, and then reduce",
+        _accumulation_unannounced,
+        DP2,
     ),
     _fault(
         "entropy-of-spoiled-logits",

@@ -181,7 +181,7 @@ class _Setting:
         self._alone = fault.engine == NO_ENGINE
         self.config = RoundtripConfig(
             model=fault.model, trace=Path(), mesh=fault.mesh, dtype=fault.dtype,
-            engine="hf" if self._alone else fault.engine, cycles=1 if self._alone else CYCLES, update=fault.update,
+            engine="hf" if self._alone else fault.engine, cycles=CYCLES, update=fault.update,
             engine_tp=fault.engine_tp, engine_lora_rank=fault.lora_rank,
         )  # fmt: skip
         self.subject: Subject = open_subject(fault.model, fault.dtype, fault.mesh)

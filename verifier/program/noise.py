@@ -5,8 +5,13 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
+from verifier.errors import UsageError
+
 if TYPE_CHECKING:
     import torch
+
+    from verifier.model.checkpoint import Checkpoint
+    from verifier.program.record_megatron import LiveWeights
 
 RELATIVE_SIZE = 0.05
 
@@ -32,3 +37,17 @@ def moved(tensor: torch.Tensor, name: str, seed: str) -> torch.Tensor:
     unit = (raw >> numpy.uint64(40)).astype(numpy.float64) / 2.0**23 - 1.0
     factor = torch.from_numpy(1.0 + RELATIVE_SIZE * unit).view(tensor.shape)
     return (tensor.double() * factor).to(tensor.dtype)
+
+
+def move(live: LiveWeights, source: Checkpoint, seed: str) -> None:
+    """Make every live tensor of a rank what the source holds there, moved.
+
+    Raises:
+        UsageError: a family without a layout row, of which nobody says what is where.
+    """
+    places = live.placements()
+    if not places:
+        raise UsageError("--update noise needs a model family with a layout row; use --update step")
+    for chunk, name, tensor in live.tensors():
+        whole = places[chunk, name].shard(lambda tensor_name: moved(source.read(tensor_name), tensor_name, seed))
+        tensor.copy_(whole.to(tensor.device))

@@ -16,7 +16,6 @@ from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
 from verifier.core.store import Recorder
 from verifier.data.rollout import Rollout
-from verifier.errors import UsageError
 from verifier.export import gather_megatron
 from verifier.export.names import layout_of
 from verifier.export.save import save_checkpoint
@@ -26,7 +25,7 @@ from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import digest_tensor
 from verifier.platform.cuda import another_cudnn
-from verifier.program.noise import moved
+from verifier.program.noise import move
 from verifier.program.objective import policy_loss, rollouts_of, stated
 from verifier.program.record_megatron import (
     LiveWeights,
@@ -188,9 +187,13 @@ class Session:
             self.record_exported(0)
 
     def idle_step(self) -> None:
-        """An optimizer step of learning rate 0, which must move nothing."""
+        """An optimizer step of learning rate 0, which must move nothing; of fewer micro-batches than those after it."""
         self._optimizer = step_megatron.make_optimizer(self.trainer, **OPTIMIZER)
-        step_megatron.train_step(self.trainer, self._optimizer, rollouts_of(self.spec.batches[0], 0), learning_rate=0.0)
+        batch = self.spec.batches[0]
+        rollouts = rollouts_of(batch[: len(batch) // 2], 0)
+        step_megatron.train_step(
+            self.trainer, self._optimizer, rollouts, learning_rate=0.0, micro_batch_size=MICRO_BATCH
+        )
         with step_megatron.params_synced(self.trainer):
             self.live.record(self.probe, Stage.TRAIN, "idle", 0)
         self._optimizer = step_megatron.make_optimizer(self.trainer, **OPTIMIZER)
@@ -199,7 +202,7 @@ class Session:
         """Move the weights: a real optimizer step, or noise on every tensor."""
         self.say(f"version {version}: update by {self.spec.update}")
         if self.spec.update == "noise":
-            self._move_by_noise(version)
+            move(self.live, self.source, f"{self.spec.seed}/{version}")
             return
         batch = self.spec.batches[version - 1], version - 1
         look = self._tokens("trained", version, stated(*batch))
@@ -232,16 +235,6 @@ class Session:
             path.mkdir()
         dist.barrier()
         return path
-
-    def _move_by_noise(self, version: int) -> None:
-        places = self.live.placements()
-        if not places:
-            raise UsageError("--update noise needs a model family with a layout row; use --update step")
-        seed = f"{self.spec.seed}/{version}"
-        for chunk, name, tensor in self.live.tensors():
-            place = places[chunk, name]
-            whole = place.shard(lambda source: moved(self.source.read(source), source, seed))
-            tensor.copy_(whole.to(tensor.device))
 
     def rest(self) -> None:
         """The engine sleeps until the next sync. It counts the memory that it frees, so no rank takes any meanwhile."""

@@ -37,8 +37,8 @@ CHUNKS = 8
 
 
 MICRO_BATCH = 3
-"""Sequences that are trained on together at the most: of eight some micro-batches get fewer, and two data-parallel
-ranks get several each."""
+"""Sequences that are trained on together at the most, so few that every rank adds up the gradients of several
+micro-batches, and that one of them gets fewer."""
 TRUNCATED, UNANSWERED, BRIEF, CURT = 4, 5, 6, 7
 """Of eight sequences, those that are not like the others: one whose answer was cut off, so that none of it is trained
 on; one without an answer; one whose answer is of one token; one whose prompt is."""
