@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from verifier.core.stage import Stage
@@ -185,6 +186,23 @@ def _accumulation_unannounced(fired: Fired) -> Any:
     return replaced("verifier.model.provider_megatron:_connect", "chunks, data_parallel", make)
 
 
+def _boundaries_lost_when_recomputed(fired: Fired) -> Any:
+    def make(original: Any) -> Any:
+        def forward(self: Any, *, packed_seq_params: Any, **options: Any) -> Any:
+            fired()
+            unknown = replace(packed_seq_params, total_tokens=None, seq_idx=None)
+            return original(self, packed_seq_params=unknown, **options)
+
+        return forward
+
+    return replaced(
+        "megatron.core.models.hybrid.hybrid_block:checkpointed_forward",
+        "self, hidden_states, attention_mask, context, context_mask, rotary_pos_emb, attention_bias, "
+        "packed_seq_params, use_inner_quantization_context, padding_mask, extract_layer_indices, layer_offset",
+        make,
+    )
+
+
 def _fault(
     name: str,
     reproduces: str,
@@ -226,6 +244,14 @@ FAULTS = (
         "ranks are not told that micro-batches follow: they count as many as the first step had, and then reduce",
         _accumulation_unannounced,
         DP2,
+    ),
+    _fault(
+        "boundaries-lost-when-recomputed",
+        "fla-org/flash-linear-attention#422",
+        "layers that are recomputed are not told where samples of a pack begin; in passes that only score they are",
+        _boundaries_lost_when_recomputed,
+        Mesh(),
+        model="tiny:nemotron-h",
     ),
     _fault(
         "entropy-of-spoiled-logits",

@@ -257,6 +257,10 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_bias_update_rate": 0.0,
+        # How steps that recompute activations do so (verifier/train/recompute_megatron.py): two layers together, so
+        # that one of them has an input that was not kept. Adapters prepare for it as they are put on.
+        "recompute_method": "uniform",
+        "recompute_num_layers": 2,
     }
     if mesh.vpp > 1:
         # Without overlap_p2p_comm megatron-core 0.19.2 trains interleaved stages on the wrong gradients, silently:

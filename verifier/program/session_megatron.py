@@ -44,6 +44,7 @@ from verifier.program.sync import EngineSide, open_engine, open_share
 from verifier.program.tokens_megatron import TokenProbe
 from verifier.train import replay_megatron, step_megatron
 from verifier.train.gradients_megatron import whole_gradients
+from verifier.train.recompute_megatron import recomputed
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
@@ -206,11 +207,12 @@ class Session:
             return
         batch = self.spec.batches[version - 1], version - 1
         look = self._tokens("trained", version, stated(*batch))
-        result = step_megatron.train_step(
-            self.trainer, self._optimizer, rollouts_of(*batch), loss=policy_loss, learning_rate=LEARNING_RATE,
-            temperature=TEMPERATURE, micro_batch_size=MICRO_BATCH, on_shards=look,
-            on_gradients=lambda: self._dump_gradients(version),
-        )  # fmt: skip
+        with recomputed(self.trainer, on=version % 2 == 0):
+            result = step_megatron.train_step(
+                self.trainer, self._optimizer, rollouts_of(*batch), loss=policy_loss, learning_rate=LEARNING_RATE,
+                temperature=TEMPERATURE, micro_batch_size=MICRO_BATCH, on_shards=look,
+                on_gradients=lambda: self._dump_gradients(version),
+            )  # fmt: skip
         facts = {"loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens}
         self.probe.emit(Evidence(stage=Stage.TRAIN, kind="step", name="step", version=version, facts=facts))
 
