@@ -125,6 +125,8 @@ def manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
     if config.engine_lora_rank:
         if layout := subject.layout_scopes:
             scopes += [*layout, "update", "adapter"]
+            if judges_gradients(config, subject):
+                scopes.append("gradient")
         return _manifest(config, subject, scopes) | {"untouched_versions": list(range(config.cycles + 1))}
     scopes += ["plan", "transport", "engine"]
     if num_experts_of(subject.checkpoint.config):
@@ -133,9 +135,14 @@ def manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
         scopes += [*layout, "update"]
     if config.update == "step":
         scopes.append("step")
-        if subject.judges_gradients:
+        if judges_gradients(config, subject):
             scopes.append("gradient")
     return _manifest(config, subject, scopes)
+
+
+def judges_gradients(config: RoundtripConfig, subject: Subject) -> bool:
+    """Whether gradients and steps have an oracle; an adapter's in fp32 alone, where there is no noise to measure."""
+    return subject.judges_gradients and (not config.engine_lora_rank or config.dtype == "float32")
 
 
 def _manifest(config: RoundtripConfig, subject: Subject, scopes: list[str]) -> dict[str, Any]:
@@ -167,7 +174,7 @@ def spec_of(
         chunk_bytes=chunk_bytes_for(subject.checkpoint.num_bytes, placement.transport),
         engine_socket=engine_socket, engine_ranks=engine_ranks, transport=placement.transport,
         num_gpus=placement.trainer_gpus,
-        sleep_level=config.sleep_level, lora_rank=config.engine_lora_rank, gradients=subject.judges_gradients,
+        sleep_level=config.sleep_level, lora_rank=config.engine_lora_rank, gradients=judges_gradients(config, subject),
     )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
-"""The oracle of a training step: transformers' own gradients, and Adam in float64 from the trainer's."""
+"""The oracle of a training step: transformers' own gradients, an adapter's from them, and Adam in float64."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from verifier.transport.buffer import dtype_name
 Batch = Sequence[tuple[Sequence[int], Sequence[bool], float, Sequence[float]]]
 """Per sequence: token ids; for each token whether it is in the loss; the reward; for each token the engine's nats."""
 BETA_1, BETA_2, EPSILON = 0.9, 0.95, 1e-8
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+"""Ends of the names of an adapter's two matrices, in the place of a checkpoint tensor's ``.weight``."""
 
 
 def judge_steps(
@@ -42,20 +44,102 @@ def judge_steps(
         "num_tokens" of that version; "step_gap", how far the live weights are from what Adam and rounding to their
         dtype allow, in units of the learning rate. What has no gradient has a scale and a gap of 0, and may only decay.
     """
+
+    def checkpoint(version: int) -> Path:
+        return Path(work) / f"live-{version}" if version else Path(source)
+
+    return _judged(work, batches, rule, checkpoint, checkpoint, lambda version, found: dict(found))
+
+
+def judge_adapter_steps(
+    _: object,
+    source: str,
+    work: str,
+    batches: Sequence[Batch],
+    rule: Mapping[str, float],
+    names: Mapping[str, Sequence[str]],
+) -> list[dict[str, Any]]:
+    """`judge_steps` of a run that trains an adapter: its matrices, by the gradients of the matrices that it adds to.
+
+    Args:
+        source: checkpoint of version 0, to which the adapter adds nothing.
+        work: folder with ``gradients-v`` and ``matrices-v``, of the adapter, for each version v, 0 too for the latter,
+            and with ``live-v``, the checkpoint with the adapter added.
+        batches: see `judge_steps`.
+        rule: see `judge_steps`; besides, "scaling" of the product of the two matrices.
+        names: of each A that is the same for several tensors, its name to those of all.
+    """
+
+    def checkpoint(version: int) -> Path:
+        return Path(work) / f"live-{version}" if version else Path(source)
+
+    def matrices(version: int) -> Path:
+        return Path(work) / f"matrices-{version}"
+
+    def derived(version: int, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return adapter_gradients(found, _tensors(matrices(version)), rule["scaling"], names)
+
+    return _judged(work, batches, rule, checkpoint, matrices, derived)
+
+
+def adapter_gradients(
+    found: Mapping[str, torch.Tensor],
+    adapter: Mapping[str, torch.Tensor],
+    scaling: float,
+    names: Mapping[str, Sequence[str]],
+) -> dict[str, torch.Tensor]:
+    """Gradients of an adapter's matrices, float64: with W + s B A, that of B is s G A^T and that of A is s B^T G.
+
+    Args:
+        found: gradients G of whole matrices, by checkpoint name.
+        adapter: its matrices; an A that several tensors share under its first name alone.
+        scaling: s, of the product.
+        names: of each A, that name to the names for all tensors that share it, whose gradients are summed.
+    """
+    derived = {}
+    for first, all_names in names.items():
+        inward, of_inward = adapter[first].double(), []
+        for name in all_names:
+            base = name.removesuffix(_A)
+            gradient = scaling * found[f"{base}.weight"].double()
+            derived[base + _B] = gradient @ inward.T
+            of_inward.append(adapter[base + _B].double().T @ gradient)
+        derived[first] = torch.stack(of_inward).sum(0)
+    return derived
+
+
+def _judged(
+    work: str,
+    batches: Sequence[Batch],
+    rule: Mapping[str, float],
+    checkpoint: Callable[[int], Path],
+    trained: Callable[[int], Path],
+    derived: Callable[[int, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]],
+) -> list[dict[str, Any]]:
+    """See `judge_steps`.
+
+    Args:
+        work: see there.
+        batches: see there.
+        rule: see there.
+        checkpoint: what transformers computes with, of a version.
+        trained: what the trainer's optimizer moves, of a version.
+        derived: gradients of these, from a version and those of its checkpoint.
+    """
     records = []
-    before = Path(source)
     adam = _Adam(rule["learning_rate"], rule["decay"])
     for version, batch in enumerate(batches, start=1):
-        found, live = Path(work) / f"gradients-{version}", Path(work) / f"live-{version}"
+        found, live, before = Path(work) / f"gradients-{version}", trained(version), checkpoint(version - 1)
         if not found.is_dir() or not live.is_dir():
             break
         nats, expected = gradients(before, batch, rule)
         rounded_nats, rounded = _rounded(before, batch, rule, nats, expected)
+        expected, rounded = derived(version - 1, expected), derived(version - 1, rounded)
         actual = _tensors(found)
         groups = _groups(expected, rounded, actual)
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in actual.values()))
         scale = min(1.0, rule["clip"] / (norm + 1e-6)) if rule["clip"] > 0 else 1.0
-        old, new = _tensors(before), _tensors(live)
+        old, new = _tensors(trained(version - 1)), _tensors(live)
         whole = {
             "version": version, "gradient_norm": norm, "gradient_noise": _noise(rounded, expected),
             "loss": float(nats.mean()), "loss_scale": float(nats.abs().mean()), "num_tokens": len(nats),
@@ -71,7 +155,6 @@ def judge_steps(
                 row["gradient_gap"] = float((reduced - gradient.double()).abs().max())
                 row["step_gap"] = adam.gap(name, weight, new[name], reduced * scale, version)
             records.append(row)
-        before = live
     return records
 
 

@@ -46,13 +46,17 @@ class AdapterLayout:
             if row.scope in self.layout.layers[layer]
         ]
 
-    def spread(self, joined: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every matrix by its published name, those that share one included."""
-        names = {
+    def names(self) -> dict[str, list[str]]:
+        """Name that an A is joined under to all of its published names, of every layer."""
+        return {
             first.format(layer=layer): [other.format(layer=layer) for other in others]
             for first, others in self.shared.items()
             for layer in range(self.layout.sizes["layers"])
         }
+
+    def spread(self, joined: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every matrix by its published name, those that share one included."""
+        names = self.names()
         for name, tensor in joined.items():
             for same in names.get(name, [name]):
                 yield same, tensor

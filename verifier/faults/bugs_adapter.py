@@ -1,4 +1,4 @@
-"""Bugs of runs that train an adapter: its scale, its version, and a base that is no longer the frozen one."""
+"""Bugs of runs that train an adapter: its gradient, scale and version, and a base that is no longer the frozen one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import Fault, Fired, Side
+from verifier.faults.fault import NO_ENGINE, Fault, Fired, Side
 from verifier.faults.inject import replaced
 from verifier.mesh import Mesh
 
@@ -120,11 +120,37 @@ def _norm_left_trainable(fired: Fired) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _gradient_of_own_rows(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def scatter(input_: Any, group: Any = None) -> Any:
+            if input_.requires_grad:
+                fired()
+            return input_.chunk(group.size())[group.rank()].contiguous()
+
+        return scatter
+
+    with replaced("megatron.bridge.peft.utils:scatter_to_sequence_parallel_region", "input_, group", make):
+        yield
+
+
 def _fault(**fields: Any) -> Fault:
     return Fault(model="tiny:qwen3", engine="vllm", lora_rank=RANK, **fields)
 
 
 FAULTS = (
+    Fault(
+        id="adapter-gradient-of-own-rows",
+        stage=Stage.LOSS,
+        reproduces="modelscope/mcore-bridge#173",
+        summary="B of a row-parallel linear gets the gradient of its own rank's rows, and nobody sums it over ranks",
+        caught_by=("LSS001",),
+        inject=_gradient_of_own_rows,
+        model="tiny:qwen3",
+        mesh=Mesh(tp=2),
+        engine=NO_ENGINE,
+        lora_rank=RANK,
+    ),
     _fault(
         id="adapter-scale-ignored",
         stage=Stage.ENGINE,

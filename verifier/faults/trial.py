@@ -181,7 +181,8 @@ class _Setting:
         self._alone = fault.engine == NO_ENGINE
         self.config = RoundtripConfig(
             model=fault.model, trace=Path(), mesh=fault.mesh, dtype=fault.dtype,
-            engine="hf" if self._alone else fault.engine, cycles=CYCLES, update=fault.update,
+            engine=fault.engine if not self._alone else "vllm" if fault.lora_rank else "hf",
+            cycles=CYCLES, update=fault.update,
             engine_tp=fault.engine_tp, engine_lora_rank=fault.lora_rank,
         )  # fmt: skip
         self.subject: Subject = open_subject(fault.model, fault.dtype, fault.mesh)
@@ -212,7 +213,7 @@ class _Setting:
 
         They are one job on one engine, but for those with an adapter: that one stays loaded, so each gets its own.
         """
-        if not self._fault.lora_rank:
+        if self._alone or not self._fault.lora_rank:
             return self._run(phases)
         results = []
         for phase in phases:

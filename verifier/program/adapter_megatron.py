@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from verifier.program.record_megatron import LiveWeights, join, record_live, rec
 from verifier.program.session_megatron import DATA_PARALLEL, Session
 from verifier.program.spec import CLIP_GRAD, LEARNING_RATE
 from verifier.train import adapter_megatron, step_megatron
+from verifier.train.gradients_megatron import whole_gradients
 from verifier.transport.buffer import dtype_name
 
 
@@ -61,7 +62,28 @@ class AdapterSession(Session):
             record_source(self.probe, self.source)
 
     def _dump_gradients(self, version: int) -> None:
-        """Of adapters the oracle has no gradients."""
+        """Hand the adapters' reduced gradients to the oracle, and first of all the adapters that no step has moved."""
+        if self.adapters is None or not self.spec.gradients:
+            return
+        if version == 1:
+            self._hand_on("matrices", 0, self._joined("matrices", 0, self.live_adapter.tensors()))
+        found = whole_gradients(self.trainer)
+        named = ((chunk, name, value) for chunk, values in enumerate(found) for name, value in values.items())
+        self._hand_on("gradients", version, self._joined("gradients", version, named))
+
+    def _joined(
+        self, kind: str, version: int, tensors: Iterable[tuple[int, str, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        """On rank 0, the adapters' tensors of all ranks by their published names, each once; a collective."""
+        assert self.adapters is not None
+        shards = self._folder(f"{kind}-shards-{version}")
+        self.live_adapter.dump(shards, tensors)
+        dist.barrier()
+        return join(shards, self.adapters, self.mesh) if self.rank == 0 else {}
+
+    def _hand_on(self, kind: str, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        if self.rank == 0:
+            save_checkpoint(self.work / f"{kind}-{version}", self.source.config, tensors.items())
 
     def sync(self, version: int) -> None:
         """Export base and adapter; the engine loads the adapter from a file."""
@@ -93,13 +115,13 @@ class AdapterSession(Session):
             self.live.record(self.probe, Stage.TRAIN, "shard", version, also="frozen")
             if self.layout is None or self.adapters is None:
                 return
-            shards, adapters = self._folder(f"shards-{version}"), self._folder(f"adapter-shards-{version}")
+            shards = self._folder(f"shards-{version}")
             self.live.dump(shards, self.live.tensors())
-            self.live_adapter.dump(adapters, self.live_adapter.tensors())
-            dist.barrier()
+            joined = self._joined("matrices", version, self.live_adapter.tensors())
+        self._hand_on("matrices", version, joined)
         if self.rank == 0:
             record_live(self.probe, join(shards, self.layout, self.mesh), version)
-            found = dict(self.adapters.spread(join(adapters, self.adapters, self.mesh)))
+            found = dict(self.adapters.spread(joined))
             record_adapter(self.probe, Stage.TRAIN, found, adapter_megatron.scaling_of(self.trainer), version)
             self._hand_to_oracle(found, version)
 
@@ -129,13 +151,26 @@ class AdapterSession(Session):
         self.score(0)
         self.sync(0)
         self.observe_engine(0)
-        self._optimizer = step_megatron.make_optimizer(self.trainer, learning_rate=LEARNING_RATE, clip_grad=CLIP_GRAD)
+        self._make_optimizer()
         for version in range(1, self.spec.cycles + 1):
             self.update(version)
             self.record_update(version)
             self.score(version)
             self.sync(version)
             self.observe_engine(version)
+
+    def run_tokens(self) -> None:
+        """The token path alone: nothing is exported, no engine takes part."""
+        self.load()
+        self.score(0)
+        self._make_optimizer()
+        for version in range(1, self.spec.cycles + 1):
+            self.update(version)
+            self.record_update(version)
+            self.score(version)
+
+    def _make_optimizer(self) -> None:
+        self._optimizer = step_megatron.make_optimizer(self.trainer, learning_rate=LEARNING_RATE, clip_grad=CLIP_GRAD)
 
 
 def record_adapter(

@@ -14,6 +14,8 @@ from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
 from verifier.engine.engine import EngineConfig
 from verifier.engine.process import EngineProcess
+from verifier.export.adapters import adapters_of
+from verifier.export.names import layout_of
 from verifier.model.named import is_generated
 from verifier.program.floor import record_floor, stored_floor
 from verifier.program.spec import (
@@ -128,7 +130,7 @@ class Oracle:
             for version in seen.versions(Stage.ROLLOUT, "engine"):
                 for name in ("scored", *(item.name for item in seen.at(Stage.ROLLOUT, "sampled", version=version))):
                     _emit_gaps(recorder, "engine-noise", name, version, engine_gaps)
-        if spec.update == "step" and spec.gradients and not spec.lora_rank:
+        if spec.update == "step" and spec.gradients:
             self._record_steps(recorder, spec, subject)
         recorder.close()
 
@@ -152,13 +154,18 @@ class Oracle:
         return [[next(rows[at]) for _ in group] for group, at in groups]
 
     def _record_steps(self, recorder: store.Recorder, spec: RunSpec, subject: Subject) -> None:
+        from verifier.train.adapter_megatron import SCALING, TARGETS
+
         batches = [[_sample(index, tokens) for index, tokens in enumerate(batch)] for batch in spec.batches]
         rule = {
             "learning_rate": LEARNING_RATE, "clip": CLIP_GRAD, "temperature": TEMPERATURE, "entropy": ENTROPY_WEIGHT,
             "drift": DRIFT_WEIGHT, "decay": WEIGHT_DECAY,
         }  # fmt: skip
-        arguments = [str(subject.checkpoint.path), spec.work, batches, rule]
-        for row in self._client.call("verifier.engine.oracle_step_hf", "judge_steps", arguments)[0]:
+        name, arguments = "judge_steps", [str(subject.checkpoint.path), spec.work, batches, rule]
+        if spec.lora_rank and (layout := layout_of(subject.checkpoint.config)):
+            name, arguments[-1] = "judge_adapter_steps", {**rule, "decay": 0.0, "scaling": SCALING}
+            arguments.append(adapters_of(layout, TARGETS, spec.lora_rank).names())
+        for row in self._client.call("verifier.engine.oracle_step_hf", name, arguments)[0]:
             recorder.emit(
                 Evidence(stage=Stage.LOSS, kind="gradient", name=row.pop("name"), version=row.pop("version"), facts=row)
             )
