@@ -40,6 +40,10 @@ PROMPT_LENGTHS = (140, 150)
 SHORT_PROMPT = 126
 """Two tokens less than that block, so that a sample of four begins the next one while it is decoded."""
 MAX_MODEL_LEN = 256
+LONG = 1000
+"""Tokens of a sequence that the trainer alone scores: what is off by a little at each position adds up."""
+LONG_LOGITS = 1 << 27
+"""Logits that it may have: an oracle holds all of them in float64."""
 
 
 def run(config: RoundtripConfig, progress: Progress) -> None:
@@ -169,13 +173,23 @@ def spec_of(
     return RunSpec(
         checkpoint=str(subject.checkpoint.path), mesh=config.mesh, dtype=config.dtype, tier=subject.tier,
         trace=str(trace), work=str(work), update=config.update, seed=config.seed,
-        sequences=scored, prompts=[*prompts, prompts[-1][:SHORT_PROMPT]],
+        sequences=scored, long=long_one(config, subject), prompts=[*prompts, prompts[-1][:SHORT_PROMPT]],
         batches=[with_a_long_one(draw, num_trained, vocabulary) for _ in range(config.cycles)],
         chunk_bytes=chunk_bytes_for(subject.checkpoint.num_bytes, placement.transport),
         engine_socket=engine_socket, engine_ranks=engine_ranks, transport=placement.transport,
         num_gpus=placement.trainer_gpus,
         sleep_level=config.sleep_level, lora_rank=config.engine_lora_rank, gradients=judges_gradients(config, subject),
     )  # fmt: skip
+
+
+def long_one(config: RoundtripConfig, subject: Subject) -> list[int]:
+    """One sequence for the trainer alone; none for experts, where in a thousand tokens some router has a tie."""
+    sizes = subject.checkpoint.config
+    if num_experts_of(sizes):
+        return []
+    vocabulary = int(sizes["vocab_size"])
+    room = min(LONG, size_if_any(sizes, "max_position_embeddings") or LONG, LONG_LOGITS // vocabulary)
+    return sequences(random.Random(f"{config.seed} long"), 1, (room, room), vocabulary)[0]  # noqa: S311 - test tokens
 
 
 def sequences(draw: random.Random, count: int, lengths: tuple[int, int], vocabulary: int) -> list[list[int]]:

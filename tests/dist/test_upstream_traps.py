@@ -49,7 +49,7 @@ def run(workshop: Workshop, function: str, mesh: Mesh, folder: Path) -> Report:
     rows = [tokens[begin : begin + LENGTH] for begin in range(0, 2 * NUM_SEQUENCES * LENGTH, LENGTH)]
     assert len(rows[-1]) == LENGTH
     spec = dataclasses.replace(
-        spec, sequences=rows[:NUM_SEQUENCES], batches=[rows[:NUM_SEQUENCES], rows[NUM_SEQUENCES:]]
+        spec, sequences=rows[:NUM_SEQUENCES], batches=[rows[:NUM_SEQUENCES], rows[NUM_SEQUENCES:]], long=()
     )
     workshop.zygote.run(
         function, world_size=mesh.world_size, run_dir=work / "ranks", args=spec.to_json(), mesh=mesh,

@@ -65,7 +65,7 @@ def bounds_of(trace: Trace, stage: Stage, expected: Evidence) -> Bounds:
 
 
 def _fp32(trace: Trace) -> Tolerance:
-    noises = [float(item.facts["max"]) for item in trace.at(Stage.LOGPROB, "noise", version=0, name="scored")]
+    noises = [float(item.facts["max"]) for item in trace.at(Stage.LOGPROB, "noise", version=0)]
     bound = FP32_NOISES * max(noises, default=0.0)
     if bound <= FP32.absolute:
         return FP32

@@ -132,7 +132,8 @@ def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: teacher-forced log-probabilities, token by token, at every version, against an independent
     implementation that holds the trainer's own live weights (joined without Megatron-Bridge; of a family without a
-    layout row, the exported ones); and that every rank gets the same ones back.
+    layout row, the exported ones); and that every rank gets the same ones back. At version 0 at a temperature too, and,
+    of a model without experts, of a sequence of 1,000 tokens.
     Why it matters: import and export that are wrong alike, a wrong rope base, epsilon or scaling, a misplaced label:
     all leave the round trip an identity.
     Evidence: logprob/trainer, logprob/oracle (arrays).

@@ -221,6 +221,29 @@ def _rounded_to_bf16(fired: Fired) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _frequencies_rounded(fired: Fired) -> Iterator[None]:
+    import torch
+
+    def make(original: Any) -> Any:
+        def frequencies(self: Any, max_seq_len: int, offset: int = 0) -> Any:
+            fired()
+            exact, self.inv_freq = self.inv_freq, self.inv_freq.to(torch.bfloat16).to(self.inv_freq.dtype)
+            try:
+                return original(self, max_seq_len, offset)
+            finally:
+                self.inv_freq = exact
+
+        return frequencies
+
+    with replaced(
+        "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.get_freqs_non_repeated",
+        "self, max_seq_len, offset",
+        make,
+    ):
+        yield
+
+
 def _fault(
     name: str,
     reproduces: str,
@@ -250,6 +273,14 @@ FAULTS = (
         "log-probabilities are kept in the model's bf16: each is off by less than bf16 itself makes it",
         _rounded_to_bf16,
         Mesh(tp=2),
+        dtype="bfloat16",
+    ),
+    _fault(
+        "frequencies-rounded-with-the-model",
+        "huggingface/transformers#25681",
+        "rotary frequencies are cast to bf16 with the model: angles are off by more at each position",
+        _frequencies_rounded,
+        Mesh(),
         dtype="bfloat16",
     ),
     _fault(

@@ -19,6 +19,7 @@ from verifier.export.names import layout_of
 from verifier.model.named import is_generated
 from verifier.program.floor import record_floor, stored_floor
 from verifier.program.spec import (
+    AT_LENGTH,
     AT_TEMPERATURE,
     CLIP_GRAD,
     DRIFT_WEIGHT,
@@ -105,10 +106,18 @@ class Oracle:
             ]
             exact, *exact_samples = self._score_groups(checkpoint, groups, "float32", device)
             _emit(recorder, "oracle", "scored", version, exact, [len(row) + 1 for row in exact])
-            if version == 0 and any(seen.at(Stage.LOGPROB, "trainer", name=AT_TEMPERATURE)):
-                self._record_at_temperature(recorder, checkpoint, spec, subject, device)
-            if version == 0 and subject.dtype == "float32" and not is_generated(seen.manifest["model"]):
-                _emit_noise(recorder, "scored", 0, exact, self.score(checkpoint, spec.sequences, "float64", device))
+            if version == 0:
+                against = "float64" if subject.dtype == "float32" else subject.dtype
+                if against == "float64" and is_generated(seen.manifest["model"]):
+                    against = ""
+                elif against == "float64":
+                    _emit_noise(recorder, "scored", 0, exact, self.score(checkpoint, spec.sequences, against, device))
+                for name, asked, temperature in (
+                    (AT_TEMPERATURE, spec.sequences, TEMPERATURE),
+                    (AT_LENGTH, [spec.long], 1.0),
+                ):
+                    if any(seen.at(Stage.LOGPROB, "trainer", name=name)):
+                        self._record_once(recorder, checkpoint, name, asked, temperature, against, device)
             if subject.dtype != "float32":
                 rounded = self._score_groups(checkpoint, groups, subject.dtype, device)
                 _emit_noise(recorder, "scored", version, rounded[0], exact)
@@ -134,14 +143,21 @@ class Oracle:
             self._record_steps(recorder, spec, subject)
         recorder.close()
 
-    def _record_at_temperature(
-        self, recorder: store.Recorder, checkpoint: Path, spec: RunSpec, subject: Subject, device: str
+    def _record_once(
+        self,
+        recorder: store.Recorder,
+        checkpoint: Path,
+        name: str,
+        asked: Sequence[Sequence[int]],
+        temperature: float,
+        against: str,
+        device: str,
     ) -> None:
-        exact = self.score(checkpoint, spec.sequences, "float32", device, TEMPERATURE)
-        _emit(recorder, "oracle", AT_TEMPERATURE, 0, exact, [len(row) + 1 for row in exact])
-        if subject.dtype != "float32":
-            rounded = self.score(checkpoint, spec.sequences, subject.dtype, device, TEMPERATURE)
-            _emit_noise(recorder, AT_TEMPERATURE, 0, rounded, exact)
+        """What the trainer scores at version 0 alone, and, against another dtype if any, the noise of it."""
+        exact = self.score(checkpoint, asked, "float32", device, temperature)
+        _emit(recorder, "oracle", name, 0, exact, [len(row) + 1 for row in exact])
+        if against:
+            _emit_noise(recorder, name, 0, self.score(checkpoint, asked, against, device, temperature), exact)
 
     def _score_groups(
         self, checkpoint: Path, groups: Sequence[tuple[Sequence[Sequence[int]], float]], dtype: str, device: str

@@ -39,7 +39,15 @@ from verifier.program.record_megatron import (
     recorded,
 )
 from verifier.program.routes_megatron import record_replay
-from verifier.program.spec import AT_TEMPERATURE, LEARNING_RATE, MICRO_BATCH, OPTIMIZER, TEMPERATURE, RunSpec
+from verifier.program.spec import (
+    AT_LENGTH,
+    AT_TEMPERATURE,
+    LEARNING_RATE,
+    MICRO_BATCH,
+    OPTIMIZER,
+    TEMPERATURE,
+    RunSpec,
+)
 from verifier.program.sync import EngineSide, open_engine, open_share
 from verifier.program.tokens_megatron import TokenProbe
 from verifier.train import replay_megatron, step_megatron
@@ -130,9 +138,10 @@ class Session:
             step_megatron.score(self.trainer, rollouts, on_shards=self._tokens("scored", version, expected)),
         )  # fmt: skip
         if version == 0:
-            self._record_scored(
-                AT_TEMPERATURE, version, step_megatron.score(self.trainer, rollouts, temperature=TEMPERATURE)
-            )
+            scored = step_megatron.score(self.trainer, rollouts, temperature=TEMPERATURE)
+            self._record_scored(AT_TEMPERATURE, version, scored)
+        if version == 0 and self.spec.long:
+            self._record_scored(AT_LENGTH, version, step_megatron.score(self.trainer, rollouts_of([self.spec.long], 0)))
         with step_megatron.params_synced(self.trainer):
             self.live.record(self.probe, Stage.TRAIN, "scored", version)
 

@@ -17,6 +17,8 @@ WEIGHT_DECAY = 0.1
 OPTIMIZER = {"learning_rate": LEARNING_RATE, "clip_grad": CLIP_GRAD, "weight_decay": WEIGHT_DECAY}
 AT_TEMPERATURE = "scored at a temperature"
 """Name of the pass that scores at `TEMPERATURE`."""
+AT_LENGTH = "scored at length"
+"""Name of the pass that scores one long sequence."""
 TEMPERATURE = 1.25
 """What logits are divided by in a training step, and in one more pass that scores. Not 1, so that one forgotten shows;
 above 1, so that rounding is not magnified."""
@@ -101,6 +103,8 @@ class RunSpec:
     """Directory for what the run hands on and need not keep: live shards, exported checkpoints."""
     sequences: Sequence[Sequence[int]] = ()
     """Token ids that trainer, engine and oracle score."""
+    long: Sequence[int] = ()
+    """Token ids that trainer and oracle score at version 0, more than an engine has room for."""
     prompts: Sequence[Sequence[int]] = ()
     """Prompts to sample from, longer than a block of the prefix cache."""
     batches: Sequence[Sequence[Sequence[int]]] = ()
