@@ -193,6 +193,10 @@ class EngineClient:
         """See `Engine.call`."""
         return self.ask("call", module=module, function=function, arguments=list(arguments))
 
+    def call_driver(self, module: str, function: str, arguments: Sequence[Any] = ()) -> Any:
+        """Run ``function(engine, *arguments)`` in the engine's own process, which asks the ranks; a JSON value."""
+        return self.ask("call_driver", module=module, function=function, arguments=list(arguments))
+
     def close(self) -> None:
         """Close this connection; the engine stays."""
         if self._sock is not None:

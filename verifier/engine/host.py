@@ -6,6 +6,7 @@ socket listens before the model is loaded, so requests may be sent early and wai
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -102,6 +103,9 @@ def answers(engine: Engine) -> dict[str, Callable[..., Any]]:
         "sleep": engine.sleep,
         "wake_up": engine.wake_up,
         "call": engine.call,
+        "call_driver": lambda module, function, arguments: getattr(importlib.import_module(module), function)(
+            engine, *arguments
+        ),
     }
 
 

@@ -5,8 +5,25 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from verifier.engine.client import EngineClient
 from verifier.faults.catalog import CATALOG
-from verifier.faults.fault import Fired
+from verifier.faults.fault import Fault, Fired, Side
+
+_HERE = "verifier.faults.engine_side"
+
+
+def begin(client: EngineClient, fault: Fault) -> None:
+    """Have the engine enter a fault's context, where the fault lives."""
+    if fault.side is Side.DRIVER:
+        client.call_driver(_HERE, "inject", [fault.id])
+    else:
+        client.call(_HERE, "inject", [fault.id])
+
+
+def end(client: EngineClient, fault: Fault) -> int:
+    """Have the engine leave it again; how often the injected code ran there."""
+    counts = client.call(_HERE, "heal")
+    return sum(counts) + (client.call_driver(_HERE, "heal") if fault.side is Side.DRIVER else 0)
 
 
 def inject(worker: Any, fault_id: str) -> bool:

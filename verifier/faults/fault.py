@@ -17,6 +17,9 @@ class Side(enum.Enum):
 
     TRAINER = "trainer"
     ENGINE = "engine"
+    """Every rank of the engine."""
+    DRIVER = "driver"
+    """The engine's process that schedules requests and hands out what the ranks give."""
 
 
 @dataclass(slots=True)

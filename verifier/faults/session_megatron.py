@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from verifier.core.store import Recorder
 from verifier.engine.client import EngineClient
 from verifier.faults.catalog import CATALOG
+from verifier.faults.engine_side import begin, end
 from verifier.faults.fault import Fault, Fired, Side
 from verifier.model import provider_megatron
 from verifier.program.adapter_megatron import AdapterSession
@@ -50,11 +51,11 @@ def _injected(fault: Fault, fired: Fired, spec: RunSpec, rank: int) -> Iterator[
         yield
         return
     client = EngineClient(str(spec.engine_socket), deadline_s=spec.deadline_s)
-    client.call("verifier.faults.engine_side", "inject", [fault.id])
+    begin(client, fault)
     try:
         yield
     finally:
-        fired.count += sum(client.call("verifier.faults.engine_side", "heal"))
+        fired.count += end(client, fault)
         client.close()
 
 

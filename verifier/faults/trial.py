@@ -24,6 +24,7 @@ from verifier.engine.engine import EngineConfig
 from verifier.engine.nursery import EngineNursery
 from verifier.engine.process import EngineProcess
 from verifier.errors import VerifierError
+from verifier.faults.engine_side import end
 from verifier.faults.fault import NO_ENGINE, Fault, Side
 from verifier.launch.zygote import Zygote
 from verifier.program.oracle import Oracle
@@ -241,9 +242,9 @@ class _Setting:
 
     def _heal_engine(self) -> None:
         """A rank that died could not end the fault that it had asked the engine to begin."""
-        if self._fault.side is Side.ENGINE and self._socket is not None:
+        if self._fault.side is not Side.TRAINER and self._socket is not None:
             client = EngineClient(self._socket, deadline_s=DEADLINE_S)
-            client.call("verifier.faults.engine_side", "heal")
+            end(client, self._fault)
             client.close()
 
     def _spec(self, trace: Path, work: Path) -> Any:
