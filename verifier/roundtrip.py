@@ -36,9 +36,13 @@ from verifier.program.workplace import (
 NUM_SEQUENCES = 8
 LENGTHS = (16, 48)
 PROMPT_LENGTHS = (140, 150)
-"""Longer than a block of the prefix cache (128 tokens on the CPU)."""
+"""Several blocks of the prefix cache (32 tokens on the CPU, 16 on a GPU)."""
+WHOLE_PROMPT = 156
+"""Four tokens less than a number of such blocks, so that a sample of four ends with one."""
 SHORT_PROMPT = 126
-"""Two tokens less than that block, so that a sample of four begins the next one while it is decoded."""
+"""Two tokens less than that, so that a sample of four begins the next one while it is decoded."""
+SHARED = slice(32, 64)
+"""Where a prompt says what another says there too, after something else."""
 MAX_MODEL_LEN = 256
 LONG = 1000
 """Tokens of a sequence that the trainer alone scores: what is off by a little at each position adds up."""
@@ -169,11 +173,11 @@ def spec_of(
     num_trained = max(NUM_SEQUENCES, (MICRO_BATCH + 1) * config.mesh.dp)
     placement = place(config, subject.tier)
     scored = with_a_long_one(draw, num_sequences, vocabulary)
-    prompts = sequences(draw, 2, PROMPT_LENGTHS, vocabulary)
+    prompts = prompts_of(draw, vocabulary)
     return RunSpec(
         checkpoint=str(subject.checkpoint.path), mesh=config.mesh, dtype=config.dtype, tier=subject.tier,
         trace=str(trace), work=str(work), update=config.update, seed=config.seed,
-        sequences=scored, long=long_one(config, subject), prompts=[*prompts, prompts[-1][:SHORT_PROMPT]],
+        sequences=scored, long=long_one(config, subject), prompts=prompts,
         batches=[with_a_long_one(draw, num_trained, vocabulary) for _ in range(config.cycles)],
         chunk_bytes=chunk_bytes_for(subject.checkpoint.num_bytes, placement.transport),
         engine_socket=engine_socket, engine_ranks=engine_ranks, transport=placement.transport,
@@ -190,6 +194,16 @@ def long_one(config: RoundtripConfig, subject: Subject) -> list[int]:
     vocabulary = int(sizes["vocab_size"])
     room = min(LONG, size_if_any(sizes, "max_position_embeddings") or LONG, LONG_LOGITS // vocabulary)
     return sequences(random.Random(f"{config.seed} long"), 1, (room, room), vocabulary)[0]  # noqa: S311 - test tokens
+
+
+def prompts_of(draw: random.Random, vocabulary: int) -> list[list[int]]:
+    """Prompts that a prefix cache may take for each other.
+
+    The second says in one of its blocks what the first says there, and the third is how the second begins.
+    """
+    first, second = sequences(draw, 1, PROMPT_LENGTHS, vocabulary) + sequences(draw, 1, (WHOLE_PROMPT,) * 2, vocabulary)
+    second[SHARED] = first[SHARED]
+    return [first, second, second[:SHORT_PROMPT]]
 
 
 def sequences(draw: random.Random, count: int, lengths: tuple[int, int], vocabulary: int) -> list[list[int]]:

@@ -114,7 +114,7 @@ def test_stale_prefix_cache_shows(pair: Pair) -> None:
     assert gap(pair.versions[0])[0] < ALLOWED_NATS
     case.sync(pair.versions[1])
     stale, cached = gap(pair.versions[1])
-    assert cached == 128
+    assert cached == 160
     assert stale > 1e-2
     assert engine.reset_prefix_cache()
     mended, cached = gap(pair.versions[1])

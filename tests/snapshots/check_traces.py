@@ -24,18 +24,20 @@ MANIFEST = {
     "synced_versions": [1],
 }
 SHAPES = {"a": (4, 2), "b": (3,)}
+DRAWN = [int(digit) for digit in "001200102120010021010200020112001201002000120021010200102001"]
 ARRAYS = {
     "right": torch.tensor([-1.5, -2.25, -0.5, -6.0, -6.25]),
     "close": torch.tensor([-1.5, -2.25, -0.5, -6.0, -6.250001]),
     "wrong": torch.tensor([-1.5, -2.25, -0.5, -6.0, -6.75]),
     "not finite": torch.tensor([-1.5, float("nan"), -0.5, -6.0, -6.25]),
     "shares": torch.tensor([0.5, 0.25, 0.25]).log(),
+    "drawn": torch.tensor([0.5, 0.25, 0.25]).log()[DRAWN],
     "rows": torch.arange(6),
     "routes": torch.tensor([[0, 0, 1, 3, 2], [0, 1, 1, 0, 1]]),
     "other routes": torch.tensor([[0, 0, 1, 3, 2], [0, 1, 1, 0, 2]]),
 }
 LENGTHS = {"lengths": [3, 2]}
-SAMPLED = {**LENGTHS, "tokens": [[1, 2, 3], [7, 5]], "stop": [5, 9], "limit": 3}
+SAMPLED = {**LENGTHS, "tokens": [[1, 2, 3], [7, 5]], "stops": [[5, 9], [5, 9]], "limits": [3, 3]}
 
 
 def digest(name: str, version: int) -> str:
@@ -112,8 +114,10 @@ def clean() -> list[Evidence]:
     poisoned = {"intact": [], "total": 2, "left": [], "declared": []}
     seen.append(Evidence(stage=Stage.ENGINE, kind="poison", name="poison", version=1, role="engine", facts=poisoned))
     seen.append(Evidence(stage=Stage.TRANSPORT, kind="handover", name="transfer", version=1, facts={"refused": ""}))
-    drawn = {"tokens": [int(digit) for digit in "001200102120010021010200020112001201002000120021010200102001"]}
-    seen.append(Evidence(stage=Stage.ROLLOUT, kind="drawn", name="drawn", version=1, role="engine", facts=drawn))
+    facts = {"tokens": DRAWN}
+    seen.append(
+        Evidence(stage=Stage.ROLLOUT, kind="drawn", name="drawn", version=1, role="engine", facts=facts, array="drawn")
+    )
     seen.append(Evidence(stage=Stage.LOGPROB, kind="next", name="drawn", version=1, role="oracle", array="shares"))
     for version in (0, 1):
         seen += [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from verifier.checks.bounds import bounds_of
@@ -41,22 +42,8 @@ def _compare(
     for number, (length, worst_bound) in enumerate(zip(lengths, bounds.greatest, strict=True)):
         left, right = got[begin : begin + length], want[begin : begin + length]
         begin += length
-        found = describe_difference(left, right)
-        same = found.greatest <= worst_bound.absolute and not found.num_not_finite
-        if found.num_not_finite:
-            sentence = _not_finite(left, number, actual_says) or _not_finite(right, number, expected_says)
-        else:
-            sentence = (
-                f"log-probabilities of {actual_says} and {expected_says} differ by up to {found.greatest:.3g} nats "
-                f"on sequence {number}, {worst_bound.absolute:.3g} is allowed"
-            )
-        yield Comparison(
-            what=f"{actual.name} sequence {number}", same=same, stage=stage, version=actual.version,
-            badness=_badness(found, worst_bound), sentence="" if same else sentence,
-            owner=f"{actual.role} rank {actual.rank}",
-            expected=f"{_head(right)} ({expected_says})", actual=f"{_head(left)} ({actual_says})",
-            mismatched=found.text, allowed=str(worst_bound), hint=hint,
-        )  # fmt: skip
+        what = f"sequence {number}"
+        yield _compare_one(actual, what, left, right, worst_bound, stage, actual_says, expected_says, hint)
     if trace.manifest["dtype"] != "float32":  # where it is, the bound on each token says so
         yield _rounded(actual, got, actual_says)
     for name, bound in bounds.body.items():
@@ -69,6 +56,28 @@ def _compare(
             f"{STATISTICS[name]}, {bound.absolute:.3g} is allowed",
             owner=f"{actual.role} rank {actual.rank}", allowed=str(bound), hint=hint,
         )  # fmt: skip
+
+
+def _compare_one(
+    actual: Evidence, what: str, left: torch.Tensor, right: torch.Tensor, bound: Tolerance, stage: Stage,
+    actual_says: str, expected_says: str, hint: str,
+) -> Comparison:  # fmt: skip
+    """Two sides' values of one sequence."""
+    found = describe_difference(left, right)
+    same = found.greatest <= bound.absolute and not found.num_not_finite
+    if found.num_not_finite:
+        sentence = _not_finite(left, what, actual_says) or _not_finite(right, what, expected_says)
+    else:
+        sentence = (
+            f"log-probabilities of {actual_says} and {expected_says} differ by up to {found.greatest:.3g} nats "
+            f"on {what}, {bound.absolute:.3g} is allowed"
+        )
+    return Comparison(
+        what=f"{actual.name} {what}", same=same, stage=stage, version=actual.version,
+        badness=_badness(found, bound), sentence="" if same else sentence, owner=f"{actual.role} rank {actual.rank}",
+        expected=f"{_head(right)} ({expected_says})", actual=f"{_head(left)} ({actual_says})",
+        mismatched=found.text, allowed=str(bound), hint=hint,
+    )  # fmt: skip
 
 
 def _rounded(actual: Evidence, got: torch.Tensor, actual_says: str) -> Comparison:
@@ -94,12 +103,12 @@ def _statistic(name: str, gaps: torch.Tensor) -> float:
     return float(gaps.mean() if name == "mean" else gaps.quantile(0.5))
 
 
-def _not_finite(values: torch.Tensor, sequence: int, says: str) -> str:
+def _not_finite(values: torch.Tensor, what: str, says: str) -> str:
     """How many of one side's values are not finite; empty if all are."""
     count = int((~values.isfinite()).sum())
     if not count:
         return ""
-    return f"{count:,} of {values.numel():,} log-probabilities that {says} gives for sequence {sequence} are not finite"
+    return f"{count:,} of {values.numel():,} log-probabilities that {says} gives for {what} are not finite"
 
 
 def _badness(found: Difference, bound: Tolerance) -> float:
@@ -124,6 +133,13 @@ def _pairs(trace: Trace, actual: tuple[Stage, str], expected: tuple[Stage, str])
         if (item.name, item.version) not in partners:
             raise LookupError(f"nobody else scored `{item.name}` of version {item.version}")
         yield item, partners[item.name, item.version]
+
+
+def following(trace: Trace, drawn: Evidence) -> Evidence:
+    """The oracle's distribution, over the whole vocabulary, of what was drawn."""
+    for item in trace.at(Stage.LOGPROB, "next", name=drawn.name, version=drawn.version):
+        return item
+    raise LookupError(f"nobody gave the distribution of `{drawn.name}` of version {drawn.version}")
 
 
 @check("LGP001", needs=((Stage.LOGPROB, "trainer"), (Stage.LOGPROB, "oracle")), scope="logprob")
@@ -173,7 +189,8 @@ def _returned(trace: Trace) -> Iterator[Comparison]:
 def engine_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The engine scores tokens as transformers in fp32 does with the trainer's weights, before and after each sync.
 
-    What it checks: teacher-forced log-probabilities, token by token.
+    What it checks: teacher-forced log-probabilities, token by token; of conversations too, of which the engine's prefix
+    cache holds the beginning.
     Why it matters: it sees what the engine computes, whatever its tensors look like.
     Evidence: rollout/engine, logprob/oracle (arrays).
     Tolerance and its source: as LGP001.
@@ -191,19 +208,38 @@ def engine_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
 def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The log-probabilities reported with sampled tokens are those of the synced weights.
 
-    What it checks: tokens generated from prompts longer than a cache block, whose cache was filled before the sync,
-    scored again by the oracle; and tokens generated from them once more, when the cache holds them and samples end one
-    after another. One prompt is a little shorter, and grows into a second block. At version 0 also tokens sampled at a
-    temperature of 2, whose log-probabilities are those of the logits divided by it.
+    What it checks: tokens generated from prompts of several cache blocks, which were filled before the sync, scored
+    again by the oracle; tokens generated from them once more, when the cache holds them and samples end one after
+    another; and those of the conversations' next turn, whose beginning the engine itself sampled. One prompt begins as
+    another does, one says in its midst what another says there, and one grows into a further block. At version 0 also
+    tokens sampled side by side at several temperatures, whose log-probabilities are those of the logits divided by it;
+    a greedy one's are the greatest. In fp32 also tokens whose requests ask for penalties, biases, allowed tokens and
+    truncation, and the samples that LGP004 counts.
     Why it matters: a prefix cache that outlives its weights answers from the old policy; log-probabilities of another
     distribution than was sampled from make every importance ratio wrong.
     Evidence: rollout/sampled, logprob/sampled-oracle (arrays).
     Tolerance and its source: as LGP001.
-    What it does not catch: staleness of prompts shorter than a block (there is no cache entry).
+    What it does not catch: staleness of prompts shorter than a block (there is no cache entry); a greedy sample of
+    another token that is reported as the likeliest.
     References: vLLM `reset_prefix_cache`, SkyRL#1212, verl#7511.
     """
     for actual, expected in _pairs(trace, (Stage.ROLLOUT, "sampled"), (Stage.LOGPROB, "sampled-oracle")):
         yield from _compare(
             trace, actual, expected, Stage.ROLLOUT, "the engine's sampler", "the fp32 oracle",
             "look at caches that were filled before the sync: prefix blocks, graphs",
+        )  # fmt: skip
+    if trace.manifest["dtype"] != "float32":  # noise moves the edge of a truncated distribution
+        return
+    for actual, expected in _pairs(trace, (Stage.ROLLOUT, "shaped"), (Stage.LOGPROB, "shaped-oracle")):
+        yield from _compare(
+            trace, actual, expected, Stage.ROLLOUT, "the engine's sampler", "the fp32 oracle",
+            "look at penalties, biases and truncation, and at which request of a batch they belong to",
+        )  # fmt: skip
+    for item in trace.at(Stage.ROLLOUT, "drawn"):
+        tokens = [int(token) for token in item.facts["tokens"]]
+        bound = bounds_of(trace, Stage.ROLLOUT, replace(item, facts={"lengths": [len(tokens)]})).greatest[0]
+        yield _compare_one(
+            item, "samples", trace.array(item), trace.array(following(trace, item))[tokens], bound, Stage.ROLLOUT,
+            "the engine's sampler", "the fp32 oracle",
+            "look at how the samples of one request are told apart, and who is given whose log-probabilities",
         )  # fmt: skip

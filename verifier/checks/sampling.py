@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from verifier.checks.logprob import following
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.evidence import Evidence
@@ -23,10 +24,7 @@ RARE = 1e-6
 
 def _distribution(trace: Trace, drawn: Evidence) -> torch.Tensor:
     """[V] the oracle's probability of each token, float64."""
-    expected = next(trace.at(Stage.LOGPROB, "next", name=drawn.name, version=drawn.version), None)
-    if expected is None:
-        raise LookupError(f"nobody gave the distribution of `{drawn.name}` of version {drawn.version}")
-    return trace.array(expected).double().exp()
+    return trace.array(following(trace, drawn)).double().exp()
 
 
 def _chance(cases: int) -> Tolerance:
@@ -55,7 +53,7 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: some hundred samples of one next token: how many lie beyond the likeliest tokens of the oracle's
     distribution that together have a tenth, a quarter, a half, ... of it (`SHARES`), against what chance allows; at
-    version 0 also at a temperature of 2.
+    version 0 also at a temperature of 2, and there without seeds.
     Why it matters: a temperature, a nucleus or a penalty that the sampler applies and the reported log-probabilities do
     not makes every importance ratio wrong, and each log-probability is right.
     Evidence: rollout/drawn (token ids), logprob/next (the oracle's whole distribution).
@@ -171,9 +169,9 @@ def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: stop strings, and a limit that the engine takes from its model's length.
     References: verl#213, SkyRL#1319.
     """
-    for item in trace.at(Stage.ROLLOUT, "sampled"):
-        limit, stop = int(item.facts["limit"]), {int(token) for token in item.facts["stop"]}
-        for number, tokens in enumerate(item.facts["tokens"]):
+    for item in (*trace.at(Stage.ROLLOUT, "sampled"), *trace.at(Stage.ROLLOUT, "shaped")):
+        rows = zip(item.facts["tokens"], item.facts["stops"], item.facts["limits"], strict=True)
+        for number, (tokens, stop, limit) in enumerate(rows):
             right = next((at + 1 for at, token in enumerate(tokens) if token in stop), limit)
             same = len(tokens) == right
             yield Comparison(

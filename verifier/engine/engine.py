@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -100,18 +100,57 @@ class Poisoned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a request asks of a distribution besides its temperature; nothing, unless it says so."""
+
+    top_k: int = 0
+    """Only so many of the likeliest tokens; 0: all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that have this share together."""
+    min_p: float = 0.0
+    """Only tokens of this share of the likeliest one's probability."""
+    repetition: float = 1.0
+    """What logits of tokens that came before, prompt included, are divided by; those below 0 are multiplied by it."""
+    presence: float = 0.0
+    """Nats taken from a token that was sampled."""
+    frequency: float = 0.0
+    """Nats taken from it each time."""
+    bias: Sequence[tuple[int, float]] = ()
+    """Tokens, and nats added to their logits."""
+    allowed: Sequence[int] = ()
+    """The only tokens that may come; none: all."""
+    least: int = 0
+    """Tokens before which no stop token may come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How continuations are sampled: from the full vocabulary."""
+    """How continuations are sampled: from the full vocabulary, unless shaped."""
 
     seed: int
-    """Of the first continuation; every one has a generator of its own."""
+    """Of the first continuation of the first prompt; every one has a generator of its own."""
     max_tokens: int
     n: int = 1
     """Continuations of each prompt."""
     stop: Sequence[int] = ()
     """Tokens that end a continuation, and belong to it."""
     temperature: float = 1.0
-    """What logits are divided by."""
+    """What logits are divided by; 0 takes the likeliest token."""
+    shape: Shape = field(default_factory=Shape)
+    seeded: bool = True
+    """Otherwise the engine's own generator serves them all."""
+    each: Sequence[Sampling] = ()
+    """One for each prompt, instead of this one: requests that differ, side by side."""
+
+    def of(self, index: int) -> Sampling:
+        """What holds for one of the prompts; the seeds of its continuations begin where the one's before it end."""
+        return self.each[index] if self.each else replace(self, seed=(self.seed + index) * self.n)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Sampling:
+        """Inverse of `asdict`."""
+        each = [cls.from_json(row) for row in record["each"]]
+        return cls(**{**record, "each": each, "shape": Shape(**record["shape"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

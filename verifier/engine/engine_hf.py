@@ -20,6 +20,7 @@ from verifier.engine.engine import (
 )
 from verifier.engine.held import poison_stored, prefixed_modules, restore, stored
 from verifier.engine.model_hf import checkpoint_places, load_model, token_logprobs
+from verifier.engine.shaping import shaped
 from verifier.errors import ContractError
 from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
@@ -42,6 +43,7 @@ class HfEngine:
         self._vocab_size = int(checkpoint.config["vocab_size"])
         self._carried = frozenset(holder for holder, _ in checkpoint_places(self.model).values())
         self._aside: dict[str, torch.Tensor] = {}
+        self._unseeded = torch.Generator().manual_seed(config.seed)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """One forward per sequence; log-softmax in float32."""
@@ -50,14 +52,14 @@ class HfEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Generation]:
         """One sample at a time, each with its own generator; every token but the first recomputes its whole prefix."""
-        check_sequences(prompts, vocab_size=self._vocab_size, max_len=self._max_len - sampling.max_tokens, least=1)
+        requests = [sampling.of(index) for index in range(len(prompts))]
+        longest = max((item.max_tokens for item in requests), default=0)
+        check_sequences(prompts, vocab_size=self._vocab_size, max_len=self._max_len - longest, least=1)
         found = []
-        for index, prompt in enumerate(prompts):
-            first = self._distribution(prompt, sampling.temperature)
-            seeds = ((sampling.seed + index) * sampling.n + sample for sample in range(sampling.n))
-            samples = tuple(
-                self._sample(prompt, first, torch.Generator().manual_seed(seed), sampling) for seed in seeds
-            )
+        for prompt, asked in zip(prompts, requests, strict=True):
+            first = self._distribution(prompt, (), asked)
+            seeds = (asked.seed + sample if asked.seeded else None for sample in range(asked.n))
+            samples = tuple(self._sample(prompt, first, self._generator(seed), asked) for seed in seeds)
             found.append(Generation(prompt=tuple(prompt), samples=samples))
         return found
 
@@ -172,10 +174,14 @@ class HfEngine:
         self.receiver.close()
 
     @torch.inference_mode()
-    def _distribution(self, tokens: Sequence[int], temperature: float) -> torch.Tensor:
+    def _distribution(self, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling) -> torch.Tensor:
         """[V] log-probabilities of the next token."""
-        logits = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
-        return torch.log_softmax(logits.float() / temperature, dim=-1)
+        logits = self.model(input_ids=torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0, -1]
+        return shaped(logits.float(), prompt, answer, sampling)
+
+    def _generator(self, seed: int | None) -> torch.Generator:
+        """One of the seed, or the engine's own."""
+        return self._unseeded if seed is None else torch.Generator().manual_seed(seed)
 
     @torch.inference_mode()
     def _sample(
@@ -185,12 +191,13 @@ class HfEngine:
         generator: torch.Generator,
         sampling: Sampling,
     ) -> Sample:
-        tokens, logprobs = list(prompt), []
-        while len(logprobs) < sampling.max_tokens and not (logprobs and tokens[-1] in sampling.stop):
-            distribution = self._distribution(tokens, sampling.temperature) if logprobs else first
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        while len(tokens) < sampling.max_tokens and not (tokens and tokens[-1] in sampling.stop):
+            distribution = self._distribution(prompt, tokens, sampling) if tokens else first
             # An exponential race, as vLLM draws: from weights that are not finite it samples too, and does not refuse.
             waits = torch.empty_like(distribution).exponential_(generator=generator)
-            token = int((distribution.exp() / waits).argmax())
+            token = int((distribution.exp() / waits if sampling.temperature else distribution).argmax())
             tokens.append(token)
             logprobs.append(float(distribution[token]))
-        return Sample(tokens=tuple(tokens[len(prompt) :]), logprobs=tuple(logprobs))
+        return Sample(tokens=tuple(tokens), logprobs=tuple(logprobs))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt
 
 _KV_CACHE_BYTES = 128 * 2**20
+_CPU_BLOCK = 32
+"""Tokens of a block of the KV cache on a CPU, so that a prompt is several: vLLM takes 128 there, and 16 on a GPU."""
+_CPU_TOKENS = 440
+"""Tokens of one forward pass on a CPU. A round trip scores its conversations in more than one, so that prompts are
+parted; it samples from fewer at a time, as vLLM 0.21 cannot part a prompt there that a seeded request samples from."""
 _GPU_SHARE = 0.15
 """Of a GPU's memory that must be free at the start: a trainer may live on the same GPU."""
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
@@ -70,6 +76,8 @@ class VllmEngine:
             seed=config.seed,
             max_model_len=config.max_model_len,
             max_num_seqs=16,
+            max_num_batched_tokens=None if torch.cuda.is_available() else max(_CPU_TOKENS, config.max_model_len),
+            block_size=None if torch.cuda.is_available() else _CPU_BLOCK,
             kv_cache_memory_bytes=_KV_CACHE_BYTES,
             gpu_memory_utilization=_GPU_SHARE if torch.cuda.is_available() else 0.9,
             enforce_eager=not config.cuda_graphs,
@@ -94,28 +102,21 @@ class VllmEngine:
         asked = SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0, detokenize=False)
         outputs = self._llm.generate(_prompts(sequences), asked, use_tqdm=False, lora_request=self._adapter)
         return [
-            [row[token].logprob for token, row in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
+            [_nats(row, token) for token, row in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
             for tokens, output in zip(sequences, outputs, strict=True)
         ]
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Generation]:
-        """Every sample has its own seeded generator, so batching does not change the samples.
+        """Every sample has its own seeded generator, if asked for, so batching does not change the samples.
 
-        vLLM seeds sample k of a request with the request's seed plus k, so the next request's begins after the last.
+        vLLM seeds sample k of a request with the request's seed plus k. On a CPU it heeds no seed if a request of the
+        batch has none, or is greedy (vllm #51226), so the generator that then serves them all is seeded too.
         """
-        check_sequences(prompts, vocab_size=self._vocab_size, max_len=self._max_len - sampling.max_tokens, least=1)
-        asked = [
-            SamplingParams(
-                n=sampling.n,
-                seed=(sampling.seed + index) * sampling.n,
-                temperature=sampling.temperature,
-                max_tokens=sampling.max_tokens,
-                stop_token_ids=list(sampling.stop),
-                logprobs=0,
-                detokenize=False,
-            )
-            for index in range(len(prompts))
-        ]
+        requests = [sampling.of(index) for index in range(len(prompts))]
+        longest = max((item.max_tokens for item in requests), default=0)
+        check_sequences(prompts, vocab_size=self._vocab_size, max_len=self._max_len - longest, least=1)
+        asked = [_params(item) for item in requests]
+        self._rpc("verifier_seed", seed=sampling.seed)
         outputs = self._llm.generate(_prompts(prompts), asked, use_tqdm=False, lora_request=self._adapter)
         return [
             Generation(
@@ -124,7 +125,7 @@ class VllmEngine:
                     Sample(
                         tokens=tuple(item.token_ids),
                         logprobs=tuple(
-                            row[token].logprob for token, row in zip(item.token_ids, item.logprobs, strict=True)
+                            _nats(row, token) for token, row in zip(item.token_ids, item.logprobs, strict=True)
                         ),
                         cached_tokens=output.num_cached_tokens or 0,
                     )
@@ -224,6 +225,34 @@ class VllmEngine:
         for rank, reply in enumerate(replies):
             raise_record(reply, f"engine rank {rank} failed in `{method}`", otherwise)
         return [reply["value"] for reply in replies]
+
+
+def _nats(row: Mapping[int, Any], token: int) -> float:
+    """A token's log-probability; NaN where vLLM reports another token's in its place."""
+    return row[token].logprob if token in row else math.nan
+
+
+def _params(sampling: Sampling) -> SamplingParams:
+    """One request's sampling in vLLM's words."""
+    shape = sampling.shape
+    return SamplingParams(
+        n=sampling.n,
+        seed=sampling.seed if sampling.seeded else None,
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        min_tokens=shape.least,
+        stop_token_ids=list(sampling.stop),
+        top_k=shape.top_k,
+        top_p=shape.top_p,
+        min_p=shape.min_p,
+        repetition_penalty=shape.repetition,
+        presence_penalty=shape.presence,
+        frequency_penalty=shape.frequency,
+        logit_bias=dict(shape.bias) or None,
+        allowed_token_ids=list(shape.allowed) or None,
+        logprobs=0,
+        detokenize=False,
+    )
 
 
 def _prompts(sequences: Sequence[Sequence[int]]) -> list[dict[str, list[int]]]:

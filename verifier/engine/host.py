@@ -90,7 +90,9 @@ def answers(engine: Engine) -> dict[str, Callable[..., Any]]:
     return {
         "num_ranks": lambda: engine.num_ranks,
         "logprobs": engine.logprobs,
-        "generate": lambda prompts, sampling: [asdict(item) for item in engine.generate(prompts, Sampling(**sampling))],
+        "generate": lambda prompts, sampling: [
+            asdict(item) for item in engine.generate(prompts, Sampling.from_json(sampling))
+        ],
         "state": lambda: [[asdict(item) for item in rank] for rank in engine.state()],
         "checkpoint_view": lambda: [[asdict(item) for item in rank] for rank in engine.checkpoint_view()],
         "poison": lambda: [[asdict(item) for item in rank] for rank in engine.poison()],

@@ -95,15 +95,16 @@ def token_logprobs(
         model: as `load_model` returns it.
         tokens: T ids.
         precision: of the log-softmax.
-        temperature: what logits are divided by.
+        temperature: what logits are divided by; 0 asks for the likeliest token's, undivided, whatever the tokens.
 
     Returns:
         [T - 1] float32, nats, on the host: entry t is log p(tokens[t + 1] | tokens[: t + 1]).
     """
     ids = torch.tensor([list(tokens)], dtype=torch.int64, device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-    logprobs = torch.log_softmax(logits.to(precision) / temperature, dim=-1)
-    return logprobs.gather(1, ids[0, 1:, None])[:, 0].float().cpu()
+    logprobs = torch.log_softmax(logits.to(precision) / (temperature or 1.0), dim=-1)
+    found = logprobs.gather(1, ids[0, 1:, None])[:, 0] if temperature else logprobs.amax(dim=-1)
+    return found.float().cpu()
 
 
 def checkpoint_places(model: PreTrainedModel) -> dict[str, tuple[str, torch.Tensor]]:

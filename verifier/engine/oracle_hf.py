@@ -6,12 +6,19 @@ the trainer and the engine call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from verifier.engine.engine import Sampling
 from verifier.engine.model_hf import load_model, token_logprobs
+from verifier.engine.shaping import shaped
+
+SLACK = 2e-5
+"""Nats, or a share, by which a token may miss the edge of a truncated distribution: twice what sides may differ by."""
 
 
 def oracle_logprobs(
@@ -28,7 +35,7 @@ def oracle_logprobs(
         sequences: token ids, each of at least 2.
         dtype: the weights are brought to this before anything is computed.
         device: where it is computed.
-        temperature: what logits are divided by.
+        temperature: what logits are divided by; 0 as `token_logprobs` has it.
 
     Returns:
         Per sequence [len - 1] float32, nats.
@@ -72,3 +79,32 @@ def score(
         temperature: what logits are divided by.
     """
     return [row.tolist() for row in oracle_logprobs(path, sequences, getattr(torch, dtype), device, temperature)]
+
+
+@torch.inference_mode()
+def shaped_logprobs(
+    _: object, path: str, rows: Sequence[Sequence[Any]], device: str = "cpu"
+) -> list[list[tuple[float, float]]]:
+    """Between what the log-probabilities of sampled tokens lie, nats, as their requests shape them; a host's request.
+
+    They lie apart only where rounding decides whether truncation keeps a token.
+
+    Args:
+        path: the checkpoint; its weights are brought to float32.
+        rows: [prompt, sampled tokens, the request's `Sampling`] each.
+        device: "cpu", or "cuda".
+    """
+    model = load_model(path, torch.float32).to(device)
+    found = []
+    for prompt, tokens, asked in rows:
+        sampling = Sampling.from_json(asked)
+        ids = torch.tensor([[*prompt, *tokens]], device=model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double().cpu()
+        row = []
+        for at, token in enumerate(tokens):
+            most, least = (
+                float(shaped(logits[at], prompt, tokens[:at], sampling, slack)[token]) for slack in (-SLACK, SLACK)
+            )
+            row.append((least, most if math.isfinite(most) else least))
+        found.append(row)
+    return found

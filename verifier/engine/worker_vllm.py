@@ -194,6 +194,10 @@ class VerifierWorker:
             for part in cache if isinstance(cache, list) else (cache,):  # a state-space layer has two
                 part.zero_()
 
+    def verifier_seed(self, seed: int) -> None:
+        """Seed the generator that serves requests without one of their own."""
+        torch.manual_seed(seed)
+
     def verifier_unlink_shared(self) -> None:
         """Remove the names of the shared memory over which CPU ranks all-reduce; the mappings stay.
 

@@ -14,6 +14,7 @@ from verifier.faults import (
     bugs_pack,
     bugs_plan,
     bugs_replay,
+    bugs_requests,
     bugs_rollout,
     bugs_train,
     bugs_transport,
@@ -37,6 +38,7 @@ CATALOG: dict[str, Fault] = {
         bugs_engine_gpu.FAULTS,
         bugs_adapter.FAULTS,
         bugs_rollout.FAULTS,
+        bugs_requests.FAULTS,
     )
     for fault in faults
 }

@@ -285,7 +285,10 @@ class _Setting:
 
 def _same_to_oracle(one: Trace, other: Trace) -> bool:
     """True when all that the oracle reads of two runs is the same: live weights, bit for bit, norms, sampled tokens."""
-    sampled = [[item.facts["tokens"] for item in trace.at(Stage.ROLLOUT, "sampled")] for trace in (one, other)]
+    sampled = [
+        [item.facts["tokens"] for kind in ("sampled", "shaped") for item in trace.at(Stage.ROLLOUT, kind)]
+        for trace in (one, other)
+    ]
     steps = [[item.facts for item in trace.at(Stage.TRAIN, "step")] for trace in (one, other)]
     return sampled[0] == sampled[1] and steps[0] == steps[1] and not _difference(one, other, SEEN_BY_ORACLE)
 

@@ -100,9 +100,9 @@ class Oracle:
             if not checkpoint.is_dir():
                 continue
             samples = list(seen.at(Stage.ROLLOUT, "sampled", version=version))
-            groups = [
-                (spec.sequences, 1.0),
-                *((_continued(spec.prompts, item), _temperature(item)) for item in samples),
+            groups: list[list[tuple[Sequence[int], float]]] = [
+                [(tokens, 1.0) for tokens in spec.sequences],
+                *map(_continued, samples),
             ]
             exact, *exact_samples = self._score_groups(checkpoint, groups, "float32", device)
             _emit(recorder, "oracle", "scored", version, exact, [len(row) + 1 for row in exact])
@@ -123,8 +123,10 @@ class Oracle:
                 _emit_noise(recorder, "scored", version, rounded[0], exact)
                 for sampled, low, rows in zip(samples, rounded[1:], exact_samples, strict=True):
                     _emit_noise(recorder, sampled.name, version, low, rows)
+            for item in seen.at(Stage.ROLLOUT, "shaped", version=version):
+                self._record_shaped(recorder, checkpoint, seen, item, device)
             for item in seen.at(Stage.ROLLOUT, "drawn", version=version):
-                arguments = [str(checkpoint), list(spec.prompts[0]), device, _temperature(item)]
+                arguments = [str(checkpoint), list(spec.prompts[0]), device, float(item.facts["temperature"])]
                 nats = self._client.call("verifier.engine.oracle_hf", "next_token", arguments)[0]
                 found = Evidence(stage=Stage.LOGPROB, kind="next", name=item.name, version=version)
                 recorder.emit(found, torch.tensor(nats, dtype=torch.float64))
@@ -133,6 +135,8 @@ class Oracle:
             for sampled, rows in zip(samples, exact_samples, strict=True):
                 tails = [row[-n:] for row, n in zip(rows, sampled.facts["lengths"], strict=True)]
                 _emit(recorder, "sampled-oracle", sampled.name, version, tails, [len(row) + 1 for row in rows])
+                if any(seen.at(Stage.ROLLOUT, "engine", name=sampled.name, version=version)):  # scored from end to end
+                    _emit(recorder, "oracle", sampled.name, version, rows, [len(row) + 1 for row in rows])
                 if version == 0:
                     engine_gaps += _gaps_of(seen, "sampled", sampled.name, tails)
         if seen.manifest["config"].get("engine_quantization"):
@@ -159,15 +163,31 @@ class Oracle:
         if against:
             _emit_noise(recorder, name, 0, self.score(checkpoint, asked, against, device, temperature), exact)
 
+    def _record_shaped(
+        self, recorder: store.Recorder, checkpoint: Path, seen: Trace, item: Evidence, device: str
+    ) -> None:
+        """What the engine should report; where rounding decides what truncation keeps, the nearest to what it did."""
+        import torch
+
+        facts = item.facts
+        rows = [list(row) for row in zip(facts["prompts"], facts["tokens"], facts["asked"], strict=True)]
+        found = self._client.call("verifier.engine.oracle_hf", "shaped_logprobs", [str(checkpoint), rows, device])[0]
+        least, most = torch.tensor([pair for row in found for pair in row], dtype=torch.float64).unbind(-1)
+        lengths = {"lengths": [len(row) for row in found], "whole": [len(row[0]) + len(row[1]) for row in rows]}
+        recorder.emit(
+            Evidence(stage=Stage.LOGPROB, kind="shaped-oracle", name=item.name, version=item.version, facts=lengths),
+            seen.array(item).double().clamp(least, most),
+        )
+
     def _score_groups(
-        self, checkpoint: Path, groups: Sequence[tuple[Sequence[Sequence[int]], float]], dtype: str, device: str
+        self, checkpoint: Path, groups: Sequence[Sequence[tuple[Sequence[int], float]]], dtype: str, device: str
     ) -> list[list[list[float]]]:
-        """`score` of several groups of sequences at their temperatures; the checkpoint is loaded for each of these."""
+        """`score` of groups of sequences, each at its temperature; the checkpoint is loaded for each of these."""
         rows = {}
-        for temperature in {at for _, at in groups}:
-            asked = [tokens for group, at in groups if at == temperature for tokens in group]
+        for temperature in {at for group in groups for _, at in group}:
+            asked = [tokens for group in groups for tokens, at in group if at == temperature]
             rows[temperature] = iter(self.score(checkpoint, asked, dtype, device, temperature))
-        return [[next(rows[at]) for _ in group] for group, at in groups]
+        return [[next(rows[at]) for _, at in group] for group in groups]
 
     def _record_steps(self, recorder: store.Recorder, spec: RunSpec, subject: Subject) -> None:
         from verifier.train.adapter_megatron import SCALING, TARGETS
@@ -187,14 +207,11 @@ class Oracle:
             )
 
 
-def _continued(prompts: Sequence[Sequence[int]], sampled: Evidence) -> list[list[int]]:
-    """Each prompt with the tokens that the engine sampled after it."""
-    return [[*prompt, *more] for prompt, more in zip(prompts, sampled.facts["tokens"], strict=True)]
-
-
-def _temperature(item: Evidence) -> float:
-    """What samples were drawn at."""
-    return float(item.facts.get("temperature", 1.0))
+def _continued(sampled: Evidence) -> list[tuple[Sequence[int], float]]:
+    """Each prompt with the tokens that the engine sampled after it, and the temperature that these were sampled at."""
+    facts = sampled.facts
+    rows = zip(facts["prompts"], facts["tokens"], facts["temperatures"], strict=True)
+    return [([*prompt, *more], float(temperature)) for prompt, more, temperature in rows]
 
 
 def _sample(index: int, tokens: Sequence[int]) -> list[Any]:

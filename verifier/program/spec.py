@@ -25,6 +25,8 @@ above 1, so that rounding is not magnified."""
 SAMPLING_TEMPERATURE = 2.0
 """Of one more set of samples at version 0: at 1, a temperature that nobody applies does not show, nor log-probabilities
 of the logits before it."""
+GREEDY = 0.0
+"""A temperature at which the likeliest token is taken."""
 ENTROPY_WEIGHT = 0.1
 """Of each token's entropy in the loss."""
 DRIFT_WEIGHT = 0.05

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,12 +15,12 @@ from verifier.core.stage import Stage
 from verifier.core.store import Recorder
 from verifier.engine import update
 from verifier.engine.client import EngineClient
-from verifier.engine.engine import HeldSlice, Sample, Sampling
+from verifier.engine.engine import HeldSlice, Sample, Sampling, Shape
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import digest_tensor
 from verifier.program.record_engine import held_by
-from verifier.program.spec import SAMPLING_TEMPERATURE, RunSpec
+from verifier.program.spec import GREEDY, SAMPLING_TEMPERATURE, RunSpec
 from verifier.transport.buffer import dtype_name, unpack
 
 if TYPE_CHECKING:
@@ -29,8 +29,31 @@ if TYPE_CHECKING:
 
 SAMPLED_TOKENS = 4
 """Tokens sampled from each prompt."""
+NEXT = "next turn"
+NEXT_TURN = 3
+"""Tokens that a conversation's next turn adds to its first and the answer to that."""
+SIDE_BY_SIDE = ((SAMPLING_TEMPERATURE, 2), (GREEDY, SAMPLED_TOKENS), (1.5, SAMPLED_TOKENS))
+"""Temperature and number of tokens of one sample from each prompt."""
+LIKELY = 8.0
+"""Nats that make a token of a few hundred or thousand likely."""
 DRAWS = 512
 """Samples of the token after the first prompt, to compare with its distribution and with each other."""
+
+
+def shapes_of(prompt: Sequence[int]) -> list[dict[str, Any]]:
+    """Three requests side by side that use all of `Shape` between them, each field at a size that shows.
+
+    Args:
+        prompt: a token of it is made likely, so that it comes several times; another, so that it would end too soon.
+    """
+    often, last = prompt[0], next(token for token in prompt if token != prompt[0])
+    every = max(2, max(prompt) // 128)
+    few = tuple(range(last % every, max(prompt) + 1, every))
+    return [
+        {"shape": Shape(top_k=40, top_p=0.9)},
+        {"shape": Shape(repetition=1.2, presence=0.4, frequency=0.6, bias=((often, LIKELY),)), "temperature": 1.0},
+        {"shape": Shape(min_p=0.1, allowed=few, bias=((last, LIKELY),), least=2), "stop": (last,)},
+    ]
 
 
 class EngineSide:
@@ -207,10 +230,13 @@ class EngineSide:
 
     def record_logprobs(self, sequences: Sequence[Sequence[int]], version: int) -> None:
         """Teacher-forced log-probabilities of the sequences, by the engine."""
+        self._record_scored("scored", sequences, version)
+
+    def _record_scored(self, name: str, sequences: Sequence[Sequence[int]], version: int) -> None:
         rows = self.client.logprobs(sequences)
         self._ranks[0].emit(
             Evidence(
-                stage=Stage.ROLLOUT, kind="engine", name="scored", version=version,
+                stage=Stage.ROLLOUT, kind="engine", name=name, version=version,
                 facts={"lengths": [len(row) for row in rows]},
             ),
             torch.tensor([value for row in rows for value in row], dtype=torch.float32),
@@ -220,30 +246,48 @@ class EngineSide:
         """Tokens sampled from prompts that the prefix cache may know, with the log-probabilities reported for them.
 
         And the same again, now that it does know them, with tokens at which to stop, so that samples end one after
-        another. At version 0 also at a temperature other than 1.
+        another. Then the next turn of each of these conversations, which are scored, too, from end to end. At version 0
+        also requests that differ, side by side: in their temperatures, one of which is greedy, and in their lengths, so
+        that one moves to the place of another that has ended; and then in penalties, biases and truncation.
         """
         sampling = Sampling(seed=seed, max_tokens=SAMPLED_TOKENS)
         samples = self._record_sampled("sampled", prompts, version, sampling)
         stop = sorted({sample.tokens[min(at + 1, len(sample.tokens) - 1)] for at, sample in enumerate(samples)})
         self._record_sampled("sampled again", prompts, version, replace(sampling, stop=stop))
+        turns = [
+            [*prompt, *sample.tokens, *prompts[0][:NEXT_TURN]]
+            for prompt, sample in zip(prompts, samples, strict=True)
+        ]  # fmt: skip
+        answers = self._record_sampled(NEXT, turns, version, sampling)
+        self._record_scored(
+            NEXT, [[*turn, *answer.tokens] for turn, answer in zip(turns, answers, strict=True)], version
+        )
         if version == 0:
-            warm = replace(sampling, temperature=SAMPLING_TEMPERATURE)
-            self._record_sampled("sampled at a temperature", prompts, version, warm)
+            each = [
+                replace(sampling.of(index), temperature=temperature, max_tokens=limit)
+                for index, (temperature, limit) in enumerate(SIDE_BY_SIDE)
+            ]
+            self._record_sampled("sampled side by side", prompts, version, replace(sampling, each=each))
+            each = [replace(each[index], **rest) for index, rest in enumerate(shapes_of(prompts[0]))]
+            self._record_sampled("sampled as shaped", prompts, version, replace(sampling, each=each), kind="shaped")
 
     def _record_sampled(
-        self, name: str, prompts: Sequence[Sequence[int]], version: int, sampling: Sampling
+        self, name: str, prompts: Sequence[Sequence[int]], version: int, sampling: Sampling, kind: str = "sampled"
     ) -> list[Sample]:
         samples = [item.samples[0] for item in self.client.generate(prompts, sampling)]
+        asked = [sampling.of(index) for index in range(len(prompts))]
         self._ranks[0].emit(
             Evidence(
-                stage=Stage.ROLLOUT, kind="sampled", name=name, version=version,
+                stage=Stage.ROLLOUT, kind=kind, name=name, version=version,
                 facts={
                     "lengths": [len(sample.tokens) for sample in samples],
+                    "prompts": [list(prompt) for prompt in prompts],
                     "tokens": [list(sample.tokens) for sample in samples],
                     "cached": [sample.cached_tokens for sample in samples],
-                    "stop": list(sampling.stop),
-                    "limit": sampling.max_tokens,
-                    "temperature": sampling.temperature,
+                    "stops": [list(item.stop) for item in asked],
+                    "limits": [item.max_tokens for item in asked],
+                    "temperatures": [item.temperature for item in asked],
+                    **({"asked": [asdict(item) for item in asked]} if kind == "shaped" else {}),
                 },
             ),
             torch.tensor([value for sample in samples for value in sample.logprobs], dtype=torch.float32),
@@ -253,19 +297,21 @@ class EngineSide:
     def record_draws(self, prompt: Sequence[int], version: int, seed: int) -> None:
         """Which tokens come after one prompt, in many samples, half of them of a second request for the same.
 
-        At version 0 also at a temperature other than 1.
+        At version 0 also at a temperature other than 1, and without seeds.
         """
         sampling = Sampling(seed=seed, max_tokens=1, n=DRAWS // 2)
         self._record_drawn("drawn", prompt, version, sampling)
         if version == 0:
-            warm = replace(sampling, temperature=SAMPLING_TEMPERATURE)
+            warm = replace(sampling, temperature=SAMPLING_TEMPERATURE, seeded=False)
             self._record_drawn("drawn at a temperature", prompt, version, warm)
 
     def _record_drawn(self, name: str, prompt: Sequence[int], version: int, sampling: Sampling) -> None:
-        found = self.client.generate([prompt, prompt], sampling)
-        tokens = [sample.tokens[0] for request in found for sample in request.samples]
-        facts = {"tokens": tokens, "temperature": sampling.temperature}
-        self._ranks[0].emit(Evidence(stage=Stage.ROLLOUT, kind="drawn", name=name, version=version, facts=facts))
+        found = [sample for request in self.client.generate([prompt, prompt], sampling) for sample in request.samples]
+        facts = {"tokens": [sample.tokens[0] for sample in found], "temperature": sampling.temperature}
+        self._ranks[0].emit(
+            Evidence(stage=Stage.ROLLOUT, kind="drawn", name=name, version=version, facts=facts),
+            torch.tensor([sample.logprobs[0] for sample in found], dtype=torch.float32),
+        )
 
     def close(self) -> None:
         """Close the recorders; the engine and the group stay."""

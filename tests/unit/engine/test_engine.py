@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import pytest
 
-from verifier.engine.engine import EngineConfig, check_sequences, refuse_adapters, refuse_unsupported
+from verifier.engine.engine import (
+    EngineConfig,
+    Sampling,
+    Shape,
+    check_sequences,
+    refuse_adapters,
+    refuse_unsupported,
+)
 from verifier.engine.host import environment
 from verifier.errors import UsageError
 
@@ -33,6 +43,23 @@ def test_config_refuses(settings: dict[str, object], sentence: str) -> None:
 def test_config_survives_json() -> None:
     config = EngineConfig(kind="vllm", checkpoint="anywhere", dtype="bfloat16", tp=2, max_model_len=64, seed=7)
     assert EngineConfig(**config.to_json()) == config
+
+
+def test_sampling_survives_json() -> None:
+    shape = Shape(top_k=3, bias=((5, 2.0),))
+    one = Sampling(seed=7, max_tokens=4, stop=(1, 2), temperature=2.0, shape=shape, seeded=False)
+    for sampling in (one, Sampling(seed=0, max_tokens=1, each=(one, one))):
+        sent = json.dumps(asdict(sampling))
+        assert json.dumps(asdict(Sampling.from_json(json.loads(sent)))) == sent
+
+
+def test_sampling_of_one_prompt() -> None:
+    """Seeds follow each other, so that no two continuations share one; requests that differ are as they say."""
+    alike = Sampling(seed=3, max_tokens=4, n=5)
+    assert [alike.of(index).seed for index in range(3)] == [15, 20, 25]
+    assert alike.of(2) == Sampling(seed=25, max_tokens=4, n=5)
+    each = [Sampling(seed=1, max_tokens=2), Sampling(seed=9, max_tokens=3, temperature=0.0)]
+    assert [Sampling(seed=0, max_tokens=4, each=each).of(index) for index in range(2)] == each
 
 
 @pytest.mark.parametrize(
