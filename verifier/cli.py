@@ -83,9 +83,13 @@ def golden(
         model=model, trace=trace or next_trace("golden"), mesh=mesh, dtype=DTYPES[dtype.value],
         record=record, why=why, against=against, timeout_s=timeout,
     )  # fmt: skip
-    from verifier.golden import run
+    from verifier.golden import run, write_manifest
 
-    return run_and_judge("golden", lambda progress: run(config, progress), config.trace, json=json, junit=junit)
+    code = run_and_judge("golden", lambda progress: run(config, progress), config.trace, json=json, junit=junit)
+    if record:
+        held = code == ExitCode.HOLDS
+        show(f"\nrecorded {write_manifest(config)}\n" if held else "\nnot recorded: not every check holds\n")
+    return code
 
 
 @app.command()

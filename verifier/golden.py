@@ -59,9 +59,6 @@ def run(config: GoldenConfig, progress: Progress) -> None:
         if recorded is not None:
             emit_manifest(trace, recorded)
         store.write_manifest(trace, {**manifest, "complete": True})
-    if config.record:
-        path = write_manifest(config, subject, manifest)
-        progress(f"recorded {path}")
 
 
 def manifest_of(config: GoldenConfig, subject: Subject) -> dict[str, Any]:
@@ -71,19 +68,20 @@ def manifest_of(config: GoldenConfig, subject: Subject) -> dict[str, Any]:
     return {**identity(subject, "golden", config.model, config.to_dict(), num_gpus), "scopes": scopes}
 
 
-def write_manifest(config: GoldenConfig, subject: Subject, identity: dict[str, Any]) -> Path:
-    """Record the export of a finished trace under ``golden/``, with the reason."""
-    exported = store.read(config.trace).at(Stage.EXPORT, "tensor", version=0, rank=0)
+def write_manifest(config: GoldenConfig) -> Path:
+    """Record the export of a finished trace, in which every check holds, under ``golden/``, with the reason."""
+    trace = store.read(config.trace)
     tensors = {
-        item.name: {"dtype": item.dtype, "shape": list(item.shape or ()), "digest": item.digest} for item in exported
+        item.name: {"dtype": item.dtype, "shape": list(item.shape or ()), "digest": item.digest}
+        for item in trace.at(Stage.EXPORT, "tensor", version=0, rank=0)
     }
     path = manifest_path(config)
     record = {
         "model": config.model,
         "dtype": config.dtype,
-        "architecture": subject.checkpoint.config["architectures"][0],
+        "architecture": open_subject(config.model, config.dtype, config.mesh).checkpoint.config["architectures"][0],
         "mesh": config.mesh.to_dict(),
-        "versions": identity["versions"],
+        "versions": trace.manifest["versions"],
         "why": config.why,
         "tensors": tensors,
     }

@@ -246,3 +246,19 @@ def test_doctor_says_which_tier_runs(capsys):
     assert found["gaps"][found["tier"]] == []
     for gaps in found["gaps"].values():
         assert all(gap["missing"] and gap["mend"] for gap in gaps)
+
+
+@pytest.mark.parametrize(("code", "said"), [(0, "recorded golden/tiny-qwen3-float32.json"), (1, "not recorded: ")])
+def test_golden_records_nothing_of_which_a_check_does_not_hold(code, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("golden").mkdir()
+    monkeypatch.setitem(MANIFEST, "versions", {})
+
+    def ended(what, run, trace, **files) -> int:
+        record(trace, digest("b"))
+        return code
+
+    monkeypatch.setattr(cli, "run_and_judge", ended)
+    assert cli.run(["golden", "--model", "tiny:qwen3", "--record", "--why", "a reason", "--trace", "trace"]) == code
+    assert said in capsys.readouterr().out
+    assert len(list(Path("golden").iterdir())) == (code == 0)
