@@ -52,7 +52,7 @@ def run(config: GoldenConfig, progress: Progress) -> None:
     ):
         spec = RunSpec(
             checkpoint=str(subject.checkpoint.path), mesh=config.mesh, dtype=config.dtype, tier=subject.tier,
-            trace=str(trace), work=str(work), source_from_manifest=recorded is not None,
+            trace=str(trace), work=str(work), source_from_manifest=recorded is not None, saves=subject.is_saved,
         )  # fmt: skip
         progress("importing Megatron")
         run_ranks(zygote, "golden", spec, until.left("the ranks were started"), progress)
@@ -63,7 +63,7 @@ def run(config: GoldenConfig, progress: Progress) -> None:
 
 def manifest_of(config: GoldenConfig, subject: Subject) -> dict[str, Any]:
     """Run identity, and which checks have a subject in this run."""
-    scopes = ["export", *subject.layout_scopes]
+    scopes = ["export", *subject.layout_scopes, *(["saved"] if subject.is_saved else [])]
     num_gpus = place_trainer(config.mesh, subject.tier)
     return {**identity(subject, "golden", config.model, config.to_dict(), num_gpus), "scopes": scopes}
 

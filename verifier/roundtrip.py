@@ -137,6 +137,8 @@ def manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
                 scopes.append("gradient")
         return _manifest(config, subject, scopes) | {"untouched_versions": list(range(config.cycles + 1))}
     scopes += ["plan", "transport", "engine"]
+    if subject.is_saved:
+        scopes.append("saved")
     if num_experts_of(subject.checkpoint.config):
         scopes.append("replay")
     if layout := subject.layout_scopes:
@@ -183,6 +185,7 @@ def spec_of(
         engine_socket=engine_socket, engine_ranks=engine_ranks, transport=placement.transport,
         num_gpus=placement.trainer_gpus,
         sleep_level=config.sleep_level, lora_rank=config.engine_lora_rank, gradients=judges_gradients(config, subject),
+        saves=subject.is_saved and not config.engine_lora_rank,
     )  # fmt: skip
 
 

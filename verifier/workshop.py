@@ -109,6 +109,7 @@ class Workshop:
         spec = RunSpec(
             checkpoint=str(subject.checkpoint.path), mesh=config.mesh, dtype=config.dtype, tier=subject.tier,
             trace=str(config.trace), work=tempfile.mkdtemp(dir=self._folder), deadline_s=COLLECTIVE_DEADLINE_S,
+            saves=subject.is_saved,
         )  # fmt: skip
         run_ranks(self.zygote, "golden", spec, RUN_DEADLINE_S, self._progress)
         store.write_manifest(config.trace, {**manifest, "complete": True})

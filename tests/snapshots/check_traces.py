@@ -70,6 +70,7 @@ def clean() -> list[Evidence]:
             seen += [tensor(Stage.EXPORT, "exported", name, version, rank, "trainer", **at) for version in (0, 1)]
             kept = tensor(Stage.TRAIN, "frozen", name, 1, rank, "trainer", **at)
             seen.append(replace(kept, digest=digest(name, 0)))
+        seen.append(tensor(Stage.EXPORT, "saved", name, 1, 0, "trainer"))
         seen += [tensor(stage, "adapter", name, 1, 0, "trainer") for stage in (Stage.TRAIN, Stage.EXPORT)]
         seen.append(tensor(Stage.TRAIN, "live", name, 1, 0, "trainer"))
         seen.append(tensor(Stage.TRANSPORT, "receipt", name, 1, 0, "engine"))
@@ -110,6 +111,9 @@ def clean() -> list[Evidence]:
         seen.append(Evidence(stage=Stage.LOSS, kind="gradient", name=name, version=1, role="oracle", facts=measured))
     stepped = {"loss": 7.0, "grad_norm": 2.000001, "num_tokens": 5}
     seen.append(Evidence(stage=Stage.TRAIN, kind="step", name="step", version=1, facts=stepped))
+    passed = {"count": 2, "overwritten": []}
+    seen.append(Evidence(stage=Stage.EXPORT, kind="stream", name="the export", version=1, facts=passed))
+    seen.append(Evidence(stage=Stage.EXPORT, kind="saved-files", name="shards", version=1, facts={"count": 1}))
     seen += tokens() + routes()
     poisoned = {"intact": [], "total": 2, "left": [], "declared": []}
     seen.append(Evidence(stage=Stage.ENGINE, kind="poison", name="poison", version=1, role="engine", facts=poisoned))
@@ -246,6 +250,9 @@ BROKEN: dict[str, list[Evidence]] = {
     "WGT011": change(Stage.EXPORT, "config", with_facts(num_experts_per_tok="2")),
     "WGT012": change(Stage.TRAIN, "frozen", other_bits, name="b", rank=1),
     "WGT013": change(Stage.EXPORT, "adapter", bits_of_b, name="a"),
+    "WGT014": change(Stage.EXPORT, "saved", gone, name="b"),
+    "WGT015": change(Stage.EXPORT, "tensor", rounded, name="b", rank=0, version=1),
+    "WGT016": change(Stage.EXPORT, "stream", with_facts(overwritten=["a"])),
     "PCK001": change(Stage.PACK, "ledger", with_facts(misplaced=1, shown=[[2, "label", 7, 8]])),
     "PCK002": change(Stage.PACK, "layout", with_facts(cu_seqlens_padded=[0, 3, 5])),
     "PCK003": change(Stage.PACK, "batch", other_bits, rank=1),

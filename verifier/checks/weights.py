@@ -152,38 +152,100 @@ def export_ranks_disagree(trace: Trace) -> Iterator[Comparison]:
             streams.setdefault(item.rank, []).append(item)
         first = streams.get(0, [])
         for rank in range(int(trace.manifest["world_size"])):
-            yield _compare_streams(streams.get(rank, []), first, rank, version)
+            yield _compare_streams(
+                streams.get(rank, []), first, version, contents=True, allowed=COPIES,
+                got_says=f"the export of trainer rank {rank}", want_says="rank 0's",
+                hint="look at what orders and gathers the conversion tasks on this rank",
+            )  # fmt: skip
 
 
-def _compare_streams(got: list[Evidence], want: list[Evidence], rank: int, version: int) -> Comparison:
-    """One rank's export stream against rank 0's: where they part, and how."""
+def _compare_streams(
+    got: list[Evidence],
+    want: list[Evidence],
+    version: int,
+    *,
+    contents: bool,
+    allowed: str,
+    got_says: str,
+    want_says: str,
+    hint: str,
+) -> Comparison:
+    """One export stream against another, with their contents or without: where they part, and how."""
     pairs = list(itertools.zip_longest(got, want))
-    place = next((i for i, pair in enumerate(pairs) if not _same_tensor(*pair)), None)
+    place = next((i for i, pair in enumerate(pairs) if not _same_tensor(*pair, contents=contents)), None)
     if place is None:
-        return Comparison(what=f"rank {rank}", same=True, stage=Stage.EXPORT, version=version)
+        return Comparison(what=got_says, same=True, stage=Stage.EXPORT, version=version)
     ours, theirs = pairs[place]
     if ours is None or theirs is None:
-        how = f"ends after {len(got)} tensors, rank 0's after {len(want)}"
+        how = f"ends after {len(got)} tensors, {want_says} after {len(want)}"
     elif ours.name != theirs.name:
-        how = f"has `{ours.name}` in place {place}, rank 0's has `{theirs.name}`"
+        how = f"has `{ours.name}` in place {place}, {want_says} has `{theirs.name}`"
     else:
-        how = f"has another `{ours.name}` than rank 0's"
+        how = f"has another `{ours.name}` than {want_says}"
     present = theirs or ours
     assert present is not None
     return Comparison(
         what=present.name, same=False, stage=Stage.EXPORT, version=version, badness=0.9,
-        absent=ours is None or theirs is None,
-        sentence=f"the export of trainer rank {rank} {how}", owner=f"trainer rank {rank}",
-        expected=f"`{theirs.name}` {describe(theirs)} (rank 0)" if theirs else "the end of the stream (rank 0)",
-        actual=f"`{ours.name}` {describe(ours)} (rank {rank})" if ours else f"the end of the stream (rank {rank})",
-        allowed=COPIES, hint="look at what orders and gathers the conversion tasks on this rank",
+        absent=ours is None or theirs is None, sentence=f"{got_says} {how}",
+        owner=owner_of(ours or present),
+        expected=f"`{theirs.name}` {describe(theirs)} ({want_says})" if theirs else f"the end ({want_says})",
+        actual=f"`{ours.name}` {describe(ours)} ({got_says})" if ours else f"the end ({got_says})",
+        allowed=allowed, hint=hint,
     )  # fmt: skip
 
 
-def _same_tensor(left: Evidence | None, right: Evidence | None) -> bool:
-    if left is None or right is None:
+def _same_tensor(left: Evidence | None, right: Evidence | None, *, contents: bool) -> bool:
+    if left is None or right is None or (contents and left.digest != right.digest):
         return False
-    return (left.name, left.dtype, left.shape, left.digest) == (right.name, right.dtype, right.shape, right.digest)
+    return (left.name, left.dtype, left.shape) == (right.name, right.dtype, right.shape)
+
+
+@check("WGT015", needs=((Stage.EXPORT, "tensor"),), scope="plan")
+def export_order_changes(trace: Trace) -> Iterator[Comparison]:
+    """Every version is exported in the order of the first, with the same dtypes and shapes.
+
+    What it checks: names in order, dtypes and shapes of rank 0's stream at each later version against its first.
+    Why it matters: names are sent once and bytes with every version; a stream in the order of a set, a cache or an
+    arrival is refused, or puts tensors of one shape under each other's names.
+    Evidence: export/tensor of trainer rank 0.
+    Tolerance and its source: exact; training changes values only.
+    What it does not catch: contents (WGT004, WGT005); ranks that differ (WGT006).
+    References: SkyRL#1581, Megatron-Bridge#4083.
+    """
+    first, *later = trace.versions(Stage.EXPORT, "tensor")
+    for version in later:
+        got, want = (list(trace.at(Stage.EXPORT, "tensor", version=each, rank=0)) for each in (version, first))
+        yield _compare_streams(
+            got, want, version, contents=False, allowed="exact (training changes values only)",
+            got_says=f"the export of version {version}", want_says=f"that of version {first}",
+            hint="look at what orders the conversion tasks, and what they skip",
+        )  # fmt: skip
+
+
+@check("WGT016", needs=((Stage.EXPORT, "stream"),), scope="plan")
+def exported_tensor_overwritten(trace: Trace) -> Iterator[Comparison]:
+    """What an export has handed out stays as it was, as long as its reader holds it.
+
+    What it checks: each tensor of the stream, as long as it is held, whenever a later one lies in the same memory.
+    Why it matters: a stream that gathers into one buffer is right for a reader that takes one tensor at a time, and
+    gives a reader that fills buckets the last tensor under all their names.
+    Evidence: export/stream of every trainer rank.
+    Tolerance and its source: exact; the digest of the moment it was handed out.
+    What it does not catch: memory that is written when nothing more comes (TPT001).
+    References: vllm#43464, vllm#39650, cosmos-rl#703.
+    """
+    for item in trace.at(Stage.EXPORT, "stream"):
+        overwritten = [str(name) for name in item.facts["overwritten"]]
+        yield Comparison(
+            what=overwritten[0] if overwritten else item.name, same=not overwritten, stage=Stage.EXPORT,
+            version=item.version, badness=0.9, owner=owner_of(item),
+            sentence=(
+                f"{len(overwritten)} of {item.facts['count']} exported tensors were written over while they were held, "
+                f"`{', '.join(overwritten[:1])}` the first"
+            ),
+            expected="none written over", actual=f"{len(overwritten)} written over", allowed="exact",
+            hint="look at what the export gathers and converts into, and at whether it is used again",
+        )  # fmt: skip
 
 
 @check("WGT007", needs=((Stage.TRAIN, "idle"),), scope="step")
@@ -303,3 +365,27 @@ def exported_config_differs(trace: Trace) -> Iterator[Comparison]:
                 expected=f"{was_there} (the source's config.json)", actual=f"{is_there} (the exported one)",
                 allowed="exact", hint="look for what sets options on the model's own configuration",
             )  # fmt: skip
+
+
+@check("WGT014", needs=((Stage.EXPORT, "tensor"), (Stage.EXPORT, "saved-files")), scope="saved")
+def saved_checkpoint_differs_from_export(trace: Trace) -> Iterator[Comparison]:
+    """The checkpoint that megatron-bridge writes to files holds what it exports: every tensor, where the index says.
+
+    What it checks: of the last version (golden: of the first), what a reader finds in the shards by their index,
+    against the export: names both ways, dtypes, shapes and bits. Absent is what lies in a shard and not in the index,
+    and what the index places where it is not.
+    Why it matters: files are written shard by shard, as the source had them; a shard of which one tensor never comes is
+    left out whole, and the index is made to fit. The next run, or whoever deploys the model, reads that.
+    Evidence: export/tensor of trainer rank 0, export/saved, export/saved-files.
+    Tolerance and its source: bitwise; a file is a copy.
+    What it does not catch: an export that is wrong as well (WGT004, WGT005); tokenizers and generation settings;
+    checkpoints of more than 1 GiB, which are not written.
+    References: Megatron-Bridge#4188, Megatron-Bridge#4083, AReaL#1403, Relax#148.
+    """
+    for version in trace.versions(Stage.EXPORT, "saved-files"):
+        yield from compare_contents(
+            by_name(trace.at(Stage.EXPORT, "saved", version=version)),
+            by_name(trace.at(Stage.EXPORT, "tensor", version=version, rank=0)),
+            stage=Stage.EXPORT, version=version, actual_says="the saved checkpoint", expected_says="the export",
+            allowed="bitwise (a file is a copy)", hint="look at which tensors share a shard, and at the index",
+        )  # fmt: skip

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 from verifier.errors import ContractError
 from verifier.model.provider_megatron import TrainerModel
@@ -25,6 +29,28 @@ def export(trainer: TrainerModel) -> Iterator[tuple[str, torch.Tensor]]:
     """
     with params_synced(trainer):
         yield from trainer.bridge.export_hf_weights(trainer.chunks, cpu=trainer.tier == "cpu", show_progress=False)
+
+
+def save(trainer: TrainerModel, folder: Path, *, whole: bool) -> None:
+    """Have megatron-bridge write a checkpoint: in its source's shards, with index and config.json. A collective.
+
+    Its writer is called, and not `save_hf_pretrained`, which needs modelopt to tell that nothing is quantized. Where
+    tensors are missing it writes the others, and says so on a terminal only; when told to be strict it raises, but on
+    rank 0 alone, while the other ranks wait for it. No tokenizer is written: a run's tokens are numbers.
+
+    Args:
+        trainer: whose weights.
+        folder: to write to, by rank 0.
+        whole: weights too; else config.json alone.
+    """
+    pretrained = trainer.bridge.hf_pretrained
+    pretrained.tokenizer = None
+    if dist.get_rank() == 0:
+        pretrained.save_artifacts(folder)
+    if whole:
+        with params_synced(trainer), contextlib.redirect_stdout(io.StringIO()):
+            stream = trainer.bridge.export_hf_weights(trainer.chunks, cpu=True, show_progress=False)
+            pretrained.state.source.save_generator(stream, folder, strict=False)
 
 
 def export_gradients(trainer: TrainerModel) -> Iterator[tuple[str, torch.Tensor]]:

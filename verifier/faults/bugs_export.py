@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from verifier.mesh import Mesh
 CONVERSION = "megatron.bridge.models.conversion"
 MAPPING = f"{CONVERSION}.param_mapping:MegatronParamMapping"
 BRIDGE = f"{CONVERSION}.model_bridge:MegatronModelBridge"
+SOURCE = "megatron.bridge.models.hf_pretrained.state:SafeTensorsStateSource"
 
 
 @contextlib.contextmanager
@@ -143,6 +145,96 @@ def _option_set_on_config(fired: Fired) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _later_order(fired: Fired) -> Iterator[None]:
+    exports: list[None] = []
+
+    def make(original: Any) -> Any:
+        def export(trainer: Any) -> Iterator[tuple[str, Any]]:
+            exports.append(None)
+            key: list[tuple[str, Any]] = []
+            for name, tensor in original(trainer):
+                if len(exports) > 2 and name == "model.layers.1.self_attn.k_proj.weight":
+                    fired()
+                    key = [(name, tensor)]
+                    continue
+                yield name, tensor
+                yield from key
+                key = []
+
+        return export
+
+    with replaced("verifier.export.gather_megatron:export", "trainer", make):
+        yield
+
+
+@contextlib.contextmanager
+def _buffer_used_again(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def export(trainer: Any) -> Iterator[tuple[str, Any]]:
+            buffer = None
+            for name, tensor in original(trainer):
+                if name.endswith((".k_proj.weight", ".v_proj.weight")):
+                    fired()
+                    buffer = tensor.clone() if buffer is None else buffer.copy_(tensor)
+                    yield name, buffer.view(tensor.shape)
+                else:
+                    yield name, tensor
+
+        return export
+
+    with replaced("verifier.export.gather_megatron:export", "trainer", make):
+        yield
+
+
+def _saved(make: Any) -> contextlib.AbstractContextManager[None]:
+    """What writes the shards of a checkpoint and their index, replaced."""
+    parameters = "self, generator, output_path, strict, distributed_save, save_every_n_ranks"
+    return replaced(f"{SOURCE}.save_generator", f"{parameters}, ignored_source_key_prefixes", make)
+
+
+@contextlib.contextmanager
+def _incomplete_shard_skipped(fired: Fired) -> Iterator[None]:
+    def expect(original: Any) -> Any:
+        def expected(key_to_filename_map: Any, ignored_source_key_prefixes: Any) -> dict[str, str]:
+            found: dict[str, str] = original(key_to_filename_map, ignored_source_key_prefixes)
+            return {**found, "model.layers.4.eh_proj.weight": found["model.layers.3.mlp.up_proj.weight"]}
+
+        return expected
+
+    def make(original: Any) -> Any:
+        def save(self: Any, generator: Any, output_path: Any, **options: Any) -> None:
+            fired()
+            with contextlib.suppress(RuntimeError):  # version 0.4 printed what this one raises
+                original(self, generator, output_path, **{**options, "strict": True})
+
+        return save
+
+    parameters = "key_to_filename_map, ignored_source_key_prefixes"
+    with replaced(f"{SOURCE}._ignore_source_key_prefixes", parameters, expect), _saved(make):
+        yield
+
+
+@contextlib.contextmanager
+def _index_ends_early(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def save(self: Any, generator: Any, output_path: Any, **options: Any) -> None:
+            original(self, generator, output_path, **options)
+            index = output_path / "model.safetensors.index.json"
+            if not index.is_file():
+                return
+            listed = json.loads(index.read_text())
+            for name in ("lm_head.weight", "model.norm.weight"):
+                fired()
+                del listed["weight_map"][name]
+            index.write_text(json.dumps(listed))
+
+        return save
+
+    with _saved(make):
+        yield
+
+
 FAULTS = (
     Fault(
         id="ep-rank-experts-swapped",
@@ -215,5 +307,41 @@ FAULTS = (
         summary="an option of the run is set on the model's own configuration, and is exported in its config.json",
         caught_by=("WGT011",),
         inject=_option_set_on_config,
+    ),
+    Fault(
+        id="order-of-later-exports",
+        stage=Stage.EXPORT,
+        reproduces="NovaSky-AI/SkyRL#1581",
+        summary="a later export brings a layer's key projection after its value projection, which has its shape",
+        caught_by=("WGT015", "TPT003"),
+        inject=_later_order,
+        model="tiny:qwen3",
+    ),
+    Fault(
+        id="incomplete-shard-skipped",
+        stage=Stage.EXPORT,
+        reproduces="NVIDIA-NeMo/Megatron-Bridge#4188",
+        summary="a shard whose source held a layer that is not trained is never complete, and is not written to files",
+        caught_by=("WGT014",),
+        inject=_incomplete_shard_skipped,
+        model="tiny:qwen3",
+    ),
+    Fault(
+        id="index-ends-early",
+        stage=Stage.EXPORT,
+        reproduces="NVIDIA-NeMo/Megatron-Bridge#4083",
+        summary="the index of the written checkpoint lacks the last tensors, which lie in the last shard",
+        caught_by=("WGT014",),
+        inject=_index_ends_early,
+        model="tiny:qwen3",
+    ),
+    Fault(
+        id="export-buffer-used-again",
+        stage=Stage.EXPORT,
+        reproduces="vllm-project/vllm#43464",
+        summary="one buffer is handed out for many tensors, and those that are held for a chunk all become the last",
+        caught_by=("WGT016", "TPT001"),
+        inject=_buffer_used_again,
+        model="tiny:qwen3",
     ),
 )

@@ -19,7 +19,7 @@ from verifier.model.families import JSON, family_of, sizes_of, tensors_of
 if TYPE_CHECKING:
     import torch
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit, safetensors/src/tensor.rs MAX_HEADER_SIZE
 
@@ -111,12 +111,12 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         raise UsageError(f"{path / 'config.json'} names no architecture: `architectures` is {architectures!r}")
-    if (path / _INDEX).is_file():
+    if (path / INDEX).is_file():
         metas = _read_indexed(path)
     elif (path / _SINGLE).is_file():
         metas = _read_header(path / _SINGLE)
     else:
-        raise UsageError(f"{path} holds no weights: neither {_INDEX} nor {_SINGLE} is there")
+        raise UsageError(f"{path} holds no weights: neither {INDEX} nor {_SINGLE} is there")
     return Checkpoint(path=path, config=config, metas=dict(sorted(metas.items())))
 
 
@@ -180,30 +180,30 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _read_indexed(path: Path) -> dict[str, TensorMeta]:
-    listed = _read_json(path / _INDEX).get("weight_map")
+    listed = _read_json(path / INDEX).get("weight_map")
     weight_map = (
         {name: shard for name, shard in listed.items() if isinstance(shard, str)} if isinstance(listed, dict) else {}
     )
     if not weight_map or weight_map != listed:
-        raise UsageError(f"{path / _INDEX} has no usable `weight_map`")
+        raise UsageError(f"{path / INDEX} has no usable `weight_map`")
     metas: dict[str, TensorMeta] = {}
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
-            raise UsageError(f"{path / _INDEX} names shard `{shard}`, which is not a file name in its own directory")
+            raise UsageError(f"{path / INDEX} names shard `{shard}`, which is not a file name in its own directory")
         if not (path / shard).is_file():
-            raise UsageError(f"shard {path / shard} is missing: {_INDEX} names it")
+            raise UsageError(f"shard {path / shard} is missing: {INDEX} names it")
         held = _read_header(path / shard)
         for name in held:
             if name not in weight_map:
-                raise UsageError(f"shard {path / shard} holds `{name}`, which {_INDEX} does not name")
+                raise UsageError(f"shard {path / shard} holds `{name}`, which {INDEX} does not name")
             if weight_map[name] != shard:
-                raise UsageError(f"shard {path / shard} holds `{name}`, which {_INDEX} places in `{weight_map[name]}`")
+                raise UsageError(f"shard {path / shard} holds `{name}`, which {INDEX} places in `{weight_map[name]}`")
         metas |= held
     absent = sorted(weight_map.keys() - metas.keys())
     if absent:
         others = f" and {len(absent) - 1:,} more" if len(absent) > 1 else ""
         raise UsageError(
-            f"{path / _INDEX} names tensor `{absent[0]}`{others}, but shard `{weight_map[absent[0]]}` does not hold it"
+            f"{path / INDEX} names tensor `{absent[0]}`{others}, but shard `{weight_map[absent[0]]}` does not hold it"
         )
     return metas
 

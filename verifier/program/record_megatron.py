@@ -6,6 +6,7 @@ A probe only looks: it digests what passes and hands it on as it was.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from verifier.errors import ContractError
 from verifier.export.layout import Placement, unshard
 from verifier.export.names import Layout
 from verifier.mesh import Mesh
-from verifier.model.checkpoint import Checkpoint, write_shard
+from verifier.model.checkpoint import INDEX, Checkpoint, write_shard
 from verifier.plan.chunk_plan import ChunkPlan, TensorMeta, build_plan
 from verifier.plan.digest import digest_tensor, digest_tensors
 from verifier.transport.buffer import dtype_name
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     import torch
 
     from verifier.export.adapters import AdapterLayout
-    from verifier.model.provider_megatron import TrainerModel
 
 IGNORED_BUFFERS = frozenset({"local_tokens_per_expert"})
 """Counters of one step that no checkpoint carries."""
@@ -169,26 +169,77 @@ def record_source(probe: Probe, source: Checkpoint) -> None:
 def recorded(
     probe: Probe, stream: Iterable[tuple[str, torch.Tensor]], version: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The export stream, digested as it passes."""
+    """The export stream, digested as it passes; and of what its reader still holds, whether it was written over."""
+    held: list[tuple[str, str, weakref.ref[torch.Tensor]]] = []
+    overwritten: list[str] = []
+    count = 0
     for name, tensor in stream:
+        digest = digest_tensor(tensor)
         probe.emit(
             Evidence(
-                stage=Stage.EXPORT, kind="tensor", name=name, version=version, digest=digest_tensor(tensor),
+                stage=Stage.EXPORT, kind="tensor", name=name, version=version, digest=digest,
                 dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
             )
         )  # fmt: skip
+        held = [item for item in held if item[2]() is not None]
+        for earlier, was, reference in held:
+            other = reference()
+            if other is not None and _share_memory(other, tensor) and digest_tensor(other) != was:
+                overwritten.append(earlier)
+        held.append((name, digest, weakref.ref(tensor)))
+        count += 1
         yield name, tensor
+    facts = {"count": count, "overwritten": list(dict.fromkeys(overwritten))}
+    probe.emit(Evidence(stage=Stage.EXPORT, kind="stream", name="the export", version=version, facts=facts))
 
 
-def record_config(probe: Probe, trainer: TrainerModel, source: Checkpoint, folder: Path, version: int) -> None:
-    """The config.json that megatron-bridge writes with an export, and the source's, as transformers reads both."""
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if some byte between the first and the last of one tensor is one of the other's range too."""
+    ranges = [(item.data_ptr(), item.data_ptr() + _extent(item) * item.element_size()) for item in (one, other)]
+    return max(begin for begin, _ in ranges) < min(end for _, end in ranges)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to its last, in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def record_config(probe: Probe, source: Checkpoint, folder: Path, version: int) -> None:
+    """The config.json that megatron-bridge wrote with an export, and the source's, as transformers reads both."""
     from transformers import AutoConfig
 
-    trainer.bridge.hf_pretrained.config.save_pretrained(folder)
     for stage, path in ((Stage.LOAD, source.path), (Stage.EXPORT, folder)):
         read = AutoConfig.from_pretrained(path, local_files_only=True).to_dict()
         facts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in read.items()}
         probe.emit(Evidence(stage=stage, kind="config", name="config.json", version=version, facts=facts))
+
+
+def record_saved(probe: Probe, folder: Path, version: int) -> None:
+    """What a reader finds in a saved checkpoint: the tensors that its index names, in the files where it says."""
+    from safetensors import safe_open
+
+    shards = sorted(folder.glob("*.safetensors"))
+    probe.emit(
+        Evidence(stage=Stage.EXPORT, kind="saved-files", name="shards", version=version, facts={"count": len(shards)})
+    )
+    index = folder / INDEX
+    listed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    absent = set(listed)
+    for path in shards:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                if listed and listed.get(name) != path.name:
+                    continue
+                absent.discard(name)
+                tensor = file.get_tensor(name)
+                probe.emit(
+                    Evidence(
+                        stage=Stage.EXPORT, kind="saved", name=name, version=version, digest=digest_tensor(tensor),
+                        dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), facts={"shard": path.name},
+                    )
+                )  # fmt: skip
+    for name in sorted(absent):
+        probe.emit(Evidence(stage=Stage.EXPORT, kind="saved", name=name, version=version, digest="in no shard"))
 
 
 def record_live(probe: Probe, live: Mapping[str, torch.Tensor], version: int) -> dict[str, str]:

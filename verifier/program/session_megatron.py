@@ -35,6 +35,7 @@ from verifier.program.record_megatron import (
     record_live,
     record_moved,
     record_plan,
+    record_saved,
     record_source,
     recorded,
 )
@@ -173,8 +174,12 @@ class Session:
         """
         with step_megatron.params_synced(self.trainer):
             self.live.record(self.probe, Stage.EXPORT, "exported", version)
+        folder, whole = self.work / f"files-{version}", self.spec.saves and version == self.spec.cycles
+        gather_megatron.save(self.trainer, folder, whole=whole)
         if self.rank == 0:
-            record_config(self.probe, self.trainer, self.source, self.work / f"config-{version}", version)
+            record_config(self.probe, self.source, folder, version)
+            if whole:
+                record_saved(self.probe, folder, version)
 
     def agree_on_plan(self) -> bool:
         """Derive the chunk plan from the export of version 0, and compare its digest over all ranks."""

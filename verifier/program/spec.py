@@ -129,6 +129,8 @@ class RunSpec:
     """Above 0: train an adapter of this rank on a frozen base."""
     restore_first: bool = False
     """Send version 0 to the engine before anything else, so that it holds what this run expects of it."""
+    saves: bool = False
+    """Have megatron-bridge write the last export to files too, and see what a reader finds there."""
     source_from_manifest: bool = False
     """What the export is compared with is recorded elsewhere, so the source is not digested."""
     seed: int = 0

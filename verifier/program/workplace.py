@@ -29,6 +29,8 @@ ENGINE_FIRST_S = 20.0
 """Ranks wait so much longer for rank 0 than rank 0 for the engine, so that it can say first who does not answer."""
 GRADIENT_BYTES = 256 * 2**20
 """Of the greatest checkpoint whose gradients are judged on the GPU tier: the host would take minutes for a wide one."""
+SAVED_BYTES = 2**30
+"""Of the greatest checkpoint that megatron-bridge writes to files as well: the same code writes larger ones."""
 PRELOADS = {
     "cpu": "verifier.program.session_megatron:preload_cpu",
     "cuda": "verifier.program.session_megatron:preload_cuda",
@@ -80,6 +82,11 @@ class Subject:
         """Whether the gradients of each step go to the oracle, through files, to be judged in float64 on the host."""
         small = self.checkpoint.num_bytes <= GRADIENT_BYTES
         return bool(self.layout_scopes) and (self.tier == "cpu" or small)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether megatron-bridge writes the last export to files too."""
+        return self.checkpoint.num_bytes <= SAVED_BYTES
 
 
 def cache_folder() -> Path:
