@@ -84,7 +84,8 @@ def planned_tensor_differs_from_source(trace: Trace) -> Iterator[Comparison]:
 def received_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     """Every engine rank received what was exported: names both ways, dtypes, shapes, bits, at every version.
 
-    What it checks: the receiver's own digests, taken from its own buffer chunk by chunk, against the export's.
+    What it checks: the receiver's own digests, chunk by chunk of what its loader is about to be given, against the
+    export's; on a GPU, of the planned ranges of its buffer.
     Why it matters: bytes under the wrong names, freed or refilled buffers and casts on the wire load without an error.
     Evidence: export/tensor of trainer rank 0, transport/receipt of every engine rank.
     Tolerance and its source: bitwise; a transport copies.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import Fault, Fired
+from verifier.faults.fault import Fault, Fired, Side
 from verifier.faults.inject import replaced
 
 
@@ -84,6 +84,23 @@ def _buffer_of_last_version(fired: Fired) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _received_in_another_order(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def unpack(chunk: Any, buffer: Any) -> Any:
+            found = dict(original(chunk, buffer))
+            first, second = (f"model.layers.2.self_attn.{part}_proj.weight" for part in "kv")
+            if first in found and second in found:
+                fired()
+                found[first], found[second] = found[second], found[first]
+            return list(found.items())
+
+        return unpack
+
+    with replaced("verifier.transport.receiver:unpack", "chunk, buffer", make):
+        yield
+
+
+@contextlib.contextmanager
 def _sync_gated_off(fired: Fired) -> Iterator[None]:
     def make(original: Any) -> Any:
         def transfer(self: Any, plan: Any, stream: Any, version: int) -> Any:
@@ -140,5 +157,15 @@ FAULTS = (
         summary="a flag skips the transfer after the first: the engine keeps the weights that it has",
         caught_by=("TPT002", "LGP002"),
         inject=_sync_gated_off,
+    ),
+    Fault(
+        id="received-in-another-order",
+        stage=Stage.TRANSPORT,
+        reproduces="NovaSky-AI/SkyRL#1581",
+        summary="the receiver cuts its buffer by metadata of another order, which takes keys for values in one layer",
+        caught_by=("TPT001", "ENG001"),
+        inject=_received_in_another_order,
+        side=Side.ENGINE,
+        model="tiny:qwen3",
     ),
 )

@@ -11,7 +11,7 @@ import torch
 
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import Chunk, ChunkPlan
-from verifier.plan.digest import Pieces
+from verifier.plan.digest import Digests, Pieces, digest_tensors
 from verifier.transport.buffer import pieces_of, unpack
 from verifier.transport.gloo import join
 from verifier.transport.groups import over
@@ -85,8 +85,8 @@ class ChunkReceiver:
     def receive(self, chunk: int, load: Load) -> Receipt:
         """Take one chunk of the agreed plan, confirm what came, and load it.
 
-        The digests are of the received bytes, taken before the loader sees them. Nothing is judged here; what the
-        loader raises is in the receipt.
+        The digests are of the received tensors, by the names that the loader is given them under, and taken before it
+        sees them. Nothing is judged here; what the loader raises is in the receipt.
 
         Args:
             chunk: index in the plan; chunks come in order.
@@ -115,11 +115,12 @@ class ChunkReceiver:
         layout, arrived = self.plan.chunks[chunk], self._posted.popleft()[1]
         what = f"chunk {chunk} of {len(self.plan.chunks)}"
         buffer = arrived()
-        if chunk not in self._pieces:
-            self._pieces[chunk] = pieces_of(layout)
-        digests = self._pieces[chunk].start(buffer)
+        users = _users(buffer)
+        views = unpack(layout, buffer)
+        names = tuple(name for name, _ in views)
+        digests = self._digests_of(layout, buffer, views)
         digested = _mark(buffer)
-        loaded, refused = self._load(layout, buffer, load)
+        loaded, refused = self._load(buffer, views, load, users)
         self._hear(self.plan)
         is_last = chunk == len(self.plan.chunks) - 1
         # Only of memory that is filled again must the load be over, too; its kernels run on behind the receipt.
@@ -127,7 +128,7 @@ class ChunkReceiver:
         if is_last:
             self._joined().end()
         return Receipt(
-            rank=self.engine_rank, chunk=chunk, names=layout.names, dtypes=layout.dtypes, shapes=layout.shapes,
+            rank=self.engine_rank, chunk=chunk, names=names, dtypes=layout.dtypes, shapes=layout.shapes,
             digests=tuple(digests.result()), loaded=loaded, refused=refused,
         )  # fmt: skip
 
@@ -162,15 +163,32 @@ class ChunkReceiver:
         arrived = self._joined().post(plan.chunks[index], f"chunk {index} of {len(plan.chunks)}")
         self._posted.append((index, arrived))
 
-    def _load(self, layout: Chunk, buffer: torch.Tensor, load: Load) -> tuple[tuple[str, ...], str | None]:
-        """Names that the loader reported, and why it failed, if so."""
-        users = _users(buffer)
+    def _digests_of(self, layout: Chunk, buffer: torch.Tensor, views: list[tuple[str, torch.Tensor]]) -> Digests:
+        """Of what the loader will be given; on a GPU of the planned ranges of the buffer, whose table is made once."""
+        if not buffer.is_cuda:
+            return Digests(digest_tensors(tensor for _, tensor in views))
+        if layout.index not in self._pieces:
+            self._pieces[layout.index] = pieces_of(layout)
+        return self._pieces[layout.index].start(buffer)
+
+    def _load(
+        self, buffer: torch.Tensor, views: list[tuple[str, torch.Tensor]], load: Load, users: int
+    ) -> tuple[tuple[str, ...], str | None]:
+        """Names that the loader reported, and why it failed, if so; the views are gone then, if the loader kept none.
+
+        Args:
+            buffer: the chunk's.
+            views: of the buffer, for the loader.
+            load: the loader.
+            users: of the buffer's memory, before there were views.
+        """
         loaded: tuple[str, ...] = ()
         refused: str | None = None
         try:
-            loaded = tuple(sorted(load(unpack(layout, buffer))))
+            loaded = tuple(sorted(load(list(views))))
         except LOAD_ERRORS as error:
             refused = f"{type(error).__name__} while loading: {error}"
+        views.clear()
         if self._joined().refills:
             if self._let_go is not None:
                 self._let_go(buffer)
