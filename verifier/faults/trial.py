@@ -23,7 +23,7 @@ from verifier.engine.client import EngineClient
 from verifier.engine.engine import EngineConfig
 from verifier.engine.nursery import EngineNursery
 from verifier.engine.process import EngineProcess
-from verifier.errors import VerifierError
+from verifier.errors import ContractError, VerifierError
 from verifier.faults.engine_side import end
 from verifier.faults.fault import NO_ENGINE, Fault, Side
 from verifier.launch.zygote import Zygote
@@ -274,11 +274,18 @@ class _Setting:
                 shutil.copy(file, trace / folder)
 
     def judge(self, phase: str) -> tuple[Report, Trace]:
-        """Complete a phase's trace with the oracle's and the cold engine's evidence, and judge it."""
+        """Complete a phase's trace with the oracle's and the cold engine's evidence, and judge it.
+
+        Of weights that no oracle can load, for one is missing, there is no such evidence; the rest is judged.
+        """
         trace, work = self._traces[phase]
         self.cold.record_cold(trace, version=0)
-        self._record_oracle(trace, work)
-        store.write_manifest(trace, {**self._manifest(), "complete": True})
+        ended: dict[str, Any] = {"complete": True}
+        try:
+            self._record_oracle(trace, work)
+        except ContractError as problem:
+            ended = {"complete": False, "failure": str(problem)}
+        store.write_manifest(trace, {**self._manifest(), **ended})
         found = store.read(trace)
         return report_of(found, str(trace)), found
 
