@@ -71,7 +71,8 @@ def read_adapter(path: Path) -> tuple[dict[str, torch.Tensor], float]:
     config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
     found = load_file(path / "adapter_model.safetensors")
     named = {name.removeprefix("base_model.model."): tensor for name, tensor in found.items()}
-    return named, config["lora_alpha"] / config["r"]
+    by = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]  # as the peft library scales
+    return named, config["lora_alpha"] / by
 
 
 def scaling_of(trainer: TrainerModel) -> float:

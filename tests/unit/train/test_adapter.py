@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from verifier.errors import ContractError
 from verifier.export.save import save_checkpoint
 from verifier.model.checkpoint import open_checkpoint
-from verifier.train.adapter_megatron import SCALING, held_by_engine, merged, save_adapter
+from verifier.train.adapter_megatron import SCALING, held_by_engine, merged, read_adapter, save_adapter
 
 NAME = "model.layers.0.self_attn.q_proj"
 
@@ -62,3 +62,13 @@ def test_engine_holds_b_scaled_exactly(adapter):
     held = held_by_engine(adapter)
     assert torch.equal(held[f"{NAME}.lora_A.weight"], adapter[f"{NAME}.lora_A.weight"])
     assert torch.equal(held[f"{NAME}.lora_B.weight"] / SCALING, adapter[f"{NAME}.lora_B.weight"])
+
+
+def test_what_is_read_is_what_was_written_and_how_an_engine_scales_it(adapter, tmp_path):
+    save_adapter(tmp_path / "adapter", adapter, 4)
+    found, scaling = read_adapter(tmp_path / "adapter")
+    assert scaling == SCALING
+    assert found.keys() == adapter.keys()
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "use_rslora": True}))
+    assert read_adapter(tmp_path / "adapter")[1] == 2 * SCALING  # by the root of the rank, which is 4
