@@ -20,7 +20,16 @@ import pytest
 from verifier.model.tiny import write_family, write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
-KNOWN = ("tiny:qwen3", "tiny:qwen3-tied", "tiny:llama", "tiny:qwen3-moe", "tiny:deepseek-v3", "tiny:nemotron-h")
+KNOWN = (
+    "tiny:qwen3",
+    "tiny:qwen3-tied",
+    "tiny:qwen2",
+    "tiny:llama",
+    "tiny:qwen3-moe",
+    "tiny:deepseek-v3",
+    "tiny:deepseek-v3-yarn",
+    "tiny:nemotron-h",
+)
 WIDE = ("wide:qwen3-30b-a3b", "wide:deepseek-v3", "wide:nemotron-3-nano")
 GOLDEN_MOE = ("golden", "--model", "tiny:qwen3-moe")
 

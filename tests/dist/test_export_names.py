@@ -52,6 +52,7 @@ CASES = [
     *(("qwen3", mesh, "float32") for mesh in DENSE),
     *(("qwen3-tied", mesh, "float32") for mesh in (Mesh(), Mesh(pp=2, vpp=2), Mesh(tp=2, pp=2))),
     ("qwen3-tied", Mesh(tp=2), "bfloat16"),
+    *(("qwen2", mesh, "float32") for mesh in (Mesh(tp=2, pp=2), Mesh(tp=4))),
     ("llama", Mesh(tp=2, pp=2), "float32"),
     *(("qwen3-moe", mesh, "float32") for mesh in EXPERT),
     *(("deepseek-v3", mesh, "float32") for mesh in (*EXPERT, Mesh(tp=4), Mesh(pp=2, first_stage_layers=1))),

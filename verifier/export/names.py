@@ -72,6 +72,15 @@ _GQA = (
     ),
     _row("self_attention.linear_proj.weight", Cut.COLUMNS, "self_attn.o_proj.weight"),
 )
+_QKV_BIAS = (
+    _row(
+        "self_attention.linear_qkv.bias",
+        Cut.QKV,
+        "self_attn.q_proj.bias",
+        "self_attn.k_proj.bias",
+        "self_attn.v_proj.bias",
+    ),
+)
 _QK_NORM = (
     _row("self_attention.q_layernorm.weight", Cut.WHOLE, "self_attn.q_norm.weight"),
     _row("self_attention.k_layernorm.weight", Cut.WHOLE, "self_attn.k_norm.weight"),
@@ -175,6 +184,7 @@ _HYBRID = (
 
 PARAMS: dict[str, tuple[ParamRow, ...]] = {
     "qwen3": (*_GQA, *_QK_NORM, *_DENSE_MLP),
+    "qwen2": (*_GQA, *_QKV_BIAS, *_DENSE_MLP),
     "llama": (*_GQA, *_DENSE_MLP),
     "qwen3-moe": (*_GQA, *_QK_NORM, *_EXPERTS),
     "deepseek-v3": (*_MLA, *_DENSE_MLP, *_EXPERTS, _SCORE_BIAS, *_SHARED_EXPERTS),

@@ -88,6 +88,32 @@ def _qkv_head_major(fired: Fired) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _qkv_biases_head_major(fired: Fired) -> Iterator[None]:
+    import torch
+
+    def merge(original: Any) -> Any:
+        def merge_qkv_biases(config: Any, q: Any, k: Any, v: Any) -> Any:
+            fired()
+            return torch.cat([q, k, v])
+
+        return merge_qkv_biases
+
+    def split(original: Any) -> Any:
+        def split_qkv_biases(config: Any, qkv: Any) -> Any:
+            groups = config.num_query_groups * config.kv_channels
+            return torch.split(qkv, [len(qkv) - 2 * groups, groups, groups])
+
+        return split_qkv_biases
+
+    mapping = f"{CONVERSION}.param_mapping"
+    with (
+        replaced(f"{mapping}:merge_qkv_biases", "config, q, k, v", merge),
+        replaced(f"{mapping}:split_qkv_biases", "config, qkv", split),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def _tied_head_left_at_init(fired: Fired) -> Iterator[None]:
     def make(original: Any) -> Any:
         def broadcast(self: Any, megatron_model: Any) -> None:
@@ -135,6 +161,21 @@ def _decay_rounded(fired: Fired) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _rope_scaling_default(fired: Fired) -> Iterator[None]:
+    def make(original: Any) -> Any:
+        def provide(self: Any, hf_pretrained: Any) -> Any:
+            provider = original(self, hf_pretrained)
+            fired()
+            provider.rope_scaling_factor = 8.0
+            return provider
+
+        return provide
+
+    with replaced("megatron.bridge.models.llama.llama_bridge:LlamaBridge.provider_bridge", "self, hf_pretrained", make):
+        yield
+
+
 def _provider_config(fired: Fired, **wrong: Any) -> contextlib.AbstractContextManager[None]:
     """The provider that megatron-bridge derives from config.json gets other values for these fields."""
 
@@ -173,6 +214,15 @@ FAULTS = (
         summary="query, key and value rows are stacked, not interleaved per group, on import and export alike",
         caught_by=("WGT001", "LGP001"),
         inject=_qkv_head_major,
+    ),
+    Fault(
+        id="qkv-biases-merged-head-major",
+        stage=Stage.LOAD,
+        reproduces="ServiceNow/Fast-LLM#398",
+        summary="the biases of queries, keys and values are stacked where their rows are interleaved, both ways",
+        caught_by=("WGT001", "LGP001"),
+        inject=_qkv_biases_head_major,
+        model="tiny:qwen2",
     ),
     Fault(
         id="tied-head-left-at-init",
@@ -222,6 +272,16 @@ FAULTS = (
         inject=lambda fired: _provider_config(fired, rotary_base=10_000),
     ),
     Fault(
+        id="rope-scaling-factor-default",
+        stage=Stage.LOGPROB,
+        reproduces="NVIDIA/Megatron-LM#6305",
+        summary="the factor of a rope scaling is not passed on, so Llama 3.1's 8 stands for Llama 3.2's 32",
+        caught_by=("LGP001",),
+        inject=_rope_scaling_default,
+        model="tiny:llama",
+        engine=NO_ENGINE,
+    ),
+    Fault(
         id="mla-rope-factor-default",
         stage=Stage.LOGPROB,
         reproduces="NVIDIA-NeMo/Megatron-Bridge#2791",
@@ -231,5 +291,18 @@ FAULTS = (
             fired, _mla_rope_params={"rotary_scaling_factor": 40.0, "mscale_all_dim": 0.0}
         ),
         model="tiny:deepseek-v3",
+    ),
+    Fault(
+        id="yarn-scale-of-attention-missing",
+        stage=Stage.LOGPROB,
+        reproduces="onnxruntime/mobius#548",
+        summary="of YaRN, latent attention takes the scaled rope and not the scale of its softmax, mscale_all_dim",
+        caught_by=("LGP001",),
+        inject=lambda fired: _provider_config(
+            fired,
+            _mla_rope_params={"rotary_scaling_factor": 16.0, "original_max_position_embeddings": 64, "mscale": 1.0},
+        ),
+        model="tiny:deepseek-v3-yarn",
+        engine=NO_ENGINE,
     ),
 )

@@ -97,6 +97,11 @@ _GQA = (
     TensorRow("model.layers.{layer}.self_attn.v_proj.weight", ("kv", "hidden")),
     TensorRow("model.layers.{layer}.self_attn.o_proj.weight", ("hidden", "q")),
 )
+_QKV_BIAS = (
+    TensorRow("model.layers.{layer}.self_attn.q_proj.bias", ("q",), content=Content.BIAS),
+    TensorRow("model.layers.{layer}.self_attn.k_proj.bias", ("kv",), content=Content.BIAS),
+    TensorRow("model.layers.{layer}.self_attn.v_proj.bias", ("kv",), content=Content.BIAS),
+)
 _QK_NORM = (
     TensorRow("model.layers.{layer}.self_attn.q_norm.weight", ("head_dim",), content=Content.NORM),
     TensorRow("model.layers.{layer}.self_attn.k_norm.weight", ("head_dim",), content=Content.NORM),
@@ -188,6 +193,15 @@ FAMILIES: dict[str, Family] = {
             embedding=_EMBEDDING,
             final_norm=_FINAL_NORM,
             requires=_NO_BIAS,
+        ),
+        Family(
+            name="qwen2",
+            architecture="Qwen2ForCausalLM",
+            model_type="qwen2",
+            tensors=(*_FRAME, *_GQA, *_QKV_BIAS, *_DENSE_MLP),
+            embedding=_EMBEDDING,
+            final_norm=_FINAL_NORM,
+            requires={"quantization_config": (None,)},
         ),
         Family(
             name="llama",

@@ -39,6 +39,27 @@ _BASE: dict[str, JSON] = {
 _GQA = {"head_dim": 32}
 _MOE = {"moe_intermediate_size": 64, "norm_topk_prob": True, "num_experts_per_tok": 4}
 
+_LATENT: dict[str, JSON] = {
+    **_BASE,
+    **_MOE,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 72,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 40,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 0,
+}
+
 _HYBRID: dict[str, JSON] = {
     "vocab_size": 512,
     "hidden_size": 96,
@@ -94,7 +115,24 @@ _HYBRID: dict[str, JSON] = {
 TINY: dict[str, tuple[str, dict[str, JSON]]] = {
     "qwen3": ("qwen3", {**_BASE, **_GQA}),
     "qwen3-tied": ("qwen3", {**_BASE, **_GQA, "tie_word_embeddings": True}),
-    "llama": ("llama", {**_BASE, **_GQA, "mlp_bias": False}),
+    # With heads of a size of their own, which vLLM does not read of a Qwen2: its engine is transformers.
+    "qwen2": ("qwen2", {**_BASE, **_GQA, "use_sliding_window": False}),
+    "llama": (
+        "llama",
+        {
+            **_BASE,
+            **_GQA,
+            "mlp_bias": False,
+            "max_position_embeddings": 16384,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 32.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
     "qwen3-moe": (
         "qwen3-moe",
         {
@@ -108,27 +146,20 @@ TINY: dict[str, tuple[str, dict[str, JSON]]] = {
             "output_router_logits": False,
         },
     ),
-    "deepseek-v3": (
+    "deepseek-v3": ("deepseek-v3", _LATENT),
+    "deepseek-v3-yarn": (
         "deepseek-v3",
         {
-            **_BASE,
-            **_MOE,
-            "num_key_value_heads": 8,
-            "q_lora_rank": 72,
-            "kv_lora_rank": 40,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 40,
-            "n_routed_experts": 16,
-            "n_shared_experts": 2,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 2.5,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "first_k_dense_replace": 1,
-            "moe_layer_freq": 1,
-            "num_nextn_predict_layers": 0,
+            **_LATENT,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 16.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 64,
+            },
         },
     ),
     "nemotron-h": ("nemotron-h", _HYBRID),

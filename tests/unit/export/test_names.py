@@ -129,6 +129,15 @@ def test_qkv_rows_are_interleaved_per_group() -> None:
             assert torch.equal(placement.shard(weights.__getitem__), expected.chunk(tp)[rank])
 
 
+def test_qkv_biases_are_interleaved_as_the_rows_are() -> None:
+    changes = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 1}
+    weights = _weights("qwen2", **changes)
+    q, k, v = (weights[f"model.layers.0.self_attn.{part}_proj.bias"] for part in "qkv")
+    placement = _by_name(_layout("qwen2", **changes), Mesh(tp=2), 1)[f"{LAYER}.0.self_attention.linear_qkv.bias"]
+    assert placement.shape == (4,)
+    assert torch.equal(placement.shard(weights.__getitem__), torch.stack([q[2], q[3], k[1], v[1]]))
+
+
 def test_each_tp_shard_holds_its_gate_above_its_up() -> None:
     weights = _weights("qwen3")
     gate, up = (weights[f"model.layers.2.mlp.{part}_proj.weight"] for part in ("gate", "up"))

@@ -57,9 +57,11 @@ def test_no_matrix_is_square_even_when_cut_in_powers_of_two(name: str) -> None:
     [
         ("qwen3", 47, 541_792),
         ("qwen3-tied", 46, 492_640),
+        ("qwen2", 51, 543_584),
         ("llama", 39, 541_536),
         ("qwen3-moe", 231, 1_580_128),
         ("deepseek-v3", 201, 1_511_248),
+        ("deepseek-v3-yarn", 201, 1_511_248),
         ("nemotron-h", 111, 845_536),
     ],
 )

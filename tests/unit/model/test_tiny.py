@@ -19,12 +19,16 @@ GOLDEN = {
     ("qwen3", "bfloat16"): "1c3bde31d8a5d949",
     ("qwen3-tied", "float32"): "247fe4e9b59ddeb1",
     ("qwen3-tied", "bfloat16"): "d1b3bcbbca97a54b",
+    ("qwen2", "float32"): "1ed8cac891a63ddb",
+    ("qwen2", "bfloat16"): "9f5c46d4662470f1",
     ("llama", "float32"): "297e69827cebe268",
     ("llama", "bfloat16"): "f55ce1d6c46cee63",
     ("qwen3-moe", "float32"): "39b41b2f32d6d856",
     ("qwen3-moe", "bfloat16"): "ec1d055d3925fd4c",
     ("deepseek-v3", "float32"): "8fd5d5e620f0c45f",
     ("deepseek-v3", "bfloat16"): "8046dca080fe886d",
+    ("deepseek-v3-yarn", "float32"): "8fd5d5e620f0c45f",
+    ("deepseek-v3-yarn", "bfloat16"): "8046dca080fe886d",
     ("nemotron-h", "float32"): "0871a2e776840da5",
     ("nemotron-h", "bfloat16"): "3d934689008b7db7",
 }
@@ -131,8 +135,8 @@ def test_resolve_model_takes_an_id_or_a_directory(tmp_path: Path) -> None:
     [
         (
             lambda path: resolve_model("tiny:qwen4", path),
-            "unknown model `tiny:qwen4`: known are tiny:qwen3, tiny:qwen3-tied, tiny:llama, tiny:qwen3-moe, "
-            "tiny:deepseek-v3, tiny:nemotron-h",
+            "unknown model `tiny:qwen4`: known are tiny:qwen3, tiny:qwen3-tied, tiny:qwen2, tiny:llama, "
+            "tiny:qwen3-moe, tiny:deepseek-v3, tiny:deepseek-v3-yarn, tiny:nemotron-h",
         ),
         (
             lambda path: resolve_model("wide:qwen3", path, "bfloat16"),
@@ -145,8 +149,9 @@ def test_resolve_model_takes_an_id_or_a_directory(tmp_path: Path) -> None:
         (
             lambda path: resolve_model("Qwen/Qwen3-0.6B", path),
             "unknown model `Qwen/Qwen3-0.6B`: it is neither a local checkpoint directory nor one of `tiny:qwen3`, "
-            "`tiny:qwen3-tied`, `tiny:llama`, `tiny:qwen3-moe`, `tiny:deepseek-v3`, `tiny:nemotron-h`, "
-            "`wide:qwen3-30b-a3b`, `wide:deepseek-v3`, `wide:nemotron-3-nano`",
+            "`tiny:qwen3-tied`, `tiny:qwen2`, `tiny:llama`, `tiny:qwen3-moe`, `tiny:deepseek-v3`, "
+            "`tiny:deepseek-v3-yarn`, `tiny:nemotron-h`, `wide:qwen3-30b-a3b`, `wide:deepseek-v3`, "
+            "`wide:nemotron-3-nano`",
         ),
         (
             lambda path: write_tiny("llama", path, "float16"),
