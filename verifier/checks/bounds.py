@@ -51,7 +51,7 @@ def bounds_of(trace: Trace, stage: Stage, expected: Evidence) -> Bounds:
     """
     lengths = [int(length) for length in expected.facts["lengths"]]
     if trace.manifest["dtype"] == "float32":
-        return Bounds(greatest=(_fp32(trace),) * len(lengths))
+        return Bounds(greatest=(_fp32(trace, expected.name),) * len(lengths))
     at = {"version": expected.version, "name": expected.name}
     if stage is Stage.ROLLOUT:
         for noise in trace.at(Stage.LOGPROB, "engine-noise", **at):
@@ -64,8 +64,9 @@ def bounds_of(trace: Trace, stage: Stage, expected: Evidence) -> Bounds:
     raise LookupError(f"no measured noise of `{expected.name}` for version {expected.version}")
 
 
-def _fp32(trace: Trace) -> Tolerance:
-    noises = [float(item.facts["max"]) for item in trace.at(Stage.LOGPROB, "noise", version=0)]
+def _fp32(trace: Trace, name: str) -> Tolerance:
+    measured = trace.at(Stage.LOGPROB, "noise", version=0)
+    noises = [float(item.facts["max"]) for item in measured if item.name in (name, "scored")]
     bound = FP32_NOISES * max(noises, default=0.0)
     if bound <= FP32.absolute:
         return FP32

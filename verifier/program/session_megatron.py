@@ -40,15 +40,7 @@ from verifier.program.record_megatron import (
     recorded,
 )
 from verifier.program.routes_megatron import record_replay
-from verifier.program.spec import (
-    AT_LENGTH,
-    AT_TEMPERATURE,
-    LEARNING_RATE,
-    MICRO_BATCH,
-    OPTIMIZER,
-    TEMPERATURE,
-    RunSpec,
-)
+from verifier.program.spec import AT_LENGTH, AT_TEMPERATURE, LEARNING_RATE, MICRO_BATCH, OPTIMIZER, TEMPERATURE, RunSpec
 from verifier.program.sync import EngineSide, open_engine, open_share
 from verifier.program.tokens_megatron import TokenProbe
 from verifier.train import replay_megatron, step_megatron
