@@ -116,10 +116,11 @@ class ChunkReceiver:
         what = f"chunk {chunk} of {len(self.plan.chunks)}"
         buffer = arrived()
         users = _users(buffer)
+        started = self._start_digests(layout, buffer)
+        digested = _mark(buffer)
         views = unpack(layout, buffer)
         names = tuple(name for name, _ in views)
-        digests = self._digests_of(layout, buffer, views)
-        digested = _mark(buffer)
+        digests = started or Digests(digest_tensors(tensor for _, tensor in views))
         loaded, refused = self._load(buffer, views, load, users)
         self._hear(self.plan)
         is_last = chunk == len(self.plan.chunks) - 1
@@ -163,10 +164,10 @@ class ChunkReceiver:
         arrived = self._joined().post(plan.chunks[index], f"chunk {index} of {len(plan.chunks)}")
         self._posted.append((index, arrived))
 
-    def _digests_of(self, layout: Chunk, buffer: torch.Tensor, views: list[tuple[str, torch.Tensor]]) -> Digests:
-        """Of what the loader will be given; on a GPU of the planned ranges of the buffer, whose table is made once."""
+    def _start_digests(self, layout: Chunk, buffer: torch.Tensor) -> Digests | None:
+        """On a GPU, of the planned ranges of the buffer, by a table that is made once; on the host None."""
         if not buffer.is_cuda:
-            return Digests(digest_tensors(tensor for _, tensor in views))
+            return None
         if layout.index not in self._pieces:
             self._pieces[layout.index] = pieces_of(layout)
         return self._pieces[layout.index].start(buffer)
