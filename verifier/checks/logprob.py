@@ -195,7 +195,7 @@ def engine_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     Evidence: rollout/engine, logprob/oracle (arrays).
     Tolerance and its source: as LGP001.
     What it does not catch: what no scored token exercises (ENG001).
-    References: SkyRL#1680, trl#5312, vllm#44371.
+    References: SkyRL#1680, trl#5312, vllm#44371, vllm#42019.
     """
     for actual, expected in _pairs(trace, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "oracle")):
         yield from _compare(
@@ -210,18 +210,19 @@ def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: tokens generated from prompts of several cache blocks, which were filled before the sync, scored
     again by the oracle; tokens generated from them once more, when the cache holds them and samples end one after
-    another; and those of the conversations' next turn, whose beginning the engine itself sampled. One prompt begins as
-    another does, one says in its midst what another says there, and one grows into a further block. At version 0 also
-    tokens sampled side by side at several temperatures, whose log-probabilities are those of the logits divided by it;
-    a greedy one's are the greatest. In fp32 also tokens whose requests ask for penalties, biases, allowed tokens and
-    truncation, and the samples that LGP004 counts.
+    another; and two samples each of the conversations' next turn, whose beginning the engine itself sampled. One
+    prompt begins as another does, one says in its midst what another says there, and one grows into a further block.
+    At version 0 also tokens sampled side by side at several temperatures, whose log-probabilities are those of the
+    logits divided by it; a greedy one's are the greatest. In fp32 also tokens whose requests ask for penalties, biases,
+    allowed tokens and truncation, and the samples that LGP004 counts.
     Why it matters: a prefix cache that outlives its weights answers from the old policy; log-probabilities of another
     distribution than was sampled from make every importance ratio wrong.
-    Evidence: rollout/sampled, logprob/sampled-oracle (arrays).
-    Tolerance and its source: as LGP001.
+    Evidence: rollout/sampled, logprob/sampled-oracle, rollout/shaped, logprob/shaped-oracle, rollout/drawn,
+    logprob/next (arrays).
+    Tolerance and its source: as LGP001; where rounding decides which tokens a truncation keeps, from the nearest.
     What it does not catch: staleness of prompts shorter than a block (there is no cache entry); a greedy sample of
     another token that is reported as the likeliest.
-    References: vLLM `reset_prefix_cache`, SkyRL#1212, verl#7511.
+    References: vLLM `reset_prefix_cache`, SkyRL#1212, verl#7511, vllm#394, vllm#14301, vllm#16863, RL#3497.
     """
     for actual, expected in _pairs(trace, (Stage.ROLLOUT, "sampled"), (Stage.LOGPROB, "sampled-oracle")):
         yield from _compare(

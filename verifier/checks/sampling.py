@@ -161,7 +161,8 @@ def _alike(tokens: torch.Tensor, places: int, by_chance: float) -> Iterator[tupl
 def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
     """A sample ends with the first token at which it was to stop, or else where its request's limit is.
 
-    What it checks: tokens sampled without stop tokens, and with several that were sampled before with the same seed.
+    What it checks: tokens sampled without stop tokens, and with several that were sampled before with the same seed; of
+    requests with other limits and stop tokens, side by side.
     Why it matters: a stop token that nobody heeds lets a rollout run on past its end, into text that no reward is meant
     for; one that is heeded too soon cuts it off.
     Evidence: rollout/sampled (token ids, stop tokens, the limit).

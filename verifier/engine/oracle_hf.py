@@ -17,9 +17,6 @@ from verifier.engine.engine import Sampling
 from verifier.engine.model_hf import load_model, token_logprobs
 from verifier.engine.shaping import shaped
 
-SLACK = 2e-5
-"""Nats, or a share, by which a token may miss the edge of a truncated distribution: twice what sides may differ by."""
-
 
 def oracle_logprobs(
     path: Path | str,
@@ -83,7 +80,7 @@ def score(
 
 @torch.inference_mode()
 def shaped_logprobs(
-    _: object, path: str, rows: Sequence[Sequence[Any]], device: str = "cpu"
+    _: object, path: str, rows: Sequence[Sequence[Any]], slack: float, device: str = "cpu"
 ) -> list[list[tuple[float, float]]]:
     """Between what the log-probabilities of sampled tokens lie, nats, as their requests shape them; a host's request.
 
@@ -92,6 +89,7 @@ def shaped_logprobs(
     Args:
         path: the checkpoint; its weights are brought to float32.
         rows: [prompt, sampled tokens, the request's `Sampling`] each.
+        slack: by how much rounding may move the edge of a truncated distribution.
         device: "cpu", or "cuda".
     """
     model = load_model(path, torch.float32).to(device)
@@ -103,7 +101,7 @@ def shaped_logprobs(
         row = []
         for at, token in enumerate(tokens):
             most, least = (
-                float(shaped(logits[at], prompt, tokens[:at], sampling, slack)[token]) for slack in (-SLACK, SLACK)
+                float(shaped(logits[at], prompt, tokens[:at], sampling, by)[token]) for by in (-slack, slack)
             )
             row.append((least, most if math.isfinite(most) else least))
         found.append(row)

@@ -39,6 +39,12 @@ if TYPE_CHECKING:
     from verifier.program.workplace import Subject
 
 
+SLACK = 2e-5
+"""Nats, or a share, by which a token may miss the edge of a truncated distribution: twice what sides may differ by."""
+FP32_NOISES = 2
+"""Times what fp32 alone costs a checkpoint that was not generated, if that is more."""
+
+
 class Oracle:
     """Scores token sequences with any checkpoint directory.
 
@@ -91,6 +97,7 @@ class Oracle:
         recorder = store.Recorder(trace, "oracle", 0)
         seen = store.read(trace)
         engine_gaps: list[float] = []
+        slack = SLACK
         device = "cpu" if subject.tier == "cpu" else "cuda"
         floor = stored_floor(seen.manifest["model"], subject.checkpoint, subject.dtype, subject.tier)
         if floor is not None:
@@ -111,7 +118,8 @@ class Oracle:
                 if against == "float64" and is_generated(seen.manifest["model"]):
                     against = ""
                 elif against == "float64":
-                    _emit_noise(recorder, "scored", 0, exact, self.score(checkpoint, spec.sequences, against, device))
+                    doubled = self.score(checkpoint, spec.sequences, against, device)
+                    slack = max(slack, FP32_NOISES * _emit_noise(recorder, "scored", 0, exact, doubled))
                 for name, asked, temperature in (
                     (AT_TEMPERATURE, spec.sequences, TEMPERATURE),
                     (AT_LENGTH, [spec.long], 1.0),
@@ -124,7 +132,7 @@ class Oracle:
                 for sampled, low, rows in zip(samples, rounded[1:], exact_samples, strict=True):
                     _emit_noise(recorder, sampled.name, version, low, rows)
             for item in seen.at(Stage.ROLLOUT, "shaped", version=version):
-                self._record_shaped(recorder, checkpoint, seen, item, device)
+                self._record_shaped(recorder, checkpoint, seen, item, device, slack)
             for item in seen.at(Stage.ROLLOUT, "drawn", version=version):
                 arguments = [str(checkpoint), list(spec.prompts[0]), device, float(item.facts["temperature"])]
                 nats = self._client.call("verifier.engine.oracle_hf", "next_token", arguments)[0]
@@ -164,14 +172,15 @@ class Oracle:
             _emit_noise(recorder, name, 0, self.score(checkpoint, asked, against, device, temperature), exact)
 
     def _record_shaped(
-        self, recorder: store.Recorder, checkpoint: Path, seen: Trace, item: Evidence, device: str
+        self, recorder: store.Recorder, checkpoint: Path, seen: Trace, item: Evidence, device: str, slack: float
     ) -> None:
         """What the engine should report; where rounding decides what truncation keeps, the nearest to what it did."""
         import torch
 
         facts = item.facts
         rows = [list(row) for row in zip(facts["prompts"], facts["tokens"], facts["asked"], strict=True)]
-        found = self._client.call("verifier.engine.oracle_hf", "shaped_logprobs", [str(checkpoint), rows, device])[0]
+        arguments = [str(checkpoint), rows, slack, device]
+        found = self._client.call("verifier.engine.oracle_hf", "shaped_logprobs", arguments)[0]
         least, most = torch.tensor([pair for row in found for pair in row], dtype=torch.float64).unbind(-1)
         lengths = {"lengths": [len(row) for row in found], "whole": [len(row[0]) + len(row[1]) for row in rows]}
         recorder.emit(
@@ -251,9 +260,11 @@ def _emit_noise(
     version: int,
     rounded: Sequence[Sequence[float]],
     exact: Sequence[Sequence[float]],
-) -> None:
+) -> float:
+    """The distances of what one dtype gives from the exact; the greatest of them, nats."""
     gaps = [abs(x - y) for low, high in zip(rounded, exact, strict=True) for x, y in zip(low, high, strict=True)]
     _emit_gaps(recorder, "noise", name, version, gaps)
+    return max(gaps)
 
 
 def _emit_gaps(recorder: store.Recorder, kind: str, name: str, version: int, gaps: Sequence[float]) -> None:

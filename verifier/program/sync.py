@@ -32,6 +32,8 @@ SAMPLED_TOKENS = 4
 NEXT = "next turn"
 NEXT_TURN = 3
 """Tokens that a conversation's next turn adds to its first and the answer to that."""
+ANSWERS = 2
+"""Samples of one request for that turn."""
 SIDE_BY_SIDE = ((SAMPLING_TEMPERATURE, 2), (GREEDY, SAMPLED_TOKENS), (1.5, SAMPLED_TOKENS))
 """Temperature and number of tokens of one sample from each prompt."""
 LIKELY = 8.0
@@ -258,9 +260,9 @@ class EngineSide:
             [*prompt, *sample.tokens, *prompts[0][:NEXT_TURN]]
             for prompt, sample in zip(prompts, samples, strict=True)
         ]  # fmt: skip
-        answers = self._record_sampled(NEXT, turns, version, sampling)
+        answers = self._record_sampled(NEXT, turns, version, replace(sampling, n=ANSWERS))
         self._record_scored(
-            NEXT, [[*turn, *answer.tokens] for turn, answer in zip(turns, answers, strict=True)], version
+            NEXT, [[*turns[at // ANSWERS], *answer.tokens] for at, answer in enumerate(answers)], version
         )
         if version == 0:
             each = [
@@ -274,20 +276,24 @@ class EngineSide:
     def _record_sampled(
         self, name: str, prompts: Sequence[Sequence[int]], version: int, sampling: Sampling, kind: str = "sampled"
     ) -> list[Sample]:
-        samples = [item.samples[0] for item in self.client.generate(prompts, sampling)]
-        asked = [sampling.of(index) for index in range(len(prompts))]
+        rows = [
+            (prompt, sampling.of(index), sample)
+            for index, (prompt, found) in enumerate(zip(prompts, self.client.generate(prompts, sampling), strict=True))
+            for sample in found.samples
+        ]
+        samples = [sample for _, _, sample in rows]
         self._ranks[0].emit(
             Evidence(
                 stage=Stage.ROLLOUT, kind=kind, name=name, version=version,
                 facts={
                     "lengths": [len(sample.tokens) for sample in samples],
-                    "prompts": [list(prompt) for prompt in prompts],
+                    "prompts": [list(prompt) for prompt, _, _ in rows],
                     "tokens": [list(sample.tokens) for sample in samples],
                     "cached": [sample.cached_tokens for sample in samples],
-                    "stops": [list(item.stop) for item in asked],
-                    "limits": [item.max_tokens for item in asked],
-                    "temperatures": [item.temperature for item in asked],
-                    **({"asked": [asdict(item) for item in asked]} if kind == "shaped" else {}),
+                    "stops": [list(asked.stop) for _, asked, _ in rows],
+                    "limits": [asked.max_tokens for _, asked, _ in rows],
+                    "temperatures": [asked.temperature for _, asked, _ in rows],
+                    **({"asked": [asdict(asked) for _, asked, _ in rows]} if kind == "shaped" else {}),
                 },
             ),
             torch.tensor([value for sample in samples for value in sample.logprobs], dtype=torch.float32),
