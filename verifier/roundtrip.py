@@ -140,7 +140,7 @@ def manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
     if subject.is_saved:
         scopes.append("saved")
     if num_experts_of(subject.checkpoint.config):
-        scopes.append("replay")
+        scopes += ["replay", "forced"] if subject.layout_scopes else ["replay"]
     if layout := subject.layout_scopes:
         scopes += [*layout, "update"]
     if config.update == "step":

@@ -170,6 +170,8 @@ def routes() -> list[Evidence]:
         Evidence(stage=Stage.REPLAY, kind=kind, name=name, role="trainer", facts=facts, array=array)
         for kind, name, facts, array in (
             ("routes", "made-up routes", {"rollouts": ["sequence-0"]}, "routes"),
+            ("forced", "made-up routes", who, "close"),
+            ("oracle", "made-up routes", who, "right"),
             ("choice", "made-up routes", {"at": "tp=0"}, "routes"),
             ("natural", "natural routes", who, "right"),
             ("scored", "natural routes replayed", who, "right"),
@@ -237,6 +239,7 @@ BROKEN: dict[str, list[Evidence]] = {
     "LGP006": change(Stage.ROLLOUT, "sampled", with_facts(tokens=[[1, 9, 3], [7, 5]]), version=1),
     "RPL001": change(Stage.REPLAY, "choice", with_array("other routes")),
     "RPL002": change(Stage.REPLAY, "scored", with_array("close")),
+    "RPL003": change(Stage.REPLAY, "forced", with_array("wrong")),
     "TRN001": change(Stage.LOSS, "gradient", with_facts(step_gap=0.5), name="a"),
     "WGT001": change(Stage.LOAD, "shard", other_bits, name="a", rank=1),
     "WGT002": change(Stage.TRAIN, "shard", other_bits, name="b", rank=1),

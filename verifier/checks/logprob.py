@@ -24,10 +24,10 @@ STATISTICS = {"mean": "on the mean", "median": "on the median"}
 """Of the differences of all tokens, and how a sentence says it."""
 
 
-def _compare(
+def compare_logprobs(
     trace: Trace, actual: Evidence, expected: Evidence, stage: Stage, actual_says: str, expected_says: str, hint: str
 ) -> Iterator[Comparison]:
-    """One comparison per sequence, token by token."""
+    """One comparison per sequence, token by token, within the bounds of that stage."""
     got, want = trace.array(actual), trace.array(expected)
     lengths = [int(n) for n in expected.facts["lengths"]]
     if list(actual.facts["lengths"]) != lengths or got.numel() != sum(lengths) or want.numel() != sum(lengths):
@@ -160,7 +160,7 @@ def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     References: Megatron-Bridge#3743, slime#1734, RL#1046, verl#4250, vllm and trl rows of the catalogue.
     """
     for actual, expected in _pairs(trace, (Stage.LOGPROB, "trainer"), (Stage.LOGPROB, "oracle")):
-        yield from _compare(
+        yield from compare_logprobs(
             trace, actual, expected, Stage.LOGPROB, "the trainer", "the fp32 oracle",
             "if the loaded shards are right, look at the forward: rope, epsilon, scaling, masks, label alignment",
         )  # fmt: skip
@@ -198,7 +198,7 @@ def engine_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     References: SkyRL#1680, trl#5312, vllm#44371, vllm#42019.
     """
     for actual, expected in _pairs(trace, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "oracle")):
-        yield from _compare(
+        yield from compare_logprobs(
             trace, actual, expected, Stage.ROLLOUT, "the engine", "the fp32 oracle",
             "if the engine's tensors are right, look at what its forward reads besides: caches, buffers, config",
         )  # fmt: skip
@@ -225,14 +225,14 @@ def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     References: vLLM `reset_prefix_cache`, SkyRL#1212, verl#7511, vllm#394, vllm#14301, vllm#16863, RL#3497.
     """
     for actual, expected in _pairs(trace, (Stage.ROLLOUT, "sampled"), (Stage.LOGPROB, "sampled-oracle")):
-        yield from _compare(
+        yield from compare_logprobs(
             trace, actual, expected, Stage.ROLLOUT, "the engine's sampler", "the fp32 oracle",
             "look at caches that were filled before the sync: prefix blocks, graphs",
         )  # fmt: skip
     if trace.manifest["dtype"] != "float32":  # noise moves the edge of a truncated distribution
         return
     for actual, expected in _pairs(trace, (Stage.ROLLOUT, "shaped"), (Stage.LOGPROB, "shaped-oracle")):
-        yield from _compare(
+        yield from compare_logprobs(
             trace, actual, expected, Stage.ROLLOUT, "the engine's sampler", "the fp32 oracle",
             "look at penalties, biases and truncation, and at which request of a batch they belong to",
         )  # fmt: skip

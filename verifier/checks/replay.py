@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from verifier.checks.logprob import compare_logprobs
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, describe_difference
 from verifier.core.stage import Stage
@@ -25,7 +26,7 @@ def replayed_route_differs(trace: Trace) -> Iterator[Comparison]:
     replay makes the mismatch worse that it should mend.
     Evidence: replay/routes (what the rollouts say), replay/choice (what each rank's routers used).
     Tolerance and its source: exact; expert numbers are copied, not computed.
-    What it does not catch: right experts with wrong weights (RPL002).
+    What it does not catch: right experts with wrong weights (RPL002, RPL003).
     References: verl#5037, verl#7106, SkyRL#1908, slime#2175, slime#1052, miles#2570.
     """
     for item in trace.at(Stage.REPLAY, "routes"):
@@ -76,7 +77,8 @@ def replay_changed_logprob(trace: Trace) -> Iterator[Comparison]:
     that is left for the next.
     Evidence: replay/natural, replay/scored (arrays).
     Tolerance and its source: bitwise; the same experts get the same numbers in the same order.
-    What it does not catch: routes that go to another place and back by the same error (RPL001).
+    What it does not catch: routes that go to another place and back by the same error (RPL001), and what goes wrong
+    only where a route is not what the router would choose (RPL003).
     References: miles#2722, SkyRL#1908.
     """
     for natural in trace.at(Stage.REPLAY, "natural"):
@@ -98,3 +100,24 @@ def replay_changed_logprob(trace: Trace) -> Iterator[Comparison]:
                     mismatched=found.text, allowed="bitwise (the same experts, in the same order)",
                     hint="look at what replay does to the experts' weights, and at what it leaves behind",
                 )  # fmt: skip
+
+
+@check("RPL003", needs=((Stage.REPLAY, "forced"), (Stage.REPLAY, "oracle")), scope="forced")
+def replayed_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
+    """Under routes that no router would choose, the trainer scores as transformers does under the same routes.
+
+    What it checks: teacher-forced log-probabilities, token by token, of the pass that replays made-up routes, against
+    transformers in fp32 whose routers are told to choose them.
+    Why it matters: gate weights that are those of the router's own choice, or zero where a route departs from it, are
+    right on every token whose route is natural: and routes are replayed for the others.
+    Evidence: replay/forced, replay/oracle (arrays).
+    Tolerance and its source: as LGP001; in bf16 the run's own noise under the same routes, which no router flips.
+    What it does not catch: gradients under replay (LSS001).
+    References: ISEEKYAN/Megatron-LM#79, miles#2722, SkyRL#1908.
+    """
+    for expected in trace.at(Stage.REPLAY, "oracle"):
+        for actual in trace.at(Stage.REPLAY, "forced", name=expected.name, version=expected.version):
+            yield from compare_logprobs(
+                trace, actual, expected, Stage.REPLAY, "the replaying trainer", "the fp32 oracle on the same routes",
+                "if the experts are the routes' (RPL001), look at their gate weights, and at rows that have no route",
+            )  # fmt: skip

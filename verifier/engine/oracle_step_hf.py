@@ -11,18 +11,21 @@ from typing import Any
 import torch
 
 from verifier.engine.model_hf import checkpoint_places, load_model
+from verifier.engine.oracle_routes_hf import choosing, experts_of, mixtures_of
 from verifier.model.checkpoint import open_checkpoint
 from verifier.transport.buffer import dtype_name
 
 Batch = Sequence[tuple[Sequence[int], Sequence[bool], float, Sequence[float]]]
 """Per sequence: token ids; for each token whether it is in the loss; the reward; for each token the engine's nats."""
+Routes = Sequence[Sequence[Sequence[int]]]
+"""Per sequence, one row for each token and layer that has a route: position, global layer, experts; or nothing."""
 BETA_1, BETA_2, EPSILON = 0.9, 0.95, 1e-8
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of an adapter's two matrices, in the place of a checkpoint tensor's ``.weight``."""
 
 
 def judge_steps(
-    _: object, source: str, work: str, batches: Sequence[Batch], rule: Mapping[str, float]
+    _: object, source: str, work: str, batches: Sequence[Batch], rule: Mapping[str, float], routes: Sequence[Routes]
 ) -> list[dict[str, Any]]:
     """Measure every step of a run against the oracle; a request of an engine host.
 
@@ -32,6 +35,7 @@ def judge_steps(
         batches: the sequences of each step.
         rule: "learning_rate" of every step; "clip", greatest L2 norm of the gradient; "decay" of matrices;
             "temperature", "entropy" and "drift" of the loss.
+        routes: of each step, what its routers are told; nothing where they choose by themselves.
 
     Returns:
         One record per (version, tensor): "gradient_gap", greatest |trainer - transformers|, "gradient_scale", greatest
@@ -48,7 +52,7 @@ def judge_steps(
     def checkpoint(version: int) -> Path:
         return Path(work) / f"live-{version}" if version else Path(source)
 
-    return _judged(work, batches, rule, checkpoint, checkpoint, lambda version, found: dict(found))
+    return _judged(work, batches, rule, routes, checkpoint, checkpoint, lambda version, found: dict(found))
 
 
 def judge_adapter_steps(
@@ -57,6 +61,7 @@ def judge_adapter_steps(
     work: str,
     batches: Sequence[Batch],
     rule: Mapping[str, float],
+    routes: Sequence[Routes],
     names: Mapping[str, Sequence[str]],
 ) -> list[dict[str, Any]]:
     """`judge_steps` of a run that trains an adapter: its matrices, by the gradients of the matrices that it adds to.
@@ -67,6 +72,7 @@ def judge_adapter_steps(
             and with ``live-v``, the checkpoint with the adapter added.
         batches: see `judge_steps`.
         rule: see `judge_steps`; besides, "scaling" of the product of the two matrices.
+        routes: see `judge_steps`.
         names: of each A that is the same for several tensors, its name to those of all.
     """
 
@@ -79,7 +85,7 @@ def judge_adapter_steps(
     def derived(version: int, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return adapter_gradients(found, _tensors(matrices(version)), rule["scaling"], names)
 
-    return _judged(work, batches, rule, checkpoint, matrices, derived)
+    return _judged(work, batches, rule, routes, checkpoint, matrices, derived)
 
 
 def adapter_gradients(
@@ -112,6 +118,7 @@ def _judged(
     work: str,
     batches: Sequence[Batch],
     rule: Mapping[str, float],
+    routes: Sequence[Routes],
     checkpoint: Callable[[int], Path],
     trained: Callable[[int], Path],
     derived: Callable[[int, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]],
@@ -122,18 +129,19 @@ def _judged(
         work: see there.
         batches: see there.
         rule: see there.
+        routes: see there.
         checkpoint: what transformers computes with, of a version.
         trained: what the trainer's optimizer moves, of a version.
         derived: gradients of these, from a version and those of its checkpoint.
     """
     records = []
     adam = _Adam(rule["learning_rate"], rule["decay"])
-    for version, batch in enumerate(batches, start=1):
+    for version, (batch, told) in enumerate(zip(batches, routes, strict=True), start=1):
         found, live, before = Path(work) / f"gradients-{version}", trained(version), checkpoint(version - 1)
         if not found.is_dir() or not live.is_dir():
             break
-        nats, expected = gradients(before, batch, rule)
-        rounded_nats, rounded = _rounded(before, batch, rule, nats, expected)
+        nats, expected = gradients(before, batch, rule, told)
+        rounded_nats, rounded = _rounded(before, batch, rule, told, nats, expected)
         expected, rounded = derived(version - 1, expected), derived(version - 1, rounded)
         actual = _tensors(found)
         groups = _groups(expected, rounded, actual)
@@ -159,12 +167,17 @@ def _judged(
 
 
 def _rounded(
-    checkpoint: Path, batch: Batch, rule: Mapping[str, float], nats: torch.Tensor, exact: Mapping[str, torch.Tensor]
+    checkpoint: Path,
+    batch: Batch,
+    rule: Mapping[str, float],
+    routes: Routes,
+    nats: torch.Tensor,
+    exact: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
     """`gradients` in the checkpoint's dtype; in float32 they are known."""
     stored = [tensor.dtype for tensor in _tensors(checkpoint).values()]
     dtype = max(set(stored), key=stored.count)
-    return (nats, exact) if dtype == torch.float32 else gradients(checkpoint, batch, rule, dtype)
+    return (nats, exact) if dtype == torch.float32 else gradients(checkpoint, batch, rule, routes, dtype)
 
 
 def _noise(rounded: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> float:
@@ -198,7 +211,7 @@ def _groups(
 
 
 def gradients(
-    checkpoint: Path, batch: Batch, rule: Mapping[str, float], dtype: torch.dtype = torch.float32
+    checkpoint: Path, batch: Batch, rule: Mapping[str, float], routes: Routes, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Each token's loss by transformers, one sequence at a time, and the gradient of their mean by checkpoint name.
 
@@ -209,11 +222,13 @@ def gradients(
         [N] float64, nats, one for each token in the loss; and the gradients, on the host.
     """
     model = load_model(checkpoint, dtype).requires_grad_(True)
+    blocks = mixtures_of(model)
     num_tokens = sum(sum(mask) for _, mask, _, _ in batch)
     found = []
-    for tokens, mask, reward, engine in batch:
+    for (tokens, mask, reward, engine), rows in zip(batch, routes or [[]] * len(batch), strict=True):
         ids = torch.tensor([list(tokens)])
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double() / rule["temperature"]
+        with choosing(blocks, experts_of(rows, len(tokens), "cpu")):
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double() / rule["temperature"]
         every = torch.log_softmax(logits, dim=-1)[torch.tensor(mask[1:])]
         kept = ids[0, 1:][torch.tensor(mask[1:])]
         logprob = every.gather(1, kept[:, None])[:, 0]

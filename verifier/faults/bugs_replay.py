@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 REPLAY = "verifier.train.replay_megatron"
 UPSTREAM = "megatron.core.transformer.moe.router_replay:RouterReplay"
 TOPK_PARAMETERS = "self, scores, topk, num_groups, group_topk, default_compute_topk"
+UNCHOSEN = -1e4
+"""Of a logit: no share in a softmax."""
 STAGES = Mesh(pp=2)
 SHARDS = Mesh(tp=2, cp=2, ep=2)
 
@@ -186,6 +188,26 @@ def _weights_in_another_order(fired: Fired) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _weights_of_own_choice(fired: Fired) -> Iterator[None]:
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    def make(original: Any) -> Any:
+        def choose(self: Any, scores: Any, topk: int, *rest: Any) -> Any:
+            values, experts = original(self, scores, topk, *rest)
+            if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
+                fired()
+                *groups, default = rest
+                own_values, own = default(scores, topk, *groups)
+                values = scores.new_full(scores.shape, UNCHOSEN).scatter(1, own, own_values).gather(1, experts)
+            return values, experts
+
+        return choose
+
+    with replaced(f"{UPSTREAM}.get_replay_topk", TOPK_PARAMETERS, make):
+        yield
+
+
+@contextlib.contextmanager
 def _one_router_ignores_routes(fired: Fired) -> Iterator[None]:
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
@@ -285,6 +307,13 @@ FAULTS = (
         "the experts are forced and their gate weights are those of another order",
         _weights_in_another_order,
         caught_by=("RPL002",),
+    ),
+    _fault(
+        "gates-of-the-routers-own-choice",
+        "ISEEKYAN/Megatron-LM#49 (found in review)",
+        "gate weights are those of the router's own choice, and zero for an expert that only the route names",
+        _weights_of_own_choice,
+        caught_by=("RPL003",),
     ),
     _fault(
         "router-takes-no-routes",

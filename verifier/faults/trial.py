@@ -37,7 +37,7 @@ CYCLES = 2
 DEADLINE_S = 300.0
 COPIED = ((Stage.EXPORT, "tensor"), (Stage.ENGINE, "view"), (Stage.ENGINE, "state"), (Stage.TRAIN, "shard"))
 """What must be bitwise the same in the clean and in the healed run."""
-TOKEN_SCOPES = ("tokens", "replay", "logprob", "layout", "replicas", "step", "gradient")
+TOKEN_SCOPES = ("tokens", "replay", "forced", "logprob", "layout", "replicas", "step", "gradient")
 """What a trial without an engine is judged by: nothing is exported there."""
 SEEN_BY_ORACLE = ((Stage.LOAD, "shard"), (Stage.TRAIN, "shard"), (Stage.TRAIN, "live"))
 """What the oracle reads of a run, besides the sampled tokens."""

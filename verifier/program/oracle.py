@@ -147,12 +147,14 @@ class Oracle:
                     _emit(recorder, "oracle", sampled.name, version, rows, [len(row) + 1 for row in rows])
                 if version == 0:
                     engine_gaps += _gaps_of(seen, "sampled", sampled.name, tails)
+        for item in seen.at(Stage.REPLAY, "routes", version=0):
+            self._record_replayed(recorder, spec, subject, device, item, _routes_of(seen, item, len(spec.sequences)))
         if seen.manifest["config"].get("engine_quantization"):
             for version in seen.versions(Stage.ROLLOUT, "engine"):
                 for name in ("scored", *(item.name for item in seen.at(Stage.ROLLOUT, "sampled", version=version))):
                     _emit_gaps(recorder, "engine-noise", name, version, engine_gaps)
         if spec.update == "step" and spec.gradients:
-            self._record_steps(recorder, spec, subject)
+            self._record_steps(recorder, spec, subject, seen)
         recorder.close()
 
     def _record_once(
@@ -188,6 +190,26 @@ class Oracle:
             seen.array(item).double().clamp(least, most),
         )
 
+    def _record_replayed(
+        self, recorder: store.Recorder, spec: RunSpec, subject: Subject, device: str, item: Evidence,
+        routes: list[list[list[int]]],
+    ) -> None:  # fmt: skip
+        """Score by the routes that the trainer's routers were given, where transformers' can be told."""
+        if not subject.layout_scopes:
+            return
+        import torch
+
+        scored = {}
+        for dtype in {"float32", subject.dtype}:
+            arguments = [str(subject.checkpoint.path), [list(row) for row in spec.sequences], routes, dtype, device]
+            scored[dtype] = self._client.call("verifier.engine.oracle_routes_hf", "score_routed", arguments)[0]
+        exact = scored["float32"]
+        facts = {"lengths": [len(row) for row in exact]}
+        said = torch.tensor([value for row in exact for value in row], dtype=torch.float64)
+        recorder.emit(Evidence(stage=Stage.REPLAY, kind="oracle", name=item.name, facts=facts), said)
+        if subject.dtype != "float32":
+            _emit_noise(recorder, item.name, 0, scored[subject.dtype], exact)
+
     def _score_groups(
         self, checkpoint: Path, groups: Sequence[Sequence[tuple[Sequence[int], float]]], dtype: str, device: str
     ) -> list[list[list[float]]]:
@@ -198,7 +220,7 @@ class Oracle:
             rows[temperature] = iter(self.score(checkpoint, asked, dtype, device, temperature))
         return [[next(rows[at]) for _, at in group] for group in groups]
 
-    def _record_steps(self, recorder: store.Recorder, spec: RunSpec, subject: Subject) -> None:
+    def _record_steps(self, recorder: store.Recorder, spec: RunSpec, subject: Subject, seen: Trace) -> None:
         from verifier.train.adapter_megatron import SCALING, TARGETS
 
         batches = [[_sample(index, tokens) for index, tokens in enumerate(batch)] for batch in spec.batches]
@@ -206,9 +228,14 @@ class Oracle:
             "learning_rate": LEARNING_RATE, "clip": CLIP_GRAD, "temperature": TEMPERATURE, "entropy": ENTROPY_WEIGHT,
             "drift": DRIFT_WEIGHT, "decay": WEIGHT_DECAY,
         }  # fmt: skip
-        name, arguments = "judge_steps", [str(subject.checkpoint.path), spec.work, batches, rule]
+        replayed = {item.version: item for item in seen.at(Stage.REPLAY, "routes")}
+        routes = [
+            _routes_of(seen, replayed[version], len(batch)) if version in replayed else []
+            for version, batch in enumerate(batches, start=1)
+        ]
+        name, arguments = "judge_steps", [str(subject.checkpoint.path), spec.work, batches, rule, routes]
         if spec.lora_rank and (layout := layout_of(subject.checkpoint.config)):
-            name, arguments[-1] = "judge_adapter_steps", {**rule, "decay": 0.0, "scaling": SCALING}
+            name, arguments[3] = "judge_adapter_steps", {**rule, "decay": 0.0, "scaling": SCALING}
             arguments.append(adapters_of(layout, TARGETS, spec.lora_rank).names())
         for row in self._client.call("verifier.engine.oracle_step_hf", name, arguments)[0]:
             recorder.emit(
@@ -221,6 +248,14 @@ def _continued(sampled: Evidence) -> list[tuple[Sequence[int], float]]:
     facts = sampled.facts
     rows = zip(facts["prompts"], facts["tokens"], facts["temperatures"], strict=True)
     return [([*prompt, *more], float(temperature)) for prompt, more, temperature in rows]
+
+
+def _routes_of(seen: Trace, item: Evidence, num_sequences: int) -> list[list[list[int]]]:
+    """Per sequence, rows of position, layer and experts, as an oracle takes them."""
+    routes: list[list[list[int]]] = [[] for _ in range(num_sequences)]
+    for sequence, *row in seen.array(item).tolist():
+        routes[sequence].append(row)
+    return routes
 
 
 def _sample(index: int, tokens: Sequence[int]) -> list[Any]:

@@ -39,7 +39,7 @@ from verifier.program.record_megatron import (
     record_source,
     recorded,
 )
-from verifier.program.routes_megatron import record_replay
+from verifier.program.routes_megatron import record_replay, replaying_every_second
 from verifier.program.spec import AT_LENGTH, AT_TEMPERATURE, LEARNING_RATE, MICRO_BATCH, OPTIMIZER, TEMPERATURE, RunSpec
 from verifier.program.sync import EngineSide, open_engine, open_share
 from verifier.program.tokens_megatron import TokenProbe
@@ -213,10 +213,11 @@ class Session:
             return
         batch = self.spec.batches[version - 1], version - 1
         look = self._tokens("trained", version, stated(*batch))
-        with recomputed(self.trainer, on=version % 2 == 0):
+        replaying = replaying_every_second(self.probe, self.trainer, rollouts_of(*batch), version, look)
+        with recomputed(self.trainer, on=version % 2 == 0), replaying as (rollouts, follow):
             result = step_megatron.train_step(
-                self.trainer, self._optimizer, rollouts_of(*batch), loss=policy_loss, learning_rate=LEARNING_RATE,
-                temperature=TEMPERATURE, micro_batch_size=MICRO_BATCH, on_shards=look,
+                self.trainer, self._optimizer, rollouts, loss=policy_loss, learning_rate=LEARNING_RATE,
+                temperature=TEMPERATURE, micro_batch_size=MICRO_BATCH, on_shards=follow,
                 on_gradients=lambda: self._dump_gradients(version),
             )  # fmt: skip
         facts = {"loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens}

@@ -22,7 +22,7 @@ from verifier.errors import ContractError
 from verifier.model.provider_megatron import TrainerModel
 from verifier.train.pack import PADDING, PackedBatch
 from verifier.train.replay import replay_routes
-from verifier.train.step_megatron import score
+from verifier.train.step_megatron import OnShards, score
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.router import TopKRouter
@@ -100,6 +100,31 @@ class Routing:
 
             scored = score(self.trainer, rollouts, on_chunk=on_chunk)
         return scored, watch.choices()
+
+    @contextlib.contextmanager
+    def replaying(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[OnShards, _Watch]]:
+        """Within, one forward and backward pass over rollouts whose routes every router obeys.
+
+        Yields:
+            What has to see the pass's micro-batches before it begins; and a watch that knows what routers chose.
+        """
+        left: list[Iterator[PackedBatch]] = []
+
+        def on_shards(shards: list[PackedBatch]) -> None:
+            left[:] = [iter(shards) for _ in self.trainer.chunks]
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._acting("REPLAY_FORWARD"))
+            watch = stack.enter_context(_Watch(self, rollouts))
+
+            def before(chunk: int) -> None:
+                shard = next(left[chunk])  # every virtual stage sees the micro-batches in their order
+                watch.on_chunk(chunk, shard)
+                self._hand_over(chunk, shard, None)
+
+            for at, chunk in enumerate(self.trainer.chunks):
+                stack.callback(chunk.register_forward_pre_hook(lambda *_, at=at: before(at)).remove)
+            yield on_shards, watch
 
     def _hand_over(
         self, chunk: int, shard: PackedBatch, rows_left: Mapping[tuple[int, int], Iterator[torch.Tensor]] | None

@@ -1,0 +1,74 @@
+"""transformers' routers of every family with experts can be told what to choose, and what they are told matters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verifier.engine.model_hf import load_model, token_logprobs
+from verifier.engine.oracle_routes_hf import choosing, experts_of, mixtures_of, score_routed
+from verifier.engine.oracle_step_hf import gradients
+from verifier.errors import ContractError
+from verifier.model.tiny import write_family
+
+FAMILIES = ("qwen3-moe", "deepseek-v3", "nemotron-h")
+TOKENS = [(7 * at) % 61 for at in range(12)]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory):
+    return {name: write_family(name, tmp_path_factory.mktemp(name), {}) for name in FAMILIES}
+
+
+def natural_routes(model):
+    """What the routers choose for themselves: rows of position, layer, experts."""
+    rows, hooks = [], []
+    for layer, block in mixtures_of(model).items():
+
+        def look(_, inputs, layer=layer):
+            rows.extend([at, layer, *chosen] for at, chosen in enumerate(inputs[1].tolist()))
+
+        hooks.append(block.experts.register_forward_pre_hook(look))
+    token_logprobs(model, TOKENS, torch.float64)
+    for hook in hooks:
+        hook.remove()
+    return rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_natural_routes_change_no_bit_and_others_do(paths, family) -> None:
+    model = load_model(paths[family], torch.float32)
+    free = token_logprobs(model, TOKENS, torch.float64).tolist()
+    natural = natural_routes(model)
+    assert score_routed(None, str(paths[family]), [TOKENS], [natural], "float32") == [free]
+    others = [[at, layer, *sorted((expert + 1) % 8 for expert in chosen)] for at, layer, *chosen in natural]
+    (told,) = score_routed(None, str(paths[family]), [TOKENS], [others], "float32")
+    assert max(abs(one - other) for one, other in zip(told, free, strict=True)) > 1e-3
+    assert token_logprobs(model, TOKENS, torch.float64).tolist() == free
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_go_by_routes_too(paths, family) -> None:
+    rows = natural_routes(load_model(paths[family], torch.float32))
+    batch = [(TOKENS, [False] * 3 + [True] * 9, 1.0, [-1.0] * 12)]
+    rule = {"temperature": 1.25, "entropy": 0.1, "drift": 0.05}
+    nats, free = gradients(paths[family], batch, rule, [])
+    told_nats, told = gradients(paths[family], batch, rule, [rows])
+    assert told_nats.equal(nats)
+    assert free.keys() == told.keys()
+    assert all(told[name].equal(gradient) for name, gradient in free.items())
+    last, layer, *chosen = rows[-2]
+    _, other = gradients(paths[family], batch, rule, [[[last, layer, *((at + 1) % 8 for at in chosen)]]])
+    router = next(name for name in free if f".{layer}." in name and ".gate.weight" in name)
+    assert other[router].any()
+    assert not other[router].equal(free[router])
+
+
+def test_a_router_that_is_not_asked_is_refused(paths) -> None:
+    model = load_model(paths["qwen3-moe"], torch.float32)
+    rows = natural_routes(model)
+    with (
+        pytest.raises(ContractError, match="1 of 2 routers"),
+        choosing(mixtures_of(model), experts_of([row for row in rows if row[1] == rows[0][1]] + [rows[-1]], 12, "cpu")),
+    ):
+        mixtures_of(model)[rows[0][1]](torch.zeros(1, 12, model.config.hidden_size))
