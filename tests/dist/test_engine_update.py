@@ -27,6 +27,7 @@ from tests.dist.engine_case import (
 )
 from verifier.engine.client import EngineGone
 from verifier.engine.engine import EngineConfig, Sampling
+from verifier.engine.nursery import EngineNursery
 from verifier.engine.oracle_hf import oracle_logprobs
 from verifier.engine.process import EngineProcess
 from verifier.engine.update import PlanRefused, agree, deliver
@@ -53,11 +54,17 @@ class Pair:
         self.kind, self.tp = kind, tp
         self.base = write_tiny(family, where / "tiny")
         self.versions = [write_perturbed(self.base, where / f"version{seed}", seed) for seed in (1, 2, 3)]
+        self._nursery = EngineNursery()
         self.synced = self._start(self.base)
         self.cold = self._start(self.versions[-1])
 
     def _start(self, checkpoint: Path) -> EngineProcess:
-        return EngineProcess(EngineConfig(kind=self.kind, checkpoint=str(checkpoint), tp=self.tp))
+        return EngineProcess(EngineConfig(kind=self.kind, checkpoint=str(checkpoint), tp=self.tp), nursery=self._nursery)
+
+    def stop(self) -> None:
+        self.synced.stop()
+        self.cold.stop()
+        self._nursery.__exit__(None, None, None)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -66,8 +73,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     try:
         yield engines
     finally:
-        engines.synced.stop()
-        engines.cold.stop()
+        engines.stop()
 
 
 def test_synced_equals_cold(pair: Pair) -> None:
