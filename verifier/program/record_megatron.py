@@ -170,7 +170,7 @@ def recorded(
     probe: Probe, stream: Iterable[tuple[str, torch.Tensor]], version: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The export stream, digested as it passes; and of what its reader still holds, whether it was written over."""
-    held: list[tuple[str, str, weakref.ref[torch.Tensor]]] = []
+    held: dict[int, list[tuple[str, str, weakref.ref[torch.Tensor]]]] = {}  # by where their memory begins
     overwritten: list[str] = []
     count = 0
     for name, tensor in stream:
@@ -181,12 +181,13 @@ def recorded(
                 dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
             )
         )  # fmt: skip
-        held = [item for item in held if item[2]() is not None]
-        for earlier, was, reference in held:
+        neighbours = held.setdefault(tensor.untyped_storage().data_ptr(), [])
+        neighbours[:] = [item for item in neighbours if item[2]() is not None]
+        for earlier, was, reference in neighbours:
             other = reference()
             if other is not None and _share_memory(other, tensor) and digest_tensor(other) != was:
                 overwritten.append(earlier)
-        held.append((name, digest, weakref.ref(tensor)))
+        neighbours.append((name, digest, weakref.ref(tensor)))
         count += 1
         yield name, tensor
     facts = {"count": count, "overwritten": list(dict.fromkeys(overwritten))}
