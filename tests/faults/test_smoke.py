@@ -14,7 +14,6 @@ from verifier.faults.trial import Bench
 SMOKE = (
     "expert-left-at-init",
     "norm-epsilon-default",
-    "expert-never-yielded",
     "router-rounded-on-the-wire",
 )
 

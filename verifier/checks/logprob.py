@@ -126,7 +126,9 @@ def _head(values: torch.Tensor) -> str:
     return "[" + ", ".join(f"{float(v):.5g}" for v in values[:3]) + (", ..." if values.numel() > 3 else "") + "]"
 
 
-def _pairs(trace: Trace, actual: tuple[Stage, str], expected: tuple[Stage, str]) -> Iterator[tuple[Evidence, Evidence]]:
+def logprob_pairs(
+    trace: Trace, actual: tuple[Stage, str], expected: tuple[Stage, str]
+) -> Iterator[tuple[Evidence, Evidence]]:
     """Facts of the same name and version from two sides; the actual side must have its partner."""
     partners = {(item.name, item.version): item for item in trace.at(*expected)}
     for item in trace.at(*actual):
@@ -159,7 +161,7 @@ def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: what no scored token exercises (an expert that none is routed to: WGT001).
     References: Megatron-Bridge#3743, slime#1734, RL#1046, verl#4250, vllm and trl rows of the catalogue.
     """
-    for actual, expected in _pairs(trace, (Stage.LOGPROB, "trainer"), (Stage.LOGPROB, "oracle")):
+    for actual, expected in logprob_pairs(trace, (Stage.LOGPROB, "trainer"), (Stage.LOGPROB, "oracle")):
         yield from compare_logprobs(
             trace, actual, expected, Stage.LOGPROB, "the trainer", "the fp32 oracle",
             "if the loaded shards are right, look at the forward: rope, epsilon, scaling, masks, label alignment",
@@ -197,7 +199,7 @@ def engine_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: what no scored token exercises (ENG001).
     References: SkyRL#1680, trl#5312, vllm#44371, vllm#42019.
     """
-    for actual, expected in _pairs(trace, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "oracle")):
+    for actual, expected in logprob_pairs(trace, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "oracle")):
         yield from compare_logprobs(
             trace, actual, expected, Stage.ROLLOUT, "the engine", "the fp32 oracle",
             "if the engine's tensors are right, look at what its forward reads besides: caches, buffers, config",
@@ -224,14 +226,14 @@ def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     another token that is reported as the likeliest.
     References: vLLM `reset_prefix_cache`, SkyRL#1212, verl#7511, vllm#394, vllm#14301, vllm#16863, RL#3497.
     """
-    for actual, expected in _pairs(trace, (Stage.ROLLOUT, "sampled"), (Stage.LOGPROB, "sampled-oracle")):
+    for actual, expected in logprob_pairs(trace, (Stage.ROLLOUT, "sampled"), (Stage.LOGPROB, "sampled-oracle")):
         yield from compare_logprobs(
             trace, actual, expected, Stage.ROLLOUT, "the engine's sampler", "the fp32 oracle",
             "look at caches that were filled before the sync: prefix blocks, graphs",
         )  # fmt: skip
     if trace.manifest["dtype"] != "float32":  # noise moves the edge of a truncated distribution
         return
-    for actual, expected in _pairs(trace, (Stage.ROLLOUT, "shaped"), (Stage.LOGPROB, "shaped-oracle")):
+    for actual, expected in logprob_pairs(trace, (Stage.ROLLOUT, "shaped"), (Stage.LOGPROB, "shaped-oracle")):
         yield from compare_logprobs(
             trace, actual, expected, Stage.ROLLOUT, "the engine's sampler", "the fp32 oracle",
             "look at penalties, biases and truncation, and at which request of a batch they belong to",

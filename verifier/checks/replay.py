@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
-from verifier.checks.logprob import compare_logprobs
+from verifier.checks.logprob import compare_logprobs, logprob_pairs
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, describe_difference
 from verifier.core.stage import Stage
@@ -107,7 +108,8 @@ def replayed_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """Under routes that no router would choose, the trainer scores as transformers does under the same routes.
 
     What it checks: teacher-forced log-probabilities, token by token, of the pass that replays made-up routes, against
-    transformers in fp32 whose routers are told to choose them.
+    transformers in fp32 whose routers are told to choose them. Where the trainer is wrong by its routers' own choice
+    too (LGP001), replay is not the stage that is named.
     Why it matters: gate weights that are those of the router's own choice, or zero where a route departs from it, are
     right on every token whose route is natural: and routes are replayed for the others.
     Evidence: replay/forced, replay/oracle (arrays).
@@ -115,9 +117,22 @@ def replayed_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: gradients under replay (LSS001).
     References: ISEEKYAN/Megatron-LM#79, miles#2722, SkyRL#1908.
     """
+    stage = Stage.REPLAY if _scores_naturally(trace) else Stage.LOGPROB
     for expected in trace.at(Stage.REPLAY, "oracle"):
         for actual in trace.at(Stage.REPLAY, "forced", name=expected.name, version=expected.version):
-            yield from compare_logprobs(
+            for found in compare_logprobs(
                 trace, actual, expected, Stage.REPLAY, "the replaying trainer", "the fp32 oracle on the same routes",
                 "if the experts are the routes' (RPL001), look at their gate weights, and at rows that have no route",
-            )  # fmt: skip
+            ):  # fmt: skip
+                yield replace(found, stage=stage)
+
+
+def _scores_naturally(trace: Trace) -> bool:
+    """Whether the same trainer is right by its routers' own choice; if not, replay is not what is wrong."""
+    pairs = logprob_pairs(trace, (Stage.LOGPROB, "trainer"), (Stage.LOGPROB, "oracle"))
+    return all(
+        found.same
+        for actual, expected in pairs
+        if actual.version == 0
+        for found in compare_logprobs(trace, actual, expected, Stage.LOGPROB, "the trainer", "the fp32 oracle", "")
+    )
