@@ -48,10 +48,7 @@ def judge_steps(
         "num_tokens" of that version; "step_gap", how far the live weights are from what Adam and rounding to their
         dtype allow, in units of the learning rate. What has no gradient has a scale and a gap of 0, and may only decay.
     """
-
-    def checkpoint(version: int) -> Path:
-        return Path(work) / f"live-{version}" if version else Path(source)
-
+    checkpoint = _checkpoints(source, work)
     return _judged(work, batches, rule, routes, checkpoint, checkpoint, lambda version, found: dict(found))
 
 
@@ -76,16 +73,13 @@ def judge_adapter_steps(
         names: of each A that is the same for several tensors, its name to those of all.
     """
 
-    def checkpoint(version: int) -> Path:
-        return Path(work) / f"live-{version}" if version else Path(source)
-
     def matrices(version: int) -> Path:
         return Path(work) / f"matrices-{version}"
 
     def derived(version: int, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return adapter_gradients(found, _tensors(matrices(version)), rule["scaling"], names)
 
-    return _judged(work, batches, rule, routes, checkpoint, matrices, derived)
+    return _judged(work, batches, rule, routes, _checkpoints(source, work), matrices, derived)
 
 
 def adapter_gradients(
@@ -112,6 +106,11 @@ def adapter_gradients(
             of_inward.append(adapter[base + _B].double().T @ gradient)
         derived[first] = torch.stack(of_inward).sum(0)
     return derived
+
+
+def _checkpoints(source: str, work: str) -> Callable[[int], Path]:
+    """Of each version, the checkpoint that transformers computes its gradients with."""
+    return lambda version: Path(work) / f"live-{version}" if version else Path(source)
 
 
 def _judged(

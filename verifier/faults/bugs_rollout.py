@@ -220,7 +220,7 @@ FAULTS = (
         summary="the server applies a setting of the model's generation_config: a repetition penalty of 1.05",
         caught_by=("LGP003",),
         inject=_penalty_of_the_model,
-        side=Side.ENGINE,
+        side=Side.DRIVER,
         engine="vllm",
     ),
     Fault(
