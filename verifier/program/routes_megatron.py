@@ -69,7 +69,7 @@ def replaying_every_second(
     Yields:
         What to train on, and what has to be called with its micro-batches.
     """
-    if version % 2 or not trainer.provider.num_moe_experts or not trainer.provider.moe_enable_routing_replay:
+    if version % 2 == 0 or not trainer.provider.num_moe_experts or not trainer.provider.moe_enable_routing_replay:
         yield rollouts, on_shards
         return
     routing = Routing(trainer)

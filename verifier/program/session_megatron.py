@@ -214,7 +214,7 @@ class Session:
         batch = self.spec.batches[version - 1], version - 1
         look = self._tokens("trained", version, stated(*batch))
         replaying = replaying_every_second(self.probe, self.trainer, rollouts_of(*batch), version, look)
-        with recomputed(self.trainer, on=version % 2 == 1), replaying as (rollouts, follow):
+        with recomputed(self.trainer, on=version % 2 == 0), replaying as (rollouts, follow):
             result = step_megatron.train_step(
                 self.trainer, self._optimizer, rollouts, loss=policy_loss, learning_rate=LEARNING_RATE,
                 temperature=TEMPERATURE, micro_batch_size=MICRO_BATCH, on_shards=follow,
