@@ -122,7 +122,7 @@ class Oracle:
                     slack = max(slack, FP32_NOISES * _emit_noise(recorder, "scored", 0, exact, doubled))
                 for name, asked, temperature in (
                     (AT_TEMPERATURE, spec.sequences, TEMPERATURE),
-                    (AT_LENGTH, [spec.long], 1.0),
+                    (AT_LENGTH, spec.at_length, 1.0),
                 ):
                     if any(seen.at(Stage.LOGPROB, "trainer", name=name)):
                         self._record_once(recorder, checkpoint, name, asked, temperature, against, device)

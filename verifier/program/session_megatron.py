@@ -134,7 +134,8 @@ class Session:
             scored = step_megatron.score(self.trainer, rollouts, temperature=TEMPERATURE)
             self._record_scored(AT_TEMPERATURE, version, scored)
         if version == 0 and self.spec.long:
-            self._record_scored(AT_LENGTH, version, step_megatron.score(self.trainer, rollouts_of([self.spec.long], 0)))
+            scored = step_megatron.score(self.trainer, rollouts_of(self.spec.at_length, 0))
+            self._record_scored(AT_LENGTH, version, scored)
         with step_megatron.params_synced(self.trainer):
             self.live.record(self.probe, Stage.TRAIN, "scored", version)
 

@@ -141,6 +141,11 @@ class RunSpec:
         """Updates, each followed by a sync."""
         return len(self.batches)
 
+    @property
+    def at_length(self) -> list[Sequence[int]]:
+        """The long sequence, and a short one packed with it: who loses one of a batch's shall not be left with none."""
+        return [self.long, self.sequences[0]]
+
     def to_json(self) -> dict[str, Any]:
         """Inverse of `from_json`."""
         return {**asdict(self), "mesh": self.mesh.to_dict()}
