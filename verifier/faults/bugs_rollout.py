@@ -71,14 +71,16 @@ def _not_normalised(fired: Fired) -> Iterator[None]:
 @contextlib.contextmanager
 def _penalty_of_the_model(fired: Fired) -> Iterator[None]:
     def make(original: Any) -> Any:
-        def penalised(self: Any) -> None:
-            fired()
-            self.repetition_penalty = PENALTY
-            original(self)
+        def params(sampling: Any) -> Any:
+            found = original(sampling)
+            if found.repetition_penalty == 1:  # left unset
+                found.repetition_penalty = PENALTY
+                fired()
+            return found
 
-        return penalised
+        return params
 
-    with replaced("vllm.sampling_params:SamplingParams.__post_init__", "self", make):
+    with replaced("verifier.engine.engine_vllm:_params", "sampling", make):
         yield
 
 
