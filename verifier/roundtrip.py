@@ -40,7 +40,7 @@ PROMPT_LENGTHS = (140, 150)
 WHOLE_PROMPT = 156
 """Four tokens less than a number of such blocks, so that a sample of four ends with one."""
 SHORT_PROMPT = 126
-"""Two tokens less than that, so that a sample of four begins the next one while it is decoded."""
+"""Two tokens less than a number of them, so that a sample of four begins the next block while it is decoded."""
 SHARED = slice(32, 64)
 """Where a prompt says what another says there too, after something else."""
 MAX_MODEL_LEN = 256

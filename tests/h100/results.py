@@ -69,7 +69,7 @@ def _sums(rows: list[Row]) -> Iterator[tuple[str, str]]:
         yield "shipped bugs, injected", f"{shown}; {_passed(faults)} in their own stage, and healed"
     floors = [row for row in rows if "longest" in row]
     if floors:
-        yield "noise floors by length", f"{len(floors)} checkpoints, stored in `golden/noise`"
+        yield "noise floors by length", f"{len(floors)} checkpoints"
     yield from _speeds(rows)
 
 
