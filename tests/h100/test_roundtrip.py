@@ -75,7 +75,7 @@ def test_synced_engine_is_the_cold_engine(name, mesh, transport, engine_tp, work
 
 
 def distance(trace, actual, expected):
-    """(greatest mean, greatest value) of the absolute differences over all versions, nats."""
-    theirs = {(item.name, item.version): trace.array(item).double() for item in trace.at(*expected)}
-    gaps = [(trace.array(item).double() - theirs[item.name, item.version]).abs() for item in trace.at(*actual)]
+    """(greatest mean, greatest value) of the absolute differences on what both score, over all versions, nats."""
+    theirs = {item.version: trace.array(item).double() for item in trace.at(*expected, name="scored")}
+    gaps = [(trace.array(item).double() - theirs[item.version]).abs() for item in trace.at(*actual, name="scored")]
     return max(float(gap.mean()) for gap in gaps), max(float(gap.max()) for gap in gaps)
