@@ -143,7 +143,7 @@ def main(results: Path, arguments: Sequence[str]) -> int:
     census = Census()
     arguments = ["--gpus", str(num_gpus), *arguments]
     pytest.main(["--collect-only", "-qq", "-m", "h100", str(HERE), *arguments], [census])
-    waiting = sorted(census.tasks, key=lambda task: (task.timed, -task.gpus, task.file, task.test))
+    waiting = sorted(census.tasks, key=lambda task: (task.timed, -task.gpus, not task.test, task.file, task.test))
     host = Host(num_gpus)
     with (results / "turn").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)

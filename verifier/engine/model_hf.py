@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,6 +39,36 @@ def load_model(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
     _scan_in_one_chunk(model)
     _scan_without_kernels(model)
     return model.eval().requires_grad_(False)
+
+
+_held: dict[tuple[Any, ...], PreTrainedModel] = {}
+
+
+def hold_model(path: Path | str, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """The last model that was asked for, or another in its place: requests for one checkpoint follow each other.
+
+    Args:
+        path: the checkpoint; one whose files were written since is another.
+        dtype: as `load_model` takes it.
+        device: "cpu", or "cuda".
+
+    Returns:
+        For inference only; it must be left as it is.
+
+    Raises:
+        ContractError: as `load_model` does.
+    """
+    files = [(item.name, item.stat()) for item in sorted(Path(path).iterdir())]
+    key = (str(path), dtype, device, *((name, at.st_ino, at.st_size, at.st_mtime_ns) for name, at in files))
+    if key not in _held:
+        release_model()
+        _held[key] = load_model(path, dtype).to(device)
+    return _held[key]
+
+
+def release_model() -> None:
+    """Give up the model that is held, if any, and its memory."""
+    _held.clear()
 
 
 def _restore_float32(model: PreTrainedModel, path: Path | str) -> None:

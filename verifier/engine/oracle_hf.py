@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from verifier.engine.engine import Sampling
-from verifier.engine.model_hf import load_model, token_logprobs
+from verifier.engine.model_hf import hold_model, token_logprobs
 from verifier.engine.shaping import shaped
 
 
@@ -42,7 +42,7 @@ def oracle_logprobs(
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    model = load_model(path, dtype).to(device)
+    model = hold_model(path, dtype, device)
     return [token_logprobs(model, tokens, torch.float64, temperature) for tokens in sequences]
 
 
@@ -58,7 +58,7 @@ def next_token(
         device: "cpu", or "cuda".
         temperature: what logits are divided by.
     """
-    model = load_model(path, torch.float32).to(device)
+    model = hold_model(path, torch.float32, device)
     logits = model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False).logits[0, -1]
     return torch.log_softmax(logits.double() / temperature, dim=-1).tolist()
 
@@ -92,7 +92,7 @@ def shaped_logprobs(
         slack: by how much rounding may move the edge of a truncated distribution.
         device: "cpu", or "cuda".
     """
-    model = load_model(path, torch.float32).to(device)
+    model = hold_model(path, torch.float32, device)
     found = []
     for prompt, tokens, asked in rows:
         sampling = Sampling.from_json(asked)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verifier.engine.model_hf import load_model, token_logprobs
+from verifier.engine.model_hf import hold_model, token_logprobs
 from verifier.errors import ContractError
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -40,7 +40,7 @@ def score_routed(
     Raises:
         ContractError: a router does not choose by `torch.topk`, so that it cannot be told.
     """
-    model = load_model(path, getattr(torch, dtype)).to(device)
+    model = hold_model(path, getattr(torch, dtype), device)
     blocks = mixtures_of(model)
     found = []
     for tokens, rows in zip(sequences, routes, strict=True):

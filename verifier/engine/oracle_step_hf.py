@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from verifier.engine.model_hf import checkpoint_places, load_model
+from verifier.engine.model_hf import checkpoint_places, load_model, release_model
 from verifier.engine.oracle_routes_hf import choosing, experts_of, mixtures_of
 from verifier.model.checkpoint import open_checkpoint
 from verifier.transport.buffer import dtype_name
@@ -220,6 +220,7 @@ def gradients(
     Returns:
         [N] float64, nats, one for each token in the loss; and the gradients, on the host.
     """
+    release_model()
     model = load_model(checkpoint, dtype).requires_grad_(True)
     blocks = mixtures_of(model)
     num_tokens = sum(sum(mask) for _, mask, _, _ in batch)

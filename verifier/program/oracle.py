@@ -113,6 +113,11 @@ class Oracle:
             ]
             exact, *exact_samples = self._score_groups(checkpoint, groups, "float32", device)
             _emit(recorder, "oracle", "scored", version, exact, [len(row) + 1 for row in exact])
+            for item in seen.at(Stage.ROLLOUT, "drawn", version=version):
+                arguments = [str(checkpoint), list(spec.prompts[0]), device, float(item.facts["temperature"])]
+                nats = self._client.call("verifier.engine.oracle_hf", "next_token", arguments)[0]
+                found = Evidence(stage=Stage.LOGPROB, kind="next", name=item.name, version=version)
+                recorder.emit(found, torch.tensor(nats, dtype=torch.float64))
             if version == 0:
                 against = "float64" if subject.dtype == "float32" else subject.dtype
                 if against == "float64" and is_generated(seen.manifest["model"]):
@@ -133,11 +138,6 @@ class Oracle:
                     _emit_noise(recorder, sampled.name, version, low, rows)
             for item in seen.at(Stage.ROLLOUT, "shaped", version=version):
                 self._record_shaped(recorder, checkpoint, seen, item, device, slack)
-            for item in seen.at(Stage.ROLLOUT, "drawn", version=version):
-                arguments = [str(checkpoint), list(spec.prompts[0]), device, float(item.facts["temperature"])]
-                nats = self._client.call("verifier.engine.oracle_hf", "next_token", arguments)[0]
-                found = Evidence(stage=Stage.LOGPROB, kind="next", name=item.name, version=version)
-                recorder.emit(found, torch.tensor(nats, dtype=torch.float64))
             if version == 0 and version in seen.versions(Stage.ROLLOUT, "engine"):  # a refused version was not scored
                 engine_gaps += _gaps_of(seen, "engine", "scored", exact)
             for sampled, rows in zip(samples, exact_samples, strict=True):
