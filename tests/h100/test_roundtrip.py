@@ -26,7 +26,7 @@ CASES = [
                 gpus=mesh.world_size + (engine_tp if transport == "nccl" else 0),
                 least=engine_tp + (transport == "nccl"),
             ),
-            *([pytest.mark.own_process] if name in SLOW or mesh.cp > 1 or mesh.world_size == 4 else []),
+            *([pytest.mark.own_process] if name in SLOW or mesh.world_size > (2 if name == "qwen3" else 1) else []),
         ],
     )
     for name, mesh, transport, engine_tp in (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import statistics
 from collections.abc import Iterator
 
 from verifier.core.check import check
@@ -23,7 +25,7 @@ NORM = Tolerance(
 GRADIENT_NOISES = 5
 """Times the greatest noise of any tensor that a gradient may be off by, in a run of less than fp32."""
 LENGTH_NOISES = 2
-"""Times a group's own noise that the length of its gradient may be off by, in a run of less than fp32."""
+"""Times a group's noise, or its layer's, that the length of its gradient may be off by, in a run of less than fp32."""
 LOSS_NOISES = 2
 """Times the mean noise of a token's loss that the loss may be off by, in a run of less than fp32."""
 NOISE_OF_A_LOSS = "the mean noise of a token's loss (this run's: transformers in its dtype against itself in fp32)"
@@ -52,7 +54,8 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     Evidence: loss/gradient (measured by the oracle's process from the trainer's reduced gradients).
     Tolerance and its source: 3e-5 of the tensor's greatest gradient, in fp32; measured on clean runs. In bf16 five
     times the run's own noise, of all tensors the greatest; gradients are summed in float32 there too. A length may be
-    off by twice the tensor's own noise, which is how far transformers' gradient in bf16 is from that in fp32.
+    off by twice the tensor's own noise, which is how far transformers' gradient in bf16 is from that in fp32, or the
+    median of its layer's tensors', if that is more: a few elements say little of how noisy they are.
     What it does not catch: parameters that receive no gradient on these tokens.
     References: verl#5702, RL#3716, SkyRL#1751, SkyRL#1296, AReaL#1273, slime#987.
     """
@@ -86,10 +89,14 @@ def _lengths(trace: Trace) -> Iterator[Comparison]:
         for item in trace.at(Stage.LOSS, "gradient")
         if item.facts.get("group_noise")
     }
+    layers: dict[tuple[int | None, str], list[float]] = {}
     for (version, name), facts in groups.items():
+        layers.setdefault((version, _layer(name)), []).append(float(facts["group_noise"]))
+    for (version, name), facts in groups.items():
+        noise = max(float(facts["group_noise"]), statistics.median(layers[version, _layer(name)]))
         bound = Tolerance(
-            absolute=LENGTH_NOISES * float(facts["group_noise"]), unit="of the gradient's length",
-            source=f"the noise of this tensor in this run, times {LENGTH_NOISES}",
+            absolute=LENGTH_NOISES * noise, unit="of the gradient's length",
+            source=f"the noise of this tensor in this run, or the median of its layer's, times {LENGTH_NOISES}",
         )  # fmt: skip
         length = float(facts["group_length"])
         same = abs(length - 1) <= bound.absolute
@@ -101,6 +108,12 @@ def _lengths(trace: Trace) -> Iterator[Comparison]:
             actual=f"{length:.3g} (the trainer's, reduced over all ranks)", allowed=str(bound),
             hint="look at the groups over which this gradient is summed, and at what scales it",
         )  # fmt: skip
+
+
+def _layer(name: str) -> str:
+    """Up to the layer's index; the tensor's own name outside of layers."""
+    found = re.match(r".*\.layers\.\d+\.", name)
+    return found[0] if found else name
 
 
 def _gradient_bound(noise: float) -> Tolerance:
