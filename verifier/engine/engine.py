@@ -249,18 +249,11 @@ def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1) 
         tp: tensor parallel size of the engine.
 
     Raises:
-        UsageError: vLLM has no CPU kernels for this architecture, cannot share its heads out, or takes their size for
-            another.
+        UsageError: vLLM has no CPU kernels for this architecture, or cannot share its heads out.
     """
     heads = config.get("num_attention_heads")
     if heads is not None and heads % tp:
         raise UsageError(f"--engine-tp {tp} does not divide the {heads} attention heads")
-    if config.get("model_type") == "qwen2" and config.get("head_dim") not in (None, config["hidden_size"] // heads):
-        taken = config["hidden_size"] // heads
-        raise UsageError(
-            f"vLLM takes the heads of a Qwen2 to have hidden_size / num_attention_heads elements, {taken}, and these "
-            f"have {config['head_dim']}; use --engine hf"
-        )
     if on_cpu and config.get("kv_lora_rank") is not None:
         raise UsageError("vLLM has no CPU kernels for multi-head latent attention; use --engine hf")
     if on_cpu and config.get("mamba_num_heads") is not None:

@@ -1,7 +1,7 @@
 """Small generated checkpoints: the same bytes on every machine, and no two tensors, rows, heads or experts alike.
 
-The hidden size 96 is no power of two while every other size is split in powers of two, so no matrix is square, whole or
-cut by tensor parallelism, and a transpose never fits.
+The hidden size is no power of two while every other size is split in powers of two, so no matrix is square, whole or
+cut by tensor parallelism, and a transpose never fits; a Qwen2's q_proj and o_proj alone are square by definition.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ _HYBRID: dict[str, JSON] = {
 TINY: dict[str, tuple[str, dict[str, JSON]]] = {
     "qwen3": ("qwen3", {**_BASE, **_GQA}),
     "qwen3-tied": ("qwen3", {**_BASE, **_GQA, "tie_word_embeddings": True}),
-    # With heads of a size of their own, which vLLM does not read of a Qwen2: its engine is transformers.
-    "qwen2": ("qwen2", {**_BASE, **_GQA, "use_sliding_window": False}),
+    # A Qwen2 says nothing of its heads' size: it is hidden_size / num_attention_heads, so q_proj and o_proj are square.
+    "qwen2": ("qwen2", {**_BASE, "hidden_size": 384, "num_attention_heads": 12, "use_sliding_window": False}),
     "llama": (
         "llama",
         {

@@ -43,8 +43,10 @@ def test_a_config_that_the_row_does_not_describe_has_no_row(name: str, change: d
 
 @pytest.mark.parametrize("name", TINY)
 def test_no_matrix_is_square_even_when_cut_in_powers_of_two(name: str) -> None:
+    """But of a Qwen2 those that are square by definition."""
+    square = ("q_proj.weight", "o_proj.weight") if name == "qwen2" else ()
     for spec in tensors_of(FAMILIES[TINY[name][0]], _config(name)):
-        if len(spec.shape) == 2:
+        if len(spec.shape) == 2 and not spec.name.endswith(square):
             rows, columns = spec.shape
             assert rows != columns, spec
             for parts in (2, 4, 8):
@@ -57,7 +59,7 @@ def test_no_matrix_is_square_even_when_cut_in_powers_of_two(name: str) -> None:
     [
         ("qwen3", 47, 541_792),
         ("qwen3-tied", 46, 492_640),
-        ("qwen2", 51, 543_584),
+        ("qwen2", 51, 2_561_920),
         ("llama", 39, 541_536),
         ("qwen3-moe", 231, 1_580_128),
         ("deepseek-v3", 201, 1_511_248),

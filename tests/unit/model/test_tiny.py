@@ -19,8 +19,8 @@ GOLDEN = {
     ("qwen3", "bfloat16"): "1c3bde31d8a5d949",
     ("qwen3-tied", "float32"): "247fe4e9b59ddeb1",
     ("qwen3-tied", "bfloat16"): "d1b3bcbbca97a54b",
-    ("qwen2", "float32"): "1ed8cac891a63ddb",
-    ("qwen2", "bfloat16"): "9f5c46d4662470f1",
+    ("qwen2", "float32"): "a99c5ec2bcea4cd3",
+    ("qwen2", "bfloat16"): "3fb094950d2c7a7f",
     ("llama", "float32"): "297e69827cebe268",
     ("llama", "bfloat16"): "f55ce1d6c46cee63",
     ("qwen3-moe", "float32"): "39b41b2f32d6d856",
@@ -68,7 +68,8 @@ def test_every_tensor_row_head_and_expert_differs(name: str, dtype: str, cache: 
             seen.add(key)
         if tensor.ndim == 1:
             assert not (tensor == (0.0 if "bias" in tensor_name else 1.0)).any(), tensor_name
-            assert tensor.unique().numel() > tensor.numel() * 0.5, tensor_name
+            # Of bfloat16 some 150 values lie where norm weights do.
+            assert tensor.unique().numel() > min(tensor.numel() * 0.5, 100), tensor_name
         else:
             assert tensor.std().item() == pytest.approx(tensor.shape[-1] ** -0.5, rel=0.05), tensor_name
 
