@@ -25,7 +25,7 @@ from verifier.model.tiny import TINY
 from verifier.program.record_megatron import LiveWeights
 from verifier.program.session_megatron import DATA_PARALLEL, rollouts_of
 from verifier.program.tokens_megatron import TokenProbe
-from verifier.train import step_megatron
+from verifier.train import optimizer_megatron, step_megatron
 from verifier.train.layout import Alignment
 from verifier.train.pack import PackedBatch, pack
 
@@ -169,7 +169,7 @@ def measure(context: RankContext) -> dict[str, Any]:
         model, Mesh(), dtype=args["dtype"], tier=args["tier"], data_parallel=DATA_PARALLEL, overrides=args["overrides"]
     )
     shutil.rmtree(model)
-    optimizer = step_megatron.make_optimizer(trainer, learning_rate=0.0)
+    optimizer = optimizer_megatron.make_optimizer(trainer, learning_rate=0.0)
     lengths = lengths_of(args["rows"], args["micro_batches"])
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(config["vocab_size"], (n,), generator=generator).tolist() for n in lengths]

@@ -66,7 +66,8 @@ def oracle(context: RankContext) -> list[list[float]]:
 def trainer(context: RankContext) -> dict[str, Any]:
     """Load, score, export, train three steps, export again."""
     from verifier.export.gather_megatron import export
-    from verifier.train.step_megatron import make_optimizer, score, train_step
+    from verifier.train.optimizer_megatron import make_optimizer
+    from verifier.train.step_megatron import score, train_step
 
     built = _build(context.args)
     scored = score(built, rollouts())
@@ -141,7 +142,8 @@ def oracle_gradients(context: RankContext) -> None:
 def idle(context: RankContext) -> dict[str, Any]:
     """Digests before and after a step of learning rate 0, scoring, and a second export."""
     from verifier.export.gather_megatron import export
-    from verifier.train.step_megatron import make_optimizer, score, train_step
+    from verifier.train.optimizer_megatron import make_optimizer
+    from verifier.train.step_megatron import score, train_step
 
     built = _build(context.args)
     before = _digests(export(built))
@@ -154,7 +156,8 @@ def idle(context: RankContext) -> dict[str, Any]:
 def stale(context: RankContext) -> dict[str, Any]:
     """An export after a step, and the same without waiting for the parameters that are still to be gathered."""
     from verifier.export.gather_megatron import export
-    from verifier.train.step_megatron import make_optimizer, score, train_step
+    from verifier.train.optimizer_megatron import make_optimizer
+    from verifier.train.step_megatron import score, train_step
 
     built = _build(context.args)
     before = _digests(export(built))
@@ -167,7 +170,8 @@ def stale(context: RankContext) -> dict[str, Any]:
 
 def steps_of_equal_lengths(context: RankContext) -> list[list[float]]:
     """Loss and gradient norm of three steps on sequences of one length."""
-    from verifier.train.step_megatron import make_optimizer, train_step
+    from verifier.train.optimizer_megatron import make_optimizer
+    from verifier.train.step_megatron import train_step
 
     built = _build(context.args)
     optimizer = make_optimizer(built, learning_rate=1e-3)

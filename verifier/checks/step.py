@@ -138,15 +138,17 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     """After every step each live weight is the one before it, moved by Adam with the gradient that was there.
 
     What it checks: per checkpoint tensor, live weights after the step against Adam in float64 from the trainer's own
-    reduced gradients, its clip factor and the oracle's own moments; and the norm that each rank clipped by against that
+    reduced gradients, its clip factor and the oracle's own moments and rates, which change with every step; before the
+    second one the optimizer is saved, made anew and loaded. And the norm that each rank clipped by against that
     of the same gradients, since Adam all but cancels a factor that is wrong in every step.
-    Why it matters: masters that were not refreshed, moments that were lost, a clip by the wrong norm.
+    Why it matters: masters that were not refreshed, moments that a resume lost, a scheduler that lags, a clip by the
+    wrong norm.
     Evidence: loss/gradient ("step_gap", in units of the learning rate; "gradient_norm"), train/step ("grad_norm").
     Tolerance and its source: 1e-3 of the learning rate; fp32 rounding of weights and moments, measured on clean runs.
     In bf16 half a step of that dtype more, from the unrounded weights that Adam has: a trainer's fp32 masters.
     1e-5 of the norm.
     What it does not catch: a wrong gradient (LSS001).
-    References: SkyRL#2149, RL#2371, SkyRL#1403.
+    References: SkyRL#2149, RL#2371, SkyRL#1403, slime#1152, slime#1775.
     """
     for item in trace.at(Stage.LOSS, "gradient"):
         gap = item.facts.get("step_gap")

@@ -33,8 +33,9 @@ def judge_steps(
         source: checkpoint of version 0.
         work: folder with ``gradients-v`` and ``live-v`` for each version v.
         batches: the sequences of each step.
-        rule: "learning_rate" of every step; "clip", greatest L2 norm of the gradient; "decay" of matrices;
-            "temperature", "entropy" and "drift" of the loss.
+        rule: "learning_rate" and "weight_decay", of matrices, of the first step, which become "least_learning_rate" and
+            "greatest_weight_decay" linearly in "num_steps"; "clip", greatest L2 norm of the gradient; "temperature",
+            "entropy" and "drift" of the loss.
         routes: of each step, what its routers are told; nothing where they choose by themselves.
 
     Returns:
@@ -46,7 +47,8 @@ def judge_steps(
         dtype alone puts transformers' own, as a share of their length: 0 for float32;
         "gradient_norm", L2 norm of all the trainer's gradients of that version; "loss", "loss_scale", "loss_noise" and
         "num_tokens" of that version; "step_gap", how far the live weights are from what Adam and rounding to their
-        dtype allow, in units of the learning rate. What has no gradient has a scale and a gap of 0, and may only decay.
+        dtype allow, in units of the step's learning rate. What has no gradient has a scale and a gap of 0, and may only
+        decay.
     """
     checkpoint = _checkpoints(source, work)
     return _judged(work, batches, rule, routes, checkpoint, checkpoint, lambda version, found: dict(found))
@@ -134,7 +136,7 @@ def _judged(
         derived: gradients of these, from a version and those of its checkpoint.
     """
     records = []
-    adam = _Adam(rule["learning_rate"], rule["decay"])
+    adam = _Adam()
     for version, (batch, told) in enumerate(zip(batches, routes, strict=True), start=1):
         found, live, before = Path(work) / f"gradients-{version}", trained(version), checkpoint(version - 1)
         if not found.is_dir() or not live.is_dir():
@@ -147,6 +149,7 @@ def _judged(
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in actual.values()))
         scale = min(1.0, rule["clip"] / (norm + 1e-6)) if rule["clip"] > 0 else 1.0
         old, new = _tensors(trained(version - 1)), _tensors(live)
+        rates = _rates(rule, version)
         whole = {
             "version": version, "gradient_norm": norm, "gradient_noise": _noise(rounded, expected),
             "loss": float(nats.mean()), "loss_scale": float(nats.abs().mean()), "num_tokens": len(nats),
@@ -160,7 +163,7 @@ def _judged(
                 reduced = actual[name].double() if name in actual else torch.zeros_like(weight, dtype=torch.float64)
                 row["gradient_dtype"] = dtype_name(actual[name].dtype) if name in actual else "float32"
                 row["gradient_gap"] = float((reduced - gradient.double()).abs().max())
-                row["step_gap"] = adam.gap(name, weight, new[name], reduced * scale, version)
+                row["step_gap"] = adam.gap(name, weight, new[name], reduced * scale, version, **rates)
             records.append(row)
     return records
 
@@ -257,12 +260,14 @@ class _Adam:
     that are rounded to less than float32 it keeps the unrounded ones too, as a trainer's masters do.
     """
 
-    def __init__(self, learning_rate: float, decay: float = 0.0) -> None:
-        self._learning_rate, self._decay = learning_rate, decay
+    def __init__(self) -> None:
         self._moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._masters: dict[str, torch.Tensor] = {}
 
-    def gap(self, name: str, old: torch.Tensor, live: torch.Tensor, gradient: torch.Tensor, step: int) -> float:
+    def gap(
+        self, name: str, old: torch.Tensor, live: torch.Tensor, gradient: torch.Tensor, step: int,
+        learning_rate: float, decay: float = 0.0,
+    ) -> float:  # fmt: skip
         """How much further `live` is from the stepped weight than rounding explains, greatest, in learning rates."""
         zero = torch.zeros_like(gradient)
         first, second = self._moments.get(name, (zero, zero))
@@ -272,13 +277,21 @@ class _Adam:
         denominator = (second / (1 - BETA_2**step)).sqrt() + EPSILON
         rounded = old.dtype != torch.float32
         begin = self._masters.get(name, old.double()) if rounded else old.double()
-        kept = 1 - self._learning_rate * self._decay if begin.ndim > 1 else 1.0
-        stepped = kept * begin - self._learning_rate * (first / (1 - BETA_1**step)) / denominator
+        kept = 1 - learning_rate * decay if begin.ndim > 1 else 1.0
+        stepped = kept * begin - learning_rate * (first / (1 - BETA_1**step)) / denominator
         excess = (live.double() - stepped).abs()
         if rounded:
             self._masters[name] = stepped
             excess = (excess - _half_step(torch.maximum(live.double().abs(), stepped.abs()), live.dtype)).clamp(min=0)
-        return float(excess.max()) / self._learning_rate
+        return float(excess.max()) / learning_rate
+
+
+def _rates(rule: Mapping[str, float], version: int) -> dict[str, float]:
+    """Learning rate and weight decay of the step that makes a version, on straight lines from those of the first."""
+    past = min((version - 1) / rule["num_steps"], 1.0)
+    falling = rule["learning_rate"] + past * (rule["least_learning_rate"] - rule["learning_rate"])
+    rising = rule["weight_decay"] + past * (rule["greatest_weight_decay"] - rule["weight_decay"])
+    return {"learning_rate": falling, "decay": rising}
 
 
 def _half_step(magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

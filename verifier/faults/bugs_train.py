@@ -12,7 +12,9 @@ from verifier.faults.inject import replaced
 from verifier.mesh import Mesh
 
 STEP = "verifier.train.step_megatron"
+MAKE_OPTIMIZER = "verifier.train.optimizer_megatron:make_optimizer"
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+SCHEDULER = "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler"
 BIAS_UPDATE_RATE = 1e-3
 """megatron-core's default."""
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
@@ -37,7 +39,7 @@ def _stale_masters(fired: Fired) -> Iterator[None]:
 
         return make_optimizer
 
-    with replaced(f"{STEP}:make_optimizer", "trainer, learning_rate, clip_grad, weight_decay", make):
+    with replaced(MAKE_OPTIMIZER, "trainer, learning_rate, clip_grad", make):
         yield
 
 
@@ -124,7 +126,7 @@ def _step_in_eval(fired: Fired) -> Iterator[None]:
         return score
 
     with (
-        replaced(f"{STEP}:make_optimizer", "trainer, learning_rate, clip_grad, weight_decay", remember),
+        replaced(MAKE_OPTIMIZER, "trainer, learning_rate, clip_grad", remember),
         replaced(f"{STEP}:score", "trainer, rollouts, micro_batch_size, temperature, on_shards, on_chunk", make),
     ):
         yield
@@ -162,6 +164,22 @@ def _resumed(lose: Callable[[dict[str, Any]], object]) -> Inject:
             return step
 
         return replaced(f"{OPTIMIZER}.step_with_ready_grads", "self", make)
+
+    return inject
+
+
+def _scheduler_resumed(advances: int) -> Inject:
+    """A fault of a scheduler that is loaded: it has advanced so many times as far as it should have."""
+
+    def inject(fired: Fired) -> Any:
+        def make(original: Any) -> Any:
+            def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+                fired()
+                original(self, {**state_dict, "num_steps": advances * state_dict["num_steps"]})
+
+            return load_state_dict
+
+        return replaced(f"{SCHEDULER}.load_state_dict", "self, state_dict", make)
 
     return inject
 
@@ -336,6 +354,22 @@ FAULTS = (
         summary="a run goes on from its weights alone, and Adam's moments begin again at zero",
         caught_by=("TRN001",),
         inject=_resumed(lambda state: [value.zero_() for value in state.values()]),
+    ),
+    Fault(
+        id="scheduler-not-resumed",
+        stage=Stage.TRAIN,
+        reproduces="THUDM/slime#1152",
+        summary="a run that goes on does not advance its scheduler: rates begin again at those of the first step",
+        caught_by=("TRN001",),
+        inject=_scheduler_resumed(0),
+    ),
+    Fault(
+        id="scheduler-resumed-twice",
+        stage=Stage.TRAIN,
+        reproduces="THUDM/slime#1775",
+        summary="a run that goes on advances its scheduler by hand, and once more by what was saved of it",
+        caught_by=("TRN001",),
+        inject=_scheduler_resumed(2),
     ),
     Fault(
         id="experts-outside-gradient-norm",

@@ -18,7 +18,8 @@ from verifier.model import provider_megatron
 from verifier.plan.digest import digest_tensor
 from verifier.program.record_megatron import LiveWeights, join, record_live, record_moved, record_source, recorded
 from verifier.program.session_megatron import DATA_PARALLEL, Session
-from verifier.program.spec import CLIP_GRAD, LEARNING_RATE
+from verifier.program.spec import NO_DECAY, RATES
+from verifier.program.steps_megatron import Steps
 from verifier.train import adapter_megatron, step_megatron
 from verifier.train.gradients_megatron import whole_gradients
 from verifier.transport.buffer import dtype_name
@@ -151,7 +152,7 @@ class AdapterSession(Session):
         self.score(0)
         self.sync(0)
         self.observe_engine(0)
-        self._make_optimizer()
+        self._steps = Steps(self.trainer, {**RATES, **NO_DECAY})
         for version in range(1, self.spec.cycles + 1):
             self.update(version)
             self.record_update(version)
@@ -163,14 +164,11 @@ class AdapterSession(Session):
         """The token path alone: nothing is exported, no engine takes part."""
         self.load()
         self.score(0)
-        self._make_optimizer()
+        self._steps = Steps(self.trainer, {**RATES, **NO_DECAY})
         for version in range(1, self.spec.cycles + 1):
             self.update(version)
             self.record_update(version)
             self.score(version)
-
-    def _make_optimizer(self) -> None:
-        self._optimizer = step_megatron.make_optimizer(self.trainer, learning_rate=LEARNING_RATE, clip_grad=CLIP_GRAD)
 
 
 def record_adapter(

@@ -24,9 +24,9 @@ from verifier.program.spec import (
     CLIP_GRAD,
     DRIFT_WEIGHT,
     ENTROPY_WEIGHT,
-    LEARNING_RATE,
+    NO_DECAY,
+    RATES,
     TEMPERATURE,
-    WEIGHT_DECAY,
     RunSpec,
     made_up_logprobs,
     made_up_reward,
@@ -225,8 +225,7 @@ class Oracle:
 
         batches = [[_sample(index, tokens) for index, tokens in enumerate(batch)] for batch in spec.batches]
         rule = {
-            "learning_rate": LEARNING_RATE, "clip": CLIP_GRAD, "temperature": TEMPERATURE, "entropy": ENTROPY_WEIGHT,
-            "drift": DRIFT_WEIGHT, "decay": WEIGHT_DECAY,
+            **RATES, "clip": CLIP_GRAD, "temperature": TEMPERATURE, "entropy": ENTROPY_WEIGHT, "drift": DRIFT_WEIGHT,
         }  # fmt: skip
         replayed = {item.version: item for item in seen.at(Stage.REPLAY, "routes")}
         routes = [
@@ -235,7 +234,7 @@ class Oracle:
         ]
         name, arguments = "judge_steps", [str(subject.checkpoint.path), spec.work, batches, rule, routes]
         if spec.lora_rank and (layout := layout_of(subject.checkpoint.config)):
-            name, arguments[3] = "judge_adapter_steps", {**rule, "decay": 0.0, "scaling": SCALING}
+            name, arguments[3] = "judge_adapter_steps", {**rule, **NO_DECAY, "scaling": SCALING}
             arguments.append(adapters_of(layout, TARGETS, spec.lora_rank).names())
         for row in self._client.call("verifier.engine.oracle_step_hf", name, arguments)[0]:
             recorder.emit(

@@ -40,7 +40,8 @@ from verifier.program.record_megatron import (
     recorded,
 )
 from verifier.program.routes_megatron import record_replay, replaying_every_second
-from verifier.program.spec import AT_LENGTH, AT_TEMPERATURE, LEARNING_RATE, MICRO_BATCH, OPTIMIZER, TEMPERATURE, RunSpec
+from verifier.program.spec import AT_LENGTH, AT_TEMPERATURE, TEMPERATURE, RunSpec
+from verifier.program.steps_megatron import Steps
 from verifier.program.sync import EngineSide, open_engine, open_share
 from verifier.program.tokens_megatron import TokenProbe
 from verifier.train import replay_megatron, step_megatron
@@ -55,6 +56,8 @@ DATA_PARALLEL = provider_megatron.DataParallel(
     distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
 )
 """What teams train with, and where an export of stale weights is a real danger."""
+RESUMED = 2
+"""The step before which the optimizer is written, made anew and read again."""
 
 
 def preload_cpu() -> None:
@@ -196,15 +199,11 @@ class Session:
 
     def idle_step(self) -> None:
         """An optimizer step of learning rate 0, which must move nothing; of fewer micro-batches than those after it."""
-        self._optimizer = step_megatron.make_optimizer(self.trainer, **OPTIMIZER)
         batch = self.spec.batches[0]
-        rollouts = rollouts_of(batch[: len(batch) // 2], 0)
-        step_megatron.train_step(
-            self.trainer, self._optimizer, rollouts, learning_rate=0.0, micro_batch_size=MICRO_BATCH
-        )
+        Steps(self.trainer).idle(rollouts_of(batch[: len(batch) // 2], 0))
         with step_megatron.params_synced(self.trainer):
             self.live.record(self.probe, Stage.TRAIN, "idle", 0)
-        self._optimizer = step_megatron.make_optimizer(self.trainer, **OPTIMIZER)
+        self._steps = Steps(self.trainer)
 
     def update(self, version: int) -> None:
         """Move the weights: a real optimizer step, or noise on every tensor."""
@@ -212,13 +211,14 @@ class Session:
         if self.spec.update == "noise":
             move(self.live, self.source, f"{self.spec.seed}/{version}")
             return
+        if version == RESUMED:
+            self._steps.resume(self._folder("stopped"))
         batch = self.spec.batches[version - 1], version - 1
         look = self._tokens("trained", version, stated(*batch))
         replaying = replaying_every_second(self.probe, self.trainer, rollouts_of(*batch), version, look)
         with recomputed(self.trainer, on=version % 2 == 0), replaying as (rollouts, follow):
-            result = step_megatron.train_step(
-                self.trainer, self._optimizer, rollouts, loss=policy_loss, learning_rate=LEARNING_RATE,
-                temperature=TEMPERATURE, micro_batch_size=MICRO_BATCH, on_shards=follow,
+            result = self._steps.take(
+                rollouts, loss=policy_loss, temperature=TEMPERATURE, on_shards=follow,
                 on_gradients=lambda: self._dump_gradients(version),
             )  # fmt: skip
         facts = {"loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens}

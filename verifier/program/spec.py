@@ -9,12 +9,20 @@ from typing import Any
 from verifier.mesh import Mesh
 
 LEARNING_RATE = 1e-3
-"""Of every training step."""
+"""Of the first training step."""
 CLIP_GRAD = 1.0
 """Greatest L2 norm of the gradient of a step."""
-WEIGHT_DECAY = 0.1
-"""Of every matrix, per learning rate, so that a vector that decays and a matrix that does not show."""
-OPTIMIZER = {"learning_rate": LEARNING_RATE, "clip_grad": CLIP_GRAD, "weight_decay": WEIGHT_DECAY}
+RATES: dict[str, float] = {
+    "learning_rate": LEARNING_RATE,
+    "least_learning_rate": LEARNING_RATE / 2,
+    "weight_decay": 0.1,
+    "greatest_weight_decay": 0.2,
+    "num_steps": 4,
+}
+"""How a step's rates change: each step has its own, so that a scheduler that misses a step or takes two shows. Every
+matrix decays, so that a vector that decays and a matrix that does not show."""
+NO_DECAY = {"weight_decay": 0.0, "greatest_weight_decay": 0.0}
+"""Instead, of an adapter."""
 AT_TEMPERATURE = "scored at a temperature"
 """Name of the pass that scores at `TEMPERATURE`."""
 AT_LENGTH = "scored at length"

@@ -98,45 +98,6 @@ def score(
     return list(total.cpu().split([len(rollout) - 1 for rollout in rollouts]))
 
 
-def make_optimizer(
-    trainer: TrainerModel, *, learning_rate: float, clip_grad: float = 1.0, weight_decay: float = 0.0
-) -> Any:
-    """Megatron's Adam over this rank's parameters, with its own choice of those that decay.
-
-    Args:
-        trainer: built with `data_parallel`.
-        learning_rate: of every step that does not give its own.
-        clip_grad: greatest L2 norm of the gradient; 0 does not clip.
-        weight_decay: share of a matrix that a step takes away, per learning rate; vectors do not decay.
-
-    Raises:
-        ContractError: the trainer was built for forward passes only.
-    """
-    if trainer.data_parallel is None:
-        raise ContractError("this trainer was built for forward passes only: build it with `data_parallel`")
-    import torch
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.utils import get_model_config
-
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=learning_rate,
-        weight_decay=weight_decay,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        clip_grad=clip_grad,
-        bf16=trainer.provider.bf16,
-        params_dtype=torch.bfloat16 if trainer.provider.bf16 else torch.float32,
-        use_distributed_optimizer=trainer.data_parallel.distributed_optimizer,
-        overlap_param_gather=trainer.data_parallel.overlap_param_gather,
-    )
-    optimizer = get_megatron_optimizer(config, trainer.chunks, use_gloo_process_groups=False)
-    for group in optimizer.param_groups:  # what Megatron's scheduler does in every step, which no trainer here has
-        group["weight_decay"] = weight_decay * group["wd_mult"]
-    get_model_config(trainer.chunks[0]).grad_scale_func = optimizer.scale_loss
-    return optimizer
-
-
 def train_step(
     trainer: TrainerModel,
     optimizer: Any,
@@ -144,6 +105,7 @@ def train_step(
     *,
     loss: TokenLoss = cross_entropy,
     learning_rate: float | None = None,
+    scheduler: Any = None,
     micro_batch_size: int = 4,
     temperature: float = 1.0,
     on_shards: OnShards | None = None,
@@ -153,10 +115,11 @@ def train_step(
 
     Args:
         trainer: built with `data_parallel`.
-        optimizer: from `make_optimizer`.
+        optimizer: from `optimizer_megatron.make_optimizer`.
         rollouts: the same on every rank.
         loss: loss per token; the step's loss is its mean over the tokens in the loss mask, over all ranks.
         learning_rate: of this step; 0 moves no weight. None keeps the optimiser's.
+        scheduler: from `optimizer_megatron.make_scheduler`; sets the rates of the step after this one.
         micro_batch_size: rollouts per packed micro-batch at the most.
         temperature: what logits are divided by.
         on_shards: see `OnShards`.
@@ -178,6 +141,8 @@ def train_step(
     done, grad_norm, _ = optimizer.step()
     if not done:
         raise ContractError("the optimiser skipped the step: a gradient is not finite")
+    if scheduler is not None:
+        scheduler.step(1)
     return StepResult(loss=mean_loss, grad_norm=float(grad_norm), num_tokens=num_tokens)
 
 

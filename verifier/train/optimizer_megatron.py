@@ -1,0 +1,175 @@
+"""Megatron's optimizer and the schedule of its rates; both written as a checkpoint and read again."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from verifier.errors import ContractError
+from verifier.model.provider_megatron import TrainerModel
+
+FORMAT = {"distrib_optim_sharding_type": "dp_reshardable"}
+"""Every rank writes and reads its own shards; megatron-core's own name for it."""
+
+
+def make_optimizer(trainer: TrainerModel, *, learning_rate: float, clip_grad: float = 1.0) -> Any:
+    """Megatron's Adam over this rank's parameters; none decays but by a scheduler.
+
+    Args:
+        trainer: built with `data_parallel`.
+        learning_rate: of every step that neither gives its own nor has a scheduler.
+        clip_grad: greatest L2 norm of the gradient; 0 does not clip.
+
+    Raises:
+        ContractError: the trainer was built for forward passes only.
+    """
+    if trainer.data_parallel is None:
+        raise ContractError("this trainer was built for forward passes only: build it with `data_parallel`")
+    import torch
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.utils import get_model_config
+
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=learning_rate,
+        weight_decay=0.0,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        clip_grad=clip_grad,
+        bf16=trainer.provider.bf16,
+        params_dtype=torch.bfloat16 if trainer.provider.bf16 else torch.float32,
+        use_distributed_optimizer=trainer.data_parallel.distributed_optimizer,
+        overlap_param_gather=trainer.data_parallel.overlap_param_gather,
+    )
+    optimizer = get_megatron_optimizer(config, trainer.chunks, use_gloo_process_groups=False)
+    get_model_config(trainer.chunks[0]).grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def make_scheduler(
+    optimizer: Any,
+    *,
+    learning_rate: float,
+    least_learning_rate: float,
+    weight_decay: float,
+    greatest_weight_decay: float,
+    num_steps: int,
+) -> Any:
+    """Megatron's scheduler: the learning rate falls and the weight decay rises, both linearly.
+
+    Args:
+        optimizer: from `make_optimizer`; it has the rates of its first step afterwards.
+        learning_rate: of the first step.
+        least_learning_rate: of the step `num_steps` after it, and of all later ones.
+        weight_decay: share of a matrix that the first step takes away, per learning rate. Megatron chooses what decays.
+        greatest_weight_decay: the same, `num_steps` later.
+        num_steps: over how many steps they change.
+    """
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    for group in optimizer.param_groups:
+        group["min_lr"] = least_learning_rate
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=learning_rate,
+        min_lr=least_learning_rate,
+        lr_warmup_steps=0,
+        lr_decay_steps=num_steps,
+        lr_decay_style="linear",
+        start_wd=weight_decay,
+        end_wd=greatest_weight_decay,
+        wd_incr_steps=num_steps,
+        wd_incr_style="linear",
+    )
+
+
+def save(optimizer: Any, scheduler: Any, folder: Path) -> None:
+    """Write what a run needs to go on: masters, moments, rates. A collective.
+
+    Args:
+        optimizer: from `make_optimizer`.
+        scheduler: from `make_scheduler`.
+        folder: an empty one, the same for all ranks.
+
+    Source:
+        megatron-core 0.19.2, core/optimizer/distrib_optimizer.py, `sharded_state_dict` and `load_state_dict`.
+    """
+    from megatron.core import dist_checkpointing
+
+    state = {"optimizer": optimizer.sharded_state_dict({}, metadata=FORMAT), "scheduler": scheduler.state_dict()}
+    with _writing_here():
+        dist_checkpointing.save(state, str(folder))
+
+
+@contextlib.contextmanager
+def _writing_here() -> Iterator[None]:
+    """Have writers answer within this process, as they run in it: for others there is a server, which takes seconds.
+
+    Source:
+        megatron-core 0.19.2, core/dist_checkpointing/strategies/filesystem_async.py, `get_write_results_queue`.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    before, filesystem_async._results_queue = filesystem_async._results_queue, queue.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before
+
+
+def load(optimizer: Any, scheduler: Any, folder: Path) -> None:
+    """Read what `save` wrote into an optimizer and a scheduler that were just made. A collective."""
+    import torch
+    from megatron.core import dist_checkpointing
+
+    steps = [_TorchSteps(part.optimizer) for part in optimizer.chained_optimizers if _is_torchs(part.optimizer)]
+    state = {
+        "optimizer": optimizer.sharded_state_dict({}, is_loading=True, metadata=FORMAT),
+        "scheduler": scheduler.state_dict(),
+    }
+    found = dist_checkpointing.load(state, str(folder))
+    with torch.no_grad():
+        optimizer.load_state_dict(found["optimizer"])
+    scheduler.load_state_dict(found["scheduler"])
+    for loaded in steps:
+        loaded.restore()
+
+
+def _is_torchs(adam: Any) -> bool:
+    """Torch's own Adam, which takes the place of Transformer Engine's in the CPU tier."""
+    import torch
+
+    return isinstance(adam, torch.optim.Adam)
+
+
+class _TorchSteps:
+    """Steps of an Adam that counts them by parameter, where megatron-core loads them by group.
+
+    It asks an optimizer that it loads into for its step, so there has to be one. Of what it loads it gives all
+    parameters one step between them, and then overwrites it.
+
+    Source:
+        megatron-core 0.19.2, core/optimizer/distrib_optimizer.py: `state_dict` and `load_state_dict`, each without
+        `HAVE_APEX_OR_TE`, and `_set_main_param_and_optimizer_states`.
+    """
+
+    def __init__(self, adam: Any) -> None:
+        import torch
+
+        self._adam = adam
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                adam.state[parameter] = {"step": torch.zeros(()), **moments}
+
+    def restore(self) -> None:
+        """Give every parameter the step of its group."""
+        import torch
+
+        for group in self._adam.param_groups:
+            for parameter in group["params"]:
+                self._adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
