@@ -180,6 +180,31 @@ def steps_of_equal_lengths(context: RankContext) -> list[list[float]]:
     return [[step.loss, step.grad_norm] for step in steps]
 
 
+def indexed(context: RankContext) -> dict[str, list[str]]:
+    """Parameters whose place in their group is said to be another's, with `index_states` and without."""
+    from unittest import mock
+
+    from verifier.train import optimizer_megatron
+
+    built = _build(context.args)
+
+    def misplaced() -> list[str]:
+        optimizer = optimizer_megatron.make_optimizer(built, learning_rate=1e-3)
+        names = {parameter: name for chunk in built.chunks for name, parameter in chunk.named_parameters()}
+        found = []
+        for part in optimizer.chained_optimizers:
+            for parameter, (group, order) in part.model_param_group_index_map.items():
+                held = part.optimizer.param_groups[group]["params"][order]
+                whole = parameter.detach().float().view(-1)
+                if held.shape != whole.shape or not held.equal(whole):
+                    found.append(names[parameter])
+        return found
+
+    with mock.patch.object(optimizer_megatron, "index_states"):
+        upstream = misplaced()
+    return {"ours": misplaced(), "upstream": upstream}
+
+
 def rebuilt(context: RankContext) -> list[list[list[float]]]:
     """Several meshes, one after another, in the same processes."""
     from verifier.model.provider_megatron import teardown
