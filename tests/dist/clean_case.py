@@ -72,7 +72,7 @@ def cases() -> list[Case]:
     found += [Case(family=family, mesh=Mesh(tp=2), dtype="bfloat16") for family in ("qwen3", *MOE)]
     found += [Case(family=family, mesh=Mesh(ep=2, dp=2), dtype="bfloat16") for family in MOE]
     found += [Case(family="deepseek-v3", mesh=Mesh(pp=2, ep=2, dp=2), update="noise")]
-    found += [Case(family=family, mesh=Mesh(tp=2, pp=2), engine="vllm") for family in DENSE]
+    found += [Case(family=family, mesh=Mesh(tp=2, pp=2), engine="vllm") for family in (*DENSE, "qwen2")]
     found += [Case(family="qwen3-moe", mesh=mesh, engine="vllm") for mesh in (Mesh(ep=2, dp=2), MOE_MESHES[-1])]
     found += [Case(family="qwen3-moe", mesh=Mesh(ep=2, dp=2), engine="vllm", update="noise")]
     found += [Case(family="qwen3-moe", mesh=Mesh(tp=2, ep=2), engine="vllm", dtype="bfloat16")]

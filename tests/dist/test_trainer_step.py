@@ -113,3 +113,15 @@ def test_states_of_a_mixed_model_are_found_where_they_are(run):
     (found,) = run("indexed", model="nemotron-h", dtype="bfloat16", data_parallel=OVERLAPPED)
     assert found["ours"] == []
     assert any(name.endswith("A_log") for name in found["upstream"])
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "mesh"),
+    [("qwen3-moe", "float32", {"ep": 2, "dp": 2}), ("nemotron-h", "bfloat16", {"tp": 2})],
+)
+def test_steps_that_go_on_from_files_are_those_of_a_run_that_was_not_stopped(run, model, dtype, mesh):
+    first, second = (
+        run("stepped", model=model, dtype=dtype, mesh=mesh, data_parallel=OVERLAPPED, resume=resume)
+        for resume in (False, True)
+    )
+    assert first == second

@@ -205,6 +205,24 @@ def indexed(context: RankContext) -> dict[str, list[str]]:
     return {"ours": misplaced(), "upstream": upstream}
 
 
+def stepped(context: RankContext) -> dict[str, str]:
+    """An export after three steps, with an optimizer made anew before the second and the third if asked for."""
+    from verifier.export.gather_megatron import export
+    from verifier.program.steps_megatron import Steps
+    from verifier.train.step_megatron import params_synced
+
+    built = _build(context.args)
+    steps = Steps(built)
+    for at in range(3):
+        if at and context.args["resume"]:
+            folder = context.run_dir / f"stopped-{at}"
+            folder.mkdir(exist_ok=True)
+            with params_synced(built):
+                steps.resume(folder)
+        steps.take(rollouts())
+    return _digests(export(built))
+
+
 def rebuilt(context: RankContext) -> list[list[list[float]]]:
     """Several meshes, one after another, in the same processes."""
     from verifier.model.provider_megatron import teardown

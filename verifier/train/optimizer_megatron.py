@@ -90,7 +90,7 @@ def make_scheduler(
     """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups:  # the scheduler goes by a group's own bounds
         group["min_lr"] = least_learning_rate
     return OptimizerParamScheduler(
         optimizer,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verifier.engine.oracle_step_hf import _Adam, _groups, _half_step, adapter_gradients
+from verifier.engine.oracle_step_hf import _Adam, _groups, _half_step, _rates, adapter_gradients
+from verifier.program.spec import RATES
 
 LEARNING_RATE = 1e-3
 
@@ -101,3 +102,8 @@ def test_gradients_of_an_adapter_are_those_of_autograd_also_where_linears_share_
     assert found.keys() == adapter.keys()
     for name, matrix in adapter.items():
         torch.testing.assert_close(found[name], matrix.grad)
+
+
+@pytest.mark.parametrize(("version", "learning_rate", "decay"), [(1, 1e-3, 0.1), (3, 7.5e-4, 0.15), (9, 5e-4, 0.2)])
+def test_rates_lie_on_lines_that_end(version: int, learning_rate: float, decay: float) -> None:
+    assert _rates(RATES, version) == pytest.approx({"learning_rate": learning_rate, "decay": decay})
