@@ -59,6 +59,7 @@ def test_engines_of_one_nursery(checkpoint: Path, tmp_path: Path) -> None:
     assert not any(alive(host) for host in hosts)
 
 
+@pytest.mark.slow
 def test_engine_dies_with_a_killed_owner(checkpoint: Path) -> None:
     code = (
         "import sys, time\n"

@@ -41,7 +41,7 @@ ALLOWED_NATS = 1e-5  # two float32 implementations of a 4-layer model agree to a
 START_S = 600
 
 CASES = [
-    pytest.param(("hf", "deepseek-v3", 1), id="hf-deepseek-v3-1"),
+    pytest.param(("hf", "deepseek-v3", 1), id="hf-deepseek-v3-1", marks=pytest.mark.slow),
     pytest.param(("vllm", "qwen3-moe", 2), id="vllm-qwen3-moe-2"),
     pytest.param(("vllm", "qwen3-tied", 1), id="vllm-qwen3-tied-1", marks=pytest.mark.slow),
 ]

@@ -74,6 +74,7 @@ def test_interleaved_stages_without_overlap_are_caught_by_the_gradients(workshop
     assert found == {"LSS001": Stage.LOSS, "LSS002": Stage.LOSS}
 
 
+@pytest.mark.slow
 def test_an_export_of_stale_weights_is_caught_by_the_live_ones(workshop: Workshop, tmp_path: Path) -> None:
     found = violated(run(workshop, "trap_functions:without_param_sync", Mesh(dp=2), tmp_path))
     assert found["WGT005"] is Stage.EXPORT
