@@ -45,7 +45,7 @@ def test_a_gradient_that_is_longer_than_noise_makes_it_is_seen(length: float, ba
 
 @pytest.mark.parametrize(("length", "holds"), [(1.033, True), (1.05, True), (1.07, False)])
 def test_few_elements_are_as_noisy_as_their_layer(length: float, holds: bool) -> None:
-    """A `D` of eight elements was off by 0.033 on an H200, and said of itself that 0.015 is its noise."""
+    """A `D` of 16 elements was off by 0.033 on an H200, and said of itself that 0.015 is its noise."""
     noises = {"D": 0.015, "A_log": 0.045}
     names = iter(noises)
     run = []
