@@ -25,9 +25,10 @@ def test_the_same_request_gets_the_same_model(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_was_written_since_is_another(tmp_path: Path) -> None:
+    """In bfloat16, which is converted: float32 would be mapped, and what is written to its file shows by itself."""
     folder = tmp_path / "checkpoint"
-    shutil.copytree(write_tiny("qwen3", tmp_path), folder)
+    shutil.copytree(write_tiny("qwen3", tmp_path, "bfloat16"), folder)
     first = hold_model(folder, torch.float32, "cpu").lm_head.weight.clone()
-    for file in write_tiny("qwen3", tmp_path, seed=2).iterdir():
+    for file in write_tiny("qwen3", tmp_path, "bfloat16", seed=2).iterdir():
         shutil.copyfile(file, folder / file.name)
     assert not hold_model(folder, torch.float32, "cpu").lm_head.weight.equal(first)
