@@ -25,7 +25,7 @@ from tests.h100.turn import TURN
 
 HERE = Path(__file__).parent
 NOTHING_COLLECTED = 5
-SHARERS = 14
+SHARERS = 15
 """Processes that may share one GPU: all but the wide models take a few GiB."""
 STILL_RUNNING = 3
 """Processes that are not timed and still run when those that are start."""

@@ -35,7 +35,7 @@ def config_of(name, folder, **sizes):
 @pytest.mark.h100(gpus=1)
 @pytest.mark.parametrize(
     "name",
-    [*(pytest.param(name, marks=pytest.mark.own_process) for name in RELOAD[:2]), *RELOAD[2:]],  # these take longest
+    [*(pytest.param(name, marks=pytest.mark.own_process) for name in RELOAD[:3]), *RELOAD[3:]],  # these take longest
 )
 def test_reload_fault_is_caught_where_it_sits(name, workshop, measured, tmp_path):
     fault = CATALOG[name]
