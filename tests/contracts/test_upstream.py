@@ -14,6 +14,7 @@ FACTS = (
     "layers_are_shared_out_as_the_mesh_says",
     "packer_and_attention_agree_on_context_parallel_rows",
     "token_counts_on_the_host_are_not_made_numpy_upstream",
+    "norms_of_large_tensors_are_short_upstream",
     "torch_itself_is_whole",
     "placeholder_gives_nothing_away",
     "attention_equals_torchs_own",

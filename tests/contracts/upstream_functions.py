@@ -145,6 +145,21 @@ def token_counts_on_the_host_are_not_made_numpy_upstream(context: RankContext) -
     assert not torch.is_tensor(token_dispatcher.maybe_move_tensor_to_cpu(counts, as_numpy=True))
 
 
+def norms_of_large_tensors_are_short_upstream(context: RankContext) -> None:
+    """Why `l2_norm_impl` is replaced; when this fails, torch or megatron-core is mended and the patch can go."""
+    import torch
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    torch.manual_seed(0)
+    gradients = [torch.randn(2048, 2048), torch.randn(7)]
+    exact = sum(float(gradient.double().square().sum()) for gradient in gradients) ** 0.5
+    upstream, _ = local_multi_tensor_l2_norm(2048, None, [gradients], False)
+    assert upstream.item() == pytest.approx(exact, rel=2e-4)
+    assert upstream.item() != pytest.approx(exact, rel=2e-5)
+    assert float(clip_grads.get_grad_norm_fp32(gradients)) == pytest.approx(exact, rel=2e-7)
+
+
 def torch_itself_is_whole(context: RankContext) -> None:
     """Only megatron-core's literal CUDA factories are turned to the host; a meta device still is one."""
     import torch

@@ -90,7 +90,7 @@ class Oracle:
         exported where the family has no layout row. The noise of an engine that quantizes is its own at version 0,
         where it holds, bit for bit, what a cold start gives. A stored noise floor of the source goes on record too, and
         what float32 alone costs a checkpoint that was not generated.
-        On the GPU tier transformers computes on a GPU.
+        All of it is computed on the subject's `oracle_device`.
         """
         import torch
 
@@ -98,7 +98,7 @@ class Oracle:
         seen = store.read(trace)
         engine_gaps: list[float] = []
         slack = SLACK
-        device = "cpu" if subject.tier == "cpu" else "cuda"
+        device = subject.oracle_device
         floor = stored_floor(seen.manifest["model"], subject.checkpoint, subject.dtype, subject.tier)
         if floor is not None:
             record_floor(recorder, floor)

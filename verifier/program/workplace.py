@@ -27,8 +27,8 @@ from verifier.program.spec import RunSpec
 Progress = Callable[[str], None]
 ENGINE_FIRST_S = 20.0
 """Ranks wait so much longer for rank 0 than rank 0 for the engine, so that it can say first who does not answer."""
-GRADIENT_BYTES = 256 * 2**20
-"""Of the greatest checkpoint whose gradients are judged on the GPU tier: the host would take minutes for a wide one."""
+ON_THE_HOST_BYTES = 256 * 2**20
+"""Of the greatest checkpoint that transformers computes with on the host on the GPU tier: a wide one takes minutes."""
 SAVED_BYTES = 2**30
 """Of the greatest checkpoint that megatron-bridge writes to files as well: the same code writes larger ones."""
 PRELOADS = {
@@ -80,8 +80,12 @@ class Subject:
     @property
     def judges_gradients(self) -> bool:
         """Whether the gradients of each step go to the oracle, through files, to be judged in float64 on the host."""
-        small = self.checkpoint.num_bytes <= GRADIENT_BYTES
-        return bool(self.layout_scopes) and (self.tier == "cpu" or small)
+        return bool(self.layout_scopes) and self.oracle_device == "cpu"
+
+    @property
+    def oracle_device(self) -> str:
+        """Where transformers computes: on the host, which shares no kernel with trainer and engine, if it can."""
+        return "cpu" if self.tier == "cpu" or self.checkpoint.num_bytes <= ON_THE_HOST_BYTES else "cuda"
 
     @property
     def is_saved(self) -> bool:
