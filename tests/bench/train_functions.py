@@ -126,24 +126,28 @@ def _masked_sum(losses: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor,
 
 
 class Recorded:
-    """Our step, recorded as a round trip records it: tokens, ledger, loss and norm, a digest of every live weight."""
+    """Our step, recorded as a round trip records it: tokens, ledger, loss and norm, a digest of every live weight.
 
-    def __init__(self, trainer: provider_megatron.TrainerModel, config: Mapping[str, Any], folder: Path) -> None:
-        self._live = LiveWeights(trainer.chunks, layout_of(config), Mesh(), 0)
-        self._trainer, self._folder = trainer, folder
-        self._manifest = {**MANIFEST, "dtype": config["dtype"], "tier": trainer.tier}
-        self._number = 0
+    Opens the trace, with what the weights are before the step.
+    """
 
-    def open(self) -> None:
-        """A trace for the next step, with what the weights are before it."""
-        self._path = store.create(self._folder / f"trace-{self._number}", self._manifest)
-        self._number += 1
+    def __init__(
+        self,
+        trainer: provider_megatron.TrainerModel,
+        live: LiveWeights,
+        dtype: str,
+        folder: Path,
+        rollouts: Sequence[Rollout],
+    ) -> None:
+        self._trainer, self._live, self._rollouts = trainer, live, rollouts
+        self._manifest = {**MANIFEST, "dtype": dtype, "tier": trainer.tier}
+        self._path = store.create(folder, self._manifest)
         self._probe = store.Recorder(self._path, "trainer", 0)
         self._live.record(self._probe, Stage.LOAD, "shard", 0)
 
-    def step(self, train: Callable[..., step_megatron.StepResult], rollouts: Sequence[Rollout]) -> None:
+    def step(self, train: Callable[..., step_megatron.StepResult]) -> None:
         """One step of learning rate 0 and all that is recorded of it."""
-        tokens = TokenProbe(self._probe, Mesh(), 0, "trained", 0, rollouts)
+        tokens = TokenProbe(self._probe, Mesh(), 0, "trained", 0, self._rollouts)
         result = train(on_shards=tokens)
         facts = {"loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens}
         self._probe.emit(Evidence(stage=Stage.TRAIN, kind="step", name="step", facts=facts))
@@ -157,8 +161,9 @@ class Recorded:
 
 
 def measure(context: RankContext) -> dict[str, Any]:
-    """Seconds of each kind of step, in turns; the first turn warms up and is left out.
+    """Seconds of two steps of each kind, in turns; the first turn warms up, with one of each, and is left out.
 
+    A turn takes the kinds there and back, so that a device that gets slower as it gets warm slows all of them alike.
     All of learning rate 0, so that every step is the same work and ends in the same weights.
     """
     args = context.args
@@ -176,16 +181,23 @@ def measure(context: RankContext) -> dict[str, Any]:
     rollouts = rollouts_of(sequences, 0)
     packs = [pack(rollouts[at : at + 16], Alignment()) for at in range(0, len(rollouts), 16)]
     bare = BareLoop(trainer, optimizer, packs, device)
-    recorded = Recorded(trainer, config, folder)
+    live = LiveWeights(trainer.chunks, layout_of(config), Mesh(), 0)
     train = partial(step_megatron.train_step, trainer, optimizer, rollouts, micro_batch_size=16, learning_rate=0.0)
     seconds: dict[str, list[float]] = {"bare": [], "plain": [], "recorded": []}
-    steps = {"bare": bare.step, "plain": train, "recorded": lambda: recorded.step(train, rollouts)}
     said = {}
-    for _ in range(args["rounds"] + 1):
-        recorded.open()
-        for name, step in steps.items():
-            said[name] = _timed(step, seconds[name], device)
-        recorded.close()
+    for turn in range(args["rounds"] + 1):
+        paths = [folder / f"trace-{turn}-{way}" for way in range(2 if turn else 1)]
+        recorded = [Recorded(trainer, live, config["dtype"], path, rollouts) for path in paths]
+        ways = [[("bare", bare.step), ("plain", train), ("recorded", partial(item.step, train))] for item in recorded]
+        there_and_back = [*ways[0], *reversed(ways[-1])] if turn else ways[0]
+        took = dict.fromkeys(seconds, 0.0)
+        for name, step in there_and_back:
+            said[name], step_s = _timed(step, device)
+            took[name] += step_s
+        for item in recorded:
+            item.close()
+        for name, total in took.items():
+            seconds[name].append(total / len(recorded))
     bare_loss, bare_norm = said["bare"]
     return {
         "seconds": {name: values[1:] for name, values in seconds.items()},
@@ -195,12 +207,11 @@ def measure(context: RankContext) -> dict[str, Any]:
     }
 
 
-def _timed(step: Callable[[], Any], seconds: list[float], device: torch.device) -> Any:
-    """What the step returns; its wall time, device included, is appended."""
+def _timed(step: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """What the step returns, and its wall time, device included."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     began = time.perf_counter()
     found = step()
     wait()
-    seconds.append(time.perf_counter() - began)
-    return found
+    return found, time.perf_counter() - began

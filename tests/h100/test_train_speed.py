@@ -31,7 +31,7 @@ FUSED = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te", "
 def test_our_step_costs_little_more_than_a_bare_loop(workshop, its_turn, measured, tmp_path):
     args = {
         "sizes": SIZES, "dtype": "bfloat16", "tier": "cuda", "overrides": FUSED, "rows": 16_384, "micro_batches": 4,
-        "rounds": 5,
+        "rounds": 3,
     }  # fmt: skip
     cost = measure(workshop.zygote, tmp_path, args)
     measured(
