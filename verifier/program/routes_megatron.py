@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -76,9 +76,9 @@ def replaying_every_second(
     made_up = _made_up(routing, rollouts)
     with routing.replaying(made_up) as (follow, watch):
 
-        def both(shards: list[PackedBatch]) -> None:
-            on_shards(shards)
+        def both(shards: list[PackedBatch]) -> Callable[[], None] | None:
             follow(shards)
+            return on_shards(shards)
 
         yield made_up, both
     _record_choices(probe, routing, made_up, watch.choices(), version)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ class TokenProbe:
         self._probe, self._mesh, self._rank = probe, mesh, rank
         self._name, self._version, self._rollouts = name, version, rollouts
 
-    def __call__(self, shards: Sequence[PackedBatch]) -> None:
-        """Look at this rank's shards, in the order of its micro-batches."""
+    def __call__(self, shards: Sequence[PackedBatch]) -> Callable[[], None] | None:
+        """Look at this rank's shards, in the order of its micro-batches; on rank 0, returns the audit of all ranks'."""
         at = self._mesh.coordinate(self._rank)
         self._probe.emit(
             Evidence(
@@ -52,13 +53,11 @@ class TokenProbe:
         if owner:
             self._record_layout(shards, cp_rank=at.cp)
         mine = loss_rows(shards) if owner else None
-        if self._mesh.world_size == 1:
-            self._audit([loss_rows(shards)])
-            return
-        everyone: list[Any] | None = [None] * self._mesh.world_size if self._rank == 0 else None
-        dist.gather_object(mine, everyone)
-        if everyone is not None:
-            self._audit([rows for rows in everyone if rows is not None])
+        everyone: list[Any] = [mine]
+        if self._mesh.world_size > 1:
+            everyone = [None] * self._mesh.world_size
+            dist.gather_object(mine, everyone if self._rank == 0 else None)
+        return partial(self._audit, [rows for rows in everyone if rows is not None]) if self._rank == 0 else None
 
     def _record_layout(self, shards: Sequence[PackedBatch], cp_rank: int) -> None:
         lengths = {rollout.id: len(rollout) for rollout in self._rollouts}

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from verifier.mesh import Coordinate
 
-OnShards = Callable[[list[PackedBatch]], None]
-"""Called on every rank with its micro-batches, before they are used; it only looks."""
+OnShards = Callable[[list[PackedBatch]], Callable[[], None] | None]
+"""Called on every rank with its micro-batches, before they are used; it only looks. What is left to do, on that rank
+alone, it returns: that is called when the device has its work, and delays nothing then."""
 OnChunk = Callable[[int, PackedBatch], None]
 """Called with a virtual stage of this rank and the micro-batch that it is about to run."""
 TokenLoss = Callable[["torch.Tensor", "torch.Tensor", PackedBatch], "torch.Tensor"]
@@ -76,12 +77,10 @@ def score(
 
     schedule = _schedule(trainer, rollouts, micro_batch_size)
     shards = _shards(trainer, schedule, rollouts)
-    if on_shards is not None:
-        on_shards(shards)
     forward = partial(
         _forward, trainer=trainer, temperature=temperature, entropy=False, finish=_detached, on_chunk=on_chunk
     )
-    with torch.no_grad(), _mode(trainer, training=False):
+    with _seen(shards, on_shards), torch.no_grad(), _mode(trainer, training=False):
         scored = _run(trainer, forward, shards, forward_only=True, collect_non_loss_data=True)
     ends = torch.tensor([len(rollout) - 1 for rollout in rollouts]).cumsum(0).tolist()
     starts = [0, *ends[:-1]]
@@ -171,12 +170,10 @@ def backward(
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
     shards = _shards(trainer, _schedule(trainer, rollouts, micro_batch_size), rollouts)
-    if on_shards is not None:
-        on_shards(shards)
     forward = partial(
         _forward, trainer=trainer, temperature=temperature, entropy=True, finish=partial(_sum_loss, loss=loss)
     )
-    with _mode(trainer, training=True):
+    with _seen(shards, on_shards), _mode(trainer, training=True):
         parts = _run(trainer, forward, shards, forward_only=False)
     total = torch.zeros(2, dtype=torch.float64, device=_device(trainer))
     if parts and _coordinate(trainer).tp == 0:
@@ -224,6 +221,17 @@ def _shards(trainer: TrainerModel, schedule: Schedule, rollouts: Sequence[Rollou
         shard_cp(pack(batch, alignment, extra={LEDGER: [marks[rollout.id] for rollout in batch]}), at.cp)
         for batch in schedule.of(at.dp, rollouts)
     ]
+
+
+@contextlib.contextmanager
+def _seen(shards: list[PackedBatch], on_shards: OnShards | None) -> Iterator[None]:
+    """Show the shards before what runs here, and let the viewer finish after it, however it ends."""
+    rest = on_shards(shards) if on_shards is not None else None
+    try:
+        yield
+    finally:
+        if rest is not None:
+            rest()
 
 
 def _run(
