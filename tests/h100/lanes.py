@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +32,8 @@ STILL_RUNNING = 3
 """Processes that are not timed and still run when those that are start."""
 LEAST_CORES = 4
 """Of each process that is not timed, or a quarter of the host's: with all, the threads of one wait for another's."""
+SPREAD = 7
+"""Steps through the cores, so that processes which follow each other are given different ones."""
 STARTS_APART_S = 1.0
 """Between two starts, so that the first finds its ports and compiles what the others then read from the cache."""
 
@@ -75,51 +78,70 @@ class Task:
             )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """A process that was started."""
+
+    process: subprocess.Popen[bytes]
+    task: Task
+    gpus: list[int]
+    cores: list[int]
+
+
 @dataclass(slots=True)
 class Host:
-    """Which processes run on which GPUs."""
+    """Which processes run on which GPUs and cores."""
 
     num_gpus: int
-    running: dict[subprocess.Popen[bytes], tuple[Task, list[int]]] = field(default_factory=dict)
+    running: list[Run] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     num_started: int = 0
-    """Of those that are not timed."""
+
+    @property
+    def untimed(self) -> list[Run]:
+        """Those whose speed does not matter."""
+        return [run for run in self.running if not run.task.timed]
 
     def place(self, task: Task) -> list[int] | None:
         """The least shared GPUs; None while there is no room, or too early for what is timed."""
-        untimed = [gpus for other, gpus in self.running.values() if not other.timed]
         if task.timed:
-            return list(range(task.gpus)) if len(untimed) <= STILL_RUNNING else None
-        load = [sum(gpu in gpus for gpus in untimed) for gpu in range(self.num_gpus)]
+            return list(range(task.gpus)) if len(self.untimed) <= STILL_RUNNING else None
+        load = [sum(gpu in run.gpus for run in self.untimed) for gpu in range(self.num_gpus)]
         places = sorted(range(self.num_gpus), key=lambda gpu: (load[gpu], gpu))[: task.gpus]
         return sorted(places) if max(load[gpu] for gpu in places) < SHARERS else None
 
     def cores(self, task: Task) -> list[int]:
-        """All for what is timed; for the others a share each, in turn."""
+        """All for what is timed; for the others those with the fewest users, and seldom the same ones together.
+
+        Groups that share their cores would leave them idle when most of a group is done.
+        """
         every = sorted(os.sched_getaffinity(0))
         if task.timed:
             return every
-        share = min(len(every), max(LEAST_CORES, len(every) // 4))
-        first, self.num_started = self.num_started * share, self.num_started + 1
-        return sorted(every[(first + item) % len(every)] for item in range(share))
+        users = Counter(core for run in self.untimed for core in run.cores)
+        turned = {core: (SPREAD * at + 3 * self.num_started) % len(every) for at, core in enumerate(every)}
+        fewest = sorted(every, key=lambda core: (users[core], turned[core]))
+        return sorted(fewest[: max(LEAST_CORES, len(every) // 4)])
 
-    @property
-    def only_timed(self) -> bool:
-        """Nothing else runs."""
-        return all(task.timed for task, _ in self.running.values())
+    def start(self, task: Task, gpus: list[int], results: Path, arguments: Sequence[str]) -> None:
+        """Start a process where it was placed."""
+        cores = self.cores(task)
+        self.running.append(Run(process=task.start(results, gpus, cores, arguments), task=task, gpus=gpus, cores=cores))
+        self.num_started += 1
 
     def reap(self, results: Path) -> None:
         """Take in what has ended, and say how."""
-        for process in [process for process in self.running if process.poll() is not None]:
-            task, _ = self.running.pop(process)
-            log = results / f"{task.name}.log"
-            if process.returncode == NOTHING_COLLECTED:
+        ended = [run for run in self.running if run.process.poll() is not None]
+        self.running = [run for run in self.running if run not in ended]
+        for run in ended:
+            log = results / f"{run.task.name}.log"
+            if run.process.returncode == NOTHING_COLLECTED:
                 log.unlink()
                 continue
             last = log.read_text(errors="replace").rstrip().rpartition("\n")[2]
-            print(f"{task.name}: {last}", flush=True)
-            if process.returncode:
-                self.failed.append(task.name)
+            print(f"{run.task.name}: {last}", flush=True)
+            if run.process.returncode:
+                self.failed.append(run.task.name)
 
 
 class Census:
@@ -153,8 +175,8 @@ def main(results: Path, arguments: Sequence[str]) -> int:
             if found is not None:
                 task, gpus = found
                 waiting.remove(task)
-                host.running[task.start(results, gpus, host.cores(task), arguments)] = found
-            elif host.only_timed:
+                host.start(task, gpus, results, arguments)
+            elif not host.untimed:
                 fcntl.flock(turn, fcntl.LOCK_UN)
             time.sleep(STARTS_APART_S)
     (results / "turn").unlink()

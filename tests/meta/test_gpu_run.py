@@ -9,12 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
 from tests.h100 import turn
-from tests.h100.lanes import SHARERS, STILL_RUNNING, Host, Task
+from tests.h100.lanes import LEAST_CORES, SHARERS, STILL_RUNNING, Host, Run, Task
 from tests.h100.results import table
 from tests.meta.sources import ROOT
 
@@ -44,7 +45,18 @@ def task(gpus: int = 1, *, timed: bool = False) -> Task:
 
 
 def host_with(num_gpus: int, *running: tuple[Task, list[int]]) -> Host:
-    return Host(num_gpus, running=dict(enumerate(running)))  # type: ignore[arg-type]  # a number for a process
+    host = Host(num_gpus)
+    for item, gpus in running:
+        started(host, item, gpus)
+    return host
+
+
+def started(host: Host, item: Task, gpus: list[int]) -> list[int]:
+    """Its cores; no process is needed for that."""
+    cores = host.cores(item)
+    host.running.append(Run(process=None, task=item, gpus=gpus, cores=cores))  # type: ignore[arg-type]
+    host.num_started += 1
+    return cores
 
 
 def test_the_least_shared_gpus_are_taken() -> None:
@@ -66,18 +78,25 @@ def test_what_is_timed_starts_when_few_others_run() -> None:
     others = [(task(), [0])] * (STILL_RUNNING + 1)
     assert host_with(2, *others).place(task(2, timed=True)) is None
     assert host_with(2, *others[1:]).place(task(2, timed=True)) == [0, 1]
-    assert not host_with(2, *others).only_timed
-    assert host_with(2, (task(timed=True), [0])).only_timed
+    assert host_with(2, *others).untimed
+    assert not host_with(2, (task(timed=True), [0])).untimed
 
 
-def test_cores_are_given_out_in_turn_and_all_to_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 16 cores four processes fill the host; the fifth shares with the first."""
+def test_cores_are_shared_evenly_and_by_no_group_and_all_are_given_to_what_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On 16 cores four processes fill the host; of the fifteen on one GPU none shares all of its cores with another."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     host = host_with(1)
-    shares = [host.cores(task()) for _ in range(4)]
+    shares = [started(host, task(), [0]) for _ in range(4)]
     assert sorted(core for share in shares for core in share) == list(range(16))
     assert host.cores(task(timed=True)) == list(range(16))
-    assert host.cores(task()) == shares[0]
+    shares += [started(host, task(), [0]) for _ in range(11)]
+    assert max(len(set(one) & set(other)) for one, other in combinations(shares, 2)) < LEAST_CORES
+    users = [sum(core in share for share in shares) for core in range(16)]
+    assert max(users) - min(users) <= 1
+    del host.running[0]
+    assert set(host.cores(task())) & set(shares[0])
 
 
 def test_one_at_a_time_has_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
