@@ -22,9 +22,10 @@ SIZES = {
 def test_our_step_costs_little_more_than_a_bare_loop(trainer_zygote: Zygote, tmp_path: Path) -> None:
     args = {
         "sizes": SIZES, "dtype": "float32", "tier": "cpu", "overrides": {}, "rows": 1024, "micro_batches": 2,
-        "rounds": 5,
+        "rounds": 3,
     }  # fmt: skip
     cost = measure(trainer_zygote, tmp_path, args)
     assert cost.gap < SAME_WORK
     assert cost.speed >= LEAST_SPEED
-    assert cost.recording + cost.judging <= GREATEST_COST
+    # Steps on two shared cores differ by up to a tenth; of what records them nothing runs beside them here.
+    assert cost.own + cost.judging <= GREATEST_COST

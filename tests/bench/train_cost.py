@@ -30,7 +30,9 @@ class Cost:
     speed: float
     """Of our step, as a share of the bare loop's."""
     recording: float
-    """Of a step's time."""
+    """Of a step's time: what steps with a recorder take longer."""
+    own: float
+    """Of a step's time: what recording itself takes, the sharper of the two where steps vary by more than that."""
     judging: float
     """Of a step's time."""
     step_s: float
@@ -53,9 +55,9 @@ class Cost:
         """One line for the log."""
         return (
             f"step {self.step_s:.3f} s, {self.tokens_per_s:,.0f} tokens/s; bare {self.bare_s:.3f} s, speed "
-            f"{self.speed:.3f} of it (at least {LEAST_SPEED}); recording {self.recording:.2%} and judging "
-            f"{self.judging:.2%} of a step (together at most {GREATEST_COST:.0%}), {self.num_compared:,} comparisons; "
-            f"loss and norm within {self.gap:.1e} of the bare loop's"
+            f"{self.speed:.3f} of it (at least {LEAST_SPEED}); recording {self.recording:.2%} (itself "
+            f"{self.own:.2%}) and judging {self.judging:.2%} of a step (together at most {GREATEST_COST:.0%}), "
+            f"{self.num_compared:,} comparisons; loss and norm within {self.gap:.1e} of the bare loop's"
         )
 
 
@@ -104,6 +106,7 @@ def measure(zygote: Zygote, folder: Path, args: Mapping[str, Any]) -> Cost:
     cost = Cost(
         speed=statistics.median(bare / plain for bare, plain, _, _ in turns),
         recording=statistics.median((recorded - plain) / plain for _, plain, recorded, _ in turns),
+        own=statistics.median(own / plain for own, plain in zip(seconds["own"], seconds["plain"], strict=True)),
         judging=statistics.median(judging / plain for _, plain, _, judging in turns),
         step_s=statistics.median(seconds["plain"]),
         bare_s=statistics.median(seconds["bare"]),

@@ -144,15 +144,34 @@ class Recorded:
         self._path = store.create(folder, self._manifest)
         self._probe = store.Recorder(self._path, "trainer", 0)
         self._live.record(self._probe, Stage.LOAD, "shard", 0)
+        self.own_s = 0.0
+        """Seconds in which a step waited for what records it."""
 
     def step(self, train: Callable[..., step_megatron.StepResult]) -> None:
         """One step of learning rate 0 and all that is recorded of it."""
         tokens = TokenProbe(self._probe, Mesh(), 0, "trained", 0, self._rollouts)
-        result = train(on_shards=tokens)
+
+        def timed_tokens(shards: list[PackedBatch]) -> Callable[[], None] | None:
+            rest = self._timed(partial(tokens, shards))
+            on_the_host = rest is not None and self._trainer.tier == "cpu"  # a GPU computes meanwhile
+            return partial(self._timed, rest) if on_the_host else rest
+
+        result = train(on_shards=timed_tokens)
         facts = {"loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens}
+        if self._trainer.tier == "cuda":
+            torch.cuda.synchronize()
+        self._timed(partial(self._record, facts))
+
+    def _record(self, facts: dict[str, Any]) -> None:
         self._probe.emit(Evidence(stage=Stage.TRAIN, kind="step", name="step", facts=facts))
         with step_megatron.params_synced(self._trainer):
             self._live.record(self._probe, Stage.TRAIN, "idle", 0)
+
+    def _timed(self, call: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        found = call()
+        self.own_s += time.perf_counter() - began
+        return found
 
     def close(self) -> None:
         """The trace is whole."""
@@ -184,6 +203,7 @@ def measure(context: RankContext) -> dict[str, Any]:
     live = LiveWeights(trainer.chunks, layout_of(config), Mesh(), 0)
     train = partial(step_megatron.train_step, trainer, optimizer, rollouts, micro_batch_size=16, learning_rate=0.0)
     seconds: dict[str, list[float]] = {"bare": [], "plain": [], "recorded": []}
+    own: list[float] = []
     said = {}
     for turn in range(args["rounds"] + 1):
         paths = [folder / f"trace-{turn}-{way}" for way in range(2 if turn else 1)]
@@ -198,9 +218,10 @@ def measure(context: RankContext) -> dict[str, Any]:
             item.close()
         for name, total in took.items():
             seconds[name].append(total / len(recorded))
+        own.append(sum(item.own_s for item in recorded) / len(recorded))
     bare_loss, bare_norm = said["bare"]
     return {
-        "seconds": {name: values[1:] for name, values in seconds.items()},
+        "seconds": {name: values[1:] for name, values in {**seconds, "own": own}.items()},
         "loss_gap": abs(said["plain"].loss / bare_loss - 1),
         "norm_gap": abs(said["plain"].grad_norm / bare_norm - 1),
         "peak_gib": 0.0 if device.type == "cpu" else torch.cuda.max_memory_allocated() / 2**30,

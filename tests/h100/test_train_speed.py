@@ -39,7 +39,8 @@ def test_our_step_costs_little_more_than_a_bare_loop(workshop, its_turn, measure
         tokens_per_s=round(cost.tokens_per_s), mfu=round(cost.flops / cost.step_s / PEAK_FLOPS, 3),
         bare_step_s=round(cost.bare_s, 3), bare_mfu=round(cost.flops / cost.bare_s / PEAK_FLOPS, 3),
         speed_share=round(cost.speed, 3), recording_share=round(cost.recording, 4),
-        judging_share=round(cost.judging, 4), comparisons_per_step=cost.num_compared, loss_and_norm_gap=cost.gap,
+        recording_itself=round(cost.own, 4), judging_share=round(cost.judging, 4),
+        comparisons_per_step=cost.num_compared, loss_and_norm_gap=cost.gap,
         peak_gib=round(cost.peak_gib, 1),
     )  # fmt: skip
     assert cost.gap < SAME_WORK
