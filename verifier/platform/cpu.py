@@ -172,12 +172,11 @@ def _uncompiled(model: object = None, **options: object) -> object:
 def _norm_of_all(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], per_tensor: bool, *args: object
 ) -> tuple[torch.Tensor, None]:
-    """The length of all gradients as one vector, [1] float32, as Transformer Engine's kernel gives it.
+    """The length of all gradients as one vector, [1] float32, which Transformer Engine's kernel gives on a GPU.
 
     Source:
         megatron-core 0.19.2, megatron/core/utils.py, `local_multi_tensor_l2_norm`: without Transformer Engine it takes
-        `torch.norm`, which on a CPU adds float32 squares one after the other, and is 8e-5 short of a normal tensor of
-        four million elements.
+        `torch.norm`, which on a CPU is 8e-5 short for four million float32 elements drawn from a normal distribution.
     """
     squares = [tensor.square().sum(dtype=torch.float64) for tensors in tensor_lists for tensor in tensors]
     return torch.stack(squares).sum().sqrt().float().reshape(1), None

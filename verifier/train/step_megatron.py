@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 OnShards = Callable[[list[PackedBatch]], Callable[[], None] | None]
 """Called on every rank with its micro-batches, before they are used; it only looks. What is left to do, on that rank
-alone, it returns: that is called when the device has its work, and delays nothing then."""
+alone, it returns: that is called when the device has its work."""
 OnChunk = Callable[[int, PackedBatch], None]
 """Called with a virtual stage of this rank and the micro-batch that it is about to run."""
 TokenLoss = Callable[["torch.Tensor", "torch.Tensor", PackedBatch], "torch.Tensor"]
