@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from verifier.engine import channel
 from verifier.engine.engine import Engine, EngineConfig, Sampling, refuse_unsupported
 from verifier.engine.failure import CARRIED, to_record
-from verifier.engine.process import die_with_parent
+from verifier.engine.process import die_with_parent, keep_freed_memory
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
@@ -56,6 +56,7 @@ def load(config: EngineConfig) -> Engine:
     settings = open_checkpoint(config.checkpoint).config
     os.environ.update({**VLLM_ENVIRONMENT, **environment(config)})
     if config.kind == "hf":
+        keep_freed_memory()
         from verifier.engine.engine_hf import HfEngine
 
         return HfEngine(config)
