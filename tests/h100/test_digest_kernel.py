@@ -18,6 +18,8 @@ LEAST_SHARE_OF_READING = 0.8
 LEAST_SHARE_OF_COPYING = 0.8
 """Of the rate at which a plain copy moves the same bytes."""
 EXPERT_SHAPE = (768, 2048)
+SHORTEST_SPIN, LONGEST_SPIN = 10_000_000, 1_000_000_000
+"""Cycles of the GPU's clock, 5 ms to half a second: a busy host may need more than the first to name 341 tensors."""
 
 
 def random_bytes(num_bytes: int) -> torch.Tensor:
@@ -129,10 +131,16 @@ def paired(ours, theirs, rounds: int = 9) -> tuple[float, float, float]:
 
 def seconds(function) -> float:
     """What the GPU works on it; a spin before it lets the host come ahead, so that its own time does not count."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(10_000_000)
-    begin.record()
-    function()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    cycles = SHORTEST_SPIN
+    while cycles <= LONGEST_SPIN:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(cycles)
+        begin.record()
+        function()
+        end.record()
+        ahead = not begin.query()
+        end.synchronize()
+        if ahead:
+            return begin.elapsed_time(end) / 1e3
+        cycles *= 4
+    pytest.fail(f"the host did not come ahead of a spin of {LONGEST_SPIN} cycles: this measures the host")
