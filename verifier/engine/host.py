@@ -46,6 +46,9 @@ VLLM_ENVIRONMENT = {
 }
 """What must stand before torch and vLLM are imported: nothing is compiled, idle threads sleep, nothing is fetched."""
 
+ONE_THREAD_BYTES = 16 << 20
+"""Greatest checkpoint that transformers runs on one thread: to wake another takes longer than what it would do."""
+
 
 def load(config: EngineConfig) -> Engine:
     """Start the engine cold from its checkpoint.
@@ -53,10 +56,12 @@ def load(config: EngineConfig) -> Engine:
     Raises:
         UsageError: a damaged checkpoint, an architecture that this engine cannot run here, or vLLM not installed.
     """
-    settings = open_checkpoint(config.checkpoint).config
+    checkpoint = open_checkpoint(config.checkpoint)
     os.environ.update({**VLLM_ENVIRONMENT, **environment(config)})
     if config.kind == "hf":
         keep_freed_memory()
+        if checkpoint.num_bytes <= ONE_THREAD_BYTES:
+            os.environ["OMP_NUM_THREADS"] = "1"
         from verifier.engine.engine_hf import HfEngine
 
         return HfEngine(config)
@@ -64,7 +69,7 @@ def load(config: EngineConfig) -> Engine:
         raise UsageError("vLLM is not installed; install it, or use --engine hf")
     import torch
 
-    refuse_unsupported(settings, on_cpu=not torch.cuda.is_available())
+    refuse_unsupported(checkpoint.config, on_cpu=not torch.cuda.is_available())
     from verifier.engine import engine_vllm
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
