@@ -59,12 +59,10 @@ def load(config: EngineConfig) -> Engine:
         UsageError: a damaged checkpoint, an architecture that this engine cannot run here, or vLLM not installed.
     """
     checkpoint = open_checkpoint(config.checkpoint)
-    os.environ.update({**VLLM_ENVIRONMENT, **environment(config)})
+    os.environ.update({**VLLM_ENVIRONMENT, **environment(config, checkpoint.num_bytes)})
     if config.kind == "hf":
         if checkpoint.num_bytes <= KEPT_MEMORY_BYTES:
             keep_freed_memory()
-        if checkpoint.num_bytes <= ONE_THREAD_BYTES:
-            os.environ["OMP_NUM_THREADS"] = "1"
         from verifier.engine.engine_hf import HfEngine
 
         return HfEngine(config)
@@ -80,7 +78,7 @@ def load(config: EngineConfig) -> Engine:
     return engine_vllm.VllmEngine(config)
 
 
-def environment(config: EngineConfig) -> dict[str, str]:
+def environment(config: EngineConfig, checkpoint_bytes: int) -> dict[str, str]:
     """Environment variables of this engine: its share of the cores for each rank, and its GPUs."""
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // config.tp)
@@ -89,7 +87,7 @@ def environment(config: EngineConfig) -> dict[str, str]:
     )
     return {
         "VLLM_CPU_OMP_THREADS_BIND": bound,
-        "OMP_NUM_THREADS": str(share),
+        "OMP_NUM_THREADS": "1" if config.kind == "hf" and checkpoint_bytes <= ONE_THREAD_BYTES else str(share),
         **({"CUDA_VISIBLE_DEVICES": config.gpus} if config.gpus else {}),
     }
 

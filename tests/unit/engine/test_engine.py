@@ -15,7 +15,7 @@ from verifier.engine.engine import (
     refuse_adapters,
     refuse_unsupported,
 )
-from verifier.engine.host import environment
+from verifier.engine.host import ONE_THREAD_BYTES, environment
 from verifier.errors import UsageError
 
 
@@ -103,9 +103,21 @@ def test_adapters_are_refused_where_they_are_cut_otherwise(settings: dict[str, o
 def test_every_rank_gets_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     def bound(cores: set[int], tp: int) -> str:
         monkeypatch.setattr("os.sched_getaffinity", lambda _: cores)
-        return environment(EngineConfig(kind="vllm", checkpoint="anywhere", tp=tp))["VLLM_CPU_OMP_THREADS_BIND"]
+        return environment(EngineConfig(kind="vllm", checkpoint="anywhere", tp=tp), 1)["VLLM_CPU_OMP_THREADS_BIND"]
 
     assert bound({0, 1}, 1) == "0,1"
     assert bound({0, 1}, 2) == "0|1"
     assert bound({4, 5, 6, 7}, 2) == "4,5|6,7"
     assert bound({3}, 2) == "3|3"
+
+
+@pytest.mark.parametrize(
+    ("kind", "checkpoint_bytes", "threads"),
+    [("hf", ONE_THREAD_BYTES, "1"), ("hf", ONE_THREAD_BYTES + 1, "4"), ("vllm", ONE_THREAD_BYTES, "4")],
+)
+def test_transformers_runs_a_small_checkpoint_on_one_thread(
+    kind: str, checkpoint_bytes: int, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    config = EngineConfig(kind=kind, checkpoint="anywhere")
+    assert environment(config, checkpoint_bytes)["OMP_NUM_THREADS"] == threads
