@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verifier.launch.zygote import Zygote
+from verifier.launch.launcher import Zygote
 
 HERE = Path(__file__).parent
 os.environ["TORCH_FR_BUFFER_SIZE"] = "0"

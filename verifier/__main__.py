@@ -1,6 +1,6 @@
 """`python -m verifier`."""
 
-from verifier.cli import main
+from verifier.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -17,15 +17,15 @@ import torch
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core import store
 from verifier.core.gate import ExitCode
-from verifier.launch.zygote import Zygote
+from verifier.launch.launcher import Zygote
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.tiny import write_family, write_tiny
 from verifier.plan.digest import digest_tensor
-from verifier.program.record_megatron import record_source, recorded
-from verifier.program.spec import CHUNK_BYTES, RunSpec
-from verifier.program.workplace import run_ranks
+from verifier.probes.weights_megatron import record_source, recorded
 from verifier.report.report import report_of
+from verifier.runs.setup import run_ranks
+from verifier.runs.spec import CHUNK_BYTES, RunSpec
 
 SIZES = {
     "hidden_size": 2048,

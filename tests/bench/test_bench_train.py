@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.train_cost import GREATEST_COST, LEAST_SPEED, SAME_WORK, measure
-from verifier.launch.zygote import Zygote
+from verifier.launch.launcher import Zygote
 
 SIZES = {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2, "num_attention_heads": 8,

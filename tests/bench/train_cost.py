@@ -12,7 +12,7 @@ from typing import Any
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.bench.train_functions import config_of, lengths_of
 from tests.dist.clean_case import compared, judge
-from verifier.launch.zygote import Zygote
+from verifier.launch.launcher import Zygote
 from verifier.model.families import FAMILIES, Content, sizes_of, tensors_of
 
 LEAST_SPEED = 0.95

@@ -22,12 +22,12 @@ from verifier.mesh import Mesh
 from verifier.model import provider_megatron
 from verifier.model.families import FAMILIES, Content, tensors_of
 from verifier.model.tiny import TINY
-from verifier.program.record_megatron import LiveWeights
-from verifier.program.session_megatron import DATA_PARALLEL, rollouts_of
-from verifier.program.tokens_megatron import TokenProbe
+from verifier.probes.tokens_megatron import TokenProbe
+from verifier.probes.weights_megatron import LiveWeights
+from verifier.runs.session_megatron import DATA_PARALLEL, rollouts_of
 from verifier.train import optimizer_megatron, step_megatron
-from verifier.train.layout import Alignment
 from verifier.train.pack import PackedBatch, pack
+from verifier.train.token_layout import Alignment
 
 MANIFEST = {
     "command": "roundtrip", "model": "bench", "mesh": Mesh().to_dict(), "world_size": 1, "engine_ranks": 0,

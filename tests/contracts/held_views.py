@@ -12,7 +12,7 @@ from torch import nn
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from verifier.engine.worker_vllm import let_go
+from verifier.engine.vllm.worker_vllm import let_go
 
 NAMES = ("first", "second", "third")
 SIZE = 64

@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.weight_utils import composed_weight_loader
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.v1.worker import gpu_worker
 
-from verifier.engine import guards_vllm
+from verifier.platform import upstream_fixes_vllm as guards_vllm
 
 HEADS, WIDTH = 4, 24
 

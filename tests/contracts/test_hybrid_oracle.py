@@ -1,6 +1,6 @@
 """What transformers computes for state-space layers on a CPU, against their definition, row by row.
 
-The mend in `verifier/engine/model_hf.py` goes when the first test fails: transformers is right by itself then.
+The mend in `verifier/model/transformers_hf.py` goes when the first test fails: transformers is right by itself then.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from verifier.engine.model_hf import load_model
 from verifier.model.tiny import write_family
+from verifier.model.transformers_hf import load_model
 
 CHUNK = 16
 ROWS = 40

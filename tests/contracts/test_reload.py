@@ -1,7 +1,8 @@
 """The known bugs of vLLM's weight reload: which the installed vLLM has, and that the guards mend those.
 
-When a fact without guards fails, upstream is mended: the guard of the same issue in `verifier/engine/guards_vllm.py`
-has to go, and what its mend brings with it (see the fact's own page) has to be looked at.
+When a fact without guards fails, upstream is mended: the guard of the same issue in
+`verifier/platform/upstream_fixes_vllm.py` has to go, and what its mend brings with it (see the fact's own page) has to
+be looked at.
 """
 
 from __future__ import annotations

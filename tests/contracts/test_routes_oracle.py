@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verifier.engine.model_hf import load_model, token_logprobs
-from verifier.engine.oracle_routes_hf import choosing, experts_of, mixtures_of, score_routed
-from verifier.engine.oracle_step_hf import gradients
 from verifier.errors import ContractError
 from verifier.model.tiny import write_family
+from verifier.model.transformers_hf import load_model, token_logprobs
+from verifier.oracle.routes_hf import choosing, experts_of, mixtures_of, score_routed
+from verifier.oracle.step_hf import gradients
 
 FAMILIES = ("qwen3-moe", "deepseek-v3", "nemotron-h")
 TOKENS = [(7 * at) % 61 for at in range(12)]

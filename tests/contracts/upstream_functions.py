@@ -124,7 +124,7 @@ def packer_and_attention_agree_on_context_parallel_rows(context: RankContext) ->
     import numpy as np
 
     from verifier.platform.cpu_attention import zigzag_positions
-    from verifier.train.layout import cp_rows
+    from verifier.train.token_layout import cp_rows
 
     for cp in (1, 2, 3, 4):
         padded = np.array([2 * cp, 6 * cp, 4 * cp])

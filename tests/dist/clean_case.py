@@ -14,7 +14,7 @@ from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 from verifier.mesh import Mesh
 from verifier.report.report import Report, report_of
-from verifier.workshop import Workshop
+from verifier.runs.runner import Workshop
 
 CYCLES = 2
 EXACT_NATS = 1e-5

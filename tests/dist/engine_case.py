@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from verifier.engine.client import EngineClient
-from verifier.engine.update import Delivery, agree, connect, deliver
+from verifier.engine.sender import Delivery, agree, connect, deliver
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan, TensorMeta, build_plan
 from verifier.plan.digest import digest_tensor

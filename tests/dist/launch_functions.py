@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from verifier.errors import UsageError
-from verifier.launch import recorder
+from verifier.launch import flight_recorder as recorder
 from verifier.launch.rank import RankContext
 
 

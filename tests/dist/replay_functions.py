@@ -19,8 +19,8 @@ def replay(context: RankContext) -> dict[str, Any]:
 
     from verifier.core.store import Recorder
     from verifier.model.provider_megatron import build
-    from verifier.program.routes_megatron import record_replay
-    from verifier.train.replay_megatron import PROVIDER_FIELDS, routers_of
+    from verifier.probes.routes_megatron import record_replay
+    from verifier.train.router_replay_megatron import PROVIDER_FIELDS, routers_of
 
     args = context.args
     built = build(args["checkpoint"], Mesh(**args["mesh"]), dtype=args["dtype"], tier="cpu", overrides=PROVIDER_FIELDS)

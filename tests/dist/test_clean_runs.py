@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.dist.clean_case import EXACT_NATS, Case, Measured, cases, run, table
-from verifier.launch.zygote import Zygote
+from verifier.launch.launcher import Zygote
 from verifier.mesh import Mesh
-from verifier.workshop import Workshop
+from verifier.runs.runner import Workshop
 
 PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"

@@ -15,7 +15,7 @@ import pytest
 from tests.dist.engine_case import alive, group_members
 from verifier.engine.client import EngineGone
 from verifier.engine.engine import EngineConfig
-from verifier.engine.nursery import EngineNursery
+from verifier.engine.fork_server import EngineNursery
 from verifier.engine.process import EngineProcess
 from verifier.errors import InternalError, UsageError
 from verifier.model.tiny import write_tiny
@@ -64,7 +64,7 @@ def test_engine_dies_with_a_killed_owner(checkpoint: Path) -> None:
     code = (
         "import sys, time\n"
         "from verifier.engine.engine import EngineConfig\n"
-        "from verifier.engine.nursery import EngineNursery\n"
+        "from verifier.engine.fork_server import EngineNursery\n"
         "from verifier.engine.process import EngineProcess\n"
         "with EngineNursery() as nursery:\n"
         "    process = EngineProcess(EngineConfig(kind='vllm', checkpoint=sys.argv[1]), nursery=nursery)\n"

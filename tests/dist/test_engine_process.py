@@ -15,7 +15,7 @@ from tests.dist.engine_case import alive, group_members
 from verifier.engine.client import EngineClient, EngineGone, EngineTimeout
 from verifier.engine.engine import EngineConfig
 from verifier.engine.process import EngineProcess
-from verifier.engine.update import connect
+from verifier.engine.sender import connect
 from verifier.errors import ContractError, InternalError, UsageError
 from verifier.model.tiny import write_tiny
 from verifier.plan.chunk_plan import TensorMeta, build_plan

@@ -27,10 +27,10 @@ from tests.dist.engine_case import (
 )
 from verifier.engine.client import EngineGone
 from verifier.engine.engine import EngineConfig, Sampling
-from verifier.engine.nursery import EngineNursery
-from verifier.engine.oracle_hf import oracle_logprobs
+from verifier.engine.fork_server import EngineNursery
+from verifier.oracle.logprob_hf import oracle_logprobs
 from verifier.engine.process import EngineProcess
-from verifier.engine.update import PlanRefused, agree, deliver
+from verifier.engine.sender import PlanRefused, agree, deliver
 from verifier.errors import ContractError, VerifierError
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from verifier.launch.zygote import Zygote
+from verifier.launch.launcher import Zygote
 from verifier.mesh import Mesh
 from verifier.model.tiny import write_tiny
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from verifier.errors import InternalError, UsageError
-from verifier.launch.failure import CollectiveTimeout, JobTimeout, RankFailed
-from verifier.launch.zygote import Zygote
+from verifier.launch.failures import CollectiveTimeout, JobTimeout, RankFailed
+from verifier.launch.launcher import Zygote
 from verifier.mesh.mesh import Mesh
 
 HERE = Path(__file__).parent
@@ -241,7 +241,7 @@ def test_no_orphan_when_the_parent_ends(functions, tmp_path, signum):
     script = (
         "import signal, sys; sys.path[:0] = sys.argv[1:3]\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell starts background jobs with it ignored
-        "from pathlib import Path; from verifier.launch.zygote import Zygote\n"
+        "from pathlib import Path; from verifier.launch.launcher import Zygote\n"
         "with Zygote() as z:\n"
         "    assert 'torch' not in sys.modules\n"
         "    print(z.pid, flush=True)\n"
@@ -259,7 +259,7 @@ def test_no_orphan_when_the_parent_ends(functions, tmp_path, signum):
 def test_no_orphan_when_the_parent_is_killed_while_it_loads(functions):
     script = (
         "import sys, time; sys.path.insert(0, sys.argv[1])\n"
-        "from verifier.launch.zygote import Zygote\n"
+        "from verifier.launch.launcher import Zygote\n"
         "with Zygote(preload='time:sleep') as z:\n"
         "    print(z.pid, flush=True)\n"
         "    time.sleep(60)\n"

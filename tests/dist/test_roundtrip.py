@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from tests.dist.clean_case import Case, run
-from verifier.launch.zygote import Zygote
+from verifier.launch.launcher import Zygote
 from verifier.mesh import Mesh
-from verifier.workshop import Workshop
+from verifier.runs.runner import Workshop
 
 ROOT = Path(__file__).resolve().parents[2]
 README_MODEL = ("--model", "tiny:qwen3-moe", "--tp", "2", "--pp", "2", "--ep", "2")

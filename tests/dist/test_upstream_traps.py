@@ -18,12 +18,12 @@ from verifier.config import RoundtripConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
-from verifier.launch.zygote import Zygote
+from verifier.launch.launcher import Zygote
 from verifier.mesh import Mesh
-from verifier.program.workplace import open_subject
+from verifier.runs.setup import open_subject
 from verifier.report.report import Report, report_of
-from verifier.roundtrip import engine_config_of
-from verifier.workshop import Workshop, warm_manifest_of, warm_spec_of
+from verifier.runs.roundtrip import engine_config_of
+from verifier.runs.runner import Workshop, warm_manifest_of, warm_spec_of
 
 LENGTH = 12
 NUM_SEQUENCES = 16  # four micro-batches: with two, two stages never send and receive at once
@@ -83,5 +83,5 @@ def test_an_export_of_stale_weights_is_caught_by_the_live_ones(workshop: Worksho
 
 @pytest.mark.parametrize("mesh", [Mesh(pp=2, vpp=2), Mesh(dp=2)], ids=Mesh.label)
 def test_by_default_neither_happens(workshop: Workshop, mesh: Mesh, tmp_path: Path) -> None:
-    report = run(workshop, "verifier.program.session_megatron:roundtrip", mesh, tmp_path)
+    report = run(workshop, "verifier.runs.session_megatron:roundtrip", mesh, tmp_path)
     assert report.verdict is Verdict.HOLDS, violated(report)

@@ -16,7 +16,7 @@ VOCAB = 512
 
 def preload() -> None:
     """The CPU tier, whatever the machine has."""
-    from verifier.program.session_megatron import preload_cpu
+    from verifier.runs.session_megatron import preload_cpu
 
     preload_cpu()
 
@@ -208,7 +208,7 @@ def indexed(context: RankContext) -> dict[str, list[str]]:
 def stepped(context: RankContext) -> dict[str, str]:
     """An export after three steps, with an optimizer made anew before the second and the third if asked for."""
     from verifier.export.gather_megatron import export
-    from verifier.program.steps_megatron import Steps
+    from verifier.runs.steps_megatron import Steps
     from verifier.train.step_megatron import params_synced
 
     built = _build(context.args)

@@ -8,7 +8,7 @@ from typing import Any
 
 from verifier.faults.inject import replaced
 from verifier.launch.rank import RankContext
-from verifier.program import session_megatron
+from verifier.runs import session_megatron
 
 
 def without_p2p_overlap(context: RankContext) -> dict[str, float]:

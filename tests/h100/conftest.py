@@ -32,7 +32,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="session")
 def workshop() -> Iterator[Any]:
-    from verifier.workshop import Workshop
+    from verifier.runs.runner import Workshop
 
     began = time.monotonic()
     with Workshop(lambda text: print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)) as found:

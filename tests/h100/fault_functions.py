@@ -6,7 +6,7 @@ from typing import Any
 
 from verifier.faults.inject import replaced
 from verifier.launch.rank import RankContext
-from verifier.program import session_megatron
+from verifier.runs import session_megatron
 
 
 def rank_0_shows_alone(context: RankContext) -> Any:
@@ -24,5 +24,5 @@ def rank_0_shows_alone(context: RankContext) -> Any:
 
 def values_padded(context: RankContext) -> Any:
     """A round trip of a trainer whose megatron-core is as it came: it pads the values of latent attention."""
-    with replaced("verifier.model.guards_megatron:install", "", lambda original: lambda: None):
+    with replaced("verifier.platform.upstream_fixes_megatron:install", "", lambda original: lambda: None):
         return session_megatron.roundtrip(context)

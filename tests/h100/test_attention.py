@@ -21,7 +21,7 @@ MENDED = (9, 19, 0)
 
 @pytest.mark.parametrize("values", [VALUES, KEYS])
 def test_backward_of_packed_sequences(values, measured):
-    """Values as wide as keys, 192, are lost by an old cuDNN: `verifier/model/guards_megatron.py`."""
+    """Values as wide as keys, 192, are lost by an old cuDNN: `verifier/platform/upstream_fixes_megatron.py`."""
     mended = values == VALUES or cudnn_version() >= MENDED
     found, expected = attention(values, fused=True), attention(values, fused=False)
     lost = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]

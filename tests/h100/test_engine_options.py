@@ -15,9 +15,9 @@ from verifier.config import RoundtripConfig
 from verifier.core import store
 from verifier.core.stage import Stage
 from verifier.faults import bugs_engine_gpu
-from verifier.program.workplace import open_subject
-from verifier.roundtrip import engine_config_of
-from verifier.workshop import RUN_DEADLINE_S
+from verifier.runs.roundtrip import engine_config_of
+from verifier.runs.runner import RUN_DEADLINE_S
+from verifier.runs.setup import open_subject
 
 CYCLES = 2
 FUNCTIONS = "tests.h100.engine_functions"

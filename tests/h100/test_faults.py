@@ -14,10 +14,10 @@ from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
 from verifier.faults.catalog import CATALOG
 from verifier.mesh import Mesh
-from verifier.program.workplace import open_subject
 from verifier.report.report import report_of
-from verifier.roundtrip import engine_config_of
-from verifier.workshop import COLLECTIVE_DEADLINE_S, RUN_DEADLINE_S, warm_manifest_of, warm_spec_of
+from verifier.runs.roundtrip import engine_config_of
+from verifier.runs.runner import COLLECTIVE_DEADLINE_S, RUN_DEADLINE_S, warm_manifest_of, warm_spec_of
+from verifier.runs.setup import open_subject
 
 RELOAD = (
     "reload-drops-one-load",

@@ -16,11 +16,11 @@ from tests.h100.models import model
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.named import resolve_model
 from verifier.model.tiny import TINY
-from verifier.noise import DTYPE, measure, table
-from verifier.program import floor as floors
-from verifier.program.oracle import Oracle
-from verifier.program.workplace import cache_folder
-from verifier.workshop import RUN_DEADLINE_S
+from verifier.oracle import noise_floor as floors
+from verifier.oracle.oracle import Oracle
+from verifier.runs.noise import DTYPE, measure, table
+from verifier.runs.runner import RUN_DEADLINE_S
+from verifier.runs.setup import cache_folder
 
 pytestmark = pytest.mark.h100(gpus=1)
 

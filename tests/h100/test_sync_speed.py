@@ -20,9 +20,9 @@ import torch
 
 from tests.h100 import sync_functions
 from tests.h100.sync_functions import Spans, profiled
-from verifier.engine import update
+from verifier.engine import sender as update
 from verifier.plan.chunk_plan import TensorMeta, build_plan
-from verifier.program.spec import GPU_CHUNK_BYTES
+from verifier.runs.spec import GPU_CHUNK_BYTES
 from verifier.transport import buffer
 from verifier.transport.gloo import Listener
 from verifier.transport.groups import over

@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from tests.meta.sources import ROOT
-from verifier.doctor import TIERS
+from verifier.cli.doctor import TIERS
 from verifier.platform.pins import PINS
 
 LOCKS = ROOT / "ci" / "locks"

@@ -22,14 +22,16 @@ ROOMS = {
     "plan": {"core", "mesh"},
     "transport": {"core", "mesh", "plan"},
     "engine": {"core", "mesh", "model", "plan", "transport", "platform"},
+    "oracle": {"core", "mesh", "model", "export", "engine", "platform", "plan", "runs", "train", "transport"},
+    "probes": {"core", "mesh", "data", "model", "train", "export", "plan", "transport", "engine", "runs"},
     "strategies": {"core", "mesh", "data", "train", "export", "plan"},
     "checks": {"core", "mesh", "plan"},
     "report": {"core", "mesh"},
 }
 """Package -> packages that it may import; `errors` is open to all."""
-JUDGES = ("checks", "faults", "report", "cli", "cli_options", "cli_results", "cli_explain", "cli_faults", "doctor")
+JUDGES = ("checks", "faults", "report", "cli")
 """What a run must not know of."""
-RUNS = {"program", "golden.py", "roundtrip.py", "config.py"}
+RUNS = {"runs", "config.py"}
 HEAVY = ("megatron", "vllm", "ray", "transformers", "torch.distributed")
 DOORS = ("_megatron.py", "_vllm.py", "_ray.py", "_hf.py")
 DOOR_FOLDERS = ("platform", "launch", "transport")
@@ -66,7 +68,7 @@ def test_no_run_knows_who_judges_it():
 
 def test_every_package_is_in_the_table():
     packages = {path.name for path in (ROOT / "verifier").iterdir() if (path / "__init__.py").exists()}
-    assert packages - ROOMS.keys() - {"program", "faults"} == set()
+    assert packages - ROOMS.keys() - {"runs", "cli", "faults"} == set()
 
 
 def test_checks_do_nothing_but_judge():
@@ -114,12 +116,12 @@ def test_heavy_libraries_come_in_by_their_doors():
 
 LIGHT = {
     "import": "import verifier",
-    "help": "from verifier.cli import run; run(['--help'])",
-    "roundtrip-help": "from verifier.cli import run; run(['roundtrip', '--help'])",
-    "bad-usage": "from verifier.cli import run; run(['roundtrip', '--model', 'x', '--tp', '0'])",
-    "explain": "from verifier.cli import run; run(['explain', 'WGT001'])",
-    "faults-list": "from verifier.cli import run; run(['faults', 'list'])",
-    "replay": "from verifier.cli import run; run(['replay', 'TRACE'])",
+    "help": "from verifier.cli.app import run; run(['--help'])",
+    "roundtrip-help": "from verifier.cli.app import run; run(['roundtrip', '--help'])",
+    "bad-usage": "from verifier.cli.app import run; run(['roundtrip', '--model', 'x', '--tp', '0'])",
+    "explain": "from verifier.cli.app import run; run(['explain', 'WGT001'])",
+    "faults-list": "from verifier.cli.app import run; run(['faults', 'list'])",
+    "replay": "from verifier.cli.app import run; run(['replay', 'TRACE'])",
     "plugin": "import verifier.pytest_plugin",
 }
 

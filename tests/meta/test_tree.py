@@ -7,7 +7,7 @@ from tests.meta.sources import ROOT, imports_of, python_files, tracked, tree_of,
 
 MAX_LINES = 400
 VAGUE_NAMES = {"utils", "helpers", "common", "misc", "manager", "util", "helper"}
-BROAD_EXCEPT = {("verifier/core/check.py", "run_check"), ("verifier/cli.py", "run")}
+BROAD_EXCEPT = {("verifier/core/check.py", "run_check"), ("verifier/cli/app.py", "run")}
 REGISTRY_HOSTS = re.compile(
     "|".join(["py" + r"pi\.org", "python" + "hosted", r"registry\.np" + "m", r"deb\.deb" + "ian"])
 )

@@ -10,7 +10,7 @@ from verifier.errors import ContractError
 from verifier.mesh import Mesh
 from verifier.strategies import Packing, packings, stages
 from verifier.train.pack import PADDING, pack, shard_cp
-from verifier.train.replay import packed_rows_of, replay_routes
+from verifier.train.router_replay import packed_rows_of, replay_routes
 
 NUM_EXPERTS, TOPK = 8, 2
 
@@ -91,7 +91,7 @@ def test_an_impossible_choice_is_an_error(experts: list[int]) -> None:
     import numpy as np
 
     from verifier.data.rollout import make_rollout
-    from verifier.train.layout import Alignment
+    from verifier.train.token_layout import Alignment
 
     routes = np.array([[[0, 1]], [experts], [[4, 5]]], np.int16)
     packed = pack([make_rollout("a", [1], [2, 3], routes=routes)], Alignment())

@@ -18,7 +18,6 @@ from verifier.data.rollout import MISSING_ROUTE
 from verifier.errors import ContractError
 from verifier.mesh import Mesh
 from verifier.strategies import Packing, packings
-from verifier.train.layout import cp_rows
 from verifier.train.ledger import LEDGER, audit, loss_rows, sentinels
 from verifier.train.leftpad import left_pad
 from verifier.train.pack import (
@@ -29,7 +28,8 @@ from verifier.train.pack import (
     unpack_labels,
     unpack_rows,
 )
-from verifier.train.replay import replay_routes
+from verifier.train.router_replay import replay_routes
+from verifier.train.token_layout import cp_rows
 
 Shows = Callable[[Packing], bool]
 

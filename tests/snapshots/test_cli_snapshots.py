@@ -2,7 +2,7 @@
 
 import pytest
 
-from verifier.cli import run
+from verifier.cli.app import run
 
 COMMANDS = ["", "golden", "roundtrip", "noise", "replay", "explain", "doctor"]
 COMMANDS += ["faults", "faults list", "faults run", "faults matrix"]

@@ -14,7 +14,7 @@ import numpy as np
 from verifier.errors import UsageError
 
 MISSING_ROUTE = -1
-"""Route of a token that the engine did not report; it is an error to replay it (verifier/train/replay.py)."""
+"""Route of a token that the engine did not report; it is an error to replay it (verifier/train/router_replay.py)."""
 NO_VERSION = -1
 """Weight version of a token that no weights sampled: prompts and tool output."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from verifier.engine import channel
 from verifier.engine.engine import Generation, HeldSlice, HeldTensor, Poisoned, Sample, Sampling
-from verifier.engine.failure import raise_record
+from verifier.engine.errors import raise_record
 from verifier.errors import InternalError
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt

@@ -18,11 +18,11 @@ from verifier.engine.engine import (
     Sampling,
     check_sequences,
 )
-from verifier.engine.held import poison_stored, prefixed_modules, restore, stored
-from verifier.engine.model_hf import checkpoint_places, load_model, token_logprobs
 from verifier.engine.shaping import shaped
+from verifier.engine.weights import poison_stored, prefixed_modules, restore, stored
 from verifier.errors import ContractError
 from verifier.model.checkpoint import open_checkpoint
+from verifier.model.transformers_hf import checkpoint_places, load_model, token_logprobs
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import digest_tensor
 from verifier.transport.buffer import dtype_name

@@ -21,7 +21,7 @@ from verifier.engine.engine import EngineConfig, package_root
 from verifier.errors import UsageError
 
 if TYPE_CHECKING:
-    from verifier.engine.nursery import EngineNursery
+    from verifier.engine.fork_server import EngineNursery
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -109,7 +109,7 @@ class EngineProcess:
         order = [str(self.socket_path), json.dumps(self.config.to_json()), str(os.getpid())]
         with self.log_path.open("wb") as log:
             return subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [sys.executable, "-m", "verifier.engine.host", *order],
+                [sys.executable, "-m", "verifier.engine.server", *order],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 env={**os.environ, "PYTHONPATH": root},
             )  # fmt: skip

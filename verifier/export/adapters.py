@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from verifier.export.layout import Placement
 from verifier.export.names import PARAMS, Cut, Layout, ParamRow
+from verifier.export.sharding import Placement
 from verifier.mesh import Mesh
 from verifier.model.families import TensorRow
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from verifier.errors import UsageError
-from verifier.export.layout import Box, Placement
+from verifier.export.sharding import Box, Placement
 from verifier.mesh import Coordinate, Mesh
 from verifier.model.families import JSON, Family, Scope, family_of, layer_scopes, sizes_of
 

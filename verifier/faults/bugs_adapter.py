@@ -98,7 +98,7 @@ def _alpha_lost(fired: Fired) -> Iterator[None]:
 
         return save
 
-    with replaced("verifier.train.adapter_megatron:save_adapter", "path, adapter, rank", make):
+    with replaced("verifier.train.lora_megatron:save_adapter", "path, adapter, rank", make):
         yield
 
 

@@ -125,7 +125,7 @@ def _packed_once(fired: Fired) -> Iterator[None]:
 
     with (
         replaced(f"{LAYERS}.utils:dispatch_cpu_unquantized_gemm", "layer, remove_weight", make),
-        replaced("verifier.engine.packed_vllm:dispatch_cpu_unquantized_gemm", "layer, remove_weight", make),
+        replaced("verifier.engine.vllm.packed_vllm:dispatch_cpu_unquantized_gemm", "layer, remove_weight", make),
     ):
         yield
 

@@ -205,7 +205,7 @@ def _versions_of_now(fired: Fired) -> Iterator[None]:
 
         return rollouts_of
 
-    with replaced("verifier.program.session_megatron:rollouts_of", "sequences, version", make):
+    with replaced("verifier.runs.session_megatron:rollouts_of", "sequences, version", make):
         yield
 
 
@@ -219,7 +219,7 @@ def _mask_not_kept(fired: Fired) -> Iterator[None]:
         return make_rollout
 
     parameters = "rollout_id, prompt, response, group, sampled, mask, logprobs, versions, reward, routes"
-    with replaced("verifier.program.objective:make_rollout", parameters, make):
+    with replaced("verifier.runs.scenario:make_rollout", parameters, make):
         yield
 
 

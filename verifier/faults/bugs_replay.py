@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from verifier.data.rollout import Rollout
     from verifier.train.pack import PackedBatch
 
-REPLAY = "verifier.train.replay_megatron"
+REPLAY = "verifier.train.router_replay_megatron"
 UPSTREAM = "megatron.core.transformer.moe.router_replay:RouterReplay"
 TOPK_PARAMETERS = "self, scores, topk, num_groups, group_topk, default_compute_topk"
 UNCHOSEN = -1e4
@@ -121,7 +121,7 @@ def _first_slice_on_all(fired: Fired) -> Iterator[None]:
 
         return rows
 
-    with replaced("verifier.train.replay:packed_rows_of", "packed, mesh, tp", make):
+    with replaced("verifier.train.router_replay:packed_rows_of", "packed, mesh, tp", make):
         yield
 
 

@@ -80,7 +80,7 @@ def _penalty_of_the_model(fired: Fired) -> Iterator[None]:
 
         return params
 
-    with replaced("verifier.engine.engine_vllm:_params", "sampling", make):
+    with replaced("verifier.engine.vllm.engine_vllm:_params", "sampling", make):
         yield
 
 

@@ -26,7 +26,7 @@ def _router_rounded(fired: Fired) -> Iterator[None]:
 
         return pack
 
-    with replaced("verifier.engine.update:pack", "chunk, tensors, into", make):
+    with replaced("verifier.engine.sender:pack", "chunk, tensors, into", make):
         yield
 
 
@@ -43,7 +43,7 @@ def _bytes_under_wrong_names(fired: Fired) -> Iterator[None]:
 
         return pack
 
-    with replaced("verifier.engine.update:pack", "chunk, tensors, into", make):
+    with replaced("verifier.engine.sender:pack", "chunk, tensors, into", make):
         yield
 
 
@@ -113,7 +113,7 @@ def _sync_gated_off(fired: Fired) -> Iterator[None]:
 
         return transfer
 
-    with replaced("verifier.program.sync:EngineSide.transfer", "self, plan, stream, version", make):
+    with replaced("verifier.runs.sync:EngineSide.transfer", "self, plan, stream, version", make):
         yield
 
 

@@ -21,17 +21,17 @@ from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 from verifier.engine.client import EngineClient
 from verifier.engine.engine import EngineConfig
-from verifier.engine.nursery import EngineNursery
+from verifier.engine.fork_server import EngineNursery
 from verifier.engine.process import EngineProcess
 from verifier.errors import ContractError, VerifierError
 from verifier.faults.engine_side import end
 from verifier.faults.fault import NO_ENGINE, Fault, Side
-from verifier.launch.zygote import Zygote
-from verifier.program.oracle import Oracle
-from verifier.program.record_engine import Held, held_by
-from verifier.program.workplace import PRELOADS, Subject, open_subject
+from verifier.launch.launcher import Zygote
+from verifier.oracle.oracle import Oracle
+from verifier.probes.engine import Held, held_by
 from verifier.report.report import Report, report_of
-from verifier.roundtrip import MAX_MODEL_LEN, manifest_of, spec_of
+from verifier.runs.roundtrip import MAX_MODEL_LEN, manifest_of, spec_of
+from verifier.runs.setup import PRELOADS, Subject, open_subject
 
 CYCLES = 2
 DEADLINE_S = 300.0
@@ -168,7 +168,7 @@ class Bench:
     def submit(self, world_size: int, args: Mapping[str, Any], fault: Fault) -> list[Any]:
         """Run the phases on forked ranks."""
         return self._zygote.run(
-            "verifier.faults.session_megatron:phases", world_size=world_size,
+            "verifier.faults.trial_megatron:phases", world_size=world_size,
             run_dir=Path(tempfile.mkdtemp(dir=self._folder)), args=args, deadline_s=DEADLINE_S,
             collective_deadline_s=60.0, mesh=fault.mesh,
         )  # fmt: skip

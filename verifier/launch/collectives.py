@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from verifier.errors import UsageError
-from verifier.launch import recorder as flight
+from verifier.launch import flight_recorder as flight
 
 _OPS = {
     "allreduce": "all_reduce",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from verifier.errors import InternalError
-from verifier.launch import recorder as flight
+from verifier.launch import flight_recorder as flight
 from verifier.launch import watchdog
 from verifier.launch.rank import RankContext, RankSetup, log_path, run_rank, stack_path
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from verifier import errors
 from verifier.errors import UsageError
-from verifier.launch import recorder as flight
+from verifier.launch import flight_recorder as flight
 
 JSON = Any
 _PR_SET_PDEATHSIG = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from verifier.launch.recorder import Slot
+from verifier.launch.flight_recorder import Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
-from verifier.model import guards_megatron
 from verifier.model.families import num_experts_of, size_if_any
-from verifier.platform import Tier, install_for, select
+from verifier.platform import Tier, install_for, select, upstream_fixes_megatron
 
 if TYPE_CHECKING:
     from verifier.model.checkpoint import Checkpoint
@@ -166,7 +165,7 @@ def build(
         raise UsageError(f"unknown dtype `{dtype}`: one of {', '.join(DTYPES)}")
     install_for(tier)
     if tier == "cuda":
-        guards_megatron.install()
+        upstream_fixes_megatron.install()
     import torch.distributed as dist
 
     if dist.get_world_size() != mesh.world_size:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from verifier.data.rollout import Rollout
 from verifier.strategies.rollouts import length_profiles, rollouts
-from verifier.train.layout import FP8_RECIPES, Alignment
+from verifier.train.token_layout import FP8_RECIPES, Alignment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from verifier.export.layout import Box
+from verifier.export.sharding import Box
 from verifier.plan.chunk_plan import ChunkPlan, TensorMeta, build_plan
 
 _DTYPES = ("float32", "bfloat16", "int64", "uint8")

@@ -14,7 +14,7 @@ import numpy as np
 
 from verifier.data.rollout import Rollout
 from verifier.errors import UsageError
-from verifier.train.layout import Alignment
+from verifier.train.token_layout import Alignment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike
 
 from verifier.data.rollout import MISSING_ROUTE, NO_VERSION, Role, Rollout
 from verifier.errors import ContractError
-from verifier.train.layout import Alignment, cp_rows, lay_out
+from verifier.train.token_layout import Alignment, cp_rows, lay_out
 
 IGNORE_LABEL = -100
 """Label of a row that predicts nothing: padding, and the last token of each sub-sequence."""

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from verifier.data.rollout import Rollout
 from verifier.errors import ContractError, UsageError
 from verifier.model.provider_megatron import TrainerModel
-from verifier.train.layout import Alignment
 from verifier.train.ledger import LEDGER, sentinels
 from verifier.train.microbatch import Schedule, split_by_count
 from verifier.train.pack import PackedBatch, pack, shard_cp
+from verifier.train.token_layout import Alignment
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ def score(
         micro_batch_size: rollouts per packed micro-batch at the most.
         temperature: what logits are divided by.
         on_shards: see `OnShards`.
-        on_chunk: see `OnChunk`; router replay hands routes over there (verifier/train/replay_megatron.py).
+        on_chunk: see `OnChunk`; router replay hands routes over there (verifier/train/router_replay_megatron.py).
 
     Returns:
         On every rank, one float32 tensor [len - 1] per rollout, on the host: entry t is the log-probability, in nats,

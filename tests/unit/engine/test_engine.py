@@ -15,7 +15,7 @@ from verifier.engine.engine import (
     refuse_adapters,
     refuse_unsupported,
 )
-from verifier.engine.host import ONE_THREAD_BYTES, environment
+from verifier.engine.server import ONE_THREAD_BYTES, environment
 from verifier.errors import UsageError
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from verifier.export.adapters import adapters_of
-from verifier.export.layout import unshard
 from verifier.export.names import Layout, layout_of
+from verifier.export.sharding import unshard
 from verifier.mesh import Mesh
 from verifier.model.families import FAMILIES
 from verifier.model.tiny import TINY

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verifier.errors import UsageError
-from verifier.export.layout import Placement, tiling_error, unshard
 from verifier.export.names import PARAMS, Layout, layout_of
+from verifier.export.sharding import Placement, tiling_error, unshard
 from verifier.mesh import Mesh
 from verifier.model.families import FAMILIES, tensors_of
 from verifier.model.tiny import TINY

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verifier.platform.cpu_mamba import GroupedRMSNorm, PackedIndices, split_conv1d_scan
-from verifier.train.layout import cp_rows
+from verifier.train.token_layout import cp_rows
 
 HEADS, HEAD, GROUPS, STATE = 4, 6, 2, 5
 INNER, CONVOLVED = HEADS * HEAD, HEADS * HEAD + 2 * GROUPS * STATE

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.transport.transfer_case import Ranks, Sender, plan_of, weights
-from verifier.engine import update
+from verifier.engine import sender as update
 from verifier.errors import ContractError
 from verifier.transport.wire import AHEAD, TransferFailed
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from verifier.engine import update
+from verifier.engine import sender as update
 from verifier.plan.chunk_plan import ChunkPlan, TensorMeta, build_plan
 from verifier.transport.buffer import dtype_name
 from verifier.transport.gloo import Listener

@@ -1,0 +1,265 @@
+"""The outermost frame: every end of a command is an exit code and, if bad, one sentence."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.meta.sources import ROOT
+from verifier.cli import app as cli
+from verifier.cli import results as cli_results
+from verifier.core import store
+from verifier.core.evidence import Evidence
+from verifier.core.stage import Stage
+from verifier.errors import ContractError, InternalError, UsageError
+
+MANIFEST = {"command": "golden", "scopes": ["export"]}
+
+
+def record(path: Path, exported: str, *, complete: bool = True, source: str = "vd1:" + "a" * 32) -> Path:
+    """A small golden trace: one source tensor, and what was exported for it by two ranks."""
+    store.create(path, MANIFEST)
+    for role, stage, kind, digest in (
+        ("source", Stage.LOAD, "source", source),
+        ("trainer", Stage.EXPORT, "tensor", exported),
+    ):
+        recorder = store.Recorder(path, role, 0)
+        recorder.emit(Evidence(stage=stage, kind=kind, name="w", digest=digest, dtype="float32", shape=(2, 3)))
+        recorder.close()
+    store.write_manifest(path, {**MANIFEST, "complete": complete})
+    return path
+
+
+def digest(letter: str) -> str:
+    return "vd1:" + letter * 32
+
+
+def test_replay_tells_a_violation_by_code_1_and_writes_the_reports(tmp_path, capsys):
+    trace = record(tmp_path / "trace", digest("b"))
+    files = tmp_path / "out.json", tmp_path / "out.xml"
+    assert cli.run(["replay", str(trace), "--check", "WGT004", "--json", str(files[0]), "--junit", str(files[1])]) == 1
+    assert "WGT004 export-differs-from-source: " in capsys.readouterr().out
+    assert json.loads(files[0].read_text())["exit_code"] == 1
+    assert ElementTree.parse(files[1]).getroot().get("failures") == "1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.xml", "trace"]
+
+
+def test_replay_of_a_clean_trace_holds(tmp_path, capsys):
+    assert (
+        cli.run(["replay", str(record(tmp_path / "trace", digest("a"))), "--check", "export-differs-from-source"]) == 0
+    )
+    assert "holds: 1 of 1 checks hold" in capsys.readouterr().out
+
+
+def test_the_same_trace_gives_the_same_text_to_the_byte(tmp_path, capsys):
+    trace = record(tmp_path / "trace", digest("b"))
+    texts = []
+    for _ in range(2):
+        cli.run(["replay", str(trace)])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+def test_restriction_to_another_name_is_inconclusive(tmp_path):
+    trace = record(tmp_path / "trace", digest("b"))
+    assert cli.run(["replay", str(trace), "--check", "WGT004", "--only", "elsewhere"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(UsageError("mend it"), 4), (ContractError("refused"), 3), (InternalError("died"), 3)]
+)
+def test_deliberate_errors_are_one_sentence(error, code, monkeypatch, capsys):
+    def fail(*_: object, **__: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "judge_trace", fail)
+    assert cli.run(["replay", "somewhere"]) == code
+    assert capsys.readouterr().err == f"verifier: {error}\n"
+
+
+def test_an_unforeseen_error_is_one_sentence_and_a_saved_traceback(monkeypatch, capsys, tmp_path):
+    def fail(*_: object, **__: object) -> int:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(cli, "judge_trace", fail)
+    assert cli.run(["replay", "somewhere"]) == 3
+    said = capsys.readouterr().err
+    (saved,) = tmp_path.iterdir()
+    assert said == f"verifier: internal error: ZeroDivisionError: by zero; the traceback is in `{saved}`\n"
+    assert "judge_trace" in saved.read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError(13, "Permission denied", "/locked"), "`/locked`: Permission denied"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+    ],
+)
+def test_what_the_machine_refuses_is_usage(error, said, monkeypatch, capsys):
+    def fail(*_: object, **__: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "judge_trace", fail)
+    assert cli.run(["replay", "somewhere"]) == 4
+    assert capsys.readouterr().err == f"verifier: this machine refused: {said}\n"
+
+
+def test_a_name_with_a_line_break_stays_in_one_sentence(capsys):
+    assert cli.run(["replay", "no\ntrace"]) == 4
+    assert capsys.readouterr().err == "verifier: `no trace` holds no trace: there is no manifest.json\n"
+
+
+SLEEPER = """
+import sys, time
+from verifier.cli import app as cli
+
+class Held:
+    def __enter__(self): pass
+    def __exit__(self, *_): print("let go", flush=True)
+
+def sleep(*_, **__):
+    with Held():
+        print("ready", flush=True)
+        time.sleep(60)
+
+cli.judge_trace = sleep
+cli.main(["replay", "somewhere"])
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_command_in_order(signum):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signum, signal.SIG_DFL),
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (128 + signum, "let go\n", f"verifier: ended by {signum.name}\n")
+
+
+def shell(command: str, folder: Path) -> tuple[int, str]:
+    """Exit code and stderr of a command line in which VERIFIER stands for ours."""
+    line = command.replace("VERIFIER", f"'{sys.executable}' -m verifier")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, shell=True, cwd=folder, env=environment, stderr=-1, text=True, timeout=60, check=False)
+    return done.returncode, done.stderr
+
+
+def test_a_full_stdout_is_refused_and_a_closed_one_is_nobody_listening(tmp_path):
+    assert shell("VERIFIER explain > /dev/full", tmp_path) == (
+        4,
+        "verifier: stdout cannot be written: No space left on device\n",
+    )
+    assert shell("VERIFIER explain >&-", tmp_path) == (0, "")
+    assert shell("VERIFIER explain nothing 2>&-", tmp_path) == (4, "")
+
+
+def test_a_current_directory_that_is_gone_is_refused(tmp_path):
+    code, said = shell("mkdir gone && cd gone && rmdir ../gone && VERIFIER golden --model tiny:qwen3", tmp_path)
+    assert (code, said) == (4, "verifier: the current directory does not exist any more: change to one that does\n")
+
+
+def test_two_results_in_one_file_are_refused(tmp_path, capsys):
+    files = ["--json", str(tmp_path / "out"), "--junit", str(tmp_path / "out")]
+    assert cli.run(["replay", "somewhere", *files]) == 4
+    assert capsys.readouterr().err.endswith("out` is asked for twice: give each result a file of its own\n")
+
+
+def test_a_matrix_that_could_not_be_written_is_refused_before_it_is_drawn(capsys):
+    assert cli.run(["faults", "matrix", "--output", "/absent-folder/matrix.md"]) == 4
+    assert capsys.readouterr().err == (
+        "verifier: `/absent-folder/matrix.md` cannot be written: No such file or directory\n"
+    )
+
+
+def test_a_broken_run_is_a_violation_where_its_trace_shows_one(tmp_path, capsys):
+    trace = tmp_path / "trace"
+
+    def run(progress: object) -> None:
+        record(trace, digest("b"), complete=False)
+        raise InternalError("rank 3 died")
+
+    assert cli_results.run_and_judge("golden", run, trace, json=None, junit=None) == 1
+    assert "the run did not finish" in capsys.readouterr().out
+
+
+def test_a_broken_run_without_a_violation_stays_an_internal_error(tmp_path):
+    trace = tmp_path / "trace"
+
+    def run(progress: object) -> None:
+        record(trace, digest("a"), complete=False)
+        raise InternalError("rank 3 died")
+
+    with pytest.raises(InternalError, match="rank 3 died"):
+        cli_results.run_and_judge("golden", run, trace, json=None, junit=None)
+
+
+def test_a_broken_run_without_a_trace_is_just_the_error(tmp_path, capsys):
+    def run(progress: object) -> None:
+        raise InternalError("no memory")
+
+    with pytest.raises(InternalError, match="no memory"):
+        cli_results.run_and_judge("golden", run, tmp_path / "trace", json=None, junit=None)
+    assert capsys.readouterr().out == ""
+
+
+def test_results_are_written_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "out.json"
+    file.write_text("before")
+    cli_results.write_whole(file, "after")
+    assert file.read_text() == "after"
+    with pytest.raises(UsageError, match=r"cannot be written"):
+        cli_results.write_whole(tmp_path / "absent" / "out.json", "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_a_result_file_that_cannot_be_is_refused_before_the_run():
+    with pytest.raises(UsageError, match="a folder, a file for the results is needed"):
+        cli_results.require_results(Path("/"))
+    with pytest.raises(UsageError, match=r"`/absent-folder/x.json` cannot be written: No such file or directory"):
+        cli_results.require_results(None, Path("/absent-folder/x.json"))
+    with pytest.raises(UsageError, match=r"`/dev/null` is a device or a pipe"):
+        cli_results.require_results(Path("/dev/null"))
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    done = subprocess.run(
+        f"'{sys.executable}' -m verifier explain | head -c 1; echo ${{PIPESTATUS[0]}}",
+        shell=True, executable="/bin/bash", capture_output=True, text=True, timeout=60, cwd=ROOT, check=True,
+    )  # fmt: skip
+    assert (done.stdout[1:], done.stderr) == ("0\n", "")
+
+
+def test_doctor_says_which_tier_runs(capsys):
+    assert cli.run(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tier"] in {"cpu", "cuda"}
+    assert found["gaps"][found["tier"]] == []
+    for gaps in found["gaps"].values():
+        assert all(gap["missing"] and gap["mend"] for gap in gaps)
+
+
+@pytest.mark.parametrize(("code", "said"), [(0, "recorded golden/tiny-qwen3-float32.json"), (1, "not recorded: ")])
+def test_golden_records_nothing_of_which_a_check_does_not_hold(code, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("golden").mkdir()
+    monkeypatch.setitem(MANIFEST, "versions", {})
+
+    def ended(what, run, trace, **files) -> int:
+        record(trace, digest("b"))
+        return code
+
+    monkeypatch.setattr(cli, "run_and_judge", ended)
+    assert cli.run(["golden", "--model", "tiny:qwen3", "--record", "--why", "a reason", "--trace", "trace"]) == code
+    assert said in capsys.readouterr().out
+    assert len(list(Path("golden").iterdir())) == (code == 0)

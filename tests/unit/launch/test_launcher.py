@@ -1,0 +1,44 @@
+"""The parent's side stays light."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verifier.errors import ContractError, UsageError
+from verifier.launch.launcher import Zygote
+from verifier.launch.rank import Capture, resolve
+
+
+def test_importing_it_loads_neither_torch_nor_numpy():
+    script = "import sys; sys.path.insert(0, sys.argv[1]); import verifier.launch.launcher; print(*sys.modules)"
+    root = str(Path(__file__).parents[3])
+    run = subprocess.run([sys.executable, "-c", script, root], capture_output=True, text=True, check=True, timeout=60)
+    assert {"torch", "numpy", "ray", "vllm", "megatron"}.isdisjoint(run.stdout.split())
+
+
+def test_outside_of_its_with_block_it_refuses():
+    with pytest.raises(ContractError, match="use it in a with block"):
+        Zygote().pid  # noqa: B018 - a property that refuses
+
+
+def test_resolve():
+    assert resolve("json:dumps")([1]) == "[1]"
+    for name in ("json", "json:", ":dumps"):
+        with pytest.raises(UsageError, match=r"write package\.module:function"):
+            resolve(name)
+    with pytest.raises(UsageError, match="`json` has no function `absentee`"):
+        resolve("json:absentee")
+
+
+def test_capture_keeps_what_was_raised():
+    with Capture() as capture:
+        pass
+    assert capture.failure is None
+    with Capture() as capture:
+        raise SystemExit(3)
+    assert capture.failure["cause"] == "SystemExit: 3"
+    assert "raise SystemExit(3)" in capture.failure["traceback"]

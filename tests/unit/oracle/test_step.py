@@ -1,0 +1,109 @@
+"""The oracle's Adam: weights that are stored rounded are judged from unrounded ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verifier.oracle.step_hf import _Adam, _groups, _half_step, _rates, adapter_gradients
+from verifier.runs.spec import RATES
+
+LEARNING_RATE = 1e-3
+
+
+def steps(dtype: torch.dtype, *, lose_low_bits: bool) -> list[float]:
+    """What the oracle says of a trainer's two steps from the same gradients, with masters as torch.optim.Adam has."""
+    generator = torch.Generator().manual_seed(5)
+    live = torch.randn(64, 32, generator=generator).mul(0.05).to(dtype)
+    master = torch.nn.Parameter(live.float().clone())
+    theirs = torch.optim.Adam([master], lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8)
+    oracle, gaps = _Adam(), []
+    for step in (1, 2):
+        old = live
+        gradient = torch.randn(64, 32, generator=generator)
+        if lose_low_bits:
+            master.data.copy_(live.float())
+        master.grad = gradient.clone()
+        theirs.step()
+        live = master.detach().to(dtype).clone()
+        gaps.append(oracle.gap("w", old, live, gradient.double(), step, LEARNING_RATE))
+    return gaps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_right_steps_leave_no_gap(dtype: torch.dtype) -> None:
+    assert max(steps(dtype, lose_low_bits=False)) < 1e-4
+
+
+def test_masters_that_lose_their_low_bits_show_at_the_second_step() -> None:
+    first, second = steps(torch.bfloat16, lose_low_bits=True)
+    assert first < 1e-4
+    assert second > 0.01
+
+
+def test_half_a_step_is_what_rounding_may_move_a_number_by() -> None:
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(7)).double()
+    rounded = values.bfloat16().double()
+    limit = _half_step(torch.maximum(values.abs(), rounded.abs()), torch.bfloat16)
+    assert bool(((values - rounded).abs() <= limit).all())
+    assert float(((values - rounded).abs() / limit).max()) > 0.99
+
+
+@pytest.mark.parametrize(("shape", "decays"), [((64, 32), True), ((64,), False)])
+def test_matrices_decay_and_vectors_do_not(shape: tuple[int, ...], decays: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    old, gradient = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    gaps = []
+    for decay in (0.1, 0.0):
+        weight = torch.nn.Parameter(old.clone())
+        weight.grad = gradient.clone()
+        torch.optim.AdamW([weight], lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay).step()
+        gaps.append(_Adam().gap("w", old, weight.detach(), gradient.double(), 1, LEARNING_RATE, 0.1))
+    right, wrong = gaps if decays else reversed(gaps)
+    assert right < 1e-3
+    assert wrong > 0.1
+
+
+def test_experts_of_a_layer_are_one_group_and_a_factor_shows_in_its_length() -> None:
+    generator = torch.Generator().manual_seed(5)
+    names = [f"layers.{layer}.experts.{expert}.up.weight" for layer in (0, 1) for expert in range(8)]
+    exact = {name: torch.randn(16, generator=generator) for name in [*names, "norm.weight", "unused.weight"]}
+    exact["unused.weight"].zero_()
+    noisy = {name: value + 0.1 * torch.randn(16, generator=generator) for name, value in exact.items()}
+    doubled = {name: 2 * value if "layers.1" in name else value for name, value in noisy.items()}
+    found = _groups(exact, noisy, doubled)
+    assert sorted(found) == ["layers.0.experts.*.up.weight", "layers.1.experts.*.up.weight", "norm.weight"]
+    assert found["layers.1.experts.*.up.weight"]["group_length"] == pytest.approx(2, abs=0.1)
+    assert found["layers.0.experts.*.up.weight"]["group_length"] == pytest.approx(1, abs=0.05)
+    assert all(0.05 < row["group_noise"] < 0.2 for row in found.values())
+    assert all(row["group_noise"] == 0 for row in _groups(exact, exact, noisy).values())
+
+
+def test_gradients_of_an_adapter_are_those_of_autograd_also_where_linears_share_one_matrix() -> None:
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    rows = draw(7, 12)
+    inward, key, value = draw(4, 12), draw(10, 4), draw(6, 4)
+    whole = {"k": draw(10, 12), "v": draw(6, 12)}
+    merged = {"k.weight": whole["k"] + 2 * key @ inward, "v.weight": whole["v"] + 2 * value @ inward}
+    for weight in merged.values():
+        weight.retain_grad()
+    torch.cat([rows @ weight.T for weight in merged.values()], dim=1).sin().sum().backward()
+    adapter = {"k.lora_A.weight": inward, "k.lora_B.weight": key, "v.lora_B.weight": value}
+    found = adapter_gradients(
+        {name: weight.grad for name, weight in merged.items()},
+        {name: matrix.detach() for name, matrix in adapter.items()},
+        2.0,
+        {"k.lora_A.weight": ["k.lora_A.weight", "v.lora_A.weight"]},
+    )
+    assert found.keys() == adapter.keys()
+    for name, matrix in adapter.items():
+        torch.testing.assert_close(found[name], matrix.grad)
+
+
+@pytest.mark.parametrize(("version", "learning_rate", "decay"), [(1, 1e-3, 0.1), (3, 7.5e-4, 0.15), (9, 5e-4, 0.2)])
+def test_rates_lie_on_lines_that_end(version: int, learning_rate: float, decay: float) -> None:
+    assert _rates(RATES, version) == pytest.approx({"learning_rate": learning_rate, "decay": decay})

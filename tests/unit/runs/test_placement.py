@@ -1,0 +1,77 @@
+"""Where trainer and engine go on a host of so many GPUs; no GPU is needed to know.
+
+What this does not exercise: processes on GPUs; tests/h100 does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from verifier.config import RoundtripConfig
+from verifier.errors import UsageError
+from verifier.mesh import Mesh
+from verifier.runs.placement import Placement, place, place_trainer
+
+TP2_PP2 = Mesh(tp=2, pp=2)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch):
+    def have(gpus: int, visible: str = "") -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return have
+
+
+def asked(mesh: Mesh = TP2_PP2, **options: object) -> RoundtripConfig:
+    return RoundtripConfig(model="tiny:qwen3", trace=Path("trace"), mesh=mesh, dtype="bfloat16", **options)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "config", "expected"),
+    [
+        (8, asked(engine_tp=2), Placement(transport="nccl", trainer_gpus=4, engine_gpus="4,5")),
+        (4, asked(engine_tp=2), Placement(transport="ipc", trainer_gpus=4, engine_gpus="0,1")),
+        (2, asked(engine_tp=2), Placement(transport="ipc", trainer_gpus=2, engine_gpus="0,1")),
+        (1, asked(), Placement(transport="ipc", trainer_gpus=1, engine_gpus="0")),
+        (3, asked(transport="nccl"), Placement(transport="nccl", trainer_gpus=2, engine_gpus="2")),
+        (2, asked(transport="nccl"), Placement(transport="nccl", trainer_gpus=1, engine_gpus="1")),
+        (8, asked(Mesh(), transport="ipc"), Placement(transport="ipc", trainer_gpus=1, engine_gpus="0")),
+        (2, asked(engine="hf"), Placement(transport="gloo", trainer_gpus=2)),
+    ],
+    ids=str,
+)
+def test_gpus_are_shared_where_there_are_too_few(host, gpus, config, expected):
+    host(gpus)
+    assert place(config, "cuda") == expected
+
+
+def test_the_engine_is_given_the_names_of_visible_gpus(host):
+    host(3, "7, 5,3")
+    assert place(asked(transport="nccl"), "cuda").engine_gpus == "3"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "config", "said"),
+    [
+        (2, asked(engine_tp=2, transport="nccl"), "needs 2 GPUs for the engine and one or more for the trainer"),
+        (2, asked(engine_tp=4), "--engine-tp 4 does not fit on the trainer's 2 GPUs: make it smaller"),
+        (8, asked(Mesh(), engine_tp=2, transport="ipc"), "--engine-tp 2 does not fit on the trainer's 1 GPUs"),
+        (8, asked(engine="hf", transport="nccl"), "--engine hf runs on the CPU, and --transport is nccl: leave it out"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(host, gpus, config, said):
+    host(gpus)
+    with pytest.raises(UsageError, match=said):
+        place(config, "cuda")
+
+
+def test_the_cpu_tier_takes_no_gpu(host):
+    host(8)
+    assert place(asked(), "cpu") == Placement(transport="gloo")
+    assert [place_trainer(TP2_PP2, tier) for tier in ("cpu", "cuda")] == [0, 4]

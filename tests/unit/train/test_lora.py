@@ -1,0 +1,74 @@
+"""Adapters outside of Megatron: merged into a checkpoint, written for an engine, and refused where they do not fit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from verifier.errors import ContractError
+from verifier.export.save import save_checkpoint
+from verifier.model.checkpoint import open_checkpoint
+from verifier.train.lora_megatron import SCALING, held_by_engine, merged, read_adapter, save_adapter
+
+NAME = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture
+def source(tmp_path):
+    tensors = {f"{NAME}.weight": torch.randn(6, 4).bfloat16(), "model.norm.weight": torch.randn(4).bfloat16()}
+    config = {"architectures": ["Qwen3ForCausalLM"]}
+    return open_checkpoint(save_checkpoint(tmp_path / "source", config, tensors.items()))
+
+
+@pytest.fixture
+def adapter():
+    shapes = {"lora_A": (2, 4), "lora_B": (6, 2)}
+    return {f"{NAME}.{name}.weight": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+
+
+def test_merged_adds_the_scaled_product_in_float32(source, adapter):
+    found = dict(merged(source, adapter))
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    assert torch.equal(found["model.norm.weight"], source.read("model.norm.weight").float())
+    a, b = (tensor.double() for tensor in adapter.values())
+    expected = source.read(f"{NAME}.weight").double() + SCALING * b @ a
+    torch.testing.assert_close(found[f"{NAME}.weight"].double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["lora_A", "lora_B", "name"])
+def test_half_an_adapter_or_one_of_nothing_is_refused(change, source, adapter):
+    if change == "name":
+        adapter = {name.replace("q_proj", "z_proj"): tensor for name, tensor in adapter.items()}
+    else:
+        del adapter[f"{NAME}.{change}.weight"]
+    with pytest.raises(ContractError, match="is no half of an adapter"):
+        dict(merged(source, adapter))
+
+
+def test_saved_adapter_is_what_peft_reads(adapter, tmp_path):
+    save_adapter(tmp_path / "adapter", adapter, 2)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 2, 4)
+    assert config["target_modules"] == ["q_proj"]
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {name.removeprefix("base_model.model.") for name in stored} == set(adapter)
+    assert all(torch.equal(stored[f"base_model.model.{name}"], tensor) for name, tensor in adapter.items())
+
+
+def test_engine_holds_b_scaled_exactly(adapter):
+    held = held_by_engine(adapter)
+    assert torch.equal(held[f"{NAME}.lora_A.weight"], adapter[f"{NAME}.lora_A.weight"])
+    assert torch.equal(held[f"{NAME}.lora_B.weight"] / SCALING, adapter[f"{NAME}.lora_B.weight"])
+
+
+def test_what_is_read_is_what_was_written_and_how_an_engine_scales_it(adapter, tmp_path):
+    save_adapter(tmp_path / "adapter", adapter, 4)
+    found, scaling = read_adapter(tmp_path / "adapter")
+    assert scaling == SCALING
+    assert found.keys() == adapter.keys()
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "use_rslora": True}))
+    assert read_adapter(tmp_path / "adapter")[1] == 2 * SCALING  # by the root of the rank, which is 4

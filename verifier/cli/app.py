@@ -1,0 +1,278 @@
+"""The command line: what each command takes, and the frame that turns every end into one of the exit codes.
+
+Commands import what they need when they run, so that `--help`, `explain` and `replay` start at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from verifier.cli import faults as cli_faults
+from verifier.cli import options
+from verifier.cli.results import judge_trace, require_results, run_and_judge, show
+from verifier.core.gate import ExitCode
+from verifier.errors import Stopped, UsageError, VerifierError
+
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a command to end."""
+_STDERR = 2
+"""The last of the three standard file descriptors."""
+_MACHINE = frozenset(
+    (
+        errno.EACCES, errno.EDQUOT, errno.ELOOP, errno.EMFILE, errno.ENAMETOOLONG, errno.ENFILE, errno.ENOMEM,
+        errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS,
+    )
+)  # fmt: skip
+"""What the user or whoever runs the machine can mend: rights, names, room."""
+
+app = typer.Typer(
+    name="verifier",
+    help="Judge every hand-over of an RL post-training stack: Megatron trains, Bridge exports, vLLM samples.",
+    epilog="Exit codes: 0 holds, 1 violated, 2 inconclusive, 3 internal error, 4 usage.",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(cli_faults.app, name="faults")
+
+
+@app.command()
+def golden(
+    model: options.Model,
+    tp: options.Tp = 1,
+    pp: options.Pp = 1,
+    vpp: options.Vpp = 1,
+    ep: options.Ep = 1,
+    etp: options.Etp = 1,
+    cp: options.Cp = 1,
+    dp: options.Dp = None,
+    first_stage_layers: options.FirstStageLayers = None,
+    last_stage_layers: options.LastStageLayers = None,
+    dtype: options.DtypeOption = options.Dtype.FP32,
+    record: Annotated[bool, typer.Option("--record", help="Write the manifest of the export under golden/.")] = False,
+    why: Annotated[str | None, typer.Option("--why", metavar="TEXT", help="Why it is recorded; kept with it.")] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against", metavar="MANIFEST", help="Compare with a recorded manifest, not with source weights."
+        ),
+    ] = None,
+    timeout: options.Timeout = 1800.0,
+    trace: options.TraceOption = None,
+    json: options.JsonOption = None,
+    junit: options.JunitOption = None,
+) -> int:
+    """Load on a mesh, export, compare with the source bit by bit."""
+    from verifier.config import DTYPES, GoldenConfig, make_mesh, next_trace
+
+    require_results(json, junit)
+    mesh = make_mesh(
+        tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, dp=dp, vpp=vpp,
+        first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers,
+    )  # fmt: skip
+    config = GoldenConfig(
+        model=model, trace=trace or next_trace("golden"), mesh=mesh, dtype=DTYPES[dtype.value],
+        record=record, why=why, against=against, timeout_s=timeout,
+    )  # fmt: skip
+    from verifier.runs.golden import run, write_manifest
+
+    code = run_and_judge("golden", lambda progress: run(config, progress), config.trace, json=json, junit=junit)
+    if record:
+        held = code == ExitCode.HOLDS
+        show(f"\nrecorded {write_manifest(config)}\n" if held else "\nnot recorded: not every check holds\n")
+    return code
+
+
+@app.command()
+def roundtrip(
+    model: options.Model,
+    tp: options.Tp = 1,
+    pp: options.Pp = 1,
+    vpp: options.Vpp = 1,
+    ep: options.Ep = 1,
+    etp: options.Etp = 1,
+    cp: options.Cp = 1,
+    dp: options.Dp = None,
+    first_stage_layers: options.FirstStageLayers = None,
+    last_stage_layers: options.LastStageLayers = None,
+    dtype: options.DtypeOption = options.Dtype.FP32,
+    engine: Annotated[
+        options.EngineName, typer.Option("--engine", help="Where the weights go: vLLM, or transformers.")
+    ] = options.EngineName.VLLM,
+    engine_tp: Annotated[int, typer.Option("--engine-tp", help="Tensor parallel size of the engine.")] = 1,
+    cycles: Annotated[int, typer.Option("--cycles", help="Updates to sync, each followed by logprobs.")] = 3,
+    update: Annotated[
+        options.Update, typer.Option("--update", help="A real optimizer step, or seeded noise on every weight.")
+    ] = options.Update.STEP,
+    transport: Annotated[
+        options.Transport | None,
+        typer.Option("--transport", help="To the engine; nccl needs GPUs of its own, ipc shares the trainer's."),
+    ] = None,
+    cuda_graphs: options.CudaGraphs = False,
+    sleep_level: options.SleepLevel = None,
+    engine_quantization: options.EngineQuantization = None,
+    engine_lora_rank: options.EngineLoraRank = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of tokens and noise.")] = 1,
+    timeout: options.Timeout = 1800.0,
+    trace: options.TraceOption = None,
+    json: options.JsonOption = None,
+    junit: options.JunitOption = None,
+) -> int:
+    """Train, export, sync a live engine, compare; several times."""
+    from verifier.config import DTYPES, RoundtripConfig, make_mesh, next_trace
+
+    require_results(json, junit)
+    mesh = make_mesh(
+        tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, dp=dp, vpp=vpp,
+        first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers,
+    )  # fmt: skip
+    config = RoundtripConfig(
+        model=model, trace=trace or next_trace("roundtrip"), mesh=mesh, dtype=DTYPES[dtype.value],
+        engine=engine.value, engine_tp=engine_tp, cycles=cycles, update=update.value, seed=seed, timeout_s=timeout,
+        transport=transport.value if transport else None, cuda_graphs=cuda_graphs,
+        sleep_level=0 if sleep_level is None else sleep_level,
+        engine_quantization=engine_quantization.value if engine_quantization else None,
+        engine_lora_rank=0 if engine_lora_rank is None else engine_lora_rank,
+    )  # fmt: skip
+    from verifier.runs.roundtrip import run
+
+    return run_and_judge("roundtrip", lambda progress: run(config, progress), config.trace, json=json, junit=junit)
+
+
+@app.command()
+def noise(
+    model: options.Model,
+    record: Annotated[bool, typer.Option("--record", help="Store it as a tolerance under golden/noise.")] = False,
+    why: Annotated[str | None, typer.Option("--why", metavar="TEXT", help="Why it is recorded; kept with it.")] = None,
+    timeout: options.Timeout = 1800.0,
+) -> int:
+    """Measure what bf16 alone does to a model's log-probabilities."""
+    from verifier.config import NoiseConfig
+    from verifier.report.progress import shown_progress
+
+    config = NoiseConfig(model=model, record=record, why=why, timeout_s=timeout)
+    from verifier.runs.noise import run, table
+
+    with shown_progress("noise") as progress:
+        floor = run(config, progress)
+    show(table(floor))
+    return ExitCode.HOLDS
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A saved trace directory.")],
+    check: Annotated[
+        list[str] | None, typer.Option("--check", metavar="CODE", help="Only this check; repeatable.")
+    ] = None,
+    only: Annotated[str, typer.Option("--only", metavar="NAME", help="Only subjects whose name contains this.")] = "",
+    json: options.JsonOption = None,
+    junit: options.JunitOption = None,
+) -> int:
+    """Judge a saved trace again, on any machine."""
+    from verifier.cli.explain import find_check
+
+    require_results(json, junit)
+    codes = [find_check(code).code for code in check or ()]
+    return judge_trace(trace, json=json, junit=junit, codes=codes, names=only)
+
+
+@app.command()
+def explain(
+    check: Annotated[str | None, typer.Argument(help="Code or name of a check; without it, the list of all.")] = None,
+) -> int:
+    """Print what a check sees, why, and what it cannot see."""
+    from verifier.cli.explain import list_of_checks, page_of
+
+    show(list_of_checks() if check is None else page_of(check))
+    return ExitCode.HOLDS
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> int:
+    """Print what is installed and which tier runs here."""
+    from verifier.cli.doctor import examine, render_json, render_text
+
+    findings = examine()
+    show(render_json(findings) if as_json else render_text(findings))
+    return ExitCode.HOLDS if findings.tier else ExitCode.USAGE
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command and leave with its exit code; nothing but `SystemExit` comes out.
+
+    A signal that asks for the end is obeyed by way of every `with`; a second one ends the process there and then.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        pass  # what was closed before the start would become somebody's socket
+    os.close(fd)
+    asked = [signum for signum in _ENDS if signal.getsignal(signum) is not signal.SIG_IGN]
+
+    def stop(signum: int, frame: object) -> None:
+        for item in asked:
+            signal.signal(item, signal.SIG_DFL)
+        raise Stopped(signum)
+
+    for item in asked:
+        signal.signal(item, stop)
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """One command, from its arguments to its exit code. The outermost frame: every error ends here, as one sentence."""
+    try:
+        _require_current_directory()
+        return int(app(arguments, prog_name="verifier", standalone_mode=False) or 0)
+    except typer.TyperException as problem:
+        message = " ".join(problem.format_message().split()).rstrip(".?")
+        message = message.replace("Value error, ", "").replace(". Did you", ": did you")
+        return _refuse(f"{message[:1].lower()}{message[1:]}; see `verifier --help`", ExitCode.USAGE)
+    except Stopped as asked:
+        return _refuse(str(asked), asked.exit_code)
+    except UsageError as problem:
+        return _refuse(" ".join(str(problem).splitlines()), problem.exit_code)
+    except VerifierError as problem:
+        return _refuse(str(problem), problem.exit_code)
+    except Exception as problem:
+        if isinstance(problem, OSError) and problem.errno in _MACHINE:
+            where = f"`{str(problem.filename)[:200]}`: " if problem.filename else ""
+            return _refuse(f"this machine refused: {where}{problem.strerror}", ExitCode.USAGE)
+        return _refuse(f"internal error: {type(problem).__name__}: {problem}{_save_traceback()}", ExitCode.INTERNAL)
+
+
+def _require_current_directory() -> None:
+    """What is imported later dies without it, with exit codes of its own."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as problem:
+        raise UsageError("the current directory does not exist any more: change to one that does") from problem
+
+
+def _refuse(sentence: str, code: int) -> int:
+    with contextlib.suppress(OSError):  # nobody may be left to read it; the exit code stands
+        print(f"verifier: {sentence}", file=sys.stderr)
+    return int(code)
+
+
+def _save_traceback() -> str:
+    """Where the traceback was saved, as the end of a sentence; the terminal gets it if no file can be written."""
+    import tempfile
+    import traceback
+
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="verifier-", suffix=".txt", delete=False) as file:
+            file.write(" ".join(sys.argv) + "\n\n" + traceback.format_exc())
+    except OSError:
+        return "\n" + traceback.format_exc()
+    return f"; the traceback is in `{file.name}`"

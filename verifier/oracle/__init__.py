@@ -1,0 +1,1 @@
+"""Independent oracles: transformers in float32, Adam in float64."""

@@ -1,0 +1,108 @@
+"""The independent oracle of logprobs: transformers, float32 weights, float64 log-softmax, one sequence at a time.
+
+On a GPU float32 means float32: no TF32, and of state-space layers transformers' own operations, not the kernels that
+the trainer and the engine call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verifier.engine.engine import Sampling
+from verifier.engine.shaping import shaped
+from verifier.model.transformers_hf import hold_model, token_logprobs
+
+
+def oracle_logprobs(
+    path: Path | str,
+    sequences: Sequence[Sequence[int]],
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    temperature: float = 1.0,
+) -> list[torch.Tensor]:
+    """Teacher-forced logprobs of a checkpoint directory.
+
+    Args:
+        path: the checkpoint.
+        sequences: token ids, each of at least 2.
+        dtype: the weights are brought to this before anything is computed.
+        device: where it is computed.
+        temperature: what logits are divided by; 0 as `token_logprobs` has it.
+
+    Returns:
+        Per sequence [len - 1] float32, nats.
+
+    Raises:
+        ContractError: transformers finds a tensor missing or superfluous.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    model = hold_model(path, dtype, device)
+    return [token_logprobs(model, tokens, torch.float64, temperature) for tokens in sequences]
+
+
+@torch.inference_mode()
+def next_token(
+    _: object, path: str, tokens: Sequence[int], device: str = "cpu", temperature: float = 1.0
+) -> list[float]:
+    """Log-probability of every token of the vocabulary after these, nats; a request of an engine host.
+
+    Args:
+        path: the checkpoint; its weights are brought to float32.
+        tokens: token ids, at least 1.
+        device: "cpu", or "cuda".
+        temperature: what logits are divided by.
+    """
+    model = hold_model(path, torch.float32, device)
+    logits = model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False).logits[0, -1]
+    return torch.log_softmax(logits.double() / temperature, dim=-1).tolist()
+
+
+def score(
+    _: object, path: str, sequences: Sequence[Sequence[int]], dtype: str, device: str = "cpu", temperature: float = 1.0
+) -> list[list[float]]:
+    """`oracle_logprobs` as a request of an engine host: JSON in, JSON out.
+
+    Args:
+        path: the checkpoint.
+        sequences: token ids, each of at least 2.
+        dtype: "float32"; "bfloat16" to measure what that dtype alone costs, "float64" what "float32" does.
+        device: "cpu", or "cuda".
+        temperature: what logits are divided by.
+    """
+    return [row.tolist() for row in oracle_logprobs(path, sequences, getattr(torch, dtype), device, temperature)]
+
+
+@torch.inference_mode()
+def shaped_logprobs(
+    _: object, path: str, rows: Sequence[Sequence[Any]], slack: float, device: str = "cpu"
+) -> list[list[tuple[float, float]]]:
+    """Between what the log-probabilities of sampled tokens lie, nats, as their requests shape them; a host's request.
+
+    They lie apart only where rounding decides whether truncation keeps a token.
+
+    Args:
+        path: the checkpoint; its weights are brought to float32.
+        rows: [prompt, sampled tokens, the request's `Sampling`] each.
+        slack: by how much rounding may move the edge of a truncated distribution.
+        device: "cpu", or "cuda".
+    """
+    model = hold_model(path, torch.float32, device)
+    found = []
+    for prompt, tokens, asked in rows:
+        sampling = Sampling.from_json(asked)
+        ids = torch.tensor([[*prompt, *tokens]], device=model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double().cpu()
+        row = []
+        for at, token in enumerate(tokens):
+            most, least = (
+                float(shaped(logits[at], prompt, tokens[:at], sampling, by)[token]) for by in (-slack, slack)
+            )
+            row.append((least, most if math.isfinite(most) else least))
+        found.append(row)
+    return found

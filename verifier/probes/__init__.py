@@ -1,0 +1,1 @@
+"""What records evidence of a run; probes only look."""

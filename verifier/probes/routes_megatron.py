@@ -1,0 +1,125 @@
+"""Router replay in a run: routes that no router would choose must be obeyed, its own must change nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from verifier.core.evidence import Evidence, Probe
+from verifier.core.stage import Stage
+from verifier.data.rollout import MISSING_ROUTE, Rollout
+from verifier.model.provider_megatron import TrainerModel
+from verifier.train.pack import PackedBatch
+from verifier.train.router_replay import sentinel_routes
+from verifier.train.router_replay_megatron import Routing
+from verifier.train.step_megatron import OnShards, score
+
+
+def record_replay(probe: Probe, trainer: TrainerModel, rollouts: Sequence[Rollout]) -> None:
+    """Score the same tokens by natural, by replayed natural and by made-up routes, then without any. A collective.
+
+    Recorded are the experts that every rank's routers used under made-up routes, what came of them, and the
+    log-probabilities of the passes that must agree.
+
+    Args:
+        probe: this rank's recorder.
+        trainer: built with `replay_megatron.PROVIDER_FIELDS`, and with experts.
+        rollouts: the same on every rank; routes that they carry are left out.
+    """
+    routing = Routing(trainer)
+    natural, routed, every_row = routing.score_naturally(rollouts)
+    made_up = _made_up(routing, rollouts)
+    replayed, _ = routing.score_replaying(routed, every_row)
+    forced, choices = routing.score_replaying(made_up)
+    released = score(trainer, rollouts)
+    _record_choices(probe, routing, made_up, choices, 0)
+    if dist.get_rank() != 0:
+        return
+    ids = [rollout.id for rollout in rollouts]
+    for kind, name, rows in (
+        ("forced", "sentinel routes", forced),
+        ("natural", "natural routes", natural),
+        ("scored", "natural routes replayed", replayed),
+        ("scored", "no routes after replay", released),
+    ):
+        _emit(probe, kind, name, {"rollouts": ids, "lengths": [row.numel() for row in rows]}, torch.cat(rows))
+
+
+@contextlib.contextmanager
+def replaying_every_second(
+    probe: Probe, trainer: TrainerModel, rollouts: Sequence[Rollout], version: int, on_shards: OnShards
+) -> Iterator[tuple[Sequence[Rollout], OnShards]]:
+    """The rollouts of a training step; of a mixture of experts those of every second step have routes to be obeyed.
+
+    Routes that no router would choose: then no rounding flips one, and gradients in bf16 are as near to transformers'
+    as a dense model's. Steps between go by the routers' own choice.
+
+    Args:
+        probe: this rank's recorder.
+        trainer: the model.
+        rollouts: without routes.
+        version: that the step makes.
+        on_shards: called with the step's micro-batches.
+
+    Yields:
+        What to train on, and what has to be called with its micro-batches.
+    """
+    if version % 2 == 0 or not trainer.provider.num_moe_experts or not trainer.provider.moe_enable_routing_replay:
+        yield rollouts, on_shards
+        return
+    routing = Routing(trainer)
+    made_up = _made_up(routing, rollouts)
+    with routing.replaying(made_up) as (follow, watch):
+
+        def both(shards: list[PackedBatch]) -> Callable[[], None] | None:
+            follow(shards)
+            return on_shards(shards)
+
+        yield made_up, both
+    _record_choices(probe, routing, made_up, watch.choices(), version)
+
+
+def _made_up(routing: Routing, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The rollouts with sentinel routes."""
+    return [
+        replace(
+            rollout,
+            routes=sentinel_routes(
+                key, len(rollout), num_moe_layers=len(routing.moe_layers), num_experts=routing.num_experts,
+                topk=routing.topk,
+            ),
+        )
+        for key, rollout in enumerate(rollouts)
+    ]  # fmt: skip
+
+
+def _record_choices(
+    probe: Probe, routing: Routing, made_up: Sequence[Rollout], choices: np.ndarray, version: int
+) -> None:
+    at = str(routing.trainer.mesh.coordinate(dist.get_rank()))
+    _emit(probe, "choice", "sentinel routes", {"at": at}, torch.from_numpy(choices), version)
+    if dist.get_rank() == 0:
+        ids = [rollout.id for rollout in made_up]
+        listed = _listed(made_up, routing.moe_layers)
+        _emit(probe, "routes", "sentinel routes", {"rollouts": ids}, listed, version)
+
+
+def _listed(rollouts: Sequence[Rollout], moe_layers: Sequence[int]) -> torch.Tensor:
+    """[N, 3 + K] int32, one row per token and layer that has a route: rollout, position, global layer, experts."""
+    parts = []
+    for index, rollout in enumerate(rollouts):
+        assert rollout.routes is not None
+        position, column = np.nonzero((rollout.routes != MISSING_ROUTE).all(-1))
+        layer = np.asarray(moe_layers)[column]
+        where = np.stack([np.full_like(position, index), position, layer], axis=-1)
+        parts.append(np.concatenate([where, rollout.routes[position, column]], axis=-1))
+    return torch.from_numpy(np.concatenate(parts).astype(np.int32))
+
+
+def _emit(probe: Probe, kind: str, name: str, facts: dict[str, object], array: torch.Tensor, version: int = 0) -> None:
+    probe.emit(Evidence(stage=Stage.REPLAY, kind=kind, name=name, version=version, facts=facts), array)

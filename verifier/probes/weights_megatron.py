@@ -1,0 +1,288 @@
+"""Probes of the trainer side: live shards, what they must hold, the export stream, the plan.
+
+A probe only looks: it digests what passes and hands it on as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verifier.core.evidence import Evidence, Probe
+from verifier.core.stage import Stage
+from verifier.errors import ContractError
+from verifier.export.names import Layout
+from verifier.export.sharding import Placement, unshard
+from verifier.mesh import Mesh
+from verifier.model.checkpoint import INDEX, Checkpoint, write_shard
+from verifier.plan.chunk_plan import ChunkPlan, TensorMeta, build_plan
+from verifier.plan.digest import digest_tensor, digest_tensors
+from verifier.transport.buffer import dtype_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from verifier.export.adapters import AdapterLayout
+
+IGNORED_BUFFERS = frozenset({"local_tokens_per_expert"})
+"""Counters of one step that no checkpoint carries."""
+
+
+class LiveWeights:
+    """The parameters and checkpointed buffers that one rank's model chunks hold right now.
+
+    Args:
+        chunks: the rank's model chunks in virtual-stage order, wrapped for training or not.
+        layout: where checkpoint tensors live, or None where the family has no row.
+    """
+
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        layout: Layout | AdapterLayout | None,
+        mesh: Mesh,
+        rank: int,
+    ) -> None:
+        self._chunks = [_unwrapped(chunk) for chunk in chunks]
+        self._stored = [frozenset(chunk.state_dict(keep_vars=True)) for chunk in self._chunks]
+        self._places: dict[tuple[int, str], Placement] | None = None
+        self.layout, self.mesh, self.rank = layout, mesh, rank
+        self.at = str(mesh.coordinate(rank))
+
+    def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """(chunk, local name, live tensor) of every parameter and every checkpointed buffer."""
+        for index, (chunk, stored) in enumerate(zip(self._chunks, self._stored, strict=True)):
+            for name, parameter in chunk.named_parameters():
+                yield index, name, parameter.detach()
+            for name, buffer in chunk.named_buffers():
+                if name in stored and name.rpartition(".")[2] not in IGNORED_BUFFERS:
+                    yield index, name, buffer.detach()
+
+    def placements(self) -> dict[tuple[int, str], Placement]:
+        """(chunk, local name) to what must be there, stated once; empty without a layout."""
+        if self._places is None:
+            self._places = {
+                (chunk, item.param_name): item
+                for chunk in range(self.mesh.vpp if self.layout is not None else 0)
+                for item in self.layout.placements(self.mesh, self.rank, chunk)
+            }
+        return self._places
+
+    def record(self, probe: Probe, stage: Stage, kind: str, version: int, also: str = "") -> None:
+        """Digest every live tensor; the device is waited for once, not tensor by tensor.
+
+        Args:
+            probe: told of each.
+            stage: of the evidence.
+            kind: of the evidence.
+            version: of the weights.
+            also: a second kind of evidence with the same contents, if any.
+        """
+        places = self.placements()
+        found = list(self.tensors())
+        digests = digest_tensors(tensor for _, _, tensor in found)
+        for (chunk, name, tensor), digest in zip(found, digests, strict=True):
+            place = places.get((chunk, name))
+            for each in (kind, also) if also else (kind,):
+                probe.emit(
+                    Evidence(
+                        stage=stage, kind=each, version=version, digest=digest,
+                        name=place.global_name if place else f"{name} (chunk {chunk})",
+                        dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
+                        facts={"at": self.at, "replica": place.group if place else f"rank {self.rank} {chunk} {name}"},
+                    )
+                )  # fmt: skip
+
+    def record_expected(self, probe: Probe, source: Checkpoint) -> None:
+        """Digest, for every placement, what the checkpoint says must be there."""
+        for place in self.placements().values():
+            tensor = place.shard(source.read)
+            probe.emit(
+                Evidence(
+                    stage=Stage.LOAD, kind="expected", name=place.global_name, digest=digest_tensor(tensor),
+                    dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
+                    facts={"at": self.at, "sources": list(place.sources)},
+                )
+            )  # fmt: skip
+
+    def dump(self, path: Path, tensors: Iterable[tuple[int, str, torch.Tensor]]) -> None:
+        """Write what this rank owns of every group of replicas, so that the shards of all ranks can be joined.
+
+        Args:
+            path: folder that all ranks write into.
+            tensors: (chunk, local name, contents): `tensors()`, or gradients in their place.
+        """
+        places = self.placements()
+        at = self.mesh.coordinate(self.rank)
+        owned = {}
+        for chunk, name, tensor in tensors:
+            place = places.get((chunk, name))
+            if place is not None and all(getattr(at, axis) == 0 for axis in place.replicated_over):
+                owned[f"{chunk}/{name}"] = tensor.cpu().contiguous().clone()
+        write_shard(path / f"rank-{self.rank:04d}.safetensors", owned)
+
+
+def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def join(path: Path, layout: Layout | AdapterLayout, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Checkpoint tensors from the shards that all ranks dumped, joined by the layout and not by Megatron-Bridge.
+
+    Raises:
+        ContractError: a shard is absent, or the shards do not tile a checkpoint tensor.
+    """
+    from safetensors import safe_open
+
+    owners: dict[str, tuple[Placement, torch.Tensor]] = {}
+    for rank in range(mesh.world_size):
+        with safe_open(path / f"rank-{rank:04d}.safetensors", framework="pt") as file:
+            held = set(file.keys())
+            for chunk in range(mesh.vpp):
+                for place in layout.placements(mesh, rank, chunk):
+                    key = f"{chunk}/{place.param_name}"
+                    if place.group not in owners and key in held:
+                        owners[place.group] = (place, file.get_tensor(key))
+    whole = unshard(owners.values())
+    if not whole:
+        raise ContractError("no rank dumped a shard: there is nothing to join")
+    return whole
+
+
+def record_source(probe: Probe, source: Checkpoint) -> None:
+    """Digest the source checkpoint, tensor by tensor."""
+    for name in source.names():
+        tensor = source.read(name)
+        probe.emit(
+            Evidence(
+                stage=Stage.LOAD, kind="source", name=name, digest=digest_tensor(tensor),
+                dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
+            )
+        )  # fmt: skip
+
+
+def recorded(
+    probe: Probe, stream: Iterable[tuple[str, torch.Tensor]], version: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The export stream, digested as it passes; and of what its reader still holds, whether it was written over."""
+    held: dict[int, list[tuple[str, str, weakref.ref[torch.Tensor]]]] = {}  # by where their memory begins
+    overwritten: list[str] = []
+    count = 0
+    for name, tensor in stream:
+        digest = digest_tensor(tensor)
+        probe.emit(
+            Evidence(
+                stage=Stage.EXPORT, kind="tensor", name=name, version=version, digest=digest,
+                dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
+            )
+        )  # fmt: skip
+        neighbours = held.setdefault(tensor.untyped_storage().data_ptr(), [])
+        neighbours[:] = [item for item in neighbours if item[2]() is not None]
+        for earlier, was, reference in neighbours:
+            other = reference()
+            if other is not None and _share_memory(other, tensor) and digest_tensor(other) != was:
+                overwritten.append(earlier)
+        neighbours.append((name, digest, weakref.ref(tensor)))
+        count += 1
+        yield name, tensor
+    facts = {"count": count, "overwritten": list(dict.fromkeys(overwritten))}
+    probe.emit(Evidence(stage=Stage.EXPORT, kind="stream", name="the export", version=version, facts=facts))
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if some byte between the first and the last of one tensor is one of the other's range too."""
+    ranges = [(item.data_ptr(), item.data_ptr() + _extent(item) * item.element_size()) for item in (one, other)]
+    return max(begin for begin, _ in ranges) < min(end for _, end in ranges)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to its last, in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def record_config(probe: Probe, source: Checkpoint, folder: Path, version: int) -> None:
+    """The config.json that megatron-bridge wrote with an export, and the source's, as transformers reads both."""
+    from transformers import AutoConfig
+
+    for stage, path in ((Stage.LOAD, source.path), (Stage.EXPORT, folder)):
+        read = AutoConfig.from_pretrained(path, local_files_only=True).to_dict()
+        facts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in read.items()}
+        probe.emit(Evidence(stage=stage, kind="config", name="config.json", version=version, facts=facts))
+
+
+def record_saved(probe: Probe, folder: Path, version: int) -> None:
+    """What a reader finds in a saved checkpoint: the tensors that its index names, in the files where it says."""
+    from safetensors import safe_open
+
+    shards = sorted(folder.glob("*.safetensors"))
+    probe.emit(
+        Evidence(stage=Stage.EXPORT, kind="saved-files", name="shards", version=version, facts={"count": len(shards)})
+    )
+    index = folder / INDEX
+    listed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    absent = set(listed)
+    for path in shards:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                if listed and listed.get(name) != path.name:
+                    continue
+                absent.discard(name)
+                tensor = file.get_tensor(name)
+                probe.emit(
+                    Evidence(
+                        stage=Stage.EXPORT, kind="saved", name=name, version=version, digest=digest_tensor(tensor),
+                        dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), facts={"shard": path.name},
+                    )
+                )  # fmt: skip
+    for name in sorted(absent):
+        probe.emit(Evidence(stage=Stage.EXPORT, kind="saved", name=name, version=version, digest="in no shard"))
+
+
+def record_live(probe: Probe, live: Mapping[str, torch.Tensor], version: int) -> dict[str, str]:
+    """Digest the joined live shards; returns the digests by name."""
+    digests = {}
+    for name, tensor in live.items():
+        digests[name] = digest_tensor(tensor)
+        probe.emit(
+            Evidence(
+                stage=Stage.TRAIN, kind="live", name=name, version=version, digest=digests[name],
+                dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
+            )
+        )  # fmt: skip
+    return digests
+
+
+def record_moved(probe: Probe, name: str, version: int, **counts: int) -> None:
+    """How many tensors an update moved, how many it had to move at least, and of how many."""
+    probe.emit(Evidence(stage=Stage.TRAIN, kind="moved", name=name, version=version, facts=counts))
+
+
+def plan_of(stream: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int) -> ChunkPlan:
+    """The chunk plan of an export stream, which is consumed; contents are not kept."""
+    return build_plan(
+        (TensorMeta(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape)) for name, tensor in stream),
+        chunk_bytes=chunk_bytes,
+    )
+
+
+def record_plan(probe: Probe, plan: ChunkPlan, version: int, *, entries: bool) -> None:
+    """The plan's digest and, from one rank, its entries."""
+    probe.emit(
+        Evidence(
+            stage=Stage.PLAN, kind="plan", name="chunk plan", version=version, digest=plan.digest,
+            facts={"num_chunks": len(plan.chunks), "num_tensors": sum(len(chunk.entries) for chunk in plan.chunks)},
+        )
+    )  # fmt: skip
+    if entries:
+        for tensor in plan.tensors:
+            probe.emit(
+                Evidence(
+                    stage=Stage.PLAN, kind="entry", name=tensor.name, version=version,
+                    dtype=tensor.dtype, shape=tensor.shape,
+                )
+            )  # fmt: skip

@@ -1,0 +1,1 @@
+"""What runs: golden, round trip, noise; each on one runner."""

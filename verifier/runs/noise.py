@@ -1,0 +1,122 @@
+"""`verifier noise`: measure what bf16 alone does to a model's log-probabilities, and store it as a tolerance."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from verifier.config import NoiseConfig
+from verifier.core.store import require_writable
+from verifier.errors import UsageError
+from verifier.mesh import Mesh
+from verifier.model.checkpoint import Checkpoint
+from verifier.model.families import size_if_any
+from verifier.oracle.noise_floor import (
+    EDGES,
+    Bucket,
+    Floor,
+    bucket_of,
+    config_digest,
+    floor_path,
+    label_of,
+    versions,
+    weights_digest,
+    write_floor,
+)
+from verifier.oracle.oracle import Oracle
+from verifier.runs.setup import Deadline, Progress, open_subject
+
+DTYPE = "bfloat16"
+TOKENS = 8_192
+"""Log-probabilities per bucket: the greatest of so many is not exceeded by a run of hundreds, or hardly."""
+SHORTEST = 8
+Score = Callable[[Path, Sequence[Sequence[int]], str], list[list[float]]]
+"""(checkpoint, sequences, dtype) -> per sequence its log-probabilities, nats."""
+
+
+def run(config: NoiseConfig, progress: Progress) -> Floor:
+    """Measure, and store under ``golden/noise`` if asked to.
+
+    Raises:
+        UsageError: the model cannot be used, or the file not be written.
+    """
+    until = Deadline(config.timeout_s)
+    subject = open_subject(config.model, DTYPE, Mesh())
+    if config.record:
+        require_writable(floor_path(config.model, DTYPE, subject.tier), make_folder=True)
+    progress("starting transformers")
+    with Oracle(subject.checkpoint.path, until.left("transformers was started")) as oracle:
+        score = partial(oracle.score, device="cpu" if subject.tier == "cpu" else "cuda")
+        floor = measure(
+            config.model, subject.checkpoint, subject.tier, score, progress, why=config.why or "not recorded"
+        )
+    if config.record:
+        progress(f"recorded {write_floor(floor)}")
+    return floor
+
+
+def measure(
+    model: str,
+    checkpoint: Checkpoint,
+    tier: str,
+    score: Score,
+    progress: Progress,
+    *,
+    why: str,
+    tokens: int = TOKENS,
+) -> Floor:
+    """The floor of a checkpoint, from random tokens, on the tier's own device.
+
+    Args:
+        model: as the user named it.
+        checkpoint: stored in bf16.
+        tier: "cpu" or "cuda".
+        score: by transformers.
+        progress: told what runs.
+        why: kept with it.
+        tokens: log-probabilities per bucket, at least.
+
+    Raises:
+        UsageError: the model takes no sequence as long as the shortest bucket's.
+    """
+    sizes = {key: size_if_any(checkpoint.config, key) for key in ("vocab_size", "max_position_embeddings")}
+    vocabulary, room = sizes["vocab_size"], sizes["max_position_embeddings"]
+    if vocabulary is None or room is None:
+        raise UsageError(f"config.json of {checkpoint.path} lacks `vocab_size` or `max_position_embeddings`")
+    edges = [edge for edge in EDGES if edge <= room]
+    if not edges:
+        raise UsageError(f"the model takes {room} tokens at the most, the shortest bucket has {EDGES[0]}")
+    buckets: list[Bucket] = []
+    for shortest, longest in zip((SHORTEST, *(edge + 1 for edge in edges)), edges, strict=False):
+        progress(f"sequences of {shortest} to {longest} tokens")
+        sequences = drawn(shortest, longest, vocabulary, tokens)
+        rounded, exact = (score(checkpoint.path, sequences, dtype) for dtype in (DTYPE, "float32"))
+        buckets.append(bucket_of(longest, rounded, exact))
+    name = label_of(model)
+    return Floor(
+        model=name, dtype=DTYPE, tier=tier, config=config_digest(checkpoint), weights=weights_digest(checkpoint),
+        versions=versions(), command=f"verifier noise --model {name} --record", why=why, buckets=tuple(buckets),
+    )  # fmt: skip
+
+
+def drawn(shortest: int, longest: int, vocabulary: int, tokens: int) -> list[list[int]]:
+    """Random sequences of random lengths (inclusive bounds) that have so many log-probabilities at least."""
+    draw = random.Random(f"{shortest} to {longest}")  # noqa: S311 - test tokens
+    found: list[list[int]] = []
+    while sum(len(tokens) - 1 for tokens in found) < tokens:
+        found.append([draw.randrange(vocabulary) for _ in range(draw.randint(shortest, longest))])
+    return found
+
+
+def table(floor: Floor) -> str:
+    """What was measured, a line per bucket; nats."""
+    lines = [f"noise of {floor.model} in {floor.dtype} on the {floor.tier} tier, nats"]
+    lines.append(f"{'tokens':>12} {'measured':>9} {'median':>8} {'mean':>8} {'p90':>8} {'p99':>8} {'max':>8}")
+    shortest = SHORTEST
+    for item in floor.buckets:
+        values = " ".join(f"{value:8.4f}" for value in (item.median, item.mean, item.p90, item.p99, item.max))
+        lines.append(f"{f'{shortest} to {item.longest}':>12} {item.tokens:>9,} {values}")
+        shortest = item.longest + 1
+    return "\n".join(lines) + "\n"

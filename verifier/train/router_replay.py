@@ -1,0 +1,156 @@
+"""Router replay (R3): which experts each router of this rank must choose, from the routes that the engine reported.
+
+Shape suffixes: T rows that this rank's routers see, M mixture-of-experts layers in global order, K experts per token.
+
+Routes are packed with the tokens (verifier/train/pack.py), so context-parallel shards carry their own; what is left is
+to pick the layers that the pipeline stage holds, by global layer number, and the rows that sequence parallelism leaves.
+"""
+# ruff: noqa: N815 - field names carry shape suffixes
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from verifier.data.rollout import MISSING_ROUTE
+from verifier.errors import ContractError
+from verifier.mesh.mesh import Mesh
+from verifier.train.pack import PADDING, PackedBatch
+from verifier.train.token_layout import sp_slice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Replay:
+    """Experts for the routers of one virtual pipeline stage on one rank."""
+
+    experts: Mapping[int, torch.Tensor]
+    """Global layer index to [T, K] int64, in layer order; only layers that have a router and lie on this stage."""
+    free_T: torch.Tensor
+    """bool, rows whose route is a stand-in: padding, and a last token that the engine never routed. They must not count
+    in expert statistics."""
+
+
+def replay_routes(
+    packed: PackedBatch,
+    *,
+    mesh: Mesh,
+    pp: int,
+    chunk: int,
+    tp: int,
+    num_layers: int,
+    moe_layers: Sequence[int],
+    num_experts: int,
+    topk: int,
+) -> Replay:
+    """Experts that the routers of one stage must choose for one micro-batch.
+
+    The engine does not run the last token of a rollout through the model, so its route alone may be missing: nothing
+    that is trained on depends on it. Such rows and padding get the experts 0 to K - 1, distinct as every router's
+    choice is, and are marked in `free_T`.
+
+    Args:
+        packed: this context-parallel rank's shard.
+        mesh: parallel sizes, with uneven first and last stages.
+        pp: pipeline stage.
+        chunk: virtual stage within it.
+        tp: tensor-parallel rank; with sequence parallelism it routes its slice of the rows.
+        num_layers: layers of the whole model, dense ones included.
+        moe_layers: global indices of the layers that have routers, ascending, as the routes' M axis counts them.
+        num_experts: experts of each such layer.
+        topk: K.
+
+    Returns:
+        One [T, K] tensor per layer.
+
+    Raises:
+        ContractError: the pack has no routes, or routes of another shape; a route that is needed is missing, names an
+            expert twice, or one that does not exist (names rollout, position and layer).
+
+    Source:
+        SkyRL, utils/replay_utils.py: global layer numbers because dense layers have no router (verl #5037 counted them
+        and was off by one after each), distinct stand-ins for padding rows because dropless dispatch counts them.
+    """
+    held = packed_rows_of(packed, mesh, tp)
+    free_T = _free_rows(packed)[held]
+    stand_in = torch.arange(topk)
+    experts = {}
+    stage = mesh.layers_of(pp, chunk, num_layers)
+    for column, layer in enumerate(moe_layers):
+        if layer not in stage:
+            continue
+        if not packed.ids:
+            experts[layer] = stand_in.repeat(len(free_T), 1)
+            continue
+        routes_TK = _routes_of(packed, column, len(moe_layers), topk)[held]
+        replaced_T = free_T & (routes_TK == MISSING_ROUTE).any(-1)
+        routes_TK = torch.where(replaced_T.unsqueeze(-1), stand_in, routes_TK)
+        _refuse_unusable(packed, held, routes_TK, layer, num_experts)
+        experts[layer] = routes_TK
+    unrouted_T = torch.zeros_like(free_T) if packed.routes_TMK is None else _missing(packed.routes_TMK[held])
+    return Replay(experts=experts, free_T=(packed.segments_T[held] == PADDING) | (free_T & unrouted_T))
+
+
+def sentinel_routes(key: int, num_tokens: int, *, num_moe_layers: int, num_experts: int, topk: int) -> np.ndarray:
+    """Routes that no router would choose by itself: random, and other ones for every (key, token, layer).
+
+    Args:
+        key: of the rollout.
+        num_tokens: L.
+        num_moe_layers: M.
+        num_experts: experts of each layer.
+        topk: K, at most `num_experts`.
+
+    Returns:
+        [L, M, K] int32, distinct within each K; the last token has `MISSING_ROUTE`, as engines leave it.
+    """
+    draw = np.random.default_rng([key, num_tokens])
+    routes = draw.random((num_tokens, num_moe_layers, num_experts)).argsort(-1)[..., :topk].astype(np.int32)
+    routes[-1] = MISSING_ROUTE
+    return routes
+
+
+def packed_rows_of(packed: PackedBatch, mesh: Mesh, tp: int) -> slice:
+    """Rows of a context-parallel shard that one tensor-parallel rank's routers see."""
+    return sp_slice(packed.num_rows, mesh.tp, tp) if packed.alignment.sp else slice(0, packed.num_rows)
+
+
+def _free_rows(packed: PackedBatch) -> torch.Tensor:
+    """[T] bool: padding, and the last token of each sub-sequence."""
+    lengths_S = torch.diff(packed.cu_seqlens).long()
+    last_T = packed.positions_T == lengths_S[packed.segments_T.clamp(min=0).long()] - 1
+    return (packed.segments_T == PADDING) | last_T
+
+
+def _missing(routes_TMK: torch.Tensor) -> torch.Tensor:
+    return (routes_TMK == MISSING_ROUTE).flatten(1).any(-1)
+
+
+def _routes_of(packed: PackedBatch, column: int, num_moe_layers: int, topk: int) -> torch.Tensor:
+    if packed.routes_TMK is None:
+        raise ContractError(f"rollout `{packed.ids[0]}` has no routes to replay: the engine must report routed experts")
+    if packed.routes_TMK.shape[1:] != (num_moe_layers, topk):
+        raise ContractError(
+            f"rollout `{packed.ids[0]}` has routes of [layers, experts per token] = "
+            f"{list(packed.routes_TMK.shape[1:])}, the model has {[num_moe_layers, topk]}: dense layers have no routes"
+        )
+    return packed.routes_TMK[:, column].long()
+
+
+def _refuse_unusable(packed: PackedBatch, held: slice, routes_TK: torch.Tensor, layer: int, num_experts: int) -> None:
+    ordered_TK = routes_TK.sort(-1).values
+    wrong_T = (
+        (routes_TK < 0).any(-1) | (routes_TK >= num_experts).any(-1) | (ordered_TK[:, 1:] == ordered_TK[:, :-1]).any(-1)
+    )
+    if not wrong_T.any():
+        return
+    row = int(wrong_T.int().argmax())
+    at = held.start + row
+    where = f"rollout `{packed.ids[int(packed.segments_T[at])]}`, token {int(packed.positions_T[at])}, layer {layer}"
+    if (routes_TK[row] == MISSING_ROUTE).any():
+        raise ContractError(f"{where}: the engine reported no route, and only a rollout's last token may lack one")
+    raise ContractError(
+        f"{where}: experts {routes_TK[row].tolist()} are not {routes_TK.shape[1]} different ones below {num_experts}"
+    )
