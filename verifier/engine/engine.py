@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from verifier.errors import UsageError
@@ -276,8 +275,3 @@ def refuse_adapters(config: Mapping[str, Any]) -> None:
     ):
         if found:
             raise UsageError(f"--engine-lora-rank takes dense models of plain attention, and this one has {what}")
-
-
-def package_root() -> Path:
-    """The directory that must be importable for this package to be."""
-    return Path(__file__).resolve().parents[2]

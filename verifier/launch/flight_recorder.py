@@ -1,6 +1,6 @@
 """A flight recorder in shared memory: which collective each rank is in, readable from outside while it is stuck.
 
-Each rank owns one slot and writes only there; the forking process reads all slots. A slot tells which collective the
+Each rank owns one slot and writes only there; the owner of the job reads all slots. A slot tells which collective the
 rank entered last (operation, group, tensor, its count within the group) and whether the rank waits in it, and keeps,
 per process group, how many collectives the rank has entered, so that "had this rank arrived" has an exact answer.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import mmap
+import os
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -36,9 +37,16 @@ _MAX_SHAPES = 4096
 _READ_ATTEMPTS = 20
 
 
-def memory_for(num_ranks: int) -> mmap.mmap:
-    """Anonymous shared memory with a zeroed slot per rank; processes forked after this share it."""
-    return mmap.mmap(-1, num_ranks * SLOT_BYTES)
+def memory_for(num_ranks: int, fd: int = -1) -> mmap.mmap:
+    """Shared memory with a slot per rank, zeroed at first.
+
+    Args:
+        num_ranks: the job's.
+        fd: descriptor of a file in memory, by which other processes map the same; -1: none, only forks share it.
+    """
+    if fd >= 0:
+        os.ftruncate(fd, num_ranks * SLOT_BYTES)
+    return mmap.mmap(fd, num_ranks * SLOT_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +233,20 @@ def activate(recorder: Recorder) -> None:
 def active() -> Recorder | None:
     """This process's recorder, or None outside of a rank."""
     return _Active.recorder
+
+
+@contextlib.contextmanager
+def blocked(group: GroupKey, op: bytes) -> Iterator[None]:
+    """Record that this rank, if it is one, waits for a group's members in what is no collective of torch's."""
+    recorder = _Active.recorder
+    if recorder is None:
+        yield
+        return
+    recorder.wait(recorder.enter(group, op, b"", None))
+    try:
+        yield
+    finally:
+        recorder.leave()
 
 
 @contextlib.contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from verifier.launch.flight_recorder import Slot
 
@@ -63,3 +65,12 @@ def doing(slot: Slot | None, now_s: float) -> str:
         return f"waits {gone_s:.1f} s in {what}"
     since = f" since {gone_s:.1f} s" if slot.since_s else ""
     return f"in no collective{since}, the last was {what}"
+
+
+def innermost_frame(stack: str) -> str:
+    """The innermost frame of a faulthandler dump that is not torch's own or ours: "file.py:12 in name"."""
+    frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', stack)
+    for file, line, name in frames:
+        if "/torch/" not in file and "/verifier/launch/" not in file:
+            return f"{'/'.join(Path(file).parts[-2:])}:{line} in {name}"
+    return ""

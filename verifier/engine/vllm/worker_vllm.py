@@ -7,6 +7,7 @@ engine; importing it registers `ChunkTransferEngine`, whose making ties the work
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -31,11 +32,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from verifier.engine.errors import CARRIED, to_record
-from verifier.engine.process import die_with_parent
 from verifier.engine.vllm.view_vllm import checkpoint_slices
 from verifier.engine.vllm.weights_vllm import held_tensors, poison_model
 from verifier.engine.weights import adapter_places, restore
 from verifier.errors import ContractError
+from verifier.launch.child import die_with_parent
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import digest_tensor
 from verifier.platform import upstream_fixes_vllm
@@ -74,7 +75,7 @@ class ChunkTransferEngine(WeightTransferEngine[AddressInfo, ChunkInfo]):
     def __init__(self, config: WeightTransferConfig, parallel_config: ParallelConfig) -> None:
         super().__init__(config, parallel_config)
         if threading.current_thread() is threading.main_thread():
-            die_with_parent()
+            die_with_parent(os.getppid())
         self.receiver = ChunkReceiver(
             parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank, let_go
         )
