@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import os
@@ -37,7 +38,7 @@ class Child:
     def __init__(self, pid: int, collect: Callable[[], int | None]) -> None:
         self.pid = pid
         self._pid_fd = os.pidfd_open(pid)  # nobody else has it: it is not collected yet
-        self._collect = collect
+        self._collect = functools.cache(collect)
 
     def ended(self, within_s: float = 0.0) -> bool:
         """Whether it has ended, or does within so many seconds."""

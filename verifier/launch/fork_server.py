@@ -242,9 +242,11 @@ def _be_child(
             os.dup2(file.fileno(), 2)
         resolve(function)(Channel(connection.Connection(fds[0])), *fds[1:], **arguments)
         status = 0
+    except SystemExit as asked:
+        status = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
+    except BaseException:
+        traceback.print_exc()  # no interpreter will: this process ends here
     finally:
-        if not isinstance(sys.exception(), SystemExit | None):
-            traceback.print_exc()  # no interpreter will: this process ends here
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
