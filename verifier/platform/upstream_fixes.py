@@ -23,7 +23,7 @@ ALL = "all"
 """What `--fix` takes for every id."""
 ENGINE_VARIABLE = "VERIFIER_UPSTREAM_FIXES"
 """Environment variable of an engine's processes: ids of the fixes to install, separated by commas."""
-_LOGPROBS = r"(scored|sampled|drawn|next turn|returned).*"
+_LOGPROBS = r"(scored|sampled|drawn|next turn).*"
 """Names of what an engine scores and samples."""
 
 
@@ -113,7 +113,7 @@ FIXES: dict[str, UpstreamFix] = {
             versions=("0.21.0",),
             summary="a weight reload copies fresh memory over buffers that no checkpoint carries, and over a weight of "
             "which such a buffer is a view",
-            checks=("ENG001", "ENG002", "LGP001", "LGP002", "LGP003", "LGP004", "SMP001", "SMP002"),
+            checks=("ENG001", "ENG002", "LGP002", "LGP003", "LGP004"),
             names=rf".*\b(conv1d\.weight|conv_weights|root_size)\b.*|{_LOGPROBS}",
             part=_on_vllm,
             applies=lambda model, run: _is_hybrid(model) or "gemma4" in str(model.get("model_type")),
@@ -126,7 +126,7 @@ FIXES: dict[str, UpstreamFix] = {
             tiers=("cuda",),
             summary="a reload binds the matrices that quantized latent attention derives to new memory, and captured "
             "graphs read the old",
-            checks=("LGP003", "LGP004", "SMP001", "SMP002"),
+            checks=("LGP003", "LGP004"),
             names=_LOGPROBS,
             part=_on_vllm,
             applies=lambda model, run: (
@@ -151,7 +151,7 @@ FIXES: dict[str, UpstreamFix] = {
             versions=("5.12.1",),
             summary="without CUDA kernels a state-space layer loses its state between chunks, and raises small time "
             "steps",
-            checks=("LGP001", "LGP002", "LGP003", "LGP004"),
+            checks=("LGP002", "LGP003", "LGP004"),
             names=_LOGPROBS,
             part=_on_transformers,
             applies=lambda model, run: _is_hybrid(model),
@@ -189,8 +189,8 @@ FIXES: dict[str, UpstreamFix] = {
             tiers=("cuda",),
             summary="gradients of packed latent attention, whose values megatron-core pads to the width of its keys, "
             "lack their elements from the 128th on",
-            checks=("LSS001", "TRN001"),
-            names=r".*self_attn\..*|model\.(layers\.\d+|embed_tokens)\..*",
+            checks=("LSS001",),
+            names=r"model\.(layers|embed_tokens)\..*",
             part=lambda run: run.get("update") == "step",
             applies=lambda model, run: _is_latent(model) and _head_width(model) > int(model.get("v_head_dim") or 0),
         ),

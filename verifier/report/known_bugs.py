@@ -30,15 +30,15 @@ def _fixes(bugs: Sequence[Bug]) -> tuple[str, str]:
 
 
 def explanation(outcome: Outcome, manifest: Mapping[str, Any]) -> str:
-    """The bug, if any, that is not fixed, violates this check, and reaches all that the check found."""
+    """The bugs that are not fixed, violate this check, and reach all that it found between them; empty if none do."""
     if outcome.finding is None:
         return ""
-    named = {item.what for item in outcome.finding.bad or (outcome.finding.first,)}
-    for bug in manifest.get("upstream_bugs", ()):
-        explained = all(re.fullmatch(bug["names"], name) for name in named)
-        if not bug["fixed"] and outcome.code in bug["checks"] and explained:
-            return _advice(bug)
-    return ""
+    names = {item.what for item in outcome.finding.bad or (outcome.finding.first,)}
+    bugs = [bug for bug in manifest.get("upstream_bugs", ()) if not bug["fixed"] and outcome.code in bug["checks"]]
+    reached = {bug["id"]: {name for name in names if re.fullmatch(bug["names"], name)} for bug in bugs}
+    if names - set().union(*reached.values()):
+        return ""
+    return _advice([bug for bug in bugs if reached[bug["id"]]])
 
 
 def why_it_ended(manifest: Mapping[str, Any]) -> str:
@@ -46,9 +46,10 @@ def why_it_ended(manifest: Mapping[str, Any]) -> str:
     failure = str(manifest.get("failure", ""))
     for bug in manifest.get("upstream_bugs", ()):
         if not bug["fixed"] and not bug["checks"] and re.search(bug["names"], failure):
-            return _advice(bug)
+            return _advice([bug])
     return ""
 
 
-def _advice(bug: Bug) -> str:
-    return f"{bug['issue']}; run again with `--fix {bug['id']}` to see what is left"
+def _advice(bugs: Sequence[Bug]) -> str:
+    issues, options = ", ".join(bug["issue"] for bug in bugs), " --fix ".join(bug["id"] for bug in bugs)
+    return f"{issues}; run again with `--fix {options}` to see what is left"
