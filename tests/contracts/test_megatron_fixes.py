@@ -13,13 +13,13 @@ from verifier.platform.upstream_fixes import MEGATRON_DECAY, MEGATRON_INDEX
 
 
 @pytest.fixture
-def run(trainer_zygote, checkpoints, tmp_path):
+def run(trainer_launcher, checkpoints, tmp_path):
     path = write_tiny("nemotron-h", checkpoints, dtype="bfloat16")
 
     def run(function, *fixes):
         folder = tmp_path / f"{function}-{len(fixes)}"
         args = {"checkpoint": str(path), "fixes": fixes}
-        return trainer_zygote.run(f"megatron_fix_functions:{function}", world_size=1, run_dir=folder, args=args)[0]
+        return trainer_launcher.run(f"megatron_fix_functions:{function}", world_size=1, run_dir=folder, args=args)[0]
 
     return run
 
