@@ -11,41 +11,39 @@ from typing import Any
 
 
 def stand_ins_of(model: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
-    """The stand-ins of a run.
+    """The stand-ins of a run, each as "this for that".
 
     Args:
         model: the checkpoint's config.json.
-        run: its command, tier, and the options of its configuration.
+        run: its command, tier, dtype, and the options of its configuration.
     """
     return [*_trainer(model, run), *_engine(model, run)]
 
 
 def _trainer(model: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[str]:
-    """In the trainer's ranks: platform/cpu*.py, and platform/cuda.py for what both tiers have."""
+    """In the trainer's ranks: platform/cpu*.py, train/optimizer_megatron.py, and platform/cuda.py for both tiers."""
     if run["tier"] == "cpu":
-        yield "Transformer Engine's modules and attention by PyTorch's operations"
-        yield "its norm of all gradients by a sum in float64"
-        yield "its Adam by torch's, whose steps a resume restores by parameter"
-        yield "NCCL by gloo"
-        yield "calls to CUDA by the host's answers"
-        if model.get("num_experts") or model.get("n_routed_experts"):
-            yield "token counts on a device by counts on the host"
+        yield "PyTorch modules for Transformer Engine's"
+        yield "a float64 sum for its gradient norm"
+        yield "torch's Adam for its own"
+        yield "gloo for NCCL"
+        yield "the host for CUDA calls"
         if model.get("mamba_num_heads") is not None:
-            yield "mamba-ssm's kernels by a scan in float64"
-    yield "torch.compile by eager execution"
+            yield "a float64 scan for mamba-ssm"
+    yield "eager execution for torch.compile"
     if run["command"] != "golden":
-        yield "the process that collects a checkpoint's writers by the rank itself"
+        yield "the rank for the process that collects checkpoint writers"
 
 
 def _engine(model: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[str]:
     """In the engine's processes: engine/vllm/worker_vllm.py and model/transformers_hf.py; and in the oracle's."""
     if run.get("engine") == "vllm":
-        yield "vLLM's weight-transfer backend by one that confirms every tensor"
+        yield "a confirmed weight transfer for vLLM's"
         if run["tier"] == "cpu":
-            yield "the device that vLLM's CPU worker does not name by the host"
+            yield "the host for the device that vLLM's CPU worker lacks"
     if run.get("engine") == "hf":
-        yield "vLLM by transformers"
+        yield "transformers for vLLM"
         if run["dtype"] != "float32":
-            yield "tensors that transformers rounds by the checkpoint's own float32"
+            yield "the checkpoint's float32 tensors for transformers' rounded ones"
     if run.get("engine") and model.get("mamba_num_heads") is not None:
-        yield "transformers' state-space scan by one chunk, in the oracle"
+        yield "one chunk for transformers' chunked state-space scan, in the oracle"

@@ -15,7 +15,7 @@ def stack_lines(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Name and value of each line on what replaced upstream code; none for a trace that does not say."""
     lines = []
     if stand_ins := manifest.get("stand_ins"):
-        lines.append(("stands in", "; ".join(stand_ins)))
+        lines.append(("stands in", ", ".join(stand_ins)))
     if "upstream_bugs" in manifest:
         lines.append(_fixes(manifest["upstream_bugs"]))
     return lines

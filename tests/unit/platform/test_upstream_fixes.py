@@ -131,4 +131,4 @@ def test_stand_ins_are_named(model, engine, tier):
     assert len(set(named)) == len(named)
     assert any("Transformer Engine" in item for item in named) is (tier == "cpu")
     assert any("mamba-ssm" in item for item in named) is (tier == "cpu" and model is HYBRID)
-    assert ("vLLM by transformers" in named) is (engine == "hf")
+    assert ("transformers for vLLM" in named) is (engine == "hf")

@@ -66,8 +66,8 @@ def test_a_run_that_a_bug_ended():
         ({"upstream_bugs": [bug("a-1"), bug("b-2")]}, [("as shipped; known upstream bugs that apply", "a #1, b #2")]),
         ({"upstream_bugs": [bug("a-1", fixed=True), bug("b-2")]}, [("fixes on", "a-1; not fixed: b #2")]),
         (
-            {"stand_ins": ["one by two", "three by four"], "upstream_bugs": [bug("a-1", fixed=True)]},
-            [("stands in", "one by two; three by four"), ("fixes on", "a-1")],
+            {"stand_ins": ["one for two", "three for four"], "upstream_bugs": [bug("a-1", fixed=True)]},
+            [("stands in", "one for two, three for four"), ("fixes on", "a-1")],
         ),
     ],
 )
@@ -77,16 +77,16 @@ def test_lines_of_the_header(manifest, lines):
 
 def test_every_rendering_says_it():
     manifest = {
-        "complete": False, "failure": "Memory usage increased", "stand_ins": ["NCCL by gloo"],
+        "complete": False, "failure": "Memory usage increased", "stand_ins": ["gloo for NCCL"],
         "upstream_bugs": [bug("vllm-44371"), bug("vllm-45620", checks=(), names="Memory usage")],
     }  # fmt: skip
     report = Report(trace="t", manifest=manifest, outcomes=(outcome("a.conv1d.weight"),))
     text, json, junit = render_text(report), render_json(report), render_junit(report)
     assert (
-        "\n  stands in: NCCL by gloo\n  as shipped; known upstream bugs that apply: vllm #44371, vllm #45620\n" in text
+        "\n  stands in: gloo for NCCL\n  as shipped; known upstream bugs that apply: vllm #44371, vllm #45620\n" in text
     )
     assert "\n  hint: vllm #44371; run again with `--fix vllm-44371` to see what is left\n" in text
     assert "(Memory usage increased); vllm #45620; run again with `--fix vllm-45620`" in text
     assert '"known_bug": "vllm #44371; run again' in json
     assert '"ended_by": "vllm #45620; run again' in json
-    assert '<property name="stands in" value="NCCL by gloo" />' in junit
+    assert '<property name="stands in" value="gloo for NCCL" />' in junit
