@@ -112,7 +112,7 @@ def test_every_folder_of_tests_is_explained():
 def test_every_decision_is_listed_and_has_its_three_parts():
     listed = (ROOT / "docs" / "adr" / "README.md").read_text()
     decisions = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
-    assert [int(path.name[:4]) for path in decisions] == list(range(1, len(decisions) + 1))
+    assert len({path.name[:4] for path in decisions}) == len(decisions)
     for path in decisions:
         assert f"({path.name})" in listed, path.name
         headings = re.findall(r"^## (.+)$", path.read_text(), flags=re.MULTILINE)
