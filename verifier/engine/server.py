@@ -175,7 +175,8 @@ class EngineServer:
         if request not in self._answers:
             return to_record(InternalError(f"the engine knows no request `{request}`"))
         try:
-            return {"value": msgspec.to_builtins(self._answers[request](**arguments))}
+            answer = self._answers[request](**arguments)
+            return {"value": msgspec.to_builtins(answer, enc_hook=lambda number: number.item())}  # numpy's scalars
         except CARRIED as error:
             traceback.print_exc()
             return to_record(error)

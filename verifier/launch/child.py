@@ -154,7 +154,7 @@ def resolve(name: str) -> Callable[..., Any]:
     function = getattr(importlib.import_module(module_name), function_name, None)
     if not callable(function):
         raise UsageError(f"`{module_name}` has no function `{function_name}`")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def last_lines(log: Path | IO[bytes]) -> str:

@@ -153,7 +153,7 @@ class ForkServer:
         """Exit status of a child that has ended."""
         with contextlib.suppress(InternalError):
             if self._process is not None:
-                return self._ask({"collect": pid})  # type: ignore[no-any-return]
+                return self._ask({"collect": pid})
         return None
 
     def _ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> Any:

@@ -52,7 +52,7 @@ class ControlChannel:
             Waits for the messages of all; every member gets the same agreement. Raises TransferFailed if a member did
             not propose its own before the deadline.
         """
-        self._within(message, lambda: self._rank == 0 or self._others[0].send_bytes(message.encode()))
+        self._within(message, lambda: self._send(message))
         return lambda: Agreement(said=tuple(json.loads(self._within(message, lambda: self._exchange(message)))))
 
     def close(self) -> None:
@@ -84,6 +84,10 @@ class ControlChannel:
         sender = _wrap(socket.create_connection(address, self._address.deadline_s), self._address.deadline_s)
         sender.send_bytes(b"%s %d" % (store.get(_KEY), self._rank))
         return sender
+
+    def _send(self, message: str) -> None:
+        if self._rank != 0:
+            self._others[0].send_bytes(message.encode())
 
     def _exchange(self, message: str) -> bytes:
         """Everyone's messages in rank order, as JSON; the sender collects them and sends them on."""
