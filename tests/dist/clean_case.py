@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from verifier.config import GoldenConfig, RoundtripConfig
+from verifier.config import EngineOptions, GoldenConfig, RoundtripConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
@@ -112,8 +112,8 @@ def run(workshop: Workshop, case: Case, folder: Path) -> Measured:
     loaded = time.monotonic()
     trace = workshop.roundtrip(
         RoundtripConfig(
-            model=model, trace=folder / "roundtrip", mesh=case.mesh, dtype=case.dtype, engine=case.engine,
-            cycles=CYCLES, update=case.update,
+            model=model, trace=folder / "roundtrip", mesh=case.mesh, dtype=case.dtype,
+            engine=EngineOptions(kind=case.engine), cycles=CYCLES, update=case.update,
         )
     )  # fmt: skip
     ended = time.monotonic()

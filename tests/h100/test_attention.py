@@ -8,7 +8,7 @@ import torch
 from tests.dist.clean_case import judge
 from tests.h100.models import model
 from tests.h100.test_faults import train_by, verdicts
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 
 pytestmark = pytest.mark.h100(gpus=1)
 HEADS, KEYS, VALUES = 8, 192, 128
@@ -82,4 +82,6 @@ def test_padded_values_are_caught_and_healed(workshop, measured, tmp_path):
 
 
 def config_of(folder):
-    return RoundtripConfig(model=model("deepseek-v3"), trace=folder, dtype="bfloat16", engine="hf", cycles=1)
+    return RoundtripConfig(
+        model=model("deepseek-v3"), trace=folder, dtype="bfloat16", engine=EngineOptions(kind="hf"), cycles=1
+    )

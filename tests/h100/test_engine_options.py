@@ -11,7 +11,7 @@ from tests.dist.clean_case import judge
 from tests.h100.models import model
 from tests.h100.test_faults import verdicts
 from tests.h100.test_roundtrip import distance
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.stage import Stage
 from verifier.faults import bugs_engine_gpu
@@ -25,7 +25,8 @@ FUNCTIONS = "tests.h100.engine_functions"
 
 def config_of(folder, family="qwen3", **options):
     return RoundtripConfig(
-        model=model(family), trace=folder, dtype="bfloat16", cycles=CYCLES, transport="ipc", **options
+        model=model(family), trace=folder, dtype="bfloat16", cycles=CYCLES, transport="ipc",
+        engine=EngineOptions(**options),
     )  # fmt: skip
 
 
