@@ -156,6 +156,14 @@ def _entries(kind: type, prefix: str) -> Iterator[Entry]:
             )
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a config's nested values, as a manifest records them, under dotted keys."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
 def check(config: Any) -> None:
     """Check each knob of a config that was just made; its groups have checked theirs.
 

@@ -14,6 +14,7 @@ from typing import Any
 from verifier.errors import UsageError
 from verifier.knob import check, group, knob
 from verifier.mesh import Mesh
+from verifier.platform.upstream_fixes import require_known
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """Spelling in a config and on the command line -> spelling everywhere else."""
@@ -73,8 +74,12 @@ class RunConfig(CommandConfig):
     mesh: Mesh = group(Mesh, make=Mesh.fitting)
     dtype: str = knob("Type of the weights.", "float32", flag="--dtype", choices=DTYPES)
     fixes: tuple[str, ...] = knob(
-        "Turn the fix of a known upstream bug on; repeatable, or all.", (), flag="--fix", metavar="ID", last=True
+        "Install the fix of an upstream bug, or `all`; repeatable.", (), flag="--fix", metavar="ID", last=True
     )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        CommandConfig.__post_init__(self)
+        require_known(self.fixes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,9 @@ from typing import Any
 
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Finding, Outcome, Verdict
+from verifier.knob import flat
 from verifier.mesh import Mesh
+from verifier.report.known_bugs import explanation, stack_lines, why_it_ended
 from verifier.report.report import Report
 
 MAX_FINDINGS = 20
@@ -27,7 +29,7 @@ def render_text(report: Report) -> str:
     parts = [_identity(report.manifest), _table(report)]
     not_holding = [item for item in report.outcomes if item.verdict is not Verdict.HOLDS]
     not_holding.sort(key=_cause_first)
-    parts += [render_outcome(item, report.trace) for item in not_holding[:MAX_FINDINGS]]
+    parts += [render_outcome(item, report.trace, report.manifest) for item in not_holding[:MAX_FINDINGS]]
     if len(not_holding) > MAX_FINDINGS:
         parts.append(f"{len(not_holding) - MAX_FINDINGS} more findings are left out here; `--json` holds all")
     parts.append(_conclusion(report))
@@ -46,7 +48,7 @@ def first_line(outcome: Outcome) -> str:
     return f"{outcome.code} {outcome.name}: {_sentence(outcome)}"
 
 
-def render_outcome(outcome: Outcome, trace: str) -> str:
+def render_outcome(outcome: Outcome, trace: str, manifest: Mapping[str, Any]) -> str:
     """The block of one outcome, in the fixed order of lines; lines that do not apply are left out."""
     finding = outcome.finding
     lines = [first_line(outcome)]
@@ -55,8 +57,8 @@ def render_outcome(outcome: Outcome, trace: str) -> str:
     lines.append(_line("coverage", _coverage(outcome)))
     only = f" --only {finding.first.what}" if finding is not None and " " not in finding.first.what else ""
     lines.append(_line("replay", f"`verifier replay {trace} --check {outcome.code}{only}`"))
-    if finding is not None and finding.first.hint:
-        lines += ["", f"  hint: {finding.first.hint}"]
+    if finding is not None and (hint := explanation(outcome, manifest) or finding.first.hint):
+        lines += ["", f"  hint: {hint}"]
     return "\n".join(lines)
 
 
@@ -137,20 +139,15 @@ def _identity(manifest: Mapping[str, Any]) -> str:
         ranks = "" if mesh.world_size == 1 else f" ({mesh.world_size} ranks{_shared(manifest)})"
         lines[0] += f" on {label}{ranks}"
     stated = [f"tier {manifest['tier']}"] if "tier" in manifest else []
-    values = ((label, _value(config, key)) for label, key in _CONFIG_KEYS.items())
-    stated += [f"{label} {value}" for label, value in values if value is not None]
+    knobs = flat(config)
+    stated += [f"{label} {knobs[key]}" for label, key in _CONFIG_KEYS.items() if knobs.get(key) is not None]
     if stated:
         lines.append("  " + ", ".join(stated))
     versions = manifest.get("versions", {})
     if versions:
         lines.append("  " + ", ".join(f"{name} {version}" for name, version in sorted(versions.items())))
+    lines += (f"  {name}: {value}" for name, value in stack_lines(manifest))
     return "\n".join(lines)
-
-
-def _value(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = config.get(name) if isinstance(config, Mapping) else None
-    return config
 
 
 def _shared(manifest: Mapping[str, Any]) -> str:
@@ -188,5 +185,6 @@ def _conclusion(report: Report) -> str:
     if not report.is_complete:
         failure = _in_one_line(str(report.manifest.get("failure", "")))
         said.append("the run did not finish" + (f" ({failure})" if failure else ""))
+        said.append(why_it_ended(report.manifest))
     said += [f"{sum(item.num_compared for item in report.outcomes):,} things compared", f"trace in `{report.trace}`"]
     return "; ".join(part for part in said if part)

@@ -31,7 +31,7 @@ def test_traces_are_numbered(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "config",
     [
-        RoundtripConfig(model="tiny:qwen3", trace=Path("t"), mesh=Mesh(tp=2), engine=EngineOptions(tp=2), fixes=()),
+        RoundtripConfig(model="tiny:qwen3", trace=Path("t"), mesh=Mesh(tp=2), engine=EngineOptions(tp=2)),
         NoiseConfig(model="tiny:qwen3"),
     ],
     ids=type,

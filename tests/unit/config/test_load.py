@@ -12,6 +12,7 @@ from verifier.config.load import load
 from verifier.config.show import resolved
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
+from verifier.platform.upstream_fixes import FIXES
 
 TRACE = "trace=t"
 
@@ -64,7 +65,7 @@ def test_what_the_command_line_says_beats_the_file_and_the_file_beats_the_defaul
         engine=st.builds(EngineOptions, tp=st.integers(1, 4), sleep_level=st.sampled_from([0, 1, 2])),
         transport=st.sampled_from([None, "gloo"]),
         seed=st.integers(),
-        fixes=st.lists(st.text("ab-1", min_size=1), max_size=2).map(tuple),
+        fixes=st.lists(st.sampled_from(["all", *FIXES]), max_size=2).map(tuple),
     )
 )
 def test_what_print_config_shows_is_read_as_the_same_config(tmp_path_factory, config):
@@ -81,10 +82,10 @@ def test_text_is_taken_as_it_is(text):
 
 
 def test_lists_are_one_item_or_many():
-    for text in ("fixes=a,b", "fixes=[a, b]"):
-        assert load(GoldenConfig, overrides=["model=m", text, TRACE])[0].to_dict()["fixes"] == ["a", "b"]
-    assert load(GoldenConfig, overrides=["model=m", "fixes=a", TRACE])[0].fixes == ("a",)
-    assert load(GoldenConfig, flags={"model": "m", "fixes": ["a"], "trace": Path("t")})[0].fixes == ("a",)
+    for text in ("fixes=miles-975,all", "fixes=[miles-975, all]"):
+        assert load(GoldenConfig, overrides=["model=m", text, TRACE])[0].to_dict()["fixes"] == ["miles-975", "all"]
+    assert load(GoldenConfig, overrides=["model=m", "fixes=all", TRACE])[0].fixes == ("all",)
+    assert load(GoldenConfig, flags={"model": "m", "fixes": ["all"], "trace": Path("t")})[0].fixes == ("all",)
 
 
 REFUSED = {
@@ -110,6 +111,7 @@ REFUSED = {
     "engine.sleep_level=3": "engine.sleep_level is `3`, it must be one of 0, 1, 2",
     "dtype=fp16": "dtype is `fp16`, it must be one of fp32, bf16",
     "trace=null": "trace is `null`, it must be a path",
+    "fixes=miles-976": "--fix is `miles-976`, and there is no such fix: did you mean `miles-975`?",
     "model=n": "model=m and model=n set the same knob: leave one of the two out",
 }
 
