@@ -30,7 +30,7 @@ VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
-"""What must stand before torch and vLLM are imported: nothing is compiled, idle threads sleep, nothing is fetched."""
+"""Set before torch and vLLM are imported: nothing is compiled, idle threads sleep, nothing is fetched."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Keeps imports from starting threads, which a forked server would miss; it has its share of the cores afterwards."""
 _GRACE_S = 10.0

@@ -8,12 +8,12 @@ import functools
 import importlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,8 +41,8 @@ class Child:
         self._collect = functools.cache(collect)
 
     def ended(self, within_s: float = 0.0) -> bool:
-        """Whether it has ended, or does within so many seconds."""
-        return self._pid_fd < 0 or bool(select.select([self._pid_fd], [], [], max(within_s, 0.0))[0])
+        """Wait at most so many seconds for its end; True if it has ended."""
+        return self._pid_fd < 0 or bool(connection.wait([self._pid_fd], max(within_s, 0.0)))
 
     def cause_of_death(self) -> str | None:
         """Wait for its end: "exit status 7" or "killed by SIGKILL"; None if nobody knows."""
@@ -89,7 +89,7 @@ class Child:
         self._pid_fd = -1
 
     def _signal_group(self, signum: int) -> bool:
-        """Whether the group has a process, alive or not collected."""
+        """Signal all processes of the group; False if there are none, alive or not collected."""
         try:
             os.killpg(self.pid, signum)
         except ProcessLookupError:

@@ -43,7 +43,7 @@ class RankFailed(LaunchError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """Where one rank stood when a run was stopped."""
+    """Occupation of one rank when a run was stopped."""
 
     rank: int
     place: str

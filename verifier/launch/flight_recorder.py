@@ -75,13 +75,13 @@ def group_key(name: str, ranks: Iterable[int]) -> GroupKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """What one rank's slot said at one moment."""
+    """One rank's slot, read at one moment."""
 
     rank: int
     num_entered: int
     group: GroupKey
     count: int
-    """How many collectives of the group the rank had entered, this one included."""
+    """Number of collectives of the group that the rank had entered, this one included."""
     op: str
     dtype: str
     shape: tuple[int, ...] | None
@@ -94,7 +94,7 @@ class Slot:
 
     @property
     def tensor(self) -> str:
-        """What it carries, as far as known: "`name` [2, 3] float32"."""
+        """Tensor that it carries, as far as known: "`name` [2, 3] float32"."""
         parts = [f"`{self.label}`"] if self.label else []
         if self.shape is not None:
             parts.append(str(list(self.shape)))
@@ -182,7 +182,7 @@ def waiting_since(memory: mmap.mmap, rank: int) -> float | None:
 
 
 def read_slot(memory: mmap.mmap, rank: int) -> Slot | None:
-    """What a rank's slot says, or None before its first collective.
+    """Read a rank's slot; None before its first collective.
 
     The writer takes no lock, so the slot is read until two readings agree.
     """

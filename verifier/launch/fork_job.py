@@ -61,7 +61,7 @@ class _Failure:
 
     @property
     def peer_lost(self) -> bool:
-        """Whether a lost connection to another rank is all that the rank reported."""
+        """True if a lost connection to another rank is all that the rank reported."""
         text = self.record["message"].lower()
         return bool(self.record["kinds"]) and any(symptom in text for symptom in _PEER_LOST)
 

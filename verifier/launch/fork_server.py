@@ -229,7 +229,7 @@ def _fork(owner: Channel, function: str, arguments: dict[str, Any], log: str, nu
 def _be_child(
     owner: Channel, server_pid: int, function: str, arguments: dict[str, Any], log: str, fds: list[int]
 ) -> NoReturn:
-    """In the forked process: drop what is the fork server's and call the function; never return into its loop."""
+    """Drop what is the fork server's and call the function, in the forked process; never return into its loop."""
     status = 1
     try:
         for signum in (signal.SIGTERM, signal.SIGINT):

@@ -66,7 +66,7 @@ class Job(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """True if `wait` would return or raise at once."""
 
     def wait(self) -> list[JSON]:
         """Wait for all ranks to return.

@@ -1,4 +1,4 @@
-"""Reads the flight recorder and says which collective hangs, and who did not come. Pure: slots in, a finding out."""
+"""Find the collective that hangs, and the ranks that did not come, in slots of the flight recorder. Pure functions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _stall(slot: Slot, by_rank: Mapping[int, Slot], now_s: float) -> Stall:
 
 
 def doing(slot: Slot | None, now_s: float) -> str:
-    """What a rank does, in words."""
+    """Occupation of a rank, in words."""
     if slot is None:
         return "in no collective yet"
     carried = f" of {slot.tensor}" if slot.tensor else ""

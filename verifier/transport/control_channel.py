@@ -110,7 +110,7 @@ class ControlChannel:
 
 
 def _first_message(wire: connection.Connection) -> bytes:
-    """What a stranger or a member says first; empty if it leaves, keeps silent or says too much."""
+    """First message of a member or a stranger; empty if it leaves, keeps silent or sends too much."""
     try:
         return wire.recv_bytes(_MAX_HELLO)
     except (OSError, EOFError):
