@@ -136,7 +136,7 @@ class ForkServer:
     def death(self) -> InternalError:
         """The error that says how the process ended, and what it printed last."""
         if self._process is not None:
-            cause = self._process.cause_of_death()
+            cause = self._process.cause_of_death() if self._process.ended(_END_S) else "without an exit status"
             self._death = InternalError(f"{self._name} ended by itself ({cause}){last_lines(self._log)}")
             self.close()
         return self._death or InternalError(f"{self._name} was closed")
