@@ -55,7 +55,7 @@ def connect(engine: EngineClient, listener: Listener, share: Share | None = None
     """Bring the engine's ranks into the sender's transfer group; once, before the first update.
 
     Args:
-        engine: the receivers' host.
+        engine: the receivers' engine server.
         listener: says by its kind how bytes will move.
         share: for CUDA IPC, see `IpcGroup`.
     """
@@ -95,7 +95,7 @@ def deliver(
     Holds these four, and the one that was handed out last.
 
     Args:
-        engine: the receivers' host.
+        engine: the receivers' engine server.
         group: as `connect` returned it.
         plan: as `agree` was asked about it.
         tensors: in the plan's order, checkpoint names.
