@@ -158,7 +158,7 @@ def router_bias_held_in_bf16(model: Any, tensor: Any) -> Any:
 @on_loaded(
     "backbone.layers.4.mixer.D",
     id="mixer-d-dropped", reproduces="PrimeIntellect-ai/prime-rl#2714", caught_by=("ENG001", "ENG002", "LGP002"),
-    model="tiny:nemotron-h",
+    model="tiny:nemotron-h", fixes=("transformers-47246",),
 )  # fmt: skip
 def mixer_d_dropped(model: Any, tensor: Any) -> Any:
     """A reload loses the skip weight D of one state-space layer, which keeps its earlier values."""

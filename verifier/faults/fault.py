@@ -86,6 +86,8 @@ class Fault:
     dtype: str = "float32"
     update: str = "step"
     engine_tp: int = 1
+    fixes: tuple[str, ...] = ()
+    """Ids of the upstream fixes without which the clean run does not hold."""
     lora_rank: int = 0
     """Rank of the adapter that is trained and synced while the base is frozen; 0 trains the whole model."""
     gpus: int = 0

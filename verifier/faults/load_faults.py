@@ -122,12 +122,13 @@ def stage_names_remapped_twice(original: Any, fire: FireCounter, *args: Any, **o
 
 
 @fault(
-    "verifier.model.provider_megatron:_keep_float32(chunks, checkpoint)",
+    "verifier.platform.upstream_fixes_megatron:keep_float32(chunks, stored)",
     id="decay-rounded-with-the-model", stage=Stage.LOAD, caught_by=("WGT001",),
     reproduces="megatron-core 0.19.2, Float16Module over MambaMixer, which makes A_log in float32",
     model="tiny:nemotron-h", engine=NO_ENGINE, dtype="bfloat16",
+    fixes=("miles-975", "megatron-2777"),
 )  # fmt: skip
-def decay_rounded_with_the_model(original: Any, fire: FireCounter, chunks: Any, checkpoint: Any) -> Any:
+def decay_rounded_with_the_model(original: Any, fire: FireCounter, chunks: Any, stored: Any) -> Any:
     """The float32 decay of state-space layers is rounded to bf16 when the model is wrapped."""
     fire()
     return chunks
