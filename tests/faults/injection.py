@@ -58,17 +58,16 @@ def wrong(fault):
 
 
 def main(side):
-    """Print what is wrong, a line each, and then how many faults were injected."""
+    """Print how many faults were injected, and what is wrong, a line each."""
     if side == "trainer":
         from verifier.platform.tier import install_for
 
         install_for("cpu")
     chosen = [fault for fault in CATALOG.values() if (fault.side is Side.TRAINER) == (side == "trainer")]
-    for fault in chosen:
-        if problem := wrong(fault):
-            print(f"{fault.id}: {problem}")
-    print(f"{len(chosen)} faults")
+    problems = [f"{fault.id}: {problem}" for fault in chosen if (problem := wrong(fault))]
+    print(f"{len(chosen)} faults", *problems, sep="\n")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(main(sys.argv[1]))
