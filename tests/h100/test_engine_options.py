@@ -14,7 +14,7 @@ from tests.h100.test_roundtrip import distance
 from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.stage import Stage
-from verifier.faults import bugs_engine_gpu
+from verifier.faults.catalog import CATALOG
 from verifier.runs.roundtrip import engine_config_of
 from verifier.runs.runner import RUN_DEADLINE_S
 from verifier.runs.setup import open_subject
@@ -67,7 +67,7 @@ def test_graphs_are_replayed_after_sleep_and_sync(level, workshop, measured, tmp
 
 
 @pytest.mark.h100(gpus=1)
-@pytest.mark.parametrize("fault", bugs_engine_gpu.FAULTS, ids=lambda fault: fault.id)
+@pytest.mark.parametrize("fault", [fault for fault in CATALOG.values() if fault.gpus], ids=lambda fault: fault.id)
 def test_fault_is_caught_where_it_sits(fault, workshop, measured, tmp_path):
     options = {"cuda_graphs": True, "sleep_level": 2}
     config = config_of(tmp_path / "faulted", fault.model.removeprefix("tiny:"), **options)
