@@ -1,7 +1,7 @@
 """A command that is asked to end, or whose oracle ends or stops, says so and leaves nothing behind.
 
-What this does not exercise: the same with Megatron's ranks and vLLM (tests/dist/test_launch_zygote.py and
-test_engine_nursery.py end those).
+What this does not exercise: the same with Megatron's ranks and vLLM (tests/dist/test_fork_launcher.py and
+test_engine_fork_server.py end those).
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def children(pid: int) -> list[int]:
     """Processes that one has started."""
-    return [int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()]
+    return [
+        int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,15 @@
-"""Rank functions of the GPU fault trials."""
+"""What ranks of the GPU fault trials enter around their session."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from verifier.faults.inject import replaced
-from verifier.launch.rank import RankContext
-from verifier.runs import session_megatron
 
 
-def rank_0_shows_alone(context: RankContext) -> Any:
-    """A round trip in which only trainer rank 0's description of its buffer reaches the engine."""
+def rank_0_shows_alone(*_: Any) -> contextlib.AbstractContextManager[None]:
+    """Only trainer rank 0's description of its buffer reaches the engine."""
 
     def make(original: Any) -> Any:
         def show(self: Any, record: Any) -> Any:
@@ -18,11 +17,9 @@ def rank_0_shows_alone(context: RankContext) -> Any:
 
         return show
 
-    with replaced("verifier.transport.cuda_ipc:Share.show", "self, record", make):
-        return session_megatron.roundtrip(context)
+    return replaced("verifier.transport.cuda_ipc:Share.show", "self, record", make)
 
 
-def values_padded(context: RankContext) -> Any:
-    """A round trip of a trainer whose megatron-core is as it came: it pads the values of latent attention."""
-    with replaced("verifier.platform.upstream_fixes_megatron:install", "", lambda original: lambda: None):
-        return session_megatron.roundtrip(context)
+def values_padded(*_: Any) -> contextlib.AbstractContextManager[None]:
+    """A megatron-core as it came: it pads the values of latent attention."""
+    return replaced("verifier.platform.upstream_fixes_megatron:install", "", lambda original: lambda: None)

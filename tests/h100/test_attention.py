@@ -7,7 +7,7 @@ import torch
 
 from tests.dist.clean_case import judge
 from tests.h100.models import model
-from tests.h100.test_faults import train_by, verdicts
+from tests.h100.test_faults import run_within, verdicts
 from verifier.config import RoundtripConfig
 
 pytestmark = pytest.mark.h100(gpus=1)
@@ -72,13 +72,13 @@ def own_attention(query, key, value):
     ])  # fmt: skip
 
 
-def test_padded_values_are_caught_and_healed(workshop, measured, tmp_path):
+def test_padded_values_are_caught_and_healed(runner, measured, tmp_path):
     config = config_of(tmp_path / "faulted")
-    workshop.complete(*train_by("values_padded", workshop, config, tmp_path))
+    run_within("values_padded", runner, config)
     caught, first = verdicts(config.trace)
     measured(fault="latent-values-padded", caught=caught, first_bad_stage=first)
     assert (caught, first) == (([], None) if cudnn_version() >= MENDED else (["LSS001"], "loss"))
-    judge(workshop.roundtrip(config_of(tmp_path / "healed")))
+    judge(runner.roundtrip(config_of(tmp_path / "healed")))
 
 
 def config_of(folder):

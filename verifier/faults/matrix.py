@@ -11,7 +11,7 @@ from verifier.core.gate import ExitCode
 from verifier.errors import UsageError
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import Fault
-from verifier.faults.trial import Trials, TrialResult
+from verifier.faults.trial import TrialResult, Trials
 
 
 def chosen(ids: Iterable[str]) -> list[Fault]:

@@ -148,7 +148,8 @@ class Oracle:
                 if version == 0:
                     engine_gaps += _gaps_of(seen, "sampled", sampled.name, tails)
         for item in seen.at(Stage.REPLAY, "routes", version=0):
-            self._record_replayed(recorder, spec, subject, device, item, _routes_of(seen, item, len(spec.scenario.sequences)))
+            routes = _routes_of(seen, item, len(spec.scenario.sequences))
+            self._record_replayed(recorder, spec, subject, device, item, routes)
         if seen.manifest["config"].get("engine_quantization"):
             for version in seen.versions(Stage.ROLLOUT, "engine"):
                 for name in ("scored", *(item.name for item in seen.at(Stage.ROLLOUT, "sampled", version=version))):
@@ -201,7 +202,8 @@ class Oracle:
 
         scored = {}
         for dtype in {"float32", subject.dtype}:
-            arguments = [str(subject.checkpoint.path), [list(row) for row in spec.scenario.sequences], routes, dtype, device]
+            sequences = [list(row) for row in spec.scenario.sequences]
+            arguments = [str(subject.checkpoint.path), sequences, routes, dtype, device]
             scored[dtype] = self._client.call("verifier.oracle.routes_hf", "score_routed", arguments)[0]
         exact = scored["float32"]
         facts = {"lengths": [len(row) for row in exact]}

@@ -17,8 +17,8 @@ from verifier.launch.flight_recorder import label
 from verifier.model import provider_megatron
 from verifier.plan.digest import digest_tensor
 from verifier.probes.weights_megatron import LiveWeights, join, record_live, record_moved, record_source, recorded
-from verifier.runs.session_megatron import DATA_PARALLEL, Session
 from verifier.runs.scenario import NO_DECAY, RATES
+from verifier.runs.session_megatron import DATA_PARALLEL, Session
 from verifier.runs.steps_megatron import Steps
 from verifier.train import lora_megatron as adapter_megatron
 from verifier.train import step_megatron

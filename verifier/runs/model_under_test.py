@@ -1,4 +1,4 @@
-"""The checked checkpoint that a run is about, on its mesh and tier; what cannot run is refused before anything starts."""
+"""The checked checkpoint that a run is about, on its mesh and tier; what cannot run is refused here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verifier.config import RoundtripConfig
 from verifier.engine.engine import refuse_adapters, refuse_unsupported
 from verifier.errors import UsageError
 from verifier.export.names import layout_of
-from verifier.launch.launcher import require_ranks
+from verifier.launch.fork_launcher import require_ranks
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_described
 from verifier.model.families import size_if_any
@@ -52,7 +52,7 @@ class ModelUnderTest:
 
     @property
     def oracle_device(self) -> str:
-        """Device of the oracle: the host, which shares no kernel with trainer and engine, if the model is small enough."""
+        """Device of the oracle: the host, which shares no kernel with trainer and engine, or "cuda" for a large model."""
         return "cpu" if self.tier == "cpu" or self.checkpoint.num_bytes <= MAX_HOST_ORACLE_BYTES else "cuda"
 
     @property

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import TracebackType
 
 from verifier.engine.engine import EngineConfig
-from verifier.engine.fork_server import EngineNursery
-from verifier.engine.process import EngineProcess
+from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.errors import InternalError
-from verifier.launch.launcher import Zygote
+from verifier.launch.fork_launcher import ForkLauncher
+from verifier.launch.fork_server import ForkServer
 from verifier.oracle.oracle import Oracle
 from verifier.platform import select
 from verifier.probes.engine import Held, held_by
@@ -75,13 +75,13 @@ class Resources:
         self,
         *,
         warm: bool = False,
-        launcher: Zygote | None = None,
+        launcher: ForkLauncher | None = None,
         collective_deadline_s: float = COLLECTIVE_DEADLINE_S,
     ) -> None:
         self.warm, self.collective_deadline_s = warm, collective_deadline_s
         self._stack = contextlib.ExitStack()
         self._launcher = launcher
-        self._fork_server: EngineNursery | None = None
+        self._fork_server: ForkServer | None = None
         self._engines: dict[EngineConfig, RunningEngine] = {}
         self._oracle: Oracle | None = None
 
@@ -96,10 +96,10 @@ class Resources:
         finally:
             self._stack.close()
 
-    def launcher(self, until: Deadline) -> Zygote:
+    def launcher(self, until: Deadline) -> ForkLauncher:
         """The process that ranks are forked from; it imports Megatron while the caller goes on."""
         if self._launcher is None:
-            launcher = Zygote(preload=PRELOADS[select()], load_deadline_s=until.left("importing Megatron"))
+            launcher = ForkLauncher(preload=PRELOADS[select()], load_deadline_s=until.left("importing Megatron"))
             self._launcher = self._stack.enter_context(launcher)
         return self._launcher
 
@@ -109,8 +109,8 @@ class Resources:
             self._stop_engine(config)
         if config not in self._engines:
             if self._fork_server is None:
-                self._fork_server = self._stack.enter_context(EngineNursery(until.left("the engine was started")))
-            process = EngineProcess(config, nursery=self._fork_server, name=name)
+                self._fork_server = self._stack.enter_context(engine_fork_server(until.left("the engine was started")))
+            process = EngineProcess(config, fork_server=self._fork_server, name=name)
             with contextlib.ExitStack() as until_ready:
                 until_ready.callback(process.stop)
                 client = process.client(deadline_s=until.left(f"{name} listened"))

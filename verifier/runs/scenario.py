@@ -1,4 +1,4 @@
-"""What a run scores, samples and trains on: made-up rollouts in which every field differs between neighbours, and a loss.
+"""What a run scores, samples and trains on: made-up rollouts, no two of which have a field in common, and a loss.
 
 The loss is from no paper. It takes the reward of each rollout, the engine's log-probability of each token, the entropy
 and a temperature that is not 1, so that none of them can be dropped, shifted or detached without a change of the

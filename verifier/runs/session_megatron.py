@@ -130,7 +130,8 @@ class Session:
     def score(self, version: int) -> None:
         """Teacher-forced log-probabilities by the trainer."""
         self.say(f"version {version}: trainer scores {len(self.spec.scenario.sequences)} sequences")
-        rollouts, expected = rollouts_of(self.spec.scenario.sequences, version), expected_rollouts(self.spec.scenario.sequences, version)
+        sequences = self.spec.scenario.sequences
+        rollouts, expected = rollouts_of(sequences, version), expected_rollouts(sequences, version)
         self._record_scored(
             "scored", version,
             step_megatron.score(self.trainer, rollouts, on_shards=self._token_probe("scored", version, expected)),
