@@ -84,9 +84,11 @@ def golden(
         record=record, why=why, against=against, timeout_s=timeout,
     )  # fmt: skip
     from verifier.runs.golden import write_manifest
-    from verifier.runs.runner import run_once
+    from verifier.runs.runner import Runner, run_once
 
-    code = run_and_judge("golden", lambda progress: run_once(config, progress), config.trace, json=json, junit=junit)
+    code = run_and_judge(
+        "golden", lambda progress: run_once(Runner.golden, config, progress), config.trace, json=json, junit=junit
+    )
     if record:
         held = code == ExitCode.HOLDS
         show(f"\nrecorded {write_manifest(config)}\n" if held else "\nnot recorded: not every check holds\n")
@@ -144,9 +146,11 @@ def roundtrip(
         engine_quantization=engine_quantization.value if engine_quantization else None,
         engine_lora_rank=0 if engine_lora_rank is None else engine_lora_rank,
     )  # fmt: skip
-    from verifier.runs.runner import run_once
+    from verifier.runs.runner import Runner, run_once
 
-    return run_and_judge("roundtrip", lambda progress: run_once(config, progress), config.trace, json=json, junit=junit)
+    return run_and_judge(
+        "roundtrip", lambda progress: run_once(Runner.roundtrip, config, progress), config.trace, json=json, junit=junit
+    )
 
 
 @app.command()
@@ -162,10 +166,10 @@ def noise(
 
     config = NoiseConfig(model=model, record=record, why=why, timeout_s=timeout)
     from verifier.runs.noise import table
-    from verifier.runs.runner import run_once
+    from verifier.runs.runner import Runner, run_once
 
     with shown_progress("noise") as progress:
-        floor = run_once(config, progress)
+        floor = run_once(Runner.noise, config, progress)
     show(table(floor))
     return ExitCode.HOLDS
 

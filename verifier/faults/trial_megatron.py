@@ -31,7 +31,8 @@ def injected(spec: RunSpec, context: RankContext, fault_id: str, folder: str) ->
         folder: for that file.
     """
     fault = CATALOG[fault_id]
-    fired = Fired(mark=Path(folder) / f"fired-{context.rank:04d}")
+    mark = Path(folder) / f"fired-{context.rank:04d}"
+    fired = Fired(mark=mark)
     try:
         if fault.side is Side.TRAINER:
             with fault.inject(fired):
@@ -48,4 +49,4 @@ def injected(spec: RunSpec, context: RankContext, fault_id: str, folder: str) ->
             yield
     finally:
         if fired.count:
-            fired.mark.write_text(str(fired.count))
+            mark.write_text(str(fired.count))

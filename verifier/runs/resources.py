@@ -20,8 +20,8 @@ from verifier.probes.engine import Held, held_by
 COLLECTIVE_DEADLINE_S = 180.0
 """All ranks wait for rank 0 while it asks the engine, whose first request may compile kernels: 75 s were seen."""
 PRELOADS = {
-    "cpu": "verifier.runs.session_megatron:preload_cpu",
-    "cuda": "verifier.runs.session_megatron:preload_cuda",
+    "cpu": "verifier.runs.ranks_megatron:preload_cpu",
+    "cuda": "verifier.runs.ranks_megatron:preload_cuda",
 }
 """Tier -> what the launcher imports before it forks ranks."""
 

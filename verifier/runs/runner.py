@@ -168,7 +168,7 @@ class Runner:
 
     def _run_ranks(self, specs: Sequence[RunSpec], work: Path, until: Deadline) -> None:
         self.resources.launcher(until).run(
-            "verifier.runs.session_megatron:run",
+            "verifier.runs.ranks_megatron:run",
             world_size=specs[0].mesh.world_size,
             run_dir=work / "ranks",
             args={"sessions": [spec.to_json() for spec in specs]},
@@ -213,15 +213,16 @@ class Runner:
         self.resources.release(config)
 
 
-def run_once(config: GoldenConfig | RoundtripConfig | NoiseConfig, progress: Progress) -> Path | Floor:
-    """Run what a config asks for on cold resources."""
+def run_once[C, R](run: Callable[[Runner, C], R], config: C, progress: Progress) -> R:
+    """Run a method of `Runner` on cold resources.
+
+    Args:
+        run: the method, such as `Runner.golden`.
+        config: its argument.
+        progress: told what runs.
+    """
     with Resources() as resources:
-        runner = Runner(resources, progress)
-        if isinstance(config, GoldenConfig):
-            return runner.golden(config)
-        if isinstance(config, NoiseConfig):
-            return runner.noise(config)
-        return runner.roundtrip(config)
+        return run(Runner(resources, progress), config)
 
 
 @contextlib.contextmanager

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import math
-import resource
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -45,7 +41,7 @@ from verifier.runs.perturb import move
 from verifier.runs.scenario import AT_LENGTH, AT_TEMPERATURE, TEMPERATURE, expected_rollouts, policy_loss, rollouts_of
 from verifier.runs.spec import RunSpec
 from verifier.runs.steps_megatron import Steps
-from verifier.runs.sync import EngineSide, open_engine, open_share
+from verifier.runs.sync import EngineSide
 from verifier.train import router_replay_megatron, step_megatron
 from verifier.train.gradients_megatron import whole_gradients
 from verifier.train.recompute_megatron import recomputed
@@ -60,20 +56,6 @@ DATA_PARALLEL = provider_megatron.DataParallel(
 """What teams train with, and where an export of stale weights is a real danger."""
 RESUMED = 2
 """The step before which the optimizer is written, made anew and read again."""
-
-
-def preload_cpu() -> None:
-    """Import everything for the CPU tier, before ranks are forked; the digest's compiled path too."""
-    provider_megatron.preload("cpu")
-    digest_tensor(torch.zeros(1))
-
-
-def preload_cuda() -> None:
-    """Import everything for the GPU tier, before ranks are forked."""
-    from verifier.platform.cuda import require_not_started
-
-    provider_megatron.preload("cuda")
-    require_not_started()
 
 
 class Session:
@@ -367,36 +349,3 @@ class Session:
             self.update(version)
             self.score(version)
             self.record_update(version)
-
-
-def run(context: RankContext) -> dict[str, float]:
-    """Rank function of every run: its sessions, one after another."""
-    for number, record in enumerate(context.args["sessions"]):
-        spec = RunSpec.from_json(record)
-        if number:
-            provider_megatron.teardown()
-        with _entered(spec, context):
-            _run_session(spec, context)
-    return {"peak_gib": math.ceil(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20 * 100) / 100}
-
-
-def _entered(spec: RunSpec, context: RankContext) -> contextlib.AbstractContextManager[Any]:
-    if not spec.within:
-        return contextlib.nullcontext()
-    path, *arguments = spec.within
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)(spec, context, *arguments)
-
-
-def _run_session(spec: RunSpec, context: RankContext) -> None:
-    with contextlib.ExitStack() as stack:
-        probe = stack.enter_context(contextlib.closing(Recorder(Path(spec.trace), "trainer", context.rank)))
-        share, engine = open_share(spec), None
-        if spec.engine_socket is not None and context.rank == 0:
-            engine, group = open_engine(spec, probe, share)
-            for item in (engine.client, group, engine):
-                stack.enter_context(contextlib.closing(item))
-        session: type[Session] = Session
-        if spec.lora_rank:
-            from verifier.runs.lora_session_megatron import AdapterSession as session
-        getattr(session(spec, context, probe, engine, share), spec.program)()
