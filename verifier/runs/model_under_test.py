@@ -52,7 +52,7 @@ class ModelUnderTest:
 
     @property
     def oracle_device(self) -> str:
-        """Device of the oracle: the host, which shares no kernel with trainer and engine, or a GPU for a large model."""
+        """Device of the oracle: the host, which shares no kernel with trainer and engine; a GPU for a large model."""
         return "cpu" if self.tier == "cpu" or self.checkpoint.num_bytes <= MAX_HOST_ORACLE_BYTES else "cuda"
 
     @property
