@@ -11,7 +11,7 @@ from verifier.core.gate import ExitCode
 from verifier.errors import UsageError
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import Fault
-from verifier.faults.trial import Bench, TrialResult
+from verifier.faults.trial import TrialResult, Trials
 
 
 def chosen(ids: Iterable[str]) -> list[Fault]:
@@ -53,9 +53,9 @@ def run_trials(
     """
     results: list[TrialResult] = []
     began = time.monotonic()
-    with Bench(lambda text: print(text, file=sys.stderr, flush=True), keep) as bench:
+    with Trials(lambda text: print(text, file=sys.stderr, flush=True), keep) as trials:
         for fault in sorted(faults, key=_subject):
-            results.append(bench.trial(fault))
+            results.append(trials.trial(fault))
             write(line_of(results[-1]))
     passed = sum(not item.failures for item in results)
     write(f"{passed} of {len(results)} faults caught in the right stage, {time.monotonic() - began:.0f} s\n")
