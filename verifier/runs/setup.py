@@ -15,6 +15,7 @@ from typing import Any
 from verifier.core import store
 from verifier.errors import InternalError, Stopped, UsageError, VerifierError
 from verifier.export.names import layout_of
+from verifier.knob import flat
 from verifier.launch.fork_launcher import ForkLauncher, require_ranks
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_described
@@ -130,7 +131,8 @@ def identity(
     Raises:
         UsageError: an upstream bug would end the run, and its fix is not asked for.
     """
-    sizes, run = subject.checkpoint.config, {**config, "command": command, "tier": subject.tier, "dtype": subject.dtype}
+    sizes = subject.checkpoint.config
+    run = {**flat(config), "command": command, "tier": subject.tier, "dtype": subject.dtype}
     refuse_impossible(sizes, run)
     return {
         "command": command,
