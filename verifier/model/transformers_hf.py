@@ -1,4 +1,4 @@
-"""A transformers model: loaded in one dtype, asked for logprobs, and its tensors found by checkpoint name."""
+"""transformers models: loading in one dtype, log-probabilities, and lookup of tensors by checkpoint name."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from verifier.errors import ContractError
 from verifier.model.checkpoint import open_checkpoint
 
 _PREFIXES = {"nemotron_h": ("model.", "backbone.")}
-"""Model type -> transformers' prefix of the stack's tensors, and the checkpoints'."""
+"""Model type -> (prefix of the decoder's tensors in transformers, prefix in checkpoints)."""
 
 
 def load_model(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
     """Load a checkpoint directory with eager attention and eager experts, on the CPU, for inference.
 
     Raises:
-        ContractError: transformers finds a tensor missing, or one that the architecture has no place for.
+        ContractError: a tensor is missing, or the architecture has no place for one.
     """
     model, info = AutoModelForCausalLM.from_pretrained(
         path,
@@ -37,42 +37,41 @@ def load_model(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
             raise ContractError(f"transformers loads {path}, but `{sorted(names)[0]}` {what}")
     _restore_float32(model, path)
     _scan_in_one_chunk(model)
-    _scan_without_kernels(model)
     return model.eval().requires_grad_(False)
 
 
-_held: dict[tuple[Any, ...], PreTrainedModel] = {}
+_cached: dict[tuple[Any, ...], PreTrainedModel] = {}
 
 
 def hold_model(path: Path | str, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """The last model that was asked for, or another in its place: requests for one checkpoint follow each other.
+    """Return a model from a cache of one; requests for one checkpoint follow each other.
 
     Args:
-        path: the checkpoint; one whose files were written since is another.
-        dtype: as `load_model` takes it.
-        device: "cpu", or "cuda".
+        path: checkpoint directory; files written since count as another checkpoint.
+        dtype: see `load_model`.
+        device: "cpu" or "cuda".
 
     Returns:
-        For inference only; it must be left as it is.
+        A shared model for inference; callers must not change it.
 
     Raises:
-        ContractError: as `load_model` does.
+        ContractError: see `load_model`.
     """
     files = [(item.name, item.stat()) for item in sorted(Path(path).iterdir())]
     key = (str(path), dtype, device, *((name, at.st_ino, at.st_size, at.st_mtime_ns) for name, at in files))
-    if key not in _held:
+    if key not in _cached:
         release_model()
-        _held[key] = load_model(path, dtype).to(device)
-    return _held[key]
+        _cached[key] = load_model(path, dtype).to(device)
+    return _cached[key]
 
 
 def release_model() -> None:
-    """Give up the model that is held, if any, and its memory."""
-    _held.clear()
+    """Free the cached model, if any."""
+    _cached.clear()
 
 
 def _restore_float32(model: PreTrainedModel, path: Path | str) -> None:
-    """Give back what a checkpoint of another dtype keeps in float32 and transformers rounded to the model's dtype."""
+    """Restore the float32 tensors of a checkpoint of another dtype, which transformers rounded to the model's dtype."""
     checkpoint = open_checkpoint(path)
     if all(meta.dtype == "float32" for meta in checkpoint.metas.values()):
         return
@@ -82,30 +81,21 @@ def _restore_float32(model: PreTrainedModel, path: Path | str) -> None:
 
 
 def _scan_in_one_chunk(model: PreTrainedModel) -> None:
-    """Have state-space layers compute what their definition says, whatever the length.
+    """Make state-space layers compute their definition, for any length and by torch's operations on a GPU too.
 
-    Without CUDA kernels transformers loses the state between chunks, so a sequence longer than a chunk is scored
-    wrongly, and it raises small time steps to a bound that the kernels do not have. One chunk as long as the sequence
-    has nothing to hand on, and a bound of 0 raises nothing.
+    Without CUDA kernels transformers loses the state between chunks, so sequences longer than a chunk get wrong scores.
+    It also raises small time steps to a bound that the kernels do not have. With one chunk as long as the sequence and
+    a bound of 0 both are right. The CUDA kernels are those under test and would be compiled for every length.
 
     Source:
-        transformers #47246: 5.6.0 to 5.13.0, `NemotronHMamba2Mixer.torch_forward`; a test says when it is mended.
+        transformers #47246: 5.6.0 to 5.13.0, `NemotronHMamba2Mixer.torch_forward`; a test fails once it is fixed.
     """
     for module in model.modules():
         if type(module).__name__ == "NemotronHMamba2Mixer":
             module.time_step_min = 0.0
+            module.cuda_kernels_forward = module.torch_forward
             module.register_forward_pre_hook(_chunk_of_the_sequence)
             module.register_forward_hook(partial(_chunk_as_before, size=module.chunk_size))
-
-
-def _scan_without_kernels(model: PreTrainedModel) -> None:
-    """Have state-space layers take torch's operations on a GPU too, as they do on the host.
-
-    The kernels are the trainer's and the engine's, and would be compiled again for every length of sequence.
-    """
-    for module in model.modules():
-        if type(module).__name__ == "NemotronHMamba2Mixer":
-            module.cuda_kernels_forward = module.torch_forward
 
 
 def _chunk_of_the_sequence(mixer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -120,13 +110,13 @@ def _chunk_as_before(mixer: nn.Module, inputs: object, output: object, *, size: 
 def token_logprobs(
     model: PreTrainedModel, tokens: Sequence[int], precision: torch.dtype, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Teacher-forced logprobs of one sequence, alone in its batch.
+    """Score one sequence, alone in its batch.
 
     Args:
-        model: as `load_model` returns it.
-        tokens: T ids.
-        precision: of the log-softmax.
-        temperature: what logits are divided by; 0 asks for the likeliest token's, undivided, whatever the tokens.
+        model: from `load_model`.
+        tokens: T token ids.
+        precision: dtype of the log-softmax.
+        temperature: divisor of the logits; 0 gives the undivided log-probability of the likeliest token instead.
 
     Returns:
         [T - 1] float32, nats, on the host: entry t is log p(tokens[t + 1] | tokens[: t + 1]).
@@ -139,10 +129,10 @@ def token_logprobs(
 
 
 def checkpoint_places(model: PreTrainedModel) -> dict[str, tuple[str, torch.Tensor]]:
-    """Where each checkpoint tensor lives in the model: name -> (holder's name, view of its storage).
+    """Map each checkpoint tensor's name to (name of the parameter that holds it, view of its storage).
 
-    transformers 5 keeps all experts of a layer in two parameters; their slices are the checkpoint's tensors. A head
-    that is tied to the embedding is no tensor of its own. Buffers that no checkpoint carries are left out.
+    transformers 5 keeps all experts of a layer in two parameters; their slices are the checkpoint's tensors. Tied heads
+    and non-persistent buffers are left out.
     """
     places: dict[str, tuple[str, torch.Tensor]] = {}
     theirs, published = _PREFIXES.get(model.config.model_type, ("", ""))
@@ -175,7 +165,7 @@ def _fused_experts(prefix: str, module: nn.Module) -> dict[str, tuple[str, torch
 def _expert_slices(
     prefix: str, leaf: str, first: torch.Tensor, down: torch.Tensor
 ) -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
-    """Slices of [experts, 2*width, hidden], or [experts, width, hidden] without gates, and [experts, hidden, width]."""
+    """Slice [experts, 2*width, hidden], or [experts, width, hidden] without gates, and [experts, hidden, width]."""
     parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("up_proj",)
     width = first.shape[1] // len(parts)
     for expert in range(first.shape[0]):

@@ -90,7 +90,7 @@ def test_host_path_equals_reference(num_bytes, offset, seed):
 
 
 def test_reference_in_several_pieces():
-    data = bytes_of(2 * spec._REFERENCE_BLOCKS * BLOCK_BYTES + 12345)
+    data = bytes_of(2 * digest_module._REFERENCE_BLOCKS * BLOCK_BYTES + 12345)
     assert digest_tensor(data) == reference(data)
 
 
