@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verifier.launch.launcher import Zygote
+from verifier.launch.fork_launcher import ForkLauncher
 
 HERE = Path(__file__).parent
 os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
@@ -17,11 +17,11 @@ tests that have a rank on each."""
 
 
 @pytest.fixture(scope="session")
-def trainer_zygote():
+def trainer_launcher():
     """Forks trainer ranks of the CPU tier; rank functions are found in `dist` and `contracts`."""
     sys.path[:0] = [str(HERE / "dist"), str(HERE / "contracts")]
-    with Zygote(preload="trainer_functions:preload") as zygote:
-        yield zygote
+    with ForkLauncher(preload="trainer_functions:preload") as launcher:
+        yield launcher
 
 
 @pytest.fixture(scope="session")

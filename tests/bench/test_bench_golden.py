@@ -17,7 +17,7 @@ import torch
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core import store
 from verifier.core.gate import ExitCode
-from verifier.launch.launcher import Zygote
+from verifier.launch.fork_launcher import ForkLauncher
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.tiny import write_family, write_tiny
@@ -101,10 +101,10 @@ def test_golden_compares_at_half_the_speed_of_reading(large: Checkpoint, tmp_pat
 
 
 class PeakMemory:
-    """Watches the anonymous memory of the one process that a zygote forks, from outside."""
+    """Watches the anonymous memory of the one process that a launcher forks, from outside."""
 
-    def __init__(self, zygote_pid: int) -> None:
-        self._zygote_pid = zygote_pid
+    def __init__(self, launcher_pid: int) -> None:
+        self._launcher_pid = launcher_pid
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self.num_bytes = 0
@@ -118,7 +118,7 @@ class PeakMemory:
         self._thread.join()
 
     def _watch(self) -> None:
-        children = Path(f"/proc/{self._zygote_pid}/task/{self._zygote_pid}/children")
+        children = Path(f"/proc/{self._launcher_pid}/task/{self._launcher_pid}/children")
         while not self._done.wait(0.02):
             for pid in children.read_text().split():
                 self.num_bytes = max(self.num_bytes, anonymous_bytes(int(pid)))
@@ -133,26 +133,26 @@ def anonymous_bytes(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
 
 
-def golden_peak_bytes(zygote: Zygote, checkpoint: Path, folder: Path, dtype: str) -> int:
+def golden_peak_bytes(launcher: ForkLauncher, checkpoint: Path, folder: Path, dtype: str) -> int:
     """Greatest anonymous memory of golden's only rank."""
     trace = store.create(folder / "trace", MANIFEST)
     spec = RunSpec(
         checkpoint=str(checkpoint), mesh=Mesh(), dtype=dtype, tier="cpu", trace=str(trace), work=str(folder)
     )  # fmt: skip
-    with PeakMemory(zygote.pid) as peak:
-        run_ranks(zygote, "golden", spec, 600.0, print)
+    with PeakMemory(launcher.pid) as peak:
+        run_ranks(launcher, "golden", spec, 600.0, print)
     return peak.num_bytes
 
 
 @pytest.mark.slow
 def test_golden_needs_two_tensors_and_a_buffer_above_the_model(
-    large: Checkpoint, trainer_zygote: Zygote, checkpoints: Path, tmp_path: Path
+    large: Checkpoint, trainer_launcher: ForkLauncher, checkpoints: Path, tmp_path: Path
 ) -> None:
     """What a rank needs for itself, model or not, is seen on a tiny model and taken off."""
-    trainer_zygote.ready()
+    trainer_launcher.ready()
     tiny = write_tiny("qwen3", checkpoints)
-    bare = golden_peak_bytes(trainer_zygote, tiny, tmp_path / "tiny", "float32")
-    peak = golden_peak_bytes(trainer_zygote, large.path, tmp_path / "large", "bfloat16")
+    bare = golden_peak_bytes(trainer_launcher, tiny, tmp_path / "tiny", "float32")
+    peak = golden_peak_bytes(trainer_launcher, large.path, tmp_path / "large", "bfloat16")
     model = sum(meta.num_bytes for meta in large.metas.values())
     largest = max(meta.num_bytes for meta in large.metas.values())
     above, allowed = peak - bare - model, 2 * largest + CHUNK_BYTES

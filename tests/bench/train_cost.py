@@ -12,7 +12,7 @@ from typing import Any
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.bench.train_functions import config_of, lengths_of
 from tests.dist.clean_case import compared, judge
-from verifier.launch.launcher import Zygote
+from verifier.launch.fork_launcher import ForkLauncher
 from verifier.model.families import FAMILIES, Content, sizes_of, tensors_of
 
 LEAST_SPEED = 0.95
@@ -82,15 +82,15 @@ def _product(shape: Sequence[int]) -> int:
     return found
 
 
-def measure(zygote: Zygote, folder: Path, args: Mapping[str, Any]) -> Cost:
+def measure(launcher: ForkLauncher, folder: Path, args: Mapping[str, Any]) -> Cost:
     """Run the turns on one rank, judge what was recorded, and put both in relation.
 
     Args:
-        zygote: with Megatron imported.
+        launcher: with Megatron imported.
         folder: for the model and the traces.
         args: of `tests.bench.train_functions:measure`, without its folder.
     """
-    found = zygote.run(
+    found = launcher.run(
         "tests.bench.train_functions:measure", world_size=1, run_dir=folder / "ranks",
         args={**args, "folder": str(folder)}, deadline_s=300.0, collective_deadline_s=120.0,
     )[0]  # fmt: skip

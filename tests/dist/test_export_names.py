@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from verifier.launch.launcher import Zygote
+from verifier.launch.fork_launcher import ForkLauncher
 from verifier.mesh import Mesh
 from verifier.model.tiny import write_tiny
 
@@ -63,10 +63,10 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def zygote():
+def launcher():
     sys.path.insert(0, str(HERE))
-    with Zygote(preload="export_functions:preload_cpu") as zygote:
-        yield zygote
+    with ForkLauncher(preload="export_functions:preload_cpu") as launcher:
+        yield launcher
     sys.path.remove(str(HERE))
 
 
@@ -76,10 +76,10 @@ def cache(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "mesh", "dtype"), CASES, ids=lambda value: getattr(value, "label", lambda: value)())
-def test_every_rank_holds_what_the_layout_says(name, mesh, dtype, zygote, cache, tmp_path):
+def test_every_rank_holds_what_the_layout_says(name, mesh, dtype, launcher, cache, tmp_path):
     path = write_tiny(name, cache, dtype)
     args = {"path": str(path), "mesh": mesh.to_dict(), "dtype": dtype}
-    results = zygote.run(
+    results = launcher.run(
         "export_functions:compare_with_layout",
         world_size=mesh.world_size,
         run_dir=tmp_path,

@@ -1,7 +1,7 @@
 """A command that is asked to end, or whose oracle ends or stops, says so and leaves nothing behind.
 
-What this does not exercise: the same with Megatron's ranks and vLLM (tests/dist/test_launch_zygote.py and
-test_engine_nursery.py end those).
+What this does not exercise: the same with Megatron's ranks and vLLM (tests/dist/test_fork_launcher.py and
+test_engine_fork_server.py end those).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.dist.clean_case import Case, run
-from verifier.launch.launcher import Zygote
+from verifier.launch.fork_launcher import ForkLauncher
 from verifier.mesh import Mesh
 from verifier.runs.runner import Workshop
 
@@ -66,8 +66,8 @@ def test_a_command_of_the_manual_holds(tmp_path: Path, arguments: tuple[str, ...
 
 
 @pytest.fixture(scope="module")
-def workshop(trainer_zygote: Zygote) -> Iterator[Workshop]:
-    with Workshop(print, trainer_zygote) as found:
+def workshop(trainer_launcher: ForkLauncher) -> Iterator[Workshop]:
+    with Workshop(print, trainer_launcher) as found:
         yield found
 
 

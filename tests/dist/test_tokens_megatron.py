@@ -45,11 +45,11 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def gradients(trainer_zygote, checkpoints, tmp_path_factory):
+def gradients(trainer_launcher, checkpoints, tmp_path_factory):
     def run(model, sizes, micro_batch_size):
         path = write_tiny(model, checkpoints)
         mesh = Mesh(**sizes)
-        results = trainer_zygote.run(
+        results = trainer_launcher.run(
             "tokens_functions:gradients",
             world_size=mesh.world_size,
             run_dir=tmp_path_factory.mktemp("gradients"),
@@ -89,13 +89,13 @@ def test_packing_splitting_and_sharding_leave_logprobs_loss_and_every_gradient(
 
 
 @pytest.mark.parametrize("cp", [2, 4])
-def test_rows_are_those_of_megatrons_own_slicing(cp, trainer_zygote, tmp_path):
+def test_rows_are_those_of_megatrons_own_slicing(cp, trainer_launcher, tmp_path):
     rng = np.random.default_rng(0)
     alignment = Alignment(cp=cp, tp=2)
     layouts = [
         lay_out(rng.integers(1, 40, rng.integers(1, 6)), alignment).cu_seqlens_padded.tolist() for _ in range(20)
     ]
-    results = trainer_zygote.run(
+    results = trainer_launcher.run(
         "tokens_functions:megatron_slices", world_size=cp, run_dir=tmp_path, args={"cu_seqlens_padded": layouts}
     )
     for rank, rows in enumerate(results):
@@ -106,9 +106,9 @@ def test_rows_are_those_of_megatrons_own_slicing(cp, trainer_zygote, tmp_path):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_logprob_and_entropy_with_the_vocabulary_split_over_ranks(num_ranks, trainer_zygote, tmp_path):
+def test_logprob_and_entropy_with_the_vocabulary_split_over_ranks(num_ranks, trainer_launcher, tmp_path):
     """Two columns pad the vocabulary, one row is ignored, the temperature is 0.7."""
-    for worst in trainer_zygote.run("tokens_functions:logprob_over_ranks", world_size=num_ranks, run_dir=tmp_path):
+    for worst in trainer_launcher.run("tokens_functions:logprob_over_ranks", world_size=num_ranks, run_dir=tmp_path):
         assert max(worst["float64"]) < 1e-12
         # Sums of 21 exponentials in another order, of numbers up to 40: a few units of 2^-24 * 40; times row weights.
         assert max(worst["float32"][:2]) < 1e-5
@@ -118,6 +118,6 @@ def test_logprob_and_entropy_with_the_vocabulary_split_over_ranks(num_ranks, tra
         assert worst["bfloat16"][2] <= 2.0**-8 * 18
 
 
-def test_a_label_that_no_rank_holds_is_refused_by_all(trainer_zygote, tmp_path):
-    said = trainer_zygote.run("tokens_functions:label_outside", world_size=2, run_dir=tmp_path)
+def test_a_label_that_no_rank_holds_is_refused_by_all(trainer_launcher, tmp_path):
+    said = trainer_launcher.run("tokens_functions:label_outside", world_size=2, run_dir=tmp_path)
     assert said == ["label 4 of row 1 is held by 0 ranks of the vocabulary, it must be held by one"] * 2

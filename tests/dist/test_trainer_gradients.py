@@ -16,11 +16,11 @@ RTOL_OF_LARGEST = 1e-5
 
 
 @pytest.fixture
-def run(trainer_zygote, checkpoints, tmp_path):
+def run(trainer_launcher, checkpoints, tmp_path):
     def run(function, model, mesh=None, **args):
         sizes = mesh or {}
         file = tmp_path / "gradients.safetensors"
-        trainer_zygote.run(
+        trainer_launcher.run(
             f"trainer_functions:{function}",
             world_size=Mesh(**sizes).world_size,
             run_dir=tmp_path,

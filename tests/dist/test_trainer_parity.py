@@ -51,7 +51,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def references(trainer_zygote, checkpoints, tmp_path_factory):
+def references(trainer_launcher, checkpoints, tmp_path_factory):
     """Per model: checkpoint, transformers' log-probabilities, and what one rank trains."""
 
     @cache
@@ -59,20 +59,20 @@ def references(trainer_zygote, checkpoints, tmp_path_factory):
         path = write_tiny(model, checkpoints)
         run_dir = tmp_path_factory.mktemp("reference")
         job = {"world_size": 1, "run_dir": run_dir, "args": {"checkpoint": str(path)}}
-        scored = trainer_zygote.run("trainer_functions:oracle", **job)[0]
-        return path, scored, trainer_zygote.run("trainer_functions:trainer", **job)[0]
+        scored = trainer_launcher.run("trainer_functions:oracle", **job)[0]
+        return path, scored, trainer_launcher.run("trainer_functions:trainer", **job)[0]
 
     return reference
 
 
 @pytest.mark.parametrize(("model", "sizes", "data_parallel"), CASES)
 def test_trainer_agrees_with_the_checkpoint_with_transformers_and_with_one_rank(
-    model, sizes, data_parallel, references, trainer_zygote, tmp_path
+    model, sizes, data_parallel, references, trainer_launcher, tmp_path
 ):
     path, expected_logprobs, one_rank = references(model)
     mesh = Mesh(**sizes)
     args = {"checkpoint": str(path), "mesh": sizes, "data_parallel": data_parallel}
-    results = trainer_zygote.run(
+    results = trainer_launcher.run(
         "trainer_functions:trainer", world_size=mesh.world_size, run_dir=tmp_path, args=args, mesh=mesh
     )
 

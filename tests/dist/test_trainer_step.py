@@ -17,11 +17,11 @@ OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overl
 
 
 @pytest.fixture
-def run(trainer_zygote, checkpoints, tmp_path):
+def run(trainer_launcher, checkpoints, tmp_path):
     def run(function, model="qwen3", dtype="float32", mesh=None, **args):
         path = write_tiny(model, checkpoints, dtype=dtype)
         sizes = mesh or {}
-        return trainer_zygote.run(
+        return trainer_launcher.run(
             f"trainer_functions:{function}",
             world_size=Mesh(**sizes).world_size,
             run_dir=tmp_path,
@@ -54,14 +54,14 @@ def test_bfloat16_leaves_as_it_came_and_float32_router_biases_too(run, checkpoin
         assert result["before"] == expected
 
 
-def test_a_family_without_a_bridge(run, trainer_zygote, checkpoints, tmp_path):
+def test_a_family_without_a_bridge(run, trainer_launcher, checkpoints, tmp_path):
     path = tmp_path / "unknown"
     shutil.copytree(write_tiny("qwen3", checkpoints), path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "architectures": ["FooForCausalLM"]}))
     args = {"checkpoint": str(path)}
     with pytest.raises(UsageError) as refusal:
-        trainer_zygote.run("trainer_functions:idle", world_size=1, run_dir=tmp_path / "run", args=args)
+        trainer_launcher.run("trainer_functions:idle", world_size=1, run_dir=tmp_path / "run", args=args)
     assert str(refusal.value) == (
         f"unknown family: megatron-bridge has no bridge for FooForCausalLM, which {path} holds"
     )

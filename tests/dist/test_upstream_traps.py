@@ -18,7 +18,7 @@ from verifier.config import RoundtripConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
-from verifier.launch.launcher import Zygote
+from verifier.launch.fork_launcher import ForkLauncher
 from verifier.mesh import Mesh
 from verifier.runs.setup import open_subject
 from verifier.report.report import Report, report_of
@@ -30,8 +30,8 @@ NUM_SEQUENCES = 16  # four micro-batches: with two, two stages never send and re
 
 
 @pytest.fixture(scope="module")
-def workshop(trainer_zygote: Zygote) -> Iterator[Workshop]:
-    with Workshop(print, trainer_zygote) as found:
+def workshop(trainer_launcher: ForkLauncher) -> Iterator[Workshop]:
+    with Workshop(print, trainer_launcher) as found:
         yield found
 
 
@@ -51,7 +51,7 @@ def run(workshop: Workshop, function: str, mesh: Mesh, folder: Path) -> Report:
     spec = dataclasses.replace(
         spec, sequences=rows[:NUM_SEQUENCES], batches=[rows[:NUM_SEQUENCES], rows[NUM_SEQUENCES:]], long=()
     )
-    workshop.zygote.run(
+    workshop.launcher.run(
         function, world_size=mesh.world_size, run_dir=work / "ranks", args=spec.to_json(), mesh=mesh,
         deadline_s=300.0, collective_deadline_s=60.0,
     )  # fmt: skip

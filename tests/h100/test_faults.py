@@ -76,7 +76,7 @@ def train_by(function, workshop, config, folder):
     manifest = warm_manifest_of(config, subject)
     store.create(config.trace, manifest)
     spec = warm_spec_of(config, subject, config.trace, Path(tempfile.mkdtemp(dir=folder)), engine)
-    workshop.zygote.run(
+    workshop.launcher.run(
         f"tests.h100.fault_functions:{function}", world_size=config.mesh.world_size, run_dir=folder / "ranks",
         args=spec.to_json(), deadline_s=RUN_DEADLINE_S, collective_deadline_s=COLLECTIVE_DEADLINE_S, mesh=config.mesh,
     )  # fmt: skip

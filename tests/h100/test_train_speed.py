@@ -33,7 +33,7 @@ def test_our_step_costs_little_more_than_a_bare_loop(workshop, its_turn, measure
         "sizes": SIZES, "dtype": "bfloat16", "tier": "cuda", "overrides": FUSED, "rows": 16_384, "micro_batches": 4,
         "rounds": 3,
     }  # fmt: skip
-    cost = measure(workshop.zygote, tmp_path, args)
+    cost = measure(workshop.launcher, tmp_path, args)
     measured(
         model="Qwen3-1.7B sizes, tied", tokens_per_step=cost.num_tokens, step_s=round(cost.step_s, 3),
         tokens_per_s=round(cost.tokens_per_s), mfu=round(cost.flops / cost.step_s / PEAK_FLOPS, 3),

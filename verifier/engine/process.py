@@ -14,14 +14,12 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from verifier.engine.client import EngineClient, EngineGone
 from verifier.engine.engine import EngineConfig, package_root
 from verifier.errors import UsageError
-
-if TYPE_CHECKING:
-    from verifier.engine.fork_server import EngineNursery
+from verifier.launch.fork_server import ForkServer
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -67,15 +65,29 @@ class Host(Protocol):
         """Wait for its end; `subprocess.TimeoutExpired` if it lives on."""
 
 
+def engine_fork_server(load_deadline_s: float = 300.0) -> ForkServer:
+    """The process that vLLM's engine servers are forked from; it starts with the first engine.
+
+    Args:
+        load_deadline_s: seconds that importing vLLM may take.
+    """
+    from verifier.engine.fork_server import BEFORE_IMPORT
+    from verifier.engine.server import VLLM_ENVIRONMENT
+
+    root = os.pathsep.join(filter(None, [str(package_root()), os.environ.get("PYTHONPATH", "")]))
+    environment = {**VLLM_ENVIRONMENT, **BEFORE_IMPORT, "PYTHONPATH": root}
+    return ForkServer("verifier.engine.fork_server", environment, load_deadline_s)
+
+
 class EngineProcess:
-    """Starts an engine host, and does not wait for its model: start early. A nursery is waited for until it has loaded.
+    """Starts an engine host, and does not wait for its model: start early. A fork server is waited for.
 
     Start it from a thread that outlives the engine: the kernel kills the host when that thread ends.
 
     Args:
         config: of the engine.
         log_path: receives the host's and its workers' output; in the socket's directory if not given.
-        nursery: forks the host, if that is vLLM's; without one it gets an interpreter of its own.
+        fork_server: forks the server, if that is vLLM's; without one it gets an interpreter of its own.
         name: what errors call it.
     """
 
@@ -83,7 +95,7 @@ class EngineProcess:
         self,
         config: EngineConfig,
         log_path: Path | None = None,
-        nursery: EngineNursery | None = None,
+        fork_server: ForkServer | None = None,
         name: str = "the engine",
     ) -> None:
         self.config, self._name = config, name
@@ -98,10 +110,10 @@ class EngineProcess:
                     "TMPDIR to another"
                 )
             self._process: Host
-            if nursery is None or config.kind != "vllm":
+            if fork_server is None or config.kind != "vllm":
                 self._process = self._own_interpreter()
             else:
-                self._process = nursery.start(self.socket_path, config, self.log_path)
+                self._process = fork_server.start(self.socket_path, config, self.log_path)
             undo.pop_all()
 
     def _own_interpreter(self) -> subprocess.Popen[bytes]:

@@ -21,12 +21,11 @@ from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 from verifier.engine.client import EngineClient
 from verifier.engine.engine import EngineConfig
-from verifier.engine.fork_server import EngineNursery
-from verifier.engine.process import EngineProcess
+from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.errors import ContractError, VerifierError
 from verifier.faults.engine_side import end
 from verifier.faults.fault import NO_ENGINE, Fault, Side
-from verifier.launch.launcher import Zygote
+from verifier.launch.fork_launcher import ForkLauncher
 from verifier.oracle.oracle import Oracle
 from verifier.probes.engine import Held, held_by
 from verifier.report.report import Report, report_of
@@ -98,8 +97,8 @@ class Bench:
         self._oracle: Oracle | None = None
 
     def __enter__(self) -> Bench:
-        self._zygote = self._stack.enter_context(Zygote(preload=PRELOADS["cpu"]))
-        self._nursery = self._stack.enter_context(EngineNursery())
+        self._launcher = self._stack.enter_context(ForkLauncher(preload=PRELOADS["cpu"]))
+        self._fork_server = self._stack.enter_context(engine_fork_server())
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="verifier-faults-")))
         return self
 
@@ -144,7 +143,7 @@ class Bench:
             self._engines.pop(config)[0].stop()
         if config not in self._engines:
             self._progress(f"starting the {config.kind} engine with {Path(config.checkpoint).name}")
-            process = self._stack.enter_context(EngineProcess(config, nursery=self._nursery))
+            process = self._stack.enter_context(EngineProcess(config, fork_server=self._fork_server))
             client = process.client(deadline_s=DEADLINE_S)
             self._engines[config] = (process, held_by(client))
             client.close()
@@ -167,7 +166,7 @@ class Bench:
 
     def submit(self, world_size: int, args: Mapping[str, Any], fault: Fault) -> list[Any]:
         """Run the phases on forked ranks."""
-        return self._zygote.run(
+        return self._launcher.run(
             "verifier.faults.trial_megatron:phases", world_size=world_size,
             run_dir=Path(tempfile.mkdtemp(dir=self._folder)), args=args, deadline_s=DEADLINE_S,
             collective_deadline_s=60.0, mesh=fault.mesh,

@@ -34,18 +34,18 @@ def main(parent_fd: int, parent_pid: int, bound_to_parent_thread: bool, preload:
         bound_to_parent_thread: whether to die when the very thread that started us ends (it is the main thread).
         preload: "package.module:function" to call before the first fork; "" for none.
     """
-    nursery = Nursery(socket.socket(fileno=parent_fd))
-    signal.signal(signal.SIGTERM, lambda signum, frame: nursery.end())
+    server = RankServer(socket.socket(fileno=parent_fd))
+    signal.signal(signal.SIGTERM, lambda signum, frame: server.end())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if bound_to_parent_thread:
         die_with_parent(parent_pid, signal.SIGTERM)
-    nursery.load(preload)
-    signal.signal(signal.SIGTERM, lambda signum, frame: nursery.end())
+    server.load(preload)
+    signal.signal(signal.SIGTERM, lambda signum, frame: server.end())
     while True:
-        nursery.turn()
+        server.turn()
 
 
-class Nursery:
+class RankServer:
     """Jobs alive, and the wire to the parent."""
 
     def __init__(self, parent: socket.socket) -> None:

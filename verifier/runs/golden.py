@@ -12,7 +12,7 @@ from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
 from verifier.core.store import require_writable
 from verifier.errors import UsageError
-from verifier.launch.launcher import Zygote
+from verifier.launch.fork_launcher import ForkLauncher
 from verifier.runs.placement import place_trainer
 from verifier.runs.setup import (
     PRELOADS,
@@ -46,7 +46,7 @@ def run(config: GoldenConfig, progress: Progress) -> None:
         require_writable(manifest_path(config), make_folder=True)
     manifest = manifest_of(config, subject)
     with (
-        Zygote(preload=PRELOADS[subject.tier], load_deadline_s=until.left("importing Megatron")) as zygote,
+        ForkLauncher(preload=PRELOADS[subject.tier], load_deadline_s=until.left("importing Megatron")) as launcher,
         trace_folder(config.trace, manifest) as trace,
         work_folder() as work,
     ):
@@ -55,7 +55,7 @@ def run(config: GoldenConfig, progress: Progress) -> None:
             trace=str(trace), work=str(work), source_from_manifest=recorded is not None, saves=subject.is_saved,
         )  # fmt: skip
         progress("importing Megatron")
-        run_ranks(zygote, "golden", spec, until.left("the ranks were started"), progress)
+        run_ranks(launcher, "golden", spec, until.left("the ranks were started"), progress)
         if recorded is not None:
             emit_manifest(trace, recorded)
         store.write_manifest(trace, {**manifest, "complete": True})

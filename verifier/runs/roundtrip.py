@@ -11,10 +11,10 @@ from typing import Any
 from verifier.config import RoundtripConfig
 from verifier.core import store
 from verifier.engine.engine import EngineConfig, refuse_adapters, refuse_unsupported
-from verifier.engine.fork_server import EngineNursery
-from verifier.engine.process import EngineProcess
+from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.errors import UsageError
-from verifier.launch.launcher import Zygote
+from verifier.launch.fork_launcher import ForkLauncher
+from verifier.launch.fork_server import ForkServer
 from verifier.model.families import num_experts_of, size_if_any
 from verifier.oracle.oracle import Oracle
 from verifier.platform.pins import require_pins
@@ -76,15 +76,15 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
         trace = stack.enter_context(trace_folder(config.trace, manifest))
         work = stack.enter_context(work_folder())
         left = until.left("importing Megatron")
-        zygote = stack.enter_context(Zygote(preload=PRELOADS[subject.tier], load_deadline_s=left))
-        nursery = stack.enter_context(EngineNursery(left))
-        engine = stack.enter_context(EngineProcess(engine_config, nursery=nursery))
+        launcher = stack.enter_context(ForkLauncher(preload=PRELOADS[subject.tier], load_deadline_s=left))
+        fork_server = stack.enter_context(engine_fork_server(left))
+        engine = stack.enter_context(EngineProcess(engine_config, fork_server=fork_server))
         progress(f"starting the engine ({config.engine}) and importing Megatron")
         client = engine.client(deadline_s=until.left("the engine listened"))
         engine_ranks = client.wait_ready(until.left("the engine had started"))
         spec = spec_of(config, subject, trace, work, str(engine.socket_path), engine_ranks)
-        run_ranks(zygote, "roundtrip", spec, until.left("the ranks were started"), progress)
-        zygote.close()
+        run_ranks(launcher, "roundtrip", spec, until.left("the ranks were started"), progress)
+        launcher.close()
         client.close()
         engine.stop()
         oracle = stack.enter_context(Oracle(subject.checkpoint.path, until.left("the oracle was started")))
@@ -93,7 +93,7 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
         if weights.is_dir():
             progress(f"starting a second engine from {'the exported checkpoint' if adapter is None else 'the adapter'}")
             left = until.left("the second engine was started")
-            record_cold(engine_config, nursery, weights, trace, config.cycles, left, adapter)
+            record_cold(engine_config, fork_server, weights, trace, config.cycles, left, adapter)
         progress("scoring by the fp32 oracle")
         oracle.record(trace, spec, subject)
         store.write_manifest(trace, {**manifest, "complete": True})
@@ -224,7 +224,7 @@ def with_a_long_one(draw: random.Random, count: int, vocabulary: int) -> list[li
 
 def record_cold(
     config: EngineConfig,
-    nursery: EngineNursery,
+    fork_server: ForkServer,
     checkpoint: Path,
     trace: Path,
     version: int,
@@ -233,7 +233,7 @@ def record_cold(
 ) -> None:
     """Start an engine from an exported checkpoint, or with an exported adapter, and record all that it holds."""
     cold = dataclasses.replace(config, checkpoint=str(checkpoint))
-    with EngineProcess(cold, nursery=nursery, name="the second engine") as engine:
+    with EngineProcess(cold, fork_server=fork_server, name="the second engine") as engine:
         client = engine.client(deadline_s=deadline_s)
         if adapter is not None:
             client.load_adapter(adapter)

@@ -14,9 +14,8 @@ from typing import Any
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.core import store
 from verifier.engine.engine import EngineConfig
-from verifier.engine.fork_server import EngineNursery
-from verifier.engine.process import EngineProcess
-from verifier.launch.launcher import Zygote
+from verifier.engine.process import EngineProcess, engine_fork_server
+from verifier.launch.fork_launcher import ForkLauncher
 from verifier.oracle.oracle import Oracle
 from verifier.platform import select
 from verifier.probes.engine import Held, held_by
@@ -46,20 +45,20 @@ class Workshop:
 
     Args:
         progress: told what runs.
-        zygote: ranks that are imported already; its owner ends it. None starts one.
+        launcher: ranks that are imported already; its owner ends it. None starts one.
     """
 
-    def __init__(self, progress: Callable[[str], None], zygote: Zygote | None = None) -> None:
+    def __init__(self, progress: Callable[[str], None], launcher: ForkLauncher | None = None) -> None:
         self._progress = progress
         self._stack = contextlib.ExitStack()
         self._engines: dict[EngineConfig, WarmEngine] = {}
         self._oracle: Oracle | None = None
-        self._zygote = zygote
+        self._launcher = launcher
 
     def __enter__(self) -> Workshop:
-        if self._zygote is None:
-            self._zygote = self._stack.enter_context(Zygote(preload=PRELOADS[select()]))
-        self._nursery = self._stack.enter_context(EngineNursery())
+        if self._launcher is None:
+            self._launcher = self._stack.enter_context(ForkLauncher(preload=PRELOADS[select()]))
+        self._fork_server = self._stack.enter_context(engine_fork_server())
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="verifier-workshop-")))
         return self
 
@@ -70,16 +69,16 @@ class Workshop:
         self._stack.close()
 
     @property
-    def zygote(self) -> Zygote:
+    def launcher(self) -> ForkLauncher:
         """The process that ranks are forked from."""
-        assert self._zygote is not None
-        return self._zygote
+        assert self._launcher is not None
+        return self._launcher
 
     def engine(self, config: EngineConfig) -> WarmEngine:
         """A running engine; it is started if none of this configuration runs."""
         if config not in self._engines:
             self._progress(f"starting the {config.kind} engine with {Path(config.checkpoint).name}")
-            process = EngineProcess(config, nursery=self._nursery)
+            process = EngineProcess(config, fork_server=self._fork_server)
             with contextlib.ExitStack() as until_ready:
                 until_ready.callback(process.stop)
                 client = process.client(deadline_s=RUN_DEADLINE_S)
@@ -111,7 +110,7 @@ class Workshop:
             trace=str(config.trace), work=tempfile.mkdtemp(dir=self._folder), deadline_s=COLLECTIVE_DEADLINE_S,
             saves=subject.is_saved,
         )  # fmt: skip
-        run_ranks(self.zygote, "golden", spec, RUN_DEADLINE_S, self._progress)
+        run_ranks(self.launcher, "golden", spec, RUN_DEADLINE_S, self._progress)
         store.write_manifest(config.trace, {**manifest, "complete": True})
         return config.trace
 
@@ -123,7 +122,7 @@ class Workshop:
         manifest = warm_manifest_of(config, subject)
         store.create(config.trace, manifest)
         spec = warm_spec_of(config, subject, config.trace, Path(tempfile.mkdtemp(dir=self._folder)), engine)
-        run_ranks(self.zygote, "roundtrip", spec, RUN_DEADLINE_S, self._progress)
+        run_ranks(self.launcher, "roundtrip", spec, RUN_DEADLINE_S, self._progress)
         self.complete(config.trace, spec, subject, engine, manifest)
         return config.trace
 

@@ -15,7 +15,7 @@ from typing import Any
 from verifier.core import store
 from verifier.errors import InternalError, Stopped, UsageError, VerifierError
 from verifier.export.names import layout_of
-from verifier.launch.launcher import Zygote, require_ranks
+from verifier.launch.fork_launcher import ForkLauncher, require_ranks
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_described
 from verifier.model.named import resolve_model
@@ -163,9 +163,9 @@ def work_folder() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def run_ranks(zygote: Zygote, function: str, spec: RunSpec, deadline_s: float, progress: Progress) -> list[Any]:
+def run_ranks(launcher: ForkLauncher, function: str, spec: RunSpec, deadline_s: float, progress: Progress) -> list[Any]:
     """Run one rank function on all ranks of the spec's mesh."""
-    return zygote.run(
+    return launcher.run(
         f"verifier.runs.session_megatron:{function}",
         world_size=spec.mesh.world_size,
         run_dir=Path(spec.work) / "ranks",

@@ -204,16 +204,16 @@ class IpcGroup:
     """A joined transfer group in which no byte is sent: the receivers read the senders' memory.
 
     Args:
-        words: the group of trainer rank 0 and the engine ranks.
+        control: the group of trainer rank 0 and the engine ranks.
         share: on trainer rank 0: its end of the trainer ranks' rounds.
     """
 
     refills = True
     """A received buffer is the sender's, who fills it again once it is confirmed."""
 
-    def __init__(self, words: GlooGroup, share: Share | None) -> None:
-        self.rank, self.address = words.rank, words.address
-        self._words, self._share = words, share
+    def __init__(self, control: GlooGroup, share: Share | None) -> None:
+        self.rank, self.address = control.rank, control.address
+        self._control, self._share = control, share
         self._ring: Ring | None = None
         self._open: OpenRing | None = None
         self._offered = 0
@@ -225,7 +225,7 @@ class IpcGroup:
             ContractError: an engine rank has none there, which every member is told alike; or a trainer rank stopped.
         """
         self.end()
-        agreement = self._words.begin(plan)
+        agreement = self._control.begin(plan)
         if agreement.reached:
             if self._share is not None:
                 self._lend(Ring(plan), self._share)
@@ -238,11 +238,11 @@ class IpcGroup:
 
     def agree(self, word: str) -> Agreement:
         """See `GlooGroup.agree`."""
-        return self._words.agree(word)
+        return self._control.agree(word)
 
-    def say(self, word: str) -> Callable[[], Agreement]:
-        """See `Words.say`."""
-        return self._words.say(word)
+    def propose(self, word: str) -> Callable[[], Agreement]:
+        """See `ControlChannel.propose`."""
+        return self._control.propose(word)
 
     def place(self, num_bytes: int) -> torch.Tensor | None:
         """Where the sender packs its next chunk: in the next slot of its ring."""
@@ -259,7 +259,7 @@ class IpcGroup:
         self._ring.fill(self._offered)
         self._offered += 1
         self._share.show({})
-        return self.say(word)
+        return self.propose(word)
 
     def post(self, chunk: Chunk, what: str) -> Callable[[], torch.Tensor]:
         """See `GlooGroup.post`: the bytes are the sender's own, and this GPU's current stream waits for them."""
@@ -275,7 +275,7 @@ class IpcGroup:
     def close(self) -> None:
         """Leave the group."""
         self.end()
-        self._words.close()
+        self._control.close()
 
     def _lend(self, ring: Ring, share: Share) -> None:
         """Describe all trainer ranks' rings to the engine ranks, and tell those ranks which of them are read."""
@@ -294,15 +294,15 @@ class IpcGroup:
         rings = {row["gpu"]: {**row, "rank": rank} for rank, row in reversed(list(enumerate(rows or [])))}
         text = torch.frombuffer(bytearray(json.dumps(rings).encode()), dtype=torch.uint8)
         size = torch.tensor([text.numel()], device="cpu")
-        self._words.broadcast(size.view(torch.uint8), "the size of the rings' handles")()
+        self._control.broadcast(size.view(torch.uint8), "the size of the rings' handles")()
         if rows is None:
             text = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        self._words.broadcast(text, "the rings' handles")()
+        self._control.broadcast(text, "the rings' handles")()
         return json.loads(bytes(text.numpy()))
 
     def _readers(self, rings: dict[str, dict[str, JSON]], word: str) -> list[str]:
         """Hear from every engine rank whether it has a ring to open, and on which GPU."""
-        said = self._words.agree(word).said[1:]
+        said = self._control.agree(word).said[1:]
         for rank, text in enumerate(said):
             if text.startswith(ABSENT):
                 raise ContractError(

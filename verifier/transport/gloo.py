@@ -11,8 +11,8 @@ import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
 
 from verifier.plan.chunk_plan import Chunk, ChunkPlan
+from verifier.transport.control_channel import ControlChannel
 from verifier.transport.wire import AHEAD, Address, Agreement, TransferFailed, overdue
-from verifier.transport.words import Words
 
 
 class GlooGroup:
@@ -27,7 +27,7 @@ class GlooGroup:
         self.store = store
         """Where a group of the same members finds them."""
         self._under_way: deque[Callable[[], None]] = deque()
-        self._words = Words(store, rank, address)
+        self._control = ControlChannel(store, rank, address)
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname=address.host)]
         options._timeout = timedelta(seconds=address.deadline_s)
@@ -42,12 +42,12 @@ class GlooGroup:
         return self.agree(plan.digest)
 
     def agree(self, word: str) -> Agreement:
-        """Say one short word and hear everyone's: every member sees the same agreement; see `Words.say`."""
-        return self.say(word)()
+        """Propose one short message and wait for all members; every one sees the same agreement."""
+        return self.propose(word)()
 
-    def say(self, word: str) -> Callable[[], Agreement]:
-        """Start to agree on a word; see `Words.say`."""
-        return self._words.say(word)
+    def propose(self, word: str) -> Callable[[], Agreement]:
+        """Start to agree on a word; see `ControlChannel.propose`."""
+        return self._control.propose(word)
 
     def place(self, num_bytes: int) -> torch.Tensor | None:
         """Where the sender packs its next chunk: in fresh memory."""
@@ -63,7 +63,7 @@ class GlooGroup:
         Returns:
             Waits for what the others say, and if all agree, starts to send; to be called before the next offer.
         """
-        heard = self.say(word)
+        heard = self.propose(word)
 
         def send() -> Agreement:
             step = heard()
@@ -116,7 +116,7 @@ class GlooGroup:
     def close(self) -> None:
         """Leave the group; the others' next wait fails at once."""
         self._under_way.clear()
-        self._words.close()
+        self._control.close()
         self._group = None
         self.store = None
 

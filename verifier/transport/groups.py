@@ -14,25 +14,25 @@ if TYPE_CHECKING:
     Group = GlooGroup | NcclGroup | IpcGroup
 
 
-def over(words: GlooGroup, share: Share | None = None) -> Group:
+def over(control: GlooGroup, share: Share | None = None) -> Group:
     """The group that moves the bytes among the members who can already exchange words.
 
     Args:
-        words: joined.
+        control: joined.
         share: for IPC on trainer rank 0: its end of the trainer ranks' rounds.
 
     Raises:
         ContractError: an address of an unknown kind.
     """
-    kind = words.address.kind
+    kind = control.address.kind
     if kind == "gloo":
-        return words
+        return control
     if kind == "nccl":
         from verifier.transport.nccl import NcclGroup
 
-        return NcclGroup(words)
+        return NcclGroup(control)
     if kind == "ipc":
         from verifier.transport.cuda_ipc import IpcGroup
 
-        return IpcGroup(words, share)
+        return IpcGroup(control, share)
     raise ContractError(f"there is no transport `{kind}`")

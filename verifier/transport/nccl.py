@@ -24,7 +24,7 @@ class NcclGroup:
     The communicator comes up with the first buffer, in which all members meet.
 
     Args:
-        words: the group of the same members, over which they agree before a byte moves.
+        control: the group of the same members, over which they agree before a byte moves.
 
     Raises:
         UsageError: torch sees no GPU in this process.
@@ -33,35 +33,35 @@ class NcclGroup:
     refills = False
     """A received buffer is never written again."""
 
-    def __init__(self, words: GlooGroup) -> None:
+    def __init__(self, control: GlooGroup) -> None:
         if not torch.cuda.is_available():
             raise UsageError("a transfer by NCCL needs a GPU on both sides: use --transport gloo")
-        self.rank, self.address = words.rank, words.address
-        self._words = words
+        self.rank, self.address = control.rank, control.address
+        self._control = control
         self._under_way: deque[tuple[Work, torch.Tensor, str]] = deque()
         options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timedelta(seconds=self.address.deadline_s)
-        self._group = ProcessGroupNCCL(PrefixStore("nccl", words.store), self.rank, self.address.world_size, options)
+        self._group = ProcessGroupNCCL(PrefixStore("nccl", control.store), self.rank, self.address.world_size, options)
 
     def begin(self, plan: ChunkPlan) -> Agreement:
         """See `GlooGroup.begin`."""
         self.end()
-        return self._words.begin(plan)
+        return self._control.begin(plan)
 
     def agree(self, word: str) -> Agreement:
         """See `GlooGroup.agree`."""
-        return self._words.agree(word)
+        return self._control.agree(word)
 
-    def say(self, word: str) -> Callable[[], Agreement]:
-        """See `Words.say`."""
-        return self._words.say(word)
+    def propose(self, word: str) -> Callable[[], Agreement]:
+        """See `ControlChannel.propose`."""
+        return self._control.propose(word)
 
     def place(self, num_bytes: int) -> torch.Tensor | None:
         """Where the sender packs its next chunk: in fresh memory."""
 
     def offer(self, word: str, buffer: torch.Tensor, what: str) -> Callable[[], Agreement]:
         """See `GlooGroup.offer`; the GPU sends once its current stream has packed. A host's buffer is copied there."""
-        heard = self.say(word)
+        heard = self.propose(word)
 
         def send() -> Agreement:
             step = heard()
@@ -89,7 +89,7 @@ class NcclGroup:
         if self._group is not None:
             self._group.abort()
             self._group = None
-        self._words.close()
+        self._control.close()
 
     def _start(self, buffer: torch.Tensor, what: str) -> None:
         if self._group is None:

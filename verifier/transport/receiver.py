@@ -148,7 +148,7 @@ class ChunkReceiver:
             if self._stopped:
                 return
             word = chunk_word(plan.digest, self._next) if chunk == in_turn else f"asked for chunk {chunk}"
-            self._said = self._joined().say(word)
+            self._said = self._joined().propose(word)
             self._next += 1
 
     def _hear(self, plan: ChunkPlan) -> None:

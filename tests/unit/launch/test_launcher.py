@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from verifier.errors import ContractError, UsageError
-from verifier.launch.launcher import Zygote
+from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.rank import Capture, resolve
 
 
 def test_importing_it_loads_neither_torch_nor_numpy():
-    script = "import sys; sys.path.insert(0, sys.argv[1]); import verifier.launch.launcher; print(*sys.modules)"
+    script = "import sys; sys.path.insert(0, sys.argv[1]); import verifier.launch.fork_launcher; print(*sys.modules)"
     root = str(Path(__file__).parents[3])
     run = subprocess.run([sys.executable, "-c", script, root], capture_output=True, text=True, check=True, timeout=60)
     assert {"torch", "numpy", "ray", "vllm", "megatron"}.isdisjoint(run.stdout.split())
@@ -22,7 +22,7 @@ def test_importing_it_loads_neither_torch_nor_numpy():
 
 def test_outside_of_its_with_block_it_refuses():
     with pytest.raises(ContractError, match="use it in a with block"):
-        Zygote().pid  # noqa: B018 - a property that refuses
+        ForkLauncher().pid  # noqa: B018 - a property that refuses
 
 
 def test_resolve():

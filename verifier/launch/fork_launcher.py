@@ -1,7 +1,7 @@
 """Run functions on ranks: the light side, which loads neither torch nor anything that needs it.
 
-    with Zygote(preload="verifier.model.provider_megatron:preload") as zygote:
-        results = zygote.run("package.module:function", world_size=4, args={"seed": 1}, run_dir=path, deadline_s=300)
+    with ForkLauncher(preload="verifier.model.provider_megatron:preload") as launcher:
+        results = launcher.run("package.module:function", world_size=4, args={"seed": 1}, run_dir=path, deadline_s=300)
 
 `function` gets a `RankContext` and returns something that JSON can carry; `results` has one such value per rank.
 """
@@ -39,13 +39,13 @@ _BOOT = (
 )
 
 
-class Zygote:
+class ForkLauncher:
     """One process with the heavy libraries loaded, from which the ranks of any number of jobs are forked.
 
     It starts at `with`, and loads while the caller goes on; the first job waits for it. Use it from one thread.
 
     Args:
-        preload: "package.module:function", called without arguments in the zygote before the first fork; it must
+        preload: "package.module:function", called without arguments in the launcher before the first fork; it must
             start no thread.
         load_deadline_s: seconds that loading may take.
     """
@@ -60,7 +60,7 @@ class Zygote:
         self._loaded_s: float | None = None
         self._refusal: VerifierError | None = None
 
-    def __enter__(self) -> Zygote:
+    def __enter__(self) -> ForkLauncher:
         ours, theirs = socket.socketpair()
         self._socket = ours
         self._log = tempfile.TemporaryFile()
@@ -90,7 +90,7 @@ class Zygote:
     def pid(self) -> int:
         """Process id of the forking process; also its session's."""
         if self._process is None:
-            raise ContractError("the zygote is not running: use it in a with block")
+            raise ContractError("the launcher is not running: use it in a with block")
         return self._process.pid
 
     def ready(self) -> float:
@@ -164,7 +164,7 @@ class Zygote:
 
         Raises:
             UsageError: a world size that is out of range or not the mesh's; the preload refused.
-            InternalError: the zygote is gone or did not load.
+            InternalError: the launcher is gone or did not load.
         """
         require_ranks(world_size)
         if mesh is not None and mesh.world_size != world_size:
@@ -212,7 +212,7 @@ class Zygote:
         """Deal with what the forking process says next; False if it said nothing until `give_up_at`."""
         left = give_up_at - time.monotonic()
         if self._process is None:
-            raise ContractError("the zygote is not running: use it in a with block")
+            raise ContractError("the launcher is not running: use it in a with block")
         if left <= 0:
             return False
         self._socket.settimeout(left)
@@ -261,14 +261,14 @@ class Job:
 
     def __init__(
         self,
-        zygote: Zygote,
+        launcher: ForkLauncher,
         number: int,
         function: str,
         deadline_s: float,
         places: list[str],
         on_progress: Callable[[int, str], None] | None,
     ) -> None:
-        self._zygote, self._number, self._function, self._places = zygote, number, function, places
+        self._launcher, self._number, self._function, self._places = launcher, number, function, places
         self._deadline_s = deadline_s
         self._deadline_at = time.monotonic() + deadline_s
         self._on_progress = on_progress
@@ -286,8 +286,8 @@ class Job:
             InternalError: the forking process is gone or answers no more.
         """
         while self._results is None and self._failure is None:
-            if not self._zygote._hear(self._deadline_at + _SLACK_S):
-                self._zygote.close()
+            if not self._launcher._hear(self._deadline_at + _SLACK_S):
+                self._launcher.close()
                 raise InternalError(
                     f"the forking process said nothing {_SLACK_S:g} s after the deadline of `{self._function}` "
                     f"({self._deadline_s:g} s)"
@@ -306,10 +306,10 @@ class Job:
         """End the job's ranks."""
         if not self.done:
             self._failure = LaunchError(f"`{self._function}` was ended on request")
-            self._zygote._say({"command": "kill", "job": self._number})
+            self._launcher._say({"command": "kill", "job": self._number})
 
     def take(self, message: dict[str, JSON]) -> None:
-        """Deal with one event about this job; called by the zygote."""
+        """Deal with one event about this job; called by the launcher."""
         event = message["event"]
         if event == "progress":
             if self._on_progress is not None:

@@ -21,11 +21,11 @@ _HELLO = struct.Struct("!16sI")
 """How a receiver begins: the sender's token, which only members know, and the receiver's rank."""
 _HELLO_S = 5.0
 """For a hello after a connection is made, which a member sends at once: a silent stranger keeps nobody out for long."""
-_DOOR = "words"
+_DOOR = "control"
 """Under which name the sender's port and token stand in the store."""
 
 
-class Words:
+class ControlChannel:
     """One member's end. Words that were said and not heard are heard in the same order. Not for several threads.
 
     Args:
@@ -50,7 +50,7 @@ class Words:
             self.close()
             raise self._overdue("the others to join", error) from error
 
-    def say(self, word: str) -> Callable[[], Agreement]:
+    def propose(self, word: str) -> Callable[[], Agreement]:
         """Start to agree on a word.
 
         Args:

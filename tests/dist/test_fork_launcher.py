@@ -13,7 +13,7 @@ import pytest
 
 from verifier.errors import InternalError, UsageError
 from verifier.launch.failures import CollectiveTimeout, JobTimeout, RankFailed
-from verifier.launch.launcher import Zygote
+from verifier.launch.fork_launcher import ForkLauncher
 from verifier.mesh.mesh import Mesh
 
 HERE = Path(__file__).parent
@@ -29,14 +29,14 @@ def functions():
 
 
 @pytest.fixture(scope="module")
-def zygote(functions):
-    with Zygote(preload="launch_functions:count_imports") as zygote:
-        yield zygote
+def launcher(functions):
+    with ForkLauncher(preload="launch_functions:count_imports") as launcher:
+        yield launcher
 
 
-def test_returns_each_ranks_result_in_order(zygote, tmp_path):
+def test_returns_each_ranks_result_in_order(launcher, tmp_path):
     said = []
-    results = zygote.run(
+    results = launcher.run(
         "launch_functions:sum_of_ranks",
         world_size=4,
         run_dir=tmp_path / "new" / "folder",
@@ -51,33 +51,33 @@ def test_returns_each_ranks_result_in_order(zygote, tmp_path):
     assert (tmp_path / "new" / "folder" / "rank003.log").read_text() == "hello from 3\n"
 
 
-def test_imports_once_for_many_jobs(zygote, tmp_path):
+def test_imports_once_for_many_jobs(launcher, tmp_path):
     for _ in range(3):
-        results = zygote.run("launch_functions:sum_of_ranks", world_size=2, run_dir=tmp_path)
+        results = launcher.run("launch_functions:sum_of_ranks", world_size=2, run_dir=tmp_path)
         assert [result["num_imports"] for result in results] == [1, 1]
 
 
-def test_a_result_longer_than_a_pipe(zygote, tmp_path):
-    results = zygote.run("launch_functions:long_text", world_size=2, run_dir=tmp_path, args={"length": 3_000_000})
+def test_a_result_longer_than_a_pipe(launcher, tmp_path):
+    results = launcher.run("launch_functions:long_text", world_size=2, run_dir=tmp_path, args={"length": 3_000_000})
     assert [len(result) for result in results] == [3_000_000] * 2
 
 
-def test_backward_runs_in_a_forked_rank(zygote, tmp_path):
-    results = zygote.run("launch_functions:backward", world_size=2, run_dir=tmp_path, deadline_s=60)
+def test_backward_runs_in_a_forked_rank(launcher, tmp_path):
+    results = launcher.run("launch_functions:backward", world_size=2, run_dir=tmp_path, deadline_s=60)
     assert results == [64 * 64 * 128.0] * 2
 
 
-def test_two_jobs_alive_at_once(zygote, tmp_path):
-    slow = zygote.submit("launch_functions:sleep", world_size=2, run_dir=tmp_path / "slow", args={"seconds": 2})
-    quick = zygote.submit("launch_functions:sum_of_ranks", world_size=2, run_dir=tmp_path / "quick")
+def test_two_jobs_alive_at_once(launcher, tmp_path):
+    slow = launcher.submit("launch_functions:sleep", world_size=2, run_dir=tmp_path / "slow", args={"seconds": 2})
+    quick = launcher.submit("launch_functions:sum_of_ranks", world_size=2, run_dir=tmp_path / "quick")
     assert quick.wait()[1]["sum"] == 1.0
     assert not slow.done
     assert slow.wait() == [0, 1]
 
 
-def test_sixty_four_ranks(zygote, tmp_path):
+def test_sixty_four_ranks(launcher, tmp_path):
     begin = time.monotonic()
-    results = zygote.run("launch_functions:sum_of_ranks", world_size=64, run_dir=tmp_path)
+    results = launcher.run("launch_functions:sum_of_ranks", world_size=64, run_dir=tmp_path)
     assert {result["sum"] for result in results} == {2016.0}
     assert time.monotonic() - begin < 60
 
@@ -92,10 +92,10 @@ def test_sixty_four_ranks(zygote, tmp_path):
         ("unserialisable", "TypeError: Object of type object is not JSON serializable"),
     ],
 )
-def test_a_bad_end_of_one_rank_ends_the_run_at_once(zygote, tmp_path, how, cause):
+def test_a_bad_end_of_one_rank_ends_the_run_at_once(launcher, tmp_path, how, cause):
     begin = time.monotonic()
     with pytest.raises(RankFailed) as caught:
-        zygote.run(
+        launcher.run(
             "launch_functions:end_badly",
             world_size=4,
             run_dir=tmp_path,
@@ -113,9 +113,9 @@ def test_a_bad_end_of_one_rank_ends_the_run_at_once(zygote, tmp_path, how, cause
         assert "ValueError: no such expert" in (tmp_path / "rank002.log").read_text()
 
 
-def test_a_ranks_usage_error_comes_back_as_itself(zygote, tmp_path):
+def test_a_ranks_usage_error_comes_back_as_itself(launcher, tmp_path):
     with pytest.raises(UsageError) as caught:
-        zygote.run("launch_functions:end_badly", world_size=2, run_dir=tmp_path, args={"rank": 1, "how": "usage"})
+        launcher.run("launch_functions:end_badly", world_size=2, run_dir=tmp_path, args={"rank": 1, "how": "usage"})
     assert str(caught.value) == "16 experts do not divide over ep = 3"
     assert isinstance(caught.value.__cause__, RankFailed)
 
@@ -128,9 +128,9 @@ def test_a_ranks_usage_error_comes_back_as_itself(zygote, tmp_path):
         ("gather_object", "all_gather", "[1] int64"),
     ],
 )
-def test_a_collective_that_hangs_names_who_did_not_come(zygote, tmp_path, how, op, tensor):
+def test_a_collective_that_hangs_names_who_did_not_come(launcher, tmp_path, how, op, tensor):
     with pytest.raises(CollectiveTimeout) as caught:
-        zygote.run(
+        launcher.run(
             "launch_functions:absent", world_size=4, run_dir=tmp_path, args={"how": how}, collective_deadline_s=1.0
         )
     error = caught.value
@@ -144,18 +144,18 @@ def test_a_collective_that_hangs_names_who_did_not_come(zygote, tmp_path, how, o
 
 
 @pytest.mark.parametrize("how", ["recv", "batch"])
-def test_a_receive_that_hangs_names_the_sender(zygote, tmp_path, how):
+def test_a_receive_that_hangs_names_the_sender(launcher, tmp_path, how):
     with pytest.raises(CollectiveTimeout) as caught:
-        zygote.run(
+        launcher.run(
             "launch_functions:absent", world_size=2, run_dir=tmp_path, args={"how": how}, collective_deadline_s=1.0
         )
     error = caught.value
     assert (error.op, error.arrived, error.missing[0].rank) == ("recv", (0,), 1)
 
 
-def test_making_a_group_that_hangs(zygote, tmp_path):
+def test_making_a_group_that_hangs(launcher, tmp_path):
     with pytest.raises(CollectiveTimeout) as caught:
-        zygote.run(
+        launcher.run(
             "launch_functions:absent",
             world_size=3,
             run_dir=tmp_path,
@@ -165,31 +165,31 @@ def test_making_a_group_that_hangs(zygote, tmp_path):
     assert (caught.value.op, caught.value.tensor, caught.value.arrived) == ("new_group", "`experts`", (0,))
 
 
-def test_of_a_chain_of_waits_the_root_is_named(zygote, tmp_path):
+def test_of_a_chain_of_waits_the_root_is_named(launcher, tmp_path):
     with pytest.raises(CollectiveTimeout) as caught:
-        zygote.run("launch_functions:chain", world_size=3, run_dir=tmp_path, collective_deadline_s=1.0)
+        launcher.run("launch_functions:chain", world_size=3, run_dir=tmp_path, collective_deadline_s=1.0)
     error = caught.value
     assert (error.group, error.arrived, error.missing[0].rank) == ((1, 2), (1,), 2)
 
 
-def test_crossed_groups_say_where_the_other_waits(zygote, tmp_path):
+def test_crossed_groups_say_where_the_other_waits(launcher, tmp_path):
     with pytest.raises(CollectiveTimeout) as caught:
-        zygote.run("launch_functions:crossed", world_size=2, run_dir=tmp_path, collective_deadline_s=1.0)
+        launcher.run("launch_functions:crossed", world_size=2, run_dir=tmp_path, collective_deadline_s=1.0)
     assert caught.value.missing[0].doing.startswith("waits ")
 
 
-def test_a_job_past_its_deadline_says_where_its_ranks_are(zygote, tmp_path):
+def test_a_job_past_its_deadline_says_where_its_ranks_are(launcher, tmp_path):
     with pytest.raises(JobTimeout) as caught:
-        zygote.run("launch_functions:sleep", world_size=2, run_dir=tmp_path, args={"seconds": 60}, deadline_s=2)
+        launcher.run("launch_functions:sleep", world_size=2, run_dir=tmp_path, args={"seconds": 60}, deadline_s=2)
     assert all(state.frame.endswith("in sleep") for state in caught.value.states)
 
 
-def test_ended_on_request_with_grandchildren(zygote, functions, tmp_path):
-    job = zygote.submit("launch_functions:sleep", world_size=2, run_dir=tmp_path, args={"seconds": 60})
+def test_ended_on_request_with_grandchildren(launcher, functions, tmp_path):
+    job = launcher.submit("launch_functions:sleep", world_size=2, run_dir=tmp_path, args={"seconds": 60})
     pids = functions.wait_for_pids(tmp_path, 2)
     job.kill()
     assert functions.all_gone(pids)
-    assert zygote.run("launch_functions:sum_of_ranks", world_size=1, run_dir=tmp_path)[0]["sum"] == 0.0
+    assert launcher.run("launch_functions:sum_of_ranks", world_size=1, run_dir=tmp_path)[0]["sum"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -199,36 +199,36 @@ def test_ended_on_request_with_grandchildren(zygote, functions, tmp_path):
         ("launch_functions:absentee", "`launch_functions` has no function `absentee`"),
     ],
 )
-def test_a_function_that_is_not_there(zygote, tmp_path, name, message):
+def test_a_function_that_is_not_there(launcher, tmp_path, name, message):
     with pytest.raises(UsageError) as caught:
-        zygote.run(name, world_size=2, run_dir=tmp_path)
+        launcher.run(name, world_size=2, run_dir=tmp_path)
     assert str(caught.value) == message
 
 
-def test_a_module_that_is_not_there(zygote, tmp_path):
+def test_a_module_that_is_not_there(launcher, tmp_path):
     with pytest.raises(InternalError) as caught:
-        zygote.run("no_such_module:f", world_size=2, run_dir=tmp_path)
+        launcher.run("no_such_module:f", world_size=2, run_dir=tmp_path)
     assert "No module named 'no_such_module'" in str(caught.value)
 
 
-def test_ranks_that_the_mesh_does_not_have(zygote, tmp_path):
+def test_ranks_that_the_mesh_does_not_have(launcher, tmp_path):
     with pytest.raises(UsageError, match="has 4 ranks, but 2"):
-        zygote.submit("launch_functions:sleep", world_size=2, run_dir=tmp_path, mesh=Mesh(tp=2, pp=2))
+        launcher.submit("launch_functions:sleep", world_size=2, run_dir=tmp_path, mesh=Mesh(tp=2, pp=2))
     with pytest.raises(UsageError, match="1 to 128"):
-        zygote.submit("launch_functions:sleep", world_size=129, run_dir=tmp_path)
+        launcher.submit("launch_functions:sleep", world_size=129, run_dir=tmp_path)
 
 
 def test_a_preload_that_refuses(functions):
-    with Zygote(preload="launch_functions:refuse_to_load") as zygote, pytest.raises(UsageError) as caught:
-        zygote.ready()
+    with ForkLauncher(preload="launch_functions:refuse_to_load") as launcher, pytest.raises(UsageError) as caught:
+        launcher.ready()
     assert str(caught.value) == "megatron-core 0.1 is installed, 0.19.2 is needed"
 
 
 def test_the_forking_process_dies(functions, tmp_path):
-    with Zygote() as zygote:
-        job = zygote.submit("launch_functions:sleep", world_size=2, run_dir=tmp_path, args={"seconds": 60})
+    with ForkLauncher() as launcher:
+        job = launcher.submit("launch_functions:sleep", world_size=2, run_dir=tmp_path, args={"seconds": 60})
         pids = functions.wait_for_pids(tmp_path, 2)
-        os.kill(zygote.pid, signal.SIGKILL)
+        os.kill(launcher.pid, signal.SIGKILL)
         with pytest.raises(InternalError, match="ended by itself"):
             job.wait()
         assert functions.all_gone(pids[::2])
@@ -241,8 +241,8 @@ def test_no_orphan_when_the_parent_ends(functions, tmp_path, signum):
     script = (
         "import signal, sys; sys.path[:0] = sys.argv[1:3]\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell starts background jobs with it ignored
-        "from pathlib import Path; from verifier.launch.launcher import Zygote\n"
-        "with Zygote() as z:\n"
+        "from pathlib import Path; from verifier.launch.fork_launcher import ForkLauncher\n"
+        "with ForkLauncher() as z:\n"
         "    assert 'torch' not in sys.modules\n"
         "    print(z.pid, flush=True)\n"
         "    z.run('launch_functions:sleep', world_size=3, run_dir=Path(sys.argv[3]), args={'seconds': 60})\n"
@@ -259,8 +259,8 @@ def test_no_orphan_when_the_parent_ends(functions, tmp_path, signum):
 def test_no_orphan_when_the_parent_is_killed_while_it_loads(functions):
     script = (
         "import sys, time; sys.path.insert(0, sys.argv[1])\n"
-        "from verifier.launch.launcher import Zygote\n"
-        "with Zygote(preload='time:sleep') as z:\n"
+        "from verifier.launch.fork_launcher import ForkLauncher\n"
+        "with ForkLauncher(preload='time:sleep') as z:\n"
         "    print(z.pid, flush=True)\n"
         "    time.sleep(60)\n"
     )
@@ -272,9 +272,9 @@ def test_no_orphan_when_the_parent_is_killed_while_it_loads(functions):
         assert functions.all_gone([pid])
 
 
-def test_recording_costs_little(zygote, tmp_path):
+def test_recording_costs_little(launcher, tmp_path):
     args = {"repeats": 15, "calls": 500}
-    pairs = zygote.run("launch_functions:time_collectives", world_size=1, run_dir=tmp_path, args=args)[0]
+    pairs = launcher.run("launch_functions:time_collectives", world_size=1, run_dir=tmp_path, args=args)[0]
     added_us = (min(recorded for recorded, _ in pairs) - min(bare for _, bare in pairs)) * 1e6
     print(f"recording adds {added_us:.2f} us to a collective of one rank, {min(pairs)[1] * 1e6:.1f} us")
     assert added_us < 20, "on idle cores it adds about 4 us, and a gloo all_reduce of two ranks takes over 100"

@@ -13,9 +13,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from verifier.errors import ContractError
-from verifier.transport import words
+from verifier.transport import control_channel
+from verifier.transport.control_channel import ControlChannel
 from verifier.transport.wire import Address, TransferFailed
-from verifier.transport.words import Words
 
 NUM_RANKS = 4
 
@@ -36,7 +36,7 @@ class Members:
         store = served(deadline_s)
         stores = [store, *(client(store) for _ in range(1, NUM_RANKS))]
         address = Address(host="127.0.0.1", port=store.port, world_size=NUM_RANKS, deadline_s=deadline_s)
-        self.ends = self.together(lambda rank: Words(stores[rank], rank, address))
+        self.ends = self.together(lambda rank: ControlChannel(stores[rank], rank, address))
 
     def together[T](self, act: Callable[[int], T]) -> list[T]:
         with ThreadPoolExecutor(NUM_RANKS) as threads:
@@ -53,22 +53,22 @@ def members() -> Iterator[Members]:
 
 def test_everyone_hears_everyone_in_rank_order(members: Members) -> None:
     for turn in range(50):
-        heard = members.together(lambda rank, turn=turn: members.ends[rank].say(f"{turn} of {rank}")())
+        heard = members.together(lambda rank, turn=turn: members.ends[rank].propose(f"{turn} of {rank}")())
         assert all(step.said == tuple(f"{turn} of {rank}" for rank in range(NUM_RANKS)) for step in heard)
         assert heard[0].dissenters == (1, 2, 3)
-    assert all(step.reached for step in members.together(lambda rank: members.ends[rank].say("same")()))
+    assert all(step.reached for step in members.together(lambda rank: members.ends[rank].propose("same")()))
 
 
 def test_words_are_heard_in_the_order_in_which_they_were_said(members: Members) -> None:
-    pending = [[end.say(str(turn)) for turn in range(5)] for end in members.ends]
+    pending = [[end.propose(str(turn)) for turn in range(5)] for end in members.ends]
     heard = members.together(lambda rank: [hear().said for hear in pending[rank]])
     assert heard == [[(str(turn),) * NUM_RANKS for turn in range(5)]] * NUM_RANKS
 
 
 def test_a_word_that_is_too_long_is_refused(members: Members) -> None:
-    members.together(lambda rank: members.ends[rank].say("x" * 96)())
+    members.together(lambda rank: members.ends[rank].propose("x" * 96)())
     with pytest.raises(ContractError, match="a word of 97 bytes cannot be agreed on, at most 96 fit"):
-        members.ends[0].say("x" * 97)
+        members.ends[0].propose("x" * 97)
 
 
 @pytest.mark.parametrize("silent", [0, 2])
@@ -76,15 +76,15 @@ def test_a_member_that_says_nothing_is_given_up(silent: int) -> None:
     members = Members(2)
     began = time.monotonic()
 
-    def say(rank: int) -> str:
+    def propose(rank: int) -> str:
         if rank == silent:
             return ""
         with pytest.raises(TransferFailed) as caught:
-            members.ends[rank].say("chunk 3")()
+            members.ends[rank].propose("chunk 3")()
         members.ends[rank].close()
         return str(caught.value)
 
-    said = members.together(say)
+    said = members.together(propose)
     assert time.monotonic() - began < 10
     who = "the sender and the other engine ranks" if silent == 0 else "the engine's ranks"
     speaker = 1 if silent == 0 else 0
@@ -97,48 +97,48 @@ def test_a_member_that_says_nothing_is_given_up(silent: int) -> None:
 def test_when_one_leaves_the_others_do_not_wait_for_the_deadline(members: Members, gone: int) -> None:
     began = time.monotonic()
 
-    def say(rank: int) -> None:
+    def propose(rank: int) -> None:
         if rank == gone:
             members.ends[rank].close()
             return
         with pytest.raises(TransferFailed, match=r"for all ranks to say `on`: a member|reset|pipe"):
-            members.ends[rank].say("on")()
+            members.ends[rank].propose("on")()
         members.ends[rank].close()
 
-    members.together(say)
+    members.together(propose)
     assert time.monotonic() - began < 5
     with pytest.raises(TransferFailed, match="left it and cannot wait for all ranks to say `more`"):
-        members.ends[gone].say("more")
+        members.ends[gone].propose("more")
 
 
 def test_a_member_that_never_joins_is_given_up() -> None:
     store = served(0.5)
     address = Address(host="127.0.0.1", port=store.port, world_size=2, deadline_s=0.5)
     with pytest.raises(TransferFailed, match=r"waited up to 0\.5 s with the engine's ranks for the others to join"):
-        Words(store, 0, address)
+        ControlChannel(store, 0, address)
 
 
 @pytest.mark.parametrize("manners", ["says something else", "leaves", "keeps silent"])
 def test_a_stranger_at_the_door_is_turned_away(manners: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "_HELLO_S", 0.5)
+    monkeypatch.setattr(control_channel, "_HELLO_S", 0.5)
     store = served(20)
     theirs = client(store)
     address = Address(host="127.0.0.1", port=store.port, world_size=2, deadline_s=20)
-    ends: dict[int, Words] = {}
-    sender = threading.Thread(target=lambda: ends.update({0: Words(store, 0, address)}))
+    ends: dict[int, ControlChannel] = {}
+    sender = threading.Thread(target=lambda: ends.update({0: ControlChannel(store, 0, address)}))
     sender.start()
-    port = int(theirs.get("words").split()[0])
+    port = int(theirs.get("control").split()[0])
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         if manners == "says something else":
             stranger.sendall(bytes(20))
         if manners == "leaves":
             stranger.close()
-        ends[1] = Words(theirs, 1, address)
+        ends[1] = ControlChannel(theirs, 1, address)
         sender.join(20)
         if manners != "leaves":
             assert stranger.recv(1) == b""
-    hear = ends[1].say("in")
-    assert ends[0].say("in")().reached
+    hear = ends[1].propose("in")
+    assert ends[0].propose("in")().reached
     assert hear().reached
     for end in ends.values():
         end.close()

@@ -15,8 +15,7 @@ import pytest
 from tests.dist.engine_case import alive, group_members
 from verifier.engine.client import EngineGone
 from verifier.engine.engine import EngineConfig
-from verifier.engine.fork_server import EngineNursery
-from verifier.engine.process import EngineProcess
+from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.errors import InternalError, UsageError
 from verifier.model.tiny import write_tiny
 
@@ -29,17 +28,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_engines_of_one_nursery(checkpoint: Path, tmp_path: Path) -> None:
+def test_engines_of_one_fork_server(checkpoint: Path, tmp_path: Path) -> None:
     scores, hosts = [], []
     absent = EngineConfig(kind="vllm", checkpoint=str(tmp_path / "absent"))
     unknown = EngineConfig(kind="vllm", checkpoint=str(tmp_path / "unknown"))
     shutil.copytree(checkpoint, tmp_path / "unknown")
     settings = tmp_path / "unknown" / "config.json"
     settings.write_text(settings.read_text().replace("Qwen3ForCausalLM", "NoSuchModel"))
-    with EngineNursery() as nursery:
+    with engine_fork_server() as fork_server:
         for tp in (1, 2):
             config = EngineConfig(kind="vllm", checkpoint=str(checkpoint), tp=tp)
-            with EngineProcess(config, nursery=nursery) as process:
+            with EngineProcess(config, fork_server=fork_server) as process:
                 client = process.client(START_S)
                 scores.append(client.logprobs([[1, 2, 3, 4]])[0])
                 assert len(client.state()) == tp
@@ -48,13 +47,13 @@ def test_engines_of_one_nursery(checkpoint: Path, tmp_path: Path) -> None:
                 folder = process.socket_path.parent
             assert group_members(process.pid) == []
             assert not folder.exists()
-        with EngineProcess(absent, nursery=nursery) as process, pytest.raises(UsageError, match="no checkpoint"):
+        with EngineProcess(absent, fork_server=fork_server) as process, pytest.raises(UsageError, match="no checkpoint"):
             process.client(60).wait_ready(60)
-        with EngineProcess(unknown, nursery=nursery) as process, pytest.raises(EngineGone, match="NoSuchModel"):
+        with EngineProcess(unknown, fork_server=fork_server) as process, pytest.raises(EngineGone, match="NoSuchModel"):
             process.client(60).wait_ready(60)
-        os.kill(nursery.pid, signal.SIGKILL)
+        os.kill(fork_server.pid, signal.SIGKILL)
         with pytest.raises(InternalError, match="the process that forks engines died"):
-            EngineProcess(config, nursery=nursery)
+            EngineProcess(config, fork_server=fork_server)
     assert scores[0] == pytest.approx(scores[1], abs=1e-5)
     assert not any(alive(host) for host in hosts)
 
@@ -64,28 +63,28 @@ def test_engine_dies_with_a_killed_owner(checkpoint: Path) -> None:
     code = (
         "import sys, time\n"
         "from verifier.engine.engine import EngineConfig\n"
-        "from verifier.engine.fork_server import EngineNursery\n"
+        "from verifier.engine.process import engine_fork_server\n"
         "from verifier.engine.process import EngineProcess\n"
-        "with EngineNursery() as nursery:\n"
-        "    process = EngineProcess(EngineConfig(kind='vllm', checkpoint=sys.argv[1]), nursery=nursery)\n"
-        "    print(nursery.pid, process.pid, flush=True)\n"
+        "with engine_fork_server() as fork_server:\n"
+        "    process = EngineProcess(EngineConfig(kind='vllm', checkpoint=sys.argv[1]), fork_server=fork_server)\n"
+        "    print(fork_server.pid, process.pid, flush=True)\n"
         "    time.sleep(300)\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", code, str(checkpoint)], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
-    nursery, host = map(int, owner.stdout.readline().split())
-    assert alive(nursery)
+    fork_server, host = map(int, owner.stdout.readline().split())
+    assert alive(fork_server)
     assert alive(host)
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     until = time.monotonic() + 10
-    while (alive(nursery) or group_members(host)) and time.monotonic() < until:
+    while (alive(fork_server) or group_members(host)) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not alive(nursery)
+    assert not alive(fork_server)
     assert group_members(host) == []
 
 
-def test_a_nursery_that_does_not_load_in_time_says_so(checkpoint: Path) -> None:
+def test_a_fork_server_that_does_not_load_in_time_says_so(checkpoint: Path) -> None:
     config = EngineConfig(kind="vllm", checkpoint=str(checkpoint))
-    with EngineNursery(load_deadline_s=0.2) as nursery, pytest.raises(InternalError, match="not imported within 0.2 s"):
-        EngineProcess(config, nursery=nursery)
+    with engine_fork_server(load_deadline_s=0.2) as fork_server, pytest.raises(InternalError, match="not imported within 0.2 s"):
+        EngineProcess(config, fork_server=fork_server)
