@@ -13,12 +13,12 @@ def rank_0_shows_alone(context: RankContext) -> Any:
     """A round trip in which only trainer rank 0's description of its buffer reaches the engine."""
 
     def make(original: Any) -> Any:
-        def show(self: Any, record: Any) -> Any:
+        def exchange(self: Any, record: Any) -> Any:
             return original(self, record)[:1]
 
-        return show
+        return exchange
 
-    with replaced("verifier.transport.cuda_ipc:Share.show", "self, record", make):
+    with replaced("verifier.transport.cuda_ipc:TrainerRounds.exchange", "self, record", make):
         return session_megatron.roundtrip(context)
 
 

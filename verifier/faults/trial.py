@@ -19,15 +19,15 @@ from verifier.core.comparison import Comparison
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
+from verifier.engine.api import EngineConfig
 from verifier.engine.client import EngineClient
-from verifier.engine.engine import EngineConfig
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.errors import ContractError, VerifierError
 from verifier.faults.engine_side import end
 from verifier.faults.fault import NO_ENGINE, Fault, Side
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.oracle.oracle import Oracle
-from verifier.probes.engine import Held, held_by
+from verifier.probes.engine import EngineState, held_by
 from verifier.report.report import Report, report_of
 from verifier.runs.roundtrip import MAX_MODEL_LEN, manifest_of, spec_of
 from verifier.runs.setup import PRELOADS, Subject, open_subject
@@ -92,7 +92,7 @@ class Bench:
         self._progress = progress
         self._keep = keep
         self._stack = contextlib.ExitStack()
-        self._engines: dict[EngineConfig, tuple[EngineProcess, Held]] = {}
+        self._engines: dict[EngineConfig, tuple[EngineProcess, EngineState]] = {}
         self._clean: dict[tuple[Any, ...], tuple[Report, Trace, Path]] = {}
         self._oracle: Oracle | None = None
 
@@ -137,7 +137,7 @@ class Bench:
             duration_s=time.monotonic() - began,
         )
 
-    def engine(self, config: EngineConfig) -> tuple[EngineProcess, Held]:
+    def engine(self, config: EngineConfig) -> tuple[EngineProcess, EngineState]:
         """A running engine and what it held right after its cold start; a new one for every run with an adapter."""
         if config.lora_rank and config in self._engines:
             self._engines.pop(config)[0].stop()
@@ -187,7 +187,7 @@ class _Setting:
         )  # fmt: skip
         self.subject: Subject = open_subject(fault.model, fault.dtype, fault.mesh)
         self._socket: str | None = None
-        self.cold = Held(tensors=(), settings=())
+        self.cold = EngineState(tensors=(), settings=())
         bench.oracle(self.subject.checkpoint.path)  # it imports while the engine starts
         if not self._alone and not fault.lora_rank:
             self._open_engine()

@@ -10,7 +10,7 @@ from typing import Any
 
 from verifier.config import RoundtripConfig
 from verifier.core import store
-from verifier.engine.engine import EngineConfig, refuse_adapters, refuse_unsupported
+from verifier.engine.api import EngineConfig, refuse_adapters, refuse_unsupported
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.errors import UsageError
 from verifier.launch.fork_launcher import ForkLauncher

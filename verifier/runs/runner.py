@@ -13,12 +13,12 @@ from typing import Any
 
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.core import store
-from verifier.engine.engine import EngineConfig
+from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.oracle.oracle import Oracle
 from verifier.platform import select
-from verifier.probes.engine import Held, held_by
+from verifier.probes.engine import EngineState, held_by
 from verifier.runs.golden import manifest_of as golden_manifest_of
 from verifier.runs.roundtrip import engine_config_of, manifest_of, spec_of
 from verifier.runs.setup import PRELOADS, Subject, open_subject, run_ranks
@@ -34,7 +34,7 @@ class WarmEngine:
     """A running engine, and what each of its ranks held right after it had loaded."""
 
     process: EngineProcess
-    cold: Held
+    cold: EngineState
 
 
 class Workshop:
