@@ -44,8 +44,11 @@ class EngineConfig:
     """vLLM's name of a quantization that is applied to the weights while they are loaded."""
     lora_rank: int = 0
     """Greatest rank of an adapter that can be loaded; 0 for none."""
+    fixes: tuple[str, ...] = ()
+    """Ids of the upstream fixes that are installed in the engine's processes."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "fixes", tuple(self.fixes))  # a list, where it came as JSON
         if self.kind not in KINDS:
             raise UsageError(f"there is no engine `{self.kind}`; choose one of {', '.join(KINDS)}")
         if self.dtype not in DTYPES:

@@ -46,13 +46,17 @@ class AdapterLayout:
             if row.scope in self.layout.layers[layer]
         ]
 
-    def spread(self, joined: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every matrix under each of its published names: parts of a fused linear share one A."""
-        names = {
+    def names(self) -> dict[str, list[str]]:
+        """Map the name of each joined A to all of its published names: parts of a fused linear share one A."""
+        return {
             first.format(layer=layer): [other.format(layer=layer) for other in others]
             for first, others in self.shared.items()
             for layer in range(self.layout.sizes["layers"])
         }
+
+    def spread(self, joined: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every matrix under each of its published names."""
+        names = self.names()
         for name, tensor in joined.items():
             for same in names.get(name, [name]):
                 yield same, tensor

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,23 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verifier.errors import ContractError
 from verifier.model.checkpoint import open_checkpoint
+from verifier.platform.upstream_fixes import TRANSFORMERS_SCAN
+from verifier.platform.upstream_fixes_transformers import scan_in_one_chunk
 
 _PREFIXES = {"nemotron_h": ("model.", "backbone.")}
 """Model type -> (prefix of the decoder's tensors in transformers, prefix in checkpoints)."""
 
 
-def load_model(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
+def load_model(
+    path: Path | str, dtype: torch.dtype, *, fixes: Collection[str] = (TRANSFORMERS_SCAN,)
+) -> PreTrainedModel:
     """Load a checkpoint directory with eager attention and eager experts, on the CPU, for inference.
+
+    Args:
+        path: checkpoint directory.
+        dtype: dtype of the parameters, except those that the checkpoint stores in float32.
+        fixes: ids of the upstream fixes to install. The oracle has them in every run, because it computes the model's
+            definition.
 
     Raises:
         ContractError: a tensor is missing, or the architecture has no place for one.
@@ -36,7 +45,9 @@ def load_model(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
         if names:
             raise ContractError(f"transformers loads {path}, but `{sorted(names)[0]}` {what}")
     _restore_float32(model, path)
-    _scan_in_one_chunk(model)
+    if TRANSFORMERS_SCAN in fixes:
+        scan_in_one_chunk(model)
+    _scan_without_kernels(model)
     return model.eval().requires_grad_(False)
 
 
@@ -80,30 +91,14 @@ def _restore_float32(model: PreTrainedModel, path: Path | str) -> None:
             model.get_parameter(holder).data = checkpoint.read(name).clone()
 
 
-def _scan_in_one_chunk(model: PreTrainedModel) -> None:
-    """Make state-space layers compute their definition, for any length and by torch's operations on a GPU too.
+def _scan_without_kernels(model: PreTrainedModel) -> None:
+    """Make state-space layers use torch's operations on a GPU too.
 
-    Without CUDA kernels transformers loses the state between chunks, so sequences longer than a chunk get wrong scores.
-    It also raises small time steps to a bound that the kernels do not have. With one chunk as long as the sequence and
-    a bound of 0 both are right. The CUDA kernels are those under test and would be compiled for every length.
-
-    Source:
-        transformers #47246: 5.6.0 to 5.13.0, `NemotronHMamba2Mixer.torch_forward`; a test fails once it is fixed.
+    The CUDA kernels are those under test, and would be compiled for every length of sequence.
     """
     for module in model.modules():
         if type(module).__name__ == "NemotronHMamba2Mixer":
-            module.time_step_min = 0.0
             module.cuda_kernels_forward = module.torch_forward
-            module.register_forward_pre_hook(_chunk_of_the_sequence)
-            module.register_forward_hook(partial(_chunk_as_before, size=module.chunk_size))
-
-
-def _chunk_of_the_sequence(mixer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-    mixer.chunk_size = inputs[0].shape[1]
-
-
-def _chunk_as_before(mixer: nn.Module, inputs: object, output: object, *, size: int) -> None:
-    mixer.chunk_size = size
 
 
 @torch.inference_mode()

@@ -22,6 +22,8 @@ from verifier.model.named import resolve_model
 from verifier.model.provider_megatron import validate
 from verifier.platform import select
 from verifier.platform.pins import PINS, TRAINER, installed, require_pins
+from verifier.platform.stand_ins import stand_ins_of
+from verifier.platform.upstream_fixes import bugs_of, refuse_impossible
 from verifier.runs.spec import RunSpec
 
 Progress = Callable[[str], None]
@@ -123,7 +125,13 @@ def open_subject(model: str, dtype: str, mesh: Mesh) -> Subject:
 def identity(
     subject: Subject, command: str, model: str, config: Mapping[str, Any], num_gpus: int = 0
 ) -> dict[str, Any]:
-    """The part of a manifest that says which run this was, and how many GPUs its ranks take."""
+    """The part of a manifest that says which run this was, its ranks' GPUs, and what was replaced upstream.
+
+    Raises:
+        UsageError: an upstream bug would end the run, and its fix is not asked for.
+    """
+    sizes, run = subject.checkpoint.config, {**config, "command": command, "tier": subject.tier, "dtype": subject.dtype}
+    refuse_impossible(sizes, run)
     return {
         "command": command,
         "model": model,
@@ -134,6 +142,8 @@ def identity(
         "tier": subject.tier,
         "versions": {name: found for name in PINS if (found := installed(name)) is not None},
         "config": dict(config),
+        "stand_ins": stand_ins_of(sizes, run),
+        "upstream_bugs": bugs_of(sizes, run),
         "engine_ranks": 0,
         "synced_versions": [],
     }

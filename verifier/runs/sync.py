@@ -26,6 +26,7 @@ from verifier.transport.buffer import dtype_name, unpack
 if TYPE_CHECKING:
     from verifier.transport.cuda_ipc import TrainerRounds
     from verifier.transport.group import TransferGroup
+    from verifier.transport.wire import Receipt
 
 SAMPLED_TOKENS = 4
 """Tokens sampled from each prompt."""
@@ -167,7 +168,7 @@ class EngineSide:
                 Evidence(stage=Stage.PLAN, kind="plan", name="chunk plan", version=version, digest=digest)
             )
 
-    def _record_receipt(self, receipt: update.Receipt, version: int) -> None:
+    def _record_receipt(self, receipt: Receipt, version: int) -> None:
         recorder = self._ranks[receipt.rank]
         for item in receipt.received:
             recorder.emit(
