@@ -23,7 +23,7 @@ from verifier.model.provider_megatron import validate
 from verifier.platform import select
 from verifier.platform.pins import PINS, TRAINER, installed, require_pins
 from verifier.platform.stand_ins import stand_ins_of
-from verifier.platform.upstream_fixes import bugs_of, refuse_impossible
+from verifier.platform.upstream_fixes import RunFacts, bugs_of, refuse_impossible
 from verifier.runs.spec import RunSpec
 
 Progress = Callable[[str], None]
@@ -122,6 +122,16 @@ def open_subject(model: str, dtype: str, mesh: Mesh) -> Subject:
     return Subject(checkpoint=checkpoint, dtype=dtype, mesh=mesh, tier=select())
 
 
+def facts_of(subject: Subject, config: Mapping[str, Any]) -> RunFacts:
+    """What decides which upstream bugs reach a run, from its configuration as the manifest records it."""
+    return RunFacts(
+        tier=subject.tier, dtype=subject.dtype, engine=config.get("engine", ""),
+        quantization=config.get("engine_quantization"), cuda_graphs=config.get("cuda_graphs", False),
+        sleep_level=config.get("sleep_level", 0),
+        steps=config["cycles"] if config.get("update") == "step" else 0, fixes=tuple(config["fixes"]),
+    )  # fmt: skip
+
+
 def identity(
     subject: Subject, command: str, model: str, config: Mapping[str, Any], num_gpus: int = 0
 ) -> dict[str, Any]:
@@ -130,7 +140,7 @@ def identity(
     Raises:
         UsageError: an upstream bug would end the run, and its fix is not asked for.
     """
-    sizes, run = subject.checkpoint.config, {**config, "command": command, "tier": subject.tier, "dtype": subject.dtype}
+    sizes, run = subject.checkpoint.config, facts_of(subject, config)
     refuse_impossible(sizes, run)
     return {
         "command": command,
