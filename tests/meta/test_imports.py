@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.meta.sources import ROOT, imports_of, python_files, tree_of, where
+from tests.meta.sources import ROOT, circles, import_graph, imports_of, python_files, tree_of, where
 
 ROOMS = {
     "core": set(),
@@ -69,6 +69,10 @@ def test_no_run_knows_who_judges_it():
 def test_every_package_is_in_the_table():
     packages = {path.name for path in (ROOT / "verifier").iterdir() if (path / "__init__.py").exists()}
     assert packages - ROOMS.keys() - {"runs", "cli", "faults"} == set()
+
+
+def test_no_circle_of_imports():
+    assert circles(import_graph("verifier")) == []
 
 
 def test_checks_do_nothing_but_judge():
