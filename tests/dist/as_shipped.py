@@ -8,6 +8,7 @@ tests/h100/test_as_shipped.py leaves in golden/gpu/as-shipped is drawn too.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from verifier.runs.runner import Workshop
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT / "golden" / "as-shipped", ROOT / "golden" / "gpu" / "as-shipped")
 PAGE = ROOT / "docs" / "as-shipped.md"
-BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
+BEGIN, END = "<!-- table: as shipped -->\n", "<!-- table: end -->\n"
 CYCLES = 2
 TP2, EP2 = Mesh(tp=2), Mesh(ep=2, dp=2)
 
@@ -130,13 +131,17 @@ def _violated(report: Report) -> dict[str, dict[str, Any]]:
 def write(found: Sequence[dict[str, Any]], folder: Path, name: str) -> None:
     """Leave a case's rows in a file of their own."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(list(found), indent=1) + "\n", encoding="utf-8")
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    ).stdout.strip()
+    text = json.dumps({"commit": commit, "rows": list(found)}, indent=1)
+    (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
 def rows() -> list[dict[str, Any]]:
     """Every row that was measured, the CPU tier's first."""
     files = [file for folder in FOLDERS if folder.is_dir() for file in sorted(folder.glob("*.json"))]
-    return [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))]
+    return [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
 
 
 def table(measured: Sequence[dict[str, Any]]) -> str:
