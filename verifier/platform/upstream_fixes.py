@@ -180,7 +180,7 @@ FIXES: dict[str, UpstreamFix] = {
             summary="a bf16 model is wrapped so that float32 parameters of state-space layers are rounded with all "
             "else",
             checks=("WGT001", "WGT004", "PLN002", "TRN001", "ENG001", "ENG002"),
-            names=r".*\.mixer\.(A_log|D|dt_bias)",
+            names=r".*\.mixer\.(A|A_log|D|dt_bias)",
             part=_always,
             applies=_rounds_decay,
         ),
