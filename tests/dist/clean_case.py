@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from verifier.config import GoldenConfig, RoundtripConfig
+from verifier.config import EngineOptions, GoldenConfig, RoundtripConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
@@ -127,8 +127,8 @@ def run(workshop: Workshop, case: Case, folder: Path) -> Measured:
     loaded = time.monotonic()
     trace = workshop.roundtrip(
         RoundtripConfig(
-            model=model, trace=folder / "roundtrip", mesh=case.mesh, dtype=case.dtype, engine=case.engine,
-            cycles=CYCLES, update=case.update, fixes=fixes,
+            model=model, trace=folder / "roundtrip", mesh=case.mesh, dtype=case.dtype, fixes=fixes,
+            engine=EngineOptions(kind=case.engine), cycles=CYCLES, update=case.update,
         )
     )  # fmt: skip
     ended = time.monotonic()

@@ -11,10 +11,10 @@ from tests.dist.clean_case import judge
 from tests.h100.models import MENDED, fixes, model
 from tests.h100.test_faults import verdicts
 from tests.h100.test_roundtrip import distance
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.stage import Stage
-from verifier.faults import bugs_engine_gpu
+from verifier.faults.catalog import CATALOG
 from verifier.runs.roundtrip import engine_config_of
 from verifier.runs.runner import RUN_DEADLINE_S
 from verifier.runs.setup import open_subject
@@ -27,7 +27,8 @@ def config_of(folder, family="qwen3", **options):
     """Other tests share the GPU, so an engine that sleeps asks for the fix of vllm #45620."""
     asked = MENDED if options.get("sleep_level") else fixes(family)
     return RoundtripConfig(
-        model=model(family), trace=folder, dtype="bfloat16", cycles=CYCLES, transport="ipc", fixes=asked, **options
+        model=model(family), trace=folder, dtype="bfloat16", cycles=CYCLES, transport="ipc", fixes=asked,
+        engine=EngineOptions(**options),
     )  # fmt: skip
 
 
@@ -66,7 +67,7 @@ def test_graphs_are_replayed_after_sleep_and_sync(level, workshop, measured, tmp
 
 
 @pytest.mark.h100(gpus=1)
-@pytest.mark.parametrize("fault", bugs_engine_gpu.FAULTS, ids=lambda fault: fault.id)
+@pytest.mark.parametrize("fault", [fault for fault in CATALOG.values() if fault.gpus], ids=lambda fault: fault.id)
 def test_fault_is_caught_where_it_sits(fault, workshop, measured, tmp_path):
     options = {"cuda_graphs": True, "sleep_level": 2}
     config = config_of(tmp_path / "faulted", fault.model.removeprefix("tiny:"), **options)

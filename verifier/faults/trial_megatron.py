@@ -11,7 +11,7 @@ from verifier.core.store import Recorder
 from verifier.engine.client import EngineClient
 from verifier.faults.catalog import CATALOG
 from verifier.faults.engine_side import begin, end
-from verifier.faults.fault import Fault, Fired, Side
+from verifier.faults.fault import Fault, FireCounter, Side
 from verifier.model import provider_megatron
 from verifier.runs.lora_session_megatron import AdapterSession
 from verifier.runs.session_megatron import Session
@@ -31,20 +31,20 @@ def phases(context: RankContext) -> dict[str, int]:
         How often the injected code ran on this rank.
     """
     fault = CATALOG[str(context.args["fault"])]
-    fired = Fired()
+    fire = FireCounter()
     for name, trace, work in context.args["phases"]:
         spec = RunSpec.from_json({**context.args["spec"], "trace": trace, "work": work})
-        with _injected(fault, fired, spec, context.rank) if name == "faulted" else contextlib.nullcontext():
+        with _injected(fault, fire, spec, context.rank) if name == "faulted" else contextlib.nullcontext():
             _run(spec, context)
-    return {"fired": fired.count}
+    return {"fired": fire.count}
 
 
 @contextlib.contextmanager
-def _injected(fault: Fault, fired: Fired, spec: RunSpec, rank: int) -> Iterator[None]:
+def _injected(fault: Fault, fire: FireCounter, spec: RunSpec, rank: int) -> Iterator[None]:
     """The fault in the process where it lives: in this rank, or in the engine's workers at rank 0's request."""
-    fired.mark = Path(spec.work) / f"fired-{rank:04d}"
+    fire.mark = Path(spec.work) / f"fired-{rank:04d}"
     if fault.side is Side.TRAINER:
-        with fault.inject(fired):
+        with fault.inject(fire):
             yield
         return
     if rank != 0:
@@ -55,7 +55,7 @@ def _injected(fault: Fault, fired: Fired, spec: RunSpec, rank: int) -> Iterator[
     try:
         yield
     finally:
-        fired.count += end(client, fault)
+        fire.count += end(client, fault)
         client.close()
 
 

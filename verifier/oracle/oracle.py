@@ -149,7 +149,7 @@ class Oracle:
                     engine_gaps += _gaps_of(seen, "sampled", sampled.name, tails)
         for item in seen.at(Stage.REPLAY, "routes", version=0):
             self._record_replayed(recorder, spec, subject, device, item, _routes_of(seen, item, len(spec.sequences)))
-        if seen.manifest["config"].get("engine_quantization"):
+        if seen.manifest["config"]["engine"]["quantization"]:
             for version in seen.versions(Stage.ROLLOUT, "engine"):
                 for name in ("scored", *(item.name for item in seen.at(Stage.ROLLOUT, "sampled", version=version))):
                     _emit_gaps(recorder, "engine-noise", name, version, engine_gaps)

@@ -15,6 +15,7 @@ from typing import Any
 from verifier.core import store
 from verifier.errors import InternalError, Stopped, UsageError, VerifierError
 from verifier.export.names import layout_of
+from verifier.knob import flat
 from verifier.launch.fork_launcher import ForkLauncher, require_ranks
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_described
@@ -124,11 +125,12 @@ def open_subject(model: str, dtype: str, mesh: Mesh) -> Subject:
 
 def facts_of(subject: Subject, config: Mapping[str, Any]) -> RunFacts:
     """What decides which upstream bugs reach a run, from its configuration as the manifest records it."""
+    knobs = flat(config)
     return RunFacts(
-        tier=subject.tier, dtype=subject.dtype, engine=config.get("engine", ""),
-        quantization=config.get("engine_quantization"), cuda_graphs=config.get("cuda_graphs", False),
-        sleep_level=config.get("sleep_level", 0),
-        steps=config["cycles"] if config.get("update") == "step" else 0, fixes=tuple(config["fixes"]),
+        tier=subject.tier, dtype=subject.dtype, engine=knobs.get("engine.kind", ""),
+        quantization=knobs.get("engine.quantization"), cuda_graphs=knobs.get("engine.cuda_graphs", False),
+        sleep_level=knobs.get("engine.sleep_level", 0),
+        steps=knobs["cycles"] if knobs.get("update") == "step" else 0, fixes=tuple(knobs["fixes"]),
     )  # fmt: skip
 
 
