@@ -11,7 +11,7 @@ from verifier.core.stage import Stage
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import Fault
 from verifier.faults.matrix import line_of
-from verifier.faults.trial import Bench
+from verifier.faults.trial import Trials
 
 FAULTS = sorted(
     (
@@ -24,15 +24,15 @@ FAULTS = sorted(
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
-    with Bench(lambda text: print(text, file=sys.stderr, flush=True)) as found:
+def trials() -> Iterator[Trials]:
+    with Trials(lambda text: print(text, file=sys.stderr, flush=True)) as found:
         yield found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
-def test_fault_is_caught_where_it_sits(bench: Bench, fault: Fault) -> None:
-    result = bench.trial(fault)
+def test_fault_is_caught_where_it_sits(trials: Trials, fault: Fault) -> None:
+    result = trials.trial(fault)
     assert not result.failures, line_of(result)
     assert not result.crashed, line_of(result)

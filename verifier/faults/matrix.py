@@ -79,12 +79,12 @@ def run_trials(
     Returns:
         HOLDS if every trial is passed, else VIOLATED.
     """
-    from verifier.faults.trial import Bench
+    from verifier.faults.trial import Trials
 
     passed, began = 0, time.monotonic()
-    with Bench(lambda text: print(text, file=sys.stderr, flush=True), keep) as bench:
+    with Trials(lambda text: print(text, file=sys.stderr, flush=True), keep) as trials:
         for fault in sorted(faults, key=_resources):
-            result = bench.trial(fault)
+            result = trials.trial(fault)
             record(result)
             write(line_of(result))
             passed += not result.failures
