@@ -17,7 +17,11 @@ from verifier.config import RoundtripConfig
 from verifier.core import store
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Verdict
-from verifier.core.stage import Stage
+from verifier.core.manifest import Manifest, replace
+from verifier.core.record import TensorRecord
+from verifier.core.records_engine import CheckpointView, SyncedTensor
+from verifier.core.records_logprobs import SampledTokens, ShapedTokens
+from verifier.core.records_weights import ExportedTensor, JoinedTensor, LoadedShard, StepReport, UpdatedShard
 from verifier.core.trace import Trace
 from verifier.engine.client import EngineClient
 from verifier.engine.engine import EngineConfig
@@ -34,11 +38,11 @@ from verifier.runs.setup import PRELOADS, Subject, open_subject
 
 CYCLES = 2
 DEADLINE_S = 300.0
-COPIED = ((Stage.EXPORT, "tensor"), (Stage.ENGINE, "view"), (Stage.ENGINE, "state"), (Stage.TRAIN, "shard"))
+COPIED: tuple[type[TensorRecord], ...] = (ExportedTensor, CheckpointView, SyncedTensor, UpdatedShard)
 """What must be bitwise the same in the clean and in the healed run."""
 TOKEN_SCOPES = ("tokens", "replay", "forced", "logprob", "layout", "replicas", "step", "gradient")
 """What a trial without an engine is judged by: nothing is exported there."""
-SEEN_BY_ORACLE = ((Stage.LOAD, "shard"), (Stage.TRAIN, "shard"), (Stage.TRAIN, "live"))
+SEEN_BY_ORACLE = (LoadedShard, UpdatedShard, JoinedTensor)
 """What the oracle reads of a run, besides the sampled tokens."""
 
 
@@ -226,7 +230,7 @@ class _Setting:
         manifest = self._manifest()
         for phase in phases:
             folder = self._bench.folder(self._fault, phase)
-            trace, work = store.create(folder / "trace", {**manifest, "complete": False}), folder / "work"
+            trace, work = store.create(folder / "trace", manifest), folder / "work"
             work.mkdir()
             self._traces[phase] = (trace, work)
             rows.append([phase, str(trace), str(work)])
@@ -252,10 +256,10 @@ class _Setting:
         spec = spec_of(self.config, self.subject, trace, work, self._socket, len(self.cold.tensors))
         return dataclasses.replace(spec, restore_first=True, deadline_s=60.0)
 
-    def _manifest(self) -> dict[str, Any]:
-        manifest = {**manifest_of(self.config, self.subject), "synced_versions": list(range(CYCLES + 1))}
+    def _manifest(self) -> Manifest:
+        manifest = replace(manifest_of(self.config, self.subject), synced_versions=tuple(range(CYCLES + 1)))
         if self._alone:
-            manifest["scopes"] = [scope for scope in manifest["scopes"] if scope in TOKEN_SCOPES]
+            manifest = replace(manifest, scopes=tuple(each for each in manifest.scopes if each in TOKEN_SCOPES))
         return manifest
 
     def trace(self, phase: str) -> Path:
@@ -279,12 +283,12 @@ class _Setting:
         """
         trace, work = self._traces[phase]
         self.cold.record_cold(trace, version=0)
-        ended: dict[str, Any] = {"complete": True}
         try:
             self._record_oracle(trace, work)
         except ContractError as problem:
-            ended = {"complete": False, "failure": str(problem)}
-        store.write_manifest(trace, {**self._manifest(), **ended})
+            store.fail(trace, self._manifest(), str(problem))
+        else:
+            store.complete(trace, self._manifest())
         found = store.read(trace)
         return report_of(found, str(trace)), found
 
@@ -292,19 +296,21 @@ class _Setting:
 def _same_to_oracle(one: Trace, other: Trace) -> bool:
     """True when all that the oracle reads of two runs is the same: live weights, bit for bit, norms, sampled tokens."""
     sampled = [
-        [item.facts["tokens"] for kind in ("sampled", "shaped") for item in trace.at(Stage.ROLLOUT, kind)]
+        [item.tokens for kind in (SampledTokens, ShapedTokens) for item in trace.of(kind)] for trace in (one, other)
+    ]
+    steps = [
+        [(item.rank, item.loss, item.num_tokens, item.grad_norm) for item in trace.of(StepReport)]
         for trace in (one, other)
     ]
-    steps = [[item.facts for item in trace.at(Stage.TRAIN, "step")] for trace in (one, other)]
     return sampled[0] == sampled[1] and steps[0] == steps[1] and not _difference(one, other, SEEN_BY_ORACLE)
 
 
-def _difference(healed: Trace, clean: Trace, kinds: tuple[tuple[Stage, str], ...] = COPIED) -> str:
-    for stage, kind in kinds:
+def _difference(healed: Trace, clean: Trace, kinds: tuple[type[TensorRecord], ...] = COPIED) -> str:
+    for kind in kinds:
         ours, theirs = (
-            {(i.role, i.rank, i.version, i.name): i.digest for i in trace.at(stage, kind)} for trace in (healed, clean)
+            {(i.role, i.rank, i.version, i.name): i.digest for i in trace.of(kind)} for trace in (healed, clean)
         )
         for key in theirs.keys() | ours.keys():
             if ours.get(key) != theirs.get(key):
-                return f"`{key[3]}` of version {key[2]} in {stage.label}"
+                return f"`{key[3]}` of version {key[2]} in {kind.stage.label}"
     return ""

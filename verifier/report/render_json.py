@@ -8,6 +8,8 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+import msgspec
+
 from verifier.core.finding import Outcome
 from verifier.core.stage import Stage
 from verifier.report.render_text import first_line
@@ -25,7 +27,7 @@ def render_json(report: Report) -> str:
                 "verdict": report.verdict.name.lower(),
                 "exit_code": int(report.exit_code),
                 "trace": report.trace,
-                "run": _plain(report.manifest),
+                "run": msgspec.to_builtins(report.manifest),
                 "outcomes": [_outcome(item) for item in report.outcomes],
                 "switched_off": list(report.switched_off),
                 "out_of_scope": list(report.out_of_scope),

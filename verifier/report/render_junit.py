@@ -23,7 +23,7 @@ def render_junit(report: Report) -> str:
         errors=str(verdicts.count(Verdict.INCONCLUSIVE)),
         skipped=str(len(report.switched_off)),
     )
-    group = f"verifier.{report.manifest.get('command', 'run')}"
+    group = f"verifier.{report.manifest.command}"
     for outcome in report.outcomes:
         case = ElementTree.SubElement(suite, "testcase", classname=group, name=f"{outcome.code} {outcome.name}")
         if outcome.verdict is Verdict.HOLDS:

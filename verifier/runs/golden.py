@@ -8,8 +8,8 @@ from typing import Any
 
 from verifier.config import GoldenConfig
 from verifier.core import store
-from verifier.core.evidence import Evidence
-from verifier.core.stage import Stage
+from verifier.core.manifest import Manifest, replace
+from verifier.core.records_weights import ExportedTensor, SourceTensor
 from verifier.core.store import require_writable
 from verifier.errors import UsageError
 from verifier.launch.fork_launcher import ForkLauncher
@@ -58,22 +58,22 @@ def run(config: GoldenConfig, progress: Progress) -> None:
         run_ranks(launcher, "golden", spec, until.left("the ranks were started"), progress)
         if recorded is not None:
             emit_manifest(trace, recorded)
-        store.write_manifest(trace, {**manifest, "complete": True})
+        store.complete(trace, manifest)
 
 
-def manifest_of(config: GoldenConfig, subject: Subject) -> dict[str, Any]:
+def manifest_of(config: GoldenConfig, subject: Subject) -> Manifest:
     """Run identity, and which checks have a subject in this run."""
     scopes = ["export", *subject.layout_scopes, *(["saved"] if subject.is_saved else [])]
     num_gpus = place_trainer(config.mesh, subject.tier)
-    return {**identity(subject, "golden", config.model, config.to_dict(), num_gpus), "scopes": scopes}
+    return replace(identity(subject, "golden", config.model, config.to_dict(), num_gpus), scopes=tuple(scopes))
 
 
 def write_manifest(config: GoldenConfig) -> Path:
     """Record the export of a finished trace, in which every check holds, under ``golden/``, with the reason."""
     trace = store.read(config.trace)
     tensors = {
-        item.name: {"dtype": item.dtype, "shape": list(item.shape or ()), "digest": item.digest}
-        for item in trace.at(Stage.EXPORT, "tensor", version=0, rank=0)
+        item.name: {"dtype": item.dtype, "shape": list(item.shape), "digest": item.digest}
+        for item in trace.of(ExportedTensor, version=0, rank=0)
     }
     path = manifest_path(config)
     record = {
@@ -81,7 +81,7 @@ def write_manifest(config: GoldenConfig) -> Path:
         "dtype": config.dtype,
         "architecture": open_subject(config.model, config.dtype, config.mesh).checkpoint.config["architectures"][0],
         "mesh": config.mesh.to_dict(),
-        "versions": trace.manifest["versions"],
+        "versions": trace.manifest.versions,
         "why": config.why,
         "tensors": tensors,
     }
@@ -137,10 +137,6 @@ def emit_manifest(trace: Path, record: dict[str, Any]) -> None:
     """A manifest's tensors as evidence of the source."""
     recorder = store.Recorder(trace, "source", 0)
     for name, item in record["tensors"].items():
-        recorder.emit(
-            Evidence(
-                stage=Stage.LOAD, kind="source", name=name, digest=item["digest"], dtype=item["dtype"],
-                shape=tuple(item["shape"]),
-            )
-        )  # fmt: skip
+        record = SourceTensor(name=name, digest=item["digest"], dtype=item["dtype"], shape=tuple(item["shape"]))
+        recorder.emit(record)
     recorder.close()

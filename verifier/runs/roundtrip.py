@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 import random
 from pathlib import Path
-from typing import Any
 
 from verifier.config import RoundtripConfig
 from verifier.core import store
+from verifier.core.manifest import Manifest, Scope, replace
 from verifier.engine.engine import EngineConfig, refuse_adapters, refuse_unsupported
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.errors import UsageError
@@ -96,7 +96,7 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
             record_cold(engine_config, fork_server, weights, trace, config.cycles, left, adapter)
         progress("scoring by the fp32 oracle")
         oracle.record(trace, spec, subject)
-        store.write_manifest(trace, {**manifest, "complete": True})
+        store.complete(trace, manifest)
 
 
 def require_room(subject: Subject) -> None:
@@ -127,15 +127,15 @@ def engine_config_of(config: RoundtripConfig, subject: Subject) -> EngineConfig:
     )  # fmt: skip
 
 
-def manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
+def manifest_of(config: RoundtripConfig, subject: Subject) -> Manifest:
     """Run identity, and which checks have a subject in this run."""
-    scopes = ["tokens", "export", "held", "cold", "settings", "logprob", "rollout"]
+    scopes: list[Scope] = ["tokens", "export", "held", "cold", "settings", "logprob", "rollout"]
     if config.engine_lora_rank:
         if layout := subject.layout_scopes:
             scopes += [*layout, "update", "adapter"]
             if judges_gradients(config, subject):
                 scopes.append("gradient")
-        return _manifest(config, subject, scopes) | {"untouched_versions": list(range(config.cycles + 1))}
+        return replace(_manifest(config, subject, scopes), untouched_versions=tuple(range(config.cycles + 1)))
     scopes += ["plan", "transport", "engine"]
     if subject.is_saved:
         scopes.append("saved")
@@ -155,14 +155,12 @@ def judges_gradients(config: RoundtripConfig, subject: Subject) -> bool:
     return subject.judges_gradients and (not config.engine_lora_rank or config.dtype == "float32")
 
 
-def _manifest(config: RoundtripConfig, subject: Subject, scopes: list[str]) -> dict[str, Any]:
-    return {
-        **identity(subject, "roundtrip", config.model, config.to_dict(), place(config, subject.tier).trainer_gpus),
-        "scopes": scopes,
-        "engine": config.engine,
-        "engine_ranks": config.engine_tp,
-        "synced_versions": list(range(1, config.cycles + 1)),
-    }
+def _manifest(config: RoundtripConfig, subject: Subject, scopes: list[Scope]) -> Manifest:
+    gpus = place(config, subject.tier).trainer_gpus
+    return replace(
+        identity(subject, "roundtrip", config.model, config.to_dict(), gpus), scopes=tuple(scopes),
+        engine=config.engine, engine_ranks=config.engine_tp, synced_versions=tuple(range(1, config.cycles + 1)),
+    )  # fmt: skip
 
 
 def spec_of(

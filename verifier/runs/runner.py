@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.core import store
+from verifier.core.manifest import Manifest, replace
 from verifier.engine.engine import EngineConfig
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.launch.fork_launcher import ForkLauncher
@@ -111,7 +111,7 @@ class Workshop:
             saves=subject.is_saved,
         )  # fmt: skip
         run_ranks(self.launcher, "golden", spec, RUN_DEADLINE_S, self._progress)
-        store.write_manifest(config.trace, {**manifest, "complete": True})
+        store.complete(config.trace, manifest)
         return config.trace
 
     def roundtrip(self, config: RoundtripConfig) -> Path:
@@ -126,18 +126,16 @@ class Workshop:
         self.complete(config.trace, spec, subject, engine, manifest)
         return config.trace
 
-    def complete(
-        self, trace: Path, spec: RunSpec, subject: Subject, engine: WarmEngine, manifest: Mapping[str, Any]
-    ) -> None:
+    def complete(self, trace: Path, spec: RunSpec, subject: Subject, engine: WarmEngine, manifest: Manifest) -> None:
         """Add what the cold engine held and what the oracle says to a trace that the ranks have left."""
         engine.cold.record_cold(trace, version=0)
         self.oracle(subject.checkpoint.path).record(trace, spec, subject)
-        store.write_manifest(trace, {**manifest, "complete": True})
+        store.complete(trace, manifest)
 
 
-def warm_manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
+def warm_manifest_of(config: RoundtripConfig, subject: Subject) -> Manifest:
     """As of a round trip, with version 0 synced too."""
-    return {**manifest_of(config, subject), "synced_versions": list(range(config.cycles + 1))}
+    return replace(manifest_of(config, subject), synced_versions=tuple(range(config.cycles + 1)))
 
 
 def warm_spec_of(config: RoundtripConfig, subject: Subject, trace: Path, work: Path, engine: WarmEngine) -> RunSpec:

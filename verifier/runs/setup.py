@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verifier.core import store
+from verifier.core.manifest import Manifest, MeshSizes
 from verifier.errors import InternalError, Stopped, UsageError, VerifierError
 from verifier.export.names import layout_of
 from verifier.launch.fork_launcher import ForkLauncher, require_ranks
@@ -120,27 +121,17 @@ def open_subject(model: str, dtype: str, mesh: Mesh) -> Subject:
     return Subject(checkpoint=checkpoint, dtype=dtype, mesh=mesh, tier=select())
 
 
-def identity(
-    subject: Subject, command: str, model: str, config: Mapping[str, Any], num_gpus: int = 0
-) -> dict[str, Any]:
+def identity(subject: Subject, command: str, model: str, config: Mapping[str, Any], num_gpus: int = 0) -> Manifest:
     """The part of a manifest that says which run this was, and how many GPUs its ranks take."""
-    return {
-        "command": command,
-        "model": model,
-        "dtype": subject.dtype,
-        "mesh": subject.mesh.to_dict(),
-        "world_size": subject.mesh.world_size,
-        "num_gpus": num_gpus,
-        "tier": subject.tier,
-        "versions": {name: found for name in PINS if (found := installed(name)) is not None},
-        "config": dict(config),
-        "engine_ranks": 0,
-        "synced_versions": [],
-    }
+    return Manifest(
+        command=command, model=model, dtype=subject.dtype, mesh=MeshSizes(**subject.mesh.to_dict()),
+        world_size=subject.mesh.world_size, num_gpus=num_gpus, tier=subject.tier,
+        versions={name: found for name in PINS if (found := installed(name)) is not None}, config=dict(config),
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
-def trace_folder(path: Path, manifest: Mapping[str, Any]) -> Iterator[Path]:
+def trace_folder(path: Path, manifest: Manifest) -> Iterator[Path]:
     """A trace directory; removed again if the run ends in a usage error, kept and marked if it ends otherwise."""
     store.create(path, manifest)
     try:
@@ -149,7 +140,7 @@ def trace_folder(path: Path, manifest: Mapping[str, Any]) -> Iterator[Path]:
         store.discard(path)
         raise
     except (VerifierError, Stopped) as problem:
-        store.write_manifest(path, {**manifest, "complete": False, "failure": str(problem)})
+        store.fail(path, manifest, str(problem))
         raise
 
 
