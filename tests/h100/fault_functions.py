@@ -20,9 +20,3 @@ def rank_0_shows_alone(context: RankContext) -> Any:
 
     with replaced("verifier.transport.cuda_ipc:Share.show", "self, record", make):
         return session_megatron.roundtrip(context)
-
-
-def values_padded(context: RankContext) -> Any:
-    """A round trip of a trainer whose megatron-core is as it came: it pads the values of latent attention."""
-    with replaced("verifier.platform.upstream_fixes_megatron:install", "", lambda original: lambda: None):
-        return session_megatron.roundtrip(context)

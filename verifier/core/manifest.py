@@ -100,7 +100,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Settings of the command, JSON values."""
     stand_ins: tuple[str, ...] = ()
     """What stood in for upstream's code on this tier, one sentence each."""
-    upstream_bugs: tuple[UpstreamBug, ...] = ()
+    upstream_bugs: tuple[UpstreamBug, ...] | None = None
+    """Known bugs that reach this run; None where the run does not say."""
     complete: bool = False
     """The run finished writing. A trace without it can be judged but never holds."""
     failure: str = ""

@@ -31,6 +31,7 @@ from verifier.faults.engine_side import end
 from verifier.faults.fault import NO_ENGINE, Fault, Side
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.oracle.oracle import Oracle
+from verifier.platform.upstream_fixes import selected
 from verifier.probes.engine import Held, held_by
 from verifier.report.report import Report, report_of
 from verifier.runs.roundtrip import MAX_MODEL_LEN, manifest_of, spec_of
@@ -187,7 +188,7 @@ class _Setting:
             model=fault.model, trace=Path(), mesh=fault.mesh, dtype=fault.dtype,
             engine=fault.engine if not self._alone else "vllm" if fault.lora_rank else "hf",
             cycles=CYCLES, update=fault.update,
-            engine_tp=fault.engine_tp, engine_lora_rank=fault.lora_rank,
+            engine_tp=fault.engine_tp, engine_lora_rank=fault.lora_rank, fixes=fault.fixes,
         )  # fmt: skip
         self.subject: Subject = open_subject(fault.model, fault.dtype, fault.mesh)
         self._socket: str | None = None
@@ -201,13 +202,14 @@ class _Setting:
     def key(self) -> tuple[Any, ...]:
         """What faults have to share so that they share a clean run."""
         fault = self._fault
-        engine = (fault.engine, fault.engine_tp, fault.lora_rank)
+        engine = (fault.engine, fault.engine_tp, fault.lora_rank, fault.fixes)
         return (fault.model, fault.mesh, fault.dtype, fault.update, *engine)
 
     def _open_engine(self) -> None:
         config = EngineConfig(
             kind=self._fault.engine, checkpoint=str(self.subject.checkpoint.path), dtype=self._fault.dtype,
             tp=self._fault.engine_tp, lora_rank=self._fault.lora_rank, max_model_len=MAX_MODEL_LEN,
+            fixes=tuple(sorted(selected(self._fault.fixes))),
         )  # fmt: skip
         process, self.cold = self._bench.engine(config)
         self._socket = str(process.socket_path)

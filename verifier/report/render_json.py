@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 
 from verifier.core.finding import Outcome
+from verifier.core.manifest import Manifest
 from verifier.core.stage import Stage
+from verifier.report.known_bugs import explanation, why_it_ended
 from verifier.report.render_text import first_line
 from verifier.report.report import Report
 
@@ -28,7 +30,8 @@ def render_json(report: Report) -> str:
                 "exit_code": int(report.exit_code),
                 "trace": report.trace,
                 "run": msgspec.to_builtins(report.manifest),
-                "outcomes": [_outcome(item) for item in report.outcomes],
+                "outcomes": [_outcome(item, report.manifest) for item in report.outcomes],
+                "ended_by": why_it_ended(report.manifest),
                 "switched_off": list(report.switched_off),
                 "out_of_scope": list(report.out_of_scope),
             },
@@ -39,7 +42,7 @@ def render_json(report: Report) -> str:
     )
 
 
-def _outcome(outcome: Outcome) -> dict[str, Any]:
+def _outcome(outcome: Outcome, manifest: Manifest) -> dict[str, Any]:
     return {
         "code": outcome.code,
         "name": outcome.name,
@@ -48,6 +51,7 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
         "num_compared": outcome.num_compared,
         "not_recorded": list(outcome.not_recorded),
         "error": outcome.error,
+        "known_bug": explanation(outcome, manifest),
         "finding": _plain(outcome.finding),
     }
 

@@ -13,6 +13,7 @@ from verifier.core.records_weights import ExportedTensor, SourceTensor
 from verifier.core.store import require_writable
 from verifier.errors import UsageError
 from verifier.launch.fork_launcher import ForkLauncher
+from verifier.platform.upstream_fixes import selected
 from verifier.runs.placement import place_trainer
 from verifier.runs.setup import (
     PRELOADS,
@@ -53,6 +54,7 @@ def run(config: GoldenConfig, progress: Progress) -> None:
         spec = RunSpec(
             checkpoint=str(subject.checkpoint.path), mesh=config.mesh, dtype=config.dtype, tier=subject.tier,
             trace=str(trace), work=str(work), source_from_manifest=recorded is not None, saves=subject.is_saved,
+            fixes=sorted(selected(config.fixes)),
         )  # fmt: skip
         progress("importing Megatron")
         run_ranks(launcher, "golden", spec, until.left("the ranks were started"), progress)

@@ -62,6 +62,7 @@ class AdapterSession(Session):
         self.trainer = provider_megatron.build(
             spec.checkpoint, self.mesh, dtype=spec.dtype, tier=spec.tier, data_parallel=DATA_PARALLEL,
             deadline_s=spec.deadline_s, adapt=partial(adapter_megatron.attach, rank=spec.lora_rank),
+            fixes=spec.fixes,
         )  # fmt: skip
         self.live = LiveBase(self.trainer.chunks, self.layout, self.mesh, self.rank)
         self.adapters = self.layout and adapters_of(self.layout, adapter_megatron.TARGETS, spec.lora_rank)

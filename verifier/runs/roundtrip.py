@@ -18,6 +18,7 @@ from verifier.launch.fork_server import ForkServer
 from verifier.model.families import num_experts_of, size_if_any
 from verifier.oracle.oracle import Oracle
 from verifier.platform.pins import require_pins
+from verifier.platform.upstream_fixes import selected
 from verifier.probes.engine import held_by
 from verifier.runs.placement import place
 from verifier.runs.setup import (
@@ -123,7 +124,7 @@ def engine_config_of(config: RoundtripConfig, subject: Subject) -> EngineConfig:
         max_model_len=MAX_MODEL_LEN,
         cuda_graphs=config.cuda_graphs, sleep_mode=config.sleep_level > 0, quantization=config.engine_quantization,
         lora_rank=config.engine_lora_rank,
-        gpus=place(config, subject.tier).engine_gpus,
+        gpus=place(config, subject.tier).engine_gpus, fixes=tuple(sorted(selected(config.fixes))),
     )  # fmt: skip
 
 
@@ -183,7 +184,7 @@ def spec_of(
         engine_socket=engine_socket, engine_ranks=engine_ranks, transport=placement.transport,
         num_gpus=placement.trainer_gpus,
         sleep_level=config.sleep_level, lora_rank=config.engine_lora_rank, gradients=judges_gradients(config, subject),
-        saves=subject.is_saved and not config.engine_lora_rank,
+        saves=subject.is_saved and not config.engine_lora_rank, fixes=sorted(selected(config.fixes)),
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.oracle.oracle import Oracle
 from verifier.platform import select
+from verifier.platform.upstream_fixes import selected
 from verifier.probes.engine import Held, held_by
 from verifier.runs.golden import manifest_of as golden_manifest_of
 from verifier.runs.roundtrip import engine_config_of, manifest_of, spec_of
@@ -108,7 +109,7 @@ class Workshop:
         spec = RunSpec(
             checkpoint=str(subject.checkpoint.path), mesh=config.mesh, dtype=config.dtype, tier=subject.tier,
             trace=str(config.trace), work=tempfile.mkdtemp(dir=self._folder), deadline_s=COLLECTIVE_DEADLINE_S,
-            saves=subject.is_saved,
+            saves=subject.is_saved, fixes=sorted(selected(config.fixes)),
         )  # fmt: skip
         run_ranks(self.launcher, "golden", spec, RUN_DEADLINE_S, self._progress)
         store.complete(config.trace, manifest)

@@ -132,7 +132,7 @@ class Session:
         self.trainer = provider_megatron.build(
             spec.checkpoint, self.mesh, dtype=spec.dtype, tier=spec.tier,
             data_parallel=DATA_PARALLEL if training else None, deadline_s=spec.deadline_s,
-            overrides=router_replay_megatron.PROVIDER_FIELDS,
+            overrides=router_replay_megatron.PROVIDER_FIELDS, fixes=spec.fixes,
         )  # fmt: skip
         if spec.tier == "cuda" and (found := another_cudnn()):
             self.say(found)

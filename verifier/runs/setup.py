@@ -23,6 +23,8 @@ from verifier.model.named import resolve_model
 from verifier.model.provider_megatron import validate
 from verifier.platform import select
 from verifier.platform.pins import PINS, TRAINER, installed, require_pins
+from verifier.platform.stand_ins import stand_ins_of
+from verifier.platform.upstream_fixes import bugs_of, refuse_impossible
 from verifier.runs.spec import RunSpec
 
 Progress = Callable[[str], None]
@@ -122,11 +124,18 @@ def open_subject(model: str, dtype: str, mesh: Mesh) -> Subject:
 
 
 def identity(subject: Subject, command: str, model: str, config: Mapping[str, Any], num_gpus: int = 0) -> Manifest:
-    """The part of a manifest that says which run this was, and how many GPUs its ranks take."""
+    """The part of a manifest that says which run this was, its ranks' GPUs, and what was replaced upstream.
+
+    Raises:
+        UsageError: an upstream bug would end the run, and its fix is not asked for.
+    """
+    sizes, run = subject.checkpoint.config, {**config, "command": command, "tier": subject.tier, "dtype": subject.dtype}
+    refuse_impossible(sizes, run)
     return Manifest(
         command=command, model=model, dtype=subject.dtype, mesh=MeshSizes(**subject.mesh.to_dict()),
         world_size=subject.mesh.world_size, num_gpus=num_gpus, tier=subject.tier,
         versions={name: found for name in PINS if (found := installed(name)) is not None}, config=dict(config),
+        stand_ins=tuple(stand_ins_of(sizes, run)), upstream_bugs=tuple(bugs_of(sizes, run)),
     )  # fmt: skip
 
 

@@ -141,6 +141,8 @@ class RunSpec:
     """Have megatron-bridge write the last export to files too, and see what a reader finds there."""
     source_from_manifest: bool = False
     """What the export is compared with is recorded elsewhere, so the source is not digested."""
+    fixes: Sequence[str] = ()
+    """Ids of the upstream fixes that the ranks install."""
     seed: int = 0
     deadline_s: float = 180.0
 
