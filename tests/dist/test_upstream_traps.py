@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
@@ -37,7 +37,7 @@ def workshop(trainer_launcher: ForkLauncher) -> Iterator[Workshop]:
 
 def run(workshop: Workshop, function: str, mesh: Mesh, folder: Path) -> Report:
     """A round trip of two steps on sequences of one length."""
-    config = RoundtripConfig(model="tiny:qwen3", trace=folder / "trace", mesh=mesh, engine="hf", cycles=2)
+    config = RoundtripConfig(model="tiny:qwen3", trace=folder / "trace", mesh=mesh, engine=EngineOptions(kind="hf"), cycles=2)
     subject = open_subject(config.model, config.dtype, mesh)
     engine = workshop.engine(engine_config_of(config, subject))
     manifest = warm_manifest_of(config, subject)

@@ -11,7 +11,7 @@ from tests.dist.clean_case import judge
 from tests.h100.models import MENDED, fixes, model
 from tests.h100.test_faults import verdicts
 from tests.h100.test_roundtrip import distance
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.records_logprobs import DtypeNoise, EngineLogprobs, OracleLogprobs, TrainerLogprobs
 from verifier.faults import bugs_engine_gpu
@@ -27,7 +27,8 @@ def config_of(folder, family="qwen3", **options):
     """Other tests share the GPU, so an engine that sleeps asks for the fix of vllm #45620."""
     asked = MENDED if options.get("sleep_level") else fixes(family)
     return RoundtripConfig(
-        model=model(family), trace=folder, dtype="bfloat16", cycles=CYCLES, transport="ipc", fixes=asked, **options
+        model=model(family), trace=folder, dtype="bfloat16", cycles=CYCLES, transport="ipc", fixes=asked,
+        engine=EngineOptions(**options),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.dist.clean_case import judge
 from tests.h100.models import fixes, model
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.records_logprobs import DtypeNoise, EngineLogprobs, OracleLogprobs, TrainerLogprobs
 from verifier.mesh import Mesh
@@ -57,8 +57,9 @@ def test_synced_engine_is_the_cold_engine(name, mesh, transport, engine_tp, work
     began = time.monotonic()
     trace = workshop.roundtrip(
         RoundtripConfig(
-            model=model(name), trace=tmp_path / "trace", mesh=mesh, dtype="bfloat16", engine_tp=engine_tp,
-            cycles=1 if name.startswith("wide:") else CYCLES, transport=transport, fixes=fixes(name),
+            model=model(name), trace=tmp_path / "trace", mesh=mesh, dtype="bfloat16",
+            engine=EngineOptions(tp=engine_tp), cycles=1 if name.startswith("wide:") else CYCLES, transport=transport,
+            fixes=fixes(name),
         )
     )  # fmt: skip
     took = time.monotonic() - began

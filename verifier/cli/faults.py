@@ -9,7 +9,7 @@ import typer
 
 from verifier.cli.results import require_results, show, write_whole
 from verifier.core.gate import ExitCode
-from verifier.core.store import require_empty
+from verifier.core.outputs import require_empty
 
 app = typer.Typer(
     help="Re-enacted bugs: list them, inject some, or draw the matrix of checks and faults.",

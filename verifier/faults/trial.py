@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Verdict
@@ -186,9 +186,12 @@ class _Setting:
         self._alone = fault.engine == NO_ENGINE
         self.config = RoundtripConfig(
             model=fault.model, trace=Path(), mesh=fault.mesh, dtype=fault.dtype,
-            engine=fault.engine if not self._alone else "vllm" if fault.lora_rank else "hf",
             cycles=CYCLES, update=fault.update,
-            engine_tp=fault.engine_tp, engine_lora_rank=fault.lora_rank, fixes=fault.fixes,
+            engine=EngineOptions(
+                kind=fault.engine if not self._alone else "vllm" if fault.lora_rank else "hf",
+                tp=fault.engine_tp, lora_rank=fault.lora_rank,
+            ),
+            fixes=fault.fixes,
         )  # fmt: skip
         self.subject: Subject = open_subject(fault.model, fault.dtype, fault.mesh)
         self._socket: str | None = None

@@ -152,8 +152,8 @@ class Oracle:
                 _emit_noise(recorder, "scored", version, rounded[0], exact)
                 for sampled, low, rows in zip(samples, rounded[1:], exact_samples, strict=True):
                     _emit_noise(recorder, sampled.name, version, low, rows)
-            for item in seen.of(ShapedTokens, version=version):
-                self._record_shaped(recorder, checkpoint, seen, item, device, slack)
+            for shaped in seen.of(ShapedTokens, version=version):
+                self._record_shaped(recorder, checkpoint, seen, shaped, device, slack)
             if version == 0 and version in seen.versions(EngineLogprobs):  # a refused version was not scored
                 engine_gaps += _gaps_of(seen, EngineLogprobs, "scored", exact)
             for sampled, rows in zip(samples, exact_samples, strict=True):
@@ -163,9 +163,9 @@ class Oracle:
                     _emit(recorder, OracleLogprobs, sampled.name, version, rows, [len(row) + 1 for row in rows])
                 if version == 0:
                     engine_gaps += _gaps_of(seen, SampledTokens, sampled.name, tails)
-        for item in seen.of(GivenRoutes, version=0):
-            self._record_replayed(recorder, spec, subject, device, item, _routes_of(seen, item, len(spec.sequences)))
-        if seen.manifest.config.get("engine_quantization"):
+        for given in seen.of(GivenRoutes, version=0):
+            self._record_replayed(recorder, spec, subject, device, given, _routes_of(seen, given, len(spec.sequences)))
+        if seen.manifest.config["engine"]["quantization"]:
             for version in seen.versions(EngineLogprobs):
                 for name in ("scored", *(item.name for item in seen.of(SampledTokens, version=version))):
                     _emit_gaps(recorder, EngineNoise, name, version, engine_gaps)
@@ -246,8 +246,8 @@ class Oracle:
             name, arguments[3] = "judge_adapter_steps", {**rule, **NO_DECAY, "scaling": SCALING}
             arguments.append(adapters_of(layout, TARGETS, spec.lora_rank).names())
         for row in self._client.call("verifier.oracle.step_hf", name, arguments)[0]:
-            numbers = {key: real(value) if isinstance(value, float) else value for key, value in row.items()}
-            recorder.emit(GradientRecord(**numbers))
+            record: dict[str, Any] = {key: real(item) if isinstance(item, float) else item for key, item in row.items()}
+            recorder.emit(GradientRecord(**record))
 
 
 def _continued(sampled: SampledTokens) -> list[tuple[Sequence[int], float]]:

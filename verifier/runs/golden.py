@@ -9,8 +9,8 @@ from typing import Any
 from verifier.config import GoldenConfig
 from verifier.core import store
 from verifier.core.manifest import Manifest, replace
+from verifier.core.outputs import require_writable
 from verifier.core.records_weights import ExportedTensor, SourceTensor
-from verifier.core.store import require_writable
 from verifier.errors import UsageError
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.platform.upstream_fixes import selected
@@ -139,6 +139,6 @@ def emit_manifest(trace: Path, record: dict[str, Any]) -> None:
     """A manifest's tensors as evidence of the source."""
     recorder = store.Recorder(trace, "source", 0)
     for name, item in record["tensors"].items():
-        record = SourceTensor(name=name, digest=item["digest"], dtype=item["dtype"], shape=tuple(item["shape"]))
-        recorder.emit(record)
+        shape = tuple(item["shape"])
+        recorder.emit(SourceTensor(name=name, digest=item["digest"], dtype=item["dtype"], shape=shape))
     recorder.close()

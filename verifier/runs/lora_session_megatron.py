@@ -28,7 +28,7 @@ from verifier.model import provider_megatron
 from verifier.probes.weights_megatron import LiveWeights, join, record_source, record_tensors, recorded
 from verifier.runs.session_megatron import DATA_PARALLEL, Session
 from verifier.runs.spec import NO_DECAY, RATES
-from verifier.runs.steps_megatron import Steps
+from verifier.runs.steps_megatron import Steps, record_rules
 from verifier.train import lora_megatron as adapter_megatron
 from verifier.train import step_megatron
 from verifier.train.gradients_megatron import whole_gradients
@@ -71,7 +71,7 @@ class AdapterSession(Session):
         self.live.record(self.probe, 0, LoadedShard)
         if self.rank == 0:
             record_source(self.probe, self.source)
-        self.record_rules({**RATES, **NO_DECAY})
+            record_rules(self.probe, {**RATES, **NO_DECAY})
         if self.adapters is not None:
             joined = self._joined("matrices", 0, self.live_adapter.tensors())
             self._hand_on("matrices", 0, joined)

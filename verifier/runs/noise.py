@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from verifier.config import NoiseConfig
-from verifier.core.store import require_writable
+from verifier.core.outputs import require_writable
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint

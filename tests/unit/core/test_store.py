@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from verifier.core import store
+from verifier.core import outputs, store
 from verifier.core.manifest import Manifest
 from verifier.core.reader import sealed
 from verifier.core.records_logprobs import TrainerLogprobs
@@ -156,19 +156,19 @@ def test_a_manifest_is_stored_with_its_digest(trace):
 
 
 def test_results_go_where_they_can_be_written_and_leave_no_mark_before(tmp_path):
-    store.require_writable(tmp_path / "report.json")
-    store.require_writable(tmp_path / "new" / "report.json", make_folder=True)
+    outputs.require_writable(tmp_path / "report.json")
+    outputs.require_writable(tmp_path / "new" / "report.json", make_folder=True)
     assert [path.name for path in tmp_path.rglob("*")] == ["new"]
     with pytest.raises(UsageError, match=r"report.json` cannot be written: File name too long"):
-        store.require_writable(tmp_path / ("a" * 255 + "report.json"))
+        outputs.require_writable(tmp_path / ("a" * 255 + "report.json"))
     with pytest.raises(UsageError, match="`/dev/full` is a device or a pipe, a file for the results is needed"):
-        store.require_writable(Path("/dev/full"))
+        outputs.require_writable(Path("/dev/full"))
 
 
 def test_traces_are_kept_in_an_empty_folder_only(tmp_path):
-    store.require_empty(tmp_path / "kept", "--keep")
+    outputs.require_empty(tmp_path / "kept", "--keep")
     with pytest.raises(UsageError, match="is not empty: choose another --keep"):
-        store.require_empty(tmp_path, "--keep")
+        outputs.require_empty(tmp_path, "--keep")
 
 
 def test_a_folder_that_is_in_use_is_refused(trace):

@@ -10,7 +10,7 @@ import torch
 from verifier.checks import ledger
 from verifier.checks.ledger import Misplacement
 from verifier.data.rollout import Rollout, make_rollout
-from verifier.probes.rollouts import rollouts_of
+from verifier.probes.trainer import rollouts_of
 from verifier.train.ledger import LEDGER, loss_rows, sentinels
 from verifier.train.pack import PackedBatch, pack
 from verifier.train.token_layout import Alignment

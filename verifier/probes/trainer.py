@@ -1,15 +1,22 @@
-"""Probes of what a run hands in: rollouts, prompts' tokens, the loss and the optimizer's rule."""
+"""Probes of a trainer's tokens and steps: rollouts, log-probabilities, the loss, the optimizer's rule."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verifier.core.record import Probe
+from verifier.core.record import Probe, real
+from verifier.core.records_logprobs import ReturnedLogprobs, TrainerLogprobs
 from verifier.core.records_tokens import Objective, Rollouts
-from verifier.core.records_weights import OptimizerRule
+from verifier.core.records_weights import OptimizerRule, StepReport
 from verifier.data.rollout import Rollout
+
+if TYPE_CHECKING:
+    import torch
+
+    from verifier.train.step_megatron import StepResult
 
 
 def rollouts_of(name: str, version: int, rollouts: Sequence[Rollout]) -> tuple[Rollouts, dict[str, np.ndarray]]:
@@ -51,5 +58,36 @@ def record_rule(probe: Probe, rates: Mapping[str, float], *, clip_grad: float) -
         rates: as `verifier.train.optimizer_megatron.make_scheduler` takes them.
         clip_grad: greatest L2 norm of a step's gradient.
     """
-    rule = {**rates, "num_steps": int(rates["num_steps"])}
+    rule: dict[str, Any] = {**rates, "num_steps": int(rates["num_steps"])}
     probe.emit(OptimizerRule(name="Adam", clip_grad=clip_grad, **rule))
+
+
+def record_scored(probe: Probe, name: str, version: int, scored: Sequence[torch.Tensor], *, whole: bool) -> None:
+    """Log-probabilities that one rank got back, nats.
+
+    Args:
+        probe: this rank's recorder.
+        name: of the pass.
+        version: of the weights.
+        scored: one vector a rollout.
+        whole: record the values too, as one rank has to.
+    """
+    import torch
+
+    from verifier.plan.digest import digest_tensor
+
+    values = torch.cat(list(scored))
+    probe.emit(ReturnedLogprobs(name=name, version=version, digest=digest_tensor(values)))
+    if whole:
+        lengths = tuple(row.numel() for row in scored)
+        probe.emit(TrainerLogprobs(name=name, version=version, lengths=lengths), values)
+
+
+def record_step(probe: Probe, version: int, result: StepResult) -> None:
+    """What one rank's training step reported."""
+    probe.emit(
+        StepReport(
+            name="step", version=version, loss=real(result.loss), num_tokens=result.num_tokens,
+            grad_norm=real(result.grad_norm),
+        )
+    )  # fmt: skip
