@@ -24,7 +24,8 @@ from verifier.errors import VerifierError
 from verifier.mesh import Mesh
 from verifier.report import Report, report_of
 from verifier.report.known_bugs import explanation, why_it_ended
-from verifier.runs.runner import Workshop
+from verifier.runs.resources import Resources
+from verifier.runs.runner import Runner
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT / "golden" / "as-shipped", ROOT / "golden" / "gpu" / "as-shipped")
@@ -66,7 +67,7 @@ CASES = (
 )
 
 
-def measure(workshop: Workshop, case: ShippedCase, folder: Path) -> list[dict[str, Any]]:
+def measure(runner: Runner, case: ShippedCase, folder: Path) -> list[dict[str, Any]]:
     """Run a case as shipped, and with every fix if a known bug applies; a row for each."""
     rows: list[dict[str, Any]] = []
     for fixes in ((), ("all",)):
@@ -74,23 +75,22 @@ def measure(workshop: Workshop, case: ShippedCase, folder: Path) -> list[dict[st
             model=f"tiny:{case.family}", trace=folder / f"{case.id}-{len(rows)}", mesh=case.mesh, dtype=case.dtype,
             engine=EngineOptions(kind=case.engine), cycles=CYCLES, fixes=fixes,
         )  # fmt: skip
-        rows.append(row_of(workshop, config, case.family))
-        workshop.stop_engines()
+        rows.append(row_of(runner, config, case.family))
+        runner.resources.stop_engines()
         if not rows[0]["bugs"]:
             break
     return rows
 
 
-def row_of(workshop: Workshop, config: RoundtripConfig, family: str) -> dict[str, Any]:
+def row_of(runner: Runner, config: RoundtripConfig, family: str) -> dict[str, Any]:
     """What a round trip found, in the words of its report; also of one that ended early."""
     failure = ""
     try:
-        workshop.roundtrip(config)
+        runner.roundtrip(config)
     except VerifierError as problem:
         failure = str(problem)
         if not (config.trace / "manifest.json").exists():
             raise
-        store.fail(config.trace, store.read(config.trace).manifest, failure)
     report = report_of(store.read(config.trace), str(config.trace))
     return {
         "family": family,
@@ -178,10 +178,11 @@ def main(arguments: Sequence[str]) -> None:
     if list(arguments) == ["page"]:
         draw()
         return
-    with Workshop(print) as workshop, tempfile.TemporaryDirectory() as folder:
+    with Resources(warm=True) as resources, tempfile.TemporaryDirectory() as folder:
+        runner = Runner(resources, print)
         for case in CASES:
             if not arguments or case.family in arguments:
-                rows = measure(workshop, case, Path(folder))
+                rows = measure(runner, case, Path(folder))
                 write(rows, FOLDERS[0], case.id)
                 print([(row["fixes"], row["verdict"], sorted(row["violated"])) for row in rows], flush=True)
 

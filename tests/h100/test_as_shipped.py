@@ -49,18 +49,18 @@ def expected_of(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_family_as_shipped(name, workshop, measured, tmp_path):
+def test_family_as_shipped(name, runner, measured, tmp_path):
     config = RoundtripConfig(
         model=model(name), trace=tmp_path / "as-shipped", dtype="bfloat16", cycles=2, transport="ipc",
         engine=CASES[name],
     )  # fmt: skip
-    rows = [row_of(workshop, config, name)]
-    workshop.stop_engines()
+    rows = [row_of(runner, config, name)]
+    runner.resources.stop_engines()
     expected = expected_of(name)
     if expected:
         fixed = replace(config, trace=tmp_path / "fixed", fixes=MENDED)
-        rows.append(row_of(workshop, fixed, name))
-        workshop.stop_engines()
+        rows.append(row_of(runner, fixed, name))
+        runner.resources.stop_engines()
     results = Path(os.environ[RESULTS]).parent if RESULTS in os.environ else tmp_path
     write(rows, results / "as-shipped", f"cuda-{name.replace(':', '-')}")
     violated = rows[0]["violated"]

@@ -75,15 +75,15 @@ def own_attention(query, key, value):
     ])  # fmt: skip
 
 
-def test_padded_values_are_caught_and_healed(workshop, measured, tmp_path):
+def test_padded_values_are_caught_and_healed(runner, measured, tmp_path):
     """As shipped, where cuDNN has the bug: the report names it. With the fix, the run holds."""
-    trace = workshop.roundtrip(config_of(tmp_path / "as-shipped"))
+    trace = runner.roundtrip(config_of(tmp_path / "as-shipped"))
     caught, first = verdicts(trace)
     measured(fault="latent-values-padded", caught=caught, first_bad_stage=first)
     assert (caught, first) == (([], None) if cudnn_version() >= MENDED else (["LSS001"], "loss"))
     shown = render_text(report_of(store.read(trace), str(trace)))
     assert (f"--fix {CUDNN_WIDTH}" in shown) is (cudnn_version() < MENDED)
-    judge(workshop.roundtrip(config_of(tmp_path / "fixed", fixes=(CUDNN_WIDTH,))))
+    judge(runner.roundtrip(config_of(tmp_path / "fixed", fixes=(CUDNN_WIDTH,))))
 
 
 def config_of(folder, **options):

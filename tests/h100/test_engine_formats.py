@@ -11,10 +11,8 @@ from verifier.core.records_logprobs import EngineNoise
 
 @pytest.mark.h100(gpus=1)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
-def test_quantising_engine(family, workshop, measured, tmp_path):
-    found = run(
-        workshop, measured, config_of(tmp_path / "trace", family, quantization="fp8"), engine_quantization="fp8"
-    )
+def test_quantising_engine(family, runner, measured, tmp_path):
+    found = run(runner, measured, config_of(tmp_path / "trace", family, quantization="fp8"), engine_quantization="fp8")
     state = found.of(SyncedTensor, version=CYCLES)
     assert any(item.dtype == "float8_e4m3fn" for item in state)
     names = [name for item in found.of(QuantizedNames, version=CYCLES) for name in item.names]
@@ -25,9 +23,9 @@ def test_quantising_engine(family, workshop, measured, tmp_path):
 
 
 @pytest.mark.h100(gpus=1)
-def test_adapter_is_synced_and_the_base_left_alone(workshop, measured, tmp_path):
+def test_adapter_is_synced_and_the_base_left_alone(runner, measured, tmp_path):
     config = config_of(tmp_path / "trace", lora_rank=8)
-    found = run(workshop, measured, config, engine_lora_rank=8)
+    found = run(runner, measured, config, engine_lora_rank=8)
     held = [item.name for item in found.of(CheckpointView, version=CYCLES) if ".lora_" in item.name]
     measured(adapter_tensors=len(held))
     assert len(held) == 2 * 4 * 7

@@ -53,9 +53,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "mesh", "transport", "engine_tp"), CASES)
-def test_synced_engine_is_the_cold_engine(name, mesh, transport, engine_tp, workshop, measured, tmp_path):
+def test_synced_engine_is_the_cold_engine(name, mesh, transport, engine_tp, runner, measured, tmp_path):
     began = time.monotonic()
-    trace = workshop.roundtrip(
+    trace = runner.roundtrip(
         RoundtripConfig(
             model=model(name), trace=tmp_path / "trace", mesh=mesh, dtype="bfloat16",
             engine=EngineOptions(tp=engine_tp), cycles=1 if name.startswith("wide:") else CYCLES, transport=transport,

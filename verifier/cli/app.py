@@ -51,9 +51,12 @@ app.add_typer(cli_faults.app, name="faults")
 def golden(config: GoldenConfig, json: JsonOption = None, junit: JunitOption = None) -> int:
     """Load on a mesh, export, compare with the source bit by bit."""
     require_results(json, junit)
-    from verifier.runs.golden import run, write_manifest
+    from verifier.runs.golden import write_manifest
+    from verifier.runs.runner import Runner, run_once
 
-    code = run_and_judge("golden", lambda progress: run(config, progress), config.trace, json=json, junit=junit)
+    code = run_and_judge(
+        "golden", lambda progress: run_once(Runner.golden, config, progress), config.trace, json=json, junit=junit
+    )
     if config.record:
         held = code == ExitCode.HOLDS
         show(f"\nrecorded {write_manifest(config)}\n" if held else "\nnot recorded: not every check holds\n")
@@ -65,9 +68,11 @@ def golden(config: GoldenConfig, json: JsonOption = None, junit: JunitOption = N
 def roundtrip(config: RoundtripConfig, json: JsonOption = None, junit: JunitOption = None) -> int:
     """Train, export, sync a live engine, compare; several times."""
     require_results(json, junit)
-    from verifier.runs.roundtrip import run
+    from verifier.runs.runner import Runner, run_once
 
-    return run_and_judge("roundtrip", lambda progress: run(config, progress), config.trace, json=json, junit=junit)
+    return run_and_judge(
+        "roundtrip", lambda progress: run_once(Runner.roundtrip, config, progress), config.trace, json=json, junit=junit
+    )
 
 
 @app.command()
@@ -75,10 +80,11 @@ def roundtrip(config: RoundtripConfig, json: JsonOption = None, junit: JunitOpti
 def noise(config: NoiseConfig) -> int:
     """Measure what bf16 alone does to a model's log-probabilities."""
     from verifier.report.progress import shown_progress
-    from verifier.runs.noise import run, table
+    from verifier.runs.noise import table
+    from verifier.runs.runner import Runner, run_once
 
     with shown_progress("noise") as progress:
-        floor = run(config, progress)
+        floor = run_once(Runner.noise, config, progress)
     show(table(floor))
     return ExitCode.HOLDS
 

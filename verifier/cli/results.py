@@ -97,7 +97,7 @@ def judge_trace(
 
 
 def run_and_judge(
-    what: str, run: Callable[[Progress], None], trace: Path, *, json: Path | None, junit: Path | None
+    what: str, run: Callable[[Progress], object], trace: Path, *, json: Path | None, junit: Path | None
 ) -> int:
     """Run something that leaves a trace, then judge the trace; also what a run that broke had recorded.
 

@@ -37,7 +37,7 @@ from verifier.export.adapters import adapters_of
 from verifier.export.names import layout_of
 from verifier.model.named import is_generated
 from verifier.oracle.noise_floor import record_floor, stored_floor
-from verifier.runs.spec import (
+from verifier.runs.scenario import (
     AT_LENGTH,
     AT_TEMPERATURE,
     CLIP_GRAD,
@@ -46,7 +46,6 @@ from verifier.runs.spec import (
     NO_DECAY,
     RATES,
     TEMPERATURE,
-    RunSpec,
     made_up_logprobs,
     made_up_reward,
     trained,
@@ -55,7 +54,8 @@ from verifier.runs.spec import (
 
 if TYPE_CHECKING:
     from verifier.core.trace import Trace
-    from verifier.runs.setup import Subject
+    from verifier.runs.model_under_test import ModelUnderTest
+    from verifier.runs.spec import RunSpec
 
 
 SLACK = 2e-5
@@ -102,7 +102,7 @@ class Oracle:
         arguments = [str(checkpoint), [list(tokens) for tokens in sequences], dtype, device, temperature]
         return self._client.call("verifier.oracle.logprob_hf", "score", arguments)[0]
 
-    def record(self, trace: Path, spec: RunSpec, subject: Subject) -> None:
+    def record(self, trace: Path, spec: RunSpec, subject: ModelUnderTest) -> None:
         """Score the run's tokens, and those that the engine sampled, with the weights of every version.
 
         Version 0 is the source; later ones are the trainer's live shards, joined without Megatron-Bridge, or what was
@@ -125,7 +125,7 @@ class Oracle:
                 continue
             samples = list(seen.of(SampledTokens, version=version))
             groups: list[list[tuple[Sequence[int], float]]] = [
-                [(tokens, 1.0) for tokens in spec.sequences],
+                [(tokens, 1.0) for tokens in spec.scenario.sequences],
                 *map(_continued, samples),
             ]
             exact, *exact_samples = self._score_groups(checkpoint, groups, "float32", device)
@@ -139,11 +139,11 @@ class Oracle:
                 if against == "float64" and is_generated(seen.manifest.model):
                     against = ""
                 elif against == "float64":
-                    doubled = self.score(checkpoint, spec.sequences, against, device)
+                    doubled = self.score(checkpoint, spec.scenario.sequences, against, device)
                     slack = max(slack, FP32_NOISES * _emit_noise(recorder, "scored", 0, exact, doubled))
                 for name, asked, temperature in (
-                    (AT_TEMPERATURE, spec.sequences, TEMPERATURE),
-                    (AT_LENGTH, spec.at_length, 1.0),
+                    (AT_TEMPERATURE, spec.scenario.sequences, TEMPERATURE),
+                    (AT_LENGTH, spec.scenario.at_length, 1.0),
                 ):
                     if any(seen.of(TrainerLogprobs, name=name)):
                         self._record_once(recorder, checkpoint, name, asked, temperature, against, device)
@@ -164,7 +164,8 @@ class Oracle:
                 if version == 0:
                     engine_gaps += _gaps_of(seen, SampledTokens, sampled.name, tails)
         for given in seen.of(GivenRoutes, version=0):
-            self._record_replayed(recorder, spec, subject, device, given, _routes_of(seen, given, len(spec.sequences)))
+            routes = _routes_of(seen, given, len(spec.scenario.sequences))
+            self._record_replayed(recorder, spec, subject, device, given, routes)
         if seen.manifest.config["engine"]["quantization"]:
             for version in seen.versions(EngineLogprobs):
                 for name in ("scored", *(item.name for item in seen.of(SampledTokens, version=version))):
@@ -204,7 +205,7 @@ class Oracle:
         recorder.emit(record, np.clip(seen.array(item).astype(np.float64), least, most))
 
     def _record_replayed(
-        self, recorder: store.Recorder, spec: RunSpec, subject: Subject, device: str, item: GivenRoutes,
+        self, recorder: store.Recorder, spec: RunSpec, subject: ModelUnderTest, device: str, item: GivenRoutes,
         routes: list[list[list[int]]],
     ) -> None:  # fmt: skip
         """Score by the routes that the trainer's routers were given, where transformers' can be told."""
@@ -212,7 +213,8 @@ class Oracle:
             return
         scored = {}
         for dtype in {"float32", subject.dtype}:
-            arguments = [str(subject.checkpoint.path), [list(row) for row in spec.sequences], routes, dtype, device]
+            sequences = [list(row) for row in spec.scenario.sequences]
+            arguments = [str(subject.checkpoint.path), sequences, routes, dtype, device]
             scored[dtype] = self._client.call("verifier.oracle.routes_hf", "score_routed", arguments)[0]
         exact = scored["float32"]
         _emit(recorder, OracleOfForced, item.name, 0, exact, [])
@@ -229,11 +231,11 @@ class Oracle:
             rows[temperature] = iter(self.score(checkpoint, asked, dtype, device, temperature))
         return [[next(rows[at]) for _, at in group] for group in groups]
 
-    def _record_steps(self, recorder: store.Recorder, spec: RunSpec, subject: Subject, seen: Trace) -> None:
+    def _record_steps(self, recorder: store.Recorder, spec: RunSpec, subject: ModelUnderTest, seen: Trace) -> None:
         from verifier.train.lora_megatron import SCALING, TARGETS
 
-        batches = [[_sample(index, tokens) for index, tokens in enumerate(batch)] for batch in spec.batches]
-        rule = {
+        batches = [[_sample(index, tokens) for index, tokens in enumerate(batch)] for batch in spec.scenario.batches]
+        rule: dict[str, float] = {
             **RATES, "clip": CLIP_GRAD, "temperature": TEMPERATURE, "entropy": ENTROPY_WEIGHT, "drift": DRIFT_WEIGHT,
         }  # fmt: skip
         replayed = {item.version: item for item in seen.of(GivenRoutes)}
@@ -241,7 +243,8 @@ class Oracle:
             _routes_of(seen, replayed[version], len(batch)) if version in replayed else []
             for version, batch in enumerate(batches, start=1)
         ]
-        name, arguments = "judge_steps", [str(subject.checkpoint.path), spec.work, batches, rule, routes]
+        name = "judge_steps"
+        arguments: list[Any] = [str(subject.checkpoint.path), spec.work, batches, rule, routes]
         if spec.lora_rank and (layout := layout_of(subject.checkpoint.config)):
             name, arguments[3] = "judge_adapter_steps", {**rule, **NO_DECAY, "scaling": SCALING}
             arguments.append(adapters_of(layout, TARGETS, spec.lora_rank).names())
@@ -306,6 +309,6 @@ def _emit_gaps(
 
 
 def _gaps_of(seen: Trace, kind: type[LogprobRecord], name: str, exact: Sequence[Sequence[float]]) -> list[float]:
-    """Distances of what the engine said at version 0 from the oracle, nats."""
-    said = [value for item in seen.of(kind, version=0, name=name) for value in seen.array(item).tolist()]
-    return [abs(x - y) for x, y in zip(said, (value for row in exact for value in row), strict=True)]
+    """Distances of what the engine reported at version 0 from the oracle, nats."""
+    reported = [value for item in seen.of(kind, version=0, name=name) for value in seen.array(item).tolist()]
+    return [abs(x - y) for x, y in zip(reported, (value for row in exact for value in row), strict=True)]

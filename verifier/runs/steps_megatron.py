@@ -10,7 +10,7 @@ from verifier.core.record import Probe
 from verifier.data.rollout import Rollout
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.trainer import record_objective, record_rule
-from verifier.runs.spec import CLIP_GRAD, DRIFT_WEIGHT, ENTROPY_WEIGHT, MICRO_BATCH, RATES, TEMPERATURE
+from verifier.runs.scenario import CLIP_GRAD, DRIFT_WEIGHT, ENTROPY_WEIGHT, MICRO_BATCH, RATES, TEMPERATURE
 from verifier.train import optimizer_megatron, step_megatron
 from verifier.train.step_megatron import StepResult
 

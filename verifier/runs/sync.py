@@ -28,13 +28,18 @@ from verifier.probes.engine import (
     record_scored,
     record_views,
 )
-from verifier.runs.spec import GREEDY, SAMPLING_TEMPERATURE, RunSpec
+from verifier.runs.spec import RunSpec
 from verifier.transport.buffer import unpack
 
 if TYPE_CHECKING:
     from verifier.transport.cuda_ipc import Share
     from verifier.transport.groups import Group
 
+SAMPLING_TEMPERATURE = 2.0
+"""Temperature of one more set of samples at version 0: at 1, a temperature that nobody applies does not show, nor
+log-probabilities of the logits before it."""
+GREEDY = 0.0
+"""A temperature at which the likeliest token is taken."""
 SAMPLED_TOKENS = 4
 """Tokens sampled from each prompt."""
 NEXT = "next turn"

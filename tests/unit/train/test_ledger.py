@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from verifier.checks import ledger
-from verifier.checks.ledger import Misplacement
+from verifier.checks import token_audit
+from verifier.checks.token_audit import Misplacement
 from verifier.data.rollout import Rollout, make_rollout
 from verifier.probes.trainer import rollouts_of
 from verifier.train.ledger import LEDGER, loss_rows, sentinels
@@ -25,7 +25,7 @@ LOGPROB_OF_A3 = Misplacement(rollout="a", rank=0, position=3, field="engine_logp
 
 
 def audit(rollouts: Sequence[Rollout], rows: dict[str, np.ndarray]) -> list[Misplacement]:
-    return ledger.audit(*rollouts_of("trained", 0, rollouts), ledger.joined([rows], [0]))
+    return token_audit.audit(*rollouts_of("trained", 0, rollouts), token_audit.joined([rows], [0]))
 
 
 def packed() -> PackedBatch:

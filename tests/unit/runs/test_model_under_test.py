@@ -18,8 +18,8 @@ from verifier.engine.process import EngineProcess
 from verifier.errors import InternalError, UsageError
 from verifier.mesh import Mesh
 from verifier.model.tiny import write_tiny
-from verifier.runs.roundtrip import require_room
-from verifier.runs.setup import Deadline, open_subject
+from verifier.runs.model_under_test import open_model, require_room
+from verifier.runs.resources import Deadline
 
 UP = "model.layers.0.mlp.up_proj.weight"
 SHARD = "model.safetensors"
@@ -53,7 +53,7 @@ def configure(copy: Path, **changes: object) -> None:
 def test_a_config_that_does_not_describe_the_checkpoint_is_refused(copy, changes, said):
     configure(copy, **changes)
     with pytest.raises(UsageError, match=said):
-        open_subject(str(copy), "float32", Mesh())
+        open_model(str(copy), "float32", Mesh())
 
 
 @pytest.mark.parametrize(
@@ -77,18 +77,18 @@ def test_a_tensor_that_is_not_what_the_config_asks_for_is_refused(copy, tensor, 
     tensors |= {UP: tensor}
     save_file({name: item for name, item in tensors.items() if item is not None}, copy / SHARD)
     with pytest.raises(UsageError, match=said):
-        open_subject(str(copy), "float32", Mesh())
+        open_model(str(copy), "float32", Mesh())
 
 
 def test_more_ranks_than_can_be_started_are_refused_before_the_model_is_read():
     with pytest.raises(UsageError, match="200 ranks asked for: this machine's launcher starts 1 to 128"):
-        open_subject("absent", "float32", Mesh(dp=200))
+        open_model("absent", "float32", Mesh(dp=200))
 
 
 def test_a_model_without_room_for_a_round_trip_is_refused(copy):
     configure(copy, max_position_embeddings=16)
     with pytest.raises(UsageError, match="`max_position_embeddings` = 16: sequences of a round trip have up to 256"):
-        require_room(open_subject(str(copy), "float32", Mesh()))
+        require_room(open_model(str(copy), "float32", Mesh()))
 
 
 def test_a_deadline_names_the_step_that_came_too_late():
