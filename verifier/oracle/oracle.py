@@ -31,7 +31,7 @@ from verifier.core.records_logprobs import (
     TrainerLogprobs,
 )
 from verifier.core.records_tokens import GivenRoutes, GradientRecord
-from verifier.engine.engine import EngineConfig
+from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess
 from verifier.export.adapters import adapters_of
 from verifier.export.names import layout_of

@@ -15,8 +15,8 @@ from verifier.core.records_engine import Handover
 from verifier.core.records_weights import PlanDigest
 from verifier.core.store import Recorder
 from verifier.engine import sender as update
+from verifier.engine.api import Sample, Sampling, Shape
 from verifier.engine.client import EngineClient
-from verifier.engine.engine import Sample, Sampling, Shape
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.probes.engine import (
@@ -32,8 +32,8 @@ from verifier.runs.spec import RunSpec
 from verifier.transport.buffer import unpack
 
 if TYPE_CHECKING:
-    from verifier.transport.cuda_ipc import Share
-    from verifier.transport.groups import Group
+    from verifier.transport.cuda_ipc import TrainerRounds
+    from verifier.transport.group import TransferGroup
 
 SAMPLING_TEMPERATURE = 2.0
 """Temperature of one more set of samples at version 0: at 1, a temperature that nobody applies does not show, nor
@@ -86,11 +86,11 @@ class EngineSide:
     def __init__(
         self,
         client: EngineClient,
-        group: Group,
+        group: TransferGroup,
         num_ranks: int,
         trace: Path,
         trainer: Probe,
-        share: Share | None = None,
+        share: TrainerRounds | None = None,
         sleep_level: int = 0,
     ) -> None:
         self.client, self._group, self._trainer, self._share = client, group, trainer, share
@@ -139,7 +139,7 @@ class EngineSide:
         try:
             self.poison(version)
             agreement = update.agree(self.client, self._group, plan)
-            self._record_plans(agreement.said[1:], version)
+            self._record_plans(agreement.messages[1:], version)
             for delivery in update.deliver(self.client, self._group, plan, stream):
                 sent |= {name: tensor.clone() for name, tensor in unpack(delivery.chunk, delivery.buffer.cpu())}
                 for receipt in delivery.receipts:
@@ -150,7 +150,7 @@ class EngineSide:
             self.client.reset_prefix_cache()
         except ContractError as problem:
             if isinstance(problem, update.PlanRefused):
-                self._record_plans(problem.agreement.said[1:], version)
+                self._record_plans(problem.agreement.messages[1:], version)
             refusal = str(problem)
             if self._share is not None:
                 self._share.stop()
@@ -238,7 +238,7 @@ class EngineSide:
             recorder.close()
 
 
-def open_engine(spec: RunSpec, probe: Recorder, share: Share | None) -> tuple[EngineSide, Group]:
+def open_engine(spec: RunSpec, probe: Recorder, share: TrainerRounds | None) -> tuple[EngineSide, TransferGroup]:
     """Rank 0's connection to the engine, and the transfer group with its ranks."""
     from verifier.transport.gloo import Listener
 
@@ -248,10 +248,10 @@ def open_engine(spec: RunSpec, probe: Recorder, share: Share | None) -> tuple[En
     return EngineSide(client, group, spec.engine_ranks, Path(spec.trace), probe, share, spec.sleep_level), group
 
 
-def open_share(spec: RunSpec) -> Share | None:
+def open_share(spec: RunSpec) -> TrainerRounds | None:
     """Every trainer rank's end of the rounds in which buffers are shown to the engine, where CUDA IPC moves them."""
     if spec.engine_socket is None or spec.transport != "ipc":
         return None
-    from verifier.transport.cuda_ipc import Share
+    from verifier.transport.cuda_ipc import TrainerRounds
 
-    return Share()
+    return TrainerRounds()
