@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from verifier.engine.engine import Generation, HeldSlice, HeldTensor, Poisoned, Sampling
+from verifier.engine.api import EngineSlice, EngineTensor, Generation, Poisoned, Sampling
 from verifier.engine.errors import raise_record
 from verifier.errors import InternalError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
@@ -122,13 +122,13 @@ class EngineClient:
         )
         return msgspec.convert(rows, list[Generation])
 
-    def state(self) -> list[list[HeldTensor]]:
+    def state(self) -> list[list[EngineTensor]]:
         """See `Engine.state`."""
-        return msgspec.convert(self.ask("state"), list[list[HeldTensor]])
+        return msgspec.convert(self.ask("state"), list[list[EngineTensor]])
 
-    def checkpoint_view(self) -> list[list[HeldSlice]]:
+    def checkpoint_view(self) -> list[list[EngineSlice]]:
         """See `Engine.checkpoint_view`."""
-        return msgspec.convert(self.ask("checkpoint_view"), list[list[HeldSlice]])
+        return msgspec.convert(self.ask("checkpoint_view"), list[list[EngineSlice]])
 
     def poison(self) -> list[list[Poisoned]]:
         """See `Engine.poison`."""
@@ -136,7 +136,7 @@ class EngineClient:
 
     def connect(self, address: Address) -> Pending:
         """See `Engine.connect`; take the `result` after the sender has accepted."""
-        return self.start("connect", deadline_s=address.deadline_s + 30, address=address.to_json())
+        return self.start("connect", deadline_s=address.deadline_s + 30, address=asdict(address))
 
     def begin_update(self, plan: ChunkPlan) -> Pending:
         """See `Engine.begin_update`; the `result` is for `agreements`, after the sender has agreed."""
@@ -192,4 +192,4 @@ def agreements(rows: list[dict[str, Any]]) -> list[Agreement]:
 
 def receipts(rows: list[dict[str, Any]]) -> list[Receipt]:
     """The answer to `receive`, one receipt per engine rank."""
-    return [Receipt.from_json(row) for row in rows]
+    return msgspec.convert(rows, list[Receipt])

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from verifier.engine.api import EngineConfig
 from verifier.engine.client import EngineClient, EngineGone
-from verifier.engine.engine import EngineConfig
 from verifier.errors import UsageError
 from verifier.launch.child import last_lines, spawn
 from verifier.launch.fork_server import ForkServer

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from verifier.engine.engine import Engine, EngineConfig, Sampling, refuse_unsupported
+from verifier.engine.api import Engine, EngineConfig, Sampling, refuse_unsupported
 from verifier.engine.errors import CARRIED, to_record
 from verifier.engine.process import VLLM_ENVIRONMENT
 from verifier.errors import InternalError, UsageError, VerifierError
@@ -43,8 +43,8 @@ _MAX_WAITING = 128
 _REQUEST_S = 60.0
 """Seconds that a client may stop in the middle of a request."""
 _AS_THEY_ARE = (
-    "logprobs", "state", "checkpoint_view", "poison", "finish_update", "reset_prefix_cache", "load_adapter", "sleep",
-    "wake_up", "call",
+    "logprobs", "state", "checkpoint_view", "poison", "receive", "finish_update", "reset_prefix_cache", "load_adapter",
+    "sleep", "wake_up", "call",
 )  # fmt: skip
 """Requests that are methods of the engine with JSON values as arguments."""
 
@@ -187,10 +187,9 @@ def answers(engine: Engine) -> dict[str, Callable[..., Any]]:
     return {
         **{name: getattr(engine, name) for name in _AS_THEY_ARE},
         "num_ranks": lambda: engine.num_ranks,
-        "generate": lambda prompts, sampling: engine.generate(prompts, Sampling.from_json(sampling)),
+        "generate": lambda prompts, sampling: engine.generate(prompts, msgspec.convert(sampling, Sampling)),
         "connect": lambda address: engine.connect(Address(**address)),
         "begin_update": lambda plan: engine.begin_update(ChunkPlan.from_json(plan)),
-        "receive": lambda chunk: [item.to_json() for item in engine.receive(chunk)],
         "call_driver": lambda module, function, arguments: getattr(importlib.import_module(module), function)(
             engine, *arguments
         ),

@@ -53,7 +53,7 @@ class ControlChannel:
             not propose its own before the deadline.
         """
         self._within(message, lambda: self._send(message))
-        return lambda: Agreement(said=tuple(json.loads(self._within(message, lambda: self._exchange(message)))))
+        return lambda: Agreement(messages=tuple(json.loads(self._within(message, lambda: self._exchange(message)))))
 
     def close(self) -> None:
         """Leave; the others' next wait fails at once."""

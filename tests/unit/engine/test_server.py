@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from verifier.engine import server
+from verifier.engine.api import EngineConfig, Generation, Poisoned, Sample, Sampling
 from verifier.engine.client import EngineClient, EngineGone, EngineTimeout
-from verifier.engine.engine import EngineConfig, Generation, Poisoned, Sample, Sampling
 from verifier.errors import InternalError, UsageError
 from verifier.transport.wire import TransferFailed
 
