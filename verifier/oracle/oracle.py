@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from verifier.core import store
 from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
-from verifier.engine.engine import EngineConfig
+from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess
 from verifier.export.adapters import adapters_of
 from verifier.export.names import layout_of

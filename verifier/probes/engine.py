@@ -9,17 +9,17 @@ from pathlib import Path
 from verifier.core import store
 from verifier.core.evidence import Evidence, Probe
 from verifier.core.stage import Stage
+from verifier.engine.api import EngineTensor
 from verifier.engine.client import EngineClient
-from verifier.engine.engine import HeldTensor
 
 Settings = Sequence[tuple[str, Mapping[str, str]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class EngineState:
     """What all ranks of an engine hold at one moment, by rank."""
 
-    tensors: Sequence[Sequence[HeldTensor]]
+    tensors: Sequence[Sequence[EngineTensor]]
     settings: Sequence[Settings]
 
     def record(self, probes: Sequence[Probe], version: int, *, prefix: str = "") -> None:
@@ -55,6 +55,6 @@ class Held:
             probe.close()
 
 
-def held_by(client: EngineClient) -> Held:
+def held_by(client: EngineClient) -> EngineState:
     """Ask an engine."""
-    return Held(tensors=client.state(), settings=client.call("verifier.engine.settings", "held_settings", []))
+    return EngineState(tensors=client.state(), settings=client.call("verifier.engine.settings", "read_settings", []))

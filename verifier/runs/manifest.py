@@ -14,7 +14,7 @@ from verifier.knob import flat
 from verifier.model.families import num_experts_of
 from verifier.platform.pins import PINS, installed
 from verifier.platform.stand_ins import stand_ins_of
-from verifier.platform.upstream_fixes import bugs_of, refuse_impossible
+from verifier.platform.upstream_fixes import RunFacts, bugs_of, refuse_impossible
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.placement import Placement, place_trainer
 
@@ -86,8 +86,7 @@ def _identity(
     Raises:
         UsageError: an upstream bug would end the run, and its fix is not asked for.
     """
-    sizes = model.checkpoint.config
-    run = {**flat(config.to_dict()), "command": command, "tier": model.tier}
+    sizes, run = model.checkpoint.config, _facts_of(model, config.to_dict())
     refuse_impossible(sizes, run)
     return {
         "command": command,
@@ -102,6 +101,17 @@ def _identity(
         "stand_ins": stand_ins_of(sizes, run),
         "upstream_bugs": bugs_of(sizes, run),
     }
+
+
+def _facts_of(model: ModelUnderTest, config: Mapping[str, Any]) -> RunFacts:
+    """What decides which upstream bugs reach a run, from its configuration as the manifest records it."""
+    knobs = flat(config)
+    return RunFacts(
+        tier=model.tier, dtype=model.dtype, engine=knobs.get("engine.kind", ""),
+        quantization=knobs.get("engine.quantization"), cuda_graphs=knobs.get("engine.cuda_graphs", False),
+        sleep_level=knobs.get("engine.sleep_level", 0),
+        steps=knobs["cycles"] if knobs.get("update") == "step" else 0, fixes=tuple(knobs["fixes"]),
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

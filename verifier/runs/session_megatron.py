@@ -48,7 +48,7 @@ from verifier.train.recompute_megatron import recomputed
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
-    from verifier.transport.cuda_ipc import Share
+    from verifier.transport.cuda_ipc import TrainerRounds
 
 DATA_PARALLEL = provider_megatron.DataParallel(
     distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
@@ -74,7 +74,7 @@ class Session:
         context: RankContext,
         probe: Recorder,
         engine: EngineSide | None = None,
-        share: Share | None = None,
+        share: TrainerRounds | None = None,
     ) -> None:
         self.spec, self.context, self.probe, self.engine, self._share = spec, context, probe, engine, share
         self.rank, self.mesh = context.rank, spec.mesh

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from verifier.config import RoundtripConfig
-from verifier.engine.engine import EngineConfig
+from verifier.engine.api import EngineConfig
 from verifier.mesh import Mesh
 from verifier.platform.upstream_fixes import selected
 from verifier.runs.manifest import judges_gradients

@@ -14,8 +14,8 @@ from verifier.core.evidence import Evidence, Probe
 from verifier.core.stage import Stage
 from verifier.core.store import Recorder
 from verifier.engine import sender as update
+from verifier.engine.api import EngineSlice, Sample, Sampling, Shape
 from verifier.engine.client import EngineClient
-from verifier.engine.engine import HeldSlice, Sample, Sampling, Shape
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import digest_tensor
@@ -24,8 +24,9 @@ from verifier.runs.spec import RunSpec
 from verifier.transport.buffer import dtype_name, unpack
 
 if TYPE_CHECKING:
-    from verifier.transport.cuda_ipc import Share
-    from verifier.transport.groups import Group
+    from verifier.transport.cuda_ipc import TrainerRounds
+    from verifier.transport.group import TransferGroup
+    from verifier.transport.wire import Receipt
 
 SAMPLING_TEMPERATURE = 2.0
 """Temperature of one more set of samples at version 0: at 1, a temperature that nobody applies does not show, nor
@@ -78,11 +79,11 @@ class EngineSide:
     def __init__(
         self,
         client: EngineClient,
-        group: Group,
+        group: TransferGroup,
         num_ranks: int,
         trace: Path,
         trainer: Probe,
-        share: Share | None = None,
+        share: TrainerRounds | None = None,
         sleep_level: int = 0,
     ) -> None:
         self.client, self._group, self._trainer, self._share = client, group, trainer, share
@@ -140,7 +141,7 @@ class EngineSide:
         try:
             self.poison(version)
             agreement = update.agree(self.client, self._group, plan)
-            self._record_plans(agreement.said[1:], version)
+            self._record_plans(agreement.messages[1:], version)
             for delivery in update.deliver(self.client, self._group, plan, stream):
                 sent |= {name: tensor.clone() for name, tensor in unpack(delivery.chunk, delivery.buffer.cpu())}
                 for receipt in delivery.receipts:
@@ -151,7 +152,7 @@ class EngineSide:
             self.client.reset_prefix_cache()
         except ContractError as problem:
             if isinstance(problem, update.PlanRefused):
-                self._record_plans(problem.agreement.said[1:], version)
+                self._record_plans(problem.agreement.messages[1:], version)
             refusal = str(problem)
             if self._share is not None:
                 self._share.stop()
@@ -172,7 +173,7 @@ class EngineSide:
                 Evidence(stage=Stage.PLAN, kind="plan", name="chunk plan", version=version, digest=digest)
             )
 
-    def _record_receipt(self, receipt: update.Receipt, version: int) -> None:
+    def _record_receipt(self, receipt: Receipt, version: int) -> None:
         recorder = self._ranks[receipt.rank]
         for item in receipt.received:
             recorder.emit(
@@ -195,7 +196,7 @@ class EngineSide:
             self._record_view(self._ranks[rank], slices, sent, version)
 
     def _record_view(
-        self, recorder: Recorder, slices: Sequence[HeldSlice], sent: Mapping[str, torch.Tensor], version: int
+        self, recorder: Recorder, slices: Sequence[EngineSlice], sent: Mapping[str, torch.Tensor], version: int
     ) -> None:
         seen = {item.name for item in slices if item.quantized}
         if seen:
@@ -330,7 +331,7 @@ class EngineSide:
             recorder.close()
 
 
-def open_engine(spec: RunSpec, probe: Recorder, share: Share | None) -> tuple[EngineSide, Group]:
+def open_engine(spec: RunSpec, probe: Recorder, share: TrainerRounds | None) -> tuple[EngineSide, TransferGroup]:
     """Rank 0's connection to the engine, and the transfer group with its ranks."""
     from verifier.transport.gloo import Listener
 
@@ -340,10 +341,10 @@ def open_engine(spec: RunSpec, probe: Recorder, share: Share | None) -> tuple[En
     return EngineSide(client, group, spec.engine_ranks, Path(spec.trace), probe, share, spec.sleep_level), group
 
 
-def open_share(spec: RunSpec) -> Share | None:
+def open_share(spec: RunSpec) -> TrainerRounds | None:
     """Every trainer rank's end of the rounds in which buffers are shown to the engine, where CUDA IPC moves them."""
     if spec.engine_socket is None or spec.transport != "ipc":
         return None
-    from verifier.transport.cuda_ipc import Share
+    from verifier.transport.cuda_ipc import TrainerRounds
 
-    return Share()
+    return TrainerRounds()
