@@ -24,7 +24,6 @@ from verifier.model.tiny import write_family, write_tiny
 from verifier.plan.digest import digest_tensor
 from verifier.probes.weights_megatron import record_source, recorded
 from verifier.report.report import report_of
-from verifier.runs.setup import run_ranks
 from verifier.runs.spec import CHUNK_BYTES, RunSpec
 
 SIZES = {
@@ -137,10 +136,14 @@ def golden_peak_bytes(launcher: ForkLauncher, checkpoint: Path, folder: Path, dt
     """Greatest anonymous memory of golden's only rank."""
     trace = store.create(folder / "trace", MANIFEST)
     spec = RunSpec(
-        checkpoint=str(checkpoint), mesh=Mesh(), dtype=dtype, tier="cpu", trace=str(trace), work=str(folder)
+        program="golden", checkpoint=str(checkpoint), mesh=Mesh(), dtype=dtype, tier="cpu", trace=str(trace),
+        work=str(folder),
     )  # fmt: skip
     with PeakMemory(launcher.pid) as peak:
-        run_ranks(launcher, "golden", spec, 600.0, print)
+        launcher.run(
+            "verifier.runs.ranks_megatron:run", world_size=1, run_dir=folder / "ranks",
+            args={"sessions": [spec.to_json()]}, mesh=Mesh(),
+        )  # fmt: skip
     return peak.num_bytes
 
 

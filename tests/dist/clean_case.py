@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from verifier.config import GoldenConfig, RoundtripConfig
+from verifier.config import EngineOptions, GoldenConfig, RoundtripConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 from verifier.mesh import Mesh
 from verifier.report.report import Report, report_of
-from verifier.runs.runner import Workshop
+from verifier.runs.runner import Runner
 
 CYCLES = 2
 EXACT_NATS = 1e-5
@@ -114,21 +114,21 @@ class Measured:
         return {**ids, "update": case.update, **found, **short}
 
 
-def run(workshop: Workshop, case: Case, folder: Path) -> Measured:
+def run(runner: Runner, case: Case, folder: Path) -> Measured:
     """Golden, then a round trip; both must hold, with every check that they declare."""
     import time
 
     began = time.monotonic()
     model = case.family if Path(case.family).is_absolute() else f"tiny:{case.family}"
     fixes = FIXES.get(case.family, ())
-    golden = workshop.golden(
+    golden = runner.golden(
         GoldenConfig(model=model, trace=folder / "golden", mesh=case.mesh, dtype=case.dtype, fixes=fixes)
     )
     loaded = time.monotonic()
-    trace = workshop.roundtrip(
+    trace = runner.roundtrip(
         RoundtripConfig(
-            model=model, trace=folder / "roundtrip", mesh=case.mesh, dtype=case.dtype, engine=case.engine,
-            cycles=CYCLES, update=case.update, fixes=fixes,
+            model=model, trace=folder / "roundtrip", mesh=case.mesh, dtype=case.dtype, fixes=fixes,
+            engine=EngineOptions(kind=case.engine), cycles=CYCLES, update=case.update,
         )
     )  # fmt: skip
     ended = time.monotonic()

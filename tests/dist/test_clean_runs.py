@@ -3,7 +3,7 @@
 One of them runs by default. `-m slow` runs them all and writes what they measured to golden/clean-runs.json, from which
 `python -m tests.dist.clean_table` draws the table of docs/clean-runs.md.
 
-What this does not exercise: engines with tensor parallelism and the engine's cold start from the exported checkpoint
+What this does not exercise: commands, engines with tensor parallelism and the engine's cold start from the exported checkpoint
 (test_roundtrip.py), and 64 ranks (docs/clean-runs.md has the command).
 """
 
@@ -15,19 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.dist import clean_table
-from tests.dist.clean_case import EXACT_NATS, Case, Measured, cases, run
-from verifier.launch.fork_launcher import ForkLauncher
+from tests.dist.clean_case import EXACT_NATS, Case, Measured, cases, compared, judge, run
+from verifier.config import GoldenConfig
 from verifier.mesh import Mesh
-from verifier.runs.runner import Workshop
+from verifier.runs.runner import Runner
 
-DEFAULT = Case(family="qwen3-moe", mesh=Mesh(tp=2, pp=2, ep=2), engine="vllm")
 ALL = cases()
-
-
-@pytest.fixture(scope="module")
-def workshop(trainer_launcher: ForkLauncher) -> Iterator[Workshop]:
-    with Workshop(print, trainer_launcher) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +39,17 @@ def require_exact(found: Measured) -> None:
         assert max(found.trainer_nats, found.engine_nats, found.sampled_nats) <= EXACT_NATS
 
 
-def test_clean_run_holds(workshop: Workshop, tmp_path: Path) -> None:
-    require_exact(run(workshop, DEFAULT, tmp_path))
-    workshop.stop_engines()
+def test_golden_holds(runner: Runner, tmp_path: Path) -> None:
+    config = GoldenConfig(model="tiny:qwen3-moe", trace=tmp_path / "trace", mesh=Mesh(tp=2, pp=2, ep=2))
+    assert compared(judge(runner.golden(config)), "WGT004") > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.id)
-def test_table_of_clean_runs(workshop: Workshop, measured: dict[Case, Measured], case: Case, tmp_path: Path) -> None:
+def test_table_of_clean_runs(runner: Runner, measured: dict[Case, Measured], case: Case, tmp_path: Path) -> None:
     """A run after the last one of its engine ends that engine, so that one is alive at a time."""
-    measured[case] = run(workshop, case, tmp_path)
+    measured[case] = run(runner, case, tmp_path)
     require_exact(measured[case])
     following = ALL[ALL.index(case) + 1 :][:1]
     if [(item.engine, item.family, item.dtype) for item in following] != [(case.engine, case.family, case.dtype)]:
-        workshop.stop_engines()
+        runner.resources.stop_engines()

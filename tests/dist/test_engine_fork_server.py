@@ -47,7 +47,10 @@ def test_engines_of_one_fork_server(checkpoint: Path, tmp_path: Path) -> None:
                 folder = process.socket_path.parent
             assert group_members(process.pid) == []
             assert not folder.exists()
-        with EngineProcess(absent, fork_server=fork_server) as process, pytest.raises(UsageError, match="no checkpoint"):
+        with (
+            EngineProcess(absent, fork_server=fork_server) as process,
+            pytest.raises(UsageError, match="no checkpoint"),
+        ):
             process.client(60).wait_ready(60)
         with EngineProcess(unknown, fork_server=fork_server) as process, pytest.raises(EngineGone, match="NoSuchModel"):
             process.client(60).wait_ready(60)
@@ -86,5 +89,8 @@ def test_engine_dies_with_a_killed_owner(checkpoint: Path) -> None:
 
 def test_a_fork_server_that_does_not_load_in_time_says_so(checkpoint: Path) -> None:
     config = EngineConfig(kind="vllm", checkpoint=str(checkpoint))
-    with engine_fork_server(load_deadline_s=0.2) as fork_server, pytest.raises(InternalError, match="not imported within 0.2 s"):
+    with (
+        engine_fork_server(load_deadline_s=0.2) as fork_server,
+        pytest.raises(InternalError, match="not imported within 0.2 s"),
+    ):
         EngineProcess(config, fork_server=fork_server)

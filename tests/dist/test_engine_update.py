@@ -58,7 +58,9 @@ class Pair:
         self.cold = self._start(self.versions[-1])
 
     def _start(self, checkpoint: Path) -> EngineProcess:
-        return EngineProcess(EngineConfig(kind=self.kind, checkpoint=str(checkpoint), tp=self.tp), fork_server=self._fork_server)
+        return EngineProcess(
+            EngineConfig(kind=self.kind, checkpoint=str(checkpoint), tp=self.tp), fork_server=self._fork_server
+        )
 
     def stop(self) -> None:
         self.synced.stop()

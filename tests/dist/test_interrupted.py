@@ -31,7 +31,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def children(pid: int) -> list[int]:
     """Processes that one has started."""
-    return [int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()]
+    return [
+        int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()
+    ]
 
 
 @pytest.mark.parametrize(

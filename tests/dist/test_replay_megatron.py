@@ -27,7 +27,9 @@ LAYERS = {"qwen3-moe": {0, 1, 2, 3}, "deepseek-v3": {1, 2, 3}, "nemotron-h": {1,
 
 
 @pytest.mark.parametrize(("model", "sizes", "dtype"), CASES)
-def test_routes_are_obeyed_and_natural_ones_change_nothing(model, sizes, dtype, trainer_launcher, checkpoints, tmp_path):
+def test_routes_are_obeyed_and_natural_ones_change_nothing(
+    model, sizes, dtype, trainer_launcher, checkpoints, tmp_path
+):
     mesh = Mesh(**sizes)
     trace = store.create(tmp_path / "trace", {"mesh": mesh.to_dict(), "dtype": dtype})
     results = trainer_launcher.run(

@@ -7,55 +7,38 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
-from verifier.launch.fork_launcher import ForkLauncher
 from verifier.mesh import Mesh
-from verifier.runs.setup import open_subject
+from verifier.model.tiny import TINY
 from verifier.report.report import Report, report_of
-from verifier.runs.roundtrip import engine_config_of
-from verifier.runs.runner import Workshop, warm_manifest_of, warm_spec_of
+from verifier.runs.runner import Phase, Runner
+from verifier.runs.scenario import Scenario, made_up
 
 LENGTH = 12
 NUM_SEQUENCES = 16  # four micro-batches: with two, two stages never send and receive at once
 
 
-@pytest.fixture(scope="module")
-def workshop(trainer_launcher: ForkLauncher) -> Iterator[Workshop]:
-    with Workshop(print, trainer_launcher) as found:
-        yield found
-
-
-def run(workshop: Workshop, function: str, mesh: Mesh, folder: Path) -> Report:
-    """A round trip of two steps on sequences of one length."""
-    config = RoundtripConfig(model="tiny:qwen3", trace=folder / "trace", mesh=mesh, engine="hf", cycles=2)
-    subject = open_subject(config.model, config.dtype, mesh)
-    engine = workshop.engine(engine_config_of(config, subject))
-    manifest = warm_manifest_of(config, subject)
-    store.create(config.trace, manifest)
-    work = folder / "work"
-    work.mkdir()
-    spec = warm_spec_of(config, subject, config.trace, work, engine)
-    tokens = [token for batch in spec.batches for row in batch for token in row]
+def equal_lengths(config: RoundtripConfig) -> Scenario:
+    """Two steps on sequences of one length."""
+    drawn = made_up(config, TINY[config.model.removeprefix("tiny:")][1])
+    tokens = [token for batch in drawn.batches for row in batch for token in row]
     rows = [tokens[begin : begin + LENGTH] for begin in range(0, 2 * NUM_SEQUENCES * LENGTH, LENGTH)]
     assert len(rows[-1]) == LENGTH
-    spec = dataclasses.replace(
-        spec, sequences=rows[:NUM_SEQUENCES], batches=[rows[:NUM_SEQUENCES], rows[NUM_SEQUENCES:]], long=()
-    )
-    workshop.launcher.run(
-        function, world_size=mesh.world_size, run_dir=work / "ranks", args=spec.to_json(), mesh=mesh,
-        deadline_s=300.0, collective_deadline_s=60.0,
-    )  # fmt: skip
-    workshop.complete(config.trace, spec, subject, engine, manifest)
+    batches = [rows[:NUM_SEQUENCES], rows[NUM_SEQUENCES:]]
+    return Scenario(sequences=batches[0], prompts=drawn.prompts, batches=batches)
+
+
+def run(runner: Runner, mesh: Mesh, folder: Path, within: tuple[str, ...] = ()) -> Report:
+    config = RoundtripConfig(model="tiny:qwen3", trace=folder / "trace", mesh=mesh, engine=EngineOptions(kind="hf"), cycles=2)
+    runner.roundtrip(config, phases=[Phase(trace=config.trace, within=within)], scenario=equal_lengths(config))
     return report_of(store.read(config.trace), str(config.trace))
 
 
@@ -69,19 +52,19 @@ def violated(report: Report) -> dict[str, Stage]:
 
 
 @pytest.mark.slow
-def test_interleaved_stages_without_overlap_are_caught_by_the_gradients(workshop: Workshop, tmp_path: Path) -> None:
-    found = violated(run(workshop, "trap_functions:without_p2p_overlap", Mesh(pp=2, vpp=2), tmp_path))
+def test_interleaved_stages_without_overlap_are_caught_by_the_gradients(runner: Runner, tmp_path: Path) -> None:
+    found = violated(run(runner, Mesh(pp=2, vpp=2), tmp_path, ("trap_functions:without_p2p_overlap",)))
     assert found == {"LSS001": Stage.LOSS, "LSS002": Stage.LOSS}
 
 
 @pytest.mark.slow
-def test_an_export_of_stale_weights_is_caught_by_the_live_ones(workshop: Workshop, tmp_path: Path) -> None:
-    found = violated(run(workshop, "trap_functions:without_param_sync", Mesh(dp=2), tmp_path))
+def test_an_export_of_stale_weights_is_caught_by_the_live_ones(runner: Runner, tmp_path: Path) -> None:
+    found = violated(run(runner, Mesh(dp=2), tmp_path, ("trap_functions:without_param_sync",)))
     assert found["WGT005"] is Stage.EXPORT
     assert min(found.values()) is Stage.EXPORT
 
 
 @pytest.mark.parametrize("mesh", [Mesh(pp=2, vpp=2), Mesh(dp=2)], ids=Mesh.label)
-def test_by_default_neither_happens(workshop: Workshop, mesh: Mesh, tmp_path: Path) -> None:
-    report = run(workshop, "verifier.runs.session_megatron:roundtrip", mesh, tmp_path)
+def test_by_default_neither_happens(runner: Runner, mesh: Mesh, tmp_path: Path) -> None:
+    report = run(runner, mesh, tmp_path)
     assert report.verdict is Verdict.HOLDS, violated(report)

@@ -16,7 +16,7 @@ VOCAB = 512
 
 def preload() -> None:
     """The CPU tier, whatever the machine has."""
-    from verifier.runs.session_megatron import preload_cpu
+    from verifier.runs.ranks_megatron import preload_cpu
 
     preload_cpu()
 

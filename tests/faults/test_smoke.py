@@ -10,11 +10,11 @@ import sys
 
 from verifier.faults.catalog import CATALOG
 from verifier.faults.matrix import line_of
-from verifier.faults.trial import Bench
+from verifier.faults.trial import Trials
 
 
 def test_fault_is_caught_where_it_sits() -> None:
-    with Bench(lambda text: print(text, file=sys.stderr, flush=True)) as bench:
-        result = bench.trial(CATALOG["router-rounded-on-the-wire"])
+    with Trials(lambda text: print(text, file=sys.stderr, flush=True)) as trials:
+        result = trials.trial(CATALOG["router-rounded-on-the-wire"])
     assert not result.failures, line_of(result)
     assert not result.crashed, line_of(result)

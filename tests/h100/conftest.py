@@ -1,4 +1,4 @@
-"""One workshop for all GPU tests, and what they measured, written where `ci/gpu` asks for it."""
+"""One runner for all GPU tests, and what they measured, written where `ci/gpu` asks for it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture(scope="session")
-def workshop() -> Iterator[Any]:
-    from verifier.runs.runner import Workshop
+def runner() -> Iterator[Any]:
+    from verifier.runs.resources import Resources
+    from verifier.runs.runner import Runner
 
     began = time.monotonic()
-    with Workshop(lambda text: print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)) as found:
-        yield found
+    with Resources(warm=True) as resources:
+        yield Runner(resources, lambda text: print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True))
 
 
 @pytest.fixture(scope="session")

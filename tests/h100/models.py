@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verifier.model.tiny import write_family
-from verifier.runs.setup import cache_folder
+from verifier.runs.model_under_test import cache_folder
 
 LATENT = {
     "hidden_size": 512,

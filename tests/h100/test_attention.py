@@ -8,7 +8,7 @@ import torch
 from tests.dist.clean_case import judge
 from tests.h100.models import model
 from tests.h100.test_faults import verdicts
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.platform.upstream_fixes import CUDNN_WIDTH
 from verifier.report import render_text, report_of
@@ -75,18 +75,18 @@ def own_attention(query, key, value):
     ])  # fmt: skip
 
 
-def test_padded_values_are_caught_and_healed(workshop, measured, tmp_path):
+def test_padded_values_are_caught_and_healed(runner, measured, tmp_path):
     """As shipped, where cuDNN has the bug: the report names it. With the fix, the run holds."""
-    trace = workshop.roundtrip(config_of(tmp_path / "as-shipped"))
+    trace = runner.roundtrip(config_of(tmp_path / "as-shipped"))
     caught, first = verdicts(trace)
     measured(fault="latent-values-padded", caught=caught, first_bad_stage=first)
     assert (caught, first) == (([], None) if cudnn_version() >= MENDED else (["LSS001"], "loss"))
     shown = render_text(report_of(store.read(trace), str(trace)))
     assert (f"--fix {CUDNN_WIDTH}" in shown) is (cudnn_version() < MENDED)
-    judge(workshop.roundtrip(config_of(tmp_path / "fixed", fixes=(CUDNN_WIDTH,))))
+    judge(runner.roundtrip(config_of(tmp_path / "fixed", fixes=(CUDNN_WIDTH,))))
 
 
 def config_of(folder, **options):
     return RoundtripConfig(
-        model=model("deepseek-v3"), trace=folder, dtype="bfloat16", engine="hf", cycles=1, **options
+        model=model("deepseek-v3"), trace=folder, dtype="bfloat16", engine=EngineOptions(kind="hf"), cycles=1, **options
     )  # fmt: skip

@@ -10,10 +10,8 @@ from verifier.core.stage import Stage
 
 @pytest.mark.h100(gpus=1)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
-def test_quantising_engine(family, workshop, measured, tmp_path):
-    found = run(
-        workshop, measured, config_of(tmp_path / "trace", family, engine_quantization="fp8"), engine_quantization="fp8"
-    )
+def test_quantising_engine(family, runner, measured, tmp_path):
+    found = run(runner, measured, config_of(tmp_path / "trace", family, quantization="fp8"), engine_quantization="fp8")
     state = found.at(Stage.ENGINE, "state", version=CYCLES)
     assert any(item.dtype == "float8_e4m3fn" for item in state)
     names = [name for item in found.at(Stage.ENGINE, "view-quantized", version=CYCLES) for name in item.facts["names"]]
@@ -24,9 +22,9 @@ def test_quantising_engine(family, workshop, measured, tmp_path):
 
 
 @pytest.mark.h100(gpus=1)
-def test_adapter_is_synced_and_the_base_left_alone(workshop, measured, tmp_path):
-    config = config_of(tmp_path / "trace", engine_lora_rank=8)
-    found = run(workshop, measured, config, engine_lora_rank=8)
+def test_adapter_is_synced_and_the_base_left_alone(runner, measured, tmp_path):
+    config = config_of(tmp_path / "trace", lora_rank=8)
+    found = run(runner, measured, config, engine_lora_rank=8)
     held = [item.name for item in found.at(Stage.ENGINE, "view", version=CYCLES) if ".lora_" in item.name]
     measured(adapter_tensors=len(held))
     assert len(held) == 2 * 4 * 7

@@ -11,13 +11,10 @@ from tests.dist.clean_case import judge
 from tests.h100.models import MENDED, fixes, model
 from tests.h100.test_faults import verdicts
 from tests.h100.test_roundtrip import distance
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.stage import Stage
-from verifier.faults import bugs_engine_gpu
-from verifier.runs.roundtrip import engine_config_of
-from verifier.runs.runner import RUN_DEADLINE_S
-from verifier.runs.setup import open_subject
+from verifier.faults.catalog import CATALOG
 
 CYCLES = 2
 FUNCTIONS = "tests.h100.engine_functions"
@@ -27,19 +24,19 @@ def config_of(folder, family="qwen3", **options):
     """Other tests share the GPU, so an engine that sleeps asks for the fix of vllm #45620."""
     asked = MENDED if options.get("sleep_level") else fixes(family)
     return RoundtripConfig(
-        model=model(family), trace=folder, dtype="bfloat16", cycles=CYCLES, transport="ipc", fixes=asked, **options
+        model=model(family), trace=folder, dtype="bfloat16", cycles=CYCLES, transport="ipc", fixes=asked,
+        engine=EngineOptions(**options),
     )  # fmt: skip
 
 
-def client_of(workshop, config):
+def client_of(runner, config):
     """A connection of the test's own to the engine that a run will use."""
-    subject = open_subject(config.model, config.dtype, config.mesh)
-    return workshop.engine(engine_config_of(config, subject)).process.client(deadline_s=RUN_DEADLINE_S)
+    return runner.engine(config).process.client()
 
 
-def run(workshop, measured, config, **said):
+def run(runner, measured, config, **said):
     began = time.monotonic()
-    trace = workshop.roundtrip(config)
+    trace = runner.roundtrip(config)
     found = store.read(trace)
     measured(
         **said, family=Path(config.model).name, seconds=round(time.monotonic() - began, 1),
@@ -53,12 +50,12 @@ def run(workshop, measured, config, **said):
 
 @pytest.mark.h100(gpus=1)
 @pytest.mark.parametrize("level", [1, 2])
-def test_graphs_are_replayed_after_sleep_and_sync(level, workshop, measured, tmp_path):
+def test_graphs_are_replayed_after_sleep_and_sync(level, runner, measured, tmp_path):
     config = config_of(tmp_path / "trace", cuda_graphs=True, sleep_level=level)
-    client = client_of(workshop, config)
+    client = client_of(runner, config)
     client.call(FUNCTIONS, "count_replays")
     before = client.call(FUNCTIONS, "replays")[0]
-    run(workshop, measured, config, cuda_graphs=True, sleep_level=level)
+    run(runner, measured, config, cuda_graphs=True, sleep_level=level)
     replays = client.call(FUNCTIONS, "replays")[0] - before
     client.close()
     measured(replays=replays)
@@ -66,14 +63,14 @@ def test_graphs_are_replayed_after_sleep_and_sync(level, workshop, measured, tmp
 
 
 @pytest.mark.h100(gpus=1)
-@pytest.mark.parametrize("fault", bugs_engine_gpu.FAULTS, ids=lambda fault: fault.id)
-def test_fault_is_caught_where_it_sits(fault, workshop, measured, tmp_path):
+@pytest.mark.parametrize("fault", [fault for fault in CATALOG.values() if fault.gpus], ids=lambda fault: fault.id)
+def test_fault_is_caught_where_it_sits(fault, runner, measured, tmp_path):
     options = {"cuda_graphs": True, "sleep_level": 2}
     config = config_of(tmp_path / "faulted", fault.model.removeprefix("tiny:"), **options)
-    client = client_of(workshop, config)
+    client = client_of(runner, config)
     client.call("verifier.faults.engine_side", "inject", [fault.id])
     try:
-        trace = workshop.roundtrip(config)
+        trace = runner.roundtrip(config)
     finally:
         fired = sum(client.call("verifier.faults.engine_side", "heal"))
         client.close()
@@ -82,10 +79,10 @@ def test_fault_is_caught_where_it_sits(fault, workshop, measured, tmp_path):
     assert fired
     assert set(fault.caught_by) <= set(caught)
     assert first == fault.stage.label
-    judge(workshop.roundtrip(config_of(tmp_path / "healed", fault.model.removeprefix("tiny:"), **options)))
+    judge(runner.roundtrip(config_of(tmp_path / "healed", fault.model.removeprefix("tiny:"), **options)))
 
 
 @pytest.mark.h100(gpus=1)
-def test_latent_attention_with_graphs_and_sleep(workshop, measured, tmp_path):
+def test_latent_attention_with_graphs_and_sleep(runner, measured, tmp_path):
     config = config_of(tmp_path / "trace", "deepseek-v3", cuda_graphs=True, sleep_level=2)
-    run(workshop, measured, config, cuda_graphs=True, sleep_level=2)
+    run(runner, measured, config, cuda_graphs=True, sleep_level=2)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import pytest
 
 from tests.dist.clean_case import judge
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
 from verifier.faults.catalog import CATALOG
 from verifier.mesh import Mesh
 from verifier.report.report import report_of
-from verifier.runs.roundtrip import engine_config_of
-from verifier.runs.runner import COLLECTIVE_DEADLINE_S, RUN_DEADLINE_S, warm_manifest_of, warm_spec_of
-from verifier.runs.setup import open_subject
+from verifier.runs.runner import Phase
 
 RELOAD = (
     "reload-drops-one-load",
@@ -37,14 +32,13 @@ def config_of(name, folder, **sizes):
     "name",
     [*(pytest.param(name, marks=pytest.mark.own_process) for name in RELOAD[:3]), *RELOAD[3:]],  # these take longest
 )
-def test_reload_fault_is_caught_where_it_sits(name, workshop, measured, tmp_path):
+def test_reload_fault_is_caught_where_it_sits(name, runner, measured, tmp_path):
     fault = CATALOG[name]
     config = config_of(fault.model, tmp_path / "faulted")
-    engine = workshop.engine(engine_config_of(config, open_subject(fault.model, "bfloat16", config.mesh)))
-    client = engine.process.client(deadline_s=RUN_DEADLINE_S)
+    client = runner.engine(config).process.client()
     client.call("verifier.faults.engine_side", "inject", [name])
     try:
-        trace = workshop.roundtrip(config)
+        trace = runner.roundtrip(config)
     finally:
         fired = sum(client.call("verifier.faults.engine_side", "heal"))
         client.close()
@@ -53,34 +47,26 @@ def test_reload_fault_is_caught_where_it_sits(name, workshop, measured, tmp_path
     assert fired
     assert set(fault.caught_by) <= set(caught)
     assert first == fault.stage.label
-    judge(workshop.roundtrip(config_of(fault.model, tmp_path / "healed")))
+    judge(runner.roundtrip(config_of(fault.model, tmp_path / "healed")))
 
 
 @pytest.mark.h100(gpus=2)
-def test_handles_of_rank_0_alone_are_refused(workshop, measured, tmp_path):
-    config = config_of("tiny:qwen3", tmp_path / "faulted", mesh=Mesh(tp=2), engine_tp=2)
-    train_by("rank_0_shows_alone", workshop, config, tmp_path)
+def test_handles_of_rank_0_alone_are_refused(runner, measured, tmp_path):
+    config = config_of("tiny:qwen3", tmp_path / "faulted", mesh=Mesh(tp=2), engine=EngineOptions(tp=2))
+    run_within("rank_0_shows_alone", runner, config)
     refusals = [item.facts["refused"] for item in store.read(config.trace).at(Stage.TRANSPORT, "handover")]
     assert len(refusals) == 2  # of version 0, which brings the warm engine back, and of version 1
     caught, first = verdicts(config.trace)
     measured(fault="ipc-rank-0-handles-only", refused=refusals[0], caught=caught, first_bad_stage=first)
     assert {"TPT002", "TPT003"} <= set(caught)
     assert all("engine rank 1" in text and "was given no buffer" in text for text in refusals)
-    judge(workshop.roundtrip(config_of("tiny:qwen3", tmp_path / "healed", mesh=Mesh(tp=2), engine_tp=2)))
+    judge(runner.roundtrip(config_of("tiny:qwen3", tmp_path / "healed", mesh=Mesh(tp=2), engine=EngineOptions(tp=2))))
 
 
-def train_by(function, workshop, config, folder):
-    """A round trip whose ranks run a function of `fault_functions`; what `workshop.complete` then needs."""
-    subject = open_subject(config.model, config.dtype, config.mesh)
-    engine = workshop.engine(engine_config_of(config, subject))
-    manifest = warm_manifest_of(config, subject)
-    store.create(config.trace, manifest)
-    spec = warm_spec_of(config, subject, config.trace, Path(tempfile.mkdtemp(dir=folder)), engine)
-    workshop.launcher.run(
-        f"tests.h100.fault_functions:{function}", world_size=config.mesh.world_size, run_dir=folder / "ranks",
-        args=spec.to_json(), deadline_s=RUN_DEADLINE_S, collective_deadline_s=COLLECTIVE_DEADLINE_S, mesh=config.mesh,
-    )  # fmt: skip
-    return config.trace, spec, subject, engine, manifest
+def run_within(function, runner, config):
+    """A round trip whose ranks enter a function of `fault_functions`; its trace."""
+    phase = Phase(trace=config.trace, within=(f"tests.h100.fault_functions:{function}",))
+    return runner.roundtrip(config, phases=[phase])
 
 
 def verdicts(trace):

@@ -35,12 +35,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)
-def test_export_equals_the_source(name, mesh, workshop, measured, tmp_path):
+def test_export_equals_the_source(name, mesh, runner, measured, tmp_path):
     began = time.monotonic()
     config = GoldenConfig(
         model=model(name), trace=tmp_path / "trace", mesh=mesh, dtype="bfloat16", fixes=fixes(name)
     )  # fmt: skip
-    trace = workshop.golden(config)
+    trace = runner.golden(config)
     report = judge(trace)
     measured(
         family=name, mesh=mesh.label(), gpus=min(mesh.world_size, torch.cuda.device_count()),

@@ -18,9 +18,8 @@ from verifier.model.named import resolve_model
 from verifier.model.tiny import TINY
 from verifier.oracle import noise_floor as floors
 from verifier.oracle.oracle import Oracle
+from verifier.runs.model_under_test import cache_folder
 from verifier.runs.noise import DTYPE, measure, table
-from verifier.runs.runner import RUN_DEADLINE_S
-from verifier.runs.setup import cache_folder
 
 pytestmark = pytest.mark.h100(gpus=1)
 
@@ -32,7 +31,7 @@ ALIKE = 2.0
 
 @pytest.fixture(scope="module")
 def oracle():
-    with Oracle(resolve_model(model("qwen3"), cache_folder(), DTYPE), deadline_s=RUN_DEADLINE_S) as found:
+    with Oracle(resolve_model(model("qwen3"), cache_folder(), DTYPE), deadline_s=600.0) as found:
         yield found
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.dist.clean_case import judge
 from tests.h100.models import fixes, model
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.stage import Stage
 from verifier.mesh import Mesh
@@ -53,12 +53,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "mesh", "transport", "engine_tp"), CASES)
-def test_synced_engine_is_the_cold_engine(name, mesh, transport, engine_tp, workshop, measured, tmp_path):
+def test_synced_engine_is_the_cold_engine(name, mesh, transport, engine_tp, runner, measured, tmp_path):
     began = time.monotonic()
-    trace = workshop.roundtrip(
+    trace = runner.roundtrip(
         RoundtripConfig(
-            model=model(name), trace=tmp_path / "trace", mesh=mesh, dtype="bfloat16", engine_tp=engine_tp,
-            cycles=1 if name.startswith("wide:") else CYCLES, transport=transport, fixes=fixes(name),
+            model=model(name), trace=tmp_path / "trace", mesh=mesh, dtype="bfloat16",
+            engine=EngineOptions(tp=engine_tp), cycles=1 if name.startswith("wide:") else CYCLES, transport=transport,
+            fixes=fixes(name),
         )
     )  # fmt: skip
     took = time.monotonic() - began

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.bench.train_cost import GREATEST_COST, LEAST_SPEED, SAME_WORK, measure
+from verifier.runs.resources import Deadline
 from verifier.train import logprob
 from verifier.train.pack import IGNORE_LABEL
 
@@ -28,12 +29,12 @@ FUSED = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te", "
 """The bare loop's loss, and rotary embeddings in one kernel for both."""
 
 
-def test_our_step_costs_little_more_than_a_bare_loop(workshop, its_turn, measured, tmp_path):
+def test_our_step_costs_little_more_than_a_bare_loop(runner, its_turn, measured, tmp_path):
     args = {
         "sizes": SIZES, "dtype": "bfloat16", "tier": "cuda", "overrides": FUSED, "rows": 16_384, "micro_batches": 4,
         "rounds": 3,
     }  # fmt: skip
-    cost = measure(workshop.launcher, tmp_path, args)
+    cost = measure(runner.resources.launcher(Deadline(600)), tmp_path, args)
     measured(
         model="Qwen3-1.7B sizes, tied", tokens_per_step=cost.num_tokens, step_s=round(cost.step_s, 3),
         tokens_per_s=round(cost.tokens_per_s), mfu=round(cost.flops / cost.step_s / PEAK_FLOPS, 3),

@@ -18,7 +18,7 @@ from verifier.export.adapters import adapters_of
 from verifier.export.names import layout_of
 from verifier.model.named import is_generated
 from verifier.oracle.noise_floor import record_floor, stored_floor
-from verifier.runs.spec import (
+from verifier.runs.scenario import (
     AT_LENGTH,
     AT_TEMPERATURE,
     CLIP_GRAD,
@@ -27,7 +27,6 @@ from verifier.runs.spec import (
     NO_DECAY,
     RATES,
     TEMPERATURE,
-    RunSpec,
     made_up_logprobs,
     made_up_reward,
     trained,
@@ -36,7 +35,8 @@ from verifier.runs.spec import (
 
 if TYPE_CHECKING:
     from verifier.core.trace import Trace
-    from verifier.runs.setup import Subject
+    from verifier.runs.model_under_test import ModelUnderTest
+    from verifier.runs.spec import RunSpec
 
 
 SLACK = 2e-5
@@ -83,7 +83,7 @@ class Oracle:
         arguments = [str(checkpoint), [list(tokens) for tokens in sequences], dtype, device, temperature]
         return self._client.call("verifier.oracle.logprob_hf", "score", arguments)[0]
 
-    def record(self, trace: Path, spec: RunSpec, subject: Subject) -> None:
+    def record(self, trace: Path, spec: RunSpec, subject: ModelUnderTest) -> None:
         """Score the run's tokens, and those that the engine sampled, with the weights of every version.
 
         Version 0 is the source; later ones are the trainer's live shards, joined without Megatron-Bridge, or what was
@@ -108,13 +108,13 @@ class Oracle:
                 continue
             samples = list(seen.at(Stage.ROLLOUT, "sampled", version=version))
             groups: list[list[tuple[Sequence[int], float]]] = [
-                [(tokens, 1.0) for tokens in spec.sequences],
+                [(tokens, 1.0) for tokens in spec.scenario.sequences],
                 *map(_continued, samples),
             ]
             exact, *exact_samples = self._score_groups(checkpoint, groups, "float32", device)
             _emit(recorder, "oracle", "scored", version, exact, [len(row) + 1 for row in exact])
             for item in seen.at(Stage.ROLLOUT, "drawn", version=version):
-                arguments = [str(checkpoint), list(spec.prompts[0]), device, float(item.facts["temperature"])]
+                arguments = [str(checkpoint), list(spec.scenario.prompts[0]), device, float(item.facts["temperature"])]
                 nats = self._client.call("verifier.oracle.logprob_hf", "next_token", arguments)[0]
                 found = Evidence(stage=Stage.LOGPROB, kind="next", name=item.name, version=version)
                 recorder.emit(found, torch.tensor(nats, dtype=torch.float64))
@@ -123,11 +123,11 @@ class Oracle:
                 if against == "float64" and is_generated(seen.manifest["model"]):
                     against = ""
                 elif against == "float64":
-                    doubled = self.score(checkpoint, spec.sequences, against, device)
+                    doubled = self.score(checkpoint, spec.scenario.sequences, against, device)
                     slack = max(slack, FP32_NOISES * _emit_noise(recorder, "scored", 0, exact, doubled))
                 for name, asked, temperature in (
-                    (AT_TEMPERATURE, spec.sequences, TEMPERATURE),
-                    (AT_LENGTH, spec.at_length, 1.0),
+                    (AT_TEMPERATURE, spec.scenario.sequences, TEMPERATURE),
+                    (AT_LENGTH, spec.scenario.at_length, 1.0),
                 ):
                     if any(seen.at(Stage.LOGPROB, "trainer", name=name)):
                         self._record_once(recorder, checkpoint, name, asked, temperature, against, device)
@@ -148,8 +148,9 @@ class Oracle:
                 if version == 0:
                     engine_gaps += _gaps_of(seen, "sampled", sampled.name, tails)
         for item in seen.at(Stage.REPLAY, "routes", version=0):
-            self._record_replayed(recorder, spec, subject, device, item, _routes_of(seen, item, len(spec.sequences)))
-        if seen.manifest["config"].get("engine_quantization"):
+            routes = _routes_of(seen, item, len(spec.scenario.sequences))
+            self._record_replayed(recorder, spec, subject, device, item, routes)
+        if seen.manifest["config"]["engine"]["quantization"]:
             for version in seen.versions(Stage.ROLLOUT, "engine"):
                 for name in ("scored", *(item.name for item in seen.at(Stage.ROLLOUT, "sampled", version=version))):
                     _emit_gaps(recorder, "engine-noise", name, version, engine_gaps)
@@ -191,7 +192,7 @@ class Oracle:
         )
 
     def _record_replayed(
-        self, recorder: store.Recorder, spec: RunSpec, subject: Subject, device: str, item: Evidence,
+        self, recorder: store.Recorder, spec: RunSpec, subject: ModelUnderTest, device: str, item: Evidence,
         routes: list[list[list[int]]],
     ) -> None:  # fmt: skip
         """Score by the routes that the trainer's routers were given, where transformers' can be told."""
@@ -201,7 +202,8 @@ class Oracle:
 
         scored = {}
         for dtype in {"float32", subject.dtype}:
-            arguments = [str(subject.checkpoint.path), [list(row) for row in spec.sequences], routes, dtype, device]
+            sequences = [list(row) for row in spec.scenario.sequences]
+            arguments = [str(subject.checkpoint.path), sequences, routes, dtype, device]
             scored[dtype] = self._client.call("verifier.oracle.routes_hf", "score_routed", arguments)[0]
         exact = scored["float32"]
         facts = {"lengths": [len(row) for row in exact]}
@@ -220,10 +222,10 @@ class Oracle:
             rows[temperature] = iter(self.score(checkpoint, asked, dtype, device, temperature))
         return [[next(rows[at]) for _, at in group] for group in groups]
 
-    def _record_steps(self, recorder: store.Recorder, spec: RunSpec, subject: Subject, seen: Trace) -> None:
+    def _record_steps(self, recorder: store.Recorder, spec: RunSpec, subject: ModelUnderTest, seen: Trace) -> None:
         from verifier.train.lora_megatron import SCALING, TARGETS
 
-        batches = [[_sample(index, tokens) for index, tokens in enumerate(batch)] for batch in spec.batches]
+        batches = [[_sample(index, tokens) for index, tokens in enumerate(batch)] for batch in spec.scenario.batches]
         rule = {
             **RATES, "clip": CLIP_GRAD, "temperature": TEMPERATURE, "entropy": ENTROPY_WEIGHT, "drift": DRIFT_WEIGHT,
         }  # fmt: skip

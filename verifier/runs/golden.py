@@ -1,4 +1,4 @@
-"""`verifier golden`: load through Megatron-Bridge on a mesh, export, compare with the source bit by bit."""
+"""Recorded manifests of exports: written by `verifier golden --record`, compared with by `--against`."""
 
 from __future__ import annotations
 
@@ -10,64 +10,10 @@ from verifier.config import GoldenConfig
 from verifier.core import store
 from verifier.core.evidence import Evidence
 from verifier.core.stage import Stage
-from verifier.core.store import require_writable
 from verifier.errors import UsageError
-from verifier.launch.fork_launcher import ForkLauncher
-from verifier.platform.upstream_fixes import selected
-from verifier.runs.placement import place_trainer
-from verifier.runs.setup import (
-    PRELOADS,
-    Deadline,
-    Progress,
-    Subject,
-    identity,
-    open_subject,
-    run_ranks,
-    trace_folder,
-    work_folder,
-)
-from verifier.runs.spec import RunSpec
+from verifier.runs.model_under_test import ModelUnderTest, open_model
 
 MANIFESTS = Path("golden")
-
-
-def run(config: GoldenConfig, progress: Progress) -> None:
-    """Run golden and leave its trace; judge it afterwards.
-
-    Raises:
-        UsageError: what the user can mend; no trace is left then.
-        VerifierError: a rank died or hung; the trace says so.
-    """
-    until = Deadline(config.timeout_s)
-    subject = open_subject(config.model, config.dtype, config.mesh)
-    recorded = None if config.against is None else read_manifest(config.against)
-    if recorded is not None:
-        require_same_model(recorded, subject, config.against)
-    if config.record:
-        require_writable(manifest_path(config), make_folder=True)
-    manifest = manifest_of(config, subject)
-    with (
-        ForkLauncher(preload=PRELOADS[subject.tier], load_deadline_s=until.left("importing Megatron")) as launcher,
-        trace_folder(config.trace, manifest) as trace,
-        work_folder() as work,
-    ):
-        spec = RunSpec(
-            checkpoint=str(subject.checkpoint.path), mesh=config.mesh, dtype=config.dtype, tier=subject.tier,
-            trace=str(trace), work=str(work), source_from_manifest=recorded is not None, saves=subject.is_saved,
-            fixes=sorted(selected(config.fixes)),
-        )  # fmt: skip
-        progress("importing Megatron")
-        run_ranks(launcher, "golden", spec, until.left("the ranks were started"), progress)
-        if recorded is not None:
-            emit_manifest(trace, recorded)
-        store.write_manifest(trace, {**manifest, "complete": True})
-
-
-def manifest_of(config: GoldenConfig, subject: Subject) -> dict[str, Any]:
-    """Run identity, and which checks have a subject in this run."""
-    scopes = ["export", *subject.layout_scopes, *(["saved"] if subject.is_saved else [])]
-    num_gpus = place_trainer(config.mesh, subject.tier)
-    return {**identity(subject, "golden", config.model, config.to_dict(), num_gpus), "scopes": scopes}
 
 
 def write_manifest(config: GoldenConfig) -> Path:
@@ -81,7 +27,7 @@ def write_manifest(config: GoldenConfig) -> Path:
     record = {
         "model": config.model,
         "dtype": config.dtype,
-        "architecture": open_subject(config.model, config.dtype, config.mesh).checkpoint.config["architectures"][0],
+        "architecture": open_model(config.model, config.dtype, config.mesh).checkpoint.config["architectures"][0],
         "mesh": config.mesh.to_dict(),
         "versions": trace.manifest["versions"],
         "why": config.why,
@@ -102,13 +48,13 @@ def manifest_path(config: GoldenConfig) -> Path:
     return MANIFESTS / f"{name}-{config.dtype}.json"
 
 
-def require_same_model(record: dict[str, Any], subject: Subject, path: Path | None) -> None:
+def require_same_model(record: dict[str, Any], model: ModelUnderTest, path: Path | None) -> None:
     """Refuse to compare with the manifest of another architecture or dtype.
 
     Raises:
         UsageError: names both.
     """
-    ours = {"architecture": subject.checkpoint.config["architectures"][0], "dtype": subject.dtype}
+    ours = {"architecture": model.checkpoint.config["architectures"][0], "dtype": model.dtype}
     for what, value in ours.items():
         if record.get(what) != value:
             raise UsageError(f"`{path}` was recorded for {what} {record.get(what)}, and the model has {value}")
@@ -135,7 +81,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return record
 
 
-def emit_manifest(trace: Path, record: dict[str, Any]) -> None:
+def record_manifest(trace: Path, record: dict[str, Any]) -> None:
     """A manifest's tensors as evidence of the source."""
     recorder = store.Recorder(trace, "source", 0)
     for name, item in record["tensors"].items():

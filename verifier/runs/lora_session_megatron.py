@@ -17,8 +17,8 @@ from verifier.launch.flight_recorder import label
 from verifier.model import provider_megatron
 from verifier.plan.digest import digest_tensor
 from verifier.probes.weights_megatron import LiveWeights, join, record_live, record_moved, record_source, recorded
+from verifier.runs.scenario import NO_DECAY, RATES
 from verifier.runs.session_megatron import DATA_PARALLEL, Session
-from verifier.runs.spec import NO_DECAY, RATES
 from verifier.runs.steps_megatron import Steps
 from verifier.train import lora_megatron as adapter_megatron
 from verifier.train import step_megatron
@@ -139,16 +139,16 @@ class AdapterSession(Session):
         if self.engine is None:
             return
         self.say(f"version {version}: engine scores and samples")
-        self.engine.record_logprobs(self.spec.sequences, version)
-        self.engine.record_samples(self.spec.prompts, version, self.spec.seed + version)
-        self.engine.record_draws(self.spec.prompts[0], version, self.spec.seed + version)
+        self.engine.record_logprobs(self.spec.scenario.sequences, version)
+        self.engine.record_samples(self.spec.scenario.prompts, version, self.spec.seed + version)
+        self.engine.record_draws(self.spec.scenario.prompts[0], version, self.spec.seed + version)
         base = {name: self.source.read(name) for name in self.source.names()}
         adapter = adapter_megatron.held_by_engine(self.adapter)
         if version == 0:  # none is loaded yet, and its place is empty
             adapter = {name: torch.zeros_like(tensor) for name, tensor in adapter.items()}
         self.engine.record_held({**base, **adapter}, version)
 
-    def run(self) -> None:
+    def roundtrip(self) -> None:
         """Everything, in the order of the data flow."""
         self.load()
         self.score(0)
@@ -162,7 +162,7 @@ class AdapterSession(Session):
             self.sync(version)
             self.observe_engine(version)
 
-    def run_tokens(self) -> None:
+    def tokens(self) -> None:
         """The token path alone: nothing is exported, no engine takes part."""
         self.load()
         self.score(0)

@@ -1,16 +1,12 @@
-"""`verifier noise`: measure what bf16 alone does to a model's log-probabilities, and store it as a tolerance."""
+"""What bf16 alone does to a model's log-probabilities, measured on random tokens and stored as a tolerance."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
-from verifier.config import NoiseConfig
-from verifier.core.store import require_writable
 from verifier.errors import UsageError
-from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.families import size_if_any
 from verifier.oracle.noise_floor import (
@@ -19,42 +15,18 @@ from verifier.oracle.noise_floor import (
     Floor,
     bucket_of,
     config_digest,
-    floor_path,
     label_of,
     versions,
     weights_digest,
-    write_floor,
 )
-from verifier.oracle.oracle import Oracle
-from verifier.runs.setup import Deadline, Progress, open_subject
 
 DTYPE = "bfloat16"
 TOKENS = 8_192
 """Log-probabilities per bucket: the greatest of so many is not exceeded by a run of hundreds, or hardly."""
 SHORTEST = 8
+Progress = Callable[[str], None]
 Score = Callable[[Path, Sequence[Sequence[int]], str], list[list[float]]]
 """(checkpoint, sequences, dtype) -> per sequence its log-probabilities, nats."""
-
-
-def run(config: NoiseConfig, progress: Progress) -> Floor:
-    """Measure, and store under ``golden/noise`` if asked to.
-
-    Raises:
-        UsageError: the model cannot be used, or the file not be written.
-    """
-    until = Deadline(config.timeout_s)
-    subject = open_subject(config.model, DTYPE, Mesh())
-    if config.record:
-        require_writable(floor_path(config.model, DTYPE, subject.tier), make_folder=True)
-    progress("starting transformers")
-    with Oracle(subject.checkpoint.path, until.left("transformers was started")) as oracle:
-        score = partial(oracle.score, device="cpu" if subject.tier == "cpu" else "cuda")
-        floor = measure(
-            config.model, subject.checkpoint, subject.tier, score, progress, why=config.why or "not recorded"
-        )
-    if config.record:
-        progress(f"recorded {write_floor(floor)}")
-    return floor
 
 
 def measure(

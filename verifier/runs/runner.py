@@ -1,147 +1,237 @@
-"""Many runs in one go: what is slow to start is started once and serves them all."""
+"""One run from its config to its trace: `verifier golden`, `roundtrip` and `noise`, every test of them, every trial."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
-from verifier.config import GoldenConfig, RoundtripConfig
-from verifier.core import store
+from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
+from verifier.core.store import require_writable
 from verifier.engine.api import EngineConfig
-from verifier.engine.process import EngineProcess, engine_fork_server
-from verifier.launch.fork_launcher import ForkLauncher
-from verifier.oracle.oracle import Oracle
-from verifier.platform import select
+from verifier.errors import VerifierError
+from verifier.mesh import Mesh
+from verifier.oracle.noise_floor import Floor, floor_path, write_floor
 from verifier.platform.upstream_fixes import selected
-from verifier.probes.engine import EngineState, held_by
-from verifier.runs.golden import manifest_of as golden_manifest_of
-from verifier.runs.roundtrip import engine_config_of, manifest_of, spec_of
-from verifier.runs.setup import PRELOADS, Subject, open_subject, run_ranks
-from verifier.runs.spec import RunSpec
+from verifier.probes.engine import held_by
+from verifier.runs import golden, noise
+from verifier.runs.manifest import golden_manifest, recording, roundtrip_manifest
+from verifier.runs.model_under_test import ModelUnderTest, open_for_roundtrip, open_model
+from verifier.runs.placement import place
+from verifier.runs.resources import Deadline, Resources, RunningEngine
+from verifier.runs.scenario import Scenario, made_up
+from verifier.runs.spec import RunSpec, engine_config, roundtrip_spec
 
-RUN_DEADLINE_S = 600.0
-COLLECTIVE_DEADLINE_S = 180.0
-"""All wait for rank 0 while it asks the engine, whose first request may compile kernels: 75 s were seen."""
+Progress = Callable[[str], None]
+ENGINE_FIRST_S = 20.0
+"""Ranks wait so much longer for rank 0 than rank 0 for the engine, so that it can say first who does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmEngine:
-    """A running engine, and what each of its ranks held right after it had loaded."""
+class Phase:
+    """One of several sessions of the same ranks on the same engine."""
 
-    process: EngineProcess
-    cold: EngineState
+    trace: Path
+    within: tuple[str, ...] = ()
+    """See `RunSpec.within`."""
 
 
-class Workshop:
-    """Imported ranks, one engine per configuration, and the oracle, kept from run to run.
+class Runner:
+    """Runs what a config asks for, and leaves its trace; judging is the caller's.
 
-    An engine that has served other runs is brought back first: every run sends it the weights of version 0, into
-    parameters that were poisoned, and must then find it as it was right after its cold start.
+    Every method raises a UsageError for what the user can mend, and leaves no trace then; of any other VerifierError, a
+    process that died or hung, the trace says so.
 
     Args:
+        resources: cold or warm.
         progress: told what runs.
-        launcher: ranks that are imported already; its owner ends it. None starts one.
     """
 
-    def __init__(self, progress: Callable[[str], None], launcher: ForkLauncher | None = None) -> None:
-        self._progress = progress
-        self._stack = contextlib.ExitStack()
-        self._engines: dict[EngineConfig, WarmEngine] = {}
-        self._oracle: Oracle | None = None
-        self._launcher = launcher
-
-    def __enter__(self) -> Workshop:
-        if self._launcher is None:
-            self._launcher = self._stack.enter_context(ForkLauncher(preload=PRELOADS[select()]))
-        self._fork_server = self._stack.enter_context(engine_fork_server())
-        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="verifier-workshop-")))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop_engines()
-        self._stack.close()
-
-    @property
-    def launcher(self) -> ForkLauncher:
-        """The process that ranks are forked from."""
-        assert self._launcher is not None
-        return self._launcher
-
-    def engine(self, config: EngineConfig) -> WarmEngine:
-        """A running engine; it is started if none of this configuration runs."""
-        if config not in self._engines:
-            self._progress(f"starting the {config.kind} engine with {Path(config.checkpoint).name}")
-            process = EngineProcess(config, fork_server=self._fork_server)
-            with contextlib.ExitStack() as until_ready:
-                until_ready.callback(process.stop)
-                client = process.client(deadline_s=RUN_DEADLINE_S)
-                client.wait_ready(RUN_DEADLINE_S)
-                self._engines[config] = WarmEngine(process=process, cold=held_by(client))
-                client.close()
-                until_ready.pop_all()
-        return self._engines[config]
-
-    def stop_engines(self) -> None:
-        """End the engines; the ranks and the oracle stay."""
-        for engine in self._engines.values():
-            engine.process.stop()
-        self._engines.clear()
-
-    def oracle(self, checkpoint: Path) -> Oracle:
-        """The oracle, which scores any checkpoint."""
-        if self._oracle is None:
-            self._oracle = self._stack.enter_context(Oracle(checkpoint, RUN_DEADLINE_S))
-        return self._oracle
+    def __init__(self, resources: Resources, progress: Progress) -> None:
+        self.resources, self._progress = resources, progress
 
     def golden(self, config: GoldenConfig) -> Path:
-        """Load on a mesh and export; the trace is left at its `config.trace`."""
-        subject = open_subject(config.model, config.dtype, config.mesh)
-        manifest = golden_manifest_of(config, subject)
-        store.create(config.trace, manifest)
-        spec = RunSpec(
-            checkpoint=str(subject.checkpoint.path), mesh=config.mesh, dtype=config.dtype, tier=subject.tier,
-            trace=str(config.trace), work=tempfile.mkdtemp(dir=self._folder), deadline_s=COLLECTIVE_DEADLINE_S,
-            saves=subject.is_saved, fixes=sorted(selected(config.fixes)),
+        """Load through Megatron-Bridge on a mesh and export; returns the trace."""
+        until = Deadline(config.timeout_s)
+        model = open_model(config.model, config.dtype, config.mesh)
+        recorded = None
+        if config.against is not None:
+            recorded = golden.read_manifest(config.against)
+            golden.require_same_model(recorded, model, config.against)
+        if config.record:
+            require_writable(golden.manifest_path(config), make_folder=True)
+        manifest = golden_manifest(config, model)
+        with recording([config.trace], manifest) as complete, _work_folder() as work:
+            spec = RunSpec(
+                program="golden", checkpoint=str(model.checkpoint.path), mesh=config.mesh, dtype=config.dtype,
+                tier=model.tier, trace=str(config.trace), work=str(work), num_gpus=manifest["num_gpus"],
+                source_from_manifest=recorded is not None, saves=model.is_saved,
+                fixes=sorted(selected(config.fixes)),
+                deadline_s=self.resources.collective_deadline_s,
+            )  # fmt: skip
+            self._progress("importing Megatron")
+            self._run_ranks([spec], work, until)
+            if recorded is not None:
+                golden.record_manifest(config.trace, recorded)
+            complete(config.trace)
+        return config.trace
+
+    def roundtrip(
+        self,
+        config: RoundtripConfig,
+        *,
+        phases: Sequence[Phase] = (),
+        scenario: Scenario | None = None,
+        tokens_only: bool = False,
+    ) -> Path:
+        """Train, export, sync a live engine, score the same tokens on both sides and by the oracle.
+
+        On warm resources, traces of ranks that failed get the evidence of engine and oracle all the same.
+
+        Args:
+            config: of every session.
+            phases: sessions that the same ranks run one after another; by default one, which leaves `config.trace`.
+            scenario: what is scored, sampled and trained on; made up by default.
+            tokens_only: load, score, replay and train; nothing is exported, and no engine takes part.
+
+        Returns:
+            The last session's trace.
+        """
+        until = Deadline(config.timeout_s)
+        model = open_for_roundtrip(config)
+        placement = place(config, model.tier)
+        resources, warm = self.resources, self.resources.warm
+        phases = phases or (Phase(trace=config.trace),)
+        manifest = roundtrip_manifest(config, model, placement, restores=warm, tokens_only=tokens_only)
+        asked = None if tokens_only else engine_config(config, model, placement)
+        with recording([phase.trace for phase in phases], manifest) as complete, _work_folder() as work:
+            resources.launcher(until)
+            if warm:
+                resources.oracle(model.checkpoint.path, until)  # it starts while the engine does
+            engine = None
+            if asked is not None:
+                self._progress(f"starting the engine ({config.engine.kind}) and importing Megatron")
+                engine = resources.engine(asked, until)
+            specs = [
+                roundtrip_spec(
+                    config, model, placement, scenario or made_up(config, model.checkpoint.config),
+                    program="tokens" if engine is None else "roundtrip", trace=str(phase.trace), within=phase.within,
+                    work=tempfile.mkdtemp(dir=work), restore_first=warm, deadline_s=resources.collective_deadline_s,
+                    engine_socket=None if engine is None else str(engine.process.socket_path),
+                    engine_ranks=0 if engine is None else engine.num_ranks,
+                )
+                for phase in phases
+            ]  # fmt: skip
+            ranks_failed = failure = None
+            try:
+                self._run_ranks(specs, work, until)
+            except VerifierError as problem:
+                if not warm:
+                    raise
+                ranks_failed = failure = problem
+            resources.release(asked)
+            for spec in specs:
+                try:
+                    self._add_witnesses(spec, model, engine, asked, until)
+                except VerifierError as problem:  # of weights that the oracle cannot load, for one is missing
+                    failure = failure or problem
+                else:
+                    if ranks_failed is None:
+                        complete(Path(spec.trace))
+            if failure is not None:
+                raise failure
+        return phases[-1].trace
+
+    def noise(self, config: NoiseConfig) -> Floor:
+        """Measure what bf16 alone does to a model's log-probabilities; store it under ``golden/noise`` if asked to."""
+        until = Deadline(config.timeout_s)
+        model = open_model(config.model, noise.DTYPE, Mesh())
+        if config.record:
+            require_writable(floor_path(config.model, noise.DTYPE, model.tier), make_folder=True)
+        self._progress("starting transformers")
+        oracle = self.resources.oracle(model.checkpoint.path, until)
+        score = partial(oracle.score, device="cpu" if model.tier == "cpu" else "cuda")
+        why = config.why or "not recorded"
+        floor = noise.measure(config.model, model.checkpoint, model.tier, score, self._progress, why=why)
+        if config.record:
+            self._progress(f"recorded {write_floor(floor)}")
+        return floor
+
+    def engine(self, config: RoundtripConfig) -> RunningEngine:
+        """The engine that a round trip on these resources will use."""
+        model = open_for_roundtrip(config)
+        return self.resources.engine(
+            engine_config(config, model, place(config, model.tier)), Deadline(config.timeout_s)
         )  # fmt: skip
-        run_ranks(self.launcher, "golden", spec, RUN_DEADLINE_S, self._progress)
-        store.write_manifest(config.trace, {**manifest, "complete": True})
-        return config.trace
 
-    def roundtrip(self, config: RoundtripConfig) -> Path:
-        """A whole round trip on the warm engine; the trace is left at `config.trace`."""
-        subject = open_subject(config.model, config.dtype, config.mesh)
-        self.oracle(subject.checkpoint.path)  # it starts while the engine does
-        engine = self.engine(engine_config_of(config, subject))
-        manifest = warm_manifest_of(config, subject)
-        store.create(config.trace, manifest)
-        spec = warm_spec_of(config, subject, config.trace, Path(tempfile.mkdtemp(dir=self._folder)), engine)
-        run_ranks(self.launcher, "roundtrip", spec, RUN_DEADLINE_S, self._progress)
-        self.complete(config.trace, spec, subject, engine, manifest)
-        return config.trace
+    def _run_ranks(self, specs: Sequence[RunSpec], work: Path, until: Deadline) -> None:
+        self.resources.launcher(until).run(
+            "verifier.runs.ranks_megatron:run",
+            world_size=specs[0].mesh.world_size,
+            run_dir=work / "ranks",
+            args={"sessions": [spec.to_json() for spec in specs]},
+            deadline_s=until.left("the ranks were started"),
+            collective_deadline_s=specs[0].deadline_s + ENGINE_FIRST_S,
+            mesh=specs[0].mesh,
+            num_gpus=specs[0].num_gpus,
+            on_progress=lambda rank, text: self._progress(text),
+        )
 
-    def complete(
-        self, trace: Path, spec: RunSpec, subject: Subject, engine: WarmEngine, manifest: Mapping[str, Any]
+    def _add_witnesses(
+        self,
+        spec: RunSpec,
+        model: ModelUnderTest,
+        engine: RunningEngine | None,
+        asked: EngineConfig | None,
+        until: Deadline,
     ) -> None:
-        """Add what the cold engine held and what the oracle says to a trace that the ranks have left."""
-        engine.cold.record_cold(trace, version=0)
-        self.oracle(subject.checkpoint.path).record(trace, spec, subject)
-        store.write_manifest(trace, {**manifest, "complete": True})
+        """Add what an engine holds that loaded these weights when it started, and what the oracle says."""
+        trace = Path(spec.trace)
+        oracle = self.resources.oracle(model.checkpoint.path, until)
+        if engine is not None and engine.loaded is not None:
+            engine.loaded.record_cold(trace, version=0)
+        elif asked is not None:
+            self._record_second_engine(spec, asked, until)
+        self._progress("scoring by the fp32 oracle")
+        oracle.record(trace, spec, model)
+
+    def _record_second_engine(self, spec: RunSpec, asked: EngineConfig, until: Deadline) -> None:
+        """Start an engine from the exported checkpoint, or with the exported adapter, and record all that it holds."""
+        exported = Path(spec.work) / "exported"
+        if not spec.lora_rank and not exported.is_dir():
+            return
+        self._progress(f"starting a second engine from the {'adapter' if spec.lora_rank else 'exported checkpoint'}")
+        config = asked if spec.lora_rank else replace(asked, checkpoint=str(exported))
+        process = self.resources.engine(config, until, "the second engine").process
+        client = process.client(deadline_s=until.left("the second engine had started"))
+        if spec.lora_rank:
+            client.load_adapter(Path(spec.work) / f"adapter-{spec.cycles}")
+        held_by(client).record_cold(Path(spec.trace), spec.cycles)
+        client.close()
+        self.resources.release(config)
 
 
-def warm_manifest_of(config: RoundtripConfig, subject: Subject) -> dict[str, Any]:
-    """As of a round trip, with version 0 synced too."""
-    return {**manifest_of(config, subject), "synced_versions": list(range(config.cycles + 1))}
+def run_once[C, R](run: Callable[[Runner, C], R], config: C, progress: Progress) -> R:
+    """Run a method of `Runner` on cold resources.
+
+    Args:
+        run: the method, such as `Runner.golden`.
+        config: its argument.
+        progress: told what runs.
+    """
+    with Resources() as resources:
+        return run(Runner(resources, progress), config)
 
 
-def warm_spec_of(config: RoundtripConfig, subject: Subject, trace: Path, work: Path, engine: WarmEngine) -> RunSpec:
-    """As of a round trip, with version 0 sent first."""
-    spec = spec_of(config, subject, trace, work, str(engine.process.socket_path), len(engine.cold.tensors))
-    return dataclasses.replace(spec, restore_first=True, deadline_s=COLLECTIVE_DEADLINE_S)
+@contextlib.contextmanager
+def _work_folder() -> Iterator[Path]:
+    """A folder for what processes hand to each other, gone afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="verifier-run-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

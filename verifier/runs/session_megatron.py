@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import resource
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,10 +38,10 @@ from verifier.probes.weights_megatron import (
     recorded,
 )
 from verifier.runs.perturb import move
-from verifier.runs.scenario import policy_loss, rollouts_of, stated
-from verifier.runs.spec import AT_LENGTH, AT_TEMPERATURE, TEMPERATURE, RunSpec
+from verifier.runs.scenario import AT_LENGTH, AT_TEMPERATURE, TEMPERATURE, expected_rollouts, policy_loss, rollouts_of
+from verifier.runs.spec import RunSpec
 from verifier.runs.steps_megatron import Steps
-from verifier.runs.sync import EngineSide, open_engine, open_share
+from verifier.runs.sync import EngineSide
 from verifier.train import router_replay_megatron, step_megatron
 from verifier.train.gradients_megatron import whole_gradients
 from verifier.train.recompute_megatron import recomputed
@@ -58,20 +56,6 @@ DATA_PARALLEL = provider_megatron.DataParallel(
 """What teams train with, and where an export of stale weights is a real danger."""
 RESUMED = 2
 """The step before which the optimizer is written, made anew and read again."""
-
-
-def preload_cpu() -> None:
-    """Import everything for the CPU tier, before ranks are forked; the digest's compiled path too."""
-    provider_megatron.preload("cpu")
-    digest_tensor(torch.zeros(1))
-
-
-def preload_cuda() -> None:
-    """Import everything for the GPU tier, before ranks are forked."""
-    from verifier.platform.cuda import require_not_started
-
-    provider_megatron.preload("cuda")
-    require_not_started()
 
 
 class Session:
@@ -127,17 +111,18 @@ class Session:
 
     def score(self, version: int) -> None:
         """Teacher-forced log-probabilities by the trainer."""
-        self.say(f"version {version}: trainer scores {len(self.spec.sequences)} sequences")
-        rollouts, expected = rollouts_of(self.spec.sequences, version), stated(self.spec.sequences, version)
+        self.say(f"version {version}: trainer scores {len(self.spec.scenario.sequences)} sequences")
+        sequences = self.spec.scenario.sequences
+        rollouts, expected = rollouts_of(sequences, version), expected_rollouts(sequences, version)
         self._record_scored(
             "scored", version,
-            step_megatron.score(self.trainer, rollouts, on_shards=self._tokens("scored", version, expected)),
+            step_megatron.score(self.trainer, rollouts, on_shards=self._token_probe("scored", version, expected)),
         )  # fmt: skip
         if version == 0:
             scored = step_megatron.score(self.trainer, rollouts, temperature=TEMPERATURE)
             self._record_scored(AT_TEMPERATURE, version, scored)
-        if version == 0 and self.spec.long:
-            scored = step_megatron.score(self.trainer, rollouts_of(self.spec.at_length, 0))
+        if version == 0 and self.spec.scenario.long:
+            scored = step_megatron.score(self.trainer, rollouts_of(self.spec.scenario.at_length, 0))
             self._record_scored(AT_LENGTH, version, scored)
         with step_megatron.params_synced(self.trainer):
             self.live.record(self.probe, Stage.TRAIN, "scored", version)
@@ -153,9 +138,9 @@ class Session:
         """Of a mixture of experts: routes that rollouts carry are what the routers use."""
         if self.trainer.provider.num_moe_experts:
             self.say("replaying routes")
-            record_replay(self.probe, self.trainer, rollouts_of(self.spec.sequences, 0))
+            record_replay(self.probe, self.trainer, rollouts_of(self.spec.scenario.sequences, 0))
 
-    def _tokens(self, name: str, version: int, expected: list[Rollout]) -> TokenProbe:
+    def _token_probe(self, name: str, version: int, expected: list[Rollout]) -> TokenProbe:
         return TokenProbe(self.probe, self.mesh, self.rank, name, version, expected)
 
     def export(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -199,7 +184,7 @@ class Session:
 
     def idle_step(self) -> None:
         """An optimizer step of learning rate 0, which must move nothing; of fewer micro-batches than those after it."""
-        batch = self.spec.batches[0]
+        batch = self.spec.scenario.batches[0]
         Steps(self.trainer).idle(rollouts_of(batch[: len(batch) // 2], 0))
         with step_megatron.params_synced(self.trainer):
             self.live.record(self.probe, Stage.TRAIN, "idle", 0)
@@ -213,8 +198,8 @@ class Session:
             return
         if version == RESUMED:
             self._steps.resume(self._folder("stopped"))
-        batch = self.spec.batches[version - 1], version - 1
-        look = self._tokens("trained", version, stated(*batch))
+        batch = self.spec.scenario.batches[version - 1], version - 1
+        look = self._token_probe("trained", version, expected_rollouts(*batch))
         replaying = replaying_every_second(self.probe, self.trainer, rollouts_of(*batch), version, look)
         with recomputed(self.trainer, on=version % 2 == 0), replaying as (rollouts, follow):
             result = self._steps.take(
@@ -303,14 +288,14 @@ class Session:
         if self.engine is None or self.engine.refused:
             return
         self.say(f"version {version}: engine scores and samples")
-        self.engine.record_logprobs(self.spec.sequences, version)
-        if self.spec.prompts:
-            self.engine.record_samples(self.spec.prompts, version, self.spec.seed + version)
-            self.engine.record_draws(self.spec.prompts[0], version, self.spec.seed + version)
+        self.engine.record_logprobs(self.spec.scenario.sequences, version)
+        if self.spec.scenario.prompts:
+            self.engine.record_samples(self.spec.scenario.prompts, version, self.spec.seed + version)
+            self.engine.record_draws(self.spec.scenario.prompts[0], version, self.spec.seed + version)
         if self._sent:
             self.engine.record_held(self._sent, version)
 
-    def run(self) -> None:
+    def roundtrip(self) -> None:
         """Everything, in the order of the data flow."""
         self.load()
         self.score(0)
@@ -346,7 +331,15 @@ class Session:
             return [self.score, self.sync, self.record_update]
         return [self.sync, self.record_update, self.score]
 
-    def run_tokens(self) -> None:
+    def golden(self) -> None:
+        """Load and export, nothing else."""
+        self.load(training=False)
+        self.say("exporting")
+        for _ in self.export(0):
+            pass
+        self.record_exported(0)
+
+    def tokens(self) -> None:
         """The token path alone: nothing is exported, no engine takes part."""
         self.load()
         self.score(0)
@@ -356,43 +349,3 @@ class Session:
             self.update(version)
             self.score(version)
             self.record_update(version)
-
-
-def roundtrip(context: RankContext) -> dict[str, float]:
-    """Rank function of `verifier roundtrip`."""
-    spec = RunSpec.from_json(context.args)
-    probe = Recorder(Path(spec.trace), "trainer", context.rank)
-    engine = group = None
-    share = open_share(spec)
-    if spec.engine_socket is not None and context.rank == 0:
-        engine, group = open_engine(spec, probe, share)
-    session: type[Session] = Session
-    if spec.lora_rank:
-        from verifier.runs import lora_session_megatron as adapter_megatron
-
-        session = adapter_megatron.AdapterSession
-    session(spec, context, probe, engine, share).run()
-    probe.close()
-    if engine is not None and group is not None:
-        engine.close()
-        group.close()
-        engine.client.close()
-    return {"peak_gib": _peak_gib()}
-
-
-def golden(context: RankContext) -> dict[str, float]:
-    """Rank function of `verifier golden`: load, export, and nothing else."""
-    spec = RunSpec.from_json(context.args)
-    probe = Recorder(Path(spec.trace), "trainer", context.rank)
-    session = Session(spec, context, probe)
-    session.load(training=False)
-    session.say("exporting")
-    for _ in session.export(0):
-        pass
-    session.record_exported(0)
-    probe.close()
-    return {"peak_gib": _peak_gib()}
-
-
-def _peak_gib() -> float:
-    return math.ceil(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20 * 100) / 100

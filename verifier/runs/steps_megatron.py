@@ -8,7 +8,7 @@ from typing import Any
 
 from verifier.data.rollout import Rollout
 from verifier.model.provider_megatron import TrainerModel
-from verifier.runs.spec import CLIP_GRAD, MICRO_BATCH, RATES
+from verifier.runs.scenario import CLIP_GRAD, MICRO_BATCH, RATES
 from verifier.train import optimizer_megatron, step_megatron
 from verifier.train.step_megatron import StepResult
 

@@ -20,7 +20,7 @@ from verifier.errors import ContractError
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import digest_tensor
 from verifier.probes.engine import held_by
-from verifier.runs.spec import GREEDY, SAMPLING_TEMPERATURE, RunSpec
+from verifier.runs.spec import RunSpec
 from verifier.transport.buffer import dtype_name, unpack
 
 if TYPE_CHECKING:
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from verifier.transport.group import TransferGroup
     from verifier.transport.wire import Receipt
 
+SAMPLING_TEMPERATURE = 2.0
+"""Temperature of one more set of samples at version 0: at 1, a temperature that nobody applies does not show, nor
+log-probabilities of the logits before it."""
+GREEDY = 0.0
+"""A temperature at which the likeliest token is taken."""
 SAMPLED_TOKENS = 4
 """Tokens sampled from each prompt."""
 NEXT = "next turn"

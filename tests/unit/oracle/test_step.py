@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verifier.oracle.step_hf import _Adam, _groups, _half_step, _rates, adapter_gradients
-from verifier.runs.spec import RATES
+from verifier.runs.scenario import RATES
 
 LEARNING_RATE = 1e-3
 

@@ -14,7 +14,7 @@ from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import TINY, write_tiny
 from verifier.plan.digest import digest_tensor
 from verifier.runs.golden import read_manifest, require_same_model
-from verifier.runs.setup import Subject
+from verifier.runs.model_under_test import ModelUnderTest
 
 MANIFESTS = sorted((ROOT / "golden").glob("tiny-*.json"))
 
@@ -60,7 +60,7 @@ def test_a_damaged_manifest_is_refused_before_the_run(item, tmp_path):
 )
 def test_the_manifest_of_another_model_is_refused_before_the_run(name, said, tmp_path):
     checkpoint = open_checkpoint(write_tiny("qwen3", tmp_path, "bfloat16"))
-    subject = Subject(checkpoint=checkpoint, dtype="bfloat16", mesh=Mesh(), tier="cpu")
+    model = ModelUnderTest(checkpoint=checkpoint, dtype="bfloat16", mesh=Mesh(), tier="cpu")
     file = ROOT / "golden" / f"{name}.json"
     with pytest.raises(UsageError, match=said):
-        require_same_model(read_manifest(file), subject, file)
+        require_same_model(read_manifest(file), model, file)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 
-from verifier.config import RoundtripConfig
-from verifier.runs.roundtrip import LONG, LONG_LOGITS, long_one
+from verifier.runs.scenario import LONG, LONG_LOGITS, long_one
 
 
 def tokens(seed: int = 1, **sizes: int) -> list[int]:
-    config = RoundtripConfig(model="tiny:qwen3", trace=Path("trace"), seed=seed)
-    return long_one(config, SimpleNamespace(checkpoint=SimpleNamespace(config={"vocab_size": 512, **sizes})))
+    return long_one(seed, {"vocab_size": 512, **sizes})
 
 
 @pytest.mark.parametrize(

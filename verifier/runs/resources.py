@@ -1,0 +1,146 @@
+"""What runs need and is slow to start: the launcher of trainer ranks, engines, the oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from verifier.engine.api import EngineConfig
+from verifier.engine.process import EngineProcess, engine_fork_server
+from verifier.errors import InternalError
+from verifier.launch.fork_launcher import ForkLauncher
+from verifier.launch.fork_server import ForkServer
+from verifier.oracle.oracle import Oracle
+from verifier.platform import select
+from verifier.probes.engine import EngineState, held_by
+
+COLLECTIVE_DEADLINE_S = 180.0
+"""All ranks wait for rank 0 while it asks the engine, whose first request may compile kernels: 75 s were seen."""
+PRELOADS = {
+    "cpu": "verifier.runs.ranks_megatron:preload_cpu",
+    "cuda": "verifier.runs.ranks_megatron:preload_cuda",
+}
+"""Tier -> what the launcher imports before it forks ranks."""
+
+
+class Deadline:
+    """The end of a run; each step asks it for the time that is left.
+
+    Args:
+        timeout_s: seconds from now.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._at = timeout_s, time.monotonic() + timeout_s
+
+    def left(self, step: str) -> float:
+        """Seconds that a step may take.
+
+        Raises:
+            InternalError: none are left; names the step.
+        """
+        left = self._at - time.monotonic()
+        if left <= 0:
+            raise InternalError(f"--timeout is {self._timeout_s:g} s, which had passed before {step}")
+        return left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningEngine:
+    """An engine that has loaded its model."""
+
+    process: EngineProcess
+    num_ranks: int
+    loaded: EngineState | None
+    """Everything that its ranks held right after the start, if it serves several runs."""
+
+
+class Resources:
+    """Launcher, engines and oracle, each started when it is first asked for.
+
+    Cold ones serve one run, and each ends as soon as the run needs it no more. Warm ones are kept from run to run, so
+    every run has to bring its engine back first: it sends the weights of version 0 into parameters that were
+    poisoned, and must then find the engine as it was right after its start.
+
+    Args:
+        warm: keep everything until the end.
+        launcher: one whose owner ends it, with Megatron imported; None starts one.
+        collective_deadline_s: seconds that a rank waits for others, and rank 0 for the engine.
+    """
+
+    def __init__(
+        self,
+        *,
+        warm: bool = False,
+        launcher: ForkLauncher | None = None,
+        collective_deadline_s: float = COLLECTIVE_DEADLINE_S,
+    ) -> None:
+        self.warm, self.collective_deadline_s = warm, collective_deadline_s
+        self._stack = contextlib.ExitStack()
+        self._launcher = launcher
+        self._fork_server: ForkServer | None = None
+        self._engines: dict[EngineConfig, RunningEngine] = {}
+        self._oracle: Oracle | None = None
+
+    def __enter__(self) -> Resources:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.stop_engines()
+        finally:
+            self._stack.close()
+
+    def launcher(self, until: Deadline) -> ForkLauncher:
+        """The process that ranks are forked from; it imports Megatron while the caller goes on."""
+        if self._launcher is None:
+            launcher = ForkLauncher(preload=PRELOADS[select()], load_deadline_s=until.left("importing Megatron"))
+            self._launcher = self._stack.enter_context(launcher)
+        return self._launcher
+
+    def engine(self, config: EngineConfig, until: Deadline, name: str = "the engine") -> RunningEngine:
+        """A running engine; one with an adapter serves one run, since the adapter stays loaded."""
+        if config.lora_rank:
+            self._stop_engine(config)
+        if config not in self._engines:
+            if self._fork_server is None:
+                self._fork_server = self._stack.enter_context(engine_fork_server(until.left("the engine was started")))
+            process = EngineProcess(config, fork_server=self._fork_server, name=name)
+            with contextlib.ExitStack() as until_ready:
+                until_ready.callback(process.stop)
+                client = process.client(deadline_s=until.left(f"{name} listened"))
+                num_ranks = client.wait_ready(until.left(f"{name} had started"))
+                loaded = held_by(client) if self.warm else None
+                client.close()
+                self._engines[config] = RunningEngine(process=process, num_ranks=num_ranks, loaded=loaded)
+                until_ready.pop_all()
+        return self._engines[config]
+
+    def oracle(self, checkpoint: Path, until: Deadline) -> Oracle:
+        """The oracle, which judges any checkpoint; it starts with this one while the caller goes on."""
+        if self._oracle is None:
+            self._oracle = self._stack.enter_context(Oracle(checkpoint, until.left("the oracle was started")))
+        return self._oracle
+
+    def release(self, engine: EngineConfig | None = None) -> None:
+        """Say that a run needs its ranks and its engine no more: cold ones end."""
+        if self.warm:
+            return
+        if self._launcher is not None:
+            self._launcher.close()
+        if engine is not None:
+            self._stop_engine(engine)
+
+    def stop_engines(self) -> None:
+        """End the engines; the launcher and the oracle stay."""
+        for config in list(self._engines):
+            self._stop_engine(config)
+
+    def _stop_engine(self, config: EngineConfig) -> None:
+        if config in self._engines:
+            self._engines.pop(config).process.stop()
