@@ -57,8 +57,8 @@ class Routing:
         """Score and record what the routers choose by themselves. A collective.
 
         Returns:
-            (result of `step_megatron.score`, rollouts with routes [L, M, K] in the routers' order, choices for every row
-            of this rank).
+            (result of `step_megatron.score`, rollouts with routes [L, M, K] in the routers' order, choices for every
+            row of this rank).
         """
         with self._acting("RECORD"), _RouterProbe(self, rollouts, recorded=True) as probe:
             scored = score(self.trainer, rollouts, on_chunk=probe.on_chunk)
