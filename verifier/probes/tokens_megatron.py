@@ -15,8 +15,8 @@ from verifier.core.stage import Stage
 from verifier.data.rollout import Rollout
 from verifier.mesh import Mesh
 from verifier.plan.digest import digest_tensor, raw_bytes
-from verifier.train.ledger import LossRows, audit, loss_rows
 from verifier.train.pack import PackedBatch
+from verifier.train.token_ledger import LossRows, audit, loss_rows
 
 SHOWN = 8
 """Misplaced tokens that are listed per rollout; the count is of all."""

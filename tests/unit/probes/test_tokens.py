@@ -12,10 +12,10 @@ from verifier.core import store
 from verifier.core.stage import Stage
 from verifier.mesh import Mesh
 from verifier.probes.tokens_megatron import TokenProbe
-from verifier.train.ledger import LEDGER, sentinels
 from verifier.train.pack import pack
 from verifier.train.step_megatron import _seen
 from verifier.train.token_layout import Alignment
+from verifier.train.token_ledger import LEDGER, sentinels
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from verifier.data.rollout import make_rollout
-from verifier.train.ledger import LEDGER, Misplacement, audit, loss_rows, sentinels
 from verifier.train.pack import PackedBatch, pack
 from verifier.train.token_layout import Alignment
+from verifier.train.token_ledger import LEDGER, Misplacement, audit, loss_rows, sentinels
 
 ROLLOUTS = [
     make_rollout("a", [11, 12], [13, 14], logprobs=[-1, -2], versions=[4, 5]),
