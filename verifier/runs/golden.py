@@ -42,7 +42,7 @@ def write_manifest(config: GoldenConfig) -> Path:
 
 
 def manifest_path(config: GoldenConfig) -> Path:
-    """Where the manifest of a model is recorded."""
+    """File that holds the manifest of a model."""
     name = config.model.replace(":", "-").rstrip("/").rpartition("/")[2]
     return MANIFESTS / f"{name}-{config.dtype}.json"
 
