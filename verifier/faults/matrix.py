@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from verifier.core.gate import ExitCode
 from verifier.core.stage import Stage
 from verifier.errors import UsageError
-from verifier.faults import ledger as ledgers
+from verifier.faults import matrix_ledger as ledgers
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import Fault
 
