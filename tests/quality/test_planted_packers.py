@@ -15,6 +15,7 @@ import torch
 from hypothesis import find, settings
 
 from tests.left_padding import left_pad
+from tests.unit.train.test_token_ledger import audit as misplaced
 from verifier.data.rollout import MISSING_ROUTE
 from verifier.errors import ContractError
 from verifier.mesh import Mesh
@@ -29,7 +30,7 @@ from verifier.train.pack import (
 )
 from verifier.train.router_replay import replay_routes
 from verifier.train.token_layout import cp_rows
-from verifier.train.token_ledger import LEDGER, audit, loss_rows, sentinels
+from verifier.train.token_ledger import LEDGER, loss_rows, sentinels
 
 Shows = Callable[[Packing], bool]
 
@@ -56,7 +57,7 @@ def shards(case: Packing) -> list[PackedBatch]:
 
 def arrives_wrong(case: Packing, batches: list[PackedBatch]) -> bool:
     """The token ledger's verdict."""
-    return audit(case.rollouts, loss_rows(batches)) != []
+    return misplaced(case.rollouts, loss_rows(batches)) != []
 
 
 def tokens_of(case: Packing) -> list[list[int]]:

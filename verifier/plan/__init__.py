@@ -1,1 +1,1 @@
-"""What will travel, in which order, and the digest that says whether it arrived."""
+"""Plan of a weight transfer, and the content digest."""

@@ -1,4 +1,4 @@
-"""Which tier this machine runs, and what must be in place before Megatron is imported."""
+"""Tiers of this machine, and the replacements that are installed before Megatron is imported."""
 
 from verifier.platform.tier import Tier, install_for, select
 

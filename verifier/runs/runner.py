@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
-from verifier.core.store import require_writable
+from verifier.core.outputs import require_writable
 from verifier.engine.api import EngineConfig
 from verifier.errors import VerifierError
 from verifier.mesh import Mesh
@@ -68,7 +68,7 @@ class Runner:
         with recording([config.trace], manifest) as complete, _work_folder() as work:
             spec = RunSpec(
                 program="golden", checkpoint=str(model.checkpoint.path), mesh=config.mesh, dtype=config.dtype,
-                tier=model.tier, trace=str(config.trace), work=str(work), num_gpus=manifest["num_gpus"],
+                tier=model.tier, trace=str(config.trace), work=str(work), num_gpus=manifest.num_gpus,
                 source_from_manifest=recorded is not None, saves=model.is_saved,
                 fixes=sorted(selected(config.fixes)),
                 deadline_s=self.resources.collective_deadline_s,
