@@ -154,13 +154,13 @@ def require_described(checkpoint: Checkpoint, dtype: str) -> None:
             raise UsageError(f"checkpoint {path} has no tensor `{spec.name}`, which its config.json asks for")
         if header.shape != spec.shape:
             raise UsageError(
-                f"shard {path / header.shard} holds `{spec.name}` with shape {list(header.shape)}, where config.json asks "
-                f"for {list(spec.shape)}"
+                f"shard {path / header.shard} holds `{spec.name}` with shape {list(header.shape)}, where config.json "
+                f"asks for {list(spec.shape)}"
             )
         if header.dtype not in (dtype, "float32"):
             raise UsageError(
-                f"shard {path / header.shard} holds `{spec.name}` in {header.dtype}, most of the checkpoint is in {dtype}: "
-                "convert it first"
+                f"shard {path / header.shard} holds `{spec.name}` in {header.dtype}, most of the checkpoint is in "
+                f"{dtype}: convert it first"
             )
 
 
