@@ -109,5 +109,5 @@ def test_a_trace_of_another_run_is_not_mixed_in(tmp_path):
     ours = record(tmp_path / "ours", BROKEN["WGT004"], complete=True)
     theirs = record(tmp_path / "theirs", clean(), complete=True)
     shutil.copy(theirs / "evidence" / "trainer-0000.jsonl", ours / "evidence")
-    with pytest.raises(UsageError, match="is damaged: `evidence/trainer-0000.jsonl` is not what the run wrote"):
+    with pytest.raises(UsageError, match=r"is damaged: `evidence/trainer-0000\.jsonl` is not what the run wrote"):
         store.read(ours)
