@@ -32,7 +32,7 @@ def gradient_record(row: Mapping[str, Any], owners: Owners | None, mesh: Mesh) -
         scale = real(row["gradient_scale"])
         return Measurement(value=real(value), scale=scale, index=tuple(index), rank=rank, coordinate=at, how=how)
 
-    numbers = {key: real(item) if isinstance(item, float) else item for key, item in row.items()}
+    numbers: dict[str, Any] = {key: real(item) if isinstance(item, float) else item for key, item in row.items()}
     numbers["gradient"] = measured(row.get("gradient"), GRADIENT)
     numbers["step"] = measured(row.get("step"), STEP)
     return GradientRecord(**numbers)
