@@ -7,52 +7,39 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from verifier.config import EngineOptions
 from verifier.errors import UsageError
 from verifier.model.families import num_experts_of
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt
 
-KINDS = ("vllm", "hf")
 DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """How an engine is started.
+class EngineConfig(EngineOptions):
+    """What an engine's processes are told: the options of the user, and what the runner adds to them.
 
     Raises:
-        UsageError: unknown kind or dtype, or a tensor-parallel size the kind does not have.
+        UsageError: see `EngineOptions`; or an unknown dtype, or a tensor-parallel size that no engine has.
     """
 
-    kind: str
     checkpoint: str
-    """A checkpoint directory; its weights are loaded cold."""
+    """Checkpoint directory, whose weights are loaded cold."""
     dtype: str = "float32"
-    tp: int = 1
     max_model_len: int = 512
     """Longest sequence, in tokens, prompt and generated together."""
     seed: int = 0
     gpus: str = ""
-    """The GPUs of its ranks, such as "2,3"; nothing leaves it to the engine."""
-    cuda_graphs: bool = False
-    """Capture CUDA graphs and replay them; otherwise eager."""
-    sleep_mode: bool = False
-    """Allocate so that the engine can sleep."""
-    quantization: str | None = None
-    """As vLLM spells it; applied to the weights as they are loaded."""
-    lora_rank: int = 0
-    """Greatest rank of the adapter that can be loaded; 0: none can."""
+    """GPUs of its ranks, such as "2,3"; empty leaves the choice to the engine."""
     fixes: tuple[str, ...] = ()
     """Ids of the upstream fixes that are installed in its processes."""
 
     def __post_init__(self) -> None:
+        EngineOptions.__post_init__(self)
         object.__setattr__(self, "fixes", tuple(self.fixes))  # a list, where it came as JSON
-        if self.kind not in KINDS:
-            raise UsageError(f"there is no engine `{self.kind}`; choose one of {', '.join(KINDS)}")
         if self.dtype not in DTYPES:
             raise UsageError(f"the engine cannot run in {self.dtype}; choose one of {', '.join(DTYPES)}")
-        if self.kind == "hf" and self.tp != 1:
-            raise UsageError(f"--engine hf runs on one rank, so --engine-tp {self.tp} does not apply; leave it at 1")
         if self.tp not in (1, 2, 4, 8):
             raise UsageError(f"--engine-tp {self.tp} is not one of 1, 2, 4, 8")
 

@@ -154,7 +154,7 @@ class Oracle:
             for version in seen.versions(Stage.ROLLOUT, "engine"):
                 for name in ("scored", *(item.name for item in seen.at(Stage.ROLLOUT, "sampled", version=version))):
                     _emit_gaps(recorder, "engine-noise", name, version, engine_gaps)
-        if spec.update == "step" and spec.gradients:
+        if spec.roundtrip.update == "step" and spec.gradients:
             self._record_steps(recorder, spec, subject, seen)
         recorder.close()
 

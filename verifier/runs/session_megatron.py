@@ -77,7 +77,7 @@ class Session:
         share: Share | None = None,
     ) -> None:
         self.spec, self.context, self.probe, self.engine, self._share = spec, context, probe, engine, share
-        self.rank, self.mesh = context.rank, spec.mesh
+        self.rank, self.mesh = context.rank, spec.config.mesh
         self.work = Path(spec.work)
         self.source = open_checkpoint(spec.checkpoint)
         self.layout = layout_of(self.source.config)
@@ -97,7 +97,7 @@ class Session:
         spec = self.spec
         self.say(f"loading {self.mesh.world_size} trainer ranks ({self.mesh.label()})")
         self.trainer = provider_megatron.build(
-            spec.checkpoint, self.mesh, dtype=spec.dtype, tier=spec.tier,
+            spec.checkpoint, self.mesh, dtype=spec.config.dtype, tier=spec.tier,
             data_parallel=DATA_PARALLEL if training else None, deadline_s=spec.deadline_s,
             overrides=router_replay_megatron.PROVIDER_FIELDS, fixes=spec.fixes,
         )  # fmt: skip
@@ -192,9 +192,9 @@ class Session:
 
     def update(self, version: int) -> None:
         """Move the weights: a real optimizer step, or noise on every tensor."""
-        self.say(f"version {version}: update by {self.spec.update}")
-        if self.spec.update == "noise":
-            move(self.live, self.source, f"{self.spec.seed}/{version}")
+        self.say(f"version {version}: update by {self.spec.roundtrip.update}")
+        if self.spec.roundtrip.update == "noise":
+            move(self.live, self.source, f"{self.spec.roundtrip.seed}/{version}")
             return
         if version == RESUMED:
             self._steps.resume(self._folder("stopped"))
@@ -233,7 +233,7 @@ class Session:
 
     def rest(self) -> None:
         """The engine sleeps until the next sync. It counts the memory that it frees, so no rank takes any meanwhile."""
-        if self.spec.sleep_level:
+        if self.spec.roundtrip.engine.sleep_level:
             if self.engine is not None:
                 self.engine.sleep()
             dist.barrier()
@@ -280,7 +280,7 @@ class Session:
             self._digests = {name: digest_tensor(self.source.read(name)) for name in whole}
         moved = sum(digests[name] != self._digests[name] for name in digests)
         self._digests = digests
-        least = sum(t.is_floating_point() for t in whole.values()) if self.spec.update == "noise" else 1
+        least = sum(t.is_floating_point() for t in whole.values()) if self.spec.roundtrip.update == "noise" else 1
         record_moved(self.probe, f"version {version}", version, moved=moved, least=least, total=len(digests))
 
     def observe_engine(self, version: int) -> None:
@@ -290,8 +290,8 @@ class Session:
         self.say(f"version {version}: engine scores and samples")
         self.engine.record_logprobs(self.spec.scenario.sequences, version)
         if self.spec.scenario.prompts:
-            self.engine.record_samples(self.spec.scenario.prompts, version, self.spec.seed + version)
-            self.engine.record_draws(self.spec.scenario.prompts[0], version, self.spec.seed + version)
+            self.engine.record_samples(self.spec.scenario.prompts, version, self.spec.roundtrip.seed + version)
+            self.engine.record_draws(self.spec.scenario.prompts[0], version, self.spec.roundtrip.seed + version)
         if self._sent:
             self.engine.record_held(self._sent, version)
 
@@ -309,7 +309,7 @@ class Session:
             self.rest()
             self.sync(0)
         self.observe_engine(0)
-        if self.spec.update == "step":
+        if self.spec.roundtrip.update == "step":
             self.idle_step()
         for version in range(1, self.spec.cycles + 1):
             self.rest()
