@@ -11,9 +11,7 @@ from verifier.core.stage import Stage
 @pytest.mark.h100(gpus=1)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
 def test_quantising_engine(family, runner, measured, tmp_path):
-    found = run(
-        runner, measured, config_of(tmp_path / "trace", family, quantization="fp8"), engine_quantization="fp8"
-    )
+    found = run(runner, measured, config_of(tmp_path / "trace", family, quantization="fp8"), engine_quantization="fp8")
     state = found.at(Stage.ENGINE, "state", version=CYCLES)
     assert any(item.dtype == "float8_e4m3fn" for item in state)
     names = [name for item in found.at(Stage.ENGINE, "view-quantized", version=CYCLES) for name in item.facts["names"]]

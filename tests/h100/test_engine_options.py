@@ -14,7 +14,7 @@ from tests.h100.test_roundtrip import distance
 from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.stage import Stage
-from verifier.faults import bugs_engine_gpu
+from verifier.faults.catalog import CATALOG
 
 CYCLES = 2
 FUNCTIONS = "tests.h100.engine_functions"
@@ -63,7 +63,7 @@ def test_graphs_are_replayed_after_sleep_and_sync(level, runner, measured, tmp_p
 
 
 @pytest.mark.h100(gpus=1)
-@pytest.mark.parametrize("fault", bugs_engine_gpu.FAULTS, ids=lambda fault: fault.id)
+@pytest.mark.parametrize("fault", [fault for fault in CATALOG.values() if fault.gpus], ids=lambda fault: fault.id)
 def test_fault_is_caught_where_it_sits(fault, runner, measured, tmp_path):
     options = {"cuda_graphs": True, "sleep_level": 2}
     config = config_of(tmp_path / "faulted", fault.model.removeprefix("tiny:"), **options)

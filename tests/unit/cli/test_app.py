@@ -176,10 +176,21 @@ def test_two_results_in_one_file_are_refused(tmp_path, capsys):
 
 
 def test_a_matrix_that_could_not_be_written_is_refused_before_it_is_drawn(capsys):
-    assert cli.run(["faults", "matrix", "--output", "/absent-folder/matrix.md"]) == 4
+    assert cli.run(["faults", "matrix", "--output", "/absent-folder/kill-matrix"]) == 4
     assert capsys.readouterr().err == (
-        "verifier: `/absent-folder/matrix.md` cannot be written: No such file or directory\n"
+        "verifier: `/absent-folder/kill-matrix` cannot be written: No such file or directory\n"
     )
+
+
+def test_a_matrix_of_a_stage_that_is_not_there_is_refused(capsys):
+    assert cli.run(["faults", "matrix", "--only", "engines"]) == 4
+    assert capsys.readouterr().err.startswith("verifier: there is no stage `engines`: choose --only from load, pack, ")
+
+
+def test_a_matrix_is_drawn_from_a_ledger_alone(tmp_path):
+    ledger = tmp_path / "ledger.jsonl"
+    assert cli.run(["faults", "matrix", "--ledger", str(ledger), "--no-run", "--output", str(tmp_path / "pages")]) == 0
+    assert "0 of 152 faults are caught" in (tmp_path / "pages" / "README.md").read_text()
 
 
 def test_a_broken_run_is_a_violation_where_its_trace_shows_one(tmp_path, capsys):
