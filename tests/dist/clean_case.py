@@ -9,6 +9,8 @@ from typing import Any
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.config import EngineOptions, GoldenConfig, RoundtripConfig
 from verifier.core import store
+from verifier.core.records_logprobs import DtypeNoise, EngineLogprobs, OracleLogprobs, OracleOfSampled, SampledTokens, TrainerLogprobs
+from verifier.core.records_tokens import GradientRecord
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -134,19 +136,21 @@ def run(runner: Runner, case: Case, folder: Path) -> Measured:
     ended = time.monotonic()
     reports = [judge(golden), judge(trace)]
     found = store.read(trace)
-    noise = [float(item.facts["max"]) for item in found.at(Stage.LOGPROB, "noise", name="scored")]
-    steps = [item.facts for item in found.at(Stage.LOSS, "gradient")]
+    noise = [float(item.greatest) for item in found.of(DtypeNoise, name="scored")]
+    steps = list(found.of(GradientRecord))
     return Measured(
         case=case,
         num_bitwise=min(compared(report, "WGT004") for report in reports),
         num_compared=sum(outcome.num_compared for report in reports for outcome in report.outcomes),
         without_subject=reports[1].out_of_scope,
-        trainer_nats=gap(found, (Stage.LOGPROB, "trainer"), (Stage.LOGPROB, "oracle")),
-        engine_nats=gap(found, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "oracle")),
-        sampled_nats=gap(found, (Stage.ROLLOUT, "sampled"), (Stage.LOGPROB, "sampled-oracle")),
+        trainer_nats=gap(found, TrainerLogprobs, OracleLogprobs),
+        engine_nats=gap(found, EngineLogprobs, OracleLogprobs),
+        sampled_nats=gap(found, SampledTokens, OracleOfSampled),
         noise_nats=max(noise, default=None),
-        gradient_gap=max((f["gradient_gap"] / f["gradient_scale"] for f in steps if f["gradient_scale"]), default=None),
-        step_gap=max((f["step_gap"] for f in steps), default=None),
+        gradient_gap=max(
+            (float(item.gradient_gap or 0) / float(item.gradient_scale) for item in steps if item.gradient_scale), default=None
+        ),
+        step_gap=max((float(item.step_gap or 0) for item in steps), default=None),
         golden_s=loaded - began,
         roundtrip_s=ended - loaded,
     )
@@ -165,9 +169,9 @@ def compared(report: Report, code: str) -> int:
     return next(outcome.num_compared for outcome in report.outcomes if outcome.code == code)
 
 
-def gap(trace: Trace, actual: tuple[Stage, str], expected: tuple[Stage, str]) -> float:
+def gap(trace: Trace, actual: type[LogprobRecord], expected: type[LogprobRecord]) -> float:
     """Greatest difference of two sides' log-probabilities over all versions, nats."""
-    theirs = {(item.name, item.version): trace.array(item).double() for item in trace.at(*expected)}
-    ours = {(item.name, item.version): trace.array(item).double() for item in trace.at(*actual)}
+    theirs = {(item.name, item.version): trace.array(item).astype(float) for item in trace.of(expected)}
+    ours = {(item.name, item.version): trace.array(item).astype(float) for item in trace.of(actual)}
     assert len({version for _, version in ours}) == CYCLES + 1
-    return max(float((values - theirs[key]).abs().max()) for key, values in ours.items())
+    return max(float(abs(values - theirs[key]).max()) for key, values in ours.items())

@@ -13,7 +13,7 @@ from tests.h100.test_faults import verdicts
 from tests.h100.test_roundtrip import distance
 from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
-from verifier.core.stage import Stage
+from verifier.core.records_logprobs import DtypeNoise, EngineLogprobs, OracleLogprobs, TrainerLogprobs
 from verifier.faults.catalog import CATALOG
 
 CYCLES = 2
@@ -40,9 +40,9 @@ def run(runner, measured, config, **said):
     found = store.read(trace)
     measured(
         **said, family=Path(config.model).name, seconds=round(time.monotonic() - began, 1),
-        engine=distance(found, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "oracle")),
-        mismatch=distance(found, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "trainer")),
-        noise_mean=max(item.facts["mean"] for item in found.at(Stage.LOGPROB, "noise", name="scored")),
+        engine=distance(found, EngineLogprobs, OracleLogprobs),
+        mismatch=distance(found, EngineLogprobs, TrainerLogprobs),
+        noise_mean=max(float(item.mean) for item in found.of(DtypeNoise, name="scored")),
     )  # fmt: skip
     judge(trace)
     return found

@@ -9,12 +9,14 @@ import sys
 import pytest
 
 from tests.meta.sources import ROOT, circles, import_graph, imports_of, python_files, tree_of, where
+from verifier.core import store
+from verifier.core.manifest import Manifest
 
 ROOMS = {
     "core": set(),
     "mesh": set(),
     "config": {"mesh", "platform"},
-    "platform": set(),
+    "platform": {"core"},
     "launch": {"core", "mesh", "platform"},
     "data": {"core"},
     "model": {"core", "mesh", "platform"},
@@ -133,10 +135,8 @@ LIGHT = {
 
 @pytest.mark.parametrize("entry", LIGHT)
 def test_light_entries_load_nothing_heavy(entry, tmp_path):
-    """`replay` too: a trace without payload arrays is judged without torch."""
-    trace = tmp_path / "trace"
-    (trace / "evidence").mkdir(parents=True)
-    (trace / "manifest.json").write_text('{"format": 1, "complete": true, "scopes": ["export"]}')
+    trace = store.create(tmp_path / "trace", Manifest())
+    store.complete(trace, Manifest(scopes=("export",)))
     program = f"""
 import sys
 {LIGHT[entry].replace("TRACE", str(trace))}

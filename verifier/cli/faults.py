@@ -10,7 +10,7 @@ import typer
 
 from verifier.cli.results import show, write_whole
 from verifier.core.gate import ExitCode
-from verifier.core.store import require_empty, require_writable
+from verifier.core.outputs import require_empty, require_writable
 
 app = typer.Typer(
     help="Re-enacted bugs: list them, inject some, or draw the matrix of checks and faults.",

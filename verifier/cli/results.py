@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from verifier.core.gate import ExitCode
-from verifier.core.store import require_writable
+from verifier.core.outputs import require_writable
 from verifier.errors import UsageError, VerifierError
 from verifier.report.progress import Progress, shown_progress
 

@@ -9,10 +9,29 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from verifier.core import store
-from verifier.core.evidence import Evidence
-from verifier.core.stage import Stage
-from verifier.engine.engine import EngineConfig
+from verifier.core.record import real
+from verifier.core.records_logprobs import (
+    DrawnTokens,
+    DtypeNoise,
+    EngineLogprobs,
+    EngineNoise,
+    LogprobRecord,
+    NoiseRecord,
+    OracleLogprobs,
+    OracleOfForced,
+    OracleOfNext,
+    OracleOfSampled,
+    OracleOfShaped,
+    OracleRecord,
+    SampledTokens,
+    ShapedTokens,
+    TrainerLogprobs,
+)
+from verifier.core.records_tokens import GivenRoutes, GradientRecord
+from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess
 from verifier.export.adapters import adapters_of
 from verifier.export.names import layout_of
@@ -92,35 +111,32 @@ class Oracle:
         what float32 alone costs a checkpoint that was not generated.
         All of it is computed on the subject's `oracle_device`.
         """
-        import torch
-
         recorder = store.Recorder(trace, "oracle", 0)
         seen = store.read(trace)
         engine_gaps: list[float] = []
         slack = SLACK
         device = subject.oracle_device
-        floor = stored_floor(seen.manifest["model"], subject.checkpoint, subject.dtype, subject.tier)
+        floor = stored_floor(seen.manifest.model, subject.checkpoint, subject.dtype, subject.tier)
         if floor is not None:
             record_floor(recorder, floor)
-        for version in seen.versions(Stage.LOGPROB, "trainer"):
+        for version in seen.versions(TrainerLogprobs):
             checkpoint = subject.checkpoint.path if version == 0 else Path(spec.work) / f"live-{version}"
             if not checkpoint.is_dir():
                 continue
-            samples = list(seen.at(Stage.ROLLOUT, "sampled", version=version))
+            samples = list(seen.of(SampledTokens, version=version))
             groups: list[list[tuple[Sequence[int], float]]] = [
                 [(tokens, 1.0) for tokens in spec.scenario.sequences],
                 *map(_continued, samples),
             ]
             exact, *exact_samples = self._score_groups(checkpoint, groups, "float32", device)
-            _emit(recorder, "oracle", "scored", version, exact, [len(row) + 1 for row in exact])
-            for item in seen.at(Stage.ROLLOUT, "drawn", version=version):
-                arguments = [str(checkpoint), list(spec.scenario.prompts[0]), device, float(item.facts["temperature"])]
+            _emit(recorder, OracleLogprobs, "scored", version, exact, [len(row) + 1 for row in exact])
+            for item in seen.of(DrawnTokens, version=version):
+                arguments = [str(checkpoint), list(item.prompt), device, item.temperature]
                 nats = self._client.call("verifier.oracle.logprob_hf", "next_token", arguments)[0]
-                found = Evidence(stage=Stage.LOGPROB, kind="next", name=item.name, version=version)
-                recorder.emit(found, torch.tensor(nats, dtype=torch.float64))
+                recorder.emit(OracleOfNext(name=item.name, version=version), np.array(nats, np.float64))
             if version == 0:
                 against = "float64" if subject.dtype == "float32" else subject.dtype
-                if against == "float64" and is_generated(seen.manifest["model"]):
+                if against == "float64" and is_generated(seen.manifest.model):
                     against = ""
                 elif against == "float64":
                     doubled = self.score(checkpoint, spec.scenario.sequences, against, device)
@@ -129,31 +145,31 @@ class Oracle:
                     (AT_TEMPERATURE, spec.scenario.sequences, TEMPERATURE),
                     (AT_LENGTH, spec.scenario.at_length, 1.0),
                 ):
-                    if any(seen.at(Stage.LOGPROB, "trainer", name=name)):
+                    if any(seen.of(TrainerLogprobs, name=name)):
                         self._record_once(recorder, checkpoint, name, asked, temperature, against, device)
             if subject.dtype != "float32":
                 rounded = self._score_groups(checkpoint, groups, subject.dtype, device)
                 _emit_noise(recorder, "scored", version, rounded[0], exact)
                 for sampled, low, rows in zip(samples, rounded[1:], exact_samples, strict=True):
                     _emit_noise(recorder, sampled.name, version, low, rows)
-            for item in seen.at(Stage.ROLLOUT, "shaped", version=version):
-                self._record_shaped(recorder, checkpoint, seen, item, device, slack)
-            if version == 0 and version in seen.versions(Stage.ROLLOUT, "engine"):  # a refused version was not scored
-                engine_gaps += _gaps_of(seen, "engine", "scored", exact)
+            for shaped in seen.of(ShapedTokens, version=version):
+                self._record_shaped(recorder, checkpoint, seen, shaped, device, slack)
+            if version == 0 and version in seen.versions(EngineLogprobs):  # a refused version was not scored
+                engine_gaps += _gaps_of(seen, EngineLogprobs, "scored", exact)
             for sampled, rows in zip(samples, exact_samples, strict=True):
-                tails = [row[-n:] for row, n in zip(rows, sampled.facts["lengths"], strict=True)]
-                _emit(recorder, "sampled-oracle", sampled.name, version, tails, [len(row) + 1 for row in rows])
-                if any(seen.at(Stage.ROLLOUT, "engine", name=sampled.name, version=version)):  # scored from end to end
-                    _emit(recorder, "oracle", sampled.name, version, rows, [len(row) + 1 for row in rows])
+                tails = [row[-n:] for row, n in zip(rows, sampled.lengths, strict=True)]
+                _emit(recorder, OracleOfSampled, sampled.name, version, tails, [len(row) + 1 for row in rows])
+                if any(seen.of(EngineLogprobs, name=sampled.name, version=version)):  # scored from end to end
+                    _emit(recorder, OracleLogprobs, sampled.name, version, rows, [len(row) + 1 for row in rows])
                 if version == 0:
-                    engine_gaps += _gaps_of(seen, "sampled", sampled.name, tails)
-        for item in seen.at(Stage.REPLAY, "routes", version=0):
-            routes = _routes_of(seen, item, len(spec.scenario.sequences))
-            self._record_replayed(recorder, spec, subject, device, item, routes)
-        if seen.manifest["config"]["engine"]["quantization"]:
-            for version in seen.versions(Stage.ROLLOUT, "engine"):
-                for name in ("scored", *(item.name for item in seen.at(Stage.ROLLOUT, "sampled", version=version))):
-                    _emit_gaps(recorder, "engine-noise", name, version, engine_gaps)
+                    engine_gaps += _gaps_of(seen, SampledTokens, sampled.name, tails)
+        for given in seen.of(GivenRoutes, version=0):
+            routes = _routes_of(seen, given, len(spec.scenario.sequences))
+            self._record_replayed(recorder, spec, subject, device, given, routes)
+        if seen.manifest.config["engine"]["quantization"]:
+            for version in seen.versions(EngineLogprobs):
+                for name in ("scored", *(item.name for item in seen.of(SampledTokens, version=version))):
+                    _emit_gaps(recorder, EngineNoise, name, version, engine_gaps)
         if spec.roundtrip.update == "step" and spec.gradients:
             self._record_steps(recorder, spec, subject, seen)
         recorder.close()
@@ -170,45 +186,38 @@ class Oracle:
     ) -> None:
         """What the trainer scores at version 0 alone, and, against another dtype if any, the noise of it."""
         exact = self.score(checkpoint, asked, "float32", device, temperature)
-        _emit(recorder, "oracle", name, 0, exact, [len(row) + 1 for row in exact])
+        _emit(recorder, OracleLogprobs, name, 0, exact, [len(row) + 1 for row in exact])
         if against:
             _emit_noise(recorder, name, 0, self.score(checkpoint, asked, against, device, temperature), exact)
 
     def _record_shaped(
-        self, recorder: store.Recorder, checkpoint: Path, seen: Trace, item: Evidence, device: str, slack: float
+        self, recorder: store.Recorder, checkpoint: Path, seen: Trace, item: ShapedTokens, device: str, slack: float
     ) -> None:
         """What the engine should report; where rounding decides what truncation keeps, the nearest to what it did."""
-        import torch
-
-        facts = item.facts
-        rows = [list(row) for row in zip(facts["prompts"], facts["tokens"], facts["asked"], strict=True)]
+        rows = [list(row) for row in zip(item.prompts, item.tokens, item.asked, strict=True)]
         arguments = [str(checkpoint), rows, slack, device]
         found = self._client.call("verifier.oracle.logprob_hf", "shaped_logprobs", arguments)[0]
-        least, most = torch.tensor([pair for row in found for pair in row], dtype=torch.float64).unbind(-1)
-        lengths = {"lengths": [len(row) for row in found], "whole": [len(row[0]) + len(row[1]) for row in rows]}
-        recorder.emit(
-            Evidence(stage=Stage.LOGPROB, kind="shaped-oracle", name=item.name, version=item.version, facts=lengths),
-            seen.array(item).double().clamp(least, most),
-        )
+        least, most = np.array([pair for row in found for pair in row], np.float64).T
+        record = OracleOfShaped(
+            name=item.name, version=item.version, lengths=tuple(len(row) for row in found),
+            whole=tuple(len(row[0]) + len(row[1]) for row in rows),
+        )  # fmt: skip
+        recorder.emit(record, np.clip(seen.array(item).astype(np.float64), least, most))
 
     def _record_replayed(
-        self, recorder: store.Recorder, spec: RunSpec, subject: ModelUnderTest, device: str, item: Evidence,
+        self, recorder: store.Recorder, spec: RunSpec, subject: ModelUnderTest, device: str, item: GivenRoutes,
         routes: list[list[list[int]]],
     ) -> None:  # fmt: skip
         """Score by the routes that the trainer's routers were given, where transformers' can be told."""
         if not subject.layout_scopes:
             return
-        import torch
-
         scored = {}
         for dtype in {"float32", subject.dtype}:
             sequences = [list(row) for row in spec.scenario.sequences]
             arguments = [str(subject.checkpoint.path), sequences, routes, dtype, device]
             scored[dtype] = self._client.call("verifier.oracle.routes_hf", "score_routed", arguments)[0]
         exact = scored["float32"]
-        facts = {"lengths": [len(row) for row in exact]}
-        said = torch.tensor([value for row in exact for value in row], dtype=torch.float64)
-        recorder.emit(Evidence(stage=Stage.REPLAY, kind="oracle", name=item.name, facts=facts), said)
+        _emit(recorder, OracleOfForced, item.name, 0, exact, [])
         if subject.dtype != "float32":
             _emit_noise(recorder, item.name, 0, scored[subject.dtype], exact)
 
@@ -226,32 +235,31 @@ class Oracle:
         from verifier.train.lora_megatron import SCALING, TARGETS
 
         batches = [[_sample(index, tokens) for index, tokens in enumerate(batch)] for batch in spec.scenario.batches]
-        rule = {
+        rule: dict[str, float] = {
             **RATES, "clip": CLIP_GRAD, "temperature": TEMPERATURE, "entropy": ENTROPY_WEIGHT, "drift": DRIFT_WEIGHT,
         }  # fmt: skip
-        replayed = {item.version: item for item in seen.at(Stage.REPLAY, "routes")}
+        replayed = {item.version: item for item in seen.of(GivenRoutes)}
         routes = [
             _routes_of(seen, replayed[version], len(batch)) if version in replayed else []
             for version, batch in enumerate(batches, start=1)
         ]
-        name, arguments = "judge_steps", [str(subject.checkpoint.path), spec.work, batches, rule, routes]
+        name = "judge_steps"
+        arguments: list[Any] = [str(subject.checkpoint.path), spec.work, batches, rule, routes]
         if spec.lora_rank and (layout := layout_of(subject.checkpoint.config)):
             name, arguments[3] = "judge_adapter_steps", {**rule, **NO_DECAY, "scaling": SCALING}
             arguments.append(adapters_of(layout, TARGETS, spec.lora_rank).names())
         for row in self._client.call("verifier.oracle.step_hf", name, arguments)[0]:
-            recorder.emit(
-                Evidence(stage=Stage.LOSS, kind="gradient", name=row.pop("name"), version=row.pop("version"), facts=row)
-            )
+            record: dict[str, Any] = {key: real(item) if isinstance(item, float) else item for key, item in row.items()}
+            recorder.emit(GradientRecord(**record))
 
 
-def _continued(sampled: Evidence) -> list[tuple[Sequence[int], float]]:
+def _continued(sampled: SampledTokens) -> list[tuple[Sequence[int], float]]:
     """Each prompt with the tokens that the engine sampled after it, and the temperature that these were sampled at."""
-    facts = sampled.facts
-    rows = zip(facts["prompts"], facts["tokens"], facts["temperatures"], strict=True)
-    return [([*prompt, *more], float(temperature)) for prompt, more, temperature in rows]
+    rows = zip(sampled.prompts, sampled.tokens, sampled.temperatures, strict=True)
+    return [([*prompt, *more], temperature) for prompt, more, temperature in rows]
 
 
-def _routes_of(seen: Trace, item: Evidence, num_sequences: int) -> list[list[list[int]]]:
+def _routes_of(seen: Trace, item: GivenRoutes, num_sequences: int) -> list[list[list[int]]]:
     """Per sequence, rows of position, layer and experts, as an oracle takes them."""
     routes: list[list[list[int]]] = [[] for _ in range(num_sequences)]
     for sequence, *row in seen.array(item).tolist():
@@ -269,25 +277,15 @@ def _sample(index: int, tokens: Sequence[int]) -> list[Any]:
 
 def _emit(
     recorder: store.Recorder,
-    kind: str,
+    kind: type[OracleRecord],
     name: str,
     version: int,
     rows: Sequence[Sequence[float]],
     whole: Sequence[int],
 ) -> None:
     """The oracle's log-probabilities, with the length of each sequence, tokens before the first scored included."""
-    import torch
-
-    recorder.emit(
-        Evidence(
-            stage=Stage.LOGPROB,
-            kind=kind,
-            name=name,
-            version=version,
-            facts={"lengths": [len(row) for row in rows], "whole": list(whole)},
-        ),
-        torch.tensor([value for row in rows for value in row], dtype=torch.float64),
-    )
+    record = kind(name=name, version=version, lengths=tuple(len(row) for row in rows), whole=tuple(whole))
+    recorder.emit(record, np.array([value for row in rows for value in row], np.float64))
 
 
 def _emit_noise(
@@ -299,17 +297,18 @@ def _emit_noise(
 ) -> float:
     """The distances of what one dtype gives from the exact; the greatest of them, nats."""
     gaps = [abs(x - y) for low, high in zip(rounded, exact, strict=True) for x, y in zip(low, high, strict=True)]
-    _emit_gaps(recorder, "noise", name, version, gaps)
+    _emit_gaps(recorder, DtypeNoise, name, version, gaps)
     return max(gaps)
 
 
-def _emit_gaps(recorder: store.Recorder, kind: str, name: str, version: int, gaps: Sequence[float]) -> None:
-    facts = {"max": max(gaps), "mean": statistics.fmean(gaps), "deviation": statistics.pstdev(gaps)}
-    recorder.emit(Evidence(stage=Stage.LOGPROB, kind=kind, name=name, version=version, facts=facts))
+def _emit_gaps(
+    recorder: store.Recorder, kind: type[NoiseRecord], name: str, version: int, gaps: Sequence[float]
+) -> None:
+    mean, deviation = real(statistics.fmean(gaps)), real(statistics.pstdev(gaps))
+    recorder.emit(kind(name=name, version=version, greatest=real(max(gaps)), mean=mean, deviation=deviation))
 
 
-def _gaps_of(seen: Trace, kind: str, name: str, exact: Sequence[Sequence[float]]) -> list[float]:
-    """Distances of what the engine said at version 0 from the oracle, nats."""
-    found = seen.at(Stage.ROLLOUT, kind, version=0, name=name)
-    said = [value for item in found for value in seen.array(item).tolist()]
-    return [abs(x - y) for x, y in zip(said, (value for row in exact for value in row), strict=True)]
+def _gaps_of(seen: Trace, kind: type[LogprobRecord], name: str, exact: Sequence[Sequence[float]]) -> list[float]:
+    """Distances of what the engine reported at version 0 from the oracle, nats."""
+    reported = [value for item in seen.of(kind, version=0, name=name) for value in seen.array(item).tolist()]
+    return [abs(x - y) for x, y in zip(reported, (value for row in exact for value in row), strict=True)]

@@ -112,3 +112,8 @@ def install_asked() -> None:
         UsageError: as `install` does.
     """
     install(os.environ.get(ENGINE_VARIABLE, "").split(","))
+
+
+def installed(worker: Any) -> list[str]:
+    """Ids of the fixes in one engine rank's process; called through `Engine.call`."""
+    return sorted(_installed)

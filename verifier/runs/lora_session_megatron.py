@@ -9,21 +9,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verifier.core.evidence import Evidence, Probe
-from verifier.core.stage import Stage
+from verifier.core.record import real
+from verifier.core.records_weights import (
+    ExportedAdapterMatrix,
+    ExportedAdapterScaling,
+    FrozenShard,
+    JoinedTensor,
+    LiveAdapterMatrix,
+    LiveAdapterScaling,
+    LoadedShard,
+    Update,
+    UpdatedShard,
+)
 from verifier.export.adapters import adapters_of
 from verifier.export.save import save_checkpoint
 from verifier.launch.flight_recorder import label
 from verifier.model import provider_megatron
-from verifier.plan.digest import digest_tensor
-from verifier.probes.weights_megatron import LiveWeights, join, record_live, record_moved, record_source, recorded
+from verifier.probes.weights_megatron import LiveWeights, join, record_source, record_tensors, recorded
 from verifier.runs.scenario import NO_DECAY, RATES
 from verifier.runs.session_megatron import DATA_PARALLEL, Session
-from verifier.runs.steps_megatron import Steps
+from verifier.runs.steps_megatron import Steps, record_rules
 from verifier.train import lora_megatron as adapter_megatron
 from verifier.train import step_megatron
 from verifier.train.gradients_megatron import whole_gradients
-from verifier.transport.buffer import dtype_name
 
 
 class LiveBase(LiveWeights):
@@ -60,16 +68,20 @@ class AdapterSession(Session):
         self.adapters = self.layout and adapters_of(self.layout, adapter_megatron.TARGETS, spec.lora_rank)
         self.live_adapter = LiveAdapter(self.trainer.chunks, self.adapters, self.mesh, self.rank)
         self.live.record_expected(self.probe, self.source)
-        self.live.record(self.probe, Stage.LOAD, "shard", 0)
+        self.live.record(self.probe, 0, LoadedShard)
         if self.rank == 0:
             record_source(self.probe, self.source)
+            record_rules(self.probe, {**RATES, **NO_DECAY})
+        if self.adapters is not None:
+            joined = self._joined("matrices", 0, self.live_adapter.tensors())
+            self._hand_on("matrices", 0, joined)
+            if self.rank == 0:
+                record_tensors(self.probe, LiveAdapterMatrix, self.adapters.spread(joined))
 
     def _dump_gradients(self, version: int) -> None:
-        """Hand the adapters' reduced gradients to the oracle, and first of all the adapters that no step has moved."""
+        """Hand the adapters' reduced gradients to the oracle."""
         if self.adapters is None or not self.spec.gradients:
             return
-        if version == 1:
-            self._hand_on("matrices", 0, self._joined("matrices", 0, self.live_adapter.tensors()))
         found = whole_gradients(self.trainer)
         named = ((chunk, name, value) for chunk, values in enumerate(found) for name, value in values.items())
         self._hand_on("gradients", version, self._joined("gradients", version, named))
@@ -100,10 +112,10 @@ class AdapterSession(Session):
             path = self.work / f"adapter-{version}"
             adapter_megatron.save_adapter(path, self.adapter, self.spec.lora_rank)
             found, scaling = adapter_megatron.read_adapter(path)
-            record_adapter(self.probe, Stage.EXPORT, found, scaling, version)
+            record_tensors(self.probe, ExportedAdapterMatrix, found.items(), version)
+            self.probe.emit(ExportedAdapterScaling(name="alpha / rank", version=version, scaling=real(scaling)))
             if self.adapters is None:
                 self._hand_to_oracle(self.adapter, version)
-            self._record_moved_adapter(version)
             if self.engine is not None:
                 self.engine.client.load_adapter(path)
         dist.barrier()
@@ -115,7 +127,7 @@ class AdapterSession(Session):
     def record_update(self, version: int) -> None:
         """What base and adapters of all ranks are after an update, joined without Megatron-Bridge."""
         with step_megatron.params_synced(self.trainer):
-            self.live.record(self.probe, Stage.TRAIN, "shard", version, also="frozen")
+            self.live.record(self.probe, version, UpdatedShard, FrozenShard)
             if self.layout is None or self.adapters is None:
                 return
             shards = self._folder(f"shards-{version}")
@@ -123,16 +135,13 @@ class AdapterSession(Session):
             joined = self._joined("matrices", version, self.live_adapter.tensors())
         self._hand_on("matrices", version, joined)
         if self.rank == 0:
-            record_live(self.probe, join(shards, self.layout, self.mesh), version)
+            record_tensors(self.probe, JoinedTensor, join(shards, self.layout, self.mesh).items(), version)
             found = dict(self.adapters.spread(joined))
-            record_adapter(self.probe, Stage.TRAIN, found, adapter_megatron.scaling_of(self.trainer), version)
+            record_tensors(self.probe, LiveAdapterMatrix, found.items(), version)
+            scaling = real(adapter_megatron.scaling_of(self.trainer))
+            self.probe.emit(LiveAdapterScaling(name="alpha / rank", version=version, scaling=scaling))
+            self.probe.emit(Update(name=f"adapter {version}", version=version, how="adapter step"))
             self._hand_to_oracle(found, version)
-
-    def _record_moved_adapter(self, version: int) -> None:
-        """How much of the adapter moved: B is zero before the first step, so all of it has to."""
-        matrices = {name: tensor for name, tensor in self.adapter.items() if name.endswith("lora_B.weight")}
-        moved = sum(bool(tensor.count_nonzero()) for tensor in matrices.values())
-        record_moved(self.probe, f"adapter {version}", version, moved=moved, least=len(matrices), total=len(matrices))
 
     def observe_engine(self, version: int) -> None:
         """What the engine holds, scores and samples at a version."""
@@ -171,19 +180,3 @@ class AdapterSession(Session):
             self.update(version)
             self.record_update(version)
             self.score(version)
-
-
-def record_adapter(
-    probe: Probe, stage: Stage, adapter: Mapping[str, torch.Tensor], scaling: float, version: int
-) -> None:
-    """Every matrix of an adapter, and what their product is multiplied by."""
-    for name, tensor in adapter.items():
-        probe.emit(
-            Evidence(
-                stage=stage, kind="adapter", name=name, version=version, digest=digest_tensor(tensor),
-                dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
-            )
-        )  # fmt: skip
-    probe.emit(
-        Evidence(stage=stage, kind="adapter", name="alpha / rank", version=version, digest=f"{scaling:g}", shape=())
-    )

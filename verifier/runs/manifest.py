@@ -9,12 +9,13 @@ from typing import Any
 
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.core import store
+from verifier.core.manifest import Manifest, MeshSizes, Scope, replace
 from verifier.errors import Stopped, UsageError, VerifierError
 from verifier.knob import flat
 from verifier.model.families import num_experts_of
 from verifier.platform.pins import PINS, installed
 from verifier.platform.stand_ins import stand_ins_of
-from verifier.platform.upstream_fixes import bugs_of, refuse_impossible
+from verifier.platform.upstream_fixes import RunFacts, bugs_of, refuse_impossible
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.placement import Placement, place_trainer
 
@@ -22,19 +23,17 @@ TOKEN_SCOPES = ("tokens", "replay", "forced", "logprob", "layout", "replicas", "
 """Scopes of a run of the token path alone, in which nothing is exported."""
 
 
-def golden_manifest(config: GoldenConfig, model: ModelUnderTest) -> dict[str, Any]:
+def golden_manifest(config: GoldenConfig, model: ModelUnderTest) -> Manifest:
     """Manifest of `verifier golden`."""
-    return {
-        **_identity(model, "golden", config, place_trainer(config.mesh, model.tier)),
-        "scopes": ["export", *model.layout_scopes, *(["saved"] if model.is_saved else [])],
-        "engine_ranks": 0,
-        "synced_versions": [],
-    }
+    scopes: list[Scope] = ["export", *model.layout_scopes]
+    if model.is_saved:
+        scopes.append("saved")
+    return replace(_identity(model, "golden", config, place_trainer(config.mesh, model.tier)), scopes=tuple(scopes))
 
 
 def roundtrip_manifest(
     config: RoundtripConfig, model: ModelUnderTest, placement: Placement, *, restores: bool, tokens_only: bool
-) -> dict[str, Any]:
+) -> Manifest:
     """Manifest of `verifier roundtrip`.
 
     Args:
@@ -45,15 +44,15 @@ def roundtrip_manifest(
         tokens_only: nothing is exported and no engine takes part.
     """
     scopes = _scopes(config, model)
-    manifest = {
-        **_identity(model, "roundtrip", config, placement.trainer_gpus),
-        "scopes": [scope for scope in scopes if scope in TOKEN_SCOPES] if tokens_only else scopes,
-        "engine": config.engine.kind,
-        "engine_ranks": config.engine.tp,
-        "synced_versions": list(range(0 if restores else 1, config.cycles + 1)),
-    }
+    manifest = replace(
+        _identity(model, "roundtrip", config, placement.trainer_gpus),
+        scopes=tuple(scope for scope in scopes if scope in TOKEN_SCOPES or not tokens_only),
+        engine=config.engine.kind,
+        engine_ranks=config.engine.tp,
+        synced_versions=tuple(range(0 if restores else 1, config.cycles + 1)),
+    )
     if config.engine.lora_rank:
-        manifest["untouched_versions"] = list(range(config.cycles + 1))
+        return replace(manifest, untouched_versions=tuple(range(config.cycles + 1)))
     return manifest
 
 
@@ -62,10 +61,10 @@ def judges_gradients(config: RoundtripConfig, model: ModelUnderTest) -> bool:
     return model.judges_gradients and (not config.engine.lora_rank or config.dtype == "float32")
 
 
-def _scopes(config: RoundtripConfig, model: ModelUnderTest) -> list[str]:
-    scopes = ["tokens", "export", "held", "cold", "settings", "logprob", "rollout"]
+def _scopes(config: RoundtripConfig, model: ModelUnderTest) -> list[Scope]:
+    scopes: list[Scope] = ["tokens", "export", "held", "cold", "settings", "logprob", "rollout"]
     layout = model.layout_scopes
-    gradient = ["gradient"] if judges_gradients(config, model) else []
+    gradient: list[Scope] = ["gradient"] if judges_gradients(config, model) else []
     if config.engine.lora_rank:
         return [*scopes, *layout, "update", "adapter", *gradient] if layout else scopes
     scopes += ["plan", "transport", "engine"]
@@ -78,34 +77,43 @@ def _scopes(config: RoundtripConfig, model: ModelUnderTest) -> list[str]:
     return [*scopes, "step", *gradient] if config.update == "step" else scopes
 
 
-def _identity(
-    model: ModelUnderTest, command: str, config: GoldenConfig | RoundtripConfig, num_gpus: int
-) -> dict[str, Any]:
+def _identity(model: ModelUnderTest, command: str, config: GoldenConfig | RoundtripConfig, num_gpus: int) -> Manifest:
     """Which run this was, and what was replaced upstream.
 
     Raises:
         UsageError: an upstream bug would end the run, and its fix is not asked for.
     """
-    sizes = model.checkpoint.config
-    run = {**flat(config.to_dict()), "command": command, "tier": model.tier}
+    sizes, run = model.checkpoint.config, _facts_of(model, config.to_dict())
     refuse_impossible(sizes, run)
-    return {
-        "command": command,
-        "model": config.model,
-        "dtype": model.dtype,
-        "mesh": model.mesh.to_dict(),
-        "world_size": model.mesh.world_size,
-        "num_gpus": num_gpus,
-        "tier": model.tier,
-        "versions": {name: found for name in PINS if (found := installed(name)) is not None},
-        "config": config.to_dict(),
-        "stand_ins": stand_ins_of(sizes, run),
-        "upstream_bugs": bugs_of(sizes, run),
-    }
+    sizes_of_mesh: dict[str, Any] = model.mesh.to_dict()
+    return Manifest(
+        command=command,
+        model=config.model,
+        dtype=model.dtype,
+        mesh=MeshSizes(**sizes_of_mesh),
+        world_size=model.mesh.world_size,
+        num_gpus=num_gpus,
+        tier=model.tier,
+        versions={name: found for name in PINS if (found := installed(name)) is not None},
+        config=dict(config.to_dict()),
+        stand_ins=tuple(stand_ins_of(sizes, run)),
+        upstream_bugs=tuple(bugs_of(sizes, run)),
+    )
+
+
+def _facts_of(model: ModelUnderTest, config: Mapping[str, Any]) -> RunFacts:
+    """What decides which upstream bugs reach a run, from its configuration as the manifest records it."""
+    knobs = flat(config)
+    return RunFacts(
+        tier=model.tier, dtype=model.dtype, engine=knobs.get("engine.kind", ""),
+        quantization=knobs.get("engine.quantization"), cuda_graphs=knobs.get("engine.cuda_graphs", False),
+        sleep_level=knobs.get("engine.sleep_level", 0),
+        steps=knobs["cycles"] if knobs.get("update") == "step" else 0, fixes=tuple(knobs["fixes"]),
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
-def recording(traces: Sequence[Path], manifest: Mapping[str, Any]) -> Iterator[Callable[[Path], None]]:
+def recording(traces: Sequence[Path], manifest: Manifest) -> Iterator[Callable[[Path], None]]:
     """Make trace directories; a usage error removes those that are not complete, any other error marks them.
 
     Args:
@@ -118,7 +126,7 @@ def recording(traces: Sequence[Path], manifest: Mapping[str, Any]) -> Iterator[C
     incomplete: list[Path] = []
 
     def complete(trace: Path) -> None:
-        store.write_manifest(trace, {**manifest, "complete": True})
+        store.complete(trace, manifest)
         incomplete.remove(trace)
 
     try:
@@ -131,5 +139,5 @@ def recording(traces: Sequence[Path], manifest: Mapping[str, Any]) -> Iterator[C
         raise
     except (VerifierError, Stopped) as problem:
         for trace in incomplete:
-            store.write_manifest(trace, {**manifest, "complete": False, "failure": str(problem)})
+            store.fail(trace, manifest, str(problem))
         raise

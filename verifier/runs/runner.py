@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
-from verifier.core.store import require_writable
-from verifier.engine.engine import EngineConfig
+from verifier.core.outputs import require_writable
+from verifier.engine.api import EngineConfig
 from verifier.errors import VerifierError
 from verifier.mesh import Mesh
 from verifier.oracle.noise_floor import Floor, floor_path, write_floor
@@ -67,7 +67,7 @@ class Runner:
         with recording([config.trace], manifest) as complete, _work_folder() as work:
             spec = RunSpec(
                 config=config, program="golden", checkpoint=str(model.checkpoint.path), tier=model.tier,
-                trace=str(config.trace), work=str(work), num_gpus=manifest["num_gpus"],
+                trace=str(config.trace), work=str(work), num_gpus=manifest.num_gpus,
                 source_from_manifest=recorded is not None, saves=model.is_saved,
                 deadline_s=self.resources.collective_deadline_s,
             )  # fmt: skip

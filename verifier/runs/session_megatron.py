@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from verifier.core.evidence import Evidence
-from verifier.core.stage import Stage
+from verifier.core.records_weights import (
+    JoinedTensor,
+    LoadedShard,
+    ShardAfterExport,
+    ShardAfterIdleStep,
+    ShardAfterScoring,
+    Update,
+    UpdatedShard,
+)
 from verifier.core.store import Recorder
 from verifier.data.rollout import Rollout
 from verifier.export import gather_megatron
@@ -21,26 +27,25 @@ from verifier.launch.flight_recorder import label
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
-from verifier.plan.digest import digest_tensor
 from verifier.platform.cuda import another_cudnn
 from verifier.probes.routes_megatron import record_replay, replaying_every_second
 from verifier.probes.tokens_megatron import TokenProbe
+from verifier.probes.trainer import record_rollouts, record_scored, record_step
 from verifier.probes.weights_megatron import (
     LiveWeights,
     join,
     plan_of,
     record_config,
-    record_live,
-    record_moved,
     record_plan,
     record_saved,
     record_source,
+    record_tensors,
     recorded,
 )
 from verifier.runs.perturb import move
 from verifier.runs.scenario import AT_LENGTH, AT_TEMPERATURE, TEMPERATURE, expected_rollouts, policy_loss, rollouts_of
 from verifier.runs.spec import RunSpec
-from verifier.runs.steps_megatron import Steps
+from verifier.runs.steps_megatron import Steps, record_rules
 from verifier.runs.sync import EngineSide
 from verifier.train import router_replay_megatron, step_megatron
 from verifier.train.gradients_megatron import whole_gradients
@@ -48,7 +53,7 @@ from verifier.train.recompute_megatron import recomputed
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
-    from verifier.transport.cuda_ipc import Share
+    from verifier.transport.cuda_ipc import TrainerRounds
 
 DATA_PARALLEL = provider_megatron.DataParallel(
     distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
@@ -74,14 +79,13 @@ class Session:
         context: RankContext,
         probe: Recorder,
         engine: EngineSide | None = None,
-        share: Share | None = None,
+        share: TrainerRounds | None = None,
     ) -> None:
         self.spec, self.context, self.probe, self.engine, self._share = spec, context, probe, engine, share
         self.rank, self.mesh = context.rank, spec.config.mesh
         self.work = Path(spec.work)
         self.source = open_checkpoint(spec.checkpoint)
         self.layout = layout_of(self.source.config)
-        self._digests: dict[str, str] = {}
 
     def say(self, text: str) -> None:
         """One line of progress, from rank 0."""
@@ -105,9 +109,11 @@ class Session:
             self.say(found)
         self.live = LiveWeights(self.trainer.chunks, self.layout, self.mesh, self.rank)
         self.live.record_expected(self.probe, self.source)
-        self.live.record(self.probe, Stage.LOAD, "shard", 0)
+        self.live.record(self.probe, 0, LoadedShard)
         if self.rank == 0 and not spec.source_from_manifest:
             record_source(self.probe, self.source)
+        if self.rank == 0 and training and spec.roundtrip.update == "step":
+            record_rules(self.probe)
 
     def score(self, version: int) -> None:
         """Teacher-forced log-probabilities by the trainer."""
@@ -121,18 +127,18 @@ class Session:
         if version == 0:
             scored = step_megatron.score(self.trainer, rollouts, temperature=TEMPERATURE)
             self._record_scored(AT_TEMPERATURE, version, scored)
+            if self.rank == 0:
+                record_rollouts(self.probe, AT_TEMPERATURE, version, expected)
         if version == 0 and self.spec.scenario.long:
-            scored = step_megatron.score(self.trainer, rollouts_of(self.spec.scenario.at_length, 0))
-            self._record_scored(AT_LENGTH, version, scored)
+            sequences = self.spec.scenario.at_length
+            self._record_scored(AT_LENGTH, version, step_megatron.score(self.trainer, rollouts_of(sequences, 0)))
+            if self.rank == 0:
+                record_rollouts(self.probe, AT_LENGTH, version, expected_rollouts(sequences, 0))
         with step_megatron.params_synced(self.trainer):
-            self.live.record(self.probe, Stage.TRAIN, "scored", version)
+            self.live.record(self.probe, version, ShardAfterScoring)
 
     def _record_scored(self, name: str, version: int, scored: list[torch.Tensor]) -> None:
-        said = torch.cat(scored)
-        got = Evidence(stage=Stage.LOGPROB, kind="returned", name=name, version=version)
-        self.probe.emit(replace(got, digest=digest_tensor(said)))
-        if self.rank == 0:
-            self.probe.emit(replace(got, kind="trainer", facts={"lengths": [row.numel() for row in scored]}), said)
+        record_scored(self.probe, name, version, scored, whole=self.rank == 0)
 
     def replay(self) -> None:
         """Of a mixture of experts: routes that rollouts carry are what the routers use."""
@@ -154,7 +160,7 @@ class Session:
         Ranks gather here, so all have to be done with the export: while rank 0 sends, the others wait for it.
         """
         with step_megatron.params_synced(self.trainer):
-            self.live.record(self.probe, Stage.EXPORT, "exported", version)
+            self.live.record(self.probe, version, ShardAfterExport)
         folder, whole = self.work / f"files-{version}", self.spec.saves and version == self.spec.cycles
         gather_megatron.save(self.trainer, folder, whole=whole)
         if self.rank == 0:
@@ -187,7 +193,7 @@ class Session:
         batch = self.spec.scenario.batches[0]
         Steps(self.trainer).idle(rollouts_of(batch[: len(batch) // 2], 0))
         with step_megatron.params_synced(self.trainer):
-            self.live.record(self.probe, Stage.TRAIN, "idle", 0)
+            self.live.record(self.probe, 0, ShardAfterIdleStep)
         self._steps = Steps(self.trainer)
 
     def update(self, version: int) -> None:
@@ -206,8 +212,7 @@ class Session:
                 rollouts, loss=policy_loss, temperature=TEMPERATURE, on_shards=follow,
                 on_gradients=lambda: self._dump_gradients(version),
             )  # fmt: skip
-        facts = {"loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens}
-        self.probe.emit(Evidence(stage=Stage.TRAIN, kind="step", name="step", version=version, facts=facts))
+        record_step(self.probe, version, result)
 
     def _dump_gradients(self, version: int) -> None:
         """Hand the reduced gradients, joined by the layout, to the oracle; before the optimizer clips them."""
@@ -261,7 +266,7 @@ class Session:
         A family without a layout row has no such join: the oracle then gets what was exported.
         """
         with step_megatron.params_synced(self.trainer):
-            self.live.record(self.probe, Stage.TRAIN, "shard", version)
+            self.live.record(self.probe, version, UpdatedShard)
             if self.layout is None:
                 if self._sent:
                     save_checkpoint(self.work / f"live-{version}", self.source.config, self._sent.items())
@@ -271,17 +276,9 @@ class Session:
             dist.barrier()
         if self.rank == 0:
             whole = join(shards, self.layout, self.mesh)
-            digests = record_live(self.probe, whole, version)
+            record_tensors(self.probe, JoinedTensor, whole.items(), version)
+            self.probe.emit(Update(name=f"version {version}", version=version, how=self.spec.roundtrip.update))
             save_checkpoint(self.work / f"live-{version}", self.source.config, whole.items())
-            self._record_moved(digests, whole, version)
-
-    def _record_moved(self, digests: dict[str, str], whole: dict[str, torch.Tensor], version: int) -> None:
-        if not self._digests:
-            self._digests = {name: digest_tensor(self.source.read(name)) for name in whole}
-        moved = sum(digests[name] != self._digests[name] for name in digests)
-        self._digests = digests
-        least = sum(t.is_floating_point() for t in whole.values()) if self.spec.roundtrip.update == "noise" else 1
-        record_moved(self.probe, f"version {version}", version, moved=moved, least=least, total=len(digests))
 
     def observe_engine(self, version: int) -> None:
         """What the engine holds, scores and samples at a version, unless it refused it."""

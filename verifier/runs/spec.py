@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from verifier.config import GoldenConfig, RoundtripConfig
-from verifier.engine.engine import EngineConfig
+from verifier.engine.api import EngineConfig
 from verifier.platform.upstream_fixes import selected
 from verifier.runs.manifest import judges_gradients
 from verifier.runs.model_under_test import MAX_MODEL_LEN, ModelUnderTest

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verifier.core.record import Probe
 from verifier.data.rollout import Rollout
 from verifier.model.provider_megatron import TrainerModel
-from verifier.runs.scenario import CLIP_GRAD, MICRO_BATCH, RATES
+from verifier.probes.trainer import record_objective, record_rule
+from verifier.runs.scenario import CLIP_GRAD, DRIFT_WEIGHT, ENTROPY_WEIGHT, MICRO_BATCH, RATES, TEMPERATURE
 from verifier.train import optimizer_megatron, step_megatron
 from verifier.train.step_megatron import StepResult
 
@@ -52,3 +54,9 @@ class Steps:
         optimizer_megatron.save(self._optimizer, self._scheduler, folder)
         self._begin()
         optimizer_megatron.load(self._optimizer, self._scheduler, folder)
+
+
+def record_rules(probe: Probe, rates: Mapping[str, float] = RATES) -> None:
+    """What every step of a run has to do, for whoever computes it again."""
+    record_rule(probe, rates, clip_grad=CLIP_GRAD)
+    record_objective(probe, temperature=TEMPERATURE, entropy_weight=ENTROPY_WEIGHT, drift_weight=DRIFT_WEIGHT)

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verifier.core.evidence import Evidence, Probe
-from verifier.core.stage import Stage
+from verifier.core.record import Probe
+from verifier.core.records_engine import Handover
+from verifier.core.records_weights import PlanDigest
 from verifier.core.store import Recorder
 from verifier.engine import sender as update
+from verifier.engine.api import Sample, Sampling, Shape
 from verifier.engine.client import EngineClient
-from verifier.engine.engine import HeldSlice, Sample, Sampling, Shape
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import ChunkPlan
-from verifier.plan.digest import digest_tensor
-from verifier.probes.engine import held_by
+from verifier.probes.engine import (
+    held_by,
+    record_drawn,
+    record_poison,
+    record_receipt,
+    record_sampled,
+    record_scored,
+    record_views,
+)
 from verifier.runs.spec import RunSpec
-from verifier.transport.buffer import dtype_name, unpack
+from verifier.transport.buffer import unpack
 
 if TYPE_CHECKING:
-    from verifier.transport.cuda_ipc import Share
-    from verifier.transport.groups import Group
+    from verifier.transport.cuda_ipc import TrainerRounds
+    from verifier.transport.group import TransferGroup
 
 SAMPLING_TEMPERATURE = 2.0
 """Temperature of one more set of samples at version 0: at 1, a temperature that nobody applies does not show, nor
@@ -78,11 +86,11 @@ class EngineSide:
     def __init__(
         self,
         client: EngineClient,
-        group: Group,
+        group: TransferGroup,
         num_ranks: int,
         trace: Path,
         trainer: Probe,
-        share: Share | None = None,
+        share: TrainerRounds | None = None,
         sleep_level: int = 0,
     ) -> None:
         self.client, self._group, self._trainer, self._share = client, group, trainer, share
@@ -93,17 +101,8 @@ class EngineSide:
 
     def poison(self, version: int) -> None:
         """NaN into everything that the engine holds, and what escaped it."""
-        for rank, items in enumerate(self.client.poison()):
-            self._ranks[rank].emit(
-                Evidence(
-                    stage=Stage.ENGINE, kind="poison", name=f"engine rank {rank}", version=version,
-                    facts={
-                        "total": len(items),
-                        "intact": [item.name for item in items if item.how == "left"],
-                        "unreachable": {i.name: i.how for i in items if i.how.startswith("left:")},
-                    },
-                )
-            )  # fmt: skip
+        for rank, outcomes in enumerate(self.client.poison()):
+            record_poison(self._ranks[rank], rank, outcomes, version)
 
     def sleep(self) -> None:
         """Have the engine give up its GPU memory until it is `awake` again."""
@@ -140,114 +139,43 @@ class EngineSide:
         try:
             self.poison(version)
             agreement = update.agree(self.client, self._group, plan)
-            self._record_plans(agreement.said[1:], version)
+            self._record_plans(agreement.messages[1:], version)
             for delivery in update.deliver(self.client, self._group, plan, stream):
                 sent |= {name: tensor.clone() for name, tensor in unpack(delivery.chunk, delivery.buffer.cpu())}
                 for receipt in delivery.receipts:
-                    self._record_receipt(receipt, version)
+                    record_receipt(self._ranks[receipt.rank], receipt, version)
             if self._share is not None:
                 self._share.end()
             self.client.finish_update()
             self.client.reset_prefix_cache()
         except ContractError as problem:
             if isinstance(problem, update.PlanRefused):
-                self._record_plans(problem.agreement.said[1:], version)
+                self._record_plans(problem.agreement.messages[1:], version)
             refusal = str(problem)
             if self._share is not None:
                 self._share.stop()
         for _ in stream:
             pass
-        self._trainer.emit(
-            Evidence(
-                stage=Stage.TRANSPORT, kind="handover", name=f"transfer of version {version}", version=version,
-                facts={"refused": refusal},
-            )
-        )  # fmt: skip
+        self._trainer.emit(Handover(name=f"transfer of version {version}", version=version, refused=refusal))
         self.refused = bool(refusal)
         return {} if self.refused else sent
 
     def _record_plans(self, said: Sequence[str], version: int) -> None:
         for rank, digest in enumerate(said):
-            self._ranks[rank].emit(
-                Evidence(stage=Stage.PLAN, kind="plan", name="chunk plan", version=version, digest=digest)
-            )
-
-    def _record_receipt(self, receipt: update.Receipt, version: int) -> None:
-        recorder = self._ranks[receipt.rank]
-        for item in receipt.received:
-            recorder.emit(
-                Evidence(
-                    stage=Stage.TRANSPORT, kind="receipt", name=item.name, version=version, digest=item.digest,
-                    dtype=item.dtype, shape=item.shape, facts={"chunk": receipt.chunk},
-                )
-            )  # fmt: skip
-        recorder.emit(
-            Evidence(
-                stage=Stage.ENGINE, kind="loaded", name=f"chunk {receipt.chunk}", version=version,
-                facts={"names": list(receipt.loaded), "refused": receipt.refused or ""},
-            )
-        )  # fmt: skip
+            self._ranks[rank].emit(PlanDigest(name="chunk plan", version=version, digest=digest))
 
     def record_held(self, sent: Mapping[str, torch.Tensor], version: int) -> None:
         """What every engine rank holds: tensors, settings, and its checkpoint slices beside what they must be."""
         held_by(self.client).record(self._ranks, version)
         for rank, slices in enumerate(self.client.checkpoint_view()):
-            self._record_view(self._ranks[rank], slices, sent, version)
-
-    def _record_view(
-        self, recorder: Recorder, slices: Sequence[HeldSlice], sent: Mapping[str, torch.Tensor], version: int
-    ) -> None:
-        seen = {item.name for item in slices if item.quantized}
-        if seen:
-            recorder.emit(
-                Evidence(
-                    stage=Stage.ENGINE, kind="view-quantized", name="quantized by the engine", version=version,
-                    facts={"names": sorted(seen)},
-                )
-            )  # fmt: skip
-        for item in slices:
-            if item.quantized:
-                continue
-            name = f"{item.name} in {item.holder}" if item.name in seen else item.name
-            seen.add(item.name)
-            facts = {"holder": item.holder, "of": item.name, "box": [list(pair) for pair in item.box]}
-            recorder.emit(
-                Evidence(
-                    stage=Stage.ENGINE, kind="view", name=name, version=version, digest=item.digest,
-                    dtype=item.dtype, shape=item.shape, facts=facts,
-                )
-            )  # fmt: skip
-            if item.name in sent:
-                self._record_view_expected(recorder, name, sent[item.name], item.box, version)
-        for name in sent.keys() - seen:
-            self._record_view_expected(recorder, name, sent[name], (), version)
-
-    def _record_view_expected(
-        self, recorder: Recorder, name: str, whole: torch.Tensor, box: Sequence[tuple[int, int]], version: int
-    ) -> None:
-        facts = {"whole": list(whole.shape)}
-        for dim, (begin, end) in enumerate(box):
-            whole = whole.narrow(dim, begin, end - begin)
-        recorder.emit(
-            Evidence(
-                stage=Stage.ENGINE, kind="view-expected", name=name, version=version, digest=digest_tensor(whole),
-                dtype=dtype_name(whole.dtype), shape=tuple(whole.shape), facts=facts,
-            )
-        )  # fmt: skip
+            record_views(self._ranks[rank], slices, sent, version)
 
     def record_logprobs(self, sequences: Sequence[Sequence[int]], version: int) -> None:
         """Teacher-forced log-probabilities of the sequences, by the engine."""
         self._record_scored("scored", sequences, version)
 
     def _record_scored(self, name: str, sequences: Sequence[Sequence[int]], version: int) -> None:
-        rows = self.client.logprobs(sequences)
-        self._ranks[0].emit(
-            Evidence(
-                stage=Stage.ROLLOUT, kind="engine", name=name, version=version,
-                facts={"lengths": [len(row) for row in rows]},
-            ),
-            torch.tensor([value for row in rows for value in row], dtype=torch.float32),
-        )  # fmt: skip
+        record_scored(self._ranks[0], name, self.client.logprobs(sequences), version)
 
     def record_samples(self, prompts: Sequence[Sequence[int]], version: int, seed: int) -> None:
         """Tokens sampled from prompts that the prefix cache may know, with the log-probabilities reported for them.
@@ -276,34 +204,18 @@ class EngineSide:
             ]
             self._record_sampled("sampled side by side", prompts, version, replace(sampling, each=each))
             each = [replace(each[index], **rest) for index, rest in enumerate(shapes_of(prompts[0]))]
-            self._record_sampled("sampled as shaped", prompts, version, replace(sampling, each=each), kind="shaped")
+            self._record_sampled("sampled as shaped", prompts, version, replace(sampling, each=each), shaped=True)
 
     def _record_sampled(
-        self, name: str, prompts: Sequence[Sequence[int]], version: int, sampling: Sampling, kind: str = "sampled"
+        self, name: str, prompts: Sequence[Sequence[int]], version: int, sampling: Sampling, *, shaped: bool = False
     ) -> list[Sample]:
         rows = [
             (prompt, sampling.of(index), sample)
             for index, (prompt, found) in enumerate(zip(prompts, self.client.generate(prompts, sampling), strict=True))
             for sample in found.samples
         ]
-        samples = [sample for _, _, sample in rows]
-        self._ranks[0].emit(
-            Evidence(
-                stage=Stage.ROLLOUT, kind=kind, name=name, version=version,
-                facts={
-                    "lengths": [len(sample.tokens) for sample in samples],
-                    "prompts": [list(prompt) for prompt, _, _ in rows],
-                    "tokens": [list(sample.tokens) for sample in samples],
-                    "cached": [sample.cached_tokens for sample in samples],
-                    "stops": [list(asked.stop) for _, asked, _ in rows],
-                    "limits": [asked.max_tokens for _, asked, _ in rows],
-                    "temperatures": [asked.temperature for _, asked, _ in rows],
-                    **({"asked": [asdict(asked) for _, asked, _ in rows]} if kind == "shaped" else {}),
-                },
-            ),
-            torch.tensor([value for sample in samples for value in sample.logprobs], dtype=torch.float32),
-        )  # fmt: skip
-        return samples
+        record_sampled(self._ranks[0], name, rows, version, shaped=shaped)
+        return [sample for _, _, sample in rows]
 
     def record_draws(self, prompt: Sequence[int], version: int, seed: int) -> None:
         """Which tokens come after one prompt, in many samples, half of them of a second request for the same.
@@ -318,11 +230,7 @@ class EngineSide:
 
     def _record_drawn(self, name: str, prompt: Sequence[int], version: int, sampling: Sampling) -> None:
         found = [sample for request in self.client.generate([prompt, prompt], sampling) for sample in request.samples]
-        facts = {"tokens": [sample.tokens[0] for sample in found], "temperature": sampling.temperature}
-        self._ranks[0].emit(
-            Evidence(stage=Stage.ROLLOUT, kind="drawn", name=name, version=version, facts=facts),
-            torch.tensor([sample.logprobs[0] for sample in found], dtype=torch.float32),
-        )
+        record_drawn(self._ranks[0], name, prompt, found, sampling.temperature, version)
 
     def close(self) -> None:
         """Close the recorders; the engine and the group stay."""
@@ -330,7 +238,7 @@ class EngineSide:
             recorder.close()
 
 
-def open_engine(spec: RunSpec, probe: Recorder, share: Share | None) -> tuple[EngineSide, Group]:
+def open_engine(spec: RunSpec, probe: Recorder, share: TrainerRounds | None) -> tuple[EngineSide, TransferGroup]:
     """Rank 0's connection to the engine, and the transfer group with its ranks."""
     from verifier.transport.gloo import Listener
 
@@ -342,10 +250,10 @@ def open_engine(spec: RunSpec, probe: Recorder, share: Share | None) -> tuple[En
     ), group
 
 
-def open_share(spec: RunSpec) -> Share | None:
+def open_share(spec: RunSpec) -> TrainerRounds | None:
     """Every trainer rank's end of the rounds in which buffers are shown to the engine, where CUDA IPC moves them."""
     if spec.engine_socket is None or spec.transport != "ipc":
         return None
-    from verifier.transport.cuda_ipc import Share
+    from verifier.transport.cuda_ipc import TrainerRounds
 
-    return Share()
+    return TrainerRounds()

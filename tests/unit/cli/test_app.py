@@ -14,24 +14,22 @@ from tests.meta.sources import ROOT
 from verifier.cli import app as cli
 from verifier.cli import results as cli_results
 from verifier.core import store
-from verifier.core.evidence import Evidence
-from verifier.core.stage import Stage
+from verifier.core.manifest import Manifest
+from verifier.core.records_weights import ExportedTensor, SourceTensor
 from verifier.errors import ContractError, InternalError, UsageError
 
-MANIFEST = {"command": "golden", "scopes": ["export"]}
+MANIFEST = Manifest(command="golden", scopes=("export",))
 
 
 def record(path: Path, exported: str, *, complete: bool = True, source: str = "vd1:" + "a" * 32) -> Path:
     """A small golden trace: one source tensor, and what was exported for it by two ranks."""
     store.create(path, MANIFEST)
-    for role, stage, kind, digest in (
-        ("source", Stage.LOAD, "source", source),
-        ("trainer", Stage.EXPORT, "tensor", exported),
-    ):
+    for role, kind, digest in (("source", SourceTensor, source), ("trainer", ExportedTensor, exported)):
         recorder = store.Recorder(path, role, 0)
-        recorder.emit(Evidence(stage=stage, kind=kind, name="w", digest=digest, dtype="float32", shape=(2, 3)))
+        recorder.emit(kind(name="w", digest=digest, dtype="float32", shape=(2, 3)))
         recorder.close()
-    store.write_manifest(path, {**MANIFEST, "complete": complete})
+    if complete:
+        store.complete(path, MANIFEST)
     return path
 
 
@@ -264,7 +262,6 @@ def test_doctor_says_which_tier_runs(capsys):
 def test_golden_records_nothing_of_which_a_check_does_not_hold(code, said, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("golden").mkdir()
-    monkeypatch.setitem(MANIFEST, "versions", {})
 
     def ended(what, run, trace, **files) -> int:
         record(trace, digest("b"))

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from verifier.config import EngineOptions, GoldenConfig, RoundtripConfig
-from verifier.engine.engine import EngineConfig
+from verifier.engine.api import EngineConfig
 from verifier.knob import entries
 from verifier.mesh import Mesh
 from verifier.runs.scenario import Scenario
