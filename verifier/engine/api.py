@@ -79,7 +79,7 @@ class EngineSlice:
     box: Box
     """This rank's part of the checkpoint tensor."""
     quantized: bool = False
-    """Whether the engine quantized it together with other tensors, so that its bits differ from those sent."""
+    """True if the engine quantized it together with other tensors, so that its bits differ from those sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class Sampling:
     """Divisor of the logits; 0 takes the likeliest token."""
     shape: Shape = field(default_factory=Shape)
     seeded: bool = True
-    """Whether each continuation has a seeded generator; otherwise the engine's own serves all."""
+    """Switch: a seeded generator for each continuation; otherwise the engine's own serves all."""
     each: Sequence[Sampling] = ()
     """One set of parameters per prompt, which replace these; empty for these."""
 

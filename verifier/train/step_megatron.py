@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from verifier.data.rollout import Rollout
 from verifier.errors import ContractError, UsageError
 from verifier.model.provider_megatron import TrainerModel
-from verifier.train.ledger import LEDGER, sentinels
 from verifier.train.microbatch import Schedule, split_by_count
 from verifier.train.pack import PackedBatch, pack, shard_cp
 from verifier.train.token_layout import Alignment
+from verifier.train.token_ledger import LEDGER, sentinels
 
 if TYPE_CHECKING:
     import torch
@@ -321,7 +321,7 @@ def _logprobs(
 ) -> Any:
     from megatron.core import parallel_state
 
-    from verifier.train.logprob import vocab_parallel_logprob
+    from verifier.train.vocab_logprob import vocab_parallel_logprob
 
     logits_TV = logits[0]
     logprob_T, entropy_T = vocab_parallel_logprob(
