@@ -247,7 +247,7 @@ class Oracle:
         ]
         layout = layout_of(subject.checkpoint.config)
         adapters = adapters_of(layout, TARGETS, spec.lora_rank) if layout and spec.lora_rank else None
-        owners = Owners(adapters or layout, spec.mesh) if layout else None
+        owners = Owners(adapters or layout, spec.config.mesh) if layout else None
         name = "judge_steps"
         arguments: list[Any] = [str(subject.checkpoint.path), spec.work, batches, rule, routes]
         if adapters is not None:
