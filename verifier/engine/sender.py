@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verifier.engine.client import EngineClient, Pending, agreements, receipts
 from verifier.errors import ContractError, VerifierError
@@ -134,6 +134,52 @@ def deliver(
     if (extra := next(sending.stream, None)) is not None:
         raise ContractError(f"the stream brings `{extra[0]}` after the plan's end")
     group.end()
+
+
+class TransferWatch(Protocol):
+    """Told of a transfer under way. It only looks."""
+
+    def agreed(self, agreement: Agreement) -> None:
+        """All members have said which plan they hold."""
+
+    def delivered(self, delivery: Delivery) -> None:
+        """Every engine rank has confirmed a chunk."""
+
+
+def transfer(
+    engine: EngineClient,
+    group: Group,
+    plan: ChunkPlan,
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    watch: TransferWatch,
+    share: Share | None = None,
+) -> str:
+    """Agree on the plan, send every chunk, finish the update, and drop cached prefixes.
+
+    A stream that departs from the plan, and plans that differ, end the transfer.
+
+    Returns:
+        Why it was refused, with the stream as far drawn as it was; empty if it was not.
+    """
+    if share is not None:
+        share.begin()
+    try:
+        try:
+            watch.agreed(agree(engine, group, plan))
+        except PlanRefused as problem:
+            watch.agreed(problem.agreement)
+            raise
+        for delivery in deliver(engine, group, plan, tensors):
+            watch.delivered(delivery)
+        if share is not None:
+            share.end()
+        engine.finish_update()
+        engine.reset_prefix_cache()
+    except ContractError as problem:
+        if share is not None:
+            share.stop()
+        return str(problem)
+    return ""
 
 
 class _Sending:

@@ -1,52 +1,26 @@
-"""The independent fp32 oracle: transformers, in a process of its own that no patch of ours touches."""
+"""The independent oracle's process: transformers, which no patch of ours touches, asked through a client."""
 
 from __future__ import annotations
 
 import contextlib
-import statistics
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from verifier.core import store
-from verifier.core.evidence import Evidence
-from verifier.core.stage import Stage
 from verifier.engine.engine import EngineConfig
 from verifier.engine.process import EngineProcess
-from verifier.export.adapters import adapters_of
-from verifier.export.names import layout_of
-from verifier.model.named import is_generated
-from verifier.oracle.noise_floor import record_floor, stored_floor
-from verifier.runs.scenario import (
-    AT_LENGTH,
-    AT_TEMPERATURE,
-    CLIP_GRAD,
-    DRIFT_WEIGHT,
-    ENTROPY_WEIGHT,
-    NO_DECAY,
-    RATES,
-    TEMPERATURE,
-    made_up_logprobs,
-    made_up_reward,
-    trained,
-    turns,
-)
 
-if TYPE_CHECKING:
-    from verifier.core.trace import Trace
-    from verifier.runs.model_under_test import ModelUnderTest
-    from verifier.runs.spec import RunSpec
-
-
-SLACK = 2e-5
-"""Nats, or a share, by which a token may miss the edge of a truncated distribution: twice what sides may differ by."""
-FP32_NOISES = 2
-"""Times what fp32 alone costs a checkpoint that was not generated, if that is more."""
+REMEMBERED_BYTES = 64 * 2**20
+"""Largest folder of weights whose content is recognised, so that what was answered of it is answered again."""
+Scored = list[list[float]]
+"""Per sequence its log-probabilities, nats."""
 
 
 class Oracle:
-    """Scores token sequences with any checkpoint directory.
+    """Computes with any checkpoint directory. The same question of the same small weights is computed once.
 
     Args:
         checkpoint: any directory that transformers loads; the process starts with it.
@@ -54,9 +28,9 @@ class Oracle:
     """
 
     def __init__(self, checkpoint: Path, deadline_s: float) -> None:
-        self._process = EngineProcess(
-            EngineConfig(kind="hf", checkpoint=str(checkpoint), dtype="float32"), name="the fp32 oracle"
-        )
+        config = EngineConfig(kind="hf", checkpoint=str(checkpoint), dtype="float32")
+        self._process = EngineProcess(config, name="the fp32 oracle")
+        self._answers: dict[str, Any] = {}
         with contextlib.ExitStack() as undo:
             undo.callback(self._process.stop)
             self._client = self._process.client(deadline_s=deadline_s)
@@ -78,238 +52,71 @@ class Oracle:
         dtype: str = "float32",
         device: str = "cpu",
         temperature: float = 1.0,
-    ) -> list[list[float]]:
+    ) -> Scored:
         """Per sequence, entry t is log p(token t + 1 | tokens 0..t) at the temperature, nats."""
-        arguments = [str(checkpoint), [list(tokens) for tokens in sequences], dtype, device, temperature]
-        return self._client.call("verifier.oracle.logprob_hf", "score", arguments)[0]
+        tokens = [list(sequence) for sequence in sequences]
+        return self._ask("logprob_hf", "score", [checkpoint], [tokens, dtype, device, temperature])
 
-    def record(self, trace: Path, spec: RunSpec, subject: ModelUnderTest) -> None:
-        """Score the run's tokens, and those that the engine sampled, with the weights of every version.
+    def next_token(self, checkpoint: Path, tokens: Sequence[int], device: str, temperature: float) -> list[float]:
+        """Log-probability of every token of the vocabulary after these, nats."""
+        return self._ask("logprob_hf", "next_token", [checkpoint], [list(tokens), device, temperature])
 
-        Version 0 is the source; later ones are the trainer's live shards, joined without Megatron-Bridge, or what was
-        exported where the family has no layout row. The noise of an engine that quantizes is its own at version 0,
-        where it holds, bit for bit, what a cold start gives. A stored noise floor of the source goes on record too, and
-        what float32 alone costs a checkpoint that was not generated.
-        All of it is computed on the subject's `oracle_device`.
-        """
-        import torch
+    def shaped(
+        self, checkpoint: Path, rows: Sequence[Sequence[Any]], slack: float, device: str
+    ) -> list[list[tuple[float, float]]]:
+        """See `verifier.oracle.logprob_hf.shaped_logprobs`."""
+        return self._ask("logprob_hf", "shaped_logprobs", [checkpoint], [rows, slack, device])
 
-        recorder = store.Recorder(trace, "oracle", 0)
-        seen = store.read(trace)
-        engine_gaps: list[float] = []
-        slack = SLACK
-        device = subject.oracle_device
-        floor = stored_floor(seen.manifest["model"], subject.checkpoint, subject.dtype, subject.tier)
-        if floor is not None:
-            record_floor(recorder, floor)
-        for version in seen.versions(Stage.LOGPROB, "trainer"):
-            checkpoint = subject.checkpoint.path if version == 0 else Path(spec.work) / f"live-{version}"
-            if not checkpoint.is_dir():
-                continue
-            samples = list(seen.at(Stage.ROLLOUT, "sampled", version=version))
-            groups: list[list[tuple[Sequence[int], float]]] = [
-                [(tokens, 1.0) for tokens in spec.scenario.sequences],
-                *map(_continued, samples),
-            ]
-            exact, *exact_samples = self._score_groups(checkpoint, groups, "float32", device)
-            _emit(recorder, "oracle", "scored", version, exact, [len(row) + 1 for row in exact])
-            for item in seen.at(Stage.ROLLOUT, "drawn", version=version):
-                arguments = [str(checkpoint), list(spec.scenario.prompts[0]), device, float(item.facts["temperature"])]
-                nats = self._client.call("verifier.oracle.logprob_hf", "next_token", arguments)[0]
-                found = Evidence(stage=Stage.LOGPROB, kind="next", name=item.name, version=version)
-                recorder.emit(found, torch.tensor(nats, dtype=torch.float64))
-            if version == 0:
-                against = "float64" if subject.dtype == "float32" else subject.dtype
-                if against == "float64" and is_generated(seen.manifest["model"]):
-                    against = ""
-                elif against == "float64":
-                    doubled = self.score(checkpoint, spec.scenario.sequences, against, device)
-                    slack = max(slack, FP32_NOISES * _emit_noise(recorder, "scored", 0, exact, doubled))
-                for name, asked, temperature in (
-                    (AT_TEMPERATURE, spec.scenario.sequences, TEMPERATURE),
-                    (AT_LENGTH, spec.scenario.at_length, 1.0),
-                ):
-                    if any(seen.at(Stage.LOGPROB, "trainer", name=name)):
-                        self._record_once(recorder, checkpoint, name, asked, temperature, against, device)
-            if subject.dtype != "float32":
-                rounded = self._score_groups(checkpoint, groups, subject.dtype, device)
-                _emit_noise(recorder, "scored", version, rounded[0], exact)
-                for sampled, low, rows in zip(samples, rounded[1:], exact_samples, strict=True):
-                    _emit_noise(recorder, sampled.name, version, low, rows)
-            for item in seen.at(Stage.ROLLOUT, "shaped", version=version):
-                self._record_shaped(recorder, checkpoint, seen, item, device, slack)
-            if version == 0 and version in seen.versions(Stage.ROLLOUT, "engine"):  # a refused version was not scored
-                engine_gaps += _gaps_of(seen, "engine", "scored", exact)
-            for sampled, rows in zip(samples, exact_samples, strict=True):
-                tails = [row[-n:] for row, n in zip(rows, sampled.facts["lengths"], strict=True)]
-                _emit(recorder, "sampled-oracle", sampled.name, version, tails, [len(row) + 1 for row in rows])
-                if any(seen.at(Stage.ROLLOUT, "engine", name=sampled.name, version=version)):  # scored from end to end
-                    _emit(recorder, "oracle", sampled.name, version, rows, [len(row) + 1 for row in rows])
-                if version == 0:
-                    engine_gaps += _gaps_of(seen, "sampled", sampled.name, tails)
-        for item in seen.at(Stage.REPLAY, "routes", version=0):
-            routes = _routes_of(seen, item, len(spec.scenario.sequences))
-            self._record_replayed(recorder, spec, subject, device, item, routes)
-        if seen.manifest["config"].get("engine_quantization"):
-            for version in seen.versions(Stage.ROLLOUT, "engine"):
-                for name in ("scored", *(item.name for item in seen.at(Stage.ROLLOUT, "sampled", version=version))):
-                    _emit_gaps(recorder, "engine-noise", name, version, engine_gaps)
-        if spec.update == "step" and spec.gradients:
-            self._record_steps(recorder, spec, subject, seen)
-        recorder.close()
+    def score_routed(
+        self, checkpoint: Path, sequences: Sequence[Sequence[int]], routes: Any, dtype: str, device: str
+    ) -> Scored:
+        """See `verifier.oracle.routes_hf.score_routed`."""
+        tokens = [list(sequence) for sequence in sequences]
+        return self._ask("routes_hf", "score_routed", [checkpoint], [tokens, routes, dtype, device])
 
-    def _record_once(
+    def judge_steps(self, source: Path, work: Path, *arguments: Any, adapter: bool) -> list[dict[str, Any]]:
+        """See `verifier.oracle.step_hf`."""
+        function = "judge_adapter_steps" if adapter else "judge_steps"
+        read = [path for kind in ("live", "gradients", "matrices") for path in sorted(work.glob(f"{kind}-*"))]
+        return self._ask("step_hf", function, [source, work], list(arguments), [source, *read])
+
+    def _ask(
         self,
-        recorder: store.Recorder,
-        checkpoint: Path,
-        name: str,
-        asked: Sequence[Sequence[int]],
-        temperature: float,
-        against: str,
-        device: str,
-    ) -> None:
-        """What the trainer scores at version 0 alone, and, against another dtype if any, the noise of it."""
-        exact = self.score(checkpoint, asked, "float32", device, temperature)
-        _emit(recorder, "oracle", name, 0, exact, [len(row) + 1 for row in exact])
-        if against:
-            _emit_noise(recorder, name, 0, self.score(checkpoint, asked, against, device, temperature), exact)
+        module: str,
+        function: str,
+        paths: Sequence[Path],
+        arguments: Sequence[Any],
+        read: Sequence[Path] | None = None,
+    ) -> Any:
+        """Ask, unless it is known.
 
-    def _record_shaped(
-        self, recorder: store.Recorder, checkpoint: Path, seen: Trace, item: Evidence, device: str, slack: float
-    ) -> None:
-        """What the engine should report; where rounding decides what truncation keeps, the nearest to what it did."""
-        import torch
-
-        facts = item.facts
-        rows = [list(row) for row in zip(facts["prompts"], facts["tokens"], facts["asked"], strict=True)]
-        arguments = [str(checkpoint), rows, slack, device]
-        found = self._client.call("verifier.oracle.logprob_hf", "shaped_logprobs", arguments)[0]
-        least, most = torch.tensor([pair for row in found for pair in row], dtype=torch.float64).unbind(-1)
-        lengths = {"lengths": [len(row) for row in found], "whole": [len(row[0]) + len(row[1]) for row in rows]}
-        recorder.emit(
-            Evidence(stage=Stage.LOGPROB, kind="shaped-oracle", name=item.name, version=item.version, facts=lengths),
-            seen.array(item).double().clamp(least, most),
-        )
-
-    def _record_replayed(
-        self, recorder: store.Recorder, spec: RunSpec, subject: ModelUnderTest, device: str, item: Evidence,
-        routes: list[list[list[int]]],
-    ) -> None:  # fmt: skip
-        """Score by the routes that the trainer's routers were given, where transformers' can be told."""
-        if not subject.layout_scopes:
-            return
-        import torch
-
-        scored = {}
-        for dtype in {"float32", subject.dtype}:
-            sequences = [list(row) for row in spec.scenario.sequences]
-            arguments = [str(subject.checkpoint.path), sequences, routes, dtype, device]
-            scored[dtype] = self._client.call("verifier.oracle.routes_hf", "score_routed", arguments)[0]
-        exact = scored["float32"]
-        facts = {"lengths": [len(row) for row in exact]}
-        said = torch.tensor([value for row in exact for value in row], dtype=torch.float64)
-        recorder.emit(Evidence(stage=Stage.REPLAY, kind="oracle", name=item.name, facts=facts), said)
-        if subject.dtype != "float32":
-            _emit_noise(recorder, item.name, 0, scored[subject.dtype], exact)
-
-    def _score_groups(
-        self, checkpoint: Path, groups: Sequence[Sequence[tuple[Sequence[int], float]]], dtype: str, device: str
-    ) -> list[list[list[float]]]:
-        """`score` of groups of sequences, each at its temperature; the checkpoint is loaded for each of these."""
-        rows = {}
-        for temperature in {at for group in groups for _, at in group}:
-            asked = [tokens for group in groups for tokens, at in group if at == temperature]
-            rows[temperature] = iter(self.score(checkpoint, asked, dtype, device, temperature))
-        return [[next(rows[at]) for _, at in group] for group in groups]
-
-    def _record_steps(self, recorder: store.Recorder, spec: RunSpec, subject: ModelUnderTest, seen: Trace) -> None:
-        from verifier.train.lora_megatron import SCALING, TARGETS
-
-        batches = [[_sample(index, tokens) for index, tokens in enumerate(batch)] for batch in spec.scenario.batches]
-        rule = {
-            **RATES, "clip": CLIP_GRAD, "temperature": TEMPERATURE, "entropy": ENTROPY_WEIGHT, "drift": DRIFT_WEIGHT,
-        }  # fmt: skip
-        replayed = {item.version: item for item in seen.at(Stage.REPLAY, "routes")}
-        routes = [
-            _routes_of(seen, replayed[version], len(batch)) if version in replayed else []
-            for version, batch in enumerate(batches, start=1)
-        ]
-        name, arguments = "judge_steps", [str(subject.checkpoint.path), spec.work, batches, rule, routes]
-        if spec.lora_rank and (layout := layout_of(subject.checkpoint.config)):
-            name, arguments[3] = "judge_adapter_steps", {**rule, **NO_DECAY, "scaling": SCALING}
-            arguments.append(adapters_of(layout, TARGETS, spec.lora_rank).names())
-        for row in self._client.call("verifier.oracle.step_hf", name, arguments)[0]:
-            recorder.emit(
-                Evidence(stage=Stage.LOSS, kind="gradient", name=row.pop("name"), version=row.pop("version"), facts=row)
-            )
+        Args:
+            module: within this room.
+            function: of the module.
+            paths: its first arguments.
+            arguments: its other arguments.
+            read: folders whose content the answer depends on; `paths` by default.
+        """
+        contents = [_content(folder) for folder in (paths if read is None else read)]
+        key = ""
+        if None not in contents:
+            key = hashlib.blake2b(json.dumps([function, contents, arguments]).encode()).hexdigest()
+        if key not in self._answers:
+            all_arguments = [*map(str, paths), *arguments]
+            found = self._client.call(f"verifier.oracle.{module}", function, all_arguments)[0]
+            if not key:
+                return found
+            self._answers[key] = found
+        return json.loads(json.dumps(self._answers[key]))
 
 
-def _continued(sampled: Evidence) -> list[tuple[Sequence[int], float]]:
-    """Each prompt with the tokens that the engine sampled after it, and the temperature that these were sampled at."""
-    facts = sampled.facts
-    rows = zip(facts["prompts"], facts["tokens"], facts["temperatures"], strict=True)
-    return [([*prompt, *more], float(temperature)) for prompt, more, temperature in rows]
-
-
-def _routes_of(seen: Trace, item: Evidence, num_sequences: int) -> list[list[list[int]]]:
-    """Per sequence, rows of position, layer and experts, as an oracle takes them."""
-    routes: list[list[list[int]]] = [[] for _ in range(num_sequences)]
-    for sequence, *row in seen.array(item).tolist():
-        routes[sequence].append(row)
-    return routes
-
-
-def _sample(index: int, tokens: Sequence[int]) -> list[Any]:
-    """One training sequence as the oracle of a step takes it."""
-    prompt, _ = turns(index, len(tokens))
-    mask = [False] * prompt + trained(index, len(tokens))
-    nats = [0.0] * prompt + made_up_logprobs(index, len(tokens) - prompt)
-    return [list(tokens), mask, made_up_reward(index), nats]
-
-
-def _emit(
-    recorder: store.Recorder,
-    kind: str,
-    name: str,
-    version: int,
-    rows: Sequence[Sequence[float]],
-    whole: Sequence[int],
-) -> None:
-    """The oracle's log-probabilities, with the length of each sequence, tokens before the first scored included."""
-    import torch
-
-    recorder.emit(
-        Evidence(
-            stage=Stage.LOGPROB,
-            kind=kind,
-            name=name,
-            version=version,
-            facts={"lengths": [len(row) for row in rows], "whole": list(whole)},
-        ),
-        torch.tensor([value for row in rows for value in row], dtype=torch.float64),
-    )
-
-
-def _emit_noise(
-    recorder: store.Recorder,
-    name: str,
-    version: int,
-    rounded: Sequence[Sequence[float]],
-    exact: Sequence[Sequence[float]],
-) -> float:
-    """The distances of what one dtype gives from the exact; the greatest of them, nats."""
-    gaps = [abs(x - y) for low, high in zip(rounded, exact, strict=True) for x, y in zip(low, high, strict=True)]
-    _emit_gaps(recorder, "noise", name, version, gaps)
-    return max(gaps)
-
-
-def _emit_gaps(recorder: store.Recorder, kind: str, name: str, version: int, gaps: Sequence[float]) -> None:
-    facts = {"max": max(gaps), "mean": statistics.fmean(gaps), "deviation": statistics.pstdev(gaps)}
-    recorder.emit(Evidence(stage=Stage.LOGPROB, kind=kind, name=name, version=version, facts=facts))
-
-
-def _gaps_of(seen: Trace, kind: str, name: str, exact: Sequence[Sequence[float]]) -> list[float]:
-    """Distances of what the engine said at version 0 from the oracle, nats."""
-    found = seen.at(Stage.ROLLOUT, kind, version=0, name=name)
-    said = [value for item in found for value in seen.array(item).tolist()]
-    return [abs(x - y) for x, y in zip(said, (value for row in exact for value in row), strict=True)]
+def _content(folder: Path) -> str | None:
+    """Digest of the names and contents of a folder's files; None if they are too large."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    if sum(path.stat().st_size for path in files) > REMEMBERED_BYTES:
+        return None
+    found = hashlib.blake2b(digest_size=16)
+    for path in files:
+        found.update(f"{folder.name} {path.name} {path.stat().st_size}\n".encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()

@@ -19,7 +19,6 @@ Batch = Sequence[tuple[Sequence[int], Sequence[bool], float, Sequence[float]]]
 """Per sequence: token ids; for each token whether it is in the loss; the reward; for each token the engine's nats."""
 Routes = Sequence[Sequence[Sequence[int]]]
 """Per sequence, one row for each token and layer that has a route: position, global layer, experts; or nothing."""
-BETA_1, BETA_2, EPSILON = 0.9, 0.95, 1e-8
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of an adapter's two matrices, in the place of a checkpoint tensor's ``.weight``."""
 
@@ -33,9 +32,7 @@ def judge_steps(
         source: checkpoint of version 0.
         work: folder with ``gradients-v`` and ``live-v`` for each version v.
         batches: the sequences of each step.
-        rule: "learning_rate" and "weight_decay", of matrices, of the first step, which become "least_learning_rate" and
-            "greatest_weight_decay" linearly in "num_steps"; "clip", greatest L2 norm of the gradient; "temperature",
-            "entropy" and "drift" of the loss.
+        rule: the fields of `OptimizerRule` and of `Objective`, by name.
         routes: of each step, what its routers are told; nothing where they choose by themselves.
 
     Returns:
@@ -136,7 +133,7 @@ def _judged(
         derived: gradients of these, from a version and those of its checkpoint.
     """
     records = []
-    adam = _Adam()
+    adam = _Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
     for version, (batch, told) in enumerate(zip(batches, routes, strict=True), start=1):
         found, live, before = Path(work) / f"gradients-{version}", trained(version), checkpoint(version - 1)
         if not found.is_dir() or not live.is_dir():
@@ -147,7 +144,7 @@ def _judged(
         actual = _tensors(found)
         groups = _groups(expected, rounded, actual)
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in actual.values()))
-        scale = min(1.0, rule["clip"] / (norm + 1e-6)) if rule["clip"] > 0 else 1.0
+        scale = min(1.0, rule["clip_grad"] / (norm + 1e-6)) if rule["clip_grad"] > 0 else 1.0
         old, new = _tensors(trained(version - 1)), _tensors(live)
         rates = _rates(rule, version)
         whole = {
@@ -237,7 +234,7 @@ def gradients(
         logprob = every.gather(1, kept[:, None])[:, 0]
         entropy = -(every.exp() * every).sum(-1)
         said = torch.tensor(list(engine)[1:], dtype=torch.float32)[torch.tensor(mask[1:])].double()
-        nats = -reward * logprob - rule["entropy"] * entropy + rule["drift"] / 2 * (logprob - said).square()
+        nats = -reward * logprob - rule["entropy_weight"] * entropy + rule["drift_weight"] / 2 * (logprob - said).square()
         found.append(nats.detach())
         (nats.sum() / num_tokens).backward()
     return torch.cat(found), dict(_gradients_of(model))
@@ -260,7 +257,8 @@ class _Adam:
     that are rounded to less than float32 it keeps the unrounded ones too, as a trainer's masters do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beta_1: float, beta_2: float, epsilon: float) -> None:
+        self._betas, self._epsilon = (beta_1, beta_2), epsilon
         self._moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._masters: dict[str, torch.Tensor] = {}
 
@@ -271,14 +269,15 @@ class _Adam:
         """How much further `live` is from the stepped weight than rounding explains, greatest, in learning rates."""
         zero = torch.zeros_like(gradient)
         first, second = self._moments.get(name, (zero, zero))
-        first = BETA_1 * first + (1 - BETA_1) * gradient
-        second = BETA_2 * second + (1 - BETA_2) * gradient.square()
+        beta_1, beta_2 = self._betas
+        first = beta_1 * first + (1 - beta_1) * gradient
+        second = beta_2 * second + (1 - beta_2) * gradient.square()
         self._moments[name] = (first, second)
-        denominator = (second / (1 - BETA_2**step)).sqrt() + EPSILON
+        denominator = (second / (1 - beta_2**step)).sqrt() + self._epsilon
         rounded = old.dtype != torch.float32
         begin = self._masters.get(name, old.double()) if rounded else old.double()
         kept = 1 - learning_rate * decay if begin.ndim > 1 else 1.0
-        stepped = kept * begin - learning_rate * (first / (1 - BETA_1**step)) / denominator
+        stepped = kept * begin - learning_rate * (first / (1 - beta_1**step)) / denominator
         excess = (live.double() - stepped).abs()
         if rounded:
             self._masters[name] = stepped

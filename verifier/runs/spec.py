@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from verifier.config import RoundtripConfig
 from verifier.engine.engine import EngineConfig
@@ -12,7 +13,7 @@ from verifier.mesh import Mesh
 from verifier.runs.manifest import judges_gradients
 from verifier.runs.model_under_test import MAX_MODEL_LEN, ModelUnderTest
 from verifier.runs.placement import Placement
-from verifier.runs.scenario import Scenario
+from verifier.runs.workload import Workload
 
 CHUNK_BYTES = 64 << 20
 """Largest buffer of a transfer from host to host."""
@@ -23,8 +24,7 @@ CHUNKS = 8
 """A model of less than this many full buffers is sent in smaller ones, so that every transfer has several chunks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSpec:
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One session of the trainer's ranks; JSON there and back."""
 
     program: str
@@ -37,9 +37,10 @@ class RunSpec:
     """Trace directory, which the parent has created."""
     work: str
     """Existing directory for what processes hand to each other: live shards, gradients, exported checkpoints."""
-    within: Sequence[str] = ()
+    within: tuple[str, ...] = ()
     """"package.module:function" and its further arguments: a context manager, entered around the session."""
-    scenario: Scenario = field(default_factory=Scenario)
+    workload: Workload | None = None
+    """What is scored, sampled and trained on; None for golden."""
     update: str = "step"
     """"step": a real optimizer step; "noise": every tensor moved by seeded noise."""
     gradients: bool = False
@@ -69,17 +70,16 @@ class RunSpec:
     @property
     def cycles(self) -> int:
         """Updates, each followed by a sync."""
-        return len(self.scenario.batches)
+        return 0 if self.workload is None else len(self.workload.batches)
 
     def to_json(self) -> dict[str, Any]:
         """Inverse of `from_json`."""
-        return {**asdict(self), "mesh": self.mesh.to_dict()}
+        return dict(msgspec.to_builtins(self))
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RunSpec:
         """Rebuild a spec that was sent as JSON."""
-        known = {item.name: record[item.name] for item in fields(cls)}
-        return cls(**{**known, "mesh": Mesh(**record["mesh"]), "scenario": Scenario(**record["scenario"])})
+        return msgspec.convert(record, cls)
 
 
 def engine_config(config: RoundtripConfig, model: ModelUnderTest, placement: Placement) -> EngineConfig:
@@ -93,7 +93,7 @@ def engine_config(config: RoundtripConfig, model: ModelUnderTest, placement: Pla
 
 
 def roundtrip_spec(
-    config: RoundtripConfig, model: ModelUnderTest, placement: Placement, scenario: Scenario, **session: Any
+    config: RoundtripConfig, model: ModelUnderTest, placement: Placement, workload: Workload, **session: Any
 ) -> RunSpec:
     """Spec of one session of a round trip.
 
@@ -101,12 +101,12 @@ def roundtrip_spec(
         config: of the run.
         model: of the run.
         placement: of the run.
-        scenario: what is scored, sampled and trained on.
+        workload: what is scored, sampled and trained on.
         **session: fields that differ from session to session, or from one use of the resources to another.
     """
     return RunSpec(
         checkpoint=str(model.checkpoint.path), mesh=config.mesh, dtype=config.dtype, tier=model.tier,
-        scenario=scenario, update=config.update, seed=config.seed,
+        workload=workload, update=config.update, seed=config.seed,
         chunk_bytes=chunk_bytes_for(model.checkpoint.num_bytes, placement.transport),
         transport=placement.transport, num_gpus=placement.trainer_gpus, sleep_level=config.sleep_level,
         lora_rank=config.engine_lora_rank, gradients=judges_gradients(config, model),
