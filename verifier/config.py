@@ -9,6 +9,7 @@ from typing import Any
 
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
+from verifier.platform.upstream_fixes import require_known
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """Spelling on the command line -> spelling everywhere else."""
@@ -85,11 +86,14 @@ class RoundtripConfig:
     """"fp8": vLLM quantises the weights as it loads them, at the start and at every sync."""
     engine_lora_rank: int = 0
     """Above 0: the base is frozen, an adapter of this rank is trained, and the adapter is what is synced."""
+    fixes: tuple[str, ...] = ()
+    """Ids of the upstream fixes to install, or "all"; none judges the stack as it is shipped."""
     timeout_s: float = 1800.0
     """Deadline of the whole run, seconds."""
 
     def __post_init__(self) -> None:
         _common(self.dtype, self.timeout_s)
+        require_known(self.fixes)
         _one_of("--engine", self.engine, ENGINES)
         if self.transport is not None:
             _one_of("--transport", self.transport, TRANSPORTS)
@@ -157,10 +161,13 @@ class GoldenConfig:
     """Why the manifest is (re)recorded; it lands in the manifest."""
     against: Path | None = None
     """Compare with this recorded manifest, not with source weights."""
+    fixes: tuple[str, ...] = ()
+    """As of a round trip."""
     timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
         _common(self.dtype, self.timeout_s)
+        require_known(self.fixes)
         if self.record and self.against is not None:
             raise UsageError("--record writes a manifest and --against compares with one: give one of the two")
         _require_reason(self.record, self.why)
@@ -225,5 +232,5 @@ def _at_least_one(name: str, value: int) -> None:
 
 def _to_dict(config: RoundtripConfig | GoldenConfig) -> dict[str, Any]:
     values = {item.name: getattr(config, item.name) for item in dataclasses.fields(config) if item.name != "trace"}
-    values["mesh"] = config.mesh.to_dict()
+    values |= {"mesh": config.mesh.to_dict(), "fixes": list(config.fixes)}
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}

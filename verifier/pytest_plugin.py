@@ -1,6 +1,7 @@
-"""The pytest plugin: markers, and skips that say what is missing and that GPU runs turn into failures.
+"""Pytest plugin of projects that use verifier: a marker for tests that need GPUs, and options that say how strictly.
 
-Loading it imports nothing heavy; torch is asked for devices when the first test that needs some is about to run.
+Every name begins with `verifier`, so a project with its own `--gpus`, `slow` or `h100` starts unchanged. Loading the
+plugin imports nothing heavy; torch is imported when the first marked test is about to run.
 """
 
 from __future__ import annotations
@@ -9,70 +10,79 @@ from collections.abc import Generator
 
 import pytest
 
+MARKER = "verifier_h100"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--no-skip`: every test has to have run. `--gpus`, `--share-gpus`: of the h100 tests, which can."""
-    parser.addoption("--no-skip", action="store_true", help="a skipped test fails: green means that everything ran")
-    parser.addoption("--gpus", type=int, help="leave out the h100 tests that need more GPUs than this")
-    parser.addoption(
-        "--share-gpus", action="store_true", help="with --gpus: only those left out whose ranks can share that many"
+    """Add `--verifier-gpus` and `--verifier-no-skip`."""
+    group = parser.getgroup("verifier", "tests that need GPUs")
+    group.addoption(
+        "--verifier-gpus", type=int, metavar="N", help=f"deselect {MARKER} tests that need more GPUs than N"
     )
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the `h100` tests for which `--gpus` says that there are too few, or with `--share-gpus`, enough."""
-    limit, share = config.getoption("gpus"), config.getoption("share_gpus")
-    if limit is None:
-        return
-    asked = {item: wanted_gpus(marker) for item in items if (marker := item.get_closest_marker("h100"))}
-    other = [item for item, (gpus, least) in asked.items() if not (least <= limit < gpus if share else gpus <= limit)]
-    if other:
-        config.hook.pytest_deselected(items=other)
-        items[:] = [item for item in items if item not in other]
-
-
-def wanted_gpus(marker: pytest.Mark) -> tuple[int, int]:
-    """How many GPUs an `h100` test is for, and how many are enough where ranks share them."""
-    gpus = marker.kwargs.get("gpus", 1)
-    return gpus, marker.kwargs.get("least", gpus)
+    group.addoption("--verifier-no-skip", action="store_true", help=f"a skipped {MARKER} test fails")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the markers."""
-    config.addinivalue_line("markers", "slow: takes minutes; left out unless asked for by `-m slow`")
-    config.addinivalue_line(
-        "markers",
-        "h100(gpus=1, least=gpus): needs that many GPUs of compute capability 9.0; with --share-gpus, `least`",
-    )
-    config.addinivalue_line("markers", "timed: an h100 test that is to have the host for itself")
-    config.addinivalue_line("markers", "own_process: an h100 test that takes longer than the rest of its file")
+    """Declare the marker."""
+    config.addinivalue_line("markers", f"{MARKER}(gpus=1): needs that many GPUs of compute capability 9.0")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests that need more GPUs than `--verifier-gpus` allows."""
+    limit = config.getoption("verifier_gpus")
+    if limit is not None:
+        deselect(config, items, [item for item in items if needed_gpus(item) > limit])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip an `h100` test where its devices are missing, naming them."""
-    marker = item.get_closest_marker("h100")
-    if marker is not None:
-        gpus, least = wanted_gpus(marker)
-        missing = missing_gpus(least if item.config.getoption("share_gpus") else gpus)
-        if missing:
-            pytest.skip(missing)
+    """Skip a marked test whose GPUs are missing, and name them."""
+    skip_without_gpus(needed_gpus(item))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Under `--no-skip`, a skip is a failure with the skip's reason. An expected failure stays what it is."""
+    """Under `--verifier-no-skip`, turn the skip of a marked test into a failure."""
     report = yield
-    if report.skipped and not hasattr(report, "wasxfail") and item.config.getoption("no_skip"):
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        report.outcome = "failed"
-        report.longrepr = f"{item.nodeid} did not run, and --no-skip is on: {reason.removeprefix('Skipped: ')}"
+    if item.get_closest_marker(MARKER) is not None and item.config.getoption("verifier_no_skip"):
+        fail_skipped(item, report, "--verifier-no-skip")
     return report
 
 
+def needed_gpus(item: pytest.Item) -> int:
+    """Number of GPUs that the test's marker asks for, 0 without the marker."""
+    marker = item.get_closest_marker(MARKER)
+    return 0 if marker is None else int(marker.kwargs.get("gpus", 1))
+
+
+def deselect(config: pytest.Config, items: list[pytest.Item], others: list[pytest.Item]) -> None:
+    """Remove the other tests from the collection and report them to pytest as deselected."""
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
+
+
+def fail_skipped(item: pytest.Item, report: pytest.TestReport, option: str) -> None:
+    """Turn a skip into a failure with the skip's reason; an expected failure stays what it is."""
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} did not run, and {option} is on: {reason.removeprefix('Skipped: ')}"
+
+
+def skip_without_gpus(needed: int) -> None:
+    """Skip the running test unless that many GPUs of compute capability 9.0 are there."""
+    missing = missing_gpus(needed)
+    if missing:
+        pytest.skip(missing)
+
+
 def missing_gpus(needed: int) -> str:
-    """What is missing for a test that needs GPUs of compute capability 9.0; empty when all are there."""
+    """Sentence that names the missing GPUs of compute capability 9.0; empty when all are there."""
+    if not needed:
+        return ""
     try:
         import torch
     except ImportError:

@@ -21,7 +21,8 @@ from vllm.model_executor.model_loader.weight_utils import composed_weight_loader
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.v1.worker import gpu_worker
 
-from verifier.platform import upstream_fixes_vllm as guards_vllm
+from verifier.platform.upstream_fixes import VLLM_BUFFERS, VLLM_LATENT, VLLM_SLEEP
+from verifier.platform.upstream_fixes_vllm import install
 
 HEADS, WIDTH = 4, 24
 
@@ -101,9 +102,9 @@ def reload_spoils_a_buffer_that_nobody_loads() -> None:
     assert model.root_size != 0.25
 
 
-def guard_keeps_buffers_and_aliases() -> None:
-    """The guard of both."""
-    guards_vllm.install()
+def fix_keeps_buffers_and_aliases() -> None:
+    """The fix of both."""
+    install([VLLM_BUFFERS])
     model = Mixer(alias=True, transform=True)
     for order in (["conv1d.weight", "A", "D", "dt_bias"], ["A", "D", "dt_bias", "conv1d.weight"]):
         sent = reloaded(model, order)
@@ -140,15 +141,15 @@ def derived_matrices_are_bound_to_new_memory() -> None:
 
 
 def derived_matrices_of_bf16_are_views() -> None:
-    """So bf16 engines with graphs need no guard."""
+    """So bf16 engines with graphs need no fix."""
     weight = torch.randn(HEADS * 7, WIDTH, dtype=torch.bfloat16)
     held = SimpleNamespace(weight=weight, quant_method=None)
     assert get_and_maybe_dequant_weights(held, out_dtype=torch.bfloat16).data_ptr() == weight.data_ptr()
 
 
-def guard_keeps_the_memory_of_derived_matrices() -> None:
-    """The guard of vllm #48251."""
-    guards_vllm.install()
+def fix_keeps_the_memory_of_derived_matrices() -> None:
+    """The fix of vllm #48251."""
+    install([VLLM_LATENT])
     weight = torch.randn(HEADS * 7, WIDTH, dtype=torch.float32)
     module = latent(weight)
     process = mla_attention.MLAAttention.process_weights_after_loading
@@ -164,9 +165,9 @@ def guard_keeps_the_memory_of_derived_matrices() -> None:
 
 
 def loading_the_same_twice_changes_nothing() -> None:
-    """vllm #48284, with both guards: a transforming loader starts from what was sent, not from what was there."""
+    """vllm #48284, with both fixes: a transforming loader starts from what was sent, not from what was there."""
     model = Mixer(alias=True, transform=True)
-    guards_vllm.install()
+    install([VLLM_BUFFERS, VLLM_LATENT])
     sent = reloaded(model, ["conv1d.weight", "A", "D", "dt_bias"])
     first = {name: parameter.clone() for name, parameter in model.named_parameters()}
     reload(model, sent)
@@ -195,14 +196,14 @@ def sleep_fails_when_others_take_memory() -> None:
     assert refused == "Memory usage increased after sleeping."
 
 
-def guard_lets_others_take_memory() -> None:
-    """The guard of vllm #45620."""
-    guards_vllm.install()
+def fix_lets_others_take_memory() -> None:
+    """The fix of vllm #45620."""
+    install([VLLM_SLEEP])
     assert sleep_while_others_take_memory(1) == ("weights",)
     assert sleep_while_others_take_memory(2) == ()
 
 
-WITHOUT_GUARDS = (
+AS_SHIPPED = (
     reload_spoils_an_alias_of_a_childs_weight,
     reload_spoils_a_buffer_that_nobody_loads,
     transforming_loader_is_counted_twice,
@@ -210,21 +211,21 @@ WITHOUT_GUARDS = (
     derived_matrices_of_bf16_are_views,
     sleep_fails_when_others_take_memory,
 )
-WITH_GUARDS = (
-    guard_keeps_buffers_and_aliases,
-    guard_keeps_the_memory_of_derived_matrices,
+FIXED = (
+    fix_keeps_buffers_and_aliases,
+    fix_keeps_the_memory_of_derived_matrices,
     loading_the_same_twice_changes_nothing,
-    guard_lets_others_take_memory,
+    fix_lets_others_take_memory,
 )
 
 
 def main() -> None:
-    """Facts without guards first: a guard stays for the life of the process."""
+    """Facts as shipped first: a fix stays for the life of the process."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.manual_seed(1)
     said = {}
-    for fact in (*WITHOUT_GUARDS, *WITH_GUARDS):
+    for fact in (*AS_SHIPPED, *FIXED):
         try:
             fact()
         except (AssertionError, AttributeError, TypeError, RuntimeError, ValueError):

@@ -1,6 +1,6 @@
 """What transformers computes for state-space layers on a CPU, against their definition, row by row.
 
-The mend in `verifier/model/transformers_hf.py` goes when the first test fails: transformers is right by itself then.
+`verifier/platform/upstream_fixes_transformers.py` goes when the first test fails: transformers is right by itself then.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from verifier.model.tiny import write_family
 from verifier.model.transformers_hf import load_model
+from verifier.platform.upstream_fixes import TRANSFORMERS_SCAN
 
 CHUNK = 16
 ROWS = 40
@@ -29,6 +30,12 @@ def test_transformers_still_loses_the_state_between_chunks(path) -> None:
     gap = _gap(mixer)
     assert gap[:CHUNK].max() < 1e-5
     assert gap[CHUNK:].max() > 1e-3
+
+
+def test_an_engine_has_the_fix_if_asked_for(path) -> None:
+    shipped, fixed = (load_model(path, torch.float32, fixes=fixes) for fixes in ((), (TRANSFORMERS_SCAN,)))
+    assert _gap(shipped.model.layers[0].mixer).max() > 1e-3
+    assert _gap(fixed.model.layers[0].mixer).max() < 1e-5
 
 
 def test_the_oracle_keeps_it(path) -> None:

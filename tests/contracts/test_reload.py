@@ -1,8 +1,8 @@
-"""The known bugs of vLLM's weight reload: which the installed vLLM has, and that the guards mend those.
+"""The known bugs of vLLM's weight reload: which the installed vLLM has, and that the fixes mend those.
 
-When a fact without guards fails, upstream is mended: the guard of the same issue in
-`verifier/platform/upstream_fixes_vllm.py` has to go, and what its mend brings with it (see the fact's own page) has to
-be looked at.
+A fact as shipped that fails says that upstream is mended: the fix of the same issue in
+`verifier/platform/upstream_fixes_vllm.py` has to go, and what upstream's own mend brings with it (the fact's docstring
+tells) has to be looked at.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FACTS_FILE = Path(__file__).with_name("reload_facts.py")
 FACTS = [
     name.id
     for node in ast.parse(FACTS_FILE.read_text(encoding="utf-8")).body
-    if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("WITHOUT_GUARDS", "WITH_GUARDS")
+    if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("AS_SHIPPED", "FIXED")
     for name in node.value.elts
 ]
 

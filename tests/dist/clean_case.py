@@ -21,6 +21,8 @@ EXACT_NATS = 1e-5
 DENSE = ("qwen3", "qwen3-tied", "llama")
 MOE = ("qwen3-moe", "deepseek-v3", "nemotron-h")
 HYBRID = "nemotron-h"
+FIXES = {HYBRID: ("all",)}
+"""Upstream fixes without which a clean run of a family does not hold; docs/as-shipped.md has it without them."""
 DENSE_MESHES = (
     Mesh(dp=2),
     Mesh(tp=2),
@@ -108,12 +110,15 @@ def run(runner: Runner, case: Case, folder: Path) -> Measured:
 
     began = time.monotonic()
     model = case.family if Path(case.family).is_absolute() else f"tiny:{case.family}"
-    golden = runner.golden(GoldenConfig(model=model, trace=folder / "golden", mesh=case.mesh, dtype=case.dtype))
+    fixes = FIXES.get(case.family, ())
+    golden = runner.golden(
+        GoldenConfig(model=model, trace=folder / "golden", mesh=case.mesh, dtype=case.dtype, fixes=fixes)
+    )
     loaded = time.monotonic()
     trace = runner.roundtrip(
         RoundtripConfig(
             model=model, trace=folder / "roundtrip", mesh=case.mesh, dtype=case.dtype, engine=case.engine,
-            cycles=CYCLES, update=case.update,
+            cycles=CYCLES, update=case.update, fixes=fixes,
         )
     )  # fmt: skip
     ended = time.monotonic()

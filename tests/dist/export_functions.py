@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from verifier.launch.rank import RankContext
 from verifier.model.provider_megatron import preload
+from verifier.platform.upstream_fixes import MEGATRON_DECAY
 
 
 def preload_cpu() -> None:
@@ -21,7 +22,7 @@ def compare_with_layout(context: RankContext) -> dict:
     from verifier.model.provider_megatron import build
 
     mesh = Mesh(**context.args["mesh"])
-    model = build(context.args["path"], mesh, dtype=context.args["dtype"], tier="cpu")
+    model = build(context.args["path"], mesh, dtype=context.args["dtype"], tier="cpu", fixes=[MEGATRON_DECAY])
     checkpoint = open_checkpoint(context.args["path"])
     layout = layout_of(checkpoint.config)
     num_compared, wrong = 0, []

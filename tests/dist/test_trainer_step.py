@@ -12,6 +12,7 @@ from verifier.mesh import Mesh
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
 from verifier.plan.digest import digest_tensor
+from verifier.platform.upstream_fixes import MEGATRON_DECAY, MEGATRON_INDEX
 
 OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
@@ -108,20 +109,14 @@ def test_padding_of_nan_changes_nothing(run, model):
     assert run("score_only", model=model, mesh=mesh, poison_padding=True) == run("score_only", model=model, mesh=mesh)
 
 
-def test_states_of_a_mixed_model_are_found_where_they_are(run):
-    """When `upstream` is empty, Megatron-LM #2777 is mended in what is installed and `index_states` can go."""
-    (found,) = run("indexed", model="nemotron-h", dtype="bfloat16", data_parallel=OVERLAPPED)
-    assert found["ours"] == []
-    assert any(name.endswith("A_log") for name in found["upstream"])
-
-
 @pytest.mark.parametrize(
     ("model", "dtype", "mesh"),
     [("qwen3-moe", "float32", {"ep": 2, "dp": 2}), ("nemotron-h", "bfloat16", {"tp": 2})],
 )
 def test_steps_that_go_on_from_files_are_those_of_a_run_that_was_not_stopped(run, model, dtype, mesh):
+    fixes = (MEGATRON_DECAY, MEGATRON_INDEX)
     first, second = (
-        run("stepped", model=model, dtype=dtype, mesh=mesh, data_parallel=OVERLAPPED, resume=resume)
+        run("stepped", model=model, dtype=dtype, mesh=mesh, data_parallel=OVERLAPPED, resume=resume, fixes=fixes)
         for resume in (False, True)
     )
     assert first == second

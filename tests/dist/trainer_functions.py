@@ -38,6 +38,7 @@ def _build(args: Mapping[str, Any]) -> Any:
         tier="cpu",
         data_parallel=DataParallel(**args.get("data_parallel", {})),
         overrides=args.get("overrides", {}),
+        fixes=args.get("fixes", ()),
     )
 
 
@@ -178,31 +179,6 @@ def steps_of_equal_lengths(context: RankContext) -> list[list[float]]:
     batch = rollouts(shortest=32, longest=32)
     steps = [train_step(built, optimizer, batch, micro_batch_size=2) for _ in range(3)]
     return [[step.loss, step.grad_norm] for step in steps]
-
-
-def indexed(context: RankContext) -> dict[str, list[str]]:
-    """Parameters whose place in their group is said to be another's, with `index_states` and without."""
-    from unittest import mock
-
-    from verifier.train import optimizer_megatron
-
-    built = _build(context.args)
-
-    def misplaced() -> list[str]:
-        optimizer = optimizer_megatron.make_optimizer(built, learning_rate=1e-3)
-        names = {parameter: name for chunk in built.chunks for name, parameter in chunk.named_parameters()}
-        found = []
-        for part in optimizer.chained_optimizers:
-            for parameter, (group, order) in part.model_param_group_index_map.items():
-                held = part.optimizer.param_groups[group]["params"][order]
-                whole = parameter.detach().float().view(-1)
-                if held.shape != whole.shape or not held.equal(whole):
-                    found.append(names[parameter])
-        return found
-
-    with mock.patch.object(optimizer_megatron, "index_states"):
-        upstream = misplaced()
-    return {"ours": misplaced(), "upstream": upstream}
 
 
 def stepped(context: RankContext) -> dict[str, str]:

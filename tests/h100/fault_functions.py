@@ -18,8 +18,3 @@ def rank_0_shows_alone(*_: Any) -> contextlib.AbstractContextManager[None]:
         return show
 
     return replaced("verifier.transport.cuda_ipc:Share.show", "self, record", make)
-
-
-def values_padded(*_: Any) -> contextlib.AbstractContextManager[None]:
-    """A megatron-core as it came: it pads the values of latent attention."""
-    return replaced("verifier.platform.upstream_fixes_megatron:install", "", lambda original: lambda: None)

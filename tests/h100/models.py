@@ -20,6 +20,15 @@ HYBRID = {"hidden_size": 512, "mamba_head_dim": 64, "ssm_state_size": 128}
 LARGER = {"deepseek-v3": LATENT, "nemotron-h": HYBRID}
 
 
+MENDED = ("all",)
+"""Fixes that a run of some families asks for, where the test is not about what upstream does."""
+
+
+def fixes(name: str) -> tuple[str, ...]:
+    """Upstream fixes without which a run of this checkpoint does not hold on a GPU."""
+    return MENDED if "deepseek" in name or "nemotron" in name else ()
+
+
 def model(name: str) -> str:
     """What `--model` takes: a tiny checkpoint, a larger one of the same family, or the full name of another."""
     if name in LARGER:

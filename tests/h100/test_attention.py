@@ -7,8 +7,11 @@ import torch
 
 from tests.dist.clean_case import judge
 from tests.h100.models import model
-from tests.h100.test_faults import run_within, verdicts
+from tests.h100.test_faults import verdicts
 from verifier.config import RoundtripConfig
+from verifier.core import store
+from verifier.platform.upstream_fixes import CUDNN_WIDTH
+from verifier.report import render_text, report_of
 
 pytestmark = pytest.mark.h100(gpus=1)
 HEADS, KEYS, VALUES = 8, 192, 128
@@ -73,13 +76,17 @@ def own_attention(query, key, value):
 
 
 def test_padded_values_are_caught_and_healed(runner, measured, tmp_path):
-    config = config_of(tmp_path / "faulted")
-    run_within("values_padded", runner, config)
-    caught, first = verdicts(config.trace)
+    """As shipped, where cuDNN has the bug: the report names it. With the fix, the run holds."""
+    trace = runner.roundtrip(config_of(tmp_path / "as-shipped"))
+    caught, first = verdicts(trace)
     measured(fault="latent-values-padded", caught=caught, first_bad_stage=first)
     assert (caught, first) == (([], None) if cudnn_version() >= MENDED else (["LSS001"], "loss"))
-    judge(runner.roundtrip(config_of(tmp_path / "healed")))
+    shown = render_text(report_of(store.read(trace), str(trace)))
+    assert (f"--fix {CUDNN_WIDTH}" in shown) is (cudnn_version() < MENDED)
+    judge(runner.roundtrip(config_of(tmp_path / "fixed", fixes=(CUDNN_WIDTH,))))
 
 
-def config_of(folder):
-    return RoundtripConfig(model=model("deepseek-v3"), trace=folder, dtype="bfloat16", engine="hf", cycles=1)
+def config_of(folder, **options):
+    return RoundtripConfig(
+        model=model("deepseek-v3"), trace=folder, dtype="bfloat16", engine="hf", cycles=1, **options
+    )  # fmt: skip

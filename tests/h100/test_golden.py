@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.dist.clean_case import compared, judge
-from tests.h100.models import model
+from tests.h100.models import fixes, model
 from verifier.config import GoldenConfig
 from verifier.mesh import Mesh
 
@@ -37,7 +37,10 @@ CASES = [
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_export_equals_the_source(name, mesh, runner, measured, tmp_path):
     began = time.monotonic()
-    trace = runner.golden(GoldenConfig(model=model(name), trace=tmp_path / "trace", mesh=mesh, dtype="bfloat16"))
+    config = GoldenConfig(
+        model=model(name), trace=tmp_path / "trace", mesh=mesh, dtype="bfloat16", fixes=fixes(name)
+    )  # fmt: skip
+    trace = runner.golden(config)
     report = judge(trace)
     measured(
         family=name, mesh=mesh.label(), gpus=min(mesh.world_size, torch.cuda.device_count()),

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.dist.clean_case import judge
-from tests.h100.models import model
+from tests.h100.models import fixes, model
 from verifier.config import RoundtripConfig
 from verifier.core import store
 from verifier.core.stage import Stage
@@ -58,7 +58,7 @@ def test_synced_engine_is_the_cold_engine(name, mesh, transport, engine_tp, runn
     trace = runner.roundtrip(
         RoundtripConfig(
             model=model(name), trace=tmp_path / "trace", mesh=mesh, dtype="bfloat16", engine_tp=engine_tp,
-            cycles=1 if name.startswith("wide:") else CYCLES, transport=transport,
+            cycles=1 if name.startswith("wide:") else CYCLES, transport=transport, fixes=fixes(name),
         )
     )  # fmt: skip
     took = time.monotonic() - began

@@ -100,6 +100,7 @@ def test_no_skip_without_a_marker_and_a_reason():
     found = []
     for path in python_files("tests"):
         tree = tree_of(path)
+        in_fixtures = skips_of_fixtures(tree)
         reasoned = {
             id(node.func)
             for node in ast.walk(tree)
@@ -108,7 +109,7 @@ def test_no_skip_without_a_marker_and_a_reason():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Attribute):
                 continue
-            marked = (node.attr == "skipif" and id(node) in reasoned) or id(node) in skips_of_fixtures(tree)
+            marked = (node.attr == "skipif" and id(node) in reasoned) or id(node) in in_fixtures
             if node.attr in {"skip", "skipif", "xfail", "importorskip"} and not marked:
                 found.append(f"{where(path, node.lineno)}: {node.attr}")
     assert not found, "\n".join(found)

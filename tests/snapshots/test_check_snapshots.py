@@ -33,7 +33,7 @@ def test_is_violated_by_the_smallest_wrong_thing(code, same_as_file):
     outcome = run_check(REGISTRY[code], make_trace(BROKEN[code]))
     assert outcome.verdict is Verdict.VIOLATED, outcome
     assert outcome.finding.count == 1
-    text = render_outcome(outcome, "traces/t") + "\n"
+    text = render_outcome(outcome, "traces/t", {}) + "\n"
     same_as_file(f"check-{code}.txt", text)
     assert text.isascii()
     assert text.count("\n") <= 12

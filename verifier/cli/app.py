@@ -66,6 +66,7 @@ def golden(
             "--against", metavar="MANIFEST", help="Compare with a recorded manifest, not with source weights."
         ),
     ] = None,
+    fix: options.Fixes = None,
     timeout: options.Timeout = 1800.0,
     trace: options.TraceOption = None,
     json: options.JsonOption = None,
@@ -81,7 +82,7 @@ def golden(
     )  # fmt: skip
     config = GoldenConfig(
         model=model, trace=trace or next_trace("golden"), mesh=mesh, dtype=DTYPES[dtype.value],
-        record=record, why=why, against=against, timeout_s=timeout,
+        record=record, why=why, against=against, fixes=tuple(fix or ()), timeout_s=timeout,
     )  # fmt: skip
     from verifier.runs.golden import write_manifest
     from verifier.runs.runner import Runner, run_once
@@ -125,6 +126,7 @@ def roundtrip(
     engine_quantization: options.EngineQuantization = None,
     engine_lora_rank: options.EngineLoraRank = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of tokens and noise.")] = 1,
+    fix: options.Fixes = None,
     timeout: options.Timeout = 1800.0,
     trace: options.TraceOption = None,
     json: options.JsonOption = None,
@@ -144,7 +146,7 @@ def roundtrip(
         transport=transport.value if transport else None, cuda_graphs=cuda_graphs,
         sleep_level=0 if sleep_level is None else sleep_level,
         engine_quantization=engine_quantization.value if engine_quantization else None,
-        engine_lora_rank=0 if engine_lora_rank is None else engine_lora_rank,
+        engine_lora_rank=0 if engine_lora_rank is None else engine_lora_rank, fixes=tuple(fix or ()),
     )  # fmt: skip
     from verifier.runs.runner import Runner, run_once
 

@@ -81,6 +81,10 @@ EngineLoraRank = Annotated[
     typer.Option("--engine-lora-rank", help="Train an adapter of this rank on a frozen base, and sync the adapter."),
 ]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Type of the weights.")]
+Fixes = Annotated[
+    list[str] | None,
+    typer.Option("--fix", metavar="ID", help="Install the fix of an upstream bug, or `all`; repeatable."),
+]
 Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Deadline of the whole run.")]
 TraceOption = Annotated[
     Path | None,

@@ -42,8 +42,11 @@ class EngineConfig:
     """As vLLM spells it; applied to the weights as they are loaded."""
     lora_rank: int = 0
     """Greatest rank of the adapter that can be loaded; 0: none can."""
+    fixes: tuple[str, ...] = ()
+    """Ids of the upstream fixes that are installed in its processes."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "fixes", tuple(self.fixes))  # a list, where it came as JSON
         if self.kind not in KINDS:
             raise UsageError(f"there is no engine `{self.kind}`; choose one of {', '.join(KINDS)}")
         if self.dtype not in DTYPES:

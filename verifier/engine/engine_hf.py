@@ -37,7 +37,7 @@ class HfEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         checkpoint = open_checkpoint(config.checkpoint)
-        self.model = load_model(config.checkpoint, getattr(torch, config.dtype))
+        self.model = load_model(config.checkpoint, getattr(torch, config.dtype), fixes=config.fixes)
         self.receiver = ChunkReceiver(0)
         self._max_len = config.max_model_len
         self._vocab_size = int(checkpoint.config["vocab_size"])

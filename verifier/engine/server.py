@@ -27,6 +27,7 @@ from verifier.engine.process import die_with_parent, keep_freed_memory
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
+from verifier.platform.upstream_fixes import ENGINE_VARIABLE
 from verifier.transport.wire import Address
 
 _MAX_FOLDER = 107 - len("/01234567-0123-0123-0123-0123456789ab")
@@ -87,6 +88,7 @@ def environment(config: EngineConfig, checkpoint_bytes: int) -> dict[str, str]:
     )
     return {
         "VLLM_CPU_OMP_THREADS_BIND": bound,
+        ENGINE_VARIABLE: ",".join(config.fixes),
         "OMP_NUM_THREADS": "1" if config.kind == "hf" and checkpoint_bytes <= ONE_THREAD_BYTES else str(share),
         **({"CUDA_VISIBLE_DEVICES": config.gpus} if config.gpus else {}),
     }

@@ -385,6 +385,7 @@ FAULTS = (
         inject=_one_changed("backbone.layers.4.mixer.D", lambda model, _: model.model.layers[4].mixer.D.data.clone()),
         side=Side.ENGINE,
         model="tiny:nemotron-h",
+        fixes=("transformers-47246",),
     ),
     Fault(
         id="tied-head-cloned",

@@ -151,13 +151,13 @@ def _stage_names_remapped(fired: Fired) -> Iterator[None]:
 @contextlib.contextmanager
 def _decay_rounded(fired: Fired) -> Iterator[None]:
     def make(original: Any) -> Any:
-        def keep(chunks: Any, checkpoint: Any) -> Any:
+        def keep(chunks: Any, stored: Any) -> Any:
             fired()
             return chunks
 
         return keep
 
-    with replaced("verifier.model.provider_megatron:_keep_float32", "chunks, checkpoint", make):
+    with replaced("verifier.platform.upstream_fixes_megatron:keep_float32", "chunks, stored", make):
         yield
 
 
@@ -254,6 +254,7 @@ FAULTS = (
         model="tiny:nemotron-h",
         engine=NO_ENGINE,
         dtype="bfloat16",
+        fixes=("miles-975", "megatron-2777"),
     ),
     Fault(
         id="norm-epsilon-default",

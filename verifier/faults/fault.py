@@ -67,6 +67,8 @@ class Fault:
     dtype: str = "float32"
     update: str = "step"
     engine_tp: int = 1
+    fixes: tuple[str, ...] = ()
+    """Ids of the upstream fixes without which the clean run does not hold."""
     lora_rank: int = 0
     """Above 0: an adapter of this rank is trained and synced, and the base is frozen."""
     gpus: int = 0

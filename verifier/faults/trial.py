@@ -171,7 +171,7 @@ def _config_of(fault: Fault) -> RoundtripConfig:
         model=fault.model, trace=Path(fault.engine), mesh=fault.mesh, dtype=fault.dtype,
         engine=fault.engine if not alone else "vllm" if fault.lora_rank else "hf",
         cycles=CYCLES, update=fault.update, engine_tp=fault.engine_tp, engine_lora_rank=fault.lora_rank,
-        timeout_s=TIMEOUT_S,
+        fixes=fault.fixes, timeout_s=TIMEOUT_S,
     )  # fmt: skip
 
 

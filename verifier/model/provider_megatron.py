@@ -9,19 +9,17 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.model.families import num_experts_of, size_if_any
 from verifier.platform import Tier, install_for, select, upstream_fixes_megatron
-
-if TYPE_CHECKING:
-    from verifier.model.checkpoint import Checkpoint
+from verifier.platform.upstream_fixes import MEGATRON_DECAY
 
 DTYPES = ("float32", "bfloat16")
 SMALL_BUCKET = 40_000
@@ -59,6 +57,8 @@ class TrainerModel:
     tier: Tier
     data_parallel: DataParallel | None
     """None: not wrapped for training, forward only."""
+    fixes: frozenset[str]
+    """Ids of the upstream fixes that it was built with."""
 
 
 def preload(tier: Tier | None = None) -> None:
@@ -136,6 +136,7 @@ def build(
     deadline_s: float = 600.0,
     overrides: Mapping[str, Any] | None = None,
     adapt: Callable[[list[Any]], list[Any]] | None = None,
+    fixes: Collection[str] = (),
 ) -> TrainerModel:
     """Set up model parallelism on the existing process group and load a checkpoint into this rank's shards.
 
@@ -151,6 +152,7 @@ def build(
         deadline_s: how long a collective of the model's groups may wait.
         overrides: provider fields set last, before it is finalized.
         adapt: takes the loaded modules and gives those to train, before they are wrapped for that.
+        fixes: ids of the upstream fixes to install.
 
     Raises:
         UsageError: a model that megatron-bridge does not support, a mesh that does not divide it or does not match
@@ -164,8 +166,7 @@ def build(
     if dtype not in DTYPES:
         raise UsageError(f"unknown dtype `{dtype}`: one of {', '.join(DTYPES)}")
     install_for(tier)
-    if tier == "cuda":
-        upstream_fixes_megatron.install()
+    upstream_fixes_megatron.install(fixes)
     import torch.distributed as dist
 
     if dist.get_world_size() != mesh.world_size:
@@ -185,7 +186,10 @@ def build(
             distributed_timeout_minutes=max(1, math.ceil(deadline_s / 60)),
             create_gloo_process_groups=False,
         )
-        provider.register_pre_wrap_hook(partial(_keep_float32, checkpoint=checkpoint), prepend=True)
+        if MEGATRON_DECAY in fixes:
+            stored = {name.rpartition(".")[2] for name, meta in checkpoint.metas.items() if meta.dtype == "float32"}
+            keep = partial(upstream_fixes_megatron.keep_float32, stored=stored)
+            provider.register_pre_wrap_hook(keep, prepend=True)
         provider.register_pre_wrap_hook(_poison, prepend=True)
         if adapt is not None:
             provider.register_pre_wrap_hook(adapt)
@@ -195,8 +199,9 @@ def build(
         )
     _connect(chunks, data_parallel)
     return TrainerModel(
-        chunks=chunks, bridge=bridge, provider=provider, mesh=mesh, tier=tier, data_parallel=data_parallel
-    )
+        chunks=chunks, bridge=bridge, provider=provider, mesh=mesh, tier=tier, data_parallel=data_parallel,
+        fixes=frozenset(fixes),
+    )  # fmt: skip
 
 
 def teardown() -> None:
@@ -308,29 +313,6 @@ def _ddp_config(data_parallel: DataParallel, tier: Tier) -> Any:
         overlap_param_gather=data_parallel.overlap_param_gather,
         bucket_size=SMALL_BUCKET if tier == "cpu" else None,
     )
-
-
-def _keep_float32(chunks: list[Any], checkpoint: Checkpoint) -> list[Any]:
-    """Keep in float32 those parameters of state-space layers that the checkpoint does.
-
-    megatron-core makes ``A_log`` and ``D`` in float32 and then rounds them with all else when it wraps the model for
-    bf16; megatron-bridge spares what a module marks.
-
-    Source:
-        megatron-bridge 0.6.2, models/model_provider.py, `_apply_mixed_precision_wrapper`.
-    """
-    from megatron.core.ssm.mamba_mixer import MambaMixer
-
-    stored = {name.rpartition(".")[2] for name, meta in checkpoint.metas.items() if meta.dtype == "float32"}
-    kept = [leaf for leaf in ("dt_bias", "A_log", "D") if leaf in stored]
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, MambaMixer):
-                module._keep_in_float32_parameter_names = kept
-                for leaf in kept:
-                    parameter = getattr(module, leaf)
-                    parameter.data = parameter.data.float()
-    return chunks
 
 
 def _poison(chunks: list[Any]) -> list[Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,23 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verifier.errors import ContractError
 from verifier.model.checkpoint import open_checkpoint
+from verifier.platform.upstream_fixes import TRANSFORMERS_SCAN
+from verifier.platform.upstream_fixes_transformers import scan_in_one_chunk
 
 _PREFIXES = {"nemotron_h": ("model.", "backbone.")}
 """Model type -> transformers' prefix of the stack's tensors, and the checkpoints'."""
 
 
-def load_model(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
+def load_model(
+    path: Path | str, dtype: torch.dtype, *, fixes: Collection[str] = (TRANSFORMERS_SCAN,)
+) -> PreTrainedModel:
     """Load a checkpoint directory with eager attention and eager experts, on the CPU, for inference.
+
+    Args:
+        path: the checkpoint.
+        dtype: of the parameters, but for those that the checkpoint keeps in float32.
+        fixes: ids of the upstream fixes to install. The oracle has them whatever the run asks for: it computes what the
+            model's definition says.
 
     Raises:
         ContractError: transformers finds a tensor missing, or one that the architecture has no place for.
@@ -36,7 +45,8 @@ def load_model(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
         if names:
             raise ContractError(f"transformers loads {path}, but `{sorted(names)[0]}` {what}")
     _restore_float32(model, path)
-    _scan_in_one_chunk(model)
+    if TRANSFORMERS_SCAN in fixes:
+        scan_in_one_chunk(model)
     _scan_without_kernels(model)
     return model.eval().requires_grad_(False)
 
@@ -81,23 +91,6 @@ def _restore_float32(model: PreTrainedModel, path: Path | str) -> None:
             model.get_parameter(holder).data = checkpoint.read(name).clone()
 
 
-def _scan_in_one_chunk(model: PreTrainedModel) -> None:
-    """Have state-space layers compute what their definition says, whatever the length.
-
-    Without CUDA kernels transformers loses the state between chunks, so a sequence longer than a chunk is scored
-    wrongly, and it raises small time steps to a bound that the kernels do not have. One chunk as long as the sequence
-    has nothing to hand on, and a bound of 0 raises nothing.
-
-    Source:
-        transformers #47246: 5.6.0 to 5.13.0, `NemotronHMamba2Mixer.torch_forward`; a test says when it is mended.
-    """
-    for module in model.modules():
-        if type(module).__name__ == "NemotronHMamba2Mixer":
-            module.time_step_min = 0.0
-            module.register_forward_pre_hook(_chunk_of_the_sequence)
-            module.register_forward_hook(partial(_chunk_as_before, size=module.chunk_size))
-
-
 def _scan_without_kernels(model: PreTrainedModel) -> None:
     """Have state-space layers take torch's operations on a GPU too, as they do on the host.
 
@@ -106,14 +99,6 @@ def _scan_without_kernels(model: PreTrainedModel) -> None:
     for module in model.modules():
         if type(module).__name__ == "NemotronHMamba2Mixer":
             module.cuda_kernels_forward = module.torch_forward
-
-
-def _chunk_of_the_sequence(mixer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-    mixer.chunk_size = inputs[0].shape[1]
-
-
-def _chunk_as_before(mixer: nn.Module, inputs: object, output: object, *, size: int) -> None:
-    mixer.chunk_size = size
 
 
 @torch.inference_mode()

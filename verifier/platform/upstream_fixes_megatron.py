@@ -1,15 +1,24 @@
-"""What megatron-core hands to a kernel that gets it wrong, mended in the GPU tier's trainer ranks.
-
-It can go when no machine runs cuDNN older than 9.19; `tests/h100/test_attention.py` shows which has the bug.
-"""
+"""Fixes of megatron-core in the trainer's ranks, each installed for a run that asks for its id."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from verifier.platform.patch import Patch, apply
+from verifier.platform.upstream_fixes import CUDNN_WIDTH
 
 PREPARE = "megatron.core.transformer.multi_latent_attention:_prepare_mla_core_attention_value"
+
+
+def install(fixes: Collection[str]) -> None:
+    """Replace what the fixes replace for the whole process; the others are called where a trainer is built.
+
+    Raises:
+        UsageError: a function to replace is not the one that was read.
+    """
+    if CUDNN_WIDTH in fixes:
+        apply([Patch(target=PREPARE, replacement=_unpadded, takes="parallel_attention query value packed_seq_params")])
 
 
 def _unpadded(
@@ -29,10 +38,46 @@ def _unpadded(
     return value, False, width, width
 
 
-def install() -> None:
-    """Mend what needs mending, in this process.
+def index_states(optimizer: Any) -> None:
+    """Say where each parameter's state is, in the order that its group has: float32 parameters before all others.
 
-    Raises:
-        UsageError: a function to mend is not the one that was read.
+    megatron-core says so before it has put them in that order. Of a bf16 model that keeps some parameters in float32,
+    as state-space layers do, a checkpoint would then hold the states of others; training does not ask.
+
+    Source:
+        Megatron-LM #2777, mended by #5835: core/optimizer/distrib_optimizer.py, `_build_model_and_main_param_groups`;
+        tests/contracts/test_megatron_fixes.py fails when this can go.
     """
-    apply([Patch(target=PREPARE, replacement=_unpadded, takes="parallel_attention query value packed_seq_params")])
+    for part in optimizer.chained_optimizers:
+        if part.is_stub_optimizer:
+            continue
+        for group, (kept, rounded) in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+            for order, parameter in enumerate([*kept, *rounded]):
+                part.model_param_group_index_map[parameter] = group, order
+
+
+def keep_float32(chunks: list[Any], stored: Collection[str]) -> list[Any]:
+    """Keep in float32 those parameters of state-space layers that the checkpoint does.
+
+    megatron-core makes ``A_log`` and ``D`` in float32 and then rounds them with all else when it wraps the model for
+    bf16; megatron-bridge spares what a module marks.
+
+    Args:
+        chunks: loaded modules of this rank, not yet wrapped.
+        stored: last part of the names that the checkpoint stores in float32.
+
+    Source:
+        miles #975, of another model with such layers; megatron-bridge 0.6.2, models/model_provider.py,
+        `_apply_mixed_precision_wrapper`.
+    """
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
+    kept = [leaf for leaf in ("dt_bias", "A_log", "D") if leaf in stored]
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, MambaMixer):
+                module._keep_in_float32_parameter_names = kept
+                for leaf in kept:
+                    parameter = getattr(module, leaf)
+                    parameter.data = parameter.data.float()
+    return chunks

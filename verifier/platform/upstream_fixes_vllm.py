@@ -1,38 +1,21 @@
-"""Known bugs of vLLM's reload and sleep, mended inside the engine's workers for as long as the pinned vLLM has them.
+"""Fixes of vLLM's reload and sleep in an engine's workers, each installed for a run that asks for its id.
 
-A guard names its upstream issue and the versions that have the bug. `tests/contracts/test_reload.py` shows on the
-installed vLLM that the bug is there without the guard and gone with it; once upstream is mended that test fails, and
-the guard goes. What else of the known reload bugs vLLM 0.21 has, or has not, stands in the same folder.
+`tests/contracts/test_reload.py` shows on the installed vLLM that each bug is there without its fix and gone with it.
+That test fails once upstream is mended, and the fix goes then. What else of the known reload bugs vLLM 0.21 has, or has
+not, stands in the same folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any
 
 import torch
-import vllm
 
 from verifier.platform.patch import Patch, apply, current
-
-Make = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Guard:
-    """One mended function of vLLM."""
-
-    issue: str
-    """Upstream pull requests that mend it, as "vllm #NUMBER"."""
-    versions: tuple[str, ...]
-    target: str
-    """`package.module:attribute`."""
-    takes: str
-    """The function's parameters, separated by spaces."""
-    make: Make
-    """Takes vLLM's function, gives the mended one."""
+from verifier.platform.upstream_fixes import ENGINE_VARIABLE, VLLM_BUFFERS, VLLM_LATENT, VLLM_SLEEP
 
 
 def _kept_buffers(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,42 +75,40 @@ def _asleep_beside_others(original: Callable[..., Any]) -> Callable[..., Any]:
     return sleep
 
 
-GUARDS = (
-    Guard(
-        issue="vllm #42481, vllm #44371",
-        versions=("0.21.0",),
-        target="vllm.model_executor.model_loader.reload.layerwise:materialize_layer",
-        takes="layer info",
-        make=_kept_buffers,
+MODULES = "vllm.model_executor"
+REPLACED: dict[str, tuple[str, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
+    VLLM_BUFFERS: (f"{MODULES}.model_loader.reload.layerwise:materialize_layer", "layer info", _kept_buffers),
+    VLLM_LATENT: (
+        f"{MODULES}.layers.attention.mla_attention:MLAAttention.process_weights_after_loading",
+        "self act_dtype",
+        _kept_storage,
     ),
-    Guard(
-        issue="vllm #48251",
-        versions=("0.21.0",),
-        target="vllm.model_executor.layers.attention.mla_attention:MLAAttention.process_weights_after_loading",
-        takes="self act_dtype",
-        make=_kept_storage,
-    ),
-    Guard(
-        issue="vllm #45620",
-        versions=("0.21.0",),
-        target="vllm.v1.worker.gpu_worker:Worker.sleep",
-        takes="self level",
-        make=_asleep_beside_others,
-    ),
-)
+    VLLM_SLEEP: ("vllm.v1.worker.gpu_worker:Worker.sleep", "self level", _asleep_beside_others),
+}
+"""Id of a fix -> the function that it replaces, that function's parameters, and what makes the new one of the old."""
+_installed: set[str] = set()
 
 
-def install() -> None:
-    """Mend what the running vLLM needs mended, once per process.
+def install(fixes: Collection[str]) -> None:
+    """Replace the functions of these fixes in this process, each once.
 
     Raises:
-        UsageError: a function to mend is not the one that was read.
+        UsageError: a function to replace is not the one that was read.
     """
-    running = vllm.__version__.partition("+")[0]
+    wanted = [item for item in REPLACED if item in fixes and item not in _installed]
     apply(
         [
-            Patch(target=guard.target, replacement=guard.make(current(guard.target)), takes=guard.takes)
-            for guard in GUARDS
-            if running in guard.versions
+            Patch(target=target, replacement=make(current(target)), takes=takes)
+            for target, takes, make in (REPLACED[item] for item in wanted)
         ]
     )
+    _installed.update(wanted)
+
+
+def install_asked() -> None:
+    """Install what the environment of an engine's process asks for.
+
+    Raises:
+        UsageError: as `install` does.
+    """
+    install(os.environ.get(ENGINE_VARIABLE, "").split(","))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
 from verifier.core.finding import Outcome
 from verifier.core.stage import Stage
+from verifier.report.known_bugs import explanation, why_it_ended
 from verifier.report.render_text import first_line
 from verifier.report.report import Report
 
@@ -26,7 +28,8 @@ def render_json(report: Report) -> str:
                 "exit_code": int(report.exit_code),
                 "trace": report.trace,
                 "run": _plain(report.manifest),
-                "outcomes": [_outcome(item) for item in report.outcomes],
+                "outcomes": [_outcome(item, report.manifest) for item in report.outcomes],
+                "ended_by": why_it_ended(report.manifest),
                 "switched_off": list(report.switched_off),
                 "out_of_scope": list(report.out_of_scope),
             },
@@ -37,7 +40,7 @@ def render_json(report: Report) -> str:
     )
 
 
-def _outcome(outcome: Outcome) -> dict[str, Any]:
+def _outcome(outcome: Outcome, manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "code": outcome.code,
         "name": outcome.name,
@@ -46,6 +49,7 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
         "num_compared": outcome.num_compared,
         "not_recorded": list(outcome.not_recorded),
         "error": outcome.error,
+        "known_bug": explanation(outcome, manifest),
         "finding": _plain(outcome.finding),
     }
 

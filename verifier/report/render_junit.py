@@ -6,6 +6,7 @@ import re
 from xml.etree import ElementTree
 
 from verifier.core.finding import Verdict
+from verifier.report.known_bugs import stack_lines
 from verifier.report.render_text import first_line, render_outcome
 from verifier.report.report import Report
 
@@ -23,6 +24,10 @@ def render_junit(report: Report) -> str:
         errors=str(verdicts.count(Verdict.INCONCLUSIVE)),
         skipped=str(len(report.switched_off)),
     )
+    if lines := stack_lines(report.manifest):
+        properties = ElementTree.SubElement(suite, "properties")
+        for name, value in lines:
+            ElementTree.SubElement(properties, "property", name=name, value=_NOT_XML.sub("?", value))
     group = f"verifier.{report.manifest.get('command', 'run')}"
     for outcome in report.outcomes:
         case = ElementTree.SubElement(suite, "testcase", classname=group, name=f"{outcome.code} {outcome.name}")
@@ -32,7 +37,7 @@ def render_junit(report: Report) -> str:
         problem = ElementTree.SubElement(
             case, tag, type=outcome.verdict.name.lower(), message=_NOT_XML.sub("?", first_line(outcome))
         )
-        problem.text = _NOT_XML.sub("?", render_outcome(outcome, report.trace))
+        problem.text = _NOT_XML.sub("?", render_outcome(outcome, report.trace, report.manifest))
     for code in report.switched_off:
         case = ElementTree.SubElement(suite, "testcase", classname=group, name=code)
         ElementTree.SubElement(case, "skipped", message="switched off for this run")

@@ -9,6 +9,7 @@ from typing import Any
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Finding, Outcome, Verdict
 from verifier.mesh import Mesh
+from verifier.report.known_bugs import explanation, stack_lines, why_it_ended
 from verifier.report.report import Report
 
 MAX_FINDINGS = 20
@@ -23,7 +24,7 @@ def render_text(report: Report) -> str:
     parts = [_identity(report.manifest), _table(report)]
     not_holding = [item for item in report.outcomes if item.verdict is not Verdict.HOLDS]
     not_holding.sort(key=_cause_first)
-    parts += [render_outcome(item, report.trace) for item in not_holding[:MAX_FINDINGS]]
+    parts += [render_outcome(item, report.trace, report.manifest) for item in not_holding[:MAX_FINDINGS]]
     if len(not_holding) > MAX_FINDINGS:
         parts.append(f"{len(not_holding) - MAX_FINDINGS} more findings are left out here; `--json` holds all")
     parts.append(_conclusion(report))
@@ -42,7 +43,7 @@ def first_line(outcome: Outcome) -> str:
     return f"{outcome.code} {outcome.name}: {_sentence(outcome)}"
 
 
-def render_outcome(outcome: Outcome, trace: str) -> str:
+def render_outcome(outcome: Outcome, trace: str, manifest: Mapping[str, Any]) -> str:
     """The block of one outcome, in the fixed order of lines; lines that do not apply are left out."""
     finding = outcome.finding
     lines = [first_line(outcome)]
@@ -51,8 +52,8 @@ def render_outcome(outcome: Outcome, trace: str) -> str:
     lines.append(_line("coverage", _coverage(outcome)))
     only = f" --only {finding.first.what}" if finding is not None and " " not in finding.first.what else ""
     lines.append(_line("replay", f"`verifier replay {trace} --check {outcome.code}{only}`"))
-    if finding is not None and finding.first.hint:
-        lines += ["", f"  hint: {finding.first.hint}"]
+    if finding is not None and (hint := explanation(outcome, manifest) or finding.first.hint):
+        lines += ["", f"  hint: {hint}"]
     return "\n".join(lines)
 
 
@@ -139,6 +140,7 @@ def _identity(manifest: Mapping[str, Any]) -> str:
     versions = manifest.get("versions", {})
     if versions:
         lines.append("  " + ", ".join(f"{name} {version}" for name, version in sorted(versions.items())))
+    lines += (f"  {name}: {value}" for name, value in stack_lines(manifest))
     return "\n".join(lines)
 
 
@@ -177,5 +179,6 @@ def _conclusion(report: Report) -> str:
     if not report.is_complete:
         failure = _in_one_line(str(report.manifest.get("failure", "")))
         said.append("the run did not finish" + (f" ({failure})" if failure else ""))
+        said.append(why_it_ended(report.manifest))
     said += [f"{sum(item.num_compared for item in report.outcomes):,} things compared", f"trace in `{report.trace}`"]
     return "; ".join(part for part in said if part)

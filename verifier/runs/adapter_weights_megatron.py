@@ -53,6 +53,7 @@ class AdapterWeights:
         self.trainer = provider_megatron.build(
             spec.checkpoint, spec.mesh, dtype=spec.dtype, tier=spec.tier, data_parallel=DATA_PARALLEL,
             deadline_s=spec.deadline_s, adapt=partial(lora_megatron.attach, rank=spec.lora_rank),
+            fixes=spec.fixes,
         )  # fmt: skip
         self.live = _LiveBase(self.trainer.chunks, run.layout, run.mesh, run.rank)
         self._live_adapter = _LiveAdapter(self.trainer.chunks, self._layout, run.mesh, run.rank)

@@ -99,7 +99,7 @@ class FullWeights:
         self.trainer = provider_megatron.build(
             spec.checkpoint, spec.mesh, dtype=spec.dtype, tier=spec.tier,
             data_parallel=DATA_PARALLEL if training else None, deadline_s=spec.deadline_s,
-            overrides=router_replay_megatron.PROVIDER_FIELDS,
+            overrides=router_replay_megatron.PROVIDER_FIELDS, fixes=spec.fixes,
         )  # fmt: skip
         self.live = LiveWeights(self.trainer.chunks, self._run.layout, spec.mesh, self._run.rank)
 

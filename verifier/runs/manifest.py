@@ -12,6 +12,8 @@ from verifier.core import store
 from verifier.errors import Stopped, UsageError, VerifierError
 from verifier.model.families import num_experts_of
 from verifier.platform.pins import PINS, installed
+from verifier.platform.stand_ins import stand_ins_of
+from verifier.platform.upstream_fixes import bugs_of, refuse_impossible
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.placement import Placement, place_trainer
 
@@ -78,6 +80,14 @@ def _scopes(config: RoundtripConfig, model: ModelUnderTest) -> list[str]:
 def _identity(
     model: ModelUnderTest, command: str, config: GoldenConfig | RoundtripConfig, num_gpus: int
 ) -> dict[str, Any]:
+    """Which run this was, and what was replaced upstream.
+
+    Raises:
+        UsageError: an upstream bug would end the run, and its fix is not asked for.
+    """
+    sizes, run = model.checkpoint.config, {**config.to_dict(), "command": command, "tier": model.tier}
+    run["dtype"] = model.dtype
+    refuse_impossible(sizes, run)
     return {
         "command": command,
         "model": config.model,
@@ -88,6 +98,8 @@ def _identity(
         "tier": model.tier,
         "versions": {name: found for name in PINS if (found := installed(name)) is not None},
         "config": config.to_dict(),
+        "stand_ins": stand_ins_of(sizes, run),
+        "upstream_bugs": bugs_of(sizes, run),
     }
 
 

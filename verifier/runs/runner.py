@@ -17,6 +17,7 @@ from verifier.errors import VerifierError
 from verifier.mesh import Mesh
 from verifier.oracle.noise_floor import Floor, floor_path, write_floor
 from verifier.oracle.recording import record_oracle
+from verifier.platform.upstream_fixes import selected
 from verifier.probes.engine import held_by
 from verifier.runs import golden, noise
 from verifier.runs.manifest import golden_manifest, recording, roundtrip_manifest
@@ -71,6 +72,7 @@ class Runner:
                 program="golden", checkpoint=str(model.checkpoint.path), mesh=config.mesh, dtype=config.dtype,
                 tier=model.tier, trace=str(config.trace), work=str(work), num_gpus=manifest["num_gpus"],
                 source_from_manifest=recorded is not None, saves=model.is_saved,
+                fixes=sorted(selected(config.fixes)),
                 deadline_s=self.resources.collective_deadline_s,
             )  # fmt: skip
             self._progress("importing Megatron")

@@ -10,6 +10,7 @@ import msgspec
 from verifier.config import RoundtripConfig
 from verifier.engine.engine import EngineConfig
 from verifier.mesh import Mesh
+from verifier.platform.upstream_fixes import selected
 from verifier.runs.manifest import judges_gradients
 from verifier.runs.model_under_test import MAX_MODEL_LEN, ModelUnderTest
 from verifier.runs.placement import Placement
@@ -63,6 +64,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Have megatron-bridge write the last export to files too, and record what a reader finds there."""
     source_from_manifest: bool = False
     """The expected tensors are recorded elsewhere, so the source is not digested."""
+    fixes: Sequence[str] = ()
+    """Ids of the upstream fixes that the ranks install."""
     seed: int = 0
     deadline_s: float = 180.0
     """Seconds that rank 0 waits for the engine."""
@@ -88,7 +91,7 @@ def engine_config(config: RoundtripConfig, model: ModelUnderTest, placement: Pla
         kind=config.engine, checkpoint=str(model.checkpoint.path), dtype=config.dtype, tp=config.engine_tp,
         max_model_len=MAX_MODEL_LEN, gpus=placement.engine_gpus,
         cuda_graphs=config.cuda_graphs, sleep_mode=config.sleep_level > 0, quantization=config.engine_quantization,
-        lora_rank=config.engine_lora_rank,
+        lora_rank=config.engine_lora_rank, fixes=tuple(sorted(selected(config.fixes))),
     )  # fmt: skip
 
 
@@ -110,7 +113,7 @@ def roundtrip_spec(
         chunk_bytes=chunk_bytes_for(model.checkpoint.num_bytes, placement.transport),
         transport=placement.transport, num_gpus=placement.trainer_gpus, sleep_level=config.sleep_level,
         lora_rank=config.engine_lora_rank, gradients=judges_gradients(config, model),
-        saves=model.is_saved and not config.engine_lora_rank,
+        saves=model.is_saved and not config.engine_lora_rank, fixes=sorted(selected(config.fixes)),
         **session,
     )  # fmt: skip
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from verifier.errors import ContractError
 from verifier.model.provider_megatron import TrainerModel
+from verifier.platform.upstream_fixes import MEGATRON_INDEX
+from verifier.platform.upstream_fixes_megatron import index_states
 
 FORMAT = {"distrib_optim_sharding_type": "dp_reshardable"}
 """Every rank writes and reads its own shards; megatron-core's own name for it."""
@@ -45,28 +47,10 @@ def make_optimizer(trainer: TrainerModel, *, learning_rate: float, clip_grad: fl
         overlap_param_gather=trainer.data_parallel.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(config, trainer.chunks, use_gloo_process_groups=False)
-    if trainer.data_parallel.distributed_optimizer:
+    if trainer.data_parallel.distributed_optimizer and MEGATRON_INDEX in trainer.fixes:
         index_states(optimizer)
     get_model_config(trainer.chunks[0]).grad_scale_func = optimizer.scale_loss
     return optimizer
-
-
-def index_states(optimizer: Any) -> None:
-    """Say where each parameter's state is, in the order that its group has: float32 parameters before all others.
-
-    megatron-core says so before it has put them in that order. Of a bf16 model that keeps some parameters in float32,
-    as state-space layers do, a checkpoint would then hold the states of others; training does not ask.
-
-    Source:
-        Megatron-LM #2777, mended by #5835: core/optimizer/distrib_optimizer.py, `_build_model_and_main_param_groups`;
-        tests/dist/test_trainer_step.py says when this can go.
-    """
-    for part in optimizer.chained_optimizers:
-        if part.is_stub_optimizer:
-            continue
-        for group, (kept, rounded) in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
-            for order, parameter in enumerate([*kept, *rounded]):
-                part.model_param_group_index_map[parameter] = group, order
 
 
 def make_scheduler(

@@ -73,6 +73,7 @@ class ChunkTransferEngine(WeightTransferEngine[AddressInfo, ChunkInfo]):
 
     def __init__(self, config: WeightTransferConfig, parallel_config: ParallelConfig) -> None:
         super().__init__(config, parallel_config)
+        upstream_fixes_vllm.install_asked()
         if threading.current_thread() is threading.main_thread():
             die_with_parent()
         self.receiver = ChunkReceiver(
@@ -262,7 +263,6 @@ def _memory(tensor: torch.Tensor) -> int:
 
 def _install() -> None:
     WeightTransferEngineFactory._registry[BACKEND] = lambda: ChunkTransferEngine
-    upstream_fixes_vllm.install()
 
 
 _install()

@@ -1,0 +1,191 @@
+"""What the upstream stack does to each family when no fix is on: `python -m tests.dist.as_shipped [FAMILY...]`.
+
+Each case is a round trip, once as shipped and, where a known bug applies, once more with every fix. A case leaves one
+file in golden/as-shipped; `python -m tests.dist.as_shipped page` draws docs/as-shipped.md from all of them. What
+tests/h100/test_as_shipped.py leaves in golden/gpu/as-shipped is drawn too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import verifier.checks  # noqa: F401  (fills the registry)
+from verifier.config import RoundtripConfig
+from verifier.core import store
+from verifier.core.check import REGISTRY
+from verifier.core.finding import Verdict
+from verifier.errors import VerifierError
+from verifier.mesh import Mesh
+from verifier.report import Report, report_of
+from verifier.report.known_bugs import explanation, why_it_ended
+from verifier.runs.resources import Resources
+from verifier.runs.runner import Runner
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = (ROOT / "golden" / "as-shipped", ROOT / "golden" / "gpu" / "as-shipped")
+PAGE = ROOT / "docs" / "as-shipped.md"
+BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
+CYCLES = 2
+TP2, EP2 = Mesh(tp=2), Mesh(ep=2, dp=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShippedCase:
+    """One round trip of the table."""
+
+    family: str
+    """Name of a tiny model without its "tiny:"."""
+    engine: str
+    mesh: Mesh
+    dtype: str = "float32"
+
+    @property
+    def id(self) -> str:
+        """Name of its file, without the fixes."""
+        return f"cpu-{self.family}-{self.engine}-{self.dtype}"
+
+
+CASES = (
+    *(
+        ShippedCase(family=family, engine=engine, mesh=TP2)
+        for family in ("qwen3", "qwen3-tied", "qwen2", "llama")
+        for engine in ("vllm", "hf")
+    ),
+    *(ShippedCase(family="qwen3-moe", engine=engine, mesh=EP2) for engine in ("vllm", "hf")),
+    ShippedCase(family="qwen3-moe", engine="vllm", mesh=EP2, dtype="bfloat16"),
+    ShippedCase(family="deepseek-v3", engine="hf", mesh=EP2),
+    ShippedCase(family="deepseek-v3", engine="hf", mesh=EP2, dtype="bfloat16"),
+    ShippedCase(family="deepseek-v3-yarn", engine="hf", mesh=TP2),
+    ShippedCase(family="nemotron-h", engine="hf", mesh=TP2),
+    ShippedCase(family="nemotron-h", engine="hf", mesh=TP2, dtype="bfloat16"),
+)
+
+
+def measure(runner: Runner, case: ShippedCase, folder: Path) -> list[dict[str, Any]]:
+    """Run a case as shipped, and with every fix if a known bug applies; a row for each."""
+    rows: list[dict[str, Any]] = []
+    for fixes in ((), ("all",)):
+        config = RoundtripConfig(
+            model=f"tiny:{case.family}", trace=folder / f"{case.id}-{len(rows)}", mesh=case.mesh, dtype=case.dtype,
+            engine=case.engine, cycles=CYCLES, fixes=fixes,
+        )  # fmt: skip
+        rows.append(row_of(runner, config, case.family))
+        runner.resources.stop_engines()
+        if not rows[0]["bugs"]:
+            break
+    return rows
+
+
+def row_of(runner: Runner, config: RoundtripConfig, family: str) -> dict[str, Any]:
+    """What a round trip found, in the words of its report; also of one that ended early."""
+    failure = ""
+    try:
+        runner.roundtrip(config)
+    except VerifierError as problem:
+        failure = str(problem)
+        if not (config.trace / "manifest.json").exists():
+            raise
+    report = report_of(store.read(config.trace), str(config.trace))
+    return {
+        "family": family,
+        "tier": report.manifest["tier"],
+        "engine": config.engine,
+        "dtype": config.dtype,
+        "mesh": config.mesh.label(),
+        "options": config.vllm_options(),
+        "fixes": list(config.fixes),
+        "versions": report.manifest["versions"],
+        "bugs": [bug["issue"] for bug in report.manifest["upstream_bugs"]],
+        "verdict": report.verdict.name.lower(),
+        "violated": _violated(report),
+        "inconclusive": [item.code for item in report.outcomes if item.verdict is Verdict.INCONCLUSIVE],
+        "num_checks": len(report.outcomes),
+        "num_compared": sum(item.num_compared for item in report.outcomes),
+        "failure": failure.strip().splitlines()[0] if failure else "",
+        "ended_by": why_it_ended(report.manifest),
+    }
+
+
+def _violated(report: Report) -> dict[str, dict[str, Any]]:
+    """Code -> how much differs, where it does first, and what explains it."""
+    return {
+        item.code: {
+            "count": item.finding.count,
+            "first": item.finding.first.what,
+            "stage": item.finding.first_bad_stage.label,
+            "explained_by": explanation(item, report.manifest),
+        }
+        for item in report.outcomes
+        if item.finding is not None
+    }
+
+
+def write(rows: Sequence[dict[str, Any]], folder: Path, name: str) -> None:
+    """Leave a case's rows in a file of their own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(list(rows), indent=1) + "\n", encoding="utf-8")
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """Markdown: a row for each run, a column for each check that is violated in any of them."""
+    rows = list(rows)
+    codes = sorted({code for row in rows for code in row["violated"]})
+    titles = ["tier", "family", "engine", "dtype", "mesh", "fixes", *codes, "the other checks"]
+    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
+    for row in rows:
+        options = f" {' '.join(row['options'])}" if row["options"] else ""
+        cells = [
+            row["tier"], row["family"], row["engine"] + options, row["dtype"], row["mesh"],
+            ", ".join(row["fixes"]) or "none", *(_cell(row, code) for code in codes), _rest(row),
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    named = [f"- {code} {REGISTRY[code].name}" for code in codes]
+    return "\n".join([*lines, "", *named]) + "\n"
+
+
+def _cell(row: dict[str, Any], code: str) -> str:
+    if code not in row["violated"]:
+        return ""
+    found = row["violated"][code]
+    issue = found["explained_by"].partition(";")[0] or "no known bug"
+    return f"**{found['count']}**: {issue}"
+
+
+def _rest(row: dict[str, Any]) -> str:
+    if row["failure"]:
+        return f"ended: {row['ended_by'].partition(';')[0] or row['failure']}"
+    unsure = len(row["inconclusive"])
+    holding = row["num_checks"] - len(row["violated"]) - unsure
+    return f"{holding} hold" + (f", {unsure} could not tell" if unsure else "")
+
+
+def draw() -> None:
+    """Write the table into the page, in the order of tiers and families."""
+    files = [file for folder in FOLDERS if folder.is_dir() for file in sorted(folder.glob("*.json"))]
+    rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))]
+    head, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    PAGE.write_text(head + BEGIN + table(rows) + END + rest.split(END)[1], encoding="utf-8")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure the cases of these families, or all; or draw the page."""
+    if list(arguments) == ["page"]:
+        draw()
+        return
+    with Resources(warm=True) as resources, tempfile.TemporaryDirectory() as folder:
+        runner = Runner(resources, print)
+        for case in CASES:
+            if not arguments or case.family in arguments:
+                rows = measure(runner, case, Path(folder))
+                write(rows, FOLDERS[0], case.id)
+                print([(row["fixes"], row["verdict"], sorted(row["violated"])) for row in rows], flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

