@@ -94,14 +94,14 @@ def row_of(runner: Runner, config: RoundtripConfig, family: str) -> dict[str, An
     report = report_of(store.read(config.trace), str(config.trace))
     return {
         "family": family,
-        "tier": report.manifest["tier"],
+        "tier": report.manifest.tier,
         "engine": config.engine,
         "dtype": config.dtype,
         "mesh": config.mesh.label(),
         "options": config.vllm_options(),
         "fixes": list(config.fixes),
-        "versions": report.manifest["versions"],
-        "bugs": [bug["issue"] for bug in report.manifest["upstream_bugs"]],
+        "versions": report.manifest.versions,
+        "bugs": [bug.issue for bug in report.manifest.upstream_bugs or ()],
         "verdict": report.verdict.name.lower(),
         "violated": _violated(report),
         "inconclusive": [item.code for item in report.outcomes if item.verdict is Verdict.INCONCLUSIVE],

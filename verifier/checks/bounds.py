@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from verifier.core.comparison import Tolerance
-from verifier.core.evidence import Evidence
+from verifier.core.records_logprobs import DtypeNoise, EngineNoise, NoiseRecord, StoredFloor
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -30,13 +29,23 @@ class Bounds:
     """Allowed absolute differences, nats."""
 
     greatest: tuple[Tolerance, ...]
-    """Of any token, per sequence."""
+    """Bound on any token, per sequence."""
     body: Mapping[str, Tolerance] = field(default_factory=dict)
-    """Of a statistic over all tokens: "mean" or "median"."""
+    """Bound on a statistic over all tokens, "mean" or "median"."""
 
 
-def bounds_of(trace: Trace, stage: Stage, expected: Evidence) -> Bounds:
-    """The bounds for one scoring, by the oracle's side of it.
+def bounds_of(
+    trace: Trace, stage: Stage, name: str, version: int, lengths: Sequence[int], whole: Sequence[int] = ()
+) -> Bounds:
+    """Return what one scoring may differ from the oracle by.
+
+    Args:
+        trace: of the run.
+        stage: of the actual side.
+        name: of the scoring.
+        version: weight version.
+        lengths: log-probabilities of each sequence.
+        whole: tokens of each sequence, with those before the first scored one; unknown where empty.
 
     In fp32 they are fixed, for checkpoints that are no coarser than those the bound was measured on; the run has
     measured the others: transformers in fp32 against itself in float64, at version 0.
@@ -49,24 +58,22 @@ def bounds_of(trace: Trace, stage: Stage, expected: Evidence) -> Bounds:
     Raises:
         LookupError: a bf16 run without a floor has not measured its noise.
     """
-    lengths = [int(length) for length in expected.facts["lengths"]]
-    if trace.manifest["dtype"] == "float32":
-        return Bounds(greatest=(_fp32(trace, expected.name),) * len(lengths))
-    at = {"version": expected.version, "name": expected.name}
+    if trace.manifest.dtype == "float32":
+        return Bounds(greatest=(_fp32(trace, name),) * len(lengths))
     if stage is Stage.ROLLOUT:
-        for noise in trace.at(Stage.LOGPROB, "engine-noise", **at):
-            return _by_noise(noise, lengths, "the quantized engine, cold,")
-    floors = _floors(trace, [int(length) for length in expected.facts.get("whole", ())])
+        for own in trace.of(EngineNoise, version=version, name=name):
+            return _by_noise(own, lengths, "the quantized engine, cold,")
+    floors = _floors(trace, whole)
     if floors and stage is not Stage.REPLAY:  # a floor is of routers that flip; those that are told do not
         return _by_floors(floors, lengths)
-    for noise in trace.at(Stage.LOGPROB, "noise", **at):
+    for noise in trace.of(DtypeNoise, version=version, name=name):
         return _by_noise(noise, lengths, "transformers in the run's dtype")
-    raise LookupError(f"no measured noise of `{expected.name}` for version {expected.version}")
+    raise LookupError(f"no measured noise of `{name}` for version {version}")
 
 
 def _fp32(trace: Trace, name: str) -> Tolerance:
-    measured = trace.at(Stage.LOGPROB, "noise", version=0)
-    noises = [float(item.facts["max"]) for item in measured if item.name in (name, "scored")]
+    measured = trace.of(DtypeNoise, version=0)
+    noises = [float(item.greatest) for item in measured if item.name in (name, "scored")]
     bound = FP32_NOISES * max(noises, default=0.0)
     if bound <= FP32.absolute:
         return FP32
@@ -74,7 +81,7 @@ def _fp32(trace: Trace, name: str) -> Tolerance:
     return Tolerance(absolute=bound, unit=FP32.unit, source=source)
 
 
-def _by_noise(noise: Evidence, lengths: list[int], measured_on: str) -> Bounds:
+def _by_noise(noise: NoiseRecord, lengths: Sequence[int], measured_on: str) -> Bounds:
     """Three times the greatest of a token; twice the mean and three standard errors, since a mean of few scatters.
 
     Measured on a DeepSeek-V3 with 16 experts, whose router flips in bf16: 0.06 nats on the mean of 262 tokens, and 0.18
@@ -82,47 +89,45 @@ def _by_noise(noise: Evidence, lengths: list[int], measured_on: str) -> Bounds:
     """
     source = f"this run's noise: {measured_on} against transformers in fp32, times {{}}"
     greatest = Tolerance(
-        absolute=GREATEST_NOISES * float(noise.facts["max"]), unit="nats", source=source.format(GREATEST_NOISES)
+        absolute=GREATEST_NOISES * float(noise.greatest), unit="nats", source=source.format(GREATEST_NOISES)
     )
     body = {}
     if sum(lengths) >= FEW_TOKENS:
-        mean = 2 * float(noise.facts["mean"]) + _three_errors(noise.facts, sum(lengths))
+        mean = 2 * float(noise.mean) + _three_errors(noise, sum(lengths))
         body["mean"] = Tolerance(absolute=mean, unit="nats", source=source.format("2 and three standard errors"))
     return Bounds(greatest=(greatest,) * len(lengths), body=body)
 
 
-def _floors(trace: Trace, whole: list[int]) -> list[Mapping[str, Any]]:
+def _floors(trace: Trace, whole: Sequence[int]) -> list[StoredFloor]:
     """Per sequence, the floor of its length; none at all if a sequence is longer than every bucket."""
-    buckets = sorted((item.facts for item in trace.at(Stage.LOGPROB, "floor")), key=lambda facts: facts["longest"])
-    if not buckets or max(whole, default=0) > int(buckets[-1]["longest"]):
+    buckets = sorted(trace.of(StoredFloor), key=lambda floor: floor.longest)
+    if not buckets or max(whole, default=0) > buckets[-1].longest:
         return []
-    return [next(facts for facts in buckets if length <= int(facts["longest"])) for length in whole]
+    return [next(floor for floor in buckets if length <= floor.longest) for length in whole]
 
 
-def _by_floors(floors: list[Mapping[str, Any]], lengths: list[int]) -> Bounds:
+def _by_floors(floors: list[StoredFloor], lengths: Sequence[int]) -> Bounds:
     """Twice the floor: of a token its greatest, of all tokens its mean and its median.
 
     Not of upper quantiles, which lie where a mixture's router begins to flip: on clean runs of 262 tokens nine tenths
     lay between 0.3 and 2.2 times the floor's, the median between 0.6 and 1.3 times.
     """
 
-    def twice(value: float, of: str, facts: Mapping[str, Any], more: str = "") -> Tolerance:
-        source = (
-            f"{FLOORS} x the {of} of the noise floor for up to {facts['longest']:,} tokens{more}, {facts['stored']}"
-        )
+    def twice(value: float, of: str, floor: StoredFloor, more: str = "") -> Tolerance:
+        source = f"{FLOORS} x the {of} of the noise floor for up to {floor.longest:,} tokens{more}, {floor.stored}"
         return Tolerance(absolute=value, unit="nats", source=source)
 
-    greatest = tuple(twice(FLOORS * float(facts["max"]), "greatest", facts) for facts in floors)
+    greatest = tuple(twice(FLOORS * float(floor.greatest), "greatest", floor) for floor in floors)
     body = {}
     if sum(lengths) >= FEW_TOKENS:
         for name in ("mean", "median"):
-            values = [float(facts[name]) for facts in floors]
-            facts, bound, more = floors[values.index(max(values))], FLOORS * max(values), ""
+            values = [float(getattr(floor, name)) for floor in floors]
+            floor, bound, more = floors[values.index(max(values))], FLOORS * max(values), ""
             if name == "mean":
-                bound, more = bound + _three_errors(facts, sum(lengths)), " and three standard errors"
-            body[name] = twice(bound, name, facts, more)
+                bound, more = bound + _three_errors(floor, sum(lengths)), " and three standard errors"
+            body[name] = twice(bound, name, floor, more)
     return Bounds(greatest=greatest, body=body)
 
 
-def _three_errors(facts: Mapping[str, Any], num_tokens: int) -> float:
-    return 3 * float(facts["deviation"]) / math.sqrt(num_tokens)
+def _three_errors(noise: NoiseRecord, num_tokens: int) -> float:
+    return 3 * float(noise.deviation) / math.sqrt(num_tokens)

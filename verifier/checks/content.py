@@ -2,44 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from verifier.core.comparison import Comparison
-from verifier.core.evidence import Evidence
+from verifier.core.record import Record, TensorRecord
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
-Moment = tuple[Stage, str, int]
-"""Stage, kind and version of what each rank recorded of all that it held."""
+Moment = tuple[type[TensorRecord], int]
+"""Class and version of what each rank recorded of all that it held."""
 
 
-def owner_of(item: Evidence) -> str:
+def owner_of(item: Record) -> str:
     """Who saw it, for the failure text."""
-    where = item.facts.get("at")
+    where = getattr(item, "coordinate", "")
     return f"{item.role} rank {item.rank}" + (f" ({where})" if where else "")
 
 
-def describe(item: Evidence) -> str:
+def describe(item: TensorRecord) -> str:
     """Digest, dtype and shape of one recorded tensor; the text renderer cuts the digest."""
-    return f"{item.digest} {item.dtype} {list(item.shape or ())}"
+    return f"{item.digest} {item.dtype} {list(item.shape)}"
 
 
 class Twins:
     """Finds what a wrong content equals instead: digest to the names that rightly hold it."""
 
-    def __init__(self, expected: Mapping[str, Evidence]) -> None:
+    def __init__(self, expected: Mapping[str, TensorRecord]) -> None:
         self._names: dict[str, list[str]] = {}
         for name, item in expected.items():
-            self._names.setdefault(item.digest or "", []).append(name)
+            self._names.setdefault(item.digest, []).append(name)
 
-    def of(self, item: Evidence) -> str:
+    def of(self, item: TensorRecord) -> str:
         """Name of what it equals instead; empty if it equals nothing known."""
-        return next((name for name in self._names.get(item.digest or "", ()) if name != item.name), "")
+        return next((name for name in self._names.get(item.digest, ()) if name != item.name), "")
 
 
 def compare_contents(
-    actual: Mapping[str, Evidence],
-    expected: Mapping[str, Evidence],
+    actual: Mapping[str, TensorRecord],
+    expected: Mapping[str, TensorRecord],
     *,
     stage: Stage,
     version: int,
@@ -87,7 +87,7 @@ def compare_contents(
         if got.dtype != want.dtype:
             what = f"has dtype {got.dtype} in {actual_says}, {want.dtype} in {expected_says}"
         elif got.shape != want.shape:
-            what = f"has shape {list(got.shape or ())} in {actual_says}, {list(want.shape or ())} in {expected_says}"
+            what = f"has shape {list(got.shape)} in {actual_says}, {list(want.shape)} in {expected_says}"
         elif twin:
             what = f"holds in {actual_says} what `{twin}` should hold"
         else:
@@ -101,9 +101,9 @@ def compare_contents(
         )  # fmt: skip
 
 
-def by_name(items: Iterator[Evidence]) -> dict[str, Evidence]:
-    """Evidence by name; a name that stands twice keeps its first place and is renamed so that it cannot hide."""
-    found: dict[str, Evidence] = {}
+def by_name[R: Record](items: Iterable[R]) -> dict[str, R]:
+    """Records by name; a name that stands twice keeps its first place and is renamed so that it cannot hide."""
+    found: dict[str, R] = {}
     for item in items:
         name = item.name
         while name in found:
@@ -112,9 +112,9 @@ def by_name(items: Iterator[Evidence]) -> dict[str, Evidence]:
     return found
 
 
-def ranks_of(trace: Trace, stage: Stage, kind: str, version: int) -> list[int]:
+def ranks_of(trace: Trace, kind: type[Record], version: int) -> list[int]:
     """Who recorded anything of this kind."""
-    return sorted({item.rank for item in trace.at(stage, kind, version=version)})
+    return sorted({item.rank for item in trace.of(kind, version=version)})
 
 
 def compare_moments(trace: Trace, after: Moment, before: Moment, **says: str) -> Iterator[Comparison]:
@@ -126,10 +126,10 @@ def compare_moments(trace: Trace, after: Moment, before: Moment, **says: str) ->
         before: the earlier moment.
         says: the texts of `compare_contents`.
     """
-    stage, kind, version = after
-    for rank in ranks_of(trace, stage, kind, version):
+    kind, version = after
+    for rank in ranks_of(trace, kind, version):
         yield from compare_contents(
-            by_name(trace.at(stage, kind, version=version, rank=rank)),
-            by_name(trace.at(before[0], before[1], version=before[2], rank=rank)),
-            stage=stage, version=version, **says,
+            by_name(trace.of(kind, version=version, rank=rank)),
+            by_name(trace.of(before[0], version=before[1], rank=rank)),
+            stage=kind.stage, version=version, **says,
         )  # fmt: skip

@@ -8,12 +8,21 @@ from collections.abc import Iterator
 from verifier.checks.content import by_name, compare_contents
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.evidence import Evidence
+from verifier.core.records_engine import (
+    CheckpointView,
+    ColdSettings,
+    ColdTensor,
+    ExpectedView,
+    LoadedNames,
+    Poison,
+    SyncedSettings,
+    SyncedTensor,
+)
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 
-@check("ENG001", needs=((Stage.ENGINE, "view"), (Stage.ENGINE, "view-expected")), scope="held")
+@check("ENG001", needs=(CheckpointView, ExpectedView), scope="held")
 def engine_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     """After every sync each engine rank's live tensors, mapped back to checkpoint layout, are what was sent.
 
@@ -26,18 +35,18 @@ def engine_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     (ENG002, LGP002).
     References: vllm#42821, SkyRL#1680, prime-rl#2714, verl#7986.
     """
-    for version in trace.versions(Stage.ENGINE, "view"):
-        for rank in range(int(trace.manifest["engine_ranks"])):
+    for version in trace.versions(CheckpointView):
+        for rank in range(trace.manifest.engine_ranks):
             yield from compare_contents(
-                by_name(trace.at(Stage.ENGINE, "view", version=version, rank=rank)),
-                by_name(trace.at(Stage.ENGINE, "view-expected", version=version, rank=rank)),
+                by_name(trace.of(CheckpointView, version=version, rank=rank)),
+                by_name(trace.of(ExpectedView, version=version, rank=rank)),
                 stage=Stage.ENGINE, version=version, actual_says=f"engine rank {rank}",
                 expected_says="the export, cut to this rank", allowed="bitwise (loading copies)",
                 hint="look at the engine's weight loader and at its processing after this version's reload",
             )  # fmt: skip
 
 
-@check("ENG002", needs=((Stage.ENGINE, "state"), (Stage.ENGINE, "cold")), scope="cold")
+@check("ENG002", needs=(SyncedTensor, ColdTensor), scope="cold")
 def engine_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     """The synced engine equals, bit for bit, an engine that loads the same weights cold.
 
@@ -49,10 +58,10 @@ def engine_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: an engine that loads wrongly both cold and live (ENG001, LGP002).
     References: vllm#44371, vllm#16564, vllm#48284, RFC vllm#48312.
     """
-    for version in sorted({*trace.versions(Stage.ENGINE, "state"), *trace.versions(Stage.ENGINE, "cold")}):
-        for rank in range(int(trace.manifest["engine_ranks"])):
-            cold = by_name(trace.at(Stage.ENGINE, "cold", version=version, rank=rank))
-            state = by_name(trace.at(Stage.ENGINE, "state", version=version, rank=rank))
+    for version in sorted({*trace.versions(SyncedTensor), *trace.versions(ColdTensor)}):
+        for rank in range(trace.manifest.engine_ranks):
+            cold = by_name(trace.of(ColdTensor, version=version, rank=rank))
+            state = by_name(trace.of(SyncedTensor, version=version, rank=rank))
             if not cold:
                 cold = _never_loaded(trace, rank)
                 state = {name: item for name, item in state.items() if name in cold}
@@ -64,42 +73,42 @@ def engine_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
 
 
-def _never_loaded(trace: Trace, rank: int) -> dict[str, Evidence]:
+def _never_loaded(trace: Trace, rank: int) -> dict[str, ColdTensor]:
     """Buffers of an engine that started cold, without those that an update brings, and without views of parameters."""
     loaded: set[str] = set()
-    for item in trace.at(Stage.ENGINE, "loaded", rank=rank):
-        loaded.update(item.facts["names"])
-    buffers = (item for item in trace.at(Stage.ENGINE, "cold", rank=rank) if item.facts.get("kind") == "buffer")
+    for item in trace.of(LoadedNames, rank=rank):
+        loaded.update(item.names)
+    buffers = (item for item in trace.of(ColdTensor, rank=rank) if item.sort == "buffer")
     return {name: item for name, item in by_name(buffers).items() if name not in loaded}
 
 
-@check("ENG003", needs=((Stage.ENGINE, "poison"),), scope="engine")
+@check("ENG003", needs=(Poison,), scope="engine")
 def poison_left_tensor_intact(trace: Trace) -> Iterator[Comparison]:
     """Before each sync the receiver was really poisoned, so that what it holds afterwards came from the sync.
 
     What it checks: of the engine's floating-point parameters and buffers, those that still held a finite value after
     the poison, per engine rank: none, but those that the engine declares it cannot reach.
     Why it matters: without poison a sync that skips a tensor leaves the right old value in place and passes.
-    Evidence: engine/poison (names left intact).
+    Evidence: engine/poison (the outcome of each tensor).
     Tolerance and its source: exact.
     What it does not catch: tensors that the engine never reads.
     References: prime-rl#2714, slime `--check-weight-update-equal`.
     """
-    for item in trace.at(Stage.ENGINE, "poison"):
-        intact = list(item.facts["intact"])
+    for item in trace.of(Poison):
+        intact = [name for name, outcome in item.outcomes.items() if outcome == "left"]
         yield Comparison(
             what=intact[0] if intact else f"engine rank {item.rank}", same=not intact, stage=Stage.ENGINE,
             version=item.version, badness=float(bool(intact)), owner=f"engine rank {item.rank}",
             sentence="" if not intact else (
                 f"`{intact[0]}` was still finite after the poison "
-                f"({len(intact)} of {item.facts['total']} tensors were)"
+                f"({len(intact)} of {len(item.outcomes)} tensors were)"
             ),
             expected="every tensor NaN", actual=f"{len(intact)} finite", allowed="exact",
             hint="a tensor that poison cannot reach is one that a sync may not reach either",
         )  # fmt: skip
 
 
-@check("ENG004", needs=((Stage.ENGINE, "loaded"), (Stage.ENGINE, "state")), scope="engine")
+@check("ENG004", needs=(LoadedNames, SyncedTensor), scope="engine")
 def engine_parameter_not_loaded(trace: Trace) -> Iterator[Comparison]:
     """At every sync the engine's own loader reported every parameter of the engine as loaded.
 
@@ -112,24 +121,24 @@ def engine_parameter_not_loaded(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: a parameter that was loaded with wrong contents (ENG001).
     References: vLLM `receive_weights`, prime-rl#2326, slime debugging guide.
     """
-    for version in trace.versions(Stage.ENGINE, "loaded"):
-        for rank in range(int(trace.manifest["engine_ranks"])):
+    for version in trace.versions(LoadedNames):
+        for rank in range(trace.manifest.engine_ranks):
             loaded: set[str] = set()
-            for item in trace.at(Stage.ENGINE, "loaded", version=version, rank=rank):
-                loaded.update(item.facts["names"])
-            for item in trace.at(Stage.ENGINE, "state", version=version, rank=rank):
-                if item.facts["kind"] != "parameter":
+            for item in trace.of(LoadedNames, version=version, rank=rank):
+                loaded.update(item.names)
+            for held in trace.of(SyncedTensor, version=version, rank=rank):
+                if held.sort != "parameter":
                     continue
-                same = item.name in loaded
+                same = held.name in loaded
                 yield Comparison(
-                    what=item.name, same=same, stage=Stage.ENGINE, version=version, badness=0.0 if same else 1.0,
-                    sentence="" if same else f"engine rank {rank} never loaded its parameter `{item.name}`",
+                    what=held.name, same=same, stage=Stage.ENGINE, version=version, badness=0.0 if same else 1.0,
+                    sentence="" if same else f"engine rank {rank} never loaded its parameter `{held.name}`",
                     owner=f"engine rank {rank}", expected="loaded once", actual="not reported by the loader",
                     allowed="exact", hint="compare the received names with the engine's own mapping of names",
                 )  # fmt: skip
 
 
-@check("ENG005", needs=((Stage.ENGINE, "settings"), (Stage.ENGINE, "cold-settings")), scope="settings")
+@check("ENG005", needs=(SyncedSettings, ColdSettings), scope="settings")
 def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     """The synced engine computes with the epsilons, scales, windows and flags that a cold one computes with.
 
@@ -143,17 +152,19 @@ def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     engine has not is not judged: a forward that does without it does not read it. On GPUs it has no subject yet.
     References: vllm#44371, vllm#48284, RL#1046, slime#1734.
     """
-    for rank in range(int(trace.manifest["engine_ranks"])):
-        cold = by_name(trace.at(Stage.ENGINE, "cold-settings", rank=rank))
-        for version in trace.versions(Stage.ENGINE, "settings"):
-            live = by_name(trace.at(Stage.ENGINE, "settings", version=version, rank=rank))
+    for rank in range(trace.manifest.engine_ranks):
+        cold = by_name(trace.of(ColdSettings, rank=rank))
+        for version in trace.versions(SyncedSettings):
+            live = by_name(trace.of(SyncedSettings, version=version, rank=rank))
             for module, item in cold.items():
                 yield _compare_settings(module, live.get(module), item, rank, version)
 
 
-def _compare_settings(module: str, live: Evidence | None, cold: Evidence, rank: int, version: int) -> Comparison:
+def _compare_settings(
+    module: str, live: SyncedSettings | None, cold: ColdSettings, rank: int, version: int
+) -> Comparison:
     """The settings of one module of the synced engine and of the cold one; of those that differ the first is shown."""
-    got, want = live.facts if live else {}, cold.facts
+    got, want = live.values if live else {}, cold.values
     other = [name for name in want if got.get(name) != want[name]]
     if not other:
         return Comparison(what=module, same=True, stage=Stage.ENGINE, version=version)
@@ -169,7 +180,7 @@ def _compare_settings(module: str, live: Evidence | None, cold: Evidence, rank: 
     )  # fmt: skip
 
 
-@check("ENG006", needs=((Stage.ENGINE, "view"), (Stage.ENGINE, "view-expected")), scope="held")
+@check("ENG006", needs=(CheckpointView, ExpectedView), scope="held")
 def engine_part_held_by_no_rank(trace: Trace) -> Iterator[Comparison]:
     """Together the engine's ranks hold all of every tensor.
 
@@ -181,13 +192,12 @@ def engine_part_held_by_no_rank(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: a part whose contents are wrong (ENG001).
     References: vllm-gguf-plugin#103, vllm#56949, SkyRL#1399.
     """
-    for version in trace.versions(Stage.ENGINE, "view"):
-        wholes = {item.name: item.facts["whole"] for item in trace.at(Stage.ENGINE, "view-expected", version=version)}
+    for version in trace.versions(CheckpointView):
+        wholes = {item.name: item.whole for item in trace.of(ExpectedView, version=version)}
         parts: dict[tuple[str, str], set[tuple[tuple[int, int], ...]]] = {}
-        for item in trace.at(Stage.ENGINE, "view", version=version):
-            if item.facts["of"] in wholes:
-                box = tuple((int(begin), int(end)) for begin, end in item.facts["box"])
-                parts.setdefault((str(item.facts["of"]), str(item.facts["holder"])), set()).add(box)
+        for item in trace.of(CheckpointView, version=version):
+            if item.tensor in wholes:
+                parts.setdefault((item.tensor, item.holder), set()).add(item.box)
         for (name, holder), boxes in parts.items():
             whole = math.prod(wholes[name])
             held = sum(math.prod(end - begin for begin, end in box) for box in boxes)

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from verifier.checks.bounds import bounds_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Difference, Tolerance, describe_difference
-from verifier.core.evidence import Evidence
+from verifier.core.record import Record
+from verifier.core.records_logprobs import (
+    DrawnTokens,
+    EngineLogprobs,
+    LogprobRecord,
+    OracleLogprobs,
+    OracleOfNext,
+    OracleOfSampled,
+    OracleOfShaped,
+    OracleRecord,
+    ReturnedLogprobs,
+    SampledTokens,
+    ShapedTokens,
+    TrainerLogprobs,
+)
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
-
-if TYPE_CHECKING:
-    import torch
 
 LEAST_NATS = 0.5
 """Below this a log-probability is a small difference of great numbers, and has few bits by itself."""
@@ -25,29 +36,36 @@ STATISTICS = {"mean": "on the mean", "median": "on the median"}
 
 
 def compare_logprobs(
-    trace: Trace, actual: Evidence, expected: Evidence, stage: Stage, actual_says: str, expected_says: str, hint: str
+    trace: Trace,
+    actual: LogprobRecord,
+    expected: LogprobRecord,
+    stage: Stage,
+    actual_says: str,
+    expected_says: str,
+    hint: str,
 ) -> Iterator[Comparison]:
     """One comparison per sequence, token by token, within the bounds of that stage."""
     got, want = trace.array(actual), trace.array(expected)
-    lengths = [int(n) for n in expected.facts["lengths"]]
-    if list(actual.facts["lengths"]) != lengths or got.numel() != sum(lengths) or want.numel() != sum(lengths):
+    lengths = expected.lengths
+    if actual.lengths != lengths or got.size != sum(lengths) or want.size != sum(lengths):
         yield Comparison(
             what=actual.name, same=False, stage=stage, version=actual.version, badness=1.0,
             sentence=f"{actual_says} scored other numbers of tokens than {expected_says}",
-            expected=str(lengths), actual=str(list(actual.facts["lengths"])), allowed="exact",
+            expected=str(list(lengths)), actual=str(list(actual.lengths)), allowed="exact",
         )  # fmt: skip
         return
-    bounds = bounds_of(trace, stage, expected)
+    whole = expected.whole if isinstance(expected, OracleRecord) else ()
+    bounds = bounds_of(trace, stage, expected.name, expected.version, lengths, whole)
     begin = 0
     for number, (length, worst_bound) in enumerate(zip(lengths, bounds.greatest, strict=True)):
         left, right = got[begin : begin + length], want[begin : begin + length]
         begin += length
         what = f"sequence {number}"
         yield _compare_one(actual, what, left, right, worst_bound, stage, actual_says, expected_says, hint)
-    if trace.manifest["dtype"] != "float32":  # where it is, the bound on each token says so
+    if trace.manifest.dtype != "float32":  # where it is, the bound on each token says so
         yield _rounded(actual, got, actual_says)
     for name, bound in bounds.body.items():
-        value = _statistic(name, (got.double() - want.double()).abs())
+        value = _statistic(name, np.abs(got.astype(np.float64) - want.astype(np.float64)))
         same = value <= bound.absolute
         yield Comparison(
             what=f"{actual.name} {name}", same=same, stage=stage, version=actual.version,
@@ -59,7 +77,7 @@ def compare_logprobs(
 
 
 def _compare_one(
-    actual: Evidence, what: str, left: torch.Tensor, right: torch.Tensor, bound: Tolerance, stage: Stage,
+    actual: Record, what: str, left: np.ndarray, right: np.ndarray, bound: Tolerance, stage: Stage,
     actual_says: str, expected_says: str, hint: str,
 ) -> Comparison:  # fmt: skip
     """Two sides' values of one sequence."""
@@ -80,16 +98,14 @@ def _compare_one(
     )  # fmt: skip
 
 
-def _rounded(actual: Evidence, got: torch.Tensor, actual_says: str) -> Comparison:
+def _rounded(actual: Record, got: np.ndarray, actual_says: str) -> Comparison:
     """Whether all values, small ones apart, are of few bits: rounded after they were computed, which noise would hide.
 
     A difference of float32 logits of 32 and less has 18 bits where it is `LEAST_NATS` or more; the last ten are zeros
     by chance for one in a thousand.
     """
-    import torch
-
-    values = got.float()[got.abs() >= LEAST_NATS]
-    coarse = len(values) >= FEW_VALUES and bool((values == values.to(torch.bfloat16).float()).all())
+    values = got.astype(np.float32)[np.abs(got) >= LEAST_NATS]
+    coarse = len(values) >= FEW_VALUES and not (values.view(np.uint32) & 0xFFFF).any()
     return Comparison(
         what=f"{actual.name} precision", same=not coarse, stage=actual.stage, version=actual.version,
         badness=float(coarse), owner=f"{actual.role} rank {actual.rank}",
@@ -99,16 +115,16 @@ def _rounded(actual: Evidence, got: torch.Tensor, actual_says: str) -> Compariso
     )  # fmt: skip
 
 
-def _statistic(name: str, gaps: torch.Tensor) -> float:
-    return float(gaps.mean() if name == "mean" else gaps.quantile(0.5))
+def _statistic(name: str, gaps: np.ndarray) -> float:
+    return float(gaps.mean() if name == "mean" else np.median(gaps))
 
 
-def _not_finite(values: torch.Tensor, what: str, says: str) -> str:
+def _not_finite(values: np.ndarray, what: str, says: str) -> str:
     """How many of one side's values are not finite; empty if all are."""
-    count = int((~values.isfinite()).sum())
+    count = int((~np.isfinite(values)).sum())
     if not count:
         return ""
-    return f"{count:,} of {values.numel():,} log-probabilities that {says} gives for {what} are not finite"
+    return f"{count:,} of {values.size:,} log-probabilities that {says} gives for {what} are not finite"
 
 
 def _badness(found: Difference, bound: Tolerance) -> float:
@@ -122,29 +138,29 @@ def _times(value: float, bound: Tolerance) -> float:
     return value / bound.absolute if bound.absolute else float("inf")
 
 
-def _head(values: torch.Tensor) -> str:
-    return "[" + ", ".join(f"{float(v):.5g}" for v in values[:3]) + (", ..." if values.numel() > 3 else "") + "]"
+def _head(values: np.ndarray) -> str:
+    return "[" + ", ".join(f"{float(v):.5g}" for v in values[:3]) + (", ..." if values.size > 3 else "") + "]"
 
 
 def logprob_pairs(
-    trace: Trace, actual: tuple[Stage, str], expected: tuple[Stage, str]
-) -> Iterator[tuple[Evidence, Evidence]]:
-    """Facts of the same name and version from two sides; the actual side must have its partner."""
-    partners = {(item.name, item.version): item for item in trace.at(*expected)}
-    for item in trace.at(*actual):
+    trace: Trace, actual: type[LogprobRecord], expected: type[LogprobRecord]
+) -> Iterator[tuple[LogprobRecord, LogprobRecord]]:
+    """Records of the same name and version from two sides; the actual side must have its partner."""
+    partners = {(item.name, item.version): item for item in trace.of(expected)}
+    for item in trace.of(actual):
         if (item.name, item.version) not in partners:
             raise LookupError(f"nobody else scored `{item.name}` of version {item.version}")
         yield item, partners[item.name, item.version]
 
 
-def following(trace: Trace, drawn: Evidence) -> Evidence:
+def following(trace: Trace, drawn: DrawnTokens) -> OracleOfNext:
     """The oracle's distribution, over the whole vocabulary, of what was drawn."""
-    for item in trace.at(Stage.LOGPROB, "next", name=drawn.name, version=drawn.version):
+    for item in trace.of(OracleOfNext, name=drawn.name, version=drawn.version):
         return item
     raise LookupError(f"nobody gave the distribution of `{drawn.name}` of version {drawn.version}")
 
 
-@check("LGP001", needs=((Stage.LOGPROB, "trainer"), (Stage.LOGPROB, "oracle")), scope="logprob")
+@check("LGP001", needs=(TrainerLogprobs, OracleLogprobs), scope="logprob")
 def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The trainer scores tokens as transformers in fp32 does with the same weights.
 
@@ -161,7 +177,7 @@ def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: what no scored token exercises (an expert that none is routed to: WGT001).
     References: Megatron-Bridge#3743, slime#1734, RL#1046, verl#4250, vllm and trl rows of the catalogue.
     """
-    for actual, expected in logprob_pairs(trace, (Stage.LOGPROB, "trainer"), (Stage.LOGPROB, "oracle")):
+    for actual, expected in logprob_pairs(trace, TrainerLogprobs, OracleLogprobs):
         yield from compare_logprobs(
             trace, actual, expected, Stage.LOGPROB, "the trainer", "the fp32 oracle",
             "if the loaded shards are right, look at the forward: rope, epsilon, scaling, masks, label alignment",
@@ -172,7 +188,7 @@ def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
 def _returned(trace: Trace) -> Iterator[Comparison]:
     """One comparison per further rank and scoring: each rank goes on with what it got, not with what rank 0 did."""
     first: dict[tuple[str, int], str | None] = {}
-    for item in trace.at(Stage.LOGPROB, "returned"):
+    for item in trace.of(ReturnedLogprobs):
         key = (item.name, item.version)
         if key not in first:
             first[key] = item.digest
@@ -187,7 +203,7 @@ def _returned(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("LGP002", needs=((Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "oracle")), scope="rollout")
+@check("LGP002", needs=(EngineLogprobs, OracleLogprobs), scope="rollout")
 def engine_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The engine scores tokens as transformers in fp32 does with the trainer's weights, before and after each sync.
 
@@ -199,14 +215,14 @@ def engine_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: what no scored token exercises (ENG001).
     References: SkyRL#1680, trl#5312, vllm#44371, vllm#42019.
     """
-    for actual, expected in logprob_pairs(trace, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "oracle")):
+    for actual, expected in logprob_pairs(trace, EngineLogprobs, OracleLogprobs):
         yield from compare_logprobs(
             trace, actual, expected, Stage.ROLLOUT, "the engine", "the fp32 oracle",
             "if the engine's tensors are right, look at what its forward reads besides: caches, buffers, config",
         )  # fmt: skip
 
 
-@check("LGP003", needs=((Stage.ROLLOUT, "sampled"), (Stage.LOGPROB, "sampled-oracle")), scope="rollout")
+@check("LGP003", needs=(SampledTokens, OracleOfSampled), scope="rollout")
 def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The log-probabilities reported with sampled tokens are those of the synced weights.
 
@@ -226,23 +242,22 @@ def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     another token that is reported as the likeliest.
     References: vLLM `reset_prefix_cache`, SkyRL#1212, verl#7511, vllm#394, vllm#14301, vllm#16863, RL#3497.
     """
-    for actual, expected in logprob_pairs(trace, (Stage.ROLLOUT, "sampled"), (Stage.LOGPROB, "sampled-oracle")):
+    for actual, expected in logprob_pairs(trace, SampledTokens, OracleOfSampled):
         yield from compare_logprobs(
             trace, actual, expected, Stage.ROLLOUT, "the engine's sampler", "the fp32 oracle",
             "look at caches that were filled before the sync: prefix blocks, graphs",
         )  # fmt: skip
-    if trace.manifest["dtype"] != "float32":  # noise moves the edge of a truncated distribution
+    if trace.manifest.dtype != "float32":  # noise moves the edge of a truncated distribution
         return
-    for actual, expected in logprob_pairs(trace, (Stage.ROLLOUT, "shaped"), (Stage.LOGPROB, "shaped-oracle")):
+    for actual, expected in logprob_pairs(trace, ShapedTokens, OracleOfShaped):
         yield from compare_logprobs(
             trace, actual, expected, Stage.ROLLOUT, "the engine's sampler", "the fp32 oracle",
             "look at penalties, biases and truncation, and at which request of a batch they belong to",
         )  # fmt: skip
-    for item in trace.at(Stage.ROLLOUT, "drawn"):
-        tokens = [int(token) for token in item.facts["tokens"]]
-        bound = bounds_of(trace, Stage.ROLLOUT, replace(item, facts={"lengths": [len(tokens)]})).greatest[0]
+    for item in trace.of(DrawnTokens):
+        bound = bounds_of(trace, Stage.ROLLOUT, item.name, item.version, [len(item.tokens)]).greatest[0]
+        right = trace.array(following(trace, item))[list(item.tokens)]
         yield _compare_one(
-            item, "samples", trace.array(item), trace.array(following(trace, item))[tokens], bound, Stage.ROLLOUT,
-            "the engine's sampler", "the fp32 oracle",
+            item, "samples", trace.array(item), right, bound, Stage.ROLLOUT, "the engine's sampler", "the fp32 oracle",
             "look at how the samples of one request are told apart, and who is given whose log-probabilities",
         )  # fmt: skip

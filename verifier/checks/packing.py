@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
+import numpy as np
+
+from verifier.checks.ledger import Misplacement, audit, joined
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.manifest import MeshSizes
+from verifier.core.records_logprobs import TrainerLogprobs
+from verifier.core.records_tokens import PackedBatchDigest, PackLayout, Rollouts, TokenLedger
+from verifier.core.records_weights import StepReport
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
-if TYPE_CHECKING:
-    import torch
+SHOWN = 3
+"""Misplaced fields of one rollout that a finding lists; the count is of all."""
 
 
-@check("PCK001", needs=((Stage.PACK, "ledger"),), scope="tokens")
+def mesh_of(trace: Trace) -> MeshSizes:
+    """Parallel sizes of the run.
+
+    Raises:
+        LookupError: the manifest has none.
+    """
+    if trace.manifest.mesh is None:
+        raise LookupError("the manifest has no mesh")
+    return trace.manifest.mesh
+
+
+@check("PCK001", needs=(Rollouts, TokenLedger), scope="tokens")
 def token_misplaced(trace: Trace) -> Iterator[Comparison]:
     """Every token of every rollout is predicted by one row, once, over all ranks, and carries its own fields there.
 
@@ -24,33 +42,61 @@ def token_misplaced(trace: Trace) -> Iterator[Comparison]:
     sampled, engine log-probability, version, and the id, group, reward and prompt length of the rollout that the row
     belongs to; padding is out of the loss. Every pass that scores all sequences or trains has its ledger.
     Why it matters: an off-by-one, a wrong roll, a mask on the wrong side or a dropped sequence keeps every shape.
-    Evidence: pack/ledger (the audit of all ranks' rows by rank 0).
+    Evidence: pack/rollouts (what the run says of every token), pack/ledger (the rows of every rank).
     Tolerance and its source: exact; packing moves tokens, it computes nothing.
     What it does not catch: rows that are right but lie on the wrong context-parallel rank (PCK002).
     References: verl#4250, verl#3287, ms-swift#8427, SkyRL#1367, Automodel#2314, prime-rl#1525, AReaL#1569.
     """
-    for item in trace.at(Stage.PACK, "ledger"):
-        count, tokens = int(item.facts["misplaced"]), int(item.facts["tokens"])
-        shown = item.facts["shown"]
-        text = "; ".join(f"token {p} has {field} {got}, not {want}" for p, field, want, got in shown[:3])
+    for item in trace.of(Rollouts):
+        ledgers = list(trace.of(TokenLedger, name=item.name, version=item.version))
+        if ledgers:
+            yield from _audited(trace, item, ledgers)
+    yield from _not_followed(trace)
+
+
+def _audited(trace: Trace, item: Rollouts, ledgers: list[TokenLedger]) -> Iterator[Comparison]:
+    """One comparison per rollout of a pass, and one of its padding."""
+    mesh = mesh_of(trace)
+    owners, seen = mesh.dp * mesh.cp, {ledger.rank for ledger in ledgers}
+    if len(seen) < owners:
         yield Comparison(
-            what=item.name, same=count == 0, stage=Stage.PACK, version=item.version,
-            badness=count / max(tokens, 1),
-            sentence="" if not count else (
-                f"in `{item.name}` {text}" + (f"; {count:,} fields are misplaced" if count > 1 else "")
+            what=f"{item.name} tokens", same=False, stage=Stage.PACK, version=item.version, badness=1.0, absent=True,
+            sentence=f"{len(seen)} of {owners} ranks have a ledger of the tokens {item.name} at version {item.version}",
+            expected="a ledger of every data and context rank", actual=f"ledgers of trainer ranks {sorted(seen)}",
+            allowed="exact", hint="look at which ranks take part in the pass",
+        )  # fmt: skip
+        return
+    rows = joined([trace.arrays(ledger) for ledger in ledgers], [ledger.rank for ledger in ledgers])
+    found: dict[str, list[Misplacement]] = defaultdict(list)
+    for wrong in audit(item, trace.arrays(item), rows):
+        found[wrong.rollout].append(wrong)
+    coordinates = {ledger.rank: ledger.coordinate for ledger in ledgers}
+    sizes = {**dict(zip(item.ids, item.lengths, strict=True)), "": int((rows["sentinel"] == 0).sum())}
+    for name, tokens in sizes.items():
+        misplaced = found[name]
+        text = "; ".join(f"token {each.position} has {each.field} {each.actual:.9g}, not {each.expected:.9g}"
+                         for each in misplaced[:SHOWN])  # fmt: skip
+        rank = misplaced[0].rank if misplaced else None
+        what = f"{item.name} {name or 'padding'}"
+        yield Comparison(
+            what=what, same=not misplaced, stage=Stage.PACK, version=item.version,
+            badness=len(misplaced) / max(tokens, 1),
+            sentence="" if not misplaced else (
+                f"in `{what}` {text}" + (f"; {len(misplaced):,} fields are misplaced" if len(misplaced) > 1 else "")
             ),
+            owner="" if rank is None else f"trainer rank {rank} ({coordinates[rank]})",
             expected="each token once, with its own fields", actual=text,
-            mismatched=f"fields: {count:,}, in {tokens:,} tokens", allowed="exact (packing moves, it computes nothing)",
+            mismatched=f"fields: {len(misplaced):,}, in {tokens:,} tokens",
+            allowed="exact (packing moves, it computes nothing)",
             hint="compare position and field with the shift by one, the padding side and the shard order",
         )  # fmt: skip
-    yield from _not_followed(trace)
 
 
 def _not_followed(trace: Trace) -> Iterator[Comparison]:
     """One mismatch per pass over tokens that left a result and no ledger."""
-    passes = {("scored", item.version) for item in trace.at(Stage.LOGPROB, "trainer", name="scored")}
-    passes |= {("trained", item.version) for item in trace.at(Stage.TRAIN, "step")}
-    followed = {(item.name.split(" ")[0], item.version) for item in trace.at(Stage.PACK, "ledger")}
+    passes = {("scored", item.version) for item in trace.of(TrainerLogprobs, name="scored")}
+    passes |= {("trained", item.version) for item in trace.of(StepReport)}
+    followed = {(item.name, item.version) for item in trace.of(TokenLedger)}
     for name, version in sorted(passes - followed):
         yield Comparison(
             what=f"{name} tokens", same=False, stage=Stage.PACK, version=version, badness=1.0, absent=True,
@@ -60,25 +106,23 @@ def _not_followed(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-def _zigzag(padded: list[int], cp: int, cp_rank: int) -> torch.Tensor:
+def _zigzag(padded: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
     """Rows of a pack that a context-parallel rank holds; [rows] int64.
 
     Source:
         megatron-core, `get_batch_on_this_cp_rank`: 2 * cp chunks a sequence, rank r takes chunks r and 2 * cp - 1 - r.
     """
-    import torch
-
     if cp == 1:
-        return torch.arange(padded[0], padded[-1])
-    rows: list[torch.Tensor] = []
+        return np.arange(padded[0], padded[-1])
+    rows: list[np.ndarray] = []
     for begin, end in itertools.pairwise(padded):
         size = (end - begin) // (2 * cp)
         for chunk in (cp_rank, 2 * cp - 1 - cp_rank):
-            rows.append(torch.arange(begin + chunk * size, begin + (chunk + 1) * size))
-    return torch.cat(rows)
+            rows.append(np.arange(begin + chunk * size, begin + (chunk + 1) * size))
+    return np.concatenate(rows)
 
 
-@check("PCK002", needs=((Stage.PACK, "layout"),), scope="tokens")
+@check("PCK002", needs=(PackLayout,), scope="tokens")
 def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
     """Each micro-batch is cut as Megatron's attention expects: lengths, alignment, zigzag rows.
 
@@ -92,26 +136,25 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: what the rows hold (PCK001).
     References: ms-swift#10071, Megatron-LM#4495, Megatron-LM#5541, prime-rl#2392, SkyRL packing_utils.
     """
-    mesh = trace.manifest["mesh"]
-    tp, cp = int(mesh["tp"]), int(mesh["cp"])
+    mesh = mesh_of(trace)
+    tp, cp = mesh.tp, mesh.cp
     multiple = tp * 2 * cp if cp > 1 else tp
-    for item in trace.at(Stage.PACK, "layout"):
-        facts = item.facts
-        real, padded = list(facts["cu_seqlens"]), list(facts["cu_seqlens_padded"])
+    for item in trace.of(PackLayout):
+        real, padded = item.cu_seqlens, item.cu_seqlens_padded
         lengths = [b - a for a, b in itertools.pairwise(real)]
         room = [b - a for a, b in itertools.pairwise(padded)]
-        rows = trace.array(item).long()
+        rows = trace.array(item)
         wrong = ""
-        if not facts["filler"] and lengths != list(facts["lengths"]):
-            wrong = f"lengths {lengths}, the rollouts have {list(facts['lengths'])}"
+        if not item.filler and lengths != list(item.lengths):
+            wrong = f"lengths {lengths}, the rollouts have {list(item.lengths)}"
         elif any(size % multiple or size < length for size, length in zip(room, lengths, strict=True)):
             wrong = f"padded lengths {room} for {lengths}, multiples of {multiple} are needed"
         elif any(size - length >= multiple for size, length in zip(room[:-1], lengths[:-1], strict=True)):
             wrong = f"padded lengths {room} for {lengths}: more than a multiple of {multiple} is wasted"
-        elif facts["max_seqlen"] != max(room):
-            wrong = f"a longest sequence of {facts['max_seqlen']}, padded lengths are {room}"
-        elif not rows.equal(_zigzag(padded, cp, int(facts["cp_rank"]))):
-            wrong = f"rows {rows[:6].tolist()}... on context-parallel rank {facts['cp_rank']}"
+        elif item.max_seqlen != max(room):
+            wrong = f"a longest sequence of {item.max_seqlen}, padded lengths are {room}"
+        elif not np.array_equal(rows, _zigzag(padded, cp, item.cp_rank)):
+            wrong = f"rows {rows[:6].tolist()}... on context-parallel rank {item.cp_rank}"
         yield Comparison(
             what=item.name, same=not wrong, stage=Stage.PACK, version=item.version, badness=float(bool(wrong)),
             sentence="" if not wrong else f"{item.name} of trainer rank {item.rank} has {wrong}",
@@ -120,7 +163,7 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("PCK003", needs=((Stage.PACK, "batch"),), scope="tokens")
+@check("PCK003", needs=(PackedBatchDigest,), scope="tokens")
 def ranks_see_different_batch(trace: Trace) -> Iterator[Comparison]:
     """Ranks that differ only in tensor or pipeline coordinate work on the same micro-batches.
 
@@ -133,25 +176,25 @@ def ranks_see_different_batch(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: the same wrong batch on all of them (PCK001).
     References: siiRL#69, RL#4079.
     """
-    first: dict[tuple[int, str], str | None] = {}
+    first: dict[tuple[int, str], str] = {}
     count: dict[tuple[int, str], int] = {}
     ranks: dict[tuple[int, str], set[int]] = {}
-    for item in trace.at(Stage.PACK, "batch"):
+    for item in trace.of(PackedBatchDigest):
         whole = (item.version, item.name.split(" ")[0])
         ranks.setdefault(whole, set()).add(item.rank)
         key = (item.version, item.name)
         expected = first.setdefault(key, item.digest)
-        micro_batches = count.setdefault(whole, int(item.facts["micro_batches"]))
-        same = item.digest == expected and int(item.facts["micro_batches"]) == micro_batches
+        micro_batches = count.setdefault(whole, item.micro_batches)
+        same = item.digest == expected and item.micro_batches == micro_batches
         yield Comparison(
             what=f"{item.name} on rank {item.rank}", same=same, stage=Stage.PACK, version=item.version,
-            badness=float(not same), owner=f"trainer rank {item.rank} ({item.facts['at']})",
+            badness=float(not same), owner=f"trainer rank {item.rank} ({item.coordinate})",
             sentence="" if same else f"trainer rank {item.rank} works on another batch than its {item.name} peers",
-            expected=str(expected), actual=str(item.digest), allowed="exact",
+            expected=expected, actual=item.digest, allowed="exact",
             hint="look at which groups the batch is handed to, and at what splits it",
         )  # fmt: skip
     for (version, name), seen in ranks.items():
-        for rank in sorted(set(range(int(trace.manifest["world_size"]))) - seen):
+        for rank in sorted(set(range(trace.manifest.world_size)) - seen):
             yield Comparison(
                 what=f"{name} on rank {rank}", same=False, stage=Stage.PACK, version=version, badness=1.0, absent=True,
                 sentence=f"trainer rank {rank} works on no batch that is {name} at version {version}",

@@ -9,6 +9,15 @@ from dataclasses import replace
 from verifier.checks.logprob import compare_logprobs, logprob_pairs
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, describe_difference
+from verifier.core.records_logprobs import (
+    ForcedRouteLogprobs,
+    NaturalRouteLogprobs,
+    OracleLogprobs,
+    OracleOfForced,
+    ReplayedRouteLogprobs,
+    TrainerLogprobs,
+)
+from verifier.core.records_tokens import GivenRoutes, UsedRoutes
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -16,7 +25,7 @@ Place = tuple[int, int]
 """Position in the rollout, global layer."""
 
 
-@check("RPL001", needs=((Stage.REPLAY, "routes"), (Stage.REPLAY, "choice")), scope="replay")
+@check("RPL001", needs=(GivenRoutes, UsedRoutes), scope="replay")
 def replayed_route_differs(trace: Trace) -> Iterator[Comparison]:
     """Each router uses for each token the experts that the token's own rollout says for that layer.
 
@@ -30,15 +39,15 @@ def replayed_route_differs(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: right experts with wrong weights (RPL002, RPL003).
     References: verl#5037, verl#7106, SkyRL#1908, slime#2175, slime#1052, miles#2570.
     """
-    for item in trace.at(Stage.REPLAY, "routes"):
+    for item in trace.of(GivenRoutes):
         wanted: dict[int, dict[Place, list[int]]] = defaultdict(dict)
         for rollout, position, layer, *experts in trace.array(item).tolist():
             wanted[rollout][position, layer] = sorted(experts)
         used: dict[int, dict[Place, list[tuple[int, list[int]]]]] = defaultdict(lambda: defaultdict(list))
-        for choice in trace.at(Stage.REPLAY, "choice", name=item.name, version=item.version):
+        for choice in trace.of(UsedRoutes, name=item.name, version=item.version):
             for rollout, position, layer, *experts in trace.array(choice).tolist():
                 used[rollout][position, layer].append((choice.rank, sorted(experts)))
-        for rollout, name in enumerate(item.facts["rollouts"]):
+        for rollout, name in enumerate(item.rollouts):
             places = wanted[rollout]
             bad = [(place, _wrong(used[rollout][place], experts)) for place, experts in sorted(places.items())]
             bad = [(place, found) for place, found in bad if found is not None]
@@ -68,7 +77,7 @@ def _wrong(sightings: list[tuple[int, list[int]]], wanted: list[int]) -> tuple[i
     return next(((rank, experts) for rank, experts in sightings if experts != wanted), None)
 
 
-@check("RPL002", needs=((Stage.REPLAY, "natural"), (Stage.REPLAY, "scored")), scope="replay")
+@check("RPL002", needs=(NaturalRouteLogprobs, ReplayedRouteLogprobs), scope="replay")
 def replay_changed_logprob(trace: Trace) -> Iterator[Comparison]:
     """Replaying the routes that the routers chose by themselves changes no log-probability, nor does having replayed.
 
@@ -82,11 +91,11 @@ def replay_changed_logprob(trace: Trace) -> Iterator[Comparison]:
     only where a route is not what the router would choose (RPL003).
     References: miles#2722, SkyRL#1908.
     """
-    for natural in trace.at(Stage.REPLAY, "natural"):
+    for natural in trace.of(NaturalRouteLogprobs):
         expected = trace.array(natural)
-        for item in trace.at(Stage.REPLAY, "scored", version=natural.version):
+        for item in trace.of(ReplayedRouteLogprobs, version=natural.version):
             actual, begin = trace.array(item), 0
-            for name, length in zip(natural.facts["rollouts"], natural.facts["lengths"], strict=True):
+            for name, length in zip(natural.rollouts, natural.lengths, strict=True):
                 left, right = actual[begin : begin + length], expected[begin : begin + length]
                 begin += length
                 found = describe_difference(left, right)
@@ -103,7 +112,7 @@ def replay_changed_logprob(trace: Trace) -> Iterator[Comparison]:
                 )  # fmt: skip
 
 
-@check("RPL003", needs=((Stage.REPLAY, "forced"), (Stage.REPLAY, "oracle")), scope="forced")
+@check("RPL003", needs=(ForcedRouteLogprobs, OracleOfForced), scope="forced")
 def replayed_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """Under routes that no router would choose, the trainer scores as transformers does under the same routes.
 
@@ -118,8 +127,8 @@ def replayed_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     References: ISEEKYAN/Megatron-LM#79, miles#2722, SkyRL#1908.
     """
     stage = Stage.REPLAY if _scores_naturally(trace) else Stage.LOGPROB
-    for expected in trace.at(Stage.REPLAY, "oracle"):
-        for actual in trace.at(Stage.REPLAY, "forced", name=expected.name, version=expected.version):
+    for expected in trace.of(OracleOfForced):
+        for actual in trace.of(ForcedRouteLogprobs, name=expected.name, version=expected.version):
             for found in compare_logprobs(
                 trace, actual, expected, Stage.REPLAY, "the replaying trainer", "the fp32 oracle on the same routes",
                 "if the experts are the routes' (RPL001), look at their gate weights, and at rows that have no route",
@@ -129,7 +138,7 @@ def replayed_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
 
 def _scores_naturally(trace: Trace) -> bool:
     """Whether the same trainer is right by its routers' own choice; if not, replay is not what is wrong."""
-    pairs = logprob_pairs(trace, (Stage.LOGPROB, "trainer"), (Stage.LOGPROB, "oracle"))
+    pairs = logprob_pairs(trace, TrainerLogprobs, OracleLogprobs)
     return all(
         found.same
         for actual, expected in pairs

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
 
 from verifier.checks.logprob import following
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
-from verifier.core.evidence import Evidence
+from verifier.core.records_logprobs import DrawnTokens, OracleOfNext, SampledTokens, ShapedTokens
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
-
-if TYPE_CHECKING:
-    import torch
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 """Of a distribution, its likeliest tokens: how many samples lie beyond is counted. Truncation leaves none beyond."""
@@ -22,9 +20,9 @@ RARE = 1e-6
 """How often chance may raise an alarm over one set of samples."""
 
 
-def _distribution(trace: Trace, drawn: Evidence) -> torch.Tensor:
+def _distribution(trace: Trace, drawn: DrawnTokens) -> np.ndarray:
     """[V] the oracle's probability of each token, float64."""
-    return trace.array(following(trace, drawn)).double().exp()
+    return np.exp(trace.array(following(trace, drawn)).astype(np.float64))
 
 
 def _chance(cases: int) -> Tolerance:
@@ -47,7 +45,7 @@ def _nats(count: float, trials: float, share: float) -> float:
     return trials * (gained + lost)
 
 
-@check("LGP004", needs=((Stage.ROLLOUT, "drawn"), (Stage.LOGPROB, "next")), scope="rollout")
+@check("LGP004", needs=(DrawnTokens, OracleOfNext), scope="rollout")
 def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
     """Tokens are drawn from the distribution that their log-probabilities are reported of.
 
@@ -62,8 +60,8 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
     (LGP005).
     References: verl#1949, trl#6945, vllm#42259, RL#3497.
     """
-    for item in trace.at(Stage.ROLLOUT, "drawn"):
-        tokens = [int(token) for token in item.facts["tokens"]]
+    for item in trace.of(DrawnTokens):
+        tokens = item.tokens
         counts = list(_beyond(_distribution(trace, item), tokens))
         allowed = _chance(2 * max(len(counts), 1))
         share, count, nats = max(
@@ -85,21 +83,19 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-def _beyond(share: torch.Tensor, tokens: list[int]) -> Iterator[tuple[float, int]]:
+def _beyond(share: np.ndarray, tokens: Sequence[int]) -> Iterator[tuple[float, int]]:
     """Beyond the likeliest tokens that have each of `SHARES` together: the share of the others, and their samples."""
-    import torch
-
-    order = share.argsort(descending=True, stable=True)
-    reached = share[order].cumsum(0)
-    counts = torch.bincount(torch.tensor(tokens), minlength=len(share))[order]
-    ends = torch.searchsorted(reached, torch.tensor(SHARES, dtype=reached.dtype)) + 1
+    order = np.argsort(-share, stable=True)
+    reached = share[order].cumsum()
+    counts = np.bincount(np.array(tokens), minlength=len(share))[order]
+    ends = np.searchsorted(reached, np.array(SHARES)) + 1
     for end in sorted(set(ends.tolist())):
         rest = float(share[order[end:]].sum())
         if 0 < rest < 1:
             yield rest, int(counts[end:].sum())
 
 
-@check("LGP005", needs=((Stage.ROLLOUT, "drawn"), (Stage.LOGPROB, "next")), scope="rollout")
+@check("LGP005", needs=(DrawnTokens, OracleOfNext), scope="rollout")
 def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
     """Samples of one distribution agree with each other as often as chance has it.
 
@@ -114,11 +110,9 @@ def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: a distribution so peaked that independent samples agree as often; tokens after the first.
     References: verl#5179, ms-swift#7858, ms-swift#4383.
     """
-    import torch
-
-    for item in trace.at(Stage.ROLLOUT, "drawn"):
-        tokens = torch.tensor([int(token) for token in item.facts["tokens"]])
-        by_chance = max(float(_distribution(trace, item).square().sum()), _share_alike(tokens))
+    for item in trace.of(DrawnTokens):
+        tokens = np.array(item.tokens)
+        by_chance = max(float(np.square(_distribution(trace, item)).sum()), _share_alike(tokens))
         found = [row for places in range(1, len(tokens)) for row in _alike(tokens, places, by_chance)]
         allowed = _chance(2 * len(tokens))
         nats, places, count, pairs = max(found, default=(0.0, 0, 0, 0))
@@ -136,28 +130,26 @@ def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-def _share_alike(tokens: torch.Tensor) -> float:
+def _share_alike(tokens: np.ndarray) -> float:
     """Of all pairs of samples the share that holds one token."""
-    counts = tokens.bincount().double()
+    counts = np.bincount(tokens).astype(np.float64)
     return float((counts * (counts - 1)).sum()) / max(len(tokens) * (len(tokens) - 1), 1)
 
 
-def _alike(tokens: torch.Tensor, places: int, by_chance: float) -> Iterator[tuple[float, int, int, int]]:
+def _alike(tokens: np.ndarray, places: int, by_chance: float) -> Iterator[tuple[float, int, int, int]]:
     """Pairs so many places apart that hold one token: how unlikely so many are, the places, how many, of how many.
 
     Counted apart for two halves of the pairs, within which no sample is in two pairs, so that each count is binomial.
     """
-    import torch
-
     same = tokens[:-places] == tokens[places:]
-    odd = (torch.arange(len(same)) // places) % 2 == 1
+    odd = (np.arange(len(same)) // places) % 2 == 1
     for half in (same[~odd], same[odd]):
         count = int(half.sum())
         if len(half) and count > by_chance * len(half):
             yield _nats(count, len(half), by_chance), places, count, len(half)
 
 
-@check("LGP006", needs=((Stage.ROLLOUT, "sampled"),), scope="rollout")
+@check("LGP006", needs=(SampledTokens,), scope="rollout")
 def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
     """A sample ends with the first token at which it was to stop, or else where its request's limit is.
 
@@ -170,8 +162,8 @@ def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: stop strings, and a limit that the engine takes from its model's length.
     References: verl#213, SkyRL#1319.
     """
-    for item in (*trace.at(Stage.ROLLOUT, "sampled"), *trace.at(Stage.ROLLOUT, "shaped")):
-        rows = zip(item.facts["tokens"], item.facts["stops"], item.facts["limits"], strict=True)
+    for item in (*trace.of(SampledTokens), *trace.of(ShapedTokens)):
+        rows = zip(item.tokens, item.stops, item.limits, strict=True)
         for number, (tokens, stop, limit) in enumerate(rows):
             right = next((at + 1 for at, token in enumerate(tokens) if token in stop), limit)
             same = len(tokens) == right

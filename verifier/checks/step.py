@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.records_tokens import GradientRecord
+from verifier.core.records_weights import StepReport
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -41,7 +43,7 @@ STEP = Tolerance(
 )
 
 
-@check("LSS001", needs=((Stage.LOSS, "gradient"),), scope="gradient")
+@check("LSS001", needs=(GradientRecord,), scope="gradient")
 def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """Every parameter's gradient, reduced over all ranks, is that of transformers in fp32 on the same tokens.
 
@@ -59,12 +61,12 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: parameters that receive no gradient on these tokens.
     References: verl#5702, RL#3716, SkyRL#1751, SkyRL#1296, AReaL#1273, slime#987.
     """
-    for item in trace.at(Stage.LOSS, "gradient"):
-        gap, scale = item.facts.get("gradient_gap"), float(item.facts["gradient_scale"])
-        noise, dtype = float(item.facts.get("gradient_noise", 0.0)), str(item.facts.get("gradient_dtype", "float32"))
-        bound = _gradient_bound(noise)
+    for item in trace.of(GradientRecord):
+        gap = None if item.gradient_gap is None else float(item.gradient_gap)
+        scale, dtype = float(item.gradient_scale), item.gradient_dtype
+        bound = _gradient_bound(float(item.gradient_noise))
         allowed = bound.absolute * scale
-        same = gap is not None and float(gap) <= allowed and dtype == "float32"
+        same = gap is not None and gap <= allowed and dtype == "float32"
         found = "absent" if gap is None else f"off by up to {gap:.3g}" if math.isfinite(gap) else "not finite"
         found += "" if dtype == "float32" else f", summed in {dtype}"
         yield Comparison(
@@ -84,21 +86,17 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
 
 def _lengths(trace: Trace) -> Iterator[Comparison]:
     """One comparison per group of tensors and version, where the run has noise: how long the gradient is."""
-    groups = {
-        (item.version, str(item.facts["group"])): item.facts
-        for item in trace.at(Stage.LOSS, "gradient")
-        if item.facts.get("group_noise")
-    }
-    layers: dict[tuple[int | None, str], list[float]] = {}
-    for (version, name), facts in groups.items():
-        layers.setdefault((version, _layer(name)), []).append(float(facts["group_noise"]))
-    for (version, name), facts in groups.items():
-        noise = max(float(facts["group_noise"]), statistics.median(layers[version, _layer(name)]))
+    groups = {(item.version, item.group): item for item in trace.of(GradientRecord) if item.group and item.group_noise}
+    layers: dict[tuple[int, str], list[float]] = {}
+    for (version, name), item in groups.items():
+        layers.setdefault((version, _layer(name)), []).append(float(item.group_noise))
+    for (version, name), item in groups.items():
+        noise = max(float(item.group_noise), statistics.median(layers[version, _layer(name)]))
         bound = Tolerance(
             absolute=LENGTH_NOISES * noise, unit="of the gradient's length",
             source=f"the noise of this tensor in this run, or the median of its layer's, times {LENGTH_NOISES}",
         )  # fmt: skip
-        length = float(facts["group_length"])
+        length = float(item.group_length)
         same = abs(length - 1) <= bound.absolute
         yield Comparison(
             what=f"{name} (length)", same=same, stage=Stage.LOSS, version=version,
@@ -133,7 +131,7 @@ def _badness(gap: float | None, allowed: float) -> float:
     return gap / allowed if allowed else float("inf")
 
 
-@check("TRN001", needs=((Stage.LOSS, "gradient"), (Stage.TRAIN, "step")), scope="gradient")
+@check("TRN001", needs=(GradientRecord, StepReport), scope="gradient")
 def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     """After every step each live weight is the one before it, moved by Adam with the gradient that was there.
 
@@ -150,11 +148,11 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: a wrong gradient (LSS001).
     References: SkyRL#2149, RL#2371, SkyRL#1403, slime#1152, slime#1775.
     """
-    for item in trace.at(Stage.LOSS, "gradient"):
-        gap = item.facts.get("step_gap")
-        if gap is None:
+    for item in trace.of(GradientRecord):
+        if item.step_gap is None:
             continue
-        same = float(gap) <= STEP.absolute
+        gap = float(item.step_gap)
+        same = gap <= STEP.absolute
         found = f"{gap:.3g} learning rates off" if math.isfinite(gap) else "not finite, unlike"
         yield Comparison(
             what=item.name, same=same, stage=Stage.TRAIN, version=item.version,
@@ -164,16 +162,16 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
             actual=f"{found} it (the live weight after the step)", allowed=str(STEP),
             hint="look at masters, moments and the clip factor",
         )  # fmt: skip
-    norms = {item.version: float(item.facts["gradient_norm"]) for item in trace.at(Stage.LOSS, "gradient")}
-    for item in trace.at(Stage.TRAIN, "step"):
-        if item.version not in norms:
+    norms = {item.version: float(item.gradient_norm) for item in trace.of(GradientRecord)}
+    for report in trace.of(StepReport):
+        if report.version not in norms:
             continue
-        actual, right = float(item.facts["grad_norm"]), norms[item.version]
+        actual, right = float(report.grad_norm), norms[report.version]
         allowed = NORM.absolute * right
         same = abs(actual - right) <= allowed
         yield Comparison(
-            what=f"gradient norm on rank {item.rank}", same=same, stage=Stage.TRAIN, version=item.version,
-            badness=0.0 if same else _badness(abs(actual - right), allowed), owner=f"{item.role} rank {item.rank}",
+            what=f"gradient norm on rank {report.rank}", same=same, stage=Stage.TRAIN, version=report.version,
+            badness=0.0 if same else _badness(abs(actual - right), allowed), owner=f"{report.role} rank {report.rank}",
             sentence="" if same else f"the optimizer clipped by a gradient norm of {actual:.6g}, which is {right:.6g}",
             expected=f"{right:.6g} (of all reduced gradients, float64)",
             actual=f"{actual:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {NORM}",
@@ -181,7 +179,7 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("LSS002", needs=((Stage.LOSS, "gradient"), (Stage.TRAIN, "step")), scope="gradient")
+@check("LSS002", needs=(GradientRecord, StepReport), scope="gradient")
 def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The loss that a step reports, and the number of tokens that it is a mean of, are the oracle's.
 
@@ -193,25 +191,25 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: gradients of another loss than the reported one (LSS001).
     References: SkyRL#1420, verl#3294, slime#987.
     """
-    expected = {item.version: item.facts for item in trace.at(Stage.LOSS, "gradient")}
-    for item in trace.at(Stage.TRAIN, "step"):
+    expected = {item.version: item for item in trace.of(GradientRecord)}
+    for item in trace.of(StepReport):
         if item.version not in expected:
             continue
         right = expected[item.version]
-        loss, noise = float(item.facts["loss"]), float(right.get("loss_noise", 0.0))
-        allowed, why = LOSS.absolute * float(right["loss_scale"]), str(LOSS)
+        loss, noise = float(item.loss), float(right.loss_noise)
+        allowed, why = LOSS.absolute * float(right.loss_scale), str(LOSS)
         if allowed < LOSS_NOISES * noise:
             allowed, why = LOSS_NOISES * noise, f"{LOSS_NOISES} times {NOISE_OF_A_LOSS}"
-        gap = abs(loss - float(right["loss"]))
-        same = gap <= allowed and item.facts["num_tokens"] == right["num_tokens"]
+        gap = abs(loss - float(right.loss))
+        same = gap <= allowed and item.num_tokens == right.num_tokens
         yield Comparison(
             what=f"reported loss on rank {item.rank}", same=same, stage=Stage.LOSS, version=item.version,
             badness=0.0 if same else _badness(gap, allowed), owner=f"{item.role} rank {item.rank}",
             sentence="" if same else (
-                f"the step reports a loss of {loss:.6g} over {item.facts['num_tokens']:,} tokens, "
-                f"it is {right['loss']:.6g} over {right['num_tokens']:,}"
+                f"the step reports a loss of {loss:.6g} over {item.num_tokens:,} tokens, "
+                f"it is {float(right.loss):.6g} over {right.num_tokens:,}"
             ),
-            expected=f"{right['loss']:.6g} over {right['num_tokens']:,} tokens (transformers)",
-            actual=f"{loss:.6g} over {item.facts['num_tokens']:,} tokens (the trainer)",
+            expected=f"{float(right.loss):.6g} over {right.num_tokens:,} tokens (transformers)",
+            actual=f"{loss:.6g} over {item.num_tokens:,} tokens (the trainer)",
             allowed=f"{allowed:.3g}, {why}", hint="look at the groups over which loss and tokens are summed",
         )  # fmt: skip

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from verifier.checks.content import by_name, compare_contents
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.evidence import Evidence
+from verifier.core.records_engine import Handover, ReceivedTensor
+from verifier.core.records_weights import ExportedTensor, PlanDigest, PlannedTensor, SourceTensor
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 
-@check("PLN001", needs=((Stage.PLAN, "plan"),), scope="plan")
+@check("PLN001", needs=(PlanDigest,), scope="plan")
 def plan_differs_between_ranks(trace: Trace) -> Iterator[Comparison]:
     """All trainer ranks, and every engine rank, hold the same chunk plan before a byte moves.
 
@@ -23,7 +24,7 @@ def plan_differs_between_ranks(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: a plan that is wrong everywhere alike (PLN002).
     References: SkyRL#1581, SkyRL#1505, SkyRL#1816.
     """
-    plans = list(trace.at(Stage.PLAN, "plan"))
+    plans = list(trace.of(PlanDigest))
     first = next(item for item in plans if item.role == "trainer" and item.rank == 0)
     for item in plans:
         same = item.digest == first.digest
@@ -40,10 +41,10 @@ def plan_differs_between_ranks(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-def _sizes(item: Evidence, first: Evidence) -> str:
+def _sizes(item: PlanDigest, first: PlanDigest) -> str:
     """What can be said of two plans from their sizes, as the end of a sentence."""
     for what in ("tensors", "chunks"):
-        got, want = item.facts.get(f"num_{what}"), first.facts.get(f"num_{what}")
+        got, want = getattr(item, f"num_{what}"), getattr(first, f"num_{what}")
         if got is None or want is None:
             return ""
         if got != want:
@@ -51,7 +52,7 @@ def _sizes(item: Evidence, first: Evidence) -> str:
     return ", of the same size"
 
 
-@check("PLN002", needs=((Stage.PLAN, "entry"), (Stage.LOAD, "source")), scope="plan")
+@check("PLN002", needs=(PlannedTensor, SourceTensor), scope="plan")
 def planned_tensor_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     """The plan names every checkpoint tensor once, with the checkpoint's dtype and shape.
 
@@ -63,13 +64,13 @@ def planned_tensor_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: wrong contents under right names (WGT004, WGT005, TPT001).
     References: RL#3540, prime-rl#3524, SkyRL#1581.
     """
-    source = by_name(trace.at(Stage.LOAD, "source"))
-    entries = by_name(trace.at(Stage.PLAN, "entry"))
+    source = by_name(trace.of(SourceTensor))
+    entries = by_name(trace.of(PlannedTensor))
     for name in list(source) + [name for name in entries if name not in source]:
         want, got = source.get(name), entries.get(name)
         same = want is not None and got is not None and (want.dtype, want.shape) == (got.dtype, got.shape)
-        wanted = f"{want.dtype} {list(want.shape or ())}" if want else "absent"
-        found = f"{got.dtype} {list(got.shape or ())}" if got else "absent"
+        wanted = f"{want.dtype} {list(want.shape)}" if want else "absent"
+        found = f"{got.dtype} {list(got.shape)}" if got else "absent"
         yield Comparison(
             what=name, same=same, stage=Stage.PLAN,
             badness=0.0 if same else (1.0 if "absent" in (wanted, found) else 0.5),
@@ -80,7 +81,7 @@ def planned_tensor_differs_from_source(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("TPT001", needs=((Stage.EXPORT, "tensor"), (Stage.TRANSPORT, "receipt")), scope="transport")
+@check("TPT001", needs=(ExportedTensor, ReceivedTensor), scope="transport")
 def received_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     """Every engine rank received what was exported: names both ways, dtypes, shapes, bits, at every version.
 
@@ -92,19 +93,19 @@ def received_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: what the engine makes of it (ENG001, ENG002).
     References: SkyRL#1581, slime#929, RL#3651, RL#3540.
     """
-    engine_ranks = range(int(trace.manifest["engine_ranks"]))
-    for version in trace.versions(Stage.TRANSPORT, "receipt"):
-        expected = by_name(trace.at(Stage.EXPORT, "tensor", version=version, rank=0))
+    engine_ranks = range(trace.manifest.engine_ranks)
+    for version in trace.versions(ReceivedTensor):
+        expected = by_name(trace.of(ExportedTensor, version=version, rank=0))
         for rank in engine_ranks:
             yield from compare_contents(
-                by_name(trace.at(Stage.TRANSPORT, "receipt", version=version, rank=rank)), expected,
+                by_name(trace.of(ReceivedTensor, version=version, rank=rank)), expected,
                 stage=Stage.TRANSPORT, version=version, actual_says=f"what engine rank {rank} received",
                 expected_says="the export", allowed="bitwise (a transport copies)",
                 hint="look at the buffer's life between pack and receive, and at casts on the sender's side",
             )  # fmt: skip
 
 
-@check("TPT003", needs=((Stage.TRANSPORT, "handover"),), scope="transport")
+@check("TPT003", needs=(Handover,), scope="transport")
 def transfer_refused(trace: Trace) -> Iterator[Comparison]:
     """No transfer was refused: the stream kept to the plan and all parties held the same plan.
 
@@ -116,8 +117,8 @@ def transfer_refused(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: contents (TPT001).
     References: SkyRL#1581, SkyRL#1471.
     """
-    for item in trace.at(Stage.TRANSPORT, "handover"):
-        refused = str(item.facts["refused"])
+    for item in trace.of(Handover):
+        refused = item.refused
         yield Comparison(
             what=item.name, same=not refused, stage=Stage.TRANSPORT, version=item.version, badness=float(bool(refused)),
             sentence=f"the {item.name} was refused: {refused}", expected="every planned tensor, in order",
@@ -125,7 +126,7 @@ def transfer_refused(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("TPT002", needs=((Stage.EXPORT, "tensor"),), scope="transport")
+@check("TPT002", needs=(ExportedTensor,), scope="transport")
 def export_not_transferred(trace: Trace) -> Iterator[Comparison]:
     """Every exported version was transferred to every engine rank.
 
@@ -136,10 +137,10 @@ def export_not_transferred(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: wrong contents (TPT001).
     References: verl#4248, verl#7495.
     """
-    for version in trace.manifest["synced_versions"]:
-        want = sum(1 for _ in trace.at(Stage.EXPORT, "tensor", version=version, rank=0))
-        for rank in range(int(trace.manifest["engine_ranks"])):
-            got = sum(1 for _ in trace.at(Stage.TRANSPORT, "receipt", version=version, rank=rank))
+    for version in trace.manifest.synced_versions:
+        want = sum(1 for _ in trace.of(ExportedTensor, version=version, rank=0))
+        for rank in range(trace.manifest.engine_ranks):
+            got = sum(1 for _ in trace.of(ReceivedTensor, version=version, rank=rank))
             yield Comparison(
                 what=f"version {version}", same=got == want and want > 0, stage=Stage.TRANSPORT, version=version,
                 badness=1.0, owner=f"engine rank {rank}",

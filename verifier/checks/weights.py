@@ -1,4 +1,4 @@
-"""Weights inside the trainer and out of it: loaded shards, replicas, export, the idle step."""
+"""Weights inside the trainer and out of it: loaded shards, replicas, exports, saved files."""
 
 from __future__ import annotations
 
@@ -6,17 +6,28 @@ import itertools
 from collections.abc import Iterator
 
 from verifier.checks.content import (
-    Moment,
     by_name,
     compare_contents,
-    compare_moments,
     describe,
     owner_of,
     ranks_of,
 )
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.evidence import Evidence
+from verifier.core.records_weights import (
+    ExpectedShard,
+    ExportedConfig,
+    ExportedTensor,
+    ExportStream,
+    JoinedTensor,
+    LoadedShard,
+    SavedCheckpoint,
+    SavedTensor,
+    ShardRecord,
+    SourceConfig,
+    SourceTensor,
+    UpdatedShard,
+)
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -26,12 +37,7 @@ NOT_OF_THE_MODEL = frozenset({"transformers_version", "_name_or_path"})
 """Keys of config.json that say who wrote it, and where it was read."""
 
 
-def _shards(version: int) -> Moment:
-    """When all live weights of a version were recorded."""
-    return (Stage.TRAIN if version else Stage.LOAD, "shard", version)
-
-
-@check("WGT001", needs=((Stage.LOAD, "expected"), (Stage.LOAD, "shard")), scope="layout")
+@check("WGT001", needs=(ExpectedShard, LoadedShard), scope="layout")
 def loaded_shard_differs(trace: Trace) -> Iterator[Comparison]:
     """Every live parameter and buffer of every trainer rank holds the checkpoint's bits after load.
 
@@ -45,23 +51,23 @@ def loaded_shard_differs(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: a wrong forward on right weights (LGP001); families without a layout row.
     References: Megatron-Bridge#3743, prime-rl#1145, prime-rl#3333, verl#2029.
     """
-    for rank in ranks_of(trace, Stage.LOAD, "expected", 0):
+    for rank in ranks_of(trace, ExpectedShard, 0):
         yield from compare_contents(
-            by_name(trace.at(Stage.LOAD, "shard", version=0, rank=rank)),
-            by_name(trace.at(Stage.LOAD, "expected", version=0, rank=rank)),
+            by_name(trace.of(LoadedShard, version=0, rank=rank)),
+            by_name(trace.of(ExpectedShard, version=0, rank=rank)),
             stage=Stage.LOAD, version=0, actual_says="the live model", expected_says="the checkpoint, cut by layout",
             allowed=COPIES, hint="look at the import mapping of this parameter and at what ran after the load",
         )  # fmt: skip
 
 
-def _replica_groups(trace: Trace, stage: Stage, kind: str, version: int) -> dict[str, list[Evidence]]:
-    groups: dict[str, list[Evidence]] = {}
-    for item in trace.at(stage, kind, version=version):
-        groups.setdefault(str(item.facts["replica"]), []).append(item)
+def _replica_groups(trace: Trace, kind: type[ShardRecord], version: int) -> dict[str, list[ShardRecord]]:
+    groups: dict[str, list[ShardRecord]] = {}
+    for item in trace.of(kind, version=version):
+        groups.setdefault(item.replica, []).append(item)
     return groups
 
 
-@check("WGT002", needs=((Stage.LOAD, "shard"),), scope="replicas")
+@check("WGT002", needs=(LoadedShard,), scope="replicas")
 def replica_differs(trace: Trace) -> Iterator[Comparison]:
     """Copies of one shard hold the same bits on every rank that has one, tied embeddings included.
 
@@ -73,14 +79,14 @@ def replica_differs(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: copies that are all wrong alike (WGT001, LSS001).
     References: verl#5702, RL#3716, RL#666, Megatron-Bridge `broadcast_from_pp_rank`.
     """
-    for stage, versions in ((Stage.LOAD, [0]), (Stage.TRAIN, trace.versions(Stage.TRAIN, "shard"))):
+    for kind, versions in ((LoadedShard, [0]), (UpdatedShard, trace.versions(UpdatedShard))):
         for version in versions:
-            for group in _replica_groups(trace, stage, "shard", version).values():
+            for group in _replica_groups(trace, kind, version).values():
                 first = group[0]
                 for item in group[1:]:
                     same = item.digest == first.digest
                     yield Comparison(
-                        what=item.name, same=same, stage=stage, version=version, badness=0.0 if same else 0.5,
+                        what=item.name, same=same, stage=kind.stage, version=version, badness=0.0 if same else 0.5,
                         sentence="" if same else (
                             f"two copies of `{item.name}` differ: {owner_of(item)} and {owner_of(first)}"
                         ),
@@ -91,7 +97,7 @@ def replica_differs(trace: Trace) -> Iterator[Comparison]:
                     )  # fmt: skip
 
 
-@check("WGT004", needs=((Stage.LOAD, "source"), (Stage.EXPORT, "tensor")), scope="export")
+@check("WGT004", needs=(SourceTensor, ExportedTensor), scope="export")
 def export_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     """The export of untouched weights is the source checkpoint: names both ways, dtypes, shapes, bits.
 
@@ -103,16 +109,16 @@ def export_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: an import and an export that are wrong alike (WGT001, LGP001).
     References: Megatron-Bridge `_ROUNDTRIP_ATOL`, SkyRL#1471, Megatron-Bridge#1716.
     """
-    for version in trace.manifest.get("untouched_versions", [0]):
+    for version in trace.manifest.untouched_versions:
         yield from compare_contents(
-            by_name(trace.at(Stage.EXPORT, "tensor", version=version, rank=0)),
-            by_name(trace.at(Stage.LOAD, "source")),
+            by_name(trace.of(ExportedTensor, version=version, rank=0)),
+            by_name(trace.of(SourceTensor)),
             stage=Stage.EXPORT, version=version, actual_says="the export", expected_says="the source checkpoint",
             allowed=COPIES, hint="look at the export mapping of this tensor and at the axes that shard it",
         )  # fmt: skip
 
 
-@check("WGT005", needs=((Stage.TRAIN, "live"), (Stage.EXPORT, "tensor")), scope="update")
+@check("WGT005", needs=(JoinedTensor, ExportedTensor), scope="update")
 def export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     """After every update the export is what the trainer's live shards hold, assembled by the independent layout.
 
@@ -125,16 +131,16 @@ def export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: a wrong step (LSS001, TRN001, WGT002).
     References: SkyRL#1345, SkyRL#1471, and stale export under `overlap_param_gather`.
     """
-    for version in trace.versions(Stage.TRAIN, "live"):
+    for version in trace.versions(JoinedTensor):
         yield from compare_contents(
-            by_name(trace.at(Stage.EXPORT, "tensor", version=version, rank=0)),
-            by_name(trace.at(Stage.TRAIN, "live", version=version)),
+            by_name(trace.of(ExportedTensor, version=version, rank=0)),
+            by_name(trace.of(JoinedTensor, version=version)),
             stage=Stage.EXPORT, version=version, actual_says="the export", expected_says="the live shards",
             allowed=COPIES, hint="compare with version 0: what was cached, or not yet gathered, when the export ran",
         )  # fmt: skip
 
 
-@check("WGT006", needs=((Stage.EXPORT, "tensor"),), scope="export")
+@check("WGT006", needs=(ExportedTensor,), scope="export")
 def export_ranks_disagree(trace: Trace) -> Iterator[Comparison]:
     """Every trainer rank's export yields the same tensors in the same order.
 
@@ -146,12 +152,12 @@ def export_ranks_disagree(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: all ranks wrong alike (WGT004, WGT005).
     References: SkyRL#1581, SkyRL#1816.
     """
-    for version in trace.versions(Stage.EXPORT, "tensor"):
-        streams: dict[int, list[Evidence]] = {}
-        for item in trace.at(Stage.EXPORT, "tensor", version=version):
+    for version in trace.versions(ExportedTensor):
+        streams: dict[int, list[ExportedTensor]] = {}
+        for item in trace.of(ExportedTensor, version=version):
             streams.setdefault(item.rank, []).append(item)
         first = streams.get(0, [])
-        for rank in range(int(trace.manifest["world_size"])):
+        for rank in range(trace.manifest.world_size):
             yield _compare_streams(
                 streams.get(rank, []), first, version, contents=True, allowed=COPIES,
                 got_says=f"the export of trainer rank {rank}", want_says="rank 0's",
@@ -160,8 +166,8 @@ def export_ranks_disagree(trace: Trace) -> Iterator[Comparison]:
 
 
 def _compare_streams(
-    got: list[Evidence],
-    want: list[Evidence],
+    got: list[ExportedTensor],
+    want: list[ExportedTensor],
     version: int,
     *,
     contents: bool,
@@ -194,13 +200,13 @@ def _compare_streams(
     )  # fmt: skip
 
 
-def _same_tensor(left: Evidence | None, right: Evidence | None, *, contents: bool) -> bool:
+def _same_tensor(left: ExportedTensor | None, right: ExportedTensor | None, *, contents: bool) -> bool:
     if left is None or right is None or (contents and left.digest != right.digest):
         return False
     return (left.name, left.dtype, left.shape) == (right.name, right.dtype, right.shape)
 
 
-@check("WGT015", needs=((Stage.EXPORT, "tensor"),), scope="plan")
+@check("WGT015", needs=(ExportedTensor,), scope="plan")
 def export_order_changes(trace: Trace) -> Iterator[Comparison]:
     """Every version is exported in the order of the first, with the same dtypes and shapes.
 
@@ -212,9 +218,9 @@ def export_order_changes(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: contents (WGT004, WGT005); ranks that differ (WGT006).
     References: SkyRL#1581, Megatron-Bridge#4083.
     """
-    first, *later = trace.versions(Stage.EXPORT, "tensor")
+    first, *later = trace.versions(ExportedTensor)
     for version in later:
-        got, want = (list(trace.at(Stage.EXPORT, "tensor", version=each, rank=0)) for each in (version, first))
+        got, want = (list(trace.of(ExportedTensor, version=each, rank=0)) for each in (version, first))
         yield _compare_streams(
             got, want, version, contents=False, allowed="exact (training changes values only)",
             got_says=f"the export of version {version}", want_says=f"that of version {first}",
@@ -222,7 +228,7 @@ def export_order_changes(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("WGT016", needs=((Stage.EXPORT, "stream"),), scope="plan")
+@check("WGT016", needs=(ExportStream,), scope="plan")
 def exported_tensor_overwritten(trace: Trace) -> Iterator[Comparison]:
     """What an export has handed out stays as it was, as long as its reader holds it.
 
@@ -234,13 +240,13 @@ def exported_tensor_overwritten(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: memory that is written when nothing more comes (TPT001).
     References: vllm#43464, vllm#39650, cosmos-rl#703.
     """
-    for item in trace.at(Stage.EXPORT, "stream"):
-        overwritten = [str(name) for name in item.facts["overwritten"]]
+    for item in trace.of(ExportStream):
+        overwritten = list(dict.fromkeys(each.name for each in item.reread if each.still_held != each.handed_over))
         yield Comparison(
             what=overwritten[0] if overwritten else item.name, same=not overwritten, stage=Stage.EXPORT,
             version=item.version, badness=0.9, owner=owner_of(item),
             sentence=(
-                f"{len(overwritten)} of {item.facts['count']} exported tensors were written over while they were held, "
+                f"{len(overwritten)} of {item.num_tensors} exported tensors were written over while they were held, "
                 f"`{', '.join(overwritten[:1])}` the first"
             ),
             expected="none written over", actual=f"{len(overwritten)} written over", allowed="exact",
@@ -248,98 +254,7 @@ def exported_tensor_overwritten(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("WGT007", needs=((Stage.TRAIN, "idle"),), scope="step")
-def idle_step_moved_weight(trace: Trace) -> Iterator[Comparison]:
-    """A step with learning rate 0 leaves every live parameter bit alone.
-
-    What it checks: each rank's parameters after an lr = 0 step against those before it.
-    Why it matters: an optimizer whose fp32 masters were not refreshed at load writes stale weights back at its first
-    step, whatever the gradient is.
-    Evidence: load/shard, export/exported (what an export before it left), train/idle, train/shard.
-    Tolerance and its source: bitwise; adding zero changes no bit, and a rounded master rounds to the same bits.
-    What it does not catch: masters that hold the right weights but wrong moments.
-    References: SkyRL#2149, RL#2371.
-    """
-    for version in trace.versions(Stage.TRAIN, "idle"):
-        before = _shards(version)
-        if version in trace.versions(Stage.EXPORT, "exported"):  # what the export left, whatever it left
-            before = (Stage.EXPORT, "exported", version)
-        yield from compare_moments(
-            trace, (Stage.TRAIN, "idle", version), before, actual_says="the model after an lr = 0 step",
-            expected_says="the model before it", allowed="bitwise (a step of zero moves nothing)",
-            hint="compare the optimizer's master weights with the parameters right after the load",
-        )  # fmt: skip
-
-
-@check("WGT008", needs=((Stage.TRAIN, "moved"),), scope="update")
-def update_moved_nothing(trace: Trace) -> Iterator[Comparison]:
-    """Every update changes the weights, so that a sync which delivers nothing cannot pass.
-
-    What it checks: at each version above 0, the number of checkpoint tensors whose live bits changed since the
-    version before is not zero; for the noise update it is every floating-point tensor.
-    Why it matters: syncing unchanged weights proves nothing about delivery.
-    Evidence: train/moved (counts).
-    Tolerance and its source: exact counts.
-    What it does not catch: a parameter that should have moved and did not (TRN001).
-    References: verl#4248, prime-rl#1145.
-    """
-    for item in trace.at(Stage.TRAIN, "moved"):
-        moved, least, total = int(item.facts["moved"]), int(item.facts["least"]), int(item.facts["total"])
-        yield Comparison(
-            what=item.name, same=moved >= least, stage=Stage.TRAIN, version=item.version,
-            badness=0.0 if moved >= least else 1.0,
-            sentence=(
-                f"the update changed {moved or 'none'} of the model's {total} tensors"
-                + (f", at least {least} had to change" if moved else "")
-            ),
-            expected=f"{least} or more tensors changed", actual=f"{moved} changed", allowed="exact counts",
-            hint="look at whether the optimizer stepped and whether its parameters are the model's",
-        )  # fmt: skip
-
-
-@check("WGT009", needs=((Stage.TRAIN, "scored"), (Stage.LOAD, "shard")), scope="logprob")
-def scoring_moved_weight(trace: Trace) -> Iterator[Comparison]:
-    """Scoring tokens leaves every live parameter and buffer bit alone.
-
-    What it checks: each rank's parameters and persistent buffers right after a scoring pass against those before it.
-    Why it matters: an evaluation that steps the optimizer, or a forward that updates router statistics, trains on
-    what it should only measure; the next update hides it.
-    Evidence: load/shard, train/shard, train/scored.
-    Tolerance and its source: bitwise; a forward pass writes no weight.
-    What it does not catch: optimizer state that moved without a weight; after every second update the pass comes first,
-    and what it moves then is taken for the update's (TRN001).
-    References: RL#1012, ms-swift#10154.
-    """
-    for version in trace.versions(Stage.TRAIN, "scored"):
-        yield from compare_moments(
-            trace, (Stage.TRAIN, "scored", version), _shards(version), actual_says="the model after scoring",
-            expected_says="the model before it", allowed="bitwise (a forward pass writes no weight)",
-            hint="look at what else the evaluation calls: an optimizer step, a hook, a counter",
-        )  # fmt: skip
-
-
-@check("WGT010", needs=((Stage.LOAD, "shard"), (Stage.EXPORT, "exported")), scope="export")
-def export_moved_weight(trace: Trace) -> Iterator[Comparison]:
-    """An export leaves every live parameter and buffer bit alone.
-
-    What it checks: each rank's parameters and persistent buffers right after each export against those before it.
-    Why it matters: an export that casts, transposes or merges in place, or takes an adapter out of its base again by
-    subtraction, trains on from weights that no optimizer made.
-    Evidence: load/shard, train/shard, export/exported.
-    Tolerance and its source: bitwise; an export reads.
-    What it does not catch: an export that writes from version 1 on only, where ranks share weights for data or context
-    parallelism: their update is complete only once an export or a forward asks for it (TRN001 sees it).
-    References: ms-swift#10154, verl#2029, AReaL#1546.
-    """
-    for version in trace.versions(Stage.EXPORT, "exported"):
-        yield from compare_moments(
-            trace, (Stage.EXPORT, "exported", version), _shards(version), actual_says="the model after the export",
-            expected_says="the model before it", allowed="bitwise (an export reads)",
-            hint="look for what the export writes in place: casts, transposes, merged adapters",
-        )  # fmt: skip
-
-
-@check("WGT011", needs=((Stage.LOAD, "config"), (Stage.EXPORT, "config")), scope="export")
+@check("WGT011", needs=(SourceConfig, ExportedConfig), scope="export")
 def exported_config_differs(trace: Trace) -> Iterator[Comparison]:
     """The config.json that goes with an export says what the source's says.
 
@@ -352,9 +267,9 @@ def exported_config_differs(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: what the trainer itself takes from the source's config.json (LGP001).
     References: SkyRL#1727, Megatron-Bridge#5994.
     """
-    for version in trace.versions(Stage.EXPORT, "config"):
-        got = next(iter(trace.at(Stage.EXPORT, "config", version=version))).facts
-        want = next(iter(trace.at(Stage.LOAD, "config", version=version))).facts
+    for version in trace.versions(ExportedConfig):
+        got = next(trace.of(ExportedConfig, version=version)).values
+        want = next(trace.of(SourceConfig, version=version)).values
         for key in list(want) + [key for key in got if key not in want]:
             if key in NOT_OF_THE_MODEL:
                 continue
@@ -367,7 +282,7 @@ def exported_config_differs(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
 
 
-@check("WGT014", needs=((Stage.EXPORT, "tensor"), (Stage.EXPORT, "saved-files")), scope="saved")
+@check("WGT014", needs=(ExportedTensor, SavedCheckpoint), scope="saved")
 def saved_checkpoint_differs_from_export(trace: Trace) -> Iterator[Comparison]:
     """The checkpoint that megatron-bridge writes to files holds what it exports: every tensor, where the index says.
 
@@ -382,10 +297,18 @@ def saved_checkpoint_differs_from_export(trace: Trace) -> Iterator[Comparison]:
     checkpoints of more than 1 GiB, which are not written.
     References: Megatron-Bridge#4188, Megatron-Bridge#4083, AReaL#1403, Relax#148.
     """
-    for version in trace.versions(Stage.EXPORT, "saved-files"):
+    for files in trace.of(SavedCheckpoint):
+        exported = by_name(trace.of(ExportedTensor, version=files.version, rank=0))
         yield from compare_contents(
-            by_name(trace.at(Stage.EXPORT, "saved", version=version)),
-            by_name(trace.at(Stage.EXPORT, "tensor", version=version, rank=0)),
-            stage=Stage.EXPORT, version=version, actual_says="the saved checkpoint", expected_says="the export",
+            by_name(trace.of(SavedTensor, version=files.version)), exported,
+            stage=Stage.EXPORT, version=files.version, actual_says="the saved checkpoint", expected_says="the export",
             allowed="bitwise (a file is a copy)", hint="look at which tensors share a shard, and at the index",
         )  # fmt: skip
+        for name in files.missing:
+            if name not in exported:
+                yield Comparison(
+                    what=name, same=False, stage=Stage.EXPORT, version=files.version, badness=1.0, absent=True,
+                    sentence=f"the index names `{name}`, which is in no shard and was not exported",
+                    expected="absent (the export)", actual="in the index alone (the saved checkpoint)",
+                    allowed="exact", hint="look at what the index is made of",
+                )  # fmt: skip

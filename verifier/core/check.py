@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Finding, Outcome
-from verifier.core.stage import Stage
+from verifier.core.manifest import Scope
+from verifier.core.record import Record, kind_of
 from verifier.core.trace import Trace
 
 CheckFn = Callable[[Trace], Iterator[Comparison]]
@@ -19,10 +20,10 @@ class Check:
 
     code: str
     name: str
-    needs: tuple[tuple[Stage, str], ...]
-    """(stage, kind) pairs without which the check is inconclusive."""
-    scope: str
-    """Which part of a run's declaration it belongs to; a run lists in its manifest the scopes that it exercises."""
+    needs: tuple[type[Record], ...]
+    """Classes of records without which the check is inconclusive."""
+    scope: Scope
+    """Part of a run's declaration that it belongs to; a run lists in its manifest the scopes that it exercises."""
     fn: CheckFn
 
     @property
@@ -34,7 +35,7 @@ class Check:
 REGISTRY: dict[str, Check] = {}
 
 
-def check(code: str, *, needs: tuple[tuple[Stage, str], ...], scope: str) -> Callable[[CheckFn], CheckFn]:
+def check(code: str, *, needs: tuple[type[Record], ...], scope: Scope) -> Callable[[CheckFn], CheckFn]:
     """Register a function as a check; its name states what is wrong and its docstring is its page."""
 
     def register(fn: CheckFn) -> CheckFn:
@@ -54,7 +55,7 @@ def run_check(item: Check, trace: Trace) -> Outcome:
     In a run that broke, what is absent of the last version may just not have been reached: it is neither a match nor a
     mismatch then.
     """
-    missing = tuple(f"{stage.label}/{kind}" for stage, kind in item.needs if not trace.has(stage, kind))
+    missing = tuple(kind_of(kind) for kind in item.needs if not trace.has(kind))
     if missing:
         return Outcome(code=item.code, name=item.name, num_compared=0, not_recorded=missing)
     seen, bad, error = 0, [], None

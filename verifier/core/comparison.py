@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from verifier.core.stage import Stage
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,32 +68,29 @@ class Difference:
     """The failure text's "mismatched" line."""
 
 
-def describe_difference(actual: torch.Tensor, expected: torch.Tensor) -> Difference:
+def describe_difference(actual: np.ndarray, expected: np.ndarray) -> Difference:
     """Compare two arrays; NaN and infinity are counted apart and never folded into "greatest".
 
     Args:
         actual: any shape, any dtype.
         expected: same shape.
     """
-    import torch
-
-    left, right = actual.double().flatten(), expected.double().flatten()
-    finite = torch.isfinite(left) & torch.isfinite(right)
-    bad = finite & left.ne(right)
-    num_not_finite, total = int((~finite).sum()), left.numel()
+    left, right = actual.astype(np.float64).ravel(), expected.astype(np.float64).ravel()
+    finite = np.isfinite(left) & np.isfinite(right)
+    bad = finite & (left != right)
+    num_not_finite, total = int((~finite).sum()), left.size
     count = int(bad.sum()) + num_not_finite
     text = f"{count:,}/{total:,} ({100.0 * count / max(total, 1):.1f}%)"
     greatest = 0.0
-    if bool(bad.any()):
-        gap = torch.where(bad, (left - right).abs(), torch.zeros_like(left))
-        relative = gap / right.abs().clamp_min(torch.finfo(torch.float64).tiny)
-        relative = torch.where(bad, relative, torch.zeros_like(relative))
+    if bad.any():
+        gap = np.where(bad, np.abs(np.where(bad, left, 0) - np.where(bad, right, 0)), 0)
+        relative = gap / np.maximum(np.abs(np.where(bad, right, 1)), np.finfo(np.float64).tiny)
         at, relative_at = int(gap.argmax()), int(relative.argmax())
         greatest = float(gap[at])
         text += f"; greatest abs {greatest:.3g} at {_index(at, actual.shape)}"
         text += f", greatest rel {float(relative[relative_at]):.3g} at {_index(relative_at, actual.shape)}"
     if num_not_finite:
-        text += f"; {num_not_finite:,} not finite, the first at {_index(int((~finite).int().argmax()), actual.shape)}"
+        text += f"; {num_not_finite:,} not finite, the first at {_index(int((~finite).argmax()), actual.shape)}"
     return Difference(greatest=greatest, num_not_finite=num_not_finite, text=text)
 
 

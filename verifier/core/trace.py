@@ -3,62 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
-from verifier.core.evidence import Evidence
-from verifier.core.stage import Stage
+import numpy as np
 
-if TYPE_CHECKING:
-    import torch
+from verifier.core.manifest import Manifest
+from verifier.core.record import ONLY, ArrayRecord, Record, kind_of
+
+Arrays = Callable[[str], Mapping[str, np.ndarray]]
 
 
 class Trace:
-    """Manifest plus ordered evidence, live or from disk; a check cannot tell which.
+    """Manifest plus ordered records, live or from disk; a check cannot tell which.
 
     Args:
-        manifest: run identity: command, model, mesh, dtype, versions, declared coverage.
-        evidence: every recorded fact.
-        arrays: reads a payload array by its key; raises KeyError for an unknown key.
+        manifest: identity of the run and what it undertook to show.
+        records: every recorded fact.
+        arrays: reads the arrays of a record by its key; raises KeyError for an unknown key.
     """
 
-    def __init__(
-        self,
-        manifest: Mapping[str, Any],
-        evidence: Sequence[Evidence],
-        arrays: Callable[[str], torch.Tensor] | None = None,
-    ) -> None:
+    def __init__(self, manifest: Manifest, records: Sequence[Record], arrays: Arrays | None = None) -> None:
         self.manifest = manifest
-        self.evidence = tuple(evidence)
+        self.records = tuple(records)
         self._arrays = arrays
-        self._index: dict[tuple[Stage, str], list[Evidence]] = {}
-        for item in self.evidence:
-            self._index.setdefault((item.stage, item.kind), []).append(item)
-        self._last = max((item.version for item in self.evidence), default=0)
+        self._index: dict[type[Record], dict[int, list[Record]]] = {}
+        for item in self.records:
+            self._index.setdefault(type(item), {}).setdefault(item.version, []).append(item)
+        self._last = max((item.version for item in self.records), default=0)
 
-    def at(self, stage: Stage, kind: str | None = None, **equal: Any) -> Iterator[Evidence]:
-        """Evidence of one stage (and kind), optionally filtered by field equality such as ``version=1``."""
-        if kind is not None:
-            items: Iterator[Evidence] = iter(self._index.get((stage, kind), ()))
-        else:
-            items = (item for item in self.evidence if item.stage is stage)
-        for item in items:
-            if all(getattr(item, field) == value for field, value in equal.items()):
-                yield item
+    def of[R: Record](self, kind: type[R], *, version: int | None = None, **equal: Any) -> Iterator[R]:
+        """Records of one class, in the order in which they were recorded.
 
-    def has(self, stage: Stage, kind: str) -> bool:
-        """Whether anything of this kind was recorded at this stage."""
-        return (stage, kind) in self._index
+        Args:
+            kind: class of records.
+            version: only those of this weight version.
+            equal: only those whose fields have these values.
+        """
+        versions = self._index.get(kind, {})
+        chosen = versions.values() if version is None else [versions.get(version, [])]
+        for items in chosen:
+            for item in cast("list[R]", items):
+                if all(getattr(item, field) == value for field, value in equal.items()):
+                    yield item
 
-    def versions(self, stage: Stage, kind: str) -> list[int]:
-        """Weight versions with evidence of this kind, ascending."""
-        return sorted({item.version for item in self._index.get((stage, kind), ())})
+    def has(self, kind: type[Record]) -> bool:
+        """True if anything of this class was recorded."""
+        return kind in self._index
+
+    def versions(self, kind: type[Record]) -> list[int]:
+        """Weight versions with records of this class, ascending."""
+        return sorted(self._index.get(kind, ()))
 
     def came_past(self, version: int) -> bool:
-        """Whether the run ended in order or went on to a later weight version, so that all of this one was reached."""
-        return self.manifest.get("complete") is not False or version < self._last
+        """True if the run ended in order or went on to a later weight version, so that all of this one was reached."""
+        return self.manifest.complete or version < self._last
 
-    def array(self, evidence: Evidence) -> torch.Tensor:
-        """Payload array of one fact; KeyError if it carries none."""
-        if evidence.array is None or self._arrays is None:
-            raise KeyError(f"no array was recorded with {evidence.kind} `{evidence.name}`")
-        return self._arrays(evidence.array)
+    def array(self, record: ArrayRecord, name: str = ONLY) -> np.ndarray:
+        """One array of a record, by default its only one.
+
+        Raises:
+            KeyError: the record has no such array.
+        """
+        return self.arrays(record)[name]
+
+    def arrays(self, record: ArrayRecord) -> Mapping[str, np.ndarray]:
+        """All arrays of a record, by name.
+
+        Raises:
+            KeyError: it has none.
+        """
+        if not record.array or self._arrays is None:
+            raise KeyError(f"no array was recorded with {kind_of(type(record))} `{record.name}`")
+        return self._arrays(record.array)

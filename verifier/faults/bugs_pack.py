@@ -198,14 +198,16 @@ def _groups_of_one(packed: PackedBatch) -> PackedBatch:
 
 @contextlib.contextmanager
 def _versions_of_now(fired: Fired) -> Iterator[None]:
+    from msgspec.structs import replace
+
     def make(original: Any) -> Any:
-        def rollouts_of(sequences: Any, version: int) -> Any:
+        def rollouts_of(rows: Any) -> Any:
             fired()
-            return original(sequences, version + 1)
+            return original([replace(row, versions=tuple(version + 1 for version in row.versions)) for row in rows])
 
         return rollouts_of
 
-    with replaced("verifier.runs.session_megatron:rollouts_of", "sequences, version", make):
+    with replaced("verifier.runs.session_megatron:rollouts_of", "rows", make):
         yield
 
 
@@ -219,7 +221,7 @@ def _mask_not_kept(fired: Fired) -> Iterator[None]:
         return make_rollout
 
     parameters = "rollout_id, prompt, response, group, sampled, mask, logprobs, versions, reward, routes"
-    with replaced("verifier.runs.scenario:make_rollout", parameters, make):
+    with replaced("verifier.runs.workload:make_rollout", parameters, make):
         yield
 
 

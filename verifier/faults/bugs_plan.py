@@ -24,7 +24,7 @@ def _planned_from(fired: Fired, change: Callable[[Stream, Fired], Stream]) -> co
 
         return plan_of
 
-    return replaced("verifier.runs.session_megatron:plan_of", "stream, chunk_bytes", make)
+    return replaced("verifier.runs.full_weights_megatron:plan_of", "stream, chunk_bytes", make)
 
 
 def _other_order_on_rank_1(stream: Stream, fired: Fired) -> Stream:

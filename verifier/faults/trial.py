@@ -14,7 +14,9 @@ from verifier.config import RoundtripConfig
 from verifier.core import store
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Verdict
-from verifier.core.stage import Stage
+from verifier.core.record import TensorRecord
+from verifier.core.records_engine import CheckpointView, SyncedTensor
+from verifier.core.records_weights import ExportedTensor, UpdatedShard
 from verifier.core.trace import Trace
 from verifier.errors import VerifierError
 from verifier.faults.engine_side import end
@@ -27,7 +29,7 @@ CYCLES = 2
 TIMEOUT_S = 900.0
 COLLECTIVE_DEADLINE_S = 60.0
 INJECTED = "verifier.faults.trial_megatron:injected"
-COPIED = ((Stage.EXPORT, "tensor"), (Stage.ENGINE, "view"), (Stage.ENGINE, "state"), (Stage.TRAIN, "shard"))
+COPIED: tuple[type[TensorRecord], ...] = (ExportedTensor, CheckpointView, SyncedTensor, UpdatedShard)
 """Evidence that must be bitwise the same in the clean and in the healed run."""
 
 
@@ -144,7 +146,7 @@ class Trials:
         except VerifierError as problem:
             if "faulted" not in names:
                 raise
-            if "healed" not in names or not store.read(traces["healed"]).manifest["complete"]:
+            if "healed" not in names or not store.read(traces["healed"]).manifest.complete:
                 raise _Crashed(str(problem), traces) from problem
         return traces
 
@@ -182,11 +184,11 @@ def _judged(path: Path) -> tuple[Report, Trace]:
 
 def _difference(healed: Trace, clean: Trace) -> str:
     """The first thing that two runs hold differently; empty if there is none."""
-    for stage, kind in COPIED:
+    for kind in COPIED:
         ours, theirs = (
-            {(i.role, i.rank, i.version, i.name): i.digest for i in trace.at(stage, kind)} for trace in (healed, clean)
+            {(i.role, i.rank, i.version, i.name): i.digest for i in trace.of(kind)} for trace in (healed, clean)
         )
         for key in theirs.keys() | ours.keys():
             if ours.get(key) != theirs.get(key):
-                return f"`{key[3]}` of version {key[2]} in {stage.label}"
+                return f"`{key[3]}` of version {key[2]} in {kind.stage.label}"
     return ""

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verifier.core.evidence import Evidence, Probe
-from verifier.core.stage import Stage
+from verifier.core.record import Probe
+from verifier.core.records_logprobs import StoredFloor
 from verifier.errors import UsageError
 from verifier.model.checkpoint import Checkpoint
 from verifier.platform.pins import installed
@@ -151,9 +151,13 @@ def stored_floor(model: str, checkpoint: Checkpoint, dtype: str, tier: str) -> F
 
 
 def record_floor(probe: Probe, floor: Floor) -> None:
-    """The floor as evidence of a run, a fact per bucket, so that whoever judges needs no file."""
+    """The floor as evidence of a run, a record per bucket, so that whoever judges needs no file."""
+    stored = str(floor_path(floor.model, floor.dtype, floor.tier))
     for bucket in floor.buckets:
-        facts = {**asdict(bucket), "stored": str(floor_path(floor.model, floor.dtype, floor.tier))}
         probe.emit(
-            Evidence(stage=Stage.LOGPROB, kind="floor", name=f"sequences of up to {bucket.longest} tokens", facts=facts)
-        )
+            StoredFloor(
+                name=f"sequences of up to {bucket.longest} tokens", longest=bucket.longest, tokens=bucket.tokens,
+                greatest=bucket.max, mean=bucket.mean, deviation=bucket.deviation, median=bucket.median,
+                p90=bucket.p90, p99=bucket.p99, stored=stored,
+            )
+        )  # fmt: skip

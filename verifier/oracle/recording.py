@@ -1,4 +1,4 @@
-"""What the oracle says of a run, from the run's own evidence and the weights that it dumped; nothing else is known of it.
+"""What the oracle says of a run, from its evidence and the weights that it dumped, and from nothing else.
 
 Weights lie in a folder: ``live-v``, the checkpoint of version v, joined without Megatron-Bridge; ``gradients-v``, the
 gradients of the step that made it; of an adapter ``matrices-v`` too.

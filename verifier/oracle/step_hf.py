@@ -233,8 +233,9 @@ def gradients(
         kept = ids[0, 1:][torch.tensor(mask[1:])]
         logprob = every.gather(1, kept[:, None])[:, 0]
         entropy = -(every.exp() * every).sum(-1)
-        said = torch.tensor(list(engine)[1:], dtype=torch.float32)[torch.tensor(mask[1:])].double()
-        nats = -reward * logprob - rule["entropy_weight"] * entropy + rule["drift_weight"] / 2 * (logprob - said).square()
+        reported = torch.tensor(list(engine)[1:], dtype=torch.float32)[torch.tensor(mask[1:])].double()
+        drift = rule["drift_weight"] / 2 * (logprob - reported).square()
+        nats = -reward * logprob - rule["entropy_weight"] * entropy + drift
         found.append(nats.detach())
         (nats.sum() / num_tokens).backward()
     return torch.cat(found), dict(_gradients_of(model))

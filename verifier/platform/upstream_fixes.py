@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verifier.core.manifest import UpstreamBug
 from verifier.errors import UsageError
 from verifier.platform.pins import installed
 
@@ -219,7 +220,7 @@ def selected(ids: Collection[str]) -> frozenset[str]:
     return frozenset(FIXES) if ALL in ids else frozenset(ids)
 
 
-def bugs_of(model: Facts, run: Facts) -> list[dict[str, Any]]:
+def bugs_of(model: Facts, run: Facts) -> list[UpstreamBug]:
     """The known bugs that reach a run, and the fixes that it installs, as the manifest records them.
 
     Args:
@@ -228,14 +229,9 @@ def bugs_of(model: Facts, run: Facts) -> list[dict[str, Any]]:
     """
     asked = selected(run.get("fixes") or ())
     return [
-        {
-            "id": fix.id,
-            "issue": fix.issue,
-            "summary": fix.summary,
-            "checks": list(fix.checks),
-            "names": fix.names,
-            "fixed": fix.id in asked,
-        }
+        UpstreamBug(
+            id=fix.id, issue=fix.issue, summary=fix.summary, checks=fix.checks, names=fix.names, fixed=fix.id in asked
+        )
         for fix in FIXES.values()
         if run.get("tier") in fix.tiers
         and fix.part(run)

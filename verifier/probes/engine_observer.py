@@ -1,4 +1,4 @@
-"""Probes of an engine as trainer rank 0 sees it: what its ranks agreed to, received and hold, each under its recorder."""
+"""Probes of an engine as trainer rank 0 sees it: what each of its ranks agreed to, received and holds."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from verifier.core.evidence import Evidence, Probe
-from verifier.core.stage import Stage
+from verifier.core.record import Probe
+from verifier.core.records_logprobs import ForcedRouteLogprobs, NaturalRouteLogprobs, ReplayedRouteLogprobs
+from verifier.core.records_tokens import GivenRoutes, UsedRoutes
 from verifier.data.rollout import MISSING_ROUTE, Rollout
 from verifier.model.provider_megatron import TrainerModel
 from verifier.train.pack import PackedBatch
@@ -40,14 +41,14 @@ def record_replay(probe: Probe, trainer: TrainerModel, rollouts: Sequence[Rollou
     _record_choices(probe, routing, made_up, choices, 0)
     if dist.get_rank() != 0:
         return
-    ids = [rollout.id for rollout in rollouts]
+    ids = tuple(rollout.id for rollout in rollouts)
     for kind, name, rows in (
-        ("forced", "sentinel routes", forced),
-        ("natural", "natural routes", natural),
-        ("scored", "natural routes replayed", replayed),
-        ("scored", "no routes after replay", released),
+        (ForcedRouteLogprobs, "sentinel routes", forced),
+        (NaturalRouteLogprobs, "natural routes", natural),
+        (ReplayedRouteLogprobs, "natural routes replayed", replayed),
+        (ReplayedRouteLogprobs, "no routes after replay", released),
     ):
-        _emit(probe, kind, name, {"rollouts": ids, "lengths": [row.numel() for row in rows]}, torch.cat(rows))
+        probe.emit(kind(name=name, rollouts=ids, lengths=tuple(row.numel() for row in rows)), torch.cat(rows))
 
 
 @contextlib.contextmanager
@@ -102,14 +103,14 @@ def _record_choices(
     probe: Probe, routing: Routing, made_up: Sequence[Rollout], choices: np.ndarray, version: int
 ) -> None:
     at = str(routing.trainer.mesh.coordinate(dist.get_rank()))
-    _emit(probe, "choice", "sentinel routes", {"at": at}, torch.from_numpy(choices), version)
+    probe.emit(UsedRoutes(name="sentinel routes", version=version, coordinate=at), choices)
     if dist.get_rank() == 0:
-        ids = [rollout.id for rollout in made_up]
+        ids = tuple(rollout.id for rollout in made_up)
         listed = _listed(made_up, routing.moe_layers)
-        _emit(probe, "routes", "sentinel routes", {"rollouts": ids}, listed, version)
+        probe.emit(GivenRoutes(name="sentinel routes", version=version, rollouts=ids), listed)
 
 
-def _listed(rollouts: Sequence[Rollout], moe_layers: Sequence[int]) -> torch.Tensor:
+def _listed(rollouts: Sequence[Rollout], moe_layers: Sequence[int]) -> np.ndarray:
     """[N, 3 + K] int32, one row per token and layer that has a route: rollout, position, global layer, experts."""
     parts = []
     for index, rollout in enumerate(rollouts):
@@ -118,8 +119,4 @@ def _listed(rollouts: Sequence[Rollout], moe_layers: Sequence[int]) -> torch.Ten
         layer = np.asarray(moe_layers)[column]
         where = np.stack([np.full_like(position, index), position, layer], axis=-1)
         parts.append(np.concatenate([where, rollout.routes[position, column]], axis=-1))
-    return torch.from_numpy(np.concatenate(parts).astype(np.int32))
-
-
-def _emit(probe: Probe, kind: str, name: str, facts: dict[str, object], array: torch.Tensor, version: int = 0) -> None:
-    probe.emit(Evidence(stage=Stage.REPLAY, kind=kind, name=name, version=version, facts=facts), array)
+    return np.concatenate(parts).astype(np.int32)

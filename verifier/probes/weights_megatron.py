@@ -7,12 +7,25 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verifier.core.evidence import Evidence, Probe
-from verifier.core.stage import Stage
+from verifier.core.record import Probe, TensorRecord
+from verifier.core.records_weights import (
+    ExpectedShard,
+    ExportedConfig,
+    ExportedTensor,
+    ExportStream,
+    PlanDigest,
+    PlannedTensor,
+    Reread,
+    SavedCheckpoint,
+    SavedTensor,
+    ShardRecord,
+    SourceConfig,
+    SourceTensor,
+)
 from verifier.errors import ContractError
 from verifier.export.names import Layout
 from verifier.export.sharding import Placement, unshard
@@ -71,28 +84,25 @@ class LiveWeights:
             }
         return self._places
 
-    def record(self, probe: Probe, stage: Stage, kind: str, version: int, also: str = "") -> None:
+    def record(self, probe: Probe, version: int, *kinds: type[ShardRecord]) -> None:
         """Digest every live tensor; the device is waited for once, not tensor by tensor.
 
         Args:
             probe: told of each.
-            stage: of the evidence.
-            kind: of the evidence.
             version: of the weights.
-            also: a second kind of evidence with the same contents, if any.
+            kinds: what each is recorded as.
         """
         places = self.placements()
         found = list(self.tensors())
         digests = digest_tensors(tensor for _, _, tensor in found)
         for (chunk, name, tensor), digest in zip(found, digests, strict=True):
             place = places.get((chunk, name))
-            for each in (kind, also) if also else (kind,):
+            for kind in kinds:
                 probe.emit(
-                    Evidence(
-                        stage=stage, kind=each, version=version, digest=digest,
-                        name=place.global_name if place else f"{name} (chunk {chunk})",
-                        dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
-                        facts={"at": self.at, "replica": place.group if place else f"rank {self.rank} {chunk} {name}"},
+                    kind(
+                        name=place.global_name if place else f"{name} (chunk {chunk})", version=version, digest=digest,
+                        dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), coordinate=self.at,
+                        replica=place.group if place else f"rank {self.rank} {chunk} {name}",
                     )
                 )  # fmt: skip
 
@@ -101,10 +111,9 @@ class LiveWeights:
         for place in self.placements().values():
             tensor = place.shard(source.read)
             probe.emit(
-                Evidence(
-                    stage=Stage.LOAD, kind="expected", name=place.global_name, digest=digest_tensor(tensor),
-                    dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
-                    facts={"at": self.at, "sources": list(place.sources)},
+                ExpectedShard(
+                    name=place.global_name, digest=digest_tensor(tensor), dtype=dtype_name(tensor.dtype),
+                    shape=tuple(tensor.shape), coordinate=self.at, sources=tuple(place.sources),
                 )
             )  # fmt: skip
 
@@ -154,44 +163,50 @@ def join(path: Path, layout: Layout | AdapterLayout, mesh: Mesh) -> dict[str, to
     return whole
 
 
-def record_source(probe: Probe, source: Checkpoint) -> None:
-    """Digest the source checkpoint, tensor by tensor."""
-    for name in source.names():
-        tensor = source.read(name)
+def record_tensors(
+    probe: Probe, kind: type[TensorRecord], tensors: Iterable[tuple[str, torch.Tensor]], version: int = 0
+) -> None:
+    """Digest named tensors one by one."""
+    for name, tensor in tensors:
         probe.emit(
-            Evidence(
-                stage=Stage.LOAD, kind="source", name=name, digest=digest_tensor(tensor),
-                dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
+            kind(
+                name=name, version=version, digest=digest_tensor(tensor), dtype=dtype_name(tensor.dtype),
+                shape=tuple(tensor.shape),
             )
         )  # fmt: skip
+
+
+def record_source(probe: Probe, source: Checkpoint) -> None:
+    """Digest the source checkpoint, tensor by tensor."""
+    record_tensors(probe, SourceTensor, ((name, source.read(name)) for name in source.names()))
 
 
 def recorded(
     probe: Probe, stream: Iterable[tuple[str, torch.Tensor]], version: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The export stream, digested as it passes; and of what its reader still holds, whether it was written over."""
+    """The export stream, digested as it passes; and again what is still held where a later one shares its memory."""
     held: dict[int, list[tuple[str, str, weakref.ref[torch.Tensor]]]] = {}  # by where their memory begins
-    overwritten: list[str] = []
+    reread: dict[str, Reread] = {}
     count = 0
     for name, tensor in stream:
         digest = digest_tensor(tensor)
         probe.emit(
-            Evidence(
-                stage=Stage.EXPORT, kind="tensor", name=name, version=version, digest=digest,
-                dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
+            ExportedTensor(
+                name=name, version=version, digest=digest, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape)
             )
-        )  # fmt: skip
+        )
         neighbours = held.setdefault(tensor.untyped_storage().data_ptr(), [])
         neighbours[:] = [item for item in neighbours if item[2]() is not None]
         for earlier, was, reference in neighbours:
             other = reference()
-            if other is not None and _share_memory(other, tensor) and digest_tensor(other) != was:
-                overwritten.append(earlier)
+            known = reread.get(earlier)
+            if other is None or not _share_memory(other, tensor) or (known and known.still_held != was):
+                continue
+            reread[earlier] = Reread(name=earlier, handed_over=was, still_held=digest_tensor(other))
         neighbours.append((name, digest, weakref.ref(tensor)))
         count += 1
         yield name, tensor
-    facts = {"count": count, "overwritten": list(dict.fromkeys(overwritten))}
-    probe.emit(Evidence(stage=Stage.EXPORT, kind="stream", name="the export", version=version, facts=facts))
+    probe.emit(ExportStream(name="the export", version=version, num_tensors=count, reread=tuple(reread.values())))
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -209,10 +224,10 @@ def record_config(probe: Probe, source: Checkpoint, folder: Path, version: int) 
     """The config.json that megatron-bridge wrote with an export, and the source's, as transformers reads both."""
     from transformers import AutoConfig
 
-    for stage, path in ((Stage.LOAD, source.path), (Stage.EXPORT, folder)):
+    for kind, path in ((SourceConfig, source.path), (ExportedConfig, folder)):
         read = AutoConfig.from_pretrained(path, local_files_only=True).to_dict()
-        facts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in read.items()}
-        probe.emit(Evidence(stage=stage, kind="config", name="config.json", version=version, facts=facts))
+        values = {key: json.dumps(value, sort_keys=True, default=str) for key, value in read.items()}
+        probe.emit(kind(name="config.json", version=version, values=values))
 
 
 def record_saved(probe: Probe, folder: Path, version: int) -> None:
@@ -220,9 +235,6 @@ def record_saved(probe: Probe, folder: Path, version: int) -> None:
     from safetensors import safe_open
 
     shards = sorted(folder.glob("*.safetensors"))
-    probe.emit(
-        Evidence(stage=Stage.EXPORT, kind="saved-files", name="shards", version=version, facts={"count": len(shards)})
-    )
     index = folder / INDEX
     listed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
     absent = set(listed)
@@ -234,32 +246,12 @@ def record_saved(probe: Probe, folder: Path, version: int) -> None:
                 absent.discard(name)
                 tensor = file.get_tensor(name)
                 probe.emit(
-                    Evidence(
-                        stage=Stage.EXPORT, kind="saved", name=name, version=version, digest=digest_tensor(tensor),
-                        dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), facts={"shard": path.name},
+                    SavedTensor(
+                        name=name, version=version, digest=digest_tensor(tensor), dtype=dtype_name(tensor.dtype),
+                        shape=tuple(tensor.shape), shard=path.name,
                     )
                 )  # fmt: skip
-    for name in sorted(absent):
-        probe.emit(Evidence(stage=Stage.EXPORT, kind="saved", name=name, version=version, digest="in no shard"))
-
-
-def record_live(probe: Probe, live: Mapping[str, torch.Tensor], version: int) -> dict[str, str]:
-    """Digest the joined live shards; returns the digests by name."""
-    digests = {}
-    for name, tensor in live.items():
-        digests[name] = digest_tensor(tensor)
-        probe.emit(
-            Evidence(
-                stage=Stage.TRAIN, kind="live", name=name, version=version, digest=digests[name],
-                dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape),
-            )
-        )  # fmt: skip
-    return digests
-
-
-def record_moved(probe: Probe, name: str, version: int, **counts: int) -> None:
-    """How many tensors an update moved, how many it had to move at least, and of how many."""
-    probe.emit(Evidence(stage=Stage.TRAIN, kind="moved", name=name, version=version, facts=counts))
+    probe.emit(SavedCheckpoint(name="shards", version=version, shards=len(shards), missing=tuple(sorted(absent))))
 
 
 def plan_of(stream: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int) -> ChunkPlan:
@@ -272,17 +264,11 @@ def plan_of(stream: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int) -> Chu
 
 def record_plan(probe: Probe, plan: ChunkPlan, version: int, *, entries: bool) -> None:
     """The plan's digest and, from one rank, its entries."""
+    num_tensors = sum(len(chunk.entries) for chunk in plan.chunks)
     probe.emit(
-        Evidence(
-            stage=Stage.PLAN, kind="plan", name="chunk plan", version=version, digest=plan.digest,
-            facts={"num_chunks": len(plan.chunks), "num_tensors": sum(len(chunk.entries) for chunk in plan.chunks)},
+        PlanDigest(
+            name="chunk plan", version=version, digest=plan.digest, num_chunks=len(plan.chunks), num_tensors=num_tensors
         )
-    )  # fmt: skip
-    if entries:
-        for tensor in plan.tensors:
-            probe.emit(
-                Evidence(
-                    stage=Stage.PLAN, kind="entry", name=tensor.name, version=version,
-                    dtype=tensor.dtype, shape=tensor.shape,
-                )
-            )  # fmt: skip
+    )
+    for tensor in plan.tensors if entries else ():
+        probe.emit(PlannedTensor(name=tensor.name, version=version, dtype=tensor.dtype, shape=tuple(tensor.shape)))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+import msgspec
+
 from verifier.core.finding import Outcome
+from verifier.core.manifest import Manifest
 from verifier.core.stage import Stage
 from verifier.report.known_bugs import explanation, why_it_ended
 from verifier.report.render_text import first_line
@@ -27,7 +29,7 @@ def render_json(report: Report) -> str:
                 "verdict": report.verdict.name.lower(),
                 "exit_code": int(report.exit_code),
                 "trace": report.trace,
-                "run": _plain(report.manifest),
+                "run": msgspec.to_builtins(report.manifest),
                 "outcomes": [_outcome(item, report.manifest) for item in report.outcomes],
                 "ended_by": why_it_ended(report.manifest),
                 "switched_off": list(report.switched_off),
@@ -40,7 +42,7 @@ def render_json(report: Report) -> str:
     )
 
 
-def _outcome(outcome: Outcome, manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _outcome(outcome: Outcome, manifest: Manifest) -> dict[str, Any]:
     return {
         "code": outcome.code,
         "name": outcome.name,

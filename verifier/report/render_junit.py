@@ -28,7 +28,7 @@ def render_junit(report: Report) -> str:
         properties = ElementTree.SubElement(suite, "properties")
         for name, value in lines:
             ElementTree.SubElement(properties, "property", name=name, value=_NOT_XML.sub("?", value))
-    group = f"verifier.{report.manifest.get('command', 'run')}"
+    group = f"verifier.{report.manifest.command}"
     for outcome in report.outcomes:
         case = ElementTree.SubElement(suite, "testcase", classname=group, name=f"{outcome.code} {outcome.name}")
         if outcome.verdict is Verdict.HOLDS:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+
+import msgspec
 
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Finding, Outcome, Verdict
+from verifier.core.manifest import Manifest
 from verifier.mesh import Mesh
 from verifier.report.known_bugs import explanation, stack_lines, why_it_ended
 from verifier.report.report import Report
@@ -43,7 +44,7 @@ def first_line(outcome: Outcome) -> str:
     return f"{outcome.code} {outcome.name}: {_sentence(outcome)}"
 
 
-def render_outcome(outcome: Outcome, trace: str, manifest: Mapping[str, Any]) -> str:
+def render_outcome(outcome: Outcome, trace: str, manifest: Manifest) -> str:
     """The block of one outcome, in the fixed order of lines; lines that do not apply are left out."""
     finding = outcome.finding
     lines = [first_line(outcome)]
@@ -125,28 +126,27 @@ def _in_one_line(failure: str) -> str:
     return f"{lines[0]} {lines[-1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
 
 
-def _identity(manifest: Mapping[str, Any]) -> str:
-    config = manifest.get("config", {})
-    lines = [f"verifier {manifest.get('command', 'run')} {config.get('model', '')}".rstrip()]
-    if "mesh" in config:
-        mesh = Mesh(**config["mesh"])
+def _identity(manifest: Manifest) -> str:
+    config = manifest.config
+    lines = [f"verifier {manifest.command} {config.get('model', '')}".rstrip()]
+    if manifest.mesh is not None:
+        mesh = Mesh(**msgspec.structs.asdict(manifest.mesh))
         label = mesh.label()
         ranks = "" if mesh.world_size == 1 else f" ({mesh.world_size} ranks{_shared(manifest)})"
         lines[0] += f" on {label}{ranks}"
-    stated = [f"tier {manifest['tier']}"] if "tier" in manifest else []
+    stated = [f"tier {manifest.tier}"] if manifest.tier else []
     stated += [f"{key} {config[key]}" for key in _CONFIG_ORDER if config.get(key) is not None]
     if stated:
         lines.append("  " + ", ".join(stated))
-    versions = manifest.get("versions", {})
-    if versions:
-        lines.append("  " + ", ".join(f"{name} {version}" for name, version in sorted(versions.items())))
+    if manifest.versions:
+        lines.append("  " + ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())))
     lines += (f"  {name}: {value}" for name, value in stack_lines(manifest))
     return "\n".join(lines)
 
 
-def _shared(manifest: Mapping[str, Any]) -> str:
-    """On how many GPUs, where ranks share them."""
-    gpus, ranks = manifest.get("num_gpus", 0), manifest.get("world_size", 0)
+def _shared(manifest: Manifest) -> str:
+    """Number of GPUs, where ranks share them."""
+    gpus, ranks = manifest.num_gpus, manifest.world_size
     return f" on {gpus} {'GPU' if gpus == 1 else 'GPUs'}" if 0 < gpus < ranks else ""
 
 
@@ -177,7 +177,7 @@ def _conclusion(report: Report) -> str:
     else:
         said = [f"inconclusive: {counts[Verdict.HOLDS]} of {total} checks hold", unsure]
     if not report.is_complete:
-        failure = _in_one_line(str(report.manifest.get("failure", "")))
+        failure = _in_one_line(report.manifest.failure)
         said.append("the run did not finish" + (f" ({failure})" if failure else ""))
         said.append(why_it_ended(report.manifest))
     said += [f"{sum(item.num_compared for item in report.outcomes):,} things compared", f"trace in `{report.trace}`"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from verifier.core.check import REGISTRY, Check, run_check
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Outcome, Verdict
 from verifier.core.gate import ExitCode, exit_code, verdict_of
+from verifier.core.manifest import Manifest
 from verifier.core.trace import Trace
 
 
@@ -19,7 +19,7 @@ class Report:
 
     trace: str
     """Path of the trace as the user would type it."""
-    manifest: Mapping[str, Any] = field(default_factory=dict)
+    manifest: Manifest = field(default_factory=Manifest)
     outcomes: tuple[Outcome, ...] = ()
     switched_off: tuple[str, ...] = ()
     """Codes of checks that the run's scopes declare and that were not run."""
@@ -39,8 +39,8 @@ class Report:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run finished writing its trace."""
-        return bool(self.manifest.get("complete", False))
+        """True if the run finished writing its trace."""
+        return self.manifest.complete
 
 
 def report_of(
@@ -60,7 +60,7 @@ def report_of(
         only_codes: run just these, in scope or not; the scoped rest is reported as switched off.
         only_names: keep only comparisons whose subject contains this text.
     """
-    scopes = set(trace.manifest.get("scopes", ()))
+    scopes = set(trace.manifest.scopes)
     scoped = [item for _, item in sorted(checks.items()) if item.scope in scopes]
     chosen = [item for code, item in sorted(checks.items()) if code in only_codes] if only_codes else scoped
     return Report(

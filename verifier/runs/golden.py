@@ -8,8 +8,7 @@ from typing import Any
 
 from verifier.config import GoldenConfig
 from verifier.core import store
-from verifier.core.evidence import Evidence
-from verifier.core.stage import Stage
+from verifier.core.records_weights import ExportedTensor, SourceTensor
 from verifier.errors import UsageError
 from verifier.runs.model_under_test import ModelUnderTest, open_model
 
@@ -20,8 +19,8 @@ def write_manifest(config: GoldenConfig) -> Path:
     """Record the export of a finished trace, in which every check holds, under ``golden/``, with the reason."""
     trace = store.read(config.trace)
     tensors = {
-        item.name: {"dtype": item.dtype, "shape": list(item.shape or ()), "digest": item.digest}
-        for item in trace.at(Stage.EXPORT, "tensor", version=0, rank=0)
+        item.name: {"dtype": item.dtype, "shape": list(item.shape), "digest": item.digest}
+        for item in trace.of(ExportedTensor, version=0, rank=0)
     }
     path = manifest_path(config)
     record = {
@@ -29,7 +28,7 @@ def write_manifest(config: GoldenConfig) -> Path:
         "dtype": config.dtype,
         "architecture": open_model(config.model, config.dtype, config.mesh).checkpoint.config["architectures"][0],
         "mesh": config.mesh.to_dict(),
-        "versions": trace.manifest["versions"],
+        "versions": trace.manifest.versions,
         "why": config.why,
         "tensors": tensors,
     }
@@ -85,10 +84,6 @@ def record_manifest(trace: Path, record: dict[str, Any]) -> None:
     """A manifest's tensors as evidence of the source."""
     recorder = store.Recorder(trace, "source", 0)
     for name, item in record["tensors"].items():
-        recorder.emit(
-            Evidence(
-                stage=Stage.LOAD, kind="source", name=name, digest=item["digest"], dtype=item["dtype"],
-                shape=tuple(item["shape"]),
-            )
-        )  # fmt: skip
+        record = SourceTensor(name=name, digest=item["digest"], dtype=item["dtype"], shape=tuple(item["shape"]))
+        recorder.emit(record)
     recorder.close()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.core import store
+from verifier.core.manifest import Manifest, MeshSizes, Scope, replace
 from verifier.errors import Stopped, UsageError, VerifierError
 from verifier.model.families import num_experts_of
 from verifier.platform.pins import PINS, installed
@@ -21,19 +21,16 @@ TOKEN_SCOPES = ("tokens", "replay", "forced", "logprob", "layout", "replicas", "
 """Scopes of a run of the token path alone, in which nothing is exported."""
 
 
-def golden_manifest(config: GoldenConfig, model: ModelUnderTest) -> dict[str, Any]:
+def golden_manifest(config: GoldenConfig, model: ModelUnderTest) -> Manifest:
     """Manifest of `verifier golden`."""
-    return {
-        **_identity(model, "golden", config, place_trainer(config.mesh, model.tier)),
-        "scopes": ["export", *model.layout_scopes, *(["saved"] if model.is_saved else [])],
-        "engine_ranks": 0,
-        "synced_versions": [],
-    }
+    saved: tuple[Scope, ...] = ("saved",) if model.is_saved else ()
+    identity = _identity(model, "golden", config, place_trainer(config.mesh, model.tier))
+    return replace(identity, scopes=("export", *model.layout_scopes, *saved))
 
 
 def roundtrip_manifest(
     config: RoundtripConfig, model: ModelUnderTest, placement: Placement, *, restores: bool, tokens_only: bool
-) -> dict[str, Any]:
+) -> Manifest:
     """Manifest of `verifier roundtrip`.
 
     Args:
@@ -44,16 +41,13 @@ def roundtrip_manifest(
         tokens_only: nothing is exported and no engine takes part.
     """
     scopes = _scopes(config, model)
-    manifest = {
-        **_identity(model, "roundtrip", config, placement.trainer_gpus),
-        "scopes": [scope for scope in scopes if scope in TOKEN_SCOPES] if tokens_only else scopes,
-        "engine": config.engine,
-        "engine_ranks": config.engine_tp,
-        "synced_versions": list(range(0 if restores else 1, config.cycles + 1)),
-    }
-    if config.engine_lora_rank:
-        manifest["untouched_versions"] = list(range(config.cycles + 1))
-    return manifest
+    untouched = range(config.cycles + 1) if config.engine_lora_rank else (0,)
+    return replace(
+        _identity(model, "roundtrip", config, placement.trainer_gpus),
+        scopes=tuple(scope for scope in scopes if not tokens_only or scope in TOKEN_SCOPES),
+        engine=config.engine, engine_ranks=config.engine_tp, untouched_versions=tuple(untouched),
+        synced_versions=tuple(range(0 if restores else 1, config.cycles + 1)),
+    )  # fmt: skip
 
 
 def judges_gradients(config: RoundtripConfig, model: ModelUnderTest) -> bool:
@@ -61,10 +55,10 @@ def judges_gradients(config: RoundtripConfig, model: ModelUnderTest) -> bool:
     return model.judges_gradients and (not config.engine_lora_rank or config.dtype == "float32")
 
 
-def _scopes(config: RoundtripConfig, model: ModelUnderTest) -> list[str]:
-    scopes = ["tokens", "export", "held", "cold", "settings", "logprob", "rollout"]
+def _scopes(config: RoundtripConfig, model: ModelUnderTest) -> list[Scope]:
+    scopes: list[Scope] = ["tokens", "export", "held", "cold", "settings", "logprob", "rollout"]
     layout = model.layout_scopes
-    gradient = ["gradient"] if judges_gradients(config, model) else []
+    gradient: list[Scope] = ["gradient"] if judges_gradients(config, model) else []
     if config.engine_lora_rank:
         return [*scopes, *layout, "update", "adapter", *gradient] if layout else scopes
     scopes += ["plan", "transport", "engine"]
@@ -77,34 +71,26 @@ def _scopes(config: RoundtripConfig, model: ModelUnderTest) -> list[str]:
     return [*scopes, "step", *gradient] if config.update == "step" else scopes
 
 
-def _identity(
-    model: ModelUnderTest, command: str, config: GoldenConfig | RoundtripConfig, num_gpus: int
-) -> dict[str, Any]:
+def _identity(model: ModelUnderTest, command: str, config: GoldenConfig | RoundtripConfig, num_gpus: int) -> Manifest:
     """Which run this was, and what was replaced upstream.
 
     Raises:
         UsageError: an upstream bug would end the run, and its fix is not asked for.
     """
-    sizes, run = model.checkpoint.config, {**config.to_dict(), "command": command, "tier": model.tier}
-    run["dtype"] = model.dtype
+    settings = config.to_dict()
+    sizes = model.checkpoint.config
+    run = {**settings, "command": command, "tier": model.tier, "dtype": model.dtype}
     refuse_impossible(sizes, run)
-    return {
-        "command": command,
-        "model": config.model,
-        "dtype": model.dtype,
-        "mesh": model.mesh.to_dict(),
-        "world_size": model.mesh.world_size,
-        "num_gpus": num_gpus,
-        "tier": model.tier,
-        "versions": {name: found for name in PINS if (found := installed(name)) is not None},
-        "config": config.to_dict(),
-        "stand_ins": stand_ins_of(sizes, run),
-        "upstream_bugs": bugs_of(sizes, run),
-    }
+    return Manifest(
+        command=command, model=config.model, dtype=model.dtype, mesh=MeshSizes(**model.mesh.to_dict()),
+        world_size=model.mesh.world_size, num_gpus=num_gpus, tier=model.tier,
+        versions={name: found for name in PINS if (found := installed(name)) is not None}, config=settings,
+        stand_ins=tuple(stand_ins_of(sizes, run)), upstream_bugs=tuple(bugs_of(sizes, run)),
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
-def recording(traces: Sequence[Path], manifest: Mapping[str, Any]) -> Iterator[Callable[[Path], None]]:
+def recording(traces: Sequence[Path], manifest: Manifest) -> Iterator[Callable[[Path], None]]:
     """Make trace directories; a usage error removes those that are not complete, any other error marks them.
 
     Args:
@@ -117,7 +103,7 @@ def recording(traces: Sequence[Path], manifest: Mapping[str, Any]) -> Iterator[C
     incomplete: list[Path] = []
 
     def complete(trace: Path) -> None:
-        store.write_manifest(trace, {**manifest, "complete": True})
+        store.complete(trace, manifest)
         incomplete.remove(trace)
 
     try:
@@ -130,5 +116,5 @@ def recording(traces: Sequence[Path], manifest: Mapping[str, Any]) -> Iterator[C
         raise
     except (VerifierError, Stopped) as problem:
         for trace in incomplete:
-            store.write_manifest(trace, {**manifest, "complete": False, "failure": str(problem)})
+            store.fail(trace, manifest, str(problem))
         raise

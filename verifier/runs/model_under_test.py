@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verifier.config import RoundtripConfig
+from verifier.core.manifest import Scope
 from verifier.engine.engine import refuse_adapters, refuse_unsupported
 from verifier.errors import UsageError
 from verifier.export.names import layout_of
@@ -37,7 +38,7 @@ class ModelUnderTest:
     tier: str
 
     @property
-    def layout_scopes(self) -> list[str]:
+    def layout_scopes(self) -> list[Scope]:
         """Scopes of the checks that need a layout: shards, and replicas where the mesh has any."""
         layout = layout_of(self.checkpoint.config)
         if layout is None:

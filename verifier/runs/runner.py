@@ -70,9 +70,9 @@ class Runner:
         with recording([config.trace], manifest) as complete, _work_folder() as work:
             spec = RunSpec(
                 program="golden", checkpoint=str(model.checkpoint.path), mesh=config.mesh, dtype=config.dtype,
-                tier=model.tier, trace=str(config.trace), work=str(work), num_gpus=manifest["num_gpus"],
+                tier=model.tier, trace=str(config.trace), work=str(work), num_gpus=manifest.num_gpus,
                 source_from_manifest=recorded is not None, saves=model.is_saved,
-                fixes=sorted(selected(config.fixes)),
+                fixes=tuple(sorted(selected(config.fixes))),
                 deadline_s=self.resources.collective_deadline_s,
             )  # fmt: skip
             self._progress("importing Megatron")

@@ -1,4 +1,4 @@
-"""A made-up workload: rollouts of which no two fields are alike, so that none can be dropped, shifted or swapped unseen.
+"""A made-up workload: rollouts of which no two fields are alike, so that no mix-up of them goes unseen.
 
 The loss is from no paper. It takes the reward of each rollout, the engine's log-probability of each token, the entropy
 and a temperature that is not 1, so that none of them can be dropped, shifted or detached without a change of the

@@ -1,4 +1,4 @@
-"""The trainer's side of a run, on every rank: load, score, replay, then update, record, export and sync, cycle by cycle."""
+"""The trainer's side of a run, on every rank: load, score, replay, then update, export and sync, cycle by cycle."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Have megatron-bridge write the last export to files too, and record what a reader finds there."""
     source_from_manifest: bool = False
     """The expected tensors are recorded elsewhere, so the source is not digested."""
-    fixes: Sequence[str] = ()
+    fixes: tuple[str, ...] = ()
     """Ids of the upstream fixes that the ranks install."""
     seed: int = 0
     deadline_s: float = 180.0
@@ -113,7 +113,7 @@ def roundtrip_spec(
         chunk_bytes=chunk_bytes_for(model.checkpoint.num_bytes, placement.transport),
         transport=placement.transport, num_gpus=placement.trainer_gpus, sleep_level=config.sleep_level,
         lora_rank=config.engine_lora_rank, gradients=judges_gradients(config, model),
-        saves=model.is_saved and not config.engine_lora_rank, fixes=sorted(selected(config.fixes)),
+        saves=model.is_saved and not config.engine_lora_rank, fixes=tuple(sorted(selected(config.fixes))),
         **session,
     )  # fmt: skip
 

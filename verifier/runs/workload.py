@@ -119,9 +119,7 @@ def policy_loss(objective: Objective) -> TokenLoss:
         engine_T = torch.where(shard.loss_mask_T.cpu(), shard.engine_logprobs_T, 0).to(device)
         drift_T = logprob_T - engine_T
         return (
-            -reward_T * logprob_T
-            - objective.entropy_weight * entropy_T
-            + objective.drift_weight / 2 * drift_T.square()
+            -reward_T * logprob_T - objective.entropy_weight * entropy_T + objective.drift_weight / 2 * drift_T.square()
         )
 
     return loss

@@ -76,7 +76,7 @@ def score(
     import torch.distributed as dist
 
     schedule = _schedule(trainer, rollouts, micro_batch_size)
-    shards = _shards(trainer, schedule, rollouts)
+    shards = _shards(trainer, schedule, rollouts, ledger=on_shards is not None)
     forward = partial(
         _forward, trainer=trainer, temperature=temperature, entropy=False, finish=_detached, on_chunk=on_chunk
     )
@@ -169,7 +169,7 @@ def backward(
         raise UsageError("no token of any rollout is in the loss mask: there is nothing to train on")
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
-    shards = _shards(trainer, _schedule(trainer, rollouts, micro_batch_size), rollouts)
+    shards = _shards(trainer, _schedule(trainer, rollouts, micro_batch_size), rollouts, ledger=on_shards is not None)
     forward = partial(
         _forward, trainer=trainer, temperature=temperature, entropy=True, finish=partial(_sum_loss, loss=loss)
     )
@@ -212,10 +212,14 @@ def _schedule(trainer: TrainerModel, rollouts: Sequence[Rollout], micro_batch_si
     return split_by_count(len(rollouts), dp=mesh.dp, micro_batch_size=micro_batch_size, multiple=multiple)
 
 
-def _shards(trainer: TrainerModel, schedule: Schedule, rollouts: Sequence[Rollout]) -> list[PackedBatch]:
-    """This rank's part of each of its micro-batches."""
+def _shards(
+    trainer: TrainerModel, schedule: Schedule, rollouts: Sequence[Rollout], *, ledger: bool
+) -> list[PackedBatch]:
+    """This rank's part of each of its micro-batches; with the ledger of tokens only where somebody looks."""
     at = _coordinate(trainer)
     alignment = Alignment(tp=trainer.mesh.tp, cp=trainer.mesh.cp, sp=trainer.provider.sequence_parallel)
+    if not ledger:
+        return [shard_cp(pack(batch, alignment), at.cp) for batch in schedule.of(at.dp, rollouts)]
     marks = dict(zip((rollout.id for rollout in rollouts), sentinels(rollouts), strict=True))
     return [
         shard_cp(pack(batch, alignment, extra={LEDGER: [marks[rollout.id] for rollout in batch]}), at.cp)

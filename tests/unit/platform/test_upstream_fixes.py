@@ -26,7 +26,7 @@ def versions(monkeypatch):
 
 
 def reach(model, **run):
-    return [bug["id"] for bug in fixes.bugs_of(model, {**RUN, **run})]
+    return [bug.id for bug in fixes.bugs_of(model, {**RUN, **run})]
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,14 @@ def reach(model, **run):
 )
 def test_a_bug_reaches_some_runs(model, run, found):
     assert reach(model, **run) == found
-    assert not any(bug["fixed"] for bug in fixes.bugs_of(model, {**RUN, **run}))
+    assert not any(bug.fixed for bug in fixes.bugs_of(model, {**RUN, **run}))
 
 
 def test_what_is_asked_for_and_takes_part_is_recorded_too():
-    bugs = {bug["id"]: bug["fixed"] for bug in fixes.bugs_of(DENSE, {**RUN, "fixes": ["all"]})}
+    bugs = {bug.id: bug.fixed for bug in fixes.bugs_of(DENSE, {**RUN, "fixes": ["all"]})}
     assert bugs == {fixes.VLLM_BUFFERS: True, fixes.MEGATRON_DECAY: True, fixes.MEGATRON_INDEX: True}
     one = fixes.bugs_of(HYBRID, {**RUN, "engine": "hf", "dtype": "bfloat16", "fixes": [fixes.MEGATRON_DECAY]})
-    assert {bug["id"]: bug["fixed"] for bug in one} == {
+    assert {bug.id: bug.fixed for bug in one} == {
         fixes.TRANSFORMERS_SCAN: False,
         fixes.MEGATRON_DECAY: True,
         fixes.MEGATRON_INDEX: False,

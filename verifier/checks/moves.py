@@ -1,0 +1,136 @@
+"""What must move a weight, and what must not: updates; idle steps, scoring, exports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from verifier.checks.content import Moment, by_name, compare_moments
+from verifier.core.check import check
+from verifier.core.comparison import Comparison
+from verifier.core.record import TensorRecord
+from verifier.core.records_weights import (
+    JoinedTensor,
+    LiveAdapterMatrix,
+    LoadedShard,
+    ShardAfterExport,
+    ShardAfterIdleStep,
+    ShardAfterScoring,
+    SourceTensor,
+    Update,
+    UpdatedShard,
+)
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+OUTWARD = ".lora_B.weight"
+"""End of the names of an adapter's outward matrices."""
+
+
+def _shards(version: int) -> Moment:
+    """When all live weights of a version were recorded."""
+    return UpdatedShard if version else LoadedShard, version
+
+
+@check("WGT007", needs=(ShardAfterIdleStep,), scope="step")
+def idle_step_moved_weight(trace: Trace) -> Iterator[Comparison]:
+    """A step with learning rate 0 leaves every live parameter bit alone.
+
+    What it checks: each rank's parameters after an lr = 0 step against those before it.
+    Why it matters: an optimizer whose fp32 masters were not refreshed at load writes stale weights back at its first
+    step, whatever the gradient is.
+    Evidence: load/shard, export/exported (what an export before it left), train/idle, train/shard.
+    Tolerance and its source: bitwise; adding zero changes no bit, and a rounded master rounds to the same bits.
+    What it does not catch: masters that hold the right weights but wrong moments.
+    References: SkyRL#2149, RL#2371.
+    """
+    for version in trace.versions(ShardAfterIdleStep):
+        before = _shards(version)
+        if version in trace.versions(ShardAfterExport):  # what the export left, whatever it left
+            before = (ShardAfterExport, version)
+        yield from compare_moments(
+            trace, (ShardAfterIdleStep, version), before, actual_says="the model after an lr = 0 step",
+            expected_says="the model before it", allowed="bitwise (a step of zero moves nothing)",
+            hint="compare the optimizer's master weights with the parameters right after the load",
+        )  # fmt: skip
+
+
+@check("WGT008", needs=(Update,), scope="update")
+def update_moved_nothing(trace: Trace) -> Iterator[Comparison]:
+    """Every update changes the weights, so that a sync which delivers nothing cannot pass.
+
+    What it checks: at each version above 0, the number of checkpoint tensors whose live bits changed since the
+    version before is not zero; for the noise update it is every floating-point tensor, for an adapter every one of its
+    outward matrices (B), which are zero before the first step.
+    Why it matters: syncing unchanged weights proves nothing about delivery.
+    Evidence: train/update, load/source, train/live, train/adapter.
+    Tolerance and its source: exact counts.
+    What it does not catch: a parameter that should have moved and did not (TRN001).
+    References: verl#4248, prime-rl#1145.
+    """
+    for item in trace.of(Update):
+        before, after = (_updated(trace, item.how, version) for version in (item.version - 1, item.version))
+        if not after:
+            continue
+        moved, total = sum(before[name].digest != after[name].digest for name in after if name in before), len(after)
+        floats = sum("float" in tensor.dtype for tensor in after.values())
+        least = {"step": 1, "noise": floats, "adapter step": total}[item.how]
+        yield Comparison(
+            what=item.name, same=moved >= least, stage=Stage.TRAIN, version=item.version,
+            badness=0.0 if moved >= least else 1.0,
+            sentence=(
+                f"the update changed {moved or 'none'} of the model's {total} tensors"
+                + (f", at least {least} had to change" if moved else "")
+            ),
+            expected=f"{least} or more tensors changed", actual=f"{moved} changed", allowed="exact counts",
+            hint="look at whether the optimizer stepped and whether its parameters are the model's",
+        )  # fmt: skip
+
+
+def _updated(trace: Trace, how: str, version: int) -> Mapping[str, TensorRecord]:
+    """What an update of a version moves, joined over all ranks."""
+    if how == "adapter step":
+        matrices = by_name(trace.of(LiveAdapterMatrix, version=version))
+        return {name: item for name, item in matrices.items() if name.endswith(OUTWARD)}
+    return by_name(trace.of(JoinedTensor if version else SourceTensor, version=version))
+
+
+@check("WGT009", needs=(ShardAfterScoring, LoadedShard), scope="logprob")
+def scoring_moved_weight(trace: Trace) -> Iterator[Comparison]:
+    """Scoring tokens leaves every live parameter and buffer bit alone.
+
+    What it checks: each rank's parameters and persistent buffers right after a scoring pass against those before it.
+    Why it matters: an evaluation that steps the optimizer, or a forward that updates router statistics, trains on
+    what it should only measure; the next update hides it.
+    Evidence: load/shard, train/shard, train/scored.
+    Tolerance and its source: bitwise; a forward pass writes no weight.
+    What it does not catch: optimizer state that moved without a weight; after every second update the pass comes first,
+    and what it moves then is taken for the update's (TRN001).
+    References: RL#1012, ms-swift#10154.
+    """
+    for version in trace.versions(ShardAfterScoring):
+        yield from compare_moments(
+            trace, (ShardAfterScoring, version), _shards(version), actual_says="the model after scoring",
+            expected_says="the model before it", allowed="bitwise (a forward pass writes no weight)",
+            hint="look at what else the evaluation calls: an optimizer step, a hook, a counter",
+        )  # fmt: skip
+
+
+@check("WGT010", needs=(LoadedShard, ShardAfterExport), scope="export")
+def export_moved_weight(trace: Trace) -> Iterator[Comparison]:
+    """An export leaves every live parameter and buffer bit alone.
+
+    What it checks: each rank's parameters and persistent buffers right after each export against those before it.
+    Why it matters: an export that casts, transposes or merges in place, or takes an adapter out of its base again by
+    subtraction, trains on from weights that no optimizer made.
+    Evidence: load/shard, train/shard, export/exported.
+    Tolerance and its source: bitwise; an export reads.
+    What it does not catch: an export that writes from version 1 on only, where ranks share weights for data or context
+    parallelism: their update is complete only once an export or a forward asks for it (TRN001 sees it).
+    References: ms-swift#10154, verl#2029, AReaL#1546.
+    """
+    for version in trace.versions(ShardAfterExport):
+        yield from compare_moments(
+            trace, (ShardAfterExport, version), _shards(version), actual_says="the model after the export",
+            expected_says="the model before it", allowed="bitwise (an export reads)",
+            hint="look for what the export writes in place: casts, transposes, merged adapters",
+        )  # fmt: skip

@@ -1,0 +1,117 @@
+"""The manifest of a trace: which run it was, on which machine, and what it undertook to show."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from verifier.core.record import Count
+
+FORMAT: Literal[2] = 2
+Scope = Literal[
+    "adapter",
+    "cold",
+    "engine",
+    "export",
+    "forced",
+    "gradient",
+    "held",
+    "layout",
+    "logprob",
+    "plan",
+    "replay",
+    "replicas",
+    "rollout",
+    "saved",
+    "settings",
+    "step",
+    "tokens",
+    "transport",
+    "update",
+]
+"""Part of a run's declaration; every check belongs to one."""
+Ranks = Annotated[int, Meta(ge=0, le=1 << 16)]
+"""More than any run has; each is looked for."""
+
+
+class MeshSizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Parallel sizes of the trainer, as `verifier.mesh.Mesh` takes them."""
+
+    tp: Annotated[int, Meta(ge=1)] = 1
+    pp: Annotated[int, Meta(ge=1)] = 1
+    ep: Annotated[int, Meta(ge=1)] = 1
+    etp: Annotated[int, Meta(ge=1)] = 1
+    cp: Annotated[int, Meta(ge=1)] = 1
+    dp: Annotated[int, Meta(ge=1)] = 1
+    vpp: Annotated[int, Meta(ge=1)] = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+
+
+class UpstreamBug(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A known bug of the stack under test that this run may show."""
+
+    id: str
+    """Name that ``--fix`` takes, such as "vllm-44371"."""
+    issue: str
+    """Upstream's own number, such as "vllm #44371"."""
+    summary: str
+    checks: tuple[str, ...] = ()
+    """Codes of the checks that it violates."""
+    names: str = ""
+    """Regular expression of the tensors or modules that it touches; empty for any."""
+    fixed: bool = False
+    """The fix was switched on in this run."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Identity of a run. `replace` makes a changed copy."""
+
+    format: Literal[2] = FORMAT
+    command: str = "run"
+    command_line: str = ""
+    """The command as it was typed."""
+    host: str = ""
+    """The machine in a few words: processor, cores, GPUs."""
+    model: str = ""
+    dtype: str = ""
+    """Dtype that the checkpoint is stored in."""
+    tier: str = ""
+    """"cpu" or "cuda"."""
+    mesh: MeshSizes | None = None
+    world_size: Ranks = 0
+    """Trainer ranks."""
+    num_gpus: Ranks = 0
+    """GPUs that the trainer's ranks share; 0 on a host without."""
+    engine: str = ""
+    """"vllm", "hf", or empty where no engine took part."""
+    engine_ranks: Ranks = 0
+    scopes: tuple[Scope, ...] = ()
+    """Checks that have a subject in this run."""
+    synced_versions: tuple[Count, ...] = ()
+    """Weight versions that the engine was to receive."""
+    untouched_versions: tuple[Count, ...] = (0,)
+    """Weight versions whose exported base must be the source's."""
+    versions: dict[str, str] = {}
+    """Upstream packages and their versions."""
+    config: dict[str, Any] = {}
+    """Settings of the command, JSON values."""
+    stand_ins: tuple[str, ...] = ()
+    """What stood in for upstream's code on this tier, one sentence each."""
+    upstream_bugs: tuple[UpstreamBug, ...] | None = None
+    """Known bugs that reach this run; None where the run does not say."""
+    complete: bool = False
+    """The run finished writing. A trace without it can be judged but never holds."""
+    failure: str = ""
+    """What ended a run that did not finish."""
+    files: dict[str, str] = {}
+    """Digest of every other file of the trace, by its path within; of a complete trace only."""
+    digest: str = ""
+    """Digest of this manifest without this field."""
+
+
+def replace(manifest: Manifest, **changes: Any) -> Manifest:
+    """A copy with other values of some fields."""
+    return msgspec.structs.replace(manifest, **changes)

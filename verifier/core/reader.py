@@ -1,0 +1,184 @@
+"""Whole traces only: the manifest has a digest of every file and one of itself, and reading looks at all of them.
+
+What is missing, extra, cut or changed ends in one sentence. A run that did not finish has no digests of its files yet:
+its trace can be judged, and never holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from verifier.core.manifest import FORMAT, Manifest, replace
+from verifier.core.record import ArrayRecord, Record, kind_of
+from verifier.core.records import decode
+from verifier.core.trace import Trace
+from verifier.errors import UsageError
+
+MANIFEST = "manifest.json"
+FOLDERS = {"evidence": ".jsonl", "arrays": ".safetensors"}
+"""Folders of a trace, and the suffix of the files in each."""
+_MANIFEST_DECODER = msgspec.json.Decoder(Manifest)
+
+
+class _Format(msgspec.Struct):
+    format: int | None = None
+
+
+def digest_of(contents: bytes) -> str:
+    """Digest of a file's contents."""
+    return "blake2:" + hashlib.blake2b(contents, digest_size=32).hexdigest()
+
+
+def sealed(manifest: Manifest) -> bytes:
+    """A manifest as it is stored, with its own digest."""
+    whole = replace(manifest, digest=_own_digest(manifest))
+    return msgspec.json.format(msgspec.json.encode(whole, order="deterministic"), indent=1) + b"\n"
+
+
+def _own_digest(manifest: Manifest) -> str:
+    return digest_of(msgspec.json.encode(replace(manifest, digest=""), order="deterministic"))
+
+
+def digests_of(path: Path) -> dict[str, str]:
+    """Digest of every file of a trace but its manifest, by its path within.
+
+    Raises:
+        UsageError: something else than a trace's files lies there.
+    """
+    return {name: digest_of(_contents(path, name)) for name in _listed(path, forgiving=True)}
+
+
+def read(path: Path) -> Trace:
+    """Read a trace directory, all of it.
+
+    Raises:
+        UsageError: no trace there, another format, or a trace that is not whole.
+    """
+    manifest = _read_manifest(path)
+    names = _listed(path, forgiving=not manifest.complete)
+    if manifest.complete:
+        for name in sorted(manifest.files.keys() | set(names)):
+            if name not in names:
+                raise UsageError(f"the trace `{path}` is not whole: `{name}` is missing")
+            if name not in manifest.files:
+                raise UsageError(f"the trace `{path}` is not whole: `{name}` is no file of it")
+            if digest_of(_contents(path, name)) != manifest.files[name]:
+                raise UsageError(f"the trace `{path}` is damaged: `{name}` is not what the run wrote")
+    records: list[Record] = []
+    for name in names:
+        if name.startswith("evidence/"):
+            records += _read_records(path, name, forgiving=not manifest.complete)
+    keys = {Path(name).stem for name in names if name.startswith("arrays/")}
+    for record in records:
+        if isinstance(record, ArrayRecord) and record.array not in keys:
+            raise UsageError(f"the trace `{path}` is not whole: {kind_of(type(record))} `{record.name}` has no array")
+    return Trace(manifest, records, _loader(path))
+
+
+def _read_manifest(path: Path) -> Manifest:
+    try:
+        contents = _contents(path, MANIFEST)
+    except FileNotFoundError as problem:
+        raise UsageError(f"`{path}` holds no trace: there is no {MANIFEST}") from problem
+    file = f"`{path}/{MANIFEST}`"
+    try:
+        found = msgspec.json.decode(contents, type=_Format).format
+    except msgspec.ValidationError as problem:
+        raise UsageError(f"{file} is no manifest of a trace: {problem}") from problem
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
+        raise UsageError(f"{file} is not JSON: {problem}") from problem
+    if found != FORMAT:
+        raise UsageError(f"`{path}` has trace format {found}, this version reads format {FORMAT}")
+    try:
+        manifest = _MANIFEST_DECODER.decode(contents)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
+        raise UsageError(f"{file} is damaged: {problem}") from problem
+    if manifest.digest != _own_digest(manifest):
+        raise UsageError(f"{file} is damaged: it is not what the run wrote")
+    return manifest
+
+
+def _listed(path: Path, *, forgiving: bool) -> list[str]:
+    """Paths within a trace of all files but its manifest, in order.
+
+    Args:
+        path: trace directory.
+        forgiving: leave out files that a run was writing when it died.
+
+    Raises:
+        UsageError: a link, a pipe, a device, or a file that no trace has.
+    """
+    found: list[str] = []
+    try:
+        for item in sorted(path.iterdir()):
+            if item.name in (MANIFEST, "manifest.partial") and (forgiving or item.name == MANIFEST):
+                continue
+            if item.name not in FOLDERS or not stat.S_ISDIR(item.lstat().st_mode):
+                raise UsageError(f"the trace `{path}` is not whole: `{item.name}` is no file of it")
+            for file in sorted(item.iterdir()):
+                if forgiving and file.suffix == ".partial":
+                    continue
+                if not stat.S_ISREG(file.lstat().st_mode) or file.suffix != FOLDERS[item.name]:
+                    raise UsageError(f"the trace `{path}` is not whole: `{item.name}/{file.name}` is no file of it")
+                found.append(f"{item.name}/{file.name}")
+    except OSError as problem:
+        raise UsageError(f"the trace `{path}` cannot be read: {problem.strerror}") from problem
+    return found
+
+
+def _contents(path: Path, name: str) -> bytes:
+    """Contents of a regular file of a trace.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UsageError: it cannot be read, or is a link, a pipe or a device.
+    """
+    file = path / name
+    try:
+        if not stat.S_ISREG(file.lstat().st_mode):
+            raise UsageError(f"`{file}` is no regular file")
+        return file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as problem:
+        raise FileNotFoundError(str(file)) from problem
+    except OSError as problem:
+        raise UsageError(f"`{file}` cannot be read: {problem.strerror}") from problem
+
+
+def _read_records(path: Path, name: str, *, forgiving: bool) -> list[Record]:
+    """Records of one file; the last line of a run that died may be cut."""
+    lines = _contents(path, name).split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            records.append(decode(line))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
+            if forgiving and number == len(lines):
+                continue
+            raise UsageError(f"`{name}` line {number} of the trace `{path}` is damaged: {problem}") from problem
+    return records
+
+
+def _loader(path: Path) -> Callable[[str], Mapping[str, np.ndarray]]:
+    """Reads the arrays of a record by its key."""
+
+    def load(key: str) -> Mapping[str, np.ndarray]:
+        from safetensors import SafetensorError
+        from safetensors.numpy import load as parse
+
+        try:
+            found: Mapping[str, np.ndarray] = parse(_contents(path, f"arrays/{key}.safetensors"))
+            return found
+        except FileNotFoundError as problem:
+            raise KeyError(f"array `{key}` is not in the trace") from problem
+        except (SafetensorError, ValueError, KeyError) as problem:
+            raise ValueError(f"array `{key}` of the trace is damaged: {problem}") from problem
+
+    return load

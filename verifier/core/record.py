@@ -1,0 +1,94 @@
+"""What every recorded fact has: who saw it, of which weights, under which name. The kinds stand in `records_*.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Protocol
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from verifier.core.stage import Stage
+
+Count = Annotated[int, Meta(ge=0)]
+"""How many there are of something, or the position of one of them."""
+Digest = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9]*:[0-9a-f]{32,128}$")]
+"""``algorithm:hex`` over raw bytes; equal contents have equal digests."""
+Dtype = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]*$")]
+"""Name of a dtype as torch spells it, such as "bfloat16"."""
+Shape = tuple[Count, ...]
+Lengths = tuple[Count, ...]
+"""Tokens of each sequence, in the order in which an array holds them one after another."""
+Role = Literal["trainer", "engine", "cold", "oracle", "source"]
+"""Whose rank; "cold" is an engine that loaded the weights at its start."""
+Real = float | Literal["nan", "inf", "-inf"]
+"""A float of which JSON may have no number; `float` takes both forms."""
+ArrayKey = Annotated[str, Meta(pattern=r"^(|[a-z]+-\d{4,8}-\d{6,10})$")]
+"""Name of a file of arrays within the trace; empty until a recorder has written it."""
+
+ONLY = "array"
+"""Key of an array that is its record's only one."""
+
+
+class Record(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind"
+):
+    """One immutable fact. Never an opinion: only checks compare."""
+
+    stage: ClassVar[Stage]
+    name: str
+    """Checkpoint spelling of a tensor, Megatron's of a shard, or the name of a sequence, of a pass or of a party."""
+    version: Count = 0
+    """Weight version that the fact belongs to; 0 is the initial checkpoint."""
+    rank: Count = 0
+    """Rank within the role that recorded it."""
+    role: Role = "trainer"
+
+
+class TensorRecord(Record, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One tensor as somebody held it. Digest, dtype and shape are never absent, so absence cannot compare as equal."""
+
+    digest: Digest
+    dtype: Dtype
+    shape: Shape
+
+
+class ArrayRecord(Record, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A fact with one or several arrays beside it."""
+
+    array: ArrayKey = ""
+
+
+Array = Any
+"""A numpy array, or a torch tensor, which is brought to the host."""
+
+
+class Probe(Protocol):
+    """What a room is given to report with. A probe only looks: it never changes or delays what passes."""
+
+    def emit(self, record: Record, array: Array | Mapping[str, Array] | None = None) -> None:
+        """Record one fact, with its array, or with several by name."""
+
+
+def kind_of(kind: type[Record]) -> str:
+    """``stage/kind`` of a class of records, as traces and reports spell it."""
+    return str(kind.__struct_config__.tag)
+
+
+def real(value: float) -> Real:
+    """A float as a record holds it."""
+    if math.isfinite(value):
+        return float(value)
+    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+
+
+def as_numpy(array: Array) -> np.ndarray:
+    """An array on the host. numpy has no bfloat16: it becomes float32, which holds every value of it."""
+    if hasattr(array, "detach"):
+        array = array.detach().cpu()
+        if str(array.dtype) == "torch.bfloat16":
+            array = array.float()
+        array = array.numpy()
+    return np.ascontiguousarray(array)

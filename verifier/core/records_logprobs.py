@@ -1,0 +1,171 @@
+"""Records of log-probabilities and of sampled tokens: trainer, engine, oracle."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from verifier.core.record import ArrayRecord, Count, Digest, Lengths, Real, Record
+from verifier.core.stage import Stage
+
+Tokens = tuple[int, ...]
+
+
+class LogprobRecord(ArrayRecord, frozen=True, kw_only=True):
+    """Log-probabilities of tokens; the array [sum of lengths] is in nats, sequence after sequence."""
+
+    lengths: Lengths
+
+
+class TrainerLogprobs(LogprobRecord, frozen=True, kw_only=True, tag="logprob/trainer"):
+    """Teacher-forced, by the trainer; float32."""
+
+    stage: ClassVar[Stage] = Stage.LOGPROB
+    temperature: float = 1.0
+    """Divisor of the logits."""
+
+
+class ReturnedLogprobs(Record, frozen=True, kw_only=True, tag="logprob/returned"):
+    """Digest of the log-probabilities that one trainer rank got back."""
+
+    stage: ClassVar[Stage] = Stage.LOGPROB
+    digest: Digest
+
+
+class OracleRecord(LogprobRecord, frozen=True, kw_only=True):
+    """By transformers in float32, log-softmax in float64."""
+
+    whole: Lengths = ()
+    """Tokens of each sequence, with those before the first scored one."""
+
+
+class OracleLogprobs(OracleRecord, frozen=True, kw_only=True, tag="logprob/oracle"):
+    """Teacher-forced, by the oracle."""
+
+    stage: ClassVar[Stage] = Stage.LOGPROB
+
+
+class OracleOfSampled(OracleRecord, frozen=True, kw_only=True, tag="logprob/sampled-oracle"):
+    """Of tokens that the engine sampled, by the oracle."""
+
+    stage: ClassVar[Stage] = Stage.LOGPROB
+
+
+class OracleOfShaped(OracleRecord, frozen=True, kw_only=True, tag="logprob/shaped-oracle"):
+    """Of tokens of shaped requests, by the oracle; where rounding decides what truncation keeps, the nearest value."""
+
+    stage: ClassVar[Stage] = Stage.LOGPROB
+
+
+class OracleOfNext(ArrayRecord, frozen=True, kw_only=True, tag="logprob/next"):
+    """Distribution of the next token by the oracle; the array [vocabulary] float64 is in nats."""
+
+    stage: ClassVar[Stage] = Stage.LOGPROB
+
+
+class NoiseRecord(Record, frozen=True, kw_only=True):
+    """Differences of log-probabilities of the same tokens between two arithmetics, nats."""
+
+    greatest: Real
+    mean: Real
+    deviation: Real
+
+
+class DtypeNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/noise"):
+    """Noise of transformers in the run's dtype against float32, or of float32 against float64."""
+
+    stage: ClassVar[Stage] = Stage.LOGPROB
+
+
+class EngineNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/engine-noise"):
+    """Noise of a quantizing engine at version 0 against transformers in float32."""
+
+    stage: ClassVar[Stage] = Stage.LOGPROB
+
+
+class StoredFloor(NoiseRecord, frozen=True, kw_only=True, tag="logprob/floor"):
+    """Noise of a checkpoint in bf16 that was measured once and stored, for sequences of one range of lengths."""
+
+    stage: ClassVar[Stage] = Stage.LOGPROB
+    longest: Count
+    """Tokens of the longest sequence that it speaks of."""
+    tokens: Count
+    """Log-probabilities that it was measured on."""
+    median: Real
+    p90: Real
+    p99: Real
+    stored: str
+    """File that holds it."""
+
+
+class EngineLogprobs(LogprobRecord, frozen=True, kw_only=True, tag="rollout/engine"):
+    """Teacher-forced, by the engine; float32."""
+
+    stage: ClassVar[Stage] = Stage.ROLLOUT
+
+
+class SampleRecord(LogprobRecord, frozen=True, kw_only=True):
+    """Tokens that the engine sampled, one row a sample, and the log-probabilities that it reported with them."""
+
+    prompts: tuple[Tokens, ...]
+    tokens: tuple[Tokens, ...]
+    cached: tuple[int, ...] = ()
+    """Tokens of each prompt that the prefix cache held."""
+    stops: tuple[Tokens, ...]
+    """Tokens at which each was to stop."""
+    limits: tuple[Count, ...]
+    """Most tokens of each."""
+    temperatures: tuple[float, ...]
+
+
+class SampledTokens(SampleRecord, frozen=True, kw_only=True, tag="rollout/sampled"):
+    """Sampled from the whole distribution."""
+
+    stage: ClassVar[Stage] = Stage.ROLLOUT
+
+
+class ShapedTokens(SampleRecord, frozen=True, kw_only=True, tag="rollout/shaped"):
+    """Sampled with penalties, biases, allowed tokens or truncation."""
+
+    stage: ClassVar[Stage] = Stage.ROLLOUT
+    asked: tuple[dict[str, Any], ...]
+    """Each request's `Sampling`."""
+
+
+class DrawnTokens(ArrayRecord, frozen=True, kw_only=True, tag="rollout/drawn"):
+    """Many samples of the one token after a prompt; the array [samples] float32 is what was reported, nats."""
+
+    stage: ClassVar[Stage] = Stage.ROLLOUT
+    prompt: Tokens
+    tokens: Tokens
+    temperature: float
+
+
+class RouteLogprobs(LogprobRecord, frozen=True, kw_only=True):
+    """Teacher-forced, by a trainer with experts; float32."""
+
+    rollouts: tuple[str, ...]
+    """Id of each sequence."""
+
+
+class NaturalRouteLogprobs(RouteLogprobs, frozen=True, kw_only=True, tag="replay/natural"):
+    """By the routes that the routers chose by themselves."""
+
+    stage: ClassVar[Stage] = Stage.REPLAY
+
+
+class ReplayedRouteLogprobs(RouteLogprobs, frozen=True, kw_only=True, tag="replay/scored"):
+    """By natural routes replayed, or by none after a replay."""
+
+    stage: ClassVar[Stage] = Stage.REPLAY
+
+
+class ForcedRouteLogprobs(RouteLogprobs, frozen=True, kw_only=True, tag="replay/forced"):
+    """By routes that no router would choose."""
+
+    stage: ClassVar[Stage] = Stage.REPLAY
+
+
+class OracleOfForced(OracleRecord, frozen=True, kw_only=True, tag="replay/oracle"):
+    """By those routes, by the oracle."""
+
+    stage: ClassVar[Stage] = Stage.REPLAY

@@ -1,0 +1,128 @@
+"""Records of tokens: rollouts, packing, routes, the loss and its gradients."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from verifier.core.record import ArrayRecord, Count, Digest, Dtype, Lengths, Real, Record
+from verifier.core.stage import Stage
+
+
+class Rollouts(ArrayRecord, frozen=True, kw_only=True, tag="pack/rollouts"):
+    """The rollouts of one pass over tokens, as the run handed them in.
+
+    Arrays, each [N] over all tokens of all rollouts in order: ``tokens`` int64; ``sampled`` bool, drawn from the
+    policy; ``mask`` bool, in the loss; ``roles`` int8 (0 prompt, 1 assistant, 2 tool); ``logprobs`` float32, nats, the
+    engine's, NaN where not sampled; ``versions`` int32, the weights that sampled the token, -1 where none did.
+    """
+
+    stage: ClassVar[Stage] = Stage.PACK
+    ids: tuple[str, ...]
+    groups: tuple[str, ...]
+    """Rollouts of one prompt share it."""
+    lengths: Lengths
+    prompt_lengths: Lengths
+    rewards: tuple[float, ...]
+
+
+class PackedBatchDigest(Record, frozen=True, kw_only=True, tag="pack/batch"):
+    """One digest over every field of all micro-batches of a rank."""
+
+    stage: ClassVar[Stage] = Stage.PACK
+    coordinate: str
+    """Mesh coordinate of the rank."""
+    digest: Digest
+    micro_batches: Count
+
+
+class PackLayout(ArrayRecord, frozen=True, kw_only=True, tag="pack/layout"):
+    """How one micro-batch is cut. The array [rows] int64 is the row of the whole pack that each row of the shard is."""
+
+    stage: ClassVar[Stage] = Stage.PACK
+    cp_rank: Count
+    cu_seqlens: tuple[int, ...]
+    """Cumulative lengths, tokens."""
+    cu_seqlens_padded: tuple[int, ...]
+    """Cumulative padded lengths, rows."""
+    max_seqlen: int
+    """Longest padded sequence that kernels are told of, rows."""
+    lengths: Lengths
+    """Tokens of each rollout in it."""
+    filler: bool
+    """It holds no rollout and keeps collectives in step."""
+
+
+class TokenLedger(ArrayRecord, frozen=True, kw_only=True, tag="pack/ledger"):
+    """What the loss consumed on one rank, row by row over its micro-batches; every array is [T].
+
+    ``sentinel`` int64, which token of which rollout the row predicts, (rollout + 1) * 2**32 + position, 0 for none;
+    ``input`` int64, the token that entered the model; ``position`` int64; ``role`` int8; ``label`` int64; ``mask``,
+    ``sampled`` bool; ``engine_logprob`` float32, nats; ``version`` int32; and of the rollout that the row belongs to:
+    ``reward`` float64, NaN in padding; ``group`` and ``id`` int64, CRC-32 of each; ``prompt`` int64, its prompt's
+    length.
+    """
+
+    stage: ClassVar[Stage] = Stage.PACK
+    coordinate: str
+    """Mesh coordinate of the rank."""
+
+
+class GivenRoutes(ArrayRecord, frozen=True, kw_only=True, tag="replay/routes"):
+    """Routes that rollouts carry. The array [N, 3 + K] int32 holds rollout, position, global layer, K experts."""
+
+    stage: ClassVar[Stage] = Stage.REPLAY
+    rollouts: tuple[str, ...]
+    """Ids, in the order of the rows' first column."""
+
+
+class UsedRoutes(ArrayRecord, frozen=True, kw_only=True, tag="replay/choice"):
+    """Experts that one rank's routers used. The array [N, 3 + K] int32 is as that of `GivenRoutes`."""
+
+    stage: ClassVar[Stage] = Stage.REPLAY
+    coordinate: str
+    """Mesh coordinate of the rank."""
+
+
+class Objective(Record, frozen=True, kw_only=True, tag="loss/objective"):
+    """The loss of a token that a step averages, nats.
+
+    -reward * logprob - entropy_weight * entropy + drift_weight / 2 * (logprob - the engine's logprob)**2
+    """
+
+    stage: ClassVar[Stage] = Stage.LOSS
+    temperature: float
+    """Divisor of the logits."""
+    entropy_weight: float
+    drift_weight: float
+
+
+class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
+    """One checkpoint tensor's gradient in one step, and what Adam makes of it, measured by the oracle."""
+
+    stage: ClassVar[Stage] = Stage.LOSS
+    gradient_scale: Real
+    """Greatest element of transformers' gradient."""
+    gradient_gap: Real | None = None
+    """Greatest difference of the trainer's gradient from it; None where the trainer has no gradient."""
+    gradient_dtype: Dtype = "float32"
+    """Dtype of the trainer's gradient."""
+    gradient_noise: Real = 0.0
+    """Greatest noise of any tensor's gradient in the run's dtype, in units of its greatest element."""
+    gradient_norm: Real
+    """L2 norm of all the trainer's gradients of that version."""
+    group: str = ""
+    """The tensor's name, or one for all experts' tensors of its kind in its layer; empty without a gradient."""
+    group_length: Real = 1.0
+    """Length of the trainer's gradients of the group along transformers', in units of theirs."""
+    group_noise: Real = 0.0
+    """Distance of transformers' own gradients of the group in the run's dtype, in units of their length."""
+    loss: Real
+    """Mean over the tokens in the loss by transformers, nats."""
+    loss_scale: Real
+    """Mean magnitude of a token's loss, nats."""
+    loss_noise: Real = 0.0
+    """Mean difference of a token's loss that the run's dtype makes, nats."""
+    num_tokens: Count
+    """Tokens in the loss."""
+    step_gap: Real | None = None
+    """Distance of the live weight from Adam's, in learning rates; None where the trainer has no gradient."""

@@ -1,0 +1,55 @@
+"""Probes of what a run hands in: rollouts, prompts' tokens, the loss and the optimizer's rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from verifier.core.record import Probe
+from verifier.core.records_tokens import Objective, Rollouts
+from verifier.core.records_weights import OptimizerRule
+from verifier.data.rollout import Rollout
+
+
+def rollouts_of(name: str, version: int, rollouts: Sequence[Rollout]) -> tuple[Rollouts, dict[str, np.ndarray]]:
+    """The record of a pass's rollouts, and its arrays.
+
+    Args:
+        name: of the pass, such as "scored" or "trained".
+        version: weight version.
+        rollouts: in the order in which the pass gets them.
+    """
+    record = Rollouts(
+        name=name, version=version, ids=tuple(item.id for item in rollouts),
+        groups=tuple(item.group for item in rollouts), lengths=tuple(len(item) for item in rollouts),
+        prompt_lengths=tuple(item.prompt_length for item in rollouts),
+        rewards=tuple(float(item.reward) for item in rollouts),
+    )  # fmt: skip
+    fields = ("tokens", "sampled", "mask", "roles", "logprobs", "versions")
+    return record, {field: np.concatenate([getattr(item, field) for item in rollouts]) for field in fields}
+
+
+def record_rollouts(probe: Probe, name: str, version: int, rollouts: Sequence[Rollout]) -> None:
+    """Record the rollouts of a pass; see `rollouts_of`."""
+    record, arrays = rollouts_of(name, version, rollouts)
+    probe.emit(record, arrays)
+
+
+def record_objective(probe: Probe, *, temperature: float, entropy_weight: float, drift_weight: float) -> None:
+    """The loss of a token in every training step; see `Objective`."""
+    probe.emit(
+        Objective(name="policy loss", temperature=temperature, entropy_weight=entropy_weight, drift_weight=drift_weight)
+    )
+
+
+def record_rule(probe: Probe, rates: Mapping[str, float], *, clip_grad: float) -> None:
+    """How the optimizer moves the weights; see `OptimizerRule`.
+
+    Args:
+        probe: of rank 0.
+        rates: as `verifier.train.optimizer_megatron.make_scheduler` takes them.
+        clip_grad: greatest L2 norm of a step's gradient.
+    """
+    rule = {**rates, "num_steps": int(rates["num_steps"])}
+    probe.emit(OptimizerRule(name="Adam", clip_grad=clip_grad, **rule))
