@@ -26,9 +26,9 @@ from verifier.launch.flight_recorder import label
 from verifier.model import provider_megatron
 from verifier.probes.engine_observer import EngineObserver
 from verifier.probes.weights_megatron import LiveWeights, record_tensors, recorded
+from verifier.runs.engine_link_megatron import EngineLink
 from verifier.runs.full_weights_megatron import DATA_PARALLEL, joined, named_gradients, record_exported
-from verifier.runs.rank_run import RankRun
-from verifier.runs.weight_sync import EngineLink
+from verifier.runs.rank_run_megatron import RankRun
 from verifier.train import lora_megatron, step_megatron
 
 

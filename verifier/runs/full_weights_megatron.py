@@ -29,8 +29,8 @@ from verifier.probes.weights_megatron import (
     record_tensors,
     recorded,
 )
-from verifier.runs.rank_run import RankRun
-from verifier.runs.weight_sync import EngineLink
+from verifier.runs.engine_link_megatron import EngineLink
+from verifier.runs.rank_run_megatron import RankRun
 from verifier.train import router_replay_megatron, step_megatron
 from verifier.train.gradients_megatron import whole_gradients
 

@@ -15,10 +15,10 @@ from verifier.core.store import Recorder
 from verifier.model import provider_megatron
 from verifier.plan.digest import digest_tensor
 from verifier.probes.engine_observer import EngineObserver
-from verifier.runs.rank_run import RankRun
+from verifier.runs.engine_link_megatron import engine_link
+from verifier.runs.rank_run_megatron import RankRun
 from verifier.runs.session_megatron import Session
 from verifier.runs.spec import RunSpec
-from verifier.runs.weight_sync import engine_link
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext

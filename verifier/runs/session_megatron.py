@@ -17,12 +17,12 @@ from verifier.probes.routes_megatron import record_replay, replaying_every_secon
 from verifier.probes.tokens_megatron import TokenProbe
 from verifier.probes.weights_megatron import record_source
 from verifier.runs.adapter_weights_megatron import AdapterWeights
+from verifier.runs.engine_link_megatron import EngineLink
 from verifier.runs.full_weights_megatron import FullWeights, TrainedWeights
 from verifier.runs.perturb import move
-from verifier.runs.rank_run import RankRun
+from verifier.runs.rank_run_megatron import RankRun
 from verifier.runs.sampling import EngineRequests
 from verifier.runs.steps_megatron import Steps
-from verifier.runs.weight_sync import EngineLink
 from verifier.runs.workload import RolloutRow, ScoringPass, expected_rollouts, policy_loss, rollouts_of
 from verifier.train import step_megatron
 from verifier.train.recompute_megatron import recomputed

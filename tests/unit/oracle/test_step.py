@@ -108,6 +108,4 @@ def test_gradients_of_an_adapter_are_those_of_autograd_also_where_linears_share_
 @pytest.mark.parametrize(("version", "learning_rate", "decay"), [(1, 1e-3, 0.1), (3, 7.5e-4, 0.15), (9, 5e-4, 0.2)])
 def test_rates_lie_on_lines_that_end(version: int, learning_rate: float, decay: float) -> None:
     found = _rates(msgspec.structs.asdict(RULE), version)
-    assert found == pytest.approx(
-        {"learning_rate": learning_rate, "decay": decay}
-    )
+    assert found == pytest.approx({"learning_rate": learning_rate, "decay": decay})

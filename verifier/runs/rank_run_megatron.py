@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from verifier.core.store import Recorder
 from verifier.export.names import Layout, layout_of
 from verifier.mesh import Mesh
@@ -57,8 +59,6 @@ class RankRun:
 
     def folder(self, name: str) -> Path:
         """A new folder in `work`, for all ranks to write into. A collective."""
-        import torch.distributed as dist
-
         path = self.work / name
         if self.rank == 0:
             path.mkdir()
