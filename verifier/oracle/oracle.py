@@ -30,7 +30,7 @@ class Oracle:
     def __init__(self, checkpoint: Path, deadline_s: float) -> None:
         config = EngineConfig(kind="hf", checkpoint=str(checkpoint), dtype="float32")
         self._process = EngineProcess(config, name="the fp32 oracle")
-        self._answers: dict[str, Any] = {}
+        self._answers: dict[str, str] = {}
         with contextlib.ExitStack() as undo:
             undo.callback(self._process.stop)
             self._client = self._process.client(deadline_s=deadline_s)
@@ -55,59 +55,27 @@ class Oracle:
     ) -> Scored:
         """Per sequence, entry t is log p(token t + 1 | tokens 0..t) at the temperature, nats."""
         tokens = [list(sequence) for sequence in sequences]
-        return self._ask("logprob_hf", "score", [checkpoint], [tokens, dtype, device, temperature])
+        return self.ask("logprob_hf:score", [checkpoint], tokens, dtype, device, temperature)
 
-    def next_token(self, checkpoint: Path, tokens: Sequence[int], device: str, temperature: float) -> list[float]:
-        """Log-probability of every token of the vocabulary after these, nats."""
-        return self._ask("logprob_hf", "next_token", [checkpoint], [list(tokens), device, temperature])
-
-    def shaped(
-        self, checkpoint: Path, rows: Sequence[Sequence[Any]], slack: float, device: str
-    ) -> list[list[tuple[float, float]]]:
-        """See `verifier.oracle.logprob_hf.shaped_logprobs`."""
-        return self._ask("logprob_hf", "shaped_logprobs", [checkpoint], [rows, slack, device])
-
-    def score_routed(
-        self, checkpoint: Path, sequences: Sequence[Sequence[int]], routes: Any, dtype: str, device: str
-    ) -> Scored:
-        """See `verifier.oracle.routes_hf.score_routed`."""
-        tokens = [list(sequence) for sequence in sequences]
-        return self._ask("routes_hf", "score_routed", [checkpoint], [tokens, routes, dtype, device])
-
-    def judge_steps(self, source: Path, work: Path, *arguments: Any, adapter: bool) -> list[dict[str, Any]]:
-        """See `verifier.oracle.step_hf`."""
-        function = "judge_adapter_steps" if adapter else "judge_steps"
-        read = [path for kind in ("live", "gradients", "matrices") for path in sorted(work.glob(f"{kind}-*"))]
-        return self._ask("step_hf", function, [source, work], list(arguments), [source, *read])
-
-    def _ask(
-        self,
-        module: str,
-        function: str,
-        paths: Sequence[Path],
-        arguments: Sequence[Any],
-        read: Sequence[Path] | None = None,
-    ) -> Any:
-        """Ask, unless it is known.
+    def ask(self, function: str, paths: Sequence[Path], *arguments: Any, read: Sequence[Path] = ()) -> Any:
+        """Ask, unless the same was asked before.
 
         Args:
-            module: within this room.
-            function: of the module.
-            paths: its first arguments.
-            arguments: its other arguments.
+            function: module of this room, colon, function.
+            paths: its first arguments, folders.
+            arguments: its others, JSON values.
             read: folders whose content the answer depends on; `paths` by default.
         """
-        contents = [_content(folder) for folder in (paths if read is None else read)]
-        key = ""
-        if None not in contents:
-            key = hashlib.blake2b(json.dumps([function, contents, arguments]).encode()).hexdigest()
-        if key not in self._answers:
-            all_arguments = [*map(str, paths), *arguments]
-            found = self._client.call(f"verifier.oracle.{module}", function, all_arguments)[0]
-            if not key:
-                return found
-            self._answers[key] = found
-        return json.loads(json.dumps(self._answers[key]))
+        contents = [_content(folder) for folder in read or paths]
+        known = None not in contents
+        key = hashlib.blake2b(json.dumps([function, contents, arguments]).encode()).hexdigest() if known else ""
+        if key in self._answers:
+            return json.loads(self._answers[key])
+        module, _, name = function.partition(":")
+        found = self._client.call(f"verifier.oracle.{module}", name, [*map(str, paths), *arguments])[0]
+        if known:
+            self._answers[key] = json.dumps(found)
+        return found
 
 
 def _content(folder: Path) -> str | None:

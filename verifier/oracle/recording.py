@@ -46,6 +46,8 @@ SLACK = 2e-5
 """Nats, or a share, by which a token may miss the edge of a truncated distribution: twice what sides may differ by."""
 FP32_NOISES = 2
 """Times what fp32 alone costs a checkpoint that was not generated, if that is more."""
+DUMPED = ("live", "gradients", "matrices")
+"""Kinds of weights and gradients that a run dumps; see above."""
 Group = Sequence[tuple[Sequence[int], float]]
 """Token ids of sequences, and the temperature of each."""
 
@@ -129,7 +131,9 @@ class _Recording:
                 if item is passes[0]:
                     self._slack = max(self._slack, FP32_NOISES * noise)
         for drawn in seen.of(DrawnTokens, version=version):
-            nats = self._oracle.next_token(checkpoint, drawn.prompt, self._device, drawn.temperature)
+            nats = self._oracle.ask(
+                "logprob_hf:next_token", [checkpoint], drawn.prompt, self._device, drawn.temperature
+            )
             self._recorder.emit(OracleOfNext(name=drawn.name, version=version), np.array(nats, np.float64))
         for shaped in seen.of(ShapedTokens, version=version):
             self._record_shaped(checkpoint, shaped)
@@ -159,7 +163,7 @@ class _Recording:
     def _record_shaped(self, checkpoint: Path, item: ShapedTokens) -> None:
         """What the engine should report; where rounding decides what truncation keeps, the nearest to what it did."""
         rows = [list(row) for row in zip(item.prompts, item.tokens, item.asked, strict=True)]
-        found = self._oracle.shaped(checkpoint, rows, self._slack, self._device)
+        found = self._oracle.ask("logprob_hf:shaped_logprobs", [checkpoint], rows, self._slack, self._device)
         least, most = np.array([pair for row in found for pair in row], np.float64).T
         record = OracleOfShaped(
             name=item.name, version=item.version, lengths=tuple(len(row) for row in found),
@@ -169,20 +173,16 @@ class _Recording:
 
     def _record_routed(self, item: GivenRoutes) -> None:
         """Score by the routes that the trainer's routers were given."""
-        name = self._seen_first_pass()
+        name = next(self._seen.of(TrainerLogprobs, version=0)).name
         tokens, dtype = self._tokens(name, 0), self._manifest.dtype
         routes = self._routes(item, len(tokens))
         scored = {
-            each: self._oracle.score_routed(self._source.path, tokens, routes, each, self._device)
+            each: self._oracle.ask("routes_hf:score_routed", [self._source.path], tokens, routes, each, self._device)
             for each in {"float32", dtype}
         }
         self._emit(OracleOfForced, item.name, 0, scored["float32"], [])
         if dtype != "float32":
             self._emit_noise(item.name, 0, scored[dtype], scored["float32"])
-
-    def _seen_first_pass(self) -> str:
-        """Name of the pass that is scored at every version."""
-        return next(self._seen.of(TrainerLogprobs, version=0)).name
 
     def _record_steps(self) -> None:
         """Judge the gradients and the new weights of every step."""
@@ -209,7 +209,10 @@ class _Recording:
 
             numbers["scaling"] = SCALING
             arguments.append(adapters_of(layout, TARGETS, rank).names())
-        for row in self._oracle.judge_steps(self._source.path, self._weights, *arguments, adapter=bool(rank)):
+        dumped = [path for kind in DUMPED for path in sorted(self._weights.glob(f"{kind}-*"))]
+        folders = [self._source.path, self._weights]
+        rows = self._oracle.ask("step_hf:judge_steps", folders, *arguments, read=[self._source.path, *dumped])
+        for row in rows:
             values = {key: real(value) if isinstance(value, float) else value for key, value in row.items()}
             self._recorder.emit(GradientRecord(**values))
 

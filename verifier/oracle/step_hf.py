@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,61 +24,66 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def judge_steps(
-    _: object, source: str, work: str, batches: Sequence[Batch], rule: Mapping[str, float], routes: Sequence[Routes]
-) -> list[dict[str, Any]]:
-    """Measure every step of a run against the oracle; a request of an engine host.
-
-    Args:
-        source: checkpoint of version 0.
-        work: folder with ``gradients-v`` and ``live-v`` for each version v.
-        batches: the sequences of each step.
-        rule: the fields of `OptimizerRule` and of `Objective`, by name.
-        routes: of each step, what its routers are told; nothing where they choose by themselves.
-
-    Returns:
-        One record per (version, tensor): "gradient_gap", greatest |trainer - transformers|, "gradient_scale", greatest
-        |transformers|, "gradient_dtype", the trainer's; "gradient_noise", of all tensors the greatest distance between
-        transformers' gradient in the checkpoint's dtype and in float32, over its greatest element: 0 for float32;
-        "group", the tensor's name, or one for all experts' tensors of its kind in its layer; "group_length", how long
-        the trainer's gradients of the group are along transformers', which are 1, and "group_noise", how far off that
-        dtype alone puts transformers' own, as a share of their length: 0 for float32;
-        "gradient_norm", L2 norm of all the trainer's gradients of that version; "loss", "loss_scale", "loss_noise" and
-        "num_tokens" of that version; "step_gap", how far the live weights are from what Adam and rounding to their
-        dtype allow, in units of the step's learning rate. What has no gradient has a scale and a gap of 0, and may only
-        decay.
-    """
-    checkpoint = _checkpoints(source, work)
-    return _judged(work, batches, rule, routes, checkpoint, checkpoint, lambda version, found: dict(found))
-
-
-def judge_adapter_steps(
     _: object,
     source: str,
     work: str,
     batches: Sequence[Batch],
     rule: Mapping[str, float],
     routes: Sequence[Routes],
-    names: Mapping[str, Sequence[str]],
+    adapter: Mapping[str, Sequence[str]] | None = None,
 ) -> list[dict[str, Any]]:
-    """`judge_steps` of a run that trains an adapter: its matrices, by the gradients of the matrices that it adds to.
+    """Measure every step of a run against the oracle; a request of an engine server.
+
+    Gradients of an adapter are derived from those of the matrices that it adds to.
 
     Args:
-        source: checkpoint of version 0, to which the adapter adds nothing.
-        work: folder with ``gradients-v`` and ``matrices-v``, of the adapter, for each version v, 0 too for the latter,
-            and with ``live-v``, the checkpoint with the adapter added.
-        batches: see `judge_steps`.
-        rule: see `judge_steps`; besides, "scaling" of the product of the two matrices.
-        routes: see `judge_steps`.
-        names: of each A that is the same for several tensors, its name to those of all.
+        source: checkpoint of version 0, to which an adapter adds nothing.
+        work: folder with ``gradients-v`` and ``live-v``, the checkpoint, for each version v; of an adapter
+            ``matrices-v`` too, also for version 0.
+        batches: the sequences of each step.
+        rule: the fields of `OptimizerRule` and of `Objective`, by name; of an adapter also "scaling", of the product.
+        routes: of each step, what its routers are told; nothing where they choose by themselves.
+        adapter: of each A that is the same for several tensors, its name to those of all; None trains all weights.
+
+    Returns:
+        Per version and tensor the fields of `GradientRecord`, by name. What has no gradient has a scale and a gap of 0,
+        and may only decay.
     """
-
-    def matrices(version: int) -> Path:
-        return Path(work) / f"matrices-{version}"
-
-    def derived(version: int, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return adapter_gradients(found, _tensors(matrices(version)), rule["scaling"], names)
-
-    return _judged(work, batches, rule, routes, _checkpoints(source, work), matrices, derived)
+    records = []
+    folder = Path(work)
+    adam = _Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
+    for version, (batch, told) in enumerate(zip(batches, routes, strict=True), start=1):
+        before = folder / f"live-{version - 1}" if version > 1 else Path(source)
+        held = [folder / f"matrices-{v}" if adapter else folder / f"live-{v}" for v in (version - 1, version)]
+        if not (folder / f"gradients-{version}").is_dir() or not held[1].is_dir():
+            break
+        old, new = _tensors(held[0] if adapter else before), _tensors(held[1])
+        nats, expected = gradients(before, batch, rule, told)
+        rounded_nats, rounded = _rounded(before, batch, rule, told, nats, expected)
+        if adapter is not None:
+            expected, rounded = (
+                adapter_gradients(found, old, rule["scaling"], adapter) for found in (expected, rounded)
+            )
+        actual = _tensors(folder / f"gradients-{version}")
+        groups = _groups(expected, rounded, actual)
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in actual.values()))
+        scale = min(1.0, rule["clip_grad"] / (norm + 1e-6)) if rule["clip_grad"] > 0 else 1.0
+        whole = {
+            "version": version, "gradient_norm": norm, "gradient_noise": _noise(rounded, expected),
+            "loss": float(nats.mean()), "loss_scale": float(nats.abs().mean()), "num_tokens": len(nats),
+            "loss_noise": float((rounded_nats - nats).abs().mean()),
+        }  # fmt: skip
+        for name, weight in old.items():
+            gradient = expected.get(name, torch.zeros(()))
+            row: dict[str, Any] = {"name": name, "gradient_scale": float(gradient.abs().max()), **whole}
+            row |= groups.get(_group(name), {})
+            if name in actual or name not in expected:
+                reduced = actual[name].double() if name in actual else torch.zeros_like(weight, dtype=torch.float64)
+                row["gradient_dtype"] = dtype_name(actual[name].dtype) if name in actual else "float32"
+                row["gradient_gap"] = float((reduced - gradient.double()).abs().max())
+                row["step_gap"] = adam.gap(name, weight, new[name], reduced * scale, version, **_rates(rule, version))
+            records.append(row)
+    return records
 
 
 def adapter_gradients(
@@ -105,64 +110,6 @@ def adapter_gradients(
             of_inward.append(adapter[base + _B].double().T @ gradient)
         derived[first] = torch.stack(of_inward).sum(0)
     return derived
-
-
-def _checkpoints(source: str, work: str) -> Callable[[int], Path]:
-    """Of each version, the checkpoint that transformers computes its gradients with."""
-    return lambda version: Path(work) / f"live-{version}" if version else Path(source)
-
-
-def _judged(
-    work: str,
-    batches: Sequence[Batch],
-    rule: Mapping[str, float],
-    routes: Sequence[Routes],
-    checkpoint: Callable[[int], Path],
-    trained: Callable[[int], Path],
-    derived: Callable[[int, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]],
-) -> list[dict[str, Any]]:
-    """See `judge_steps`.
-
-    Args:
-        work: see there.
-        batches: see there.
-        rule: see there.
-        routes: see there.
-        checkpoint: what transformers computes with, of a version.
-        trained: what the trainer's optimizer moves, of a version.
-        derived: gradients of these, from a version and those of its checkpoint.
-    """
-    records = []
-    adam = _Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
-    for version, (batch, told) in enumerate(zip(batches, routes, strict=True), start=1):
-        found, live, before = Path(work) / f"gradients-{version}", trained(version), checkpoint(version - 1)
-        if not found.is_dir() or not live.is_dir():
-            break
-        nats, expected = gradients(before, batch, rule, told)
-        rounded_nats, rounded = _rounded(before, batch, rule, told, nats, expected)
-        expected, rounded = derived(version - 1, expected), derived(version - 1, rounded)
-        actual = _tensors(found)
-        groups = _groups(expected, rounded, actual)
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in actual.values()))
-        scale = min(1.0, rule["clip_grad"] / (norm + 1e-6)) if rule["clip_grad"] > 0 else 1.0
-        old, new = _tensors(trained(version - 1)), _tensors(live)
-        rates = _rates(rule, version)
-        whole = {
-            "version": version, "gradient_norm": norm, "gradient_noise": _noise(rounded, expected),
-            "loss": float(nats.mean()), "loss_scale": float(nats.abs().mean()), "num_tokens": len(nats),
-            "loss_noise": float((rounded_nats - nats).abs().mean()),
-        }  # fmt: skip
-        for name, weight in old.items():
-            gradient = expected.get(name, torch.zeros(()))
-            row: dict[str, Any] = {"name": name, "gradient_scale": float(gradient.abs().max()), **whole}
-            row |= groups.get(_group(name), {})
-            if name in actual or name not in expected:
-                reduced = actual[name].double() if name in actual else torch.zeros_like(weight, dtype=torch.float64)
-                row["gradient_dtype"] = dtype_name(actual[name].dtype) if name in actual else "float32"
-                row["gradient_gap"] = float((reduced - gradient.double()).abs().max())
-                row["step_gap"] = adam.gap(name, weight, new[name], reduced * scale, version, **rates)
-            records.append(row)
-    return records
 
 
 def _rounded(

@@ -24,27 +24,19 @@ from verifier.export.adapters import adapters_of
 from verifier.export.save import save_checkpoint
 from verifier.launch.flight_recorder import label
 from verifier.model import provider_megatron
-from verifier.probes.engine_observer import EngineObserver
 from verifier.probes.weights_megatron import LiveWeights, record_tensors, recorded
-from verifier.runs.engine_link_megatron import EngineLink
 from verifier.runs.full_weights_megatron import DATA_PARALLEL, joined, named_gradients, record_exported
 from verifier.runs.rank_run_megatron import RankRun
 from verifier.train import lora_megatron, step_megatron
 
 
 class AdapterWeights:
-    """The adapter; see `TrainedWeights`. No weight of the base is sent: the engine loaded it.
-
-    Args:
-        run: of this rank.
-        link: to the engine.
-        observer: of the engine, on rank 0.
-    """
+    """The adapter; see `FullWeights`. No weight of the base is sent: the engine loaded it."""
 
     idles = recording_gathers = False
 
-    def __init__(self, run: RankRun, link: EngineLink, observer: EngineObserver | None) -> None:
-        self._run, self._link, self._observer = run, link, observer
+    def __init__(self, run: RankRun) -> None:
+        self._run = run
         self._layout = run.layout and adapters_of(run.layout, lora_megatron.TARGETS, run.spec.lora_rank)
 
     def build(self, *, training: bool) -> None:
@@ -55,8 +47,9 @@ class AdapterWeights:
             deadline_s=spec.deadline_s, adapt=partial(lora_megatron.attach, rank=spec.lora_rank),
             fixes=spec.fixes,
         )  # fmt: skip
-        self.live = _LiveBase(self.trainer.chunks, run.layout, run.mesh, run.rank)
-        self._live_adapter = _LiveAdapter(self.trainer.chunks, self._layout, run.mesh, run.rank)
+        self.live = _LivePart(self.trainer.chunks, run.layout, run.mesh, run.rank)
+        self._live_adapter = _LivePart(self.trainer.chunks, self._layout, run.mesh, run.rank)
+        self._live_adapter.adapters = True
         if self._layout is not None:
             matrices = joined(run, "adapter-shards-0", self._layout, self._live_adapter, self._live_adapter.tensors())
             self._hand_on("matrices-0", matrices)
@@ -85,8 +78,8 @@ class AdapterWeights:
             run.probe.emit(ExportedAdapterScaling(name="alpha / rank", version=version, scaling=real(scaling)))
             if self._layout is None:
                 self._hand_on_merged(self._adapter, version)
-            if self._link.client is not None:
-                self._link.client.load_adapter(path)
+            if run.link.client is not None:
+                run.link.client.load_adapter(path)
         dist.barrier()
 
     def hand_on_gradients(self, version: int) -> None:
@@ -136,19 +129,13 @@ class AdapterWeights:
         save_checkpoint(self._run.work / f"live-{version}", self._run.source.config, weights)
 
 
-class _LiveBase(LiveWeights):
-    """The frozen parameters alone, under the names that they have without adapters."""
+class _LivePart(LiveWeights):
+    """The adapters alone, or, under the names that they have without adapters, the frozen parameters alone."""
+
+    adapters = False
 
     def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
         """See `LiveWeights.tensors`."""
         for chunk, name, tensor in super().tensors():
-            if ".adapter." not in name:
-                yield chunk, name.replace(".to_wrap.", "."), tensor
-
-
-class _LiveAdapter(LiveWeights):
-    """The adapters alone."""
-
-    def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        """See `LiveWeights.tensors`."""
-        return (item for item in super().tensors() if ".adapter." in item[1])
+            if (".adapter." in name) is self.adapters:
+                yield chunk, name if self.adapters else name.replace(".to_wrap.", "."), tensor

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from verifier.core.store import Recorder
 from verifier.engine import sender
 from verifier.engine.client import EngineClient
 from verifier.plan.chunk_plan import ChunkPlan
@@ -31,6 +33,10 @@ class EngineLink:
     """Transfer group that the engine has joined; rank 0's only."""
     share: Share | None = None
     """Rounds in which buffers are shown to the engine; every rank's, by CUDA IPC only."""
+    ranks: Sequence[Recorder] = ()
+    """A recorder for each engine rank; rank 0's only."""
+    refused: bool = False
+    """The last transfer was refused: layers whose weights never came are left open, and cannot score."""
     sleep_level: int = 0
     """Level at which the engine sleeps while the trainer steps; 0: never."""
     asleep: bool = False
@@ -58,27 +64,20 @@ class EngineLink:
             if asleep and self.client is not None:
                 self.client.wake_up("kv_cache")
 
-    def transfer(
-        self, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]], watch: sender.TransferWatch | None
-    ) -> str:
-        """Draw the stream on every rank, and send it from rank 0.
-
-        Args:
-            plan: the same on every rank.
-            stream: whose drawing is a collective.
-            watch: rank 0's, told of what is agreed and delivered.
+    def transfer(self, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]], watch: sender.TransferWatch) -> str:
+        """Draw the stream on every rank, which is a collective, and send it from rank 0.
 
         Returns:
             Why the engine refused the transfer; empty if it did not.
         """
-        if self.client is not None and self.group is not None and watch is not None:
+        refused = ""
+        if self.client is not None and self.group is not None:
             refused = sender.transfer(self.client, self.group, plan, stream, watch, self.share)
-        else:
-            refused = ""
-            if self.share is not None:
-                from verifier.transport.cuda_ipc import follow
+            self.refused = bool(refused)
+        elif self.share is not None:
+            from verifier.transport.cuda_ipc import follow
 
-                follow(self.share, plan, stream)
+            follow(self.share, plan, stream)
         for _ in stream:
             pass
         return refused
@@ -101,6 +100,9 @@ def engine_link(spec: RunSpec, rank: int) -> Iterator[EngineLink]:
 
             client = EngineClient(spec.engine_socket, deadline_s=spec.deadline_s)
             link.client = stack.enter_context(contextlib.closing(client))
+            link.ranks = [Recorder(Path(spec.trace), "engine", each) for each in range(spec.engine_ranks)]
+            for recorder in link.ranks:
+                stack.callback(recorder.close)
             listener = Listener(spec.engine_ranks, deadline_s=spec.deadline_s, kind=spec.transport)
             link.group = stack.enter_context(contextlib.closing(sender.connect(client, listener, link.share)))
         yield link

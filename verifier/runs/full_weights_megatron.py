@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from verifier.launch.flight_recorder import label
 from verifier.model import provider_megatron
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.engine import record_poison
-from verifier.probes.engine_observer import EngineObserver, TransferProbe
+from verifier.probes.transfer import TransferProbe
 from verifier.probes.weights_megatron import (
     LiveWeights,
     join,
@@ -29,7 +28,6 @@ from verifier.probes.weights_megatron import (
     record_tensors,
     recorded,
 )
-from verifier.runs.engine_link_megatron import EngineLink
 from verifier.runs.rank_run_megatron import RankRun
 from verifier.train import router_replay_megatron, step_megatron
 from verifier.train.gradients_megatron import whole_gradients
@@ -40,52 +38,18 @@ DATA_PARALLEL = provider_megatron.DataParallel(
 """What teams train with, and where an export of stale weights is a real danger."""
 
 
-class TrainedWeights(Protocol):
-    """What a run trains and syncs: all weights, or an adapter of them."""
-
-    trainer: TrainerModel
-    live: LiveWeights
-    """Parameters that the load has to put in place."""
-    idles: bool
-    """A step of learning rate 0 is taken first."""
-    recording_gathers: bool
-    """Recording an update gathers what ranks share, so that a stale export would not show after it."""
-
-    def build(self, *, training: bool) -> None:
-        """Make `trainer` and `live`."""
-
-    def begin(self) -> bool:
-        """Whatever the first sync needs; False if the ranks cannot send."""
-
-    def sync(self, version: int) -> None:
-        """Export, and have the engine load it."""
-
-    def hand_on_gradients(self, version: int) -> None:
-        """Write the reduced gradients for the oracle, before the optimizer clips them."""
-
-    def record_update(self, version: int) -> None:
-        """Record what the live parameters of all ranks are after an update, joined without Megatron-Bridge."""
-
-    def expected_in_engine(self, version: int) -> dict[str, torch.Tensor]:
-        """Tensors that the engine has to hold, by name; on rank 0."""
-
-    def finish(self) -> None:
-        """Hand on what an engine is started from afterwards."""
-
-
 class FullWeights:
-    """All weights; see `TrainedWeights`.
+    """All weights; `AdapterWeights` has the same methods.
 
-    Args:
-        run: of this rank.
-        link: to the engine.
-        observer: of the engine, on rank 0.
+    Attributes:
+        idles: a step of learning rate 0 is taken first.
+        recording_gathers: recording an update gathers what ranks share, so that a stale export would not show after it.
     """
 
     idles = True
 
-    def __init__(self, run: RankRun, link: EngineLink, observer: EngineObserver | None) -> None:
-        self._run, self._link, self._observer = run, link, observer
+    def __init__(self, run: RankRun) -> None:
+        self._run = run
         self.recording_gathers = run.layout is None or run.mesh.has_copies
         self._sent: dict[str, torch.Tensor] = {}
 
@@ -121,7 +85,7 @@ class FullWeights:
         Without a plan that all ranks hold nothing is sent; the export that they derived it from is recorded.
         """
         run, restores = self._run, self._run.spec.restore_first
-        if self._observer is not None:
+        if run.link.client is not None:
             self._sent = {name: run.source.read(name) for name in run.source.names()}
         # A run that sends version 0 records its export then, and not twice.
         stream = gather_megatron.export(self.trainer) if restores else self.export(0)
@@ -137,24 +101,24 @@ class FullWeights:
             if restores:
                 self.export_only(0)
         elif restores:
-            self._link.rest()
+            run.link.rest()
             self.sync(0)
         return agreed
 
     def sync(self, version: int) -> None:
         """Poison everything that the engine holds, then export and transfer."""
-        run, observer, stream = self._run, self._observer, self.export(version)
+        run, link, stream = self._run, self._run.link, self.export(version)
         run.say(f"version {version}: export and transfer")
-        watch = None if observer is None else TransferProbe(observer.ranks, version)
-        with self._link.awake():
-            if observer is not None:
-                for rank, outcomes in enumerate(observer.client.poison()):
-                    record_poison(observer.ranks[rank], rank, outcomes, version)
-            refused = self._link.transfer(self._plan, stream, watch)
-        if observer is not None and watch is not None:
+        watch = TransferProbe(link.ranks, version)
+        with link.awake():
+            if link.client is not None:
+                for rank, outcomes in enumerate(link.client.poison()):
+                    record_poison(link.ranks[rank], rank, outcomes, version)
+            refused = link.transfer(self._plan, stream, watch)
+        if link.client is not None:
             name = f"transfer of version {version}"
             run.probe.emit(Handover(name=name, version=version, refused=refused))
-            observer.refused, self._sent = bool(refused), {} if refused else watch.sent
+            self._sent = {} if refused else watch.sent
         record_exported(run, self.trainer, self.live, version)
 
     def hand_on_gradients(self, version: int) -> None:

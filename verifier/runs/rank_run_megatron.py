@@ -1,4 +1,4 @@
-"""What every part of a session on one rank is given: the spec, who this rank is, its recorder, the source."""
+"""What every part of a session on one rank is given: spec, place in the mesh, recorder, source, link to the engine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from verifier.core.store import Recorder
 from verifier.export.names import Layout, layout_of
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
+from verifier.runs.engine_link_megatron import EngineLink
 from verifier.runs.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class RankRun:
     spec: RunSpec
     context: RankContext
     probe: Recorder
+    link: EngineLink
 
     @property
     def rank(self) -> int:

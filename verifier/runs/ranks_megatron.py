@@ -14,7 +14,6 @@ import torch
 from verifier.core.store import Recorder
 from verifier.model import provider_megatron
 from verifier.plan.digest import digest_tensor
-from verifier.probes.engine_observer import EngineObserver
 from verifier.runs.engine_link_megatron import engine_link
 from verifier.runs.rank_run_megatron import RankRun
 from verifier.runs.session_megatron import Session
@@ -61,9 +60,5 @@ def _run_session(spec: RunSpec, context: RankContext) -> None:
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(contextlib.closing(Recorder(Path(spec.trace), "trainer", context.rank)))
         link = stack.enter_context(engine_link(spec, context.rank))
-        observer = None
-        if link.client is not None:
-            observer = EngineObserver(link.client, Path(spec.trace), spec.engine_ranks)
-            stack.enter_context(contextlib.closing(observer))
-        session = Session(RankRun(spec=spec, context=context, probe=probe), link, observer)
+        session = Session(RankRun(spec=spec, context=context, probe=probe, link=link))
         getattr(session, spec.program)()

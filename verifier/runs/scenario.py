@@ -11,6 +11,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from verifier.config import RoundtripConfig
 from verifier.core.records_tokens import Objective
 from verifier.core.records_weights import OptimizerRule
@@ -41,11 +43,7 @@ RULE = OptimizerRule(
 )  # fmt: skip
 """Each step has its own rates, so that a scheduler that misses a step or takes two shows; every matrix decays, so that
 a vector that decays and a matrix that does not show."""
-ADAPTER_RULE = OptimizerRule(
-    name="Adam", learning_rate=1e-3, least_learning_rate=5e-4, weight_decay=0.0, greatest_weight_decay=0.0,
-    num_steps=4, clip_grad=1.0,
-)  # fmt: skip
-"""The same without decay."""
+ADAPTER_RULE = replace(RULE, weight_decay=0.0, greatest_weight_decay=0.0)
 TRUNCATED, UNANSWERED, BRIEF, CURT = 4, 5, 6, 7
 """Of eight rollouts, those that are not like the others: one whose answer was cut off, so that none of it is trained
 on; one without an answer; one whose answer is of one token; one whose prompt is."""

@@ -11,14 +11,13 @@ from verifier.core.records_logprobs import ReturnedLogprobs, TrainerLogprobs
 from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, ShardAfterScoring, StepReport
 from verifier.plan.digest import digest_tensor
 from verifier.platform.cuda import another_cudnn
-from verifier.probes.engine_observer import EngineObserver
+from verifier.probes.engine import held_by, record_views
 from verifier.probes.rollouts import record_rollouts
 from verifier.probes.routes_megatron import record_replay, replaying_every_second
 from verifier.probes.tokens_megatron import TokenProbe
 from verifier.probes.weights_megatron import record_source
 from verifier.runs.adapter_weights_megatron import AdapterWeights
-from verifier.runs.engine_link_megatron import EngineLink
-from verifier.runs.full_weights_megatron import FullWeights, TrainedWeights
+from verifier.runs.full_weights_megatron import FullWeights
 from verifier.runs.perturb import move
 from verifier.runs.rank_run_megatron import RankRun
 from verifier.runs.sampling import EngineRequests
@@ -32,18 +31,11 @@ RESUMED = 2
 
 
 class Session:
-    """One session of the trainer on this rank.
+    """One session of the trainer on this rank."""
 
-    Args:
-        run: of this rank.
-        link: to the engine.
-        observer: of the engine, on rank 0 of a session with an engine.
-    """
-
-    def __init__(self, run: RankRun, link: EngineLink, observer: EngineObserver | None) -> None:
-        self._run, self._link, self._observer = run, link, observer
-        self._full = FullWeights(run, link, observer)
-        self._weights: TrainedWeights = AdapterWeights(run, link, observer) if run.spec.lora_rank else self._full
+    def __init__(self, run: RankRun) -> None:
+        self._run, self._full = run, FullWeights(run)
+        self._weights = AdapterWeights(run) if run.spec.lora_rank else self._full
         self._workload = run.spec.workload
 
     def golden(self) -> None:
@@ -73,7 +65,7 @@ class Session:
         self.observe_engine(0)
         self.idle_step()
         for version in range(1, self._run.spec.cycles + 1):
-            self._link.rest()
+            self._run.link.rest()
             self.update(version)
             for act in self._acts(version):
                 act(version)
@@ -193,15 +185,16 @@ class Session:
 
     def observe_engine(self, version: int) -> None:
         """Record what the engine holds, scores and samples at a version, unless it refused it."""
-        run, observer = self._run, self._observer
-        if observer is None or observer.refused:
+        run, link, workload = self._run, self._run.link, self._workload
+        if link.client is None or link.refused:
             return
         run.say(f"version {version}: engine scores and samples")
-        requests = EngineRequests(observer.client, observer.ranks[0], version, run.spec.seed)
-        first = self._workload.passes[0]
-        requests.score(first.name, [row.tokens for row in first.rollouts])
-        if self._workload.prompts:
-            requests.sample(self._workload.prompts)
-            requests.draw(self._workload.prompts[0])
+        requests = EngineRequests(link.client, link.ranks[0], version, run.spec.seed)
+        requests.score(workload.passes[0].name, [row.tokens for row in workload.passes[0].rollouts])
+        if workload.prompts:
+            requests.sample(workload.prompts)
+            requests.draw(workload.prompts[0])
         if expected := self._weights.expected_in_engine(version):
-            observer.record_held(expected, version)
+            held_by(link.client).record(link.ranks, version)
+            for rank, slices in enumerate(link.client.checkpoint_view()):
+                record_views(link.ranks[rank], slices, expected, version)

@@ -55,7 +55,8 @@ def test_other_weights_tokens_or_dtypes_are_computed(oracle: Oracle, client: Cli
     clean = folder(tmp_path, "clean", "weights")
     found = [
         oracle.score(clean, [[1, 2]]), oracle.score(clean, [[1, 3]]), oracle.score(clean, [[1, 2]], "bfloat16"),
-        oracle.score(folder(tmp_path, "faulted", "other"), [[1, 2]]), oracle.next_token(clean, [1, 2], "cpu", 1.0),
+        oracle.score(folder(tmp_path, "faulted", "other"), [[1, 2]]),
+        oracle.ask("logprob_hf:next_token", [clean], [1, 2], "cpu", 1.0),
     ]  # fmt: skip
     assert found == [[[number]] for number in (1.0, 2.0, 3.0, 4.0, 5.0)]
 
@@ -68,7 +69,8 @@ def test_steps_are_judged_by_all_that_was_dumped(oracle: Oracle, client: Client,
             (tmp_path / name / f"{kind}-1" / "model.safetensors").write_text(kind)
     (tmp_path / "two" / "gradients-1" / "model.safetensors").write_text("others")
     for name in ("one", "one", "two"):
-        oracle.judge_steps(source, tmp_path / name, [], {}, [], adapter=False)
+        read = [source, *sorted((tmp_path / name).iterdir())]
+        oracle.ask("step_hf:judge_steps", [source, tmp_path / name], [], {}, [], read=read)
     assert [asked[3] for asked in client.asked] == [str(tmp_path / "one"), str(tmp_path / "two")]
 
 

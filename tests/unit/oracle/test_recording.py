@@ -50,10 +50,11 @@ class Asked:
     def score(self, checkpoint: Path, sequences: Any, dtype: str, device: str, temperature: float) -> Any:
         return [[-temperature * at for at in range(1, len(tokens))] for tokens in sequences]
 
-    def next_token(self, checkpoint: Path, tokens: Any, device: str, temperature: float) -> list[float]:
-        return [-float(len(tokens)), -temperature]
-
-    def judge_steps(self, source: Path, work: Path, *arguments: Any, adapter: bool) -> list[dict[str, Any]]:
+    def ask(self, function: str, paths: Any, *arguments: Any, read: Any = ()) -> Any:
+        if function == "logprob_hf:next_token":
+            tokens, _, temperature = arguments
+            return [-float(len(tokens)), -temperature]
+        assert function == "step_hf:judge_steps"
         self.steps = arguments
         return [
             {
