@@ -37,7 +37,9 @@ class AdapterWeights:
 
     def __init__(self, run: RankRun) -> None:
         self._run = run
-        self._layout = run.layout and adapters_of(run.layout, lora_megatron.TARGETS, run.spec.lora_rank)
+        self._layout = None
+        if run.layout is not None:
+            self._layout = adapters_of(run.layout, lora_megatron.TARGETS, run.spec.lora_rank)
 
     def build(self, *, training: bool) -> None:
         """Build the model, load the source, put adapters on it, and record them before any step."""

@@ -84,6 +84,6 @@ def record_manifest(trace: Path, record: dict[str, Any]) -> None:
     """A manifest's tensors as evidence of the source."""
     recorder = store.Recorder(trace, "source", 0)
     for name, item in record["tensors"].items():
-        record = SourceTensor(name=name, digest=item["digest"], dtype=item["dtype"], shape=tuple(item["shape"]))
-        recorder.emit(record)
+        shape = tuple(item["shape"])
+        recorder.emit(SourceTensor(name=name, digest=item["digest"], dtype=item["dtype"], shape=shape))
     recorder.close()

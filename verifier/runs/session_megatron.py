@@ -22,7 +22,7 @@ from verifier.runs.perturb import move
 from verifier.runs.rank_run_megatron import RankRun
 from verifier.runs.sampling import EngineRequests
 from verifier.runs.steps_megatron import Steps
-from verifier.runs.workload import RolloutRow, ScoringPass, expected_rollouts, policy_loss, rollouts_of
+from verifier.runs.workload import RolloutRow, ScoringPass, Workload, expected_rollouts, policy_loss, rollouts_of
 from verifier.train import step_megatron
 from verifier.train.recompute_megatron import recomputed
 
@@ -36,7 +36,11 @@ class Session:
     def __init__(self, run: RankRun) -> None:
         self._run, self._full = run, FullWeights(run)
         self._weights = AdapterWeights(run) if run.spec.lora_rank else self._full
-        self._workload = run.spec.workload
+
+    @property
+    def _workload(self) -> Workload:
+        assert self._run.spec.workload is not None
+        return self._run.spec.workload
 
     def golden(self) -> None:
         """Load and export, nothing else."""
@@ -101,9 +105,9 @@ class Session:
         live.record(run.probe, 0, LoadedShard)
         if run.rank == 0 and not spec.source_from_manifest:
             record_source(run.probe, run.source)
-        if self._workload is not None and spec.update == "step" and run.rank == 0:
-            run.probe.emit(self._workload.rule)
-            run.probe.emit(self._workload.objective)
+        if spec.workload is not None and spec.update == "step" and run.rank == 0:
+            run.probe.emit(spec.workload.rule)
+            run.probe.emit(spec.workload.objective)
 
     def score(self, version: int) -> None:
         """Teacher-forced log-probabilities by the trainer."""

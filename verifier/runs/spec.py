@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from verifier.config import RoundtripConfig
 from verifier.engine.engine import EngineConfig
 from verifier.mesh import Mesh
+from verifier.platform.tier import Tier
 from verifier.platform.upstream_fixes import selected
 from verifier.runs.manifest import judges_gradients
 from verifier.runs.model_under_test import MAX_MODEL_LEN, ModelUnderTest
@@ -33,7 +34,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str
     mesh: Mesh
     dtype: str
-    tier: str
+    tier: Tier
     trace: str
     """Trace directory, which the parent has created."""
     work: str
@@ -42,7 +43,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """"package.module:function" and its further arguments: a context manager, entered around the session."""
     workload: Workload | None = None
     """What is scored, sampled and trained on; None for golden."""
-    update: str = "step"
+    update: Literal["step", "noise"] = "step"
     """"step": a real optimizer step; "noise": every tensor moved by seeded noise."""
     gradients: bool = False
     """Hand each step's gradients to the oracle."""
