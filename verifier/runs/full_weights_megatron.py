@@ -146,7 +146,13 @@ class FullWeights:
             save_checkpoint(run.work / f"live-{version}", run.source.config, whole.items())
             if run.layout is not None:
                 record_tensors(run.probe, JoinedTensor, whole.items(), version)
-                run.probe.emit(Update(name=f"version {version}", version=version, how=run.spec.update))
+                run.probe.emit(
+                    Update(
+                        name=f"version {version}",
+                        version=version,
+                        how="noise" if run.spec.update == "noise" else "step",
+                    )
+                )
 
     def expected_in_engine(self, version: int) -> dict[str, torch.Tensor]:
         """Tensors as they were sent, or the source's before any were."""

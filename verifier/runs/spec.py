@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -43,7 +43,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """"package.module:function" and its further arguments: a context manager, entered around the session."""
     workload: Workload | None = None
     """What is scored, sampled and trained on; None for golden."""
-    update: Literal["step", "noise"] = "step"
+    update: str = "step"
     """"step": a real optimizer step; "noise": every tensor moved by seeded noise."""
     gradients: bool = False
     """Hand each step's gradients to the oracle."""
