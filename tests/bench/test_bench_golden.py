@@ -17,6 +17,7 @@ import torch
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core import store
 from verifier.core.gate import ExitCode
+from verifier.core.manifest import Manifest, MeshSizes
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
@@ -39,10 +40,9 @@ LEAST_BYTES = 2 * 10**9
 LEAST_SHARE_OF_READING = 0.5
 PIECE_BYTES = 64 << 20
 ROUNDS = 3
-MANIFEST = {
-    "command": "golden", "model": "bench", "dtype": "bfloat16", "mesh": Mesh().to_dict(), "world_size": 1,
-    "scopes": ["export"], "engine_ranks": 0, "synced_versions": [], "versions": {}, "tier": "cpu", "config": {},
-}  # fmt: skip
+MANIFEST = Manifest(
+    command="golden", model="bench", dtype="bfloat16", mesh=MeshSizes(), world_size=1, scopes=("export",), tier="cpu"
+)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def compare(checkpoint: Checkpoint, trace: Path) -> None:
     for _ in recorded(recorder, ((name, actual.read(name)) for name in actual.names()), 0):
         pass
     recorder.close()
-    store.write_manifest(trace, {**MANIFEST, "complete": True})
+    store.complete(trace, MANIFEST)
     assert report_of(store.read(trace), str(trace)).exit_code is ExitCode.HOLDS
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from verifier.core import store
-from verifier.core.evidence import Evidence
-from verifier.core.stage import Stage
+from verifier.core.manifest import Manifest, MeshSizes, replace
+from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, StepReport
 from verifier.data.rollout import Rollout
 from verifier.export.names import layout_of
 from verifier.export.save import save_checkpoint
@@ -31,12 +31,8 @@ from verifier.train import optimizer_megatron, step_megatron
 from verifier.train.pack import PackedBatch, pack
 from verifier.train.token_layout import Alignment
 
-MANIFEST = {
-    "command": "roundtrip", "model": "bench", "mesh": Mesh().to_dict(), "world_size": 1, "engine_ranks": 0,
-    "synced_versions": [], "versions": {}, "config": {},
-    # Of the checks, those that have a subject in one step of learning rate 0: every token, and every weight.
-    "scopes": ["tokens", "step"],
-}  # fmt: skip
+MANIFEST = Manifest(command="roundtrip", model="bench", mesh=MeshSizes(), world_size=1, scopes=("tokens", "step"))
+"""Of the checks, those that have a subject in one step of learning rate 0: every token, and every weight."""
 
 
 def config_of(sizes: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -142,10 +138,10 @@ class Recorded:
         rollouts: Sequence[Rollout],
     ) -> None:
         self._trainer, self._live, self._rollouts = trainer, live, rollouts
-        self._manifest = {**MANIFEST, "dtype": dtype, "tier": trainer.tier}
+        self._manifest = replace(MANIFEST, dtype=dtype, tier=trainer.tier)
         self._path = store.create(folder, self._manifest)
         self._probe = store.Recorder(self._path, "trainer", 0)
-        self._live.record(self._probe, Stage.LOAD, "shard", 0)
+        self._live.record(self._probe, 0, LoadedShard)
         self.own_s = 0.0
         """Seconds in which a step waited for what records it."""
 
@@ -159,15 +155,15 @@ class Recorded:
             return partial(self._timed, rest) if on_the_host else rest
 
         result = train(on_shards=timed_tokens)
-        facts = {"loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens}
+        report = StepReport(name="step", loss=result.loss, grad_norm=result.grad_norm, num_tokens=result.num_tokens)
         if self._trainer.tier == "cuda":
             torch.cuda.synchronize()
-        self._timed(partial(self._record, facts))
+        self._timed(partial(self._record, report))
 
-    def _record(self, facts: dict[str, Any]) -> None:
-        self._probe.emit(Evidence(stage=Stage.TRAIN, kind="step", name="step", facts=facts))
+    def _record(self, report: StepReport) -> None:
+        self._probe.emit(report)
         with step_megatron.params_synced(self._trainer):
-            self._live.record(self._probe, Stage.TRAIN, "idle", 0)
+            self._live.record(self._probe, 0, ShardAfterIdleStep)
 
     def _timed(self, call: Callable[[], Any]) -> Any:
         began = time.perf_counter()
@@ -178,7 +174,7 @@ class Recorded:
     def close(self) -> None:
         """The trace is whole."""
         self._probe.close()
-        store.write_manifest(self._path, {**self._manifest, "complete": True})
+        store.complete(self._path, self._manifest)
 
 
 def measure(context: RankContext) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.check import REGISTRY
 from verifier.core.finding import Verdict
@@ -73,7 +73,7 @@ def measure(runner: Runner, case: ShippedCase, folder: Path) -> list[dict[str, A
     for fixes in ((), ("all",)):
         config = RoundtripConfig(
             model=f"tiny:{case.family}", trace=folder / f"{case.id}-{len(rows)}", mesh=case.mesh, dtype=case.dtype,
-            engine=case.engine, cycles=CYCLES, fixes=fixes,
+            engine=EngineOptions(kind=case.engine), cycles=CYCLES, fixes=fixes,
         )  # fmt: skip
         rows.append(row_of(runner, config, case.family))
         runner.resources.stop_engines()
@@ -95,10 +95,10 @@ def row_of(runner: Runner, config: RoundtripConfig, family: str) -> dict[str, An
     return {
         "family": family,
         "tier": report.manifest.tier,
-        "engine": config.engine,
+        "engine": config.engine.kind,
         "dtype": config.dtype,
         "mesh": config.mesh.label(),
-        "options": config.vllm_options(),
+        "options": config.engine.gpu_options(),
         "fixes": list(config.fixes),
         "versions": report.manifest.versions,
         "bugs": [bug.issue for bug in report.manifest.upstream_bugs or ()],

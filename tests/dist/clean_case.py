@@ -1,14 +1,16 @@
-"""Clean runs: which families, meshes, dtypes and engines, what each measured, and the table of all."""
+"""Clean runs: their families, meshes, dtypes and engines, and what each measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from verifier.config import GoldenConfig, RoundtripConfig
+from verifier.config import EngineOptions, GoldenConfig, RoundtripConfig
 from verifier.core import store
+from verifier.core.records_logprobs import DtypeNoise, EngineLogprobs, OracleLogprobs, OracleOfSampled, SampledTokens, TrainerLogprobs
+from verifier.core.records_tokens import GradientRecord
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -103,6 +105,16 @@ class Measured:
     golden_s: float
     roundtrip_s: float
 
+    def row(self) -> dict[str, Any]:
+        """Record in the ledger of clean runs: gaps with two digits, times in tenths of a second."""
+        found = asdict(self)
+        del found["case"], found["without_subject"]
+        short = {key: round(value, 1) if key.endswith("_s") else float(f"{value:.1e}")
+                 for key, value in found.items() if isinstance(value, float)}  # fmt: skip
+        case = self.case
+        ids = {"family": case.family, "mesh": case.mesh.label(), "dtype": case.dtype, "engine": case.engine}
+        return {**ids, "update": case.update, **found, **short}
+
 
 def run(runner: Runner, case: Case, folder: Path) -> Measured:
     """Golden, then a round trip; both must hold, with every check that they declare."""
@@ -117,26 +129,28 @@ def run(runner: Runner, case: Case, folder: Path) -> Measured:
     loaded = time.monotonic()
     trace = runner.roundtrip(
         RoundtripConfig(
-            model=model, trace=folder / "roundtrip", mesh=case.mesh, dtype=case.dtype, engine=case.engine,
-            cycles=CYCLES, update=case.update, fixes=fixes,
+            model=model, trace=folder / "roundtrip", mesh=case.mesh, dtype=case.dtype, fixes=fixes,
+            engine=EngineOptions(kind=case.engine), cycles=CYCLES, update=case.update,
         )
     )  # fmt: skip
     ended = time.monotonic()
     reports = [judge(golden), judge(trace)]
     found = store.read(trace)
-    noise = [float(item.facts["max"]) for item in found.at(Stage.LOGPROB, "noise", name="scored")]
-    steps = [item.facts for item in found.at(Stage.LOSS, "gradient")]
+    noise = [float(item.greatest) for item in found.of(DtypeNoise, name="scored")]
+    steps = list(found.of(GradientRecord))
     return Measured(
         case=case,
         num_bitwise=min(compared(report, "WGT004") for report in reports),
         num_compared=sum(outcome.num_compared for report in reports for outcome in report.outcomes),
         without_subject=reports[1].out_of_scope,
-        trainer_nats=gap(found, (Stage.LOGPROB, "trainer"), (Stage.LOGPROB, "oracle")),
-        engine_nats=gap(found, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "oracle")),
-        sampled_nats=gap(found, (Stage.ROLLOUT, "sampled"), (Stage.LOGPROB, "sampled-oracle")),
+        trainer_nats=gap(found, TrainerLogprobs, OracleLogprobs),
+        engine_nats=gap(found, EngineLogprobs, OracleLogprobs),
+        sampled_nats=gap(found, SampledTokens, OracleOfSampled),
         noise_nats=max(noise, default=None),
-        gradient_gap=max((f["gradient_gap"] / f["gradient_scale"] for f in steps if f["gradient_scale"]), default=None),
-        step_gap=max((f["step_gap"] for f in steps), default=None),
+        gradient_gap=max(
+            (float(item.gradient_gap or 0) / float(item.gradient_scale) for item in steps if item.gradient_scale), default=None
+        ),
+        step_gap=max((float(item.step_gap or 0) for item in steps), default=None),
         golden_s=loaded - began,
         roundtrip_s=ended - loaded,
     )
@@ -155,32 +169,9 @@ def compared(report: Report, code: str) -> int:
     return next(outcome.num_compared for outcome in report.outcomes if outcome.code == code)
 
 
-def gap(trace: Trace, actual: tuple[Stage, str], expected: tuple[Stage, str]) -> float:
+def gap(trace: Trace, actual: type[LogprobRecord], expected: type[LogprobRecord]) -> float:
     """Greatest difference of two sides' log-probabilities over all versions, nats."""
-    theirs = {(item.name, item.version): trace.array(item).double() for item in trace.at(*expected)}
-    ours = {(item.name, item.version): trace.array(item).double() for item in trace.at(*actual)}
+    theirs = {(item.name, item.version): trace.array(item).astype(float) for item in trace.of(expected)}
+    ours = {(item.name, item.version): trace.array(item).astype(float) for item in trace.of(actual)}
     assert len({version for _, version in ours}) == CYCLES + 1
-    return max(float((values - theirs[key]).abs().max()) for key, values in ours.items())
-
-
-def table(rows: Iterable[Measured]) -> str:
-    """Markdown, a row a run."""
-    head = (
-        "| family | mesh | dtype | engine | update | tensors bitwise | trainer - oracle, nats | engine - oracle, nats "
-        "| sampled - oracle, nats | noise, nats | gradient gap | step gap | compared | golden s | roundtrip s |"
-    )
-    lines = [head, "|" + " --- |" * (head.count("|") - 1)]
-    for row in rows:
-        case = row.case
-        cells: Sequence[str] = (
-            case.family, case.mesh.label(), case.dtype, case.engine, case.update, f"{row.num_bitwise:,}",
-            f"{row.trainer_nats:.1e}", f"{row.engine_nats:.1e}", f"{row.sampled_nats:.1e}",
-            _number(row.noise_nats), _number(row.gradient_gap), _number(row.step_gap),
-            f"{row.num_compared:,}", f"{row.golden_s:.1f}", f"{row.roundtrip_s:.1f}",
-        )  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1e}"
+    return max(float(abs(values - theirs[key]).max()) for key, values in ours.items())

@@ -1,6 +1,7 @@
 """Clean runs raise no alarm: every family, over every kind of mesh, exports bitwise and scores as the oracle does.
 
-`-m slow` runs the whole table and writes it to docs/numerics.md.
+One of them runs by default. `-m slow` runs them all and writes what they measured to golden/clean-runs.json, from which
+`python -m tests.dist.clean_table` draws the table of docs/clean-runs.md.
 
 What this does not exercise: commands, engines with tensor parallelism and the engine's cold start from the exported checkpoint
 (test_roundtrip.py), and 64 ranks (docs/clean-runs.md has the command).
@@ -13,30 +14,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.clean_case import EXACT_NATS, Case, Measured, cases, compared, judge, run, table
+from tests.dist import clean_table
+from tests.dist.clean_case import EXACT_NATS, Case, Measured, cases, compared, judge, run
 from verifier.config import GoldenConfig
 from verifier.mesh import Mesh
 from verifier.runs.runner import Runner
 
-PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"
-BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 ALL = cases()
 
 
 @pytest.fixture(scope="module")
 def measured() -> Iterator[dict[Case, Measured]]:
-    """What the slow runs measured; written to the page when all of them have run."""
+    """What the slow runs measured; written to the ledger when all of them have run."""
     found: dict[Case, Measured] = {}
     yield found
     if len(found) == len(ALL):
-        text = PAGE.read_text()
-        head, rest = text.split(BEGIN)
-        PAGE.write_text(head + BEGIN + table(found[case] for case in ALL) + END + rest.split(END)[1])
+        clean_table.write([found[case].row() for case in ALL])
 
 
 def require_exact(found: Measured) -> None:
     """In float32 trainer, engine and sampler agree with the oracle, before and after every sync."""
-    print(table([found]))
+    print(clean_table.table([found.row()]))
     if found.case.dtype == "float32":
         assert max(found.trainer_nats, found.engine_nats, found.sampled_nats) <= EXACT_NATS
 

@@ -1,13 +1,15 @@
 """Router replay on real Megatron ranks: made-up routes are obeyed to the last token, natural ones change no bit."""
 
+import numpy as np
 import pytest
-import torch
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core import store
+from verifier.core.records_logprobs import NaturalRouteLogprobs
+from verifier.core.records_tokens import GivenRoutes
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.stage import Stage
+from verifier.core.manifest import Manifest, MeshSizes
 from verifier.mesh import Mesh
 from verifier.model.tiny import write_tiny
 
@@ -31,7 +33,7 @@ def test_routes_are_obeyed_and_natural_ones_change_nothing(
     model, sizes, dtype, trainer_launcher, checkpoints, tmp_path
 ):
     mesh = Mesh(**sizes)
-    trace = store.create(tmp_path / "trace", {"mesh": mesh.to_dict(), "dtype": dtype})
+    trace = store.create(tmp_path / "trace", Manifest(mesh=MeshSizes(**mesh.to_dict()), dtype=dtype))
     results = trainer_launcher.run(
         "replay_functions:replay",
         world_size=mesh.world_size,
@@ -52,8 +54,8 @@ def test_routes_are_obeyed_and_natural_ones_change_nothing(
     for code in ("RPL001", "RPL002"):
         outcome = run_check(REGISTRY[code], seen)
         assert outcome.verdict is Verdict.HOLDS, outcome.finding and outcome.finding.first
-    routes = seen.array(next(seen.at(Stage.REPLAY, "routes")))
-    lengths = next(seen.at(Stage.REPLAY, "natural")).facts["lengths"]
+    routes = seen.array(next(seen.of(GivenRoutes)))
+    lengths = next(seen.of(NaturalRouteLogprobs)).lengths
     # Each token but a rollout's last, in each layer; and no router chooses so by itself.
     assert len(routes) == sum(lengths) * len(LAYERS[model])
-    assert len(torch.unique(routes[:, 3:].sort(-1).values, dim=0)) > len(routes) / 3
+    assert len(np.unique(np.sort(routes[:, 3:], axis=-1), axis=0)) > len(routes) / 3

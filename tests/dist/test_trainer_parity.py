@@ -23,13 +23,10 @@ FIRST_STEP_RTOL = 2e-6
 THIRD_STEP_RTOL = 2e-5
 OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
+# Every axis alone is part of a case here: plain data parallelism with experts, pipelines with tied and untied embeddings.
 CASES = [
-    ("qwen3", {"dp": 2}, {}),
     ("qwen3", {"dp": 2}, OVERLAPPED),
-    ("qwen3", {"tp": 2}, {}),
-    ("qwen3", {"pp": 2}, {}),
     ("qwen3", {"pp": 2, "vpp": 2}, {}),
-    ("qwen3", {"cp": 2}, {}),
     ("qwen3", {"pp": 2, "first_stage_layers": 1}, {}),
     ("qwen3", {"pp": 2, "last_stage_layers": 1}, {}),
     ("qwen3", {"tp": 2, "cp": 2}, {}),

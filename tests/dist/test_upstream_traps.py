@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
@@ -38,7 +38,8 @@ def equal_lengths(config: RoundtripConfig) -> Workload:
 
 
 def run(runner: Runner, mesh: Mesh, folder: Path, within: tuple[str, ...] = ()) -> Report:
-    config = RoundtripConfig(model="tiny:qwen3", trace=folder / "trace", mesh=mesh, engine="hf", cycles=2)
+    engine = EngineOptions(kind="hf")
+    config = RoundtripConfig(model="tiny:qwen3", trace=folder / "trace", mesh=mesh, engine=engine, cycles=2)
     runner.roundtrip(config, phases=[Phase(trace=config.trace, within=within)], workload=equal_lengths(config))
     return report_of(store.read(config.trace), str(config.trace))
 

@@ -1,4 +1,4 @@
-"""Every bug of the engine's side and of the rollout, on the real engines: caught, in its own stage, and healed."""
+"""Every bug of the engine, of the rollout and of adapters, on the real engines: caught, in its stage, and healed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from verifier.faults import bugs_adapter, bugs_engine, bugs_engine_part, bugs_rollout
+from verifier.core.stage import Stage
+from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import Fault
 from verifier.faults.matrix import line_of
 from verifier.faults.trial import Trials
 
 FAULTS = sorted(
-    (*bugs_engine.FAULTS, *bugs_engine_part.FAULTS, *bugs_rollout.FAULTS, *bugs_adapter.FAULTS),
+    (
+        fault
+        for fault in CATALOG.values()
+        if not fault.gpus and (fault.stage in (Stage.ENGINE, Stage.ROLLOUT) or fault.lora_rank)
+    ),
     key=lambda fault: (fault.engine, fault.model, fault.engine_tp, fault.lora_rank),
 )
 

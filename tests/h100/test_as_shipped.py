@@ -21,7 +21,7 @@ from tests.h100.conftest import RESULTS
 from tests.h100.models import MENDED, model
 from tests.h100.test_attention import MENDED as CUDNN_MENDED
 from tests.h100.test_attention import cudnn_version
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 
 pytestmark = pytest.mark.h100(gpus=1)
 ISSUES = {
@@ -30,14 +30,14 @@ ISSUES = {
 }  # fmt: skip
 """Check -> the bug that its finding of NemotronH has to name."""
 CASES = {
-    "qwen3": {},
-    "qwen3-tied": {},
-    "qwen2": {},
-    "llama": {},
-    "qwen3-moe": {},
-    "deepseek-v3": {"sleep_level": 2},
-    "nemotron-h": {},
-    "wide:nemotron-3-nano": {},
+    "qwen3": EngineOptions(),
+    "qwen3-tied": EngineOptions(),
+    "qwen2": EngineOptions(),
+    "llama": EngineOptions(),
+    "qwen3-moe": EngineOptions(),
+    "deepseek-v3": EngineOptions(sleep_level=2),
+    "nemotron-h": EngineOptions(),
+    "wide:nemotron-3-nano": EngineOptions(),
 }
 
 
@@ -51,7 +51,8 @@ def expected_of(name):
 @pytest.mark.parametrize("name", CASES)
 def test_family_as_shipped(name, runner, measured, tmp_path):
     config = RoundtripConfig(
-        model=model(name), trace=tmp_path / "as-shipped", dtype="bfloat16", cycles=2, transport="ipc", **CASES[name]
+        model=model(name), trace=tmp_path / "as-shipped", dtype="bfloat16", cycles=2, transport="ipc",
+        engine=CASES[name],
     )  # fmt: skip
     rows = [row_of(runner, config, name)]
     runner.resources.stop_engines()

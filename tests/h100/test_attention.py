@@ -8,7 +8,7 @@ import torch
 from tests.dist.clean_case import judge
 from tests.h100.models import model
 from tests.h100.test_faults import verdicts
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.platform.upstream_fixes import CUDNN_WIDTH
 from verifier.report import render_text, report_of
@@ -88,5 +88,5 @@ def test_padded_values_are_caught_and_healed(runner, measured, tmp_path):
 
 def config_of(folder, **options):
     return RoundtripConfig(
-        model=model("deepseek-v3"), trace=folder, dtype="bfloat16", engine="hf", cycles=1, **options
+        model=model("deepseek-v3"), trace=folder, dtype="bfloat16", engine=EngineOptions(kind="hf"), cycles=1, **options
     )  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from verifier.config import make_mesh
+from verifier.mesh import Mesh
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 COMMANDS = re.findall(r"^verifier (?:roundtrip|golden) .*$", PAGE.read_text(), re.MULTILINE)
@@ -20,7 +20,9 @@ RUN_S = 300
 
 def gpus_of(command):
     """Those of the mesh, whose GPUs the engine shares where the host has no more."""
-    return make_mesh(**{axis: int(size) for axis, size in re.findall(r" --(tp|pp|ep|cp|dp) (\d+)", command)}).world_size
+    return Mesh.fitting(
+        **{axis: int(size) for axis, size in re.findall(r" --(tp|pp|ep|cp|dp) (\d+)", command)}
+    ).world_size
 
 
 @pytest.mark.parametrize(

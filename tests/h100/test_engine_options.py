@@ -11,10 +11,10 @@ from tests.dist.clean_case import judge
 from tests.h100.models import MENDED, fixes, model
 from tests.h100.test_faults import verdicts
 from tests.h100.test_roundtrip import distance
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
-from verifier.core.stage import Stage
-from verifier.faults import bugs_engine_gpu
+from verifier.core.records_logprobs import DtypeNoise, EngineLogprobs, OracleLogprobs, TrainerLogprobs
+from verifier.faults.catalog import CATALOG
 
 CYCLES = 2
 FUNCTIONS = "tests.h100.engine_functions"
@@ -24,7 +24,8 @@ def config_of(folder, family="qwen3", **options):
     """Other tests share the GPU, so an engine that sleeps asks for the fix of vllm #45620."""
     asked = MENDED if options.get("sleep_level") else fixes(family)
     return RoundtripConfig(
-        model=model(family), trace=folder, dtype="bfloat16", cycles=CYCLES, transport="ipc", fixes=asked, **options
+        model=model(family), trace=folder, dtype="bfloat16", cycles=CYCLES, transport="ipc", fixes=asked,
+        engine=EngineOptions(**options),
     )  # fmt: skip
 
 
@@ -39,9 +40,9 @@ def run(runner, measured, config, **said):
     found = store.read(trace)
     measured(
         **said, family=Path(config.model).name, seconds=round(time.monotonic() - began, 1),
-        engine=distance(found, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "oracle")),
-        mismatch=distance(found, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "trainer")),
-        noise_mean=max(item.facts["mean"] for item in found.at(Stage.LOGPROB, "noise", name="scored")),
+        engine=distance(found, EngineLogprobs, OracleLogprobs),
+        mismatch=distance(found, EngineLogprobs, TrainerLogprobs),
+        noise_mean=max(float(item.mean) for item in found.of(DtypeNoise, name="scored")),
     )  # fmt: skip
     judge(trace)
     return found
@@ -62,7 +63,7 @@ def test_graphs_are_replayed_after_sleep_and_sync(level, runner, measured, tmp_p
 
 
 @pytest.mark.h100(gpus=1)
-@pytest.mark.parametrize("fault", bugs_engine_gpu.FAULTS, ids=lambda fault: fault.id)
+@pytest.mark.parametrize("fault", [fault for fault in CATALOG.values() if fault.gpus], ids=lambda fault: fault.id)
 def test_fault_is_caught_where_it_sits(fault, runner, measured, tmp_path):
     options = {"cuda_graphs": True, "sleep_level": 2}
     config = config_of(tmp_path / "faulted", fault.model.removeprefix("tiny:"), **options)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.dist.clean_case import judge
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
-from verifier.core.stage import Stage
+from verifier.core.records_engine import Handover
 from verifier.faults.catalog import CATALOG
 from verifier.mesh import Mesh
 from verifier.report.report import report_of
@@ -52,15 +52,15 @@ def test_reload_fault_is_caught_where_it_sits(name, runner, measured, tmp_path):
 
 @pytest.mark.h100(gpus=2)
 def test_handles_of_rank_0_alone_are_refused(runner, measured, tmp_path):
-    config = config_of("tiny:qwen3", tmp_path / "faulted", mesh=Mesh(tp=2), engine_tp=2)
+    config = config_of("tiny:qwen3", tmp_path / "faulted", mesh=Mesh(tp=2), engine=EngineOptions(tp=2))
     run_within("rank_0_shows_alone", runner, config)
-    refusals = [item.facts["refused"] for item in store.read(config.trace).at(Stage.TRANSPORT, "handover")]
+    refusals = [item.refused for item in store.read(config.trace).of(Handover)]
     assert len(refusals) == 2  # of version 0, which brings the warm engine back, and of version 1
     caught, first = verdicts(config.trace)
     measured(fault="ipc-rank-0-handles-only", refused=refusals[0], caught=caught, first_bad_stage=first)
     assert {"TPT002", "TPT003"} <= set(caught)
     assert all("engine rank 1" in text and "was given no buffer" in text for text in refusals)
-    judge(runner.roundtrip(config_of("tiny:qwen3", tmp_path / "healed", mesh=Mesh(tp=2), engine_tp=2)))
+    judge(runner.roundtrip(config_of("tiny:qwen3", tmp_path / "healed", mesh=Mesh(tp=2), engine=EngineOptions(tp=2))))
 
 
 def run_within(function, runner, config):

@@ -8,9 +8,9 @@ import pytest
 
 from tests.dist.clean_case import judge
 from tests.h100.models import fixes, model
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
-from verifier.core.stage import Stage
+from verifier.core.records_logprobs import DtypeNoise, EngineLogprobs, OracleLogprobs, TrainerLogprobs
 from verifier.mesh import Mesh
 
 CYCLES = 3
@@ -57,25 +57,26 @@ def test_synced_engine_is_the_cold_engine(name, mesh, transport, engine_tp, runn
     began = time.monotonic()
     trace = runner.roundtrip(
         RoundtripConfig(
-            model=model(name), trace=tmp_path / "trace", mesh=mesh, dtype="bfloat16", engine_tp=engine_tp,
-            cycles=1 if name.startswith("wide:") else CYCLES, transport=transport, fixes=fixes(name),
+            model=model(name), trace=tmp_path / "trace", mesh=mesh, dtype="bfloat16",
+            engine=EngineOptions(tp=engine_tp), cycles=1 if name.startswith("wide:") else CYCLES, transport=transport,
+            fixes=fixes(name),
         )
     )  # fmt: skip
     took = time.monotonic() - began
     found = store.read(trace)
-    noise = [item.facts for item in found.at(Stage.LOGPROB, "noise", name="scored")]
+    noise = list(found.of(DtypeNoise, name="scored"))
     measured(
         family=name, mesh=mesh.label(), transport=transport, engine_tp=engine_tp, seconds=round(took, 1),
-        noise_mean=max(item["mean"] for item in noise), noise_max=max(item["max"] for item in noise),
-        trainer=distance(found, (Stage.LOGPROB, "trainer"), (Stage.LOGPROB, "oracle")),
-        engine=distance(found, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "oracle")),
-        mismatch=distance(found, (Stage.ROLLOUT, "engine"), (Stage.LOGPROB, "trainer")),
+        noise_mean=max(float(item.mean) for item in noise), noise_max=max(float(item.greatest) for item in noise),
+        trainer=distance(found, TrainerLogprobs, OracleLogprobs),
+        engine=distance(found, EngineLogprobs, OracleLogprobs),
+        mismatch=distance(found, EngineLogprobs, TrainerLogprobs),
     )  # fmt: skip
     judge(trace)
 
 
 def distance(trace, actual, expected):
     """(greatest mean, greatest value) of the absolute differences on what both score, over all versions, nats."""
-    theirs = {item.version: trace.array(item).double() for item in trace.at(*expected, name="scored")}
-    gaps = [(trace.array(item).double() - theirs[item.version]).abs() for item in trace.at(*actual, name="scored")]
+    theirs = {item.version: trace.array(item).astype(float) for item in trace.of(expected, name="scored")}
+    gaps = [abs(trace.array(item).astype(float) - theirs[item.version]) for item in trace.of(actual, name="scored")]
     return max(float(gap.mean()) for gap in gaps), max(float(gap.max()) for gap in gaps)

@@ -1,10 +1,20 @@
 """Checks and faults belong to each other: one that no fault breaks, or that no check catches, proves nothing."""
 
+import inspect
 import re
 
+import pytest
+
 import verifier.checks  # noqa: F401  (fills the registry)
+from tests.meta.sources import ROOT
 from verifier.core.check import REGISTRY
 from verifier.faults.catalog import CATALOG
+from verifier.faults.fault import fault
+from verifier.faults.ledger import latest, read
+from verifier.faults.matrix_pages import pages
+
+LEDGER = ROOT / "golden" / "kill-matrix.jsonl"
+PAGES = ROOT / "docs" / "kill-matrix"
 
 
 def test_every_check_has_a_fault_that_breaks_it():
@@ -13,15 +23,52 @@ def test_every_check_has_a_fault_that_breaks_it():
 
 
 def test_every_fault_is_caught_by_checks_that_exist():
-    for fault in CATALOG.values():
-        assert fault.caught_by, f"no check has to catch {fault.id}"
-        assert set(fault.caught_by) <= REGISTRY.keys(), fault.id
+    for item in CATALOG.values():
+        assert item.caught_by, f"no check has to catch {item.id}"
+        assert set(item.caught_by) <= REGISTRY.keys(), item.id
 
 
 def test_every_fault_says_what_it_re_enacts():
-    for name, fault in CATALOG.items():
-        assert name == fault.id
+    for name, item in CATALOG.items():
+        assert name == item.id
         assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", name)
-        assert fault.reproduces
-        assert fault.summary
-    assert len({fault.summary for fault in CATALOG.values()}) == len(CATALOG)
+        assert item.reproduces
+        assert re.fullmatch(r"[A-Z].*\.", item.summary), name
+    assert len({item.summary for item in CATALOG.values()}) == len(CATALOG)
+
+
+def test_every_fault_lies_in_a_file_of_its_stage():
+    """One file for a stage, but for the engine and the rollout, which have more."""
+    files = {"engine": {"engine", "reload", "engine_gpu"}, "rollout": {"sampling", "request", "engine_gpu"}}
+    for item in CATALOG.values():
+        _, body = item.replacements[0]
+        file = inspect.getmodule(body).__name__.removeprefix("verifier.faults.").removesuffix("_faults")
+        assert file in files.get(item.stage.label, {item.stage.label}), item.id
+
+
+def test_a_fault_without_a_summary_and_a_second_of_one_id_are_refused():
+    with pytest.raises(ValueError, match="write the docstring first"):
+        fault("os.path:join(a, p)", id="new-fault")(lambda original, fire: None)
+
+    def body(original, fire):
+        """Summary."""
+
+    fields = {"stage": None, "reproduces": "", "caught_by": ()}
+    with pytest.raises(ValueError, match="`groups-of-one` is taken"):
+        fault("os.path:join(a, p)", id="groups-of-one", **fields)(body)
+
+
+def test_every_fault_was_caught_in_its_own_stage_by_the_checks_that_must():
+    """The last trial of each, as the ledger has it."""
+    rows = latest(read(LEDGER))
+    assert sorted(CATALOG.keys() - rows.keys()) == []
+    for name, row in rows.items():
+        assert not row.failures, name
+        assert row.healed, name
+        assert row.first_bad == CATALOG[name].stage.label, name
+        assert set(CATALOG[name].caught_by) <= set(row.caught), name
+
+
+def test_pages_are_what_the_ledger_draws():
+    drawn = pages(read(LEDGER))
+    assert {path.name: path.read_text() for path in PAGES.iterdir()} == drawn

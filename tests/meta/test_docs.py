@@ -5,25 +5,30 @@ import re
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
+from tests.dist import clean_table
 from tests.h100.results import table
+from tests.meta import whats_here
 from tests.meta.sources import ROOT, python_files, tracked, where
 from verifier.cli.app import app
 from verifier.core.check import REGISTRY
 from verifier.core.gate import ExitCode
+from verifier.faults.catalog import CATALOG
 from verifier.model.tiny import TINY
 from verifier.model.wide import WIDE
 
 PAGES = [path for path in tracked() if path.suffix == ".md"]
 LIVING = [page for page in PAGES if page.parent.name != "adr"]
 """Pages that are kept true; an ADR tells of the tree that it was written for."""
+MAX_README_LINES = 150
 README = (ROOT / "README.md").read_text()
 
 
-def test_every_module_is_in_whats_here():
-    text = (ROOT / "docs" / "whats-here.md").read_text()
-    names = [str(path.relative_to(ROOT)) for path in python_files("verifier") if path.name != "__init__.py"]
-    absent = [name for name in names if f"`{name}`" not in text]
-    assert not absent, "\n".join(absent)
+def test_whats_here_is_drawn_from_the_modules():
+    """`python -m tests.meta.whats_here` draws it anew."""
+    text = whats_here.PAGE.read_text()
+    assert text == whats_here.drawn(text)
+    files = [path for path in python_files("verifier") if path.name != "__init__.py"]
+    assert [where(path) for path in files if f"| `{where(path)}` |" not in text] == []
 
 
 @pytest.mark.parametrize("page", LIVING, ids=where)
@@ -47,28 +52,53 @@ def test_every_check_has_its_bound_in_numerics():
     assert sorted(code for code in REGISTRY if code not in text) == []
 
 
-def test_readme_names_every_command_exit_code_and_model():
+def test_readme_names_every_command_and_exit_code():
     commands = [command.name or command.callback.__name__ for command in app.registered_commands]
     commands += [group.name for group in app.registered_groups]
     assert [name for name in commands if f"`verifier {name}" not in README] == []
     assert [code for code in ExitCode if f"| {code.value} | {code.name.lower()}" not in README] == []
-    assert [name for name in TINY if f"`tiny:{name}`" not in README] == []
-    assert [name for name in WIDE if f"`wide:{name}`" not in README] == []
 
 
-def test_readme_shows_what_gpus_showed():
+def test_models_page_names_every_generated_model():
+    text = (ROOT / "docs" / "models.md").read_text()
+    assert [name for name in TINY if f"`tiny:{name}`" not in text] == []
+    assert [name for name in WIDE if f"`wide:{name}`" not in text] == []
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= MAX_README_LINES
+
+
+def test_gpu_page_shows_what_gpus_showed():
     """The table is what `tests.h100.results.table` makes of the recorded rows."""
-    shown = README.split("<!-- table: gpu -->\n")[1].split("\n<!-- table: end -->")[0]
-    assert shown == table(ROOT / "golden" / "gpu")
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    assert text.split("<!-- table: gpu -->\n")[1].split("\n<!-- table: end -->")[0] == table(ROOT / "golden" / "gpu")
 
 
-def test_readme_examples_are_whole():
-    """Each opens with the run's identity and ends with its verdict, as the renderer writes them."""
-    for kind, verdict in (("pass", "holds: "), ("failure", "violated: ")):
-        block = README.split(f"<!-- example: {kind} -->\n")[1].split("<!-- example: end -->")[0]
-        lines = [line for line in block.strip().splitlines() if not line.startswith(("```", "$ "))]
-        assert lines[0].startswith("verifier roundtrip tiny:")
-        assert lines[-1].startswith(verdict)
+def test_clean_runs_page_is_drawn_from_the_ledger():
+    """`python -m tests.dist.clean_table` draws it anew."""
+    text = clean_table.PAGE.read_text()
+    assert text == clean_table.drawn(text)
+
+
+def test_readme_finding_is_one_that_the_renderer_writes():
+    """Its check and fault exist, the fault must be caught by the check, and its lines are those of a snapshot."""
+    block = README.split("<!-- example: failure -->\n")[1].split("<!-- example: end -->")[0].strip("`\n").splitlines()
+    fault = re.search(r"`verifier faults run (\S+) --keep", README)[1]
+    code, name = re.match(r"text|(\w+) ([a-z-]+): ", block[1]).groups()
+    assert (REGISTRY[code].name, code in CATALOG[fault].caught_by) == (name, True)
+    snapshot = (ROOT / "tests" / "snapshots" / "files" / f"check-{code}.txt").read_text()
+    labels = re.findall(r"^  ?(\w+ *:)", snapshot, re.MULTILINE)
+    assert [label for label in labels if not any(line.strip().startswith(label) for line in block)] == []
+    assert all(re.match(r"$|  \w+ *: ", line) for line in block[2:])
+
+
+@pytest.mark.parametrize("page", LIVING, ids=where)
+def test_lines_of_prose_are_short(page):
+    """At most 125 characters outside of tables, code, links and headings."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    long = [line for line in prose.splitlines() if len(line) > 125 and not re.match(r"\s*(\||#)|.*\]\(", line)]
+    assert not long, "\n".join(long)
 
 
 def test_every_folder_of_tests_is_explained():
@@ -82,7 +112,7 @@ def test_every_folder_of_tests_is_explained():
 def test_every_decision_is_listed_and_has_its_three_parts():
     listed = (ROOT / "docs" / "adr" / "README.md").read_text()
     decisions = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
-    assert [int(path.name[:4]) for path in decisions] == list(range(1, len(decisions) + 1))
+    assert len({path.name[:4] for path in decisions}) == len(decisions)
     for path in decisions:
         assert f"({path.name})" in listed, path.name
         headings = re.findall(r"^## (.+)$", path.read_text(), flags=re.MULTILINE)

@@ -11,11 +11,12 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.unit.train.test_ledger import audit as misplaced
 from verifier.data.rollout import Rollout
 from verifier.data.trajectories import check_steps, join_steps
 from verifier.errors import ContractError, UsageError
 from verifier.strategies import Packing, packings, rollouts, shards, step_lists
-from verifier.train.ledger import LEDGER, audit, loss_rows, sentinels
+from verifier.train.ledger import LEDGER, loss_rows, sentinels
 from verifier.train.leftpad import left_pad, remove_left_padding, response_of
 from verifier.train.microbatch import split_by_count, split_by_tokens
 from verifier.train.pack import IGNORE_LABEL, PADDING, pack, shard_cp, unpack, unpack_labels, unshard_cp
@@ -152,7 +153,7 @@ def test_the_ledger_is_clean_through_split_pack_and_shard(case: Packing, dp: int
                 extra={LEDGER: [carried[index] for index in batch]},
             )
             parts += [shard_cp(packed, cp_rank) for cp_rank in range(case.alignment.cp)]
-    assert audit(case.rollouts, loss_rows(parts)) == []
+    assert misplaced(case.rollouts, loss_rows(parts)) == []
 
 
 @given(batch=rollouts())

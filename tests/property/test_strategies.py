@@ -2,11 +2,12 @@
 
 from hypothesis import find, given, settings
 
+from tests.unit.train.test_ledger import audit as misplaced
 from verifier.data.rollout import Rollout
 from verifier.mesh import Mesh
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.strategies import chunk_plans, length_profiles, meshes, packings, rollouts, stages
-from verifier.train.ledger import LEDGER, audit, loss_rows, sentinels
+from verifier.train.ledger import LEDGER, loss_rows, sentinels
 from verifier.train.microbatch import split_by_tokens
 from verifier.train.pack import pack, shard_cp
 from verifier.train.token_layout import Alignment, sp_slice
@@ -54,7 +55,7 @@ def test_on_any_mesh_of_64_ranks_every_token_reaches_the_loss_once(mesh: Mesh, b
                 slices = [sp_slice(shard.num_rows, mesh.tp, tp_rank) for tp_rank in range(mesh.tp)]
                 assert [row for rows in slices for row in range(rows.start, rows.stop)] == list(range(shard.num_rows))
                 parts.append(shard)
-    assert audit(batch, loss_rows(parts)) == []
+    assert misplaced(batch, loss_rows(parts)) == []
 
 
 def test_awkward_batches_are_reached() -> None:

@@ -14,11 +14,12 @@ import pytest
 import torch
 from hypothesis import find, settings
 
+from tests.unit.train.test_ledger import audit as misplaced
 from verifier.data.rollout import MISSING_ROUTE
 from verifier.errors import ContractError
 from verifier.mesh import Mesh
 from verifier.strategies import Packing, packings
-from verifier.train.ledger import LEDGER, audit, loss_rows, sentinels
+from verifier.train.ledger import LEDGER, loss_rows, sentinels
 from verifier.train.leftpad import left_pad
 from verifier.train.pack import (
     IGNORE_LABEL,
@@ -56,7 +57,7 @@ def shards(case: Packing) -> list[PackedBatch]:
 
 def arrives_wrong(case: Packing, batches: list[PackedBatch]) -> bool:
     """The token ledger's verdict."""
-    return audit(case.rollouts, loss_rows(batches)) != []
+    return misplaced(case.rollouts, loss_rows(batches)) != []
 
 
 def tokens_of(case: Packing) -> list[list[int]]:

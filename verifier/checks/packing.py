@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from verifier.checks.ledger import Misplacement, audit, joined
+from verifier.checks.token_audit import Misplacement, audit, joined
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.manifest import MeshSizes

@@ -16,8 +16,9 @@ from typing import Annotated
 import typer
 
 from verifier.cli import faults as cli_faults
-from verifier.cli import options
-from verifier.cli.results import judge_trace, require_results, run_and_judge, show
+from verifier.cli.command import configured
+from verifier.cli.results import JsonOption, JunitOption, judge_trace, require_results, run_and_judge, show
+from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
 from verifier.core.gate import ExitCode
 from verifier.errors import Stopped, UsageError, VerifierError
 
@@ -46,108 +47,27 @@ app.add_typer(cli_faults.app, name="faults")
 
 
 @app.command()
-def golden(
-    model: options.Model,
-    tp: options.Tp = 1,
-    pp: options.Pp = 1,
-    vpp: options.Vpp = 1,
-    ep: options.Ep = 1,
-    etp: options.Etp = 1,
-    cp: options.Cp = 1,
-    dp: options.Dp = None,
-    first_stage_layers: options.FirstStageLayers = None,
-    last_stage_layers: options.LastStageLayers = None,
-    dtype: options.DtypeOption = options.Dtype.FP32,
-    record: Annotated[bool, typer.Option("--record", help="Write the manifest of the export under golden/.")] = False,
-    why: Annotated[str | None, typer.Option("--why", metavar="TEXT", help="Why it is recorded; kept with it.")] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            "--against", metavar="MANIFEST", help="Compare with a recorded manifest, not with source weights."
-        ),
-    ] = None,
-    fix: options.Fixes = None,
-    timeout: options.Timeout = 1800.0,
-    trace: options.TraceOption = None,
-    json: options.JsonOption = None,
-    junit: options.JunitOption = None,
-) -> int:
+@configured
+def golden(config: GoldenConfig, json: JsonOption = None, junit: JunitOption = None) -> int:
     """Load on a mesh, export, compare with the source bit by bit."""
-    from verifier.config import DTYPES, GoldenConfig, make_mesh, next_trace
-
     require_results(json, junit)
-    mesh = make_mesh(
-        tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, dp=dp, vpp=vpp,
-        first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers,
-    )  # fmt: skip
-    config = GoldenConfig(
-        model=model, trace=trace or next_trace("golden"), mesh=mesh, dtype=DTYPES[dtype.value],
-        record=record, why=why, against=against, fixes=tuple(fix or ()), timeout_s=timeout,
-    )  # fmt: skip
     from verifier.runs.golden import write_manifest
     from verifier.runs.runner import Runner, run_once
 
     code = run_and_judge(
         "golden", lambda progress: run_once(Runner.golden, config, progress), config.trace, json=json, junit=junit
     )
-    if record:
+    if config.record:
         held = code == ExitCode.HOLDS
         show(f"\nrecorded {write_manifest(config)}\n" if held else "\nnot recorded: not every check holds\n")
     return code
 
 
 @app.command()
-def roundtrip(
-    model: options.Model,
-    tp: options.Tp = 1,
-    pp: options.Pp = 1,
-    vpp: options.Vpp = 1,
-    ep: options.Ep = 1,
-    etp: options.Etp = 1,
-    cp: options.Cp = 1,
-    dp: options.Dp = None,
-    first_stage_layers: options.FirstStageLayers = None,
-    last_stage_layers: options.LastStageLayers = None,
-    dtype: options.DtypeOption = options.Dtype.FP32,
-    engine: Annotated[
-        options.EngineName, typer.Option("--engine", help="Where the weights go: vLLM, or transformers.")
-    ] = options.EngineName.VLLM,
-    engine_tp: Annotated[int, typer.Option("--engine-tp", help="Tensor parallel size of the engine.")] = 1,
-    cycles: Annotated[int, typer.Option("--cycles", help="Updates to sync, each followed by logprobs.")] = 3,
-    update: Annotated[
-        options.Update, typer.Option("--update", help="A real optimizer step, or seeded noise on every weight.")
-    ] = options.Update.STEP,
-    transport: Annotated[
-        options.Transport | None,
-        typer.Option("--transport", help="To the engine; nccl needs GPUs of its own, ipc shares the trainer's."),
-    ] = None,
-    cuda_graphs: options.CudaGraphs = False,
-    sleep_level: options.SleepLevel = None,
-    engine_quantization: options.EngineQuantization = None,
-    engine_lora_rank: options.EngineLoraRank = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of tokens and noise.")] = 1,
-    fix: options.Fixes = None,
-    timeout: options.Timeout = 1800.0,
-    trace: options.TraceOption = None,
-    json: options.JsonOption = None,
-    junit: options.JunitOption = None,
-) -> int:
+@configured
+def roundtrip(config: RoundtripConfig, json: JsonOption = None, junit: JunitOption = None) -> int:
     """Train, export, sync a live engine, compare; several times."""
-    from verifier.config import DTYPES, RoundtripConfig, make_mesh, next_trace
-
     require_results(json, junit)
-    mesh = make_mesh(
-        tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, dp=dp, vpp=vpp,
-        first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers,
-    )  # fmt: skip
-    config = RoundtripConfig(
-        model=model, trace=trace or next_trace("roundtrip"), mesh=mesh, dtype=DTYPES[dtype.value],
-        engine=engine.value, engine_tp=engine_tp, cycles=cycles, update=update.value, seed=seed, timeout_s=timeout,
-        transport=transport.value if transport else None, cuda_graphs=cuda_graphs,
-        sleep_level=0 if sleep_level is None else sleep_level,
-        engine_quantization=engine_quantization.value if engine_quantization else None,
-        engine_lora_rank=0 if engine_lora_rank is None else engine_lora_rank, fixes=tuple(fix or ()),
-    )  # fmt: skip
     from verifier.runs.runner import Runner, run_once
 
     return run_and_judge(
@@ -156,17 +76,10 @@ def roundtrip(
 
 
 @app.command()
-def noise(
-    model: options.Model,
-    record: Annotated[bool, typer.Option("--record", help="Store it as a tolerance under golden/noise.")] = False,
-    why: Annotated[str | None, typer.Option("--why", metavar="TEXT", help="Why it is recorded; kept with it.")] = None,
-    timeout: options.Timeout = 1800.0,
-) -> int:
+@configured
+def noise(config: NoiseConfig) -> int:
     """Measure what bf16 alone does to a model's log-probabilities."""
-    from verifier.config import NoiseConfig
     from verifier.report.progress import shown_progress
-
-    config = NoiseConfig(model=model, record=record, why=why, timeout_s=timeout)
     from verifier.runs.noise import table
     from verifier.runs.runner import Runner, run_once
 
@@ -183,8 +96,8 @@ def replay(
         list[str] | None, typer.Option("--check", metavar="CODE", help="Only this check; repeatable.")
     ] = None,
     only: Annotated[str, typer.Option("--only", metavar="NAME", help="Only subjects whose name contains this.")] = "",
-    json: options.JsonOption = None,
-    junit: options.JunitOption = None,
+    json: JsonOption = None,
+    junit: JunitOption = None,
 ) -> int:
     """Judge a saved trace again, on any machine."""
     from verifier.cli.explain import find_check

@@ -7,6 +7,7 @@ import inspect
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, Check
+from verifier.core.record import kind_of
 from verifier.errors import UsageError
 
 
@@ -32,7 +33,7 @@ def page_of(text: str) -> str:
         UsageError: there is no such check.
     """
     item = find_check(text)
-    needs = ", ".join(f"{stage.label}/{kind}" for stage, kind in item.needs)
+    needs = ", ".join(kind_of(kind) for kind in item.needs)
     from verifier.faults.catalog import CATALOG
 
     caught = [f"{fault.id} ({fault.reproduces})" for fault in CATALOG.values() if item.code in fault.caught_by]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from verifier.cli.results import require_results, show, write_whole
+from verifier.cli.results import show, write_whole
 from verifier.core.gate import ExitCode
-from verifier.core.store import require_empty
+from verifier.core.outputs import require_empty, require_writable
 
 app = typer.Typer(
     help="Re-enacted bugs: list them, inject some, or draw the matrix of checks and faults.",
@@ -44,14 +45,38 @@ def run(
 
 @app.command()
 def matrix(
-    output: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write it as Markdown.")] = None,
+    ledger: Annotated[
+        Path | None, typer.Option("--ledger", metavar="FILE", help="Run what it lacks for this commit, and append.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="STAGE", help="Run faults of this stage; can be repeated.")
+    ] = None,
+    no_run: Annotated[bool, typer.Option("--no-run", help="Run nothing, draw the ledger.")] = False,
+    gpu_results: Annotated[
+        Path | None, typer.Option("--gpu-results", metavar="FILE", help="Append faults from a results file of ci/gpu.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="DIR", help="Write the pages of Markdown here.")
+    ] = None,
 ) -> int:
-    """Run every trial and draw which checks catch which faults."""
-    from verifier.faults.matrix import chosen, run_trials
+    """Run trials, and draw which checks catch which faults."""
+    from verifier.faults import ledger as ledgers
+    from verifier.faults.matrix import fill, of_stages
+    from verifier.faults.matrix_pages import pages
 
-    require_results(output)
-    results: list[str] = []
-    code = run_trials(chosen(()), keep=None, write=show, markdown=results.append)
+    faults = of_stages(only or ())
     if output is not None:
-        write_whole(output, results[0])
+        if not output.is_dir():
+            require_writable(output)
+        require_writable(output / "README.md", make_folder=True)
+    if ledger is not None:
+        require_writable(ledger)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = ledger or Path(folder) / "ledger.jsonl"
+        if gpu_results is not None:
+            ledgers.append(rows, ledgers.rows_of_gpu_run(gpu_results))
+        code = ExitCode.HOLDS if no_run else fill(rows, faults, show)
+        if output is not None:
+            for name, text in pages(ledgers.read(rows)).items():
+                write_whole(output / name, text)
     return code

@@ -6,11 +6,21 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from verifier.core.gate import ExitCode
-from verifier.core.store import require_writable
+from verifier.core.outputs import require_writable
 from verifier.errors import UsageError, VerifierError
 from verifier.report.progress import Progress, shown_progress
+
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write the complete report as JSON.")
+]
+JunitOption = Annotated[
+    Path | None, typer.Option("--junit", metavar="FILE", help="Also write the report as JUnit XML, one case per check.")
+]
 
 
 def require_results(*files: Path | None) -> None:

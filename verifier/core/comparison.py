@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from verifier.core.stage import Stage
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,8 @@ def describe_difference(actual: np.ndarray, expected: np.ndarray) -> Difference:
         actual: any shape, any dtype.
         expected: same shape.
     """
+    import numpy as np
+
     left, right = actual.astype(np.float64).ravel(), expected.astype(np.float64).ravel()
     finite = np.isfinite(left) & np.isfinite(right)
     bad = finite & (left != right)

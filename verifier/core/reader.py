@@ -10,15 +10,18 @@ import hashlib
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from verifier.core.manifest import FORMAT, Manifest, replace
 from verifier.core.record import ArrayRecord, Record, kind_of
 from verifier.core.records import decode
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MANIFEST = "manifest.json"
 FOLDERS = {"evidence": ".jsonl", "arrays": ".safetensors"}

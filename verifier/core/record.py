@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from verifier.core.stage import Stage
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Count = Annotated[int, Meta(ge=0)]
 """How many there are of something, or the position of one of them."""
@@ -86,6 +88,8 @@ def real(value: float) -> Real:
 
 def as_numpy(array: Array) -> np.ndarray:
     """An array on the host. numpy has no bfloat16: it becomes float32, which holds every value of it."""
+    import numpy as np
+
     if hasattr(array, "detach"):
         array = array.detach().cpu()
         if str(array.dtype) == "torch.bfloat16":

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, cast
 
 from verifier.core.manifest import Manifest
 from verifier.core.record import ONLY, ArrayRecord, Record, kind_of
 
-Arrays = Callable[[str], Mapping[str, np.ndarray]]
+if TYPE_CHECKING:
+    import numpy as np
+
+Arrays = Callable[[str], "Mapping[str, np.ndarray]"]
 
 
 class Trace:

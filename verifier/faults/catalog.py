@@ -1,44 +1,21 @@
-"""The table of all faults, by id."""
+"""All faults by id. Importing this module imports every file of faults, which fills the catalogue."""
 
-from __future__ import annotations
-
-from verifier.faults import (
-    bugs_adapter,
-    bugs_engine,
-    bugs_engine_gpu,
-    bugs_engine_part,
-    bugs_export,
-    bugs_load,
-    bugs_logprob,
-    bugs_loss,
-    bugs_pack,
-    bugs_plan,
-    bugs_replay,
-    bugs_requests,
-    bugs_rollout,
-    bugs_train,
-    bugs_transport,
+from verifier.faults import (  # noqa: F401
+    engine_faults,
+    engine_gpu_faults,
+    export_faults,
+    load_faults,
+    logprob_faults,
+    loss_faults,
+    pack_faults,
+    plan_faults,
+    reload_faults,
+    replay_faults,
+    request_faults,
+    sampling_faults,
+    train_faults,
+    transport_faults,
 )
-from verifier.faults.fault import Fault
+from verifier.faults.fault import CATALOG
 
-CATALOG: dict[str, Fault] = {
-    fault.id: fault
-    for faults in (
-        bugs_load.FAULTS,
-        bugs_pack.FAULTS,
-        bugs_replay.FAULTS,
-        bugs_logprob.FAULTS,
-        bugs_loss.FAULTS,
-        bugs_train.FAULTS,
-        bugs_export.FAULTS,
-        bugs_plan.FAULTS,
-        bugs_transport.FAULTS,
-        bugs_engine.FAULTS,
-        bugs_engine_part.FAULTS,
-        bugs_engine_gpu.FAULTS,
-        bugs_adapter.FAULTS,
-        bugs_rollout.FAULTS,
-        bugs_requests.FAULTS,
-    )
-    for fault in faults
-}
+__all__ = ["CATALOG"]

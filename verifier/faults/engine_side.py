@@ -7,13 +7,13 @@ from typing import Any
 
 from verifier.engine.client import EngineClient
 from verifier.faults.catalog import CATALOG
-from verifier.faults.fault import Fault, Fired, Side
+from verifier.faults.fault import Fault, FireCounter, Side
 
 _HERE = "verifier.faults.engine_side"
 
 
 def begin(client: EngineClient, fault: Fault) -> None:
-    """Have the engine enter a fault's context, where the fault lives."""
+    """Inject a fault into the engine's process in which the bug lives."""
     if fault.side is Side.DRIVER:
         client.call_driver(_HERE, "inject", [fault.id])
     else:
@@ -21,29 +21,33 @@ def begin(client: EngineClient, fault: Fault) -> None:
 
 
 def end(client: EngineClient, fault: Fault) -> int:
-    """Have the engine leave it again; how often the injected code ran there."""
+    """Heal the engine.
+
+    Returns:
+        Number of times that the injected code ran there.
+    """
     counts = client.call(_HERE, "heal")
-    return sum(counts) + (client.call_driver(_HERE, "heal") if fault.side is Side.DRIVER else 0)
+    return int(sum(counts) + (client.call_driver(_HERE, "heal") if fault.side is Side.DRIVER else 0))
 
 
 def inject(worker: Any, fault_id: str) -> bool:
-    """Enter the fault's context in this process and leave it open until `heal`."""
+    """Inject a fault into this process until `heal`."""
     heal(worker)
-    fired = Fired()
+    fire = FireCounter()
     stack = contextlib.ExitStack()
-    stack.enter_context(CATALOG[fault_id].inject(fired))
-    worker.verifier_fault = (stack, fired)
+    stack.enter_context(CATALOG[fault_id].inject(fire))
+    worker.verifier_fault = (stack, fire)
     return True
 
 
 def heal(worker: Any) -> int:
-    """Leave the fault's context, if one was entered, and what it left in the engine's caches.
+    """Heal this process, if a fault was injected, and clear what the fault left in the engine's caches.
 
     Returns:
-        How often the injected code ran in this process.
+        Number of times that the injected code ran in this process.
     """
-    stack, fired = worker.__dict__.pop("verifier_fault", (contextlib.ExitStack(), Fired()))
+    stack, fire = worker.__dict__.pop("verifier_fault", (contextlib.ExitStack(), FireCounter()))
     stack.close()
     if hasattr(worker, "verifier_clear_cache"):
         worker.verifier_clear_cache()
-    return fired.count
+    return int(fire.count)

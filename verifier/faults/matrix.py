@@ -1,21 +1,28 @@
-"""Many trials in one go, and the matrix that they give."""
+"""Many trials in one go: which to run, a line for each as it ends, and what the ledger lacks."""
 
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verifier.core.gate import ExitCode
+from verifier.core.stage import Stage
 from verifier.errors import UsageError
+from verifier.faults import ledger as ledgers
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import Fault
-from verifier.faults.trial import TrialResult, Trials
+
+if TYPE_CHECKING:
+    from verifier.faults.trial import TrialResult
 
 
 def chosen(ids: Iterable[str]) -> list[Fault]:
-    """Faults by id, all that the CPU tier can show for no ids.
+    """Faults by id; for no ids, all that the CPU tier can show.
 
     Raises:
         UsageError: an unknown id, or a fault that needs a GPU.
@@ -29,14 +36,29 @@ def chosen(ids: Iterable[str]) -> list[Fault]:
     return [CATALOG[name] for name in wanted] or [fault for fault in CATALOG.values() if not fault.gpus]
 
 
+def of_stages(labels: Sequence[str]) -> list[Fault]:
+    """Faults of some stages that the CPU tier can show; of all stages for no labels.
+
+    Raises:
+        UsageError: there is no such stage.
+    """
+    known = [stage.label for stage in Stage]
+    for label in labels:
+        if label not in known:
+            raise UsageError(f"there is no stage `{label}`: choose --only from {', '.join(known)}")
+    return [fault for fault in chosen(()) if not labels or fault.stage.label in labels]
+
+
 def listing() -> str:
-    """One line a fault: id, stage, checks, source."""
-    width = max(len(name) for name in CATALOG)
-    lines = [
-        f"{item.id:<{width}}  {item.stage.label:<9}  {', '.join(item.caught_by):<14}  {item.reproduces}"
-        for item in sorted(CATALOG.values(), key=lambda item: (item.stage, item.id))
-    ]
-    return "\n".join([*lines, f"{len(lines)} faults"]) + "\n"
+    """Every fault under its stage: id, checks, source, and what goes wrong."""
+    parts = []
+    for stage, faults in groupby(sorted(CATALOG.values(), key=lambda item: (item.stage, item.id)), lambda f: f.stage):
+        parts.append(f"{stage.label}\n")
+        for item in faults:
+            parts.append(f"  {item.id}  [{', '.join(item.caught_by)}]  {item.reproduces}\n")
+            parts.append(textwrap.indent(item.summary, "      ") + "\n")
+        parts.append("\n")
+    return "".join([*parts, f"{len(CATALOG)} faults\n"])
 
 
 def run_trials(
@@ -44,26 +66,33 @@ def run_trials(
     *,
     keep: Path | None,
     write: Callable[[str], None],
-    markdown: Callable[[str], None] = lambda text: None,
+    record: Callable[[TrialResult], None] = lambda result: None,
 ) -> ExitCode:
-    """Run trials, one line each as they end; subjects that share an engine follow each other.
+    """Run trials, one line each as they end; those that share an engine follow each other.
+
+    Args:
+        faults: what to inject.
+        keep: folder for the traces, or None.
+        write: prints.
+        record: gets each result as its trial ends.
 
     Returns:
         HOLDS if every trial is passed, else VIOLATED.
     """
-    results: list[TrialResult] = []
-    began = time.monotonic()
+    from verifier.faults.trial import Trials
+
+    passed, began = 0, time.monotonic()
     with Trials(lambda text: print(text, file=sys.stderr, flush=True), keep) as trials:
-        for fault in sorted(faults, key=_subject):
-            results.append(trials.trial(fault))
-            write(line_of(results[-1]))
-    passed = sum(not item.failures for item in results)
-    write(f"{passed} of {len(results)} faults caught in the right stage, {time.monotonic() - began:.0f} s\n")
-    markdown(page_of(results))
-    return ExitCode.HOLDS if passed == len(results) else ExitCode.VIOLATED
+        for fault in sorted(faults, key=_resources):
+            result = trials.trial(fault)
+            record(result)
+            write(line_of(result))
+            passed += not result.failures
+    write(f"{passed} of {len(faults)} faults caught in the right stage, {time.monotonic() - began:.0f} s\n")
+    return ExitCode.HOLDS if passed == len(faults) else ExitCode.VIOLATED
 
 
-def _subject(fault: Fault) -> tuple[object, ...]:
+def _resources(fault: Fault) -> tuple[object, ...]:
     """What trials that can share an engine or a clean run have in common, the engine first."""
     return (fault.engine, fault.model, fault.dtype, fault.engine_tp, fault.lora_rank, fault.mesh.label())
 
@@ -81,45 +110,17 @@ def line_of(result: TrialResult) -> str:
     return text
 
 
-def page_of(results: Sequence[TrialResult]) -> str:
-    """The kill matrix as a page of Markdown: checks against faults, then what each fault re-enacts."""
-    ordered = sorted(results, key=lambda item: (item.fault.stage, item.fault.id))
-    passed = sum(not item.failures for item in ordered)
-    return "\n".join(
-        [
-            "# Kill matrix",
-            "",
-            "Which checks catch which faults. Drawn by `verifier faults matrix --output docs/kill-matrix.md`, never by",
-            "hand. In each trial the clean run holds, the first bad stage of the faulted run is where the fault sits,",
-            "and the healed run holds the bits of the clean one. A capital X marks the checks that have to catch it.",
-            "",
-            f"{passed} of {len(ordered)} faults caught in their own stage.",
-            "",
-            *_matrix(ordered),
-            "",
-            "## What each fault re-enacts",
-            "",
-            "| fault | bug that shipped | what goes wrong | subject |",
-            "| --- | --- | --- | --- |",
-            *(_row(item.fault) for item in ordered),
-            "",
-        ]
+def fill(ledger: Path, faults: Sequence[Fault], write: Callable[[str], None]) -> ExitCode:
+    """Run the trials that a ledger lacks for the code that is checked out, and append a row as each ends.
+
+    Returns:
+        HOLDS if the ledger then has a passed trial of every fault given, else VIOLATED.
+    """
+    code = ledgers.this_code()
+    missing = ledgers.lacking(ledgers.read(ledger), faults, code)
+    write(f"{len(faults) - len(missing)} of {len(faults)} trials are in the ledger of {code.commit or 'this code'}\n")
+    if not missing:
+        return ExitCode.HOLDS
+    return run_trials(
+        missing, keep=None, write=write, record=lambda done: ledgers.append(ledger, [ledgers.row_of(done, code)])
     )
-
-
-def _matrix(results: Sequence[TrialResult]) -> list[str]:
-    """A row a fault, a column a check that caught at least one."""
-    codes = sorted({code for item in results for code in item.caught})
-    lines = ["| fault | stage | first bad | " + " | ".join(codes) + " |", "| --- | --- | --- |" + " --- |" * len(codes)]
-    for item in results:
-        first = item.first_bad.stage.label if item.first_bad else "none"
-        marks = [("X" if code in item.fault.caught_by else "x") if code in item.caught else "" for code in codes]
-        lines.append(f"| `{item.fault.id}` | {item.fault.stage.label} | {first} | " + " | ".join(marks) + " |")
-    return lines
-
-
-def _row(fault: Fault) -> str:
-    subject = f"{fault.model}, {fault.mesh.label()}, {fault.dtype}, engine {fault.engine}"
-    subject += f" tp{fault.engine_tp}" if fault.engine_tp > 1 else ""
-    subject += f", adapter of rank {fault.lora_rank}" if fault.lora_rank else ""
-    return f"| `{fault.id}` | {fault.reproduces} | {fault.summary} | {subject} |"

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Verdict
@@ -131,7 +131,7 @@ class Trials:
 
     def _run(self, config: RoundtripConfig, fault: Fault, names: list[str]) -> dict[str, Path]:
         """Run phases as one job on one engine; those with an adapter, which stays loaded, on an engine each."""
-        if config.engine_lora_rank and fault.engine != NO_ENGINE and len(names) > 1:
+        if config.engine.lora_rank and fault.engine != NO_ENGINE and len(names) > 1:
             return {name: trace for each in names for name, trace in self._run(config, fault, [each]).items()}
         phases = []
         for name in names:
@@ -152,7 +152,7 @@ class Trials:
 
     def _heal_engine(self, config: RoundtripConfig, fault: Fault) -> None:
         """End a fault that a rank had asked the engine to begin and died before it could end."""
-        if fault.side is not Side.TRAINER and not config.engine_lora_rank:
+        if fault.side is not Side.TRAINER and not config.engine.lora_rank:
             client = self._runner.engine(config).process.client(deadline_s=TIMEOUT_S)
             end(client, fault)
             client.close()
@@ -171,9 +171,11 @@ def _config_of(fault: Fault) -> RoundtripConfig:
     alone = fault.engine == NO_ENGINE
     return RoundtripConfig(
         model=fault.model, trace=Path(fault.engine), mesh=fault.mesh, dtype=fault.dtype,
-        engine=fault.engine if not alone else "vllm" if fault.lora_rank else "hf",
-        cycles=CYCLES, update=fault.update, engine_tp=fault.engine_tp, engine_lora_rank=fault.lora_rank,
-        fixes=fault.fixes, timeout_s=TIMEOUT_S,
+        engine=EngineOptions(
+            kind=fault.engine if not alone else "vllm" if fault.lora_rank else "hf",
+            tp=fault.engine_tp, lora_rank=fault.lora_rank,
+        ),
+        cycles=CYCLES, update=fault.update, fixes=fault.fixes, timeout_s=TIMEOUT_S,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from verifier.engine.client import EngineClient
 from verifier.faults.catalog import CATALOG
 from verifier.faults.engine_side import begin, end
-from verifier.faults.fault import Fired, Side
+from verifier.faults.fault import FireCounter, Side
 from verifier.runs.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def injected(spec: RunSpec, context: RankContext, fault_id: str, folder: str) ->
     """
     fault = CATALOG[fault_id]
     mark = Path(folder) / f"fired-{context.rank:04d}"
-    fired = Fired(mark=mark)
+    fired = FireCounter(mark=mark)
     try:
         if fault.side is Side.TRAINER:
             with fault.inject(fired):

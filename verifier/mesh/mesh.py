@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from verifier.errors import UsageError
+from verifier.knob import check, knob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,21 +42,25 @@ class Mesh:
         megatron-core 0.19.2, megatron/core/parallel_state.py, `RankGenerator` with order "tp-cp-ep-dp-pp".
     """
 
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    etp: int = 1
-    cp: int = 1
-    dp: int = 1
-    vpp: int = 1
-    first_stage_layers: int | None = None
-    """Layers on the first pipeline stage; None shares evenly."""
-    last_stage_layers: int | None = None
+    tp: int = knob("Tensor parallel size; sequence parallel is on above 1.", 1, flag="--tp", least=1)
+    pp: int = knob("Pipeline parallel size.", 1, flag="--pp", least=1)
+    vpp: int = knob("Virtual stages per pipeline stage.", 1, flag="--vpp", least=1)
+    ep: int = knob("Expert parallel size.", 1, flag="--ep", least=1)
+    etp: int = knob("Expert tensor parallel size.", 1, flag="--etp", least=1)
+    cp: int = knob("Context parallel size.", 1, flag="--cp", least=1)
+    dp: int = knob(
+        "Data parallel size; by default the smallest for which ep*etp divides tp*cp*dp.",
+        1, flag="--dp", least=1, derived=True,
+    )  # fmt: skip
+    first_stage_layers: int | None = knob(
+        "Layers on the first pipeline stage, where uneven.", None, flag="--first-stage-layers"
+    )  # fmt: skip
+    last_stage_layers: int | None = knob(
+        "Layers on the last pipeline stage, where uneven.", None, flag="--last-stage-layers"
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for axis in ("tp", "pp", "ep", "etp", "cp", "dp", "vpp"):
-            if getattr(self, axis) < 1:
-                raise UsageError(f"mesh axis {axis} is {getattr(self, axis)}, it must be at least 1")
+        check(self)
         if self.dense_size % self.expert_size:
             raise UsageError(
                 f"ep * etp = {self.ep} * {self.etp} = {self.expert_size} does not divide tp * cp * dp = "
@@ -67,6 +73,18 @@ class Mesh:
             raise UsageError("uneven stages need pp > 1: there is only one pipeline stage")
         if self.vpp > 1 and (self.first_stage_layers is not None or self.last_stage_layers is not None):
             raise UsageError("uneven stages with vpp > 1 are not supported: give either")
+
+    @classmethod
+    def fitting(cls, *, dp: int | None = None, **sizes: Any) -> Mesh:
+        """Make a mesh of the given sizes; without `dp`, of the smallest for which ep * etp divides tp * cp * dp.
+
+        Raises:
+            UsageError: a size below 1, or sizes that do not fit together.
+        """
+        if dp is None:
+            least = {axis: max(1, sizes.get(axis, 1)) for axis in ("tp", "cp", "ep", "etp")}
+            dp = cls.smallest_dp(**least)
+        return cls(dp=dp, **sizes)
 
     @staticmethod
     def smallest_dp(tp: int, cp: int, ep: int, etp: int) -> int:

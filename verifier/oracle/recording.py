@@ -102,7 +102,7 @@ class _Recording:
         if "layout" in manifest.scopes:
             for item in self._seen.of(GivenRoutes, version=0):
                 self._record_routed(item)
-        if manifest.config.get("engine_quantization"):
+        if manifest.config["engine"]["quantization"]:
             for version in self._seen.versions(EngineLogprobs):
                 for name in ("scored", *(item.name for item in self._seen.of(SampledTokens, version=version))):
                     self._emit_gaps(EngineNoise, name, version, self._engine_gaps)
@@ -203,7 +203,7 @@ class _Recording:
             **{field: getattr(objective, field) for field in objective.__struct_fields__ if field not in _IDENTITY},
         }
         arguments: list[Any] = [batches, numbers, routes]
-        rank, layout = self._manifest.config.get("engine_lora_rank"), layout_of(self._source.config)
+        rank, layout = self._manifest.config["engine"]["lora_rank"], layout_of(self._source.config)
         if rank and layout is not None:
             from verifier.train.lora_megatron import SCALING, TARGETS
 

@@ -15,7 +15,7 @@ def stand_ins_of(model: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
 
     Args:
         model: the checkpoint's config.json.
-        run: its command, tier, dtype, and the options of its configuration.
+        run: its command, tier and dtype, and the knobs of its config under dotted keys.
     """
     return [*_trainer(model, run), *_engine(model, run)]
 
@@ -37,13 +37,13 @@ def _trainer(model: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[str]:
 
 def _engine(model: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[str]:
     """In the engine's processes: engine/vllm/worker_vllm.py and model/transformers_hf.py; and in the oracle's."""
-    if run.get("engine") == "vllm":
+    if run.get("engine.kind") == "vllm":
         yield "a confirmed weight transfer for vLLM's"
         if run["tier"] == "cpu":
             yield "the host for the device that vLLM's CPU worker lacks"
-    if run.get("engine") == "hf":
+    if run.get("engine.kind") == "hf":
         yield "transformers for vLLM"
         if run["dtype"] != "float32":
             yield "the checkpoint's float32 tensors for transformers' rounded ones"
-    if run.get("engine") and model.get("mamba_num_heads") is not None:
+    if run.get("engine.kind") and model.get("mamba_num_heads") is not None:
         yield "one chunk for transformers' chunked state-space scan, in the oracle"

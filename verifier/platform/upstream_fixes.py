@@ -67,11 +67,11 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _on_vllm(run: Facts) -> bool:
-    return run.get("engine") == "vllm"
+    return run.get("engine.kind") == "vllm"
 
 
 def _on_transformers(run: Facts) -> bool:
-    return run.get("engine") == "hf"
+    return run.get("engine.kind") == "hf"
 
 
 def _always(run: Facts) -> bool:
@@ -93,7 +93,7 @@ def _rounds_decay(model: Facts, run: Facts) -> bool:
 def _resumes(run: Facts) -> bool:
     """Whether a run's optimizer is written and read again, which happens before the second step."""
     steps = run.get("update") == "step" and int(run.get("cycles") or 0) > 1
-    return steps and not run.get("engine_lora_rank")
+    return steps and not run.get("engine.lora_rank")
 
 
 VLLM_BUFFERS = "vllm-44371"
@@ -131,7 +131,7 @@ FIXES: dict[str, UpstreamFix] = {
             names=_LOGPROBS,
             part=_on_vllm,
             applies=lambda model, run: (
-                _is_latent(model) and bool(run.get("engine_quantization")) and bool(run.get("cuda_graphs"))
+                _is_latent(model) and bool(run.get("engine.quantization")) and bool(run.get("engine.cuda_graphs"))
             ),
         ),
         UpstreamFix(
@@ -143,7 +143,7 @@ FIXES: dict[str, UpstreamFix] = {
             summary="an engine that has gone to sleep fails if others took memory of its GPU meanwhile",
             names="Memory usage increased after sleeping",
             part=_on_vllm,
-            applies=lambda model, run: bool(run.get("sleep_level")),
+            applies=lambda model, run: bool(run.get("engine.sleep_level")),
         ),
         UpstreamFix(
             id=TRANSFORMERS_SCAN,
@@ -225,7 +225,7 @@ def bugs_of(model: Facts, run: Facts) -> list[UpstreamBug]:
 
     Args:
         model: the checkpoint's config.json.
-        run: its command, tier, dtype, and the options of its configuration.
+        run: its command, tier and dtype, and the knobs of its config under dotted keys.
     """
     asked = selected(run.get("fixes") or ())
     return [

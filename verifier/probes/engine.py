@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import numpy as np
 
 from verifier.core import store
@@ -31,7 +32,7 @@ from verifier.engine.engine import HeldSlice, HeldTensor, Poisoned, Sample, Samp
 if TYPE_CHECKING:
     import torch
 
-    from verifier.engine.sender import Receipt
+    from verifier.transport.wire import Receipt
 
 Settings = Sequence[tuple[str, Mapping[str, str]]]
 
@@ -71,7 +72,7 @@ class Held:
                 probe.emit(
                     tensor(
                         name=item.name, version=version, digest=item.digest, dtype=item.dtype, shape=tuple(item.shape),
-                        sort=item.kind,
+                        sort=cast(Any, item.kind),
                     )
                 )  # fmt: skip
             for name, values in settings:
@@ -173,20 +174,19 @@ def record_sampled(
         shaped: the requests ask for penalties, biases or truncation.
     """
     samples = [sample for _, _, sample in rows]
-    common = {
-        "name": name,
-        "version": version,
-        "lengths": tuple(len(sample.tokens) for sample in samples),
-        "prompts": tuple(tuple(prompt) for prompt, _, _ in rows),
-        "tokens": tuple(tuple(sample.tokens) for sample in samples),
-        "cached": tuple(sample.cached_tokens for sample in samples),
-        "stops": tuple(tuple(asked.stop) for _, asked, _ in rows),
-        "limits": tuple(asked.max_tokens for _, asked, _ in rows),
-        "temperatures": tuple(float(asked.temperature) for _, asked, _ in rows),
-    }
+    record = SampledTokens(
+        name=name, version=version, lengths=tuple(len(sample.tokens) for sample in samples),
+        prompts=tuple(tuple(prompt) for prompt, _, _ in rows), tokens=tuple(tuple(sample.tokens) for sample in samples),
+        cached=tuple(sample.cached_tokens for sample in samples),
+        stops=tuple(tuple(asked.stop) for _, asked, _ in rows), limits=tuple(asked.max_tokens for _, asked, _ in rows),
+        temperatures=tuple(float(asked.temperature) for _, asked, _ in rows),
+    )  # fmt: skip
+    values = _flat([sample.logprobs for sample in samples])
+    if not shaped:
+        probe.emit(record, values)
+        return
     asked = tuple(asdict(request) for _, request, _ in rows)
-    record = ShapedTokens(**common, asked=asked) if shaped else SampledTokens(**common)
-    probe.emit(record, _flat([sample.logprobs for sample in samples]))
+    probe.emit(ShapedTokens(**msgspec.structs.asdict(record), asked=asked), values)
 
 
 def record_drawn(

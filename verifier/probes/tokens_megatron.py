@@ -14,7 +14,7 @@ from verifier.core.records_tokens import PackedBatchDigest, PackLayout, TokenLed
 from verifier.data.rollout import Rollout
 from verifier.mesh import Mesh
 from verifier.plan.digest import digest_tensor, raw_bytes
-from verifier.probes.rollouts import record_rollouts
+from verifier.probes.trainer import record_rollouts
 from verifier.train.ledger import loss_rows
 from verifier.train.pack import PackedBatch
 

@@ -29,7 +29,7 @@ def render_json(report: Report) -> str:
                 "verdict": report.verdict.name.lower(),
                 "exit_code": int(report.exit_code),
                 "trace": report.trace,
-                "run": msgspec.to_builtins(report.manifest),
+                "run": _run(report.manifest),
                 "outcomes": [_outcome(item, report.manifest) for item in report.outcomes],
                 "ended_by": why_it_ended(report.manifest),
                 "switched_off": list(report.switched_off),
@@ -40,6 +40,13 @@ def render_json(report: Report) -> str:
         )
         + "\n"
     )
+
+
+def _run(manifest: Manifest) -> dict[str, Any]:
+    """The manifest without the digests of the trace's files; its own stands for them."""
+    found: dict[str, Any] = msgspec.to_builtins(manifest)
+    del found["files"]
+    return found
 
 
 def _outcome(outcome: Outcome, manifest: Manifest) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import msgspec
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Finding, Outcome, Verdict
 from verifier.core.manifest import Manifest
+from verifier.knob import flat
 from verifier.mesh import Mesh
 from verifier.report.known_bugs import explanation, stack_lines, why_it_ended
 from verifier.report.report import Report
@@ -17,7 +18,11 @@ MAX_FINDINGS = 20
 """Findings in one text; the number left out is stated, and JSON holds all."""
 _DIGEST = re.compile(r"\b([a-z][a-z0-9]*:[0-9a-f]{6})[0-9a-f]{2,}\b")
 _LABELS = {Verdict.HOLDS: "holds", Verdict.INCONCLUSIVE: "INCONCLUSIVE", Verdict.VIOLATED: "VIOLATED"}
-_CONFIG_ORDER = ("dtype", "engine", "engine_tp", "cycles", "update", "seed", "against")
+_CONFIG_KEYS = {
+    "dtype": "dtype", "engine": "engine.kind", "engine_tp": "engine.tp", "cycles": "cycles", "update": "update",
+    "seed": "seed", "against": "against",
+}  # fmt: skip
+"""Label in the header -> key of the config."""
 
 
 def render_text(report: Report) -> str:
@@ -135,7 +140,8 @@ def _identity(manifest: Manifest) -> str:
         ranks = "" if mesh.world_size == 1 else f" ({mesh.world_size} ranks{_shared(manifest)})"
         lines[0] += f" on {label}{ranks}"
     stated = [f"tier {manifest.tier}"] if manifest.tier else []
-    stated += [f"{key} {config[key]}" for key in _CONFIG_ORDER if config.get(key) is not None]
+    knobs = flat(config)
+    stated += [f"{label} {knobs[key]}" for label, key in _CONFIG_KEYS.items() if knobs.get(key) is not None]
     if stated:
         lines.append("  " + ", ".join(stated))
     if manifest.versions:

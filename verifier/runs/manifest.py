@@ -10,6 +10,7 @@ from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.core import store
 from verifier.core.manifest import Manifest, MeshSizes, Scope, replace
 from verifier.errors import Stopped, UsageError, VerifierError
+from verifier.knob import flat
 from verifier.model.families import num_experts_of
 from verifier.platform.pins import PINS, installed
 from verifier.platform.stand_ins import stand_ins_of
@@ -23,9 +24,10 @@ TOKEN_SCOPES = ("tokens", "replay", "forced", "logprob", "layout", "replicas", "
 
 def golden_manifest(config: GoldenConfig, model: ModelUnderTest) -> Manifest:
     """Manifest of `verifier golden`."""
-    saved: tuple[Scope, ...] = ("saved",) if model.is_saved else ()
-    identity = _identity(model, "golden", config, place_trainer(config.mesh, model.tier))
-    return replace(identity, scopes=("export", *model.layout_scopes, *saved))
+    scopes: list[Scope] = ["export", *model.layout_scopes]
+    if model.is_saved:
+        scopes.append("saved")
+    return replace(_identity(model, "golden", config, place_trainer(config.mesh, model.tier)), scopes=tuple(scopes))
 
 
 def roundtrip_manifest(
@@ -41,25 +43,28 @@ def roundtrip_manifest(
         tokens_only: nothing is exported and no engine takes part.
     """
     scopes = _scopes(config, model)
-    untouched = range(config.cycles + 1) if config.engine_lora_rank else (0,)
-    return replace(
+    manifest = replace(
         _identity(model, "roundtrip", config, placement.trainer_gpus),
-        scopes=tuple(scope for scope in scopes if not tokens_only or scope in TOKEN_SCOPES),
-        engine=config.engine, engine_ranks=config.engine_tp, untouched_versions=tuple(untouched),
+        scopes=tuple(scope for scope in scopes if scope in TOKEN_SCOPES or not tokens_only),
+        engine=config.engine.kind,
+        engine_ranks=config.engine.tp,
         synced_versions=tuple(range(0 if restores else 1, config.cycles + 1)),
-    )  # fmt: skip
+    )
+    if config.engine.lora_rank:
+        return replace(manifest, untouched_versions=tuple(range(config.cycles + 1)))
+    return manifest
 
 
 def judges_gradients(config: RoundtripConfig, model: ModelUnderTest) -> bool:
     """True if gradients and steps have an oracle; an adapter's only in fp32, where there is no noise to measure."""
-    return model.judges_gradients and (not config.engine_lora_rank or config.dtype == "float32")
+    return model.judges_gradients and (not config.engine.lora_rank or config.dtype == "float32")
 
 
 def _scopes(config: RoundtripConfig, model: ModelUnderTest) -> list[Scope]:
     scopes: list[Scope] = ["tokens", "export", "held", "cold", "settings", "logprob", "rollout"]
     layout = model.layout_scopes
     gradient: list[Scope] = ["gradient"] if judges_gradients(config, model) else []
-    if config.engine_lora_rank:
+    if config.engine.lora_rank:
         return [*scopes, *layout, "update", "adapter", *gradient] if layout else scopes
     scopes += ["plan", "transport", "engine"]
     if model.is_saved:
@@ -77,16 +82,23 @@ def _identity(model: ModelUnderTest, command: str, config: GoldenConfig | Roundt
     Raises:
         UsageError: an upstream bug would end the run, and its fix is not asked for.
     """
-    settings = config.to_dict()
     sizes = model.checkpoint.config
-    run = {**settings, "command": command, "tier": model.tier, "dtype": model.dtype}
+    run = {**flat(config.to_dict()), "command": command, "tier": model.tier}
     refuse_impossible(sizes, run)
+    sizes_of_mesh: dict[str, Any] = model.mesh.to_dict()
     return Manifest(
-        command=command, model=config.model, dtype=model.dtype, mesh=MeshSizes(**model.mesh.to_dict()),
-        world_size=model.mesh.world_size, num_gpus=num_gpus, tier=model.tier,
-        versions={name: found for name in PINS if (found := installed(name)) is not None}, config=settings,
-        stand_ins=tuple(stand_ins_of(sizes, run)), upstream_bugs=tuple(bugs_of(sizes, run)),
-    )  # fmt: skip
+        command=command,
+        model=config.model,
+        dtype=model.dtype,
+        mesh=MeshSizes(**sizes_of_mesh),
+        world_size=model.mesh.world_size,
+        num_gpus=num_gpus,
+        tier=model.tier,
+        versions={name: found for name in PINS if (found := installed(name)) is not None},
+        config=dict(config.to_dict()),
+        stand_ins=tuple(stand_ins_of(sizes, run)),
+        upstream_bugs=tuple(bugs_of(sizes, run)),
+    )
 
 
 @contextlib.contextmanager

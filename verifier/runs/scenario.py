@@ -64,7 +64,7 @@ def made_up(config: RoundtripConfig, sizes: Mapping[str, Any]) -> Workload:
     prompts = _prompts(draw, vocabulary)
     num_trained = max(NUM_SEQUENCES, (MICRO_BATCH + 1) * config.mesh.dp)
     batches = [_with_a_long_one(draw, num_trained, vocabulary) for _ in range(config.cycles)]
-    return workload(scored, batches, prompts, long_one(config.seed, sizes), adapter=config.engine_lora_rank > 0)
+    return workload(scored, batches, prompts, long_one(config.seed, sizes), adapter=config.engine.lora_rank > 0)
 
 
 def workload(

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
-from verifier.core.record import real
-from verifier.core.records_logprobs import ReturnedLogprobs, TrainerLogprobs
-from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, ShardAfterScoring, StepReport
-from verifier.plan.digest import digest_tensor
+from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, ShardAfterScoring
 from verifier.platform.cuda import another_cudnn
 from verifier.probes.engine import held_by, record_views
-from verifier.probes.rollouts import record_rollouts
 from verifier.probes.routes_megatron import record_replay, replaying_every_second
 from verifier.probes.tokens_megatron import TokenProbe
+from verifier.probes.trainer import record_rollouts, record_scored, record_step
 from verifier.probes.weights_megatron import record_source
 from verifier.runs.adapter_weights_megatron import AdapterWeights
 from verifier.runs.full_weights_megatron import FullWeights
@@ -124,15 +119,7 @@ class Session:
     def _score(self, item: ScoringPass, version: int, look: TokenProbe | None = None) -> None:
         rollouts = rollouts_of(item.rollouts)
         found = step_megatron.score(self._trainer, rollouts, temperature=item.temperature, on_shards=look)
-        values = torch.cat(found)
-        probe = self._run.probe
-        probe.emit(ReturnedLogprobs(name=item.name, version=version, digest=digest_tensor(values)))
-        if self._run.rank == 0:
-            lengths = tuple(row.numel() for row in found)
-            record = TrainerLogprobs(
-                name=item.name, version=version, lengths=lengths, temperature=item.temperature
-            )  # fmt: skip
-            probe.emit(record, values)
+        record_scored(self._run.probe, item.name, version, found, item.temperature, whole=self._run.rank == 0)
 
     def _token_probe(self, name: str, version: int, rows: tuple[RolloutRow, ...]) -> TokenProbe:
         run = self._run
@@ -176,12 +163,7 @@ class Session:
                 rollouts, loss=policy_loss(workload.objective), temperature=workload.objective.temperature,
                 on_shards=follow, on_gradients=lambda: self._hand_on_gradients(version),
             )  # fmt: skip
-        run.probe.emit(
-            StepReport(
-                name="step", version=version, loss=real(result.loss), grad_norm=real(result.grad_norm),
-                num_tokens=result.num_tokens,
-            )
-        )  # fmt: skip
+        record_step(run.probe, version, result)
 
     def _hand_on_gradients(self, version: int) -> None:
         if self._run.spec.gradients:

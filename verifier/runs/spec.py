@@ -89,10 +89,11 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 def engine_config(config: RoundtripConfig, model: ModelUnderTest, placement: Placement) -> EngineConfig:
     """Config of the engine that takes part, loaded with the source."""
     return EngineConfig(
-        kind=config.engine, checkpoint=str(model.checkpoint.path), dtype=config.dtype, tp=config.engine_tp,
+        kind=config.engine.kind, checkpoint=str(model.checkpoint.path), dtype=config.dtype, tp=config.engine.tp,
         max_model_len=MAX_MODEL_LEN, gpus=placement.engine_gpus,
-        cuda_graphs=config.cuda_graphs, sleep_mode=config.sleep_level > 0, quantization=config.engine_quantization,
-        lora_rank=config.engine_lora_rank, fixes=tuple(sorted(selected(config.fixes))),
+        cuda_graphs=config.engine.cuda_graphs, sleep_mode=config.engine.sleep_level > 0,
+        quantization=config.engine.quantization,
+        lora_rank=config.engine.lora_rank, fixes=tuple(sorted(selected(config.fixes))),
     )  # fmt: skip
 
 
@@ -112,9 +113,9 @@ def roundtrip_spec(
         checkpoint=str(model.checkpoint.path), mesh=config.mesh, dtype=config.dtype, tier=model.tier,
         workload=workload, update=config.update, seed=config.seed,
         chunk_bytes=chunk_bytes_for(model.checkpoint.num_bytes, placement.transport),
-        transport=placement.transport, num_gpus=placement.trainer_gpus, sleep_level=config.sleep_level,
-        lora_rank=config.engine_lora_rank, gradients=judges_gradients(config, model),
-        saves=model.is_saved and not config.engine_lora_rank, fixes=tuple(sorted(selected(config.fixes))),
+        transport=placement.transport, num_gpus=placement.trainer_gpus, sleep_level=config.engine.sleep_level,
+        lora_rank=config.engine.lora_rank, gradients=judges_gradients(config, model),
+        saves=model.is_saved and not config.engine.lora_rank, fixes=tuple(sorted(selected(config.fixes))),
         **session,
     )  # fmt: skip
 

@@ -7,42 +7,44 @@ import math
 import pytest
 import torch
 
-from verifier.checks.bounds import bounds_of
+from verifier.checks.bounds import Bounds, bounds_of
 from verifier.checks.logprob import trainer_logprob_differs_from_oracle
-from verifier.core.evidence import Evidence
+from verifier.core.manifest import Manifest
+from verifier.core.record import Record
+from verifier.core.records_logprobs import DtypeNoise, EngineNoise, OracleLogprobs, StoredFloor, TrainerLogprobs
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
-SHORT = {"longest": 64, "mean": 0.01, "deviation": 0.02, "median": 0.008, "max": 0.1, "stored": "short"}
-LONG = {"longest": 256, "mean": 0.02, "deviation": 0.01, "median": 0.009, "max": 0.3, "stored": "long"}
-NOISE = {"max": 0.07, "mean": 0.012, "deviation": 0.03}
-LENGTHS = [60, 200]
+REST = {"tokens": 100, "p90": 0.0, "p99": 0.0}
+SHORT = StoredFloor(
+    name="short", longest=64, mean=0.01, deviation=0.02, median=0.008, greatest=0.1, stored="short", **REST
+)
+LONG = StoredFloor(
+    name="long", longest=256, mean=0.02, deviation=0.01, median=0.009, greatest=0.3, stored="long", **REST
+)
+NOISE = DtypeNoise(name="scored", version=1, greatest=0.07, mean=0.012, deviation=0.03)
+LENGTHS = (60, 200)
 
 
-def expected(whole: list[int], stage_name: str = "scored") -> Evidence:
-    facts = {"lengths": LENGTHS, "whole": whole}
-    return Evidence(stage=Stage.LOGPROB, kind="oracle", name=stage_name, version=1, facts=facts, array="oracle")
+def bounds(run: Trace, stage: Stage, whole: list[int], lengths: tuple[int, ...] = LENGTHS) -> Bounds:
+    return bounds_of(run, stage, "scored", 1, lengths, whole)
 
 
-def trace(*more: Evidence, dtype: str = "bfloat16", gaps: torch.Tensor | None = None) -> Trace:
+def trace(*more: Record, dtype: str = "bfloat16", gaps: torch.Tensor | None = None) -> Trace:
     """A run with two sequences whose trainer is off by `gaps`."""
-    trainer = Evidence(
-        stage=Stage.LOGPROB, kind="trainer", name="scored", version=1, facts={"lengths": LENGTHS}, array="trainer"
-    )
+    trainer = TrainerLogprobs(name="scored", version=1, lengths=LENGTHS, array="trainer")
+    oracle = OracleLogprobs(name="scored", version=1, lengths=LENGTHS, whole=(61, 201), array="oracle")
     exact = torch.full((sum(LENGTHS),), -6.1, dtype=torch.float64)
     arrays = {"oracle": exact, "trainer": exact if gaps is None else exact + gaps}
-    return Trace({"dtype": dtype}, [expected([61, 201]), trainer, *more], arrays.__getitem__)
+    manifest = Manifest(dtype=dtype, complete=True)
+    return Trace(manifest, [oracle, trainer, *more], lambda key: {"array": arrays[key].numpy()})
 
 
-def fact(kind: str, facts: dict, name: str = "scored") -> Evidence:
-    return Evidence(stage=Stage.LOGPROB, kind=kind, name=name, version=0 if kind == "floor" else 1, facts=facts)
-
-
-FLOORS = [fact("floor", LONG, "long"), fact("floor", SHORT, "short")]
+FLOORS = [LONG, SHORT]
 
 
 def test_twice_the_floor_of_each_sequences_own_length() -> None:
-    found = bounds_of(trace(*FLOORS, fact("noise", NOISE)), Stage.LOGPROB, expected([61, 201]))
+    found = bounds(trace(*FLOORS, NOISE), Stage.LOGPROB, [61, 201])
     assert [item.absolute for item in found.greatest] == [0.2, 0.6]
     assert {name: item.absolute for name, item in found.body.items()} == pytest.approx(
         {"mean": 0.04 + 3 * 0.01 / math.sqrt(260), "median": 0.018}
@@ -52,8 +54,8 @@ def test_twice_the_floor_of_each_sequences_own_length() -> None:
 
 
 @pytest.mark.parametrize("floors", [FLOORS, []], ids=["too-long", "none"])
-def test_without_a_floor_of_that_length_the_run_measures(floors: list[Evidence]) -> None:
-    found = bounds_of(trace(*floors, fact("noise", NOISE)), Stage.LOGPROB, expected([61, 257]))
+def test_without_a_floor_of_that_length_the_run_measures(floors: list[StoredFloor]) -> None:
+    found = bounds(trace(*floors, NOISE), Stage.LOGPROB, [61, 257])
     assert [item.absolute for item in found.greatest] == pytest.approx([0.21, 0.21])
     assert {name: item.absolute for name, item in found.body.items()} == pytest.approx(
         {"mean": 0.024 + 3 * 0.03 / math.sqrt(260)}
@@ -61,39 +63,30 @@ def test_without_a_floor_of_that_length_the_run_measures(floors: list[Evidence])
 
 
 def test_a_quantized_engine_is_judged_by_its_own_noise() -> None:
-    run = trace(*FLOORS, fact("engine-noise", {**NOISE, "max": 0.5}), fact("noise", NOISE))
-    assert bounds_of(run, Stage.ROLLOUT, expected([61, 201])).greatest[0].absolute == 1.5
-    assert bounds_of(run, Stage.LOGPROB, expected([61, 201])).greatest[0].absolute == 0.2
+    run = trace(*FLOORS, EngineNoise(name="scored", version=1, greatest=0.5, mean=0.012, deviation=0.03), NOISE)
+    assert bounds(run, Stage.ROLLOUT, [61, 201]).greatest[0].absolute == 1.5
+    assert bounds(run, Stage.LOGPROB, [61, 201]).greatest[0].absolute == 0.2
 
 
 def test_fp32_has_one_bound_and_bf16_without_any_noise_has_none() -> None:
-    found = bounds_of(trace(*FLOORS, dtype="float32"), Stage.LOGPROB, expected([61, 201]))
+    found = bounds(trace(*FLOORS, dtype="float32"), Stage.LOGPROB, [61, 201])
     assert [item.absolute for item in found.greatest] == [1e-5, 1e-5]
     assert found.body == {}
     with pytest.raises(LookupError, match="no measured noise of `scored` for version 1"):
-        bounds_of(trace(), Stage.LOGPROB, expected([61, 201]))
+        bounds(trace(), Stage.LOGPROB, [61, 201])
 
 
 @pytest.mark.parametrize(("noise", "bound"), [(4e-6, 1e-5), (2e-5, 4e-5)], ids=["as-the-generated", "coarser"])
 def test_in_fp32_a_checkpoint_of_large_numbers_is_held_against_its_own_noise(noise: float, bound: float) -> None:
     """The fixed bound was measured on generated checkpoints; a finer one than that is asked of nobody."""
-    measured = Evidence(
-        stage=Stage.LOGPROB,
-        kind="noise",
-        name="scored",
-        version=0,
-        facts={"max": noise, "mean": 1e-6, "deviation": 0.0},
-    )
-    found = bounds_of(trace(measured, dtype="float32"), Stage.LOGPROB, expected([61, 201]))
+    measured = DtypeNoise(name="scored", greatest=noise, mean=1e-6, deviation=0.0)
+    found = bounds(trace(measured, dtype="float32"), Stage.LOGPROB, [61, 201])
     assert [item.absolute for item in found.greatest] == [bound, bound]
     assert ("float64" in found.greatest[0].source) == (bound > 1e-5)
 
 
 def test_a_mean_of_few_tokens_is_not_judged() -> None:
-    few = Evidence(
-        stage=Stage.LOGPROB, kind="sampled-oracle", name="sampled", version=1, facts={"lengths": [4], "whole": [150]}
-    )
-    found = bounds_of(trace(*FLOORS), Stage.ROLLOUT, few)
+    found = bounds(trace(*FLOORS), Stage.ROLLOUT, [150], (4,))
     assert [item.absolute for item in found.greatest] == [0.6]
     assert found.body == {}
 
@@ -120,5 +113,5 @@ def test_what_the_mean_lets_through_the_median_does_not(gaps: torch.Tensor, bad:
 def test_values_that_were_rounded_to_bfloat16_are_seen_below_the_noise(dtype: torch.dtype, verdict: list[str]) -> None:
     gaps = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(2)) * 1e-3
     gaps = (-6.1 + gaps).to(dtype).double() + 6.1
-    found = trainer_logprob_differs_from_oracle(trace(fact("noise", NOISE), gaps=gaps))
+    found = trainer_logprob_differs_from_oracle(trace(NOISE, gaps=gaps))
     assert [item.what for item in found if not item.same] == verdict

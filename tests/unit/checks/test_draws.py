@@ -9,9 +9,9 @@ import torch
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, run_check
-from verifier.core.evidence import Evidence
 from verifier.core.finding import Verdict
-from verifier.core.stage import Stage
+from verifier.core.manifest import Manifest
+from verifier.core.records_logprobs import DrawnTokens, OracleOfNext
 from verifier.core.trace import Trace
 
 WIDE = torch.softmax(torch.randn(512, generator=torch.Generator().manual_seed(3)).double(), dim=0)
@@ -22,9 +22,10 @@ DRAWS = 512
 
 
 def verdict(code: str, tokens: list[int], shares: torch.Tensor = WIDE) -> Verdict:
-    drawn = Evidence(stage=Stage.ROLLOUT, kind="drawn", name="drawn", role="engine", facts={"tokens": tokens})
-    following = Evidence(stage=Stage.LOGPROB, kind="next", name="drawn", role="oracle", array="shares")
-    outcome = run_check(REGISTRY[code], Trace({}, [drawn, following], {"shares": shares.log()}.__getitem__))
+    drawn = DrawnTokens(name="drawn", role="engine", prompt=(1,), tokens=tuple(tokens), temperature=1.0)
+    following = OracleOfNext(name="drawn", role="oracle", array="shares")
+    arrays = {"array": shares.log().numpy()}
+    outcome = run_check(REGISTRY[code], Trace(Manifest(complete=True), [drawn, following], lambda key: arrays))
     assert outcome.error is None
     assert outcome.num_compared == 1
     return outcome.verdict
@@ -37,7 +38,7 @@ def draws(shares: torch.Tensor, seed: int, number: int = DRAWS) -> list[int]:
 @pytest.mark.parametrize("code", ["LGP004", "LGP005"])
 @pytest.mark.parametrize("shares", [WIDE, PEAKED, FEW, ONE], ids=["wide", "peaked", "few", "one"])
 def test_samples_of_the_distribution_itself_are_allowed(code: str, shares: torch.Tensor) -> None:
-    assert all(verdict(code, draws(shares, seed), shares) is Verdict.HOLDS for seed in range(100))
+    assert all(verdict(code, draws(shares, seed), shares) is Verdict.HOLDS for seed in range(40))
 
 
 def other(name: str) -> torch.Tensor:

@@ -1,34 +1,33 @@
 """What the checks of the token path take for wrong, beside what the snapshots show."""
 
-from dataclasses import replace
-
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.snapshots.check_traces import change, make_trace, with_facts
+from tests.snapshots.check_traces import change, having, make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.stage import Stage
+from verifier.core.records_logprobs import ReturnedLogprobs
+from verifier.core.records_tokens import PackedBatchDigest, PackLayout, TokenLedger
 
 
 def test_a_step_whose_tokens_nobody_followed_is_none_that_holds() -> None:
-    moved = change(Stage.PACK, "ledger", lambda item: replace(item, name="scored sequence-0"))
+    moved = change(TokenLedger, having(name="scored"))
     outcome = run_check(REGISTRY["PCK001"], make_trace(moved))
     assert outcome.finding is not None
     assert outcome.finding.first.sentence == "no ledger followed the tokens that were trained at version 1"
 
 
 def test_a_longest_sequence_that_is_none_of_the_pack() -> None:
-    outcome = run_check(REGISTRY["PCK002"], make_trace(change(Stage.PACK, "layout", with_facts(max_seqlen=6))))
+    outcome = run_check(REGISTRY["PCK002"], make_trace(change(PackLayout, having(max_seqlen=6))))
     assert outcome.verdict is Verdict.VIOLATED
 
 
 def test_scores_that_one_rank_got_otherwise() -> None:
-    other = change(Stage.LOGPROB, "returned", lambda item: replace(item, digest="vd1:6"), rank=1, version=1)
+    other = change(ReturnedLogprobs, having(digest="vd1:" + "6" * 32), rank=1, version=1)
     outcome = run_check(REGISTRY["LGP001"], make_trace(other))
     assert outcome.finding is not None
     assert outcome.finding.first.sentence == "trainer rank 1 got other log-probabilities than the first rank"
 
 
 def test_a_rank_without_a_batch() -> None:
-    outcome = run_check(REGISTRY["PCK003"], make_trace(change(Stage.PACK, "batch", lambda item: None, rank=1)))
+    outcome = run_check(REGISTRY["PCK003"], make_trace(change(PackedBatchDigest, lambda item: None, rank=1)))
     assert outcome.finding is not None
     assert outcome.finding.first.sentence == "trainer rank 1 works on no batch that is trained at version 1"

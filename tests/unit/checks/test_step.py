@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.snapshots.check_traces import change, clean, make_trace, with_facts
+from tests.snapshots.check_traces import change, clean, having, make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.stage import Stage
+from verifier.core.records_tokens import GradientRecord
+from verifier.core.records_weights import StepReport
 
 
 @pytest.mark.parametrize(("norm", "verdict"), [(2.000019, Verdict.HOLDS), (2.00003, Verdict.VIOLATED)])
 def test_a_norm_of_other_gradients_is_seen(norm: float, verdict: Verdict) -> None:
     """1e-5 of a norm of 2 is allowed; the weights are right in both."""
-    outcome = run_check(REGISTRY["TRN001"], make_trace(change(Stage.TRAIN, "step", with_facts(grad_norm=norm))))
+    outcome = run_check(REGISTRY["TRN001"], make_trace(change(StepReport, having(grad_norm=norm))))
     assert outcome.verdict is verdict
     if verdict is Verdict.VIOLATED:
         assert outcome.finding.count == 1
@@ -25,12 +24,12 @@ def test_a_norm_of_other_gradients_is_seen(norm: float, verdict: Verdict) -> Non
 
 
 def test_a_norm_that_is_not_finite_is_seen() -> None:
-    outcome = run_check(REGISTRY["TRN001"], make_trace(change(Stage.TRAIN, "step", with_facts(grad_norm=math.nan))))
+    outcome = run_check(REGISTRY["TRN001"], make_trace(change(StepReport, having(grad_norm="nan"))))
     assert outcome.verdict is Verdict.VIOLATED
 
 
 def test_a_step_whose_norm_was_not_recorded_is_inconclusive() -> None:
-    outcome = run_check(REGISTRY["TRN001"], make_trace(change(Stage.TRAIN, "step", lambda item: None)))
+    outcome = run_check(REGISTRY["TRN001"], make_trace(change(StepReport, lambda item: None)))
     assert outcome.verdict is Verdict.INCONCLUSIVE
 
 
@@ -38,7 +37,7 @@ def test_a_step_whose_norm_was_not_recorded_is_inconclusive() -> None:
 def test_a_gradient_that_is_longer_than_noise_makes_it_is_seen(length: float, bad: list[str]) -> None:
     """0.11 of its length is this tensor's own noise, while of all tensors the greatest is as long as a gradient."""
     facts = {"gradient_noise": 1.0, "group": "a", "group_length": length, "group_noise": 0.11}
-    outcome = run_check(REGISTRY["LSS001"], make_trace(change(Stage.LOSS, "gradient", with_facts(**facts), name="a")))
+    outcome = run_check(REGISTRY["LSS001"], make_trace(change(GradientRecord, having(**facts), name="a")))
     assert outcome.error is None
     assert [item.what for item in (outcome.finding.bad if outcome.finding else ())] == bad
 
@@ -50,12 +49,12 @@ def test_few_elements_are_as_noisy_as_their_layer(length: float, holds: bool) ->
     names = iter(noises)
     run = []
     for item in clean():
-        if (item.stage, item.kind) == (Stage.LOSS, "gradient") and (name := next(names, None)) is not None:
+        if type(item) is GradientRecord and (name := next(names, None)) is not None:
             group = {
                 "group": f"backbone.layers.4.mixer.{name}", "group_noise": noises[name],
                 "group_length": length if name == "D" else 1.0, "gradient_noise": 1.0,
             }  # fmt: skip
-            item = replace(item, facts={**item.facts, **group})
+            item = replace(item, **group)
         run.append(item)
     outcome = run_check(REGISTRY["LSS001"], make_trace(run))
     assert outcome.error is None
@@ -66,9 +65,7 @@ def test_few_elements_are_as_noisy_as_their_layer(length: float, holds: bool) ->
 def test_a_loss_may_be_off_by_the_noise_of_a_tokens_loss(noise: float, verdict: Verdict) -> None:
     """It is off by 1 where the noise of gradients would allow 7.5."""
     run = [
-        replace(item, facts={**item.facts, "loss": 8.0, "loss_noise": noise, "gradient_noise": 1.0})
-        if (item.stage, item.kind) == (Stage.LOSS, "gradient")
-        else item
+        replace(item, loss=8.0, loss_noise=noise, gradient_noise=1.0) if type(item) is GradientRecord else item
         for item in clean()
     ]
     outcome = run_check(REGISTRY["LSS002"], make_trace(run))

@@ -14,24 +14,22 @@ from tests.meta.sources import ROOT
 from verifier.cli import app as cli
 from verifier.cli import results as cli_results
 from verifier.core import store
-from verifier.core.evidence import Evidence
-from verifier.core.stage import Stage
+from verifier.core.manifest import Manifest
+from verifier.core.records_weights import ExportedTensor, SourceTensor
 from verifier.errors import ContractError, InternalError, UsageError
 
-MANIFEST = {"command": "golden", "scopes": ["export"]}
+MANIFEST = Manifest(command="golden", scopes=("export",))
 
 
 def record(path: Path, exported: str, *, complete: bool = True, source: str = "vd1:" + "a" * 32) -> Path:
     """A small golden trace: one source tensor, and what was exported for it by two ranks."""
     store.create(path, MANIFEST)
-    for role, stage, kind, digest in (
-        ("source", Stage.LOAD, "source", source),
-        ("trainer", Stage.EXPORT, "tensor", exported),
-    ):
+    for role, kind, digest in (("source", SourceTensor, source), ("trainer", ExportedTensor, exported)):
         recorder = store.Recorder(path, role, 0)
-        recorder.emit(Evidence(stage=stage, kind=kind, name="w", digest=digest, dtype="float32", shape=(2, 3)))
+        recorder.emit(kind(name="w", digest=digest, dtype="float32", shape=(2, 3)))
         recorder.close()
-    store.write_manifest(path, {**MANIFEST, "complete": complete})
+    if complete:
+        store.complete(path, MANIFEST)
     return path
 
 
@@ -176,10 +174,21 @@ def test_two_results_in_one_file_are_refused(tmp_path, capsys):
 
 
 def test_a_matrix_that_could_not_be_written_is_refused_before_it_is_drawn(capsys):
-    assert cli.run(["faults", "matrix", "--output", "/absent-folder/matrix.md"]) == 4
+    assert cli.run(["faults", "matrix", "--output", "/absent-folder/kill-matrix"]) == 4
     assert capsys.readouterr().err == (
-        "verifier: `/absent-folder/matrix.md` cannot be written: No such file or directory\n"
+        "verifier: `/absent-folder/kill-matrix` cannot be written: No such file or directory\n"
     )
+
+
+def test_a_matrix_of_a_stage_that_is_not_there_is_refused(capsys):
+    assert cli.run(["faults", "matrix", "--only", "engines"]) == 4
+    assert capsys.readouterr().err.startswith("verifier: there is no stage `engines`: choose --only from load, pack, ")
+
+
+def test_a_matrix_is_drawn_from_a_ledger_alone(tmp_path):
+    ledger = tmp_path / "ledger.jsonl"
+    assert cli.run(["faults", "matrix", "--ledger", str(ledger), "--no-run", "--output", str(tmp_path / "pages")]) == 0
+    assert "0 of 152 faults are caught" in (tmp_path / "pages" / "README.md").read_text()
 
 
 def test_a_broken_run_is_a_violation_where_its_trace_shows_one(tmp_path, capsys):
@@ -253,7 +262,6 @@ def test_doctor_says_which_tier_runs(capsys):
 def test_golden_records_nothing_of_which_a_check_does_not_hold(code, said, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("golden").mkdir()
-    monkeypatch.setitem(MANIFEST, "versions", {})
 
     def ended(what, run, trace, **files) -> int:
         record(trace, digest("b"))

@@ -6,20 +6,22 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.checks.content import compare_contents
 from verifier.core.check import Check, check, run_check
 from verifier.core.comparison import Comparison
-from verifier.core.evidence import Evidence
 from verifier.core.finding import Verdict
 from verifier.core.gate import ExitCode, exit_code
+from verifier.core.manifest import Manifest
+from verifier.core.records_weights import ExportedTensor, PlanDigest, SourceTensor, Update
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
-TRACE = Trace({}, [Evidence(stage=Stage.EXPORT, kind="tensor", name="a")])
+TENSOR = {"digest": "vd1:" + "0" * 32, "dtype": "float32", "shape": (2,)}
+TRACE = Trace(Manifest(), [ExportedTensor(name="a", **TENSOR)])
 
 
 def compared(name: str, *, same: bool = False, stage: Stage = Stage.ENGINE, version: int = 0, badness: float = 0.5):
     return Comparison(what=name, same=same, stage=stage, version=version, badness=0.0 if same else badness)
 
 
-def outcome_of(*comparisons: Comparison, then: Exception | None = None, needs=((Stage.EXPORT, "tensor"),)):
+def outcome_of(*comparisons: Comparison, then: Exception | None = None, needs=(ExportedTensor,)):
     def judge(trace: Trace):
         yield from comparisons
         if then is not None:
@@ -37,7 +39,7 @@ def outcome_of(*comparisons: Comparison, then: Exception | None = None, needs=((
         (outcome_of(compared("a", same=True), then=KeyError("x")), Verdict.INCONCLUSIVE, ExitCode.INCONCLUSIVE),
         (outcome_of(compared("a"), then=KeyError("x")), Verdict.VIOLATED, ExitCode.VIOLATED),
         (
-            outcome_of(compared("a", same=True), needs=((Stage.PLAN, "plan"),)),
+            outcome_of(compared("a", same=True), needs=(PlanDigest,)),
             Verdict.INCONCLUSIVE,
             ExitCode.INCONCLUSIVE,
         ),
@@ -51,15 +53,12 @@ def test_verdict(outcome, verdict, code):
 @pytest.mark.parametrize(
     ("complete", "last", "verdict"),
     [
-        (True, 0, Verdict.VIOLATED), (None, 0, Verdict.VIOLATED), (False, 0, Verdict.INCONCLUSIVE),
-        (False, 1, Verdict.VIOLATED),
+        (True, 0, Verdict.VIOLATED), (False, 0, Verdict.INCONCLUSIVE), (False, 1, Verdict.VIOLATED),
     ],
 )  # fmt: skip
 def test_what_a_broken_run_did_not_reach_is_no_mismatch(complete, last, verdict):
     """The export of version 0 lacks a tensor; a run that went on to version 1 had had its time to export it."""
-    manifest = {} if complete is None else {"complete": complete}
-    source = Evidence(stage=Stage.LOAD, kind="source", name="a", digest="vd1:00")
-    exported = Evidence(stage=Stage.EXPORT, kind="tensor", name="a", digest="vd1:00")
+    source, exported = SourceTensor(name="a", **TENSOR), ExportedTensor(name="a", **TENSOR)
 
     def judge(trace: Trace):
         yield from compare_contents(
@@ -67,17 +66,17 @@ def test_what_a_broken_run_did_not_reach_is_no_mismatch(complete, last, verdict)
             allowed="bitwise", hint="",
         )  # fmt: skip
 
-    item = Check(code="ABC001", name="a-b", needs=((Stage.EXPORT, "tensor"),), scope="export", fn=judge)
-    later = Evidence(stage=Stage.TRAIN, kind="step", name="step", version=last)
-    assert run_check(item, Trace(manifest, [exported, later])).verdict is verdict
+    item = Check(code="ABC001", name="a-b", needs=(ExportedTensor,), scope="export", fn=judge)
+    later = Update(name="step", version=last, how="step")
+    assert run_check(item, Trace(Manifest(complete=complete), [exported, later])).verdict is verdict
 
 
 def test_what_a_broken_run_shows_to_differ_is_a_mismatch():
     item = Check(
-        code="ABC001", name="a-b", needs=((Stage.EXPORT, "tensor"),), scope="export",
+        code="ABC001", name="a-b", needs=(ExportedTensor,), scope="export",
         fn=lambda trace: iter([compared("a"), compared("b", same=True)]),
     )  # fmt: skip
-    assert run_check(item, Trace({"complete": False}, TRACE.evidence)).verdict is Verdict.VIOLATED
+    assert run_check(item, Trace(Manifest(), TRACE.records)).verdict is Verdict.VIOLATED
 
 
 def test_no_outcome_at_all_is_inconclusive():

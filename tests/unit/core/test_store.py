@@ -1,82 +1,109 @@
-"""A trace on disk: what was written comes back, and what is damaged is refused in one sentence."""
+"""A trace on disk: what was written comes back, and what is not whole is refused in one sentence."""
 
-import json
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from verifier.core import store
-from verifier.core.evidence import Evidence
-from verifier.core.stage import Stage
+from verifier.core import outputs, store
+from verifier.core.manifest import Manifest
+from verifier.core.reader import sealed
+from verifier.core.records_logprobs import TrainerLogprobs
+from verifier.core.records_weights import SourceTensor
 from verifier.errors import UsageError
 
-FACT = Evidence(
-    stage=Stage.EXPORT, kind="tensor", name="a", version=2, digest="vd1:00", dtype="bfloat16", shape=(2, 3),
-    facts={"at": "tp=0", "names": ["x", "y"]},
-)  # fmt: skip
+MANIFEST = Manifest(command="golden", config={"seed": 1, "scale": 1.0})
+TENSOR = SourceTensor(name="a", version=2, digest="vd1:" + "0" * 32, dtype="bfloat16", shape=(2, 3))
+LOGPROBS = TrainerLogprobs(name="scored", lengths=(2,))
+VALUES = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
+EVIDENCE = "evidence/trainer-0003.jsonl"
 
 
 @pytest.fixture
 def trace(tmp_path):
-    path = store.create(tmp_path / "trace", {"command": "golden"})
+    path = store.create(tmp_path / "trace", MANIFEST)
     recorder = store.Recorder(path, "trainer", 3)
-    recorder.emit(FACT, torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
-    recorder.emit(Evidence(stage=Stage.LOAD, kind="shard", name="b", shape=()))
+    recorder.emit(LOGPROBS, VALUES)
+    recorder.emit(TENSOR)
     recorder.close()
     return path
 
 
-def finish(path) -> None:
-    store.write_manifest(path, {"command": "golden", "complete": True})
+@pytest.fixture
+def whole(trace):
+    store.complete(trace, MANIFEST)
+    return trace
 
 
-def test_facts_and_arrays_come_back_with_who_recorded_them(trace):
-    finish(trace)
+def test_facts_and_arrays_come_back_with_who_recorded_them(whole):
+    found = store.read(whole)
+    logprobs, tensor = found.records
+    assert (logprobs.role, logprobs.rank, logprobs.name, logprobs.lengths) == ("trainer", 3, "scored", (2,))
+    assert (tensor.rank, tensor.digest, tensor.dtype, tensor.shape) == (3, TENSOR.digest, "bfloat16", (2, 3))
+    assert np.array_equal(found.array(logprobs), np.array([1.5, -2.0], np.float32))
+    assert (found.manifest.complete, found.manifest.config) == (True, MANIFEST.config)
+    assert [item.name for item in found.of(SourceTensor, version=2)] == ["a"]
+    assert found.versions(SourceTensor) == [2]
+
+
+def test_several_arrays_of_one_record(trace):
+    recorder = store.Recorder(trace, "trainer", 4)
+    recorder.emit(LOGPROBS, {"one": np.arange(3), "two": np.array([True])})
+    recorder.close()
     found = store.read(trace)
-    first, second = found.evidence
-    assert (first.role, first.rank, first.name, first.version) == ("trainer", 3, "a", 2)
-    assert (first.digest, first.dtype, first.shape, dict(first.facts)) == ("vd1:00", "bfloat16", (2, 3), FACT.facts)
-    assert torch.equal(found.array(first), torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
-    assert (second.stage, second.name, second.array) == (Stage.LOAD, "b", None)
-    assert found.manifest["complete"] is True
+    (item,) = found.of(TrainerLogprobs, rank=4)
+    assert {name: array.tolist() for name, array in found.arrays(item).items()} == {"one": [0, 1, 2], "two": [True]}
+    with pytest.raises(KeyError):
+        found.array(item)
 
 
 def test_the_line_that_a_dying_run_was_writing_is_forgiven_and_no_other(trace):
-    file = trace / "evidence" / "trainer-0003.jsonl"
-    whole = file.read_text()
-    file.write_text(whole[:-20])
-    assert [item.name for item in store.read(trace).evidence] == ["a"]
-    finish(trace)
-    with pytest.raises(UsageError, match=r"`trainer-0003.jsonl` line 2 of the trace .* is damaged"):
+    file = trace / EVIDENCE
+    lines = file.read_bytes()
+    file.write_bytes(lines[:-20])
+    (trace / "arrays" / "trainer-0003-000001.partial").touch()
+    assert [item.name for item in store.read(trace).records] == ["scored"]
+    file.write_bytes(lines[20:])
+    with pytest.raises(UsageError, match=r"`evidence/trainer-0003.jsonl` line 1 of the trace .* is damaged"):
         store.read(trace)
+
+
+def rewritten(text: str):
+    return lambda trace: (trace / "manifest.json").write_text(text)
 
 
 @pytest.mark.parametrize(
-    ("manifest", "said"),
+    ("damage", "sentence"),
     [
-        ("{", "manifest.json` is not JSON"),
-        ('{"format": 2}', "has trace format 2, this version reads format 1"),
-        ("[]", "manifest.json` holds a JSON list, not an object"),
-        ('{"format": 1, "scopes": 3}', "manifest.json` is damaged: `scopes` is 3"),
-        ('{"format": 1, "scopes": [[]]}', r"manifest.json` is damaged: `scopes` is \[\[\]\]"),
-        ('{"format": 1, "world_size": 1000000000}', "manifest.json` is damaged: `world_size` is 1000000000"),
-        ('{"format": 1, "engine_ranks": -1}', "manifest.json` is damaged: `engine_ranks` is -1"),
-        ('{"format": 1, "config": null}', "manifest.json` is damaged: `config` is None"),
+        (rewritten("{"), "manifest.json` is not JSON"),
+        (rewritten('{"format": 1}'), "has trace format 1, this version reads format 2"),
+        (rewritten("[]"), "manifest.json` is no manifest of a trace"),
+        (rewritten('{"format": 2, "scopes": ["else"]}'), "manifest.json` is damaged: Invalid enum value"),
+        (rewritten('{"format": 2, "world_size": 1000000000}'), "manifest.json` is damaged: Expected `int` <= 65536"),
+        (rewritten('{"format": 2, "config": null}'), "manifest.json` is damaged: Expected `object`, got `null`"),
+        (rewritten('{"format": 2, "opinion": 1}'), "manifest.json` is damaged: Object contains unknown field"),
+        (rewritten('{"format": 2, "config": ' + "[" * 9999 + "]" * 9999 + "}"), "maximum recursion depth"),
+        (rewritten('{"format": 2, "complete": true}'), "manifest.json` is damaged: it is not what the run wrote"),
+        (lambda trace: (trace / "manifest.json").write_bytes(b"\xff\xfe"), "is not JSON"),
+        (lambda trace: (trace / "manifest.json").unlink(), "holds no trace: there is no manifest.json"),
+        (lambda trace: (trace / EVIDENCE).unlink(), f"is not whole: `{EVIDENCE}` is missing"),
+        (lambda trace: (trace / EVIDENCE).write_bytes(b""), f"is damaged: `{EVIDENCE}` is not what the run wrote"),
+        (lambda trace: (trace / "evidence/more.jsonl").touch(), "is not whole: `evidence/more.jsonl` is no file of it"),
+        (lambda trace: (trace / "more").touch(), "is not whole: `more` is no file of it"),
+        (lambda trace: (trace / "arrays/a.partial").touch(), "is not whole: `arrays/a.partial` is no file of it"),
+        (lambda trace: os.mkfifo(trace / "evidence" / "pipe.jsonl"), "`evidence/pipe.jsonl` is no file of it"),
+        (lambda trace: (trace / "arrays/x.safetensors").symlink_to("/dev/zero"), "x.safetensors` is no file of it"),
+        (lambda trace: (trace / "arrays/trainer-0003-000000.safetensors").unlink(), "000000.safetensors` is missing"),
+        (lambda trace: (trace / "evidence/x.jsonl").mkdir(), "is not whole: `evidence/x.jsonl` is no file of it"),
     ],
 )
-def test_a_manifest_that_cannot_be_read_is_refused(trace, manifest, said):
-    (trace / "manifest.json").write_text(manifest)
-    with pytest.raises(UsageError, match=said):
-        store.read(trace)
-
-
-def test_a_field_of_another_version_is_refused(trace):
-    (trace / "evidence" / "trainer-0004.jsonl").write_text(
-        json.dumps({"stage": "load", "kind": "x", "name": "y", "opinion": "good"}) + "\n"
-    )
-    with pytest.raises(UsageError, match="a field `opinion` that this version of verifier does not know"):
-        store.read(trace)
+def test_what_is_not_whole_is_refused(whole, damage, sentence):
+    damage(whole)
+    with pytest.raises(UsageError, match=sentence.replace(".", r"\.")) as raised:
+        store.read(whole)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -84,62 +111,66 @@ def test_a_field_of_another_version_is_refused(trace):
     [
         b"[1]",
         b"\xff\xfe",
-        b'{"stage": "nowhere", "kind": "x", "name": "y"}',
-        b'{"stage": "load"}',
-        b'{"stage": "load", "kind": "x", "name": 5}',
-        b'{"stage": "load", "kind": "x", "name": "y", "version": "z"}',
-        b'{"stage": "load", "kind": "x", "name": "y", "facts": []}',
+        b'{"kind":"nowhere/x","name":"y"}',
+        b'{"kind":"load/source"}',
+        b'{"kind":"load/source","name":"y"}',
+        b'{"kind":"load/source","name":"y","digest":"","dtype":"float32","shape":[]}',
+        b'{"kind":"load/source","name":5,"digest":"vd1:00000000000000000000000000000000","dtype":"f","shape":[]}',
+        b'{"kind":"load/source","name":"y","digest":"vd1:00000000000000000000000000000000","dtype":"f","shape":[-1]}',
+        b'{"kind":"logprob/trainer","name":"y","lengths":[2],"array":"../../../etc/passwd"}',
+        b'{"kind":"logprob/trainer","name":"y","lengths":[2],"opinion":"good"}',
+        b'{"kind":"engine/settings","name":"y","values":' + b'{"a":' * 9999 + b"}" * 9999 + b"}",
     ],
 )
-def test_a_line_that_is_no_evidence_is_refused(trace, line):
-    finish(trace)
+def test_a_line_that_is_no_record_is_refused(trace, line):
     (trace / "evidence" / "trainer-0004.jsonl").write_bytes(line + b"\n")
-    with pytest.raises(UsageError, match=r"`trainer-0004.jsonl` line 1 of the trace .* is damaged"):
+    with pytest.raises(UsageError, match=r"`evidence/trainer-0004.jsonl` line 1 of the trace .* is damaged"):
         store.read(trace)
 
 
-def test_a_trace_that_cannot_be_opened_is_refused(trace):
-    with pytest.raises(UsageError, match=r"manifest.json` holds no trace: there is no manifest.json"):
-        store.read(trace / "manifest.json")
-    (trace / "evidence" / "trainer-0004.jsonl").mkdir()
-    with pytest.raises(UsageError, match=r"trainer-0004.jsonl` cannot be read: Is a directory"):
+def test_a_record_whose_array_is_absent_is_refused(trace):
+    line = b'{"kind":"logprob/trainer","name":"y","lengths":[2]}'
+    (trace / "evidence" / "trainer-0004.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(UsageError, match="is not whole: logprob/trainer `y` has no array"):
         store.read(trace)
 
 
-def test_a_damaged_array_is_named(trace):
-    finish(trace)
-    found = store.read(trace)
-    for file in (trace / "arrays").iterdir():
+def test_an_array_that_changes_after_it_was_looked_at_is_named(whole):
+    found = store.read(whole)
+    for file in (whole / "arrays").iterdir():
         file.write_bytes(file.read_bytes()[:20])
-    with pytest.raises(ValueError, match="payload `trainer-0003-000000` of the trace is damaged"):
-        found.array(found.evidence[0])
+    with pytest.raises(ValueError, match="array `trainer-0003-000000` of the trace is damaged"):
+        found.array(found.records[0])
+    file.unlink()
+    with pytest.raises(KeyError, match="array `trainer-0003-000000` is not in the trace"):
+        found.array(found.records[0])
+
+
+def test_a_run_that_failed_says_why_and_is_not_complete(trace):
+    store.fail(trace, MANIFEST, "rank 3 died")
+    assert (store.read(trace).manifest.complete, store.read(trace).manifest.failure) == (False, "rank 3 died")
+
+
+def test_a_manifest_is_stored_with_its_digest(trace):
+    assert (trace / "manifest.json").read_bytes() == sealed(MANIFEST)
 
 
 def test_results_go_where_they_can_be_written_and_leave_no_mark_before(tmp_path):
-    store.require_writable(tmp_path / "report.json")
-    store.require_writable(tmp_path / "new" / "report.json", make_folder=True)
+    outputs.require_writable(tmp_path / "report.json")
+    outputs.require_writable(tmp_path / "new" / "report.json", make_folder=True)
     assert [path.name for path in tmp_path.rglob("*")] == ["new"]
     with pytest.raises(UsageError, match=r"report.json` cannot be written: File name too long"):
-        store.require_writable(tmp_path / ("a" * 255 + "report.json"))
+        outputs.require_writable(tmp_path / ("a" * 255 + "report.json"))
     with pytest.raises(UsageError, match="`/dev/full` is a device or a pipe, a file for the results is needed"):
-        store.require_writable(Path("/dev/full"))
+        outputs.require_writable(Path("/dev/full"))
 
 
 def test_traces_are_kept_in_an_empty_folder_only(tmp_path):
-    store.require_empty(tmp_path / "kept", "--keep")
+    outputs.require_empty(tmp_path / "kept", "--keep")
     with pytest.raises(UsageError, match="is not empty: choose another --keep"):
-        store.require_empty(tmp_path, "--keep")
+        outputs.require_empty(tmp_path, "--keep")
 
 
 def test_a_folder_that_is_in_use_is_refused(trace):
     with pytest.raises(UsageError, match="is not empty: choose another --trace"):
-        store.create(trace, {})
-
-
-def test_an_array_that_is_gone_is_named(trace):
-    finish(trace)
-    found = store.read(trace)
-    for file in (trace / "arrays").iterdir():
-        file.unlink()
-    with pytest.raises(KeyError, match="payload `trainer-0003-000000` is not in the trace"):
-        found.array(found.evidence[0])
+        store.create(trace, MANIFEST)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.meta.sources import ROOT
-from verifier.core.evidence import Evidence
+from verifier.core.record import Record
 from verifier.errors import UsageError
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.tiny import TINY, write_tiny
@@ -77,13 +77,13 @@ def test_a_floor_is_used_for_what_it_was_measured_on(
 
 def test_a_floor_goes_on_record_bucket_by_bucket(checkpoint: Checkpoint) -> None:
     class Kept(list):
-        def emit(self, evidence: Evidence, array: object = None) -> None:
-            self.append(evidence)
+        def emit(self, record: Record, array: object = None) -> None:
+            self.append(record)
 
     kept = Kept()
     record_floor(kept, measured(checkpoint))
-    assert [item.facts["longest"] for item in kept] == [64, 256, 1024]
-    assert {item.facts["stored"] for item in kept} == {"golden/noise/tiny-qwen3.bfloat16.cpu.json"}
+    assert [item.longest for item in kept] == [64, 256, 1024]
+    assert {item.stored for item in kept} == {"golden/noise/tiny-qwen3.bfloat16.cpu.json"}
 
 
 def test_table_has_a_line_per_bucket(checkpoint: Checkpoint) -> None:

@@ -28,13 +28,14 @@ from verifier.data.rollout import make_rollout
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.tiny import write_tiny
 from verifier.oracle.recording import record_oracle
-from verifier.probes.rollouts import record_rollouts
+from verifier.probes.trainer import record_rollouts
 
 ROLLOUTS = [
     make_rollout("math/7", [5, 6, 7], [8, 9, 3], mask=[True, False, True], logprobs=[-1.5, -2.5, -3.5], reward=0.25),
     make_rollout("math/8", [4], [2, 2], logprobs=[-0.5, -0.25], reward=-1.0),
 ]
 OBJECTIVE = Objective(name="policy loss", temperature=0.9, entropy_weight=0.0, drift_weight=0.3)
+CONFIG = {"engine": {"lora_rank": 0, "quantization": None}}
 RULE = OptimizerRule(
     name="Adam", learning_rate=1e-6, least_learning_rate=1e-6, weight_decay=0.01, greatest_weight_decay=0.01,
     num_steps=100, clip_grad=0.5, beta_2=0.999,
@@ -71,7 +72,9 @@ def source(tmp_path: Path) -> Checkpoint:
 
 def record(trace: Path, source: Checkpoint) -> Asked:
     """A trace as ranks and engine leave it, and what the oracle adds."""
-    store.create(trace, Manifest(model="tiny:qwen3", dtype="float32", tier="cpu", scopes=("logprob", "gradient")))
+    store.create(
+        trace, Manifest(model="tiny:qwen3", dtype="float32", tier="cpu", scopes=("logprob", "gradient"), config=CONFIG)
+    )
     trainer = store.Recorder(trace, "trainer", 0)
     for name, temperature in (("policy", 1.0), ("policy, warm", 2.0)):
         record_rollouts(trainer, name, 0, ROLLOUTS)

@@ -15,7 +15,7 @@ from verifier.platform.stand_ins import stand_ins_of
 DENSE = {"model_type": "qwen3"}
 HYBRID = {"model_type": "nemotron_h", "mamba_num_heads": 16}
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-RUN = {"command": "roundtrip", "tier": "cpu", "dtype": "float32", "engine": "vllm", "update": "step", "cycles": 2}
+RUN = {"command": "roundtrip", "tier": "cpu", "dtype": "float32", "engine.kind": "vllm", "update": "step", "cycles": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -34,17 +34,21 @@ def reach(model, **run):
     [
         (DENSE, {}, []),
         (HYBRID, {}, [fixes.VLLM_BUFFERS]),
-        (HYBRID, {"engine": "hf"}, [fixes.TRANSFORMERS_SCAN]),
-        (HYBRID, {"engine": "hf", "dtype": "bfloat16"}, [fixes.TRANSFORMERS_SCAN, fixes.MEGATRON_DECAY]),
-        (HYBRID, {"command": "golden", "engine": None, "update": None, "dtype": "bfloat16"}, [fixes.MEGATRON_DECAY]),
+        (HYBRID, {"engine.kind": "hf"}, [fixes.TRANSFORMERS_SCAN]),
+        (HYBRID, {"engine.kind": "hf", "dtype": "bfloat16"}, [fixes.TRANSFORMERS_SCAN, fixes.MEGATRON_DECAY]),
+        (
+            HYBRID,
+            {"command": "golden", "engine.kind": None, "update": None, "dtype": "bfloat16"},
+            [fixes.MEGATRON_DECAY],
+        ),
         (LATENT, {"tier": "cpu"}, []),
         (LATENT, {"tier": "cuda", "dtype": "bfloat16"}, [fixes.CUDNN_WIDTH]),
         (LATENT, {"tier": "cuda", "update": "noise"}, []),
         ({**LATENT, "v_head_dim": 192}, {"tier": "cuda"}, []),
-        (DENSE, {"tier": "cuda", "sleep_level": 2}, [fixes.VLLM_SLEEP]),
+        (DENSE, {"tier": "cuda", "engine.sleep_level": 2}, [fixes.VLLM_SLEEP]),
         (
             LATENT,
-            {"tier": "cuda", "update": "noise", "engine_quantization": "fp8", "cuda_graphs": True},
+            {"tier": "cuda", "update": "noise", "engine.quantization": "fp8", "engine.cuda_graphs": True},
             [fixes.VLLM_LATENT],
         ),
     ],
@@ -57,7 +61,7 @@ def test_a_bug_reaches_some_runs(model, run, found):
 def test_what_is_asked_for_and_takes_part_is_recorded_too():
     bugs = {bug.id: bug.fixed for bug in fixes.bugs_of(DENSE, {**RUN, "fixes": ["all"]})}
     assert bugs == {fixes.VLLM_BUFFERS: True, fixes.MEGATRON_DECAY: True, fixes.MEGATRON_INDEX: True}
-    one = fixes.bugs_of(HYBRID, {**RUN, "engine": "hf", "dtype": "bfloat16", "fixes": [fixes.MEGATRON_DECAY]})
+    one = fixes.bugs_of(HYBRID, {**RUN, "engine.kind": "hf", "dtype": "bfloat16", "fixes": [fixes.MEGATRON_DECAY]})
     assert {bug.id: bug.fixed for bug in one} == {
         fixes.TRANSFORMERS_SCAN: False,
         fixes.MEGATRON_DECAY: True,
@@ -127,7 +131,7 @@ def test_an_optimizer_that_cannot_be_saved_is_refused():
 @pytest.mark.parametrize("engine", ["vllm", "hf"])
 @pytest.mark.parametrize("tier", ["cpu", "cuda"])
 def test_stand_ins_are_named(model, engine, tier):
-    named = stand_ins_of(model, {**RUN, "engine": engine, "tier": tier})
+    named = stand_ins_of(model, {**RUN, "engine.kind": engine, "tier": tier})
     assert len(set(named)) == len(named)
     assert any("Transformer Engine" in item for item in named) is (tier == "cpu")
     assert any("mamba-ssm" in item for item in named) is (tier == "cpu" and model is HYBRID)

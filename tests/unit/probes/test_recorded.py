@@ -3,6 +3,7 @@
 import torch
 
 from tests.unit.probes.test_saved import Seen
+from verifier.core.records_weights import ExportedTensor, ExportStream
 from verifier.probes.weights_megatron import recorded
 
 SHAPE = (4, 3)
@@ -12,10 +13,10 @@ def overwritten(stream) -> list[str]:
     seen = Seen()
     held = list(recorded(seen, stream, 2))
     assert [name for name, _ in held] == ["a", "b", "c"]
-    assert [item.name for item in seen if item.kind == "tensor"] == ["a", "b", "c"]
-    (found,) = [item for item in seen if item.kind == "stream"]
-    assert (found.version, found.facts["count"]) == (2, 3)
-    return found.facts["overwritten"]
+    assert [item.name for item in seen if isinstance(item, ExportedTensor)] == ["a", "b", "c"]
+    (found,) = [item for item in seen if isinstance(item, ExportStream)]
+    assert (found.version, found.num_tensors) == (2, 3)
+    return [each.name for each in found.reread if each.still_held != each.handed_over]
 
 
 def one_buffer():

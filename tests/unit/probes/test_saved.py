@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from verifier.core.evidence import Evidence
+from verifier.core.record import Record
+from verifier.core.records_weights import SavedCheckpoint, SavedTensor
 from verifier.model.checkpoint import INDEX, write_shard
 from verifier.plan.digest import digest_tensor
 from verifier.probes.weights_megatron import record_saved
@@ -17,8 +18,8 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
 class Seen(list):
     """A probe that keeps what it is told."""
 
-    def emit(self, item: Evidence, array=None) -> None:
-        self.append(item)
+    def emit(self, record: Record, array=None) -> None:
+        self.append(record)
 
 
 @pytest.fixture
@@ -33,8 +34,10 @@ def found(folder) -> dict[str, str]:
     record_saved(seen, folder, 3)
     assert {item.version for item in seen} == {3}
     shards = len(list(folder.glob("*.safetensors")))
-    assert [item.facts["count"] for item in seen if item.kind == "saved-files"] == [shards]
-    return {item.name: item.digest for item in seen if item.kind == "saved"}
+    (files,) = [item for item in seen if isinstance(item, SavedCheckpoint)]
+    assert files.shards == shards
+    present = {item.name: item.digest for item in seen if isinstance(item, SavedTensor)}
+    return present | dict.fromkeys(files.missing, "in no shard")
 
 
 def index(folder, **places: str) -> None:

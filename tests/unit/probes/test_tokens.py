@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tests.dist.tokens_functions import rollouts
+from verifier.checks.token_audit import audit, joined
 from verifier.core import store
-from verifier.core.stage import Stage
+from verifier.core.manifest import Manifest, MeshSizes
+from verifier.core.records_tokens import Rollouts, TokenLedger
 from verifier.mesh import Mesh
 from verifier.probes.tokens_megatron import TokenProbe
 from verifier.train.ledger import LEDGER, sentinels
@@ -21,7 +23,7 @@ from verifier.train.token_layout import Alignment
 @pytest.fixture
 def seen(tmp_path):
     """(a probe of a trace, the trace's folder)."""
-    path = store.create(tmp_path / "trace", {"mesh": {}})
+    path = store.create(tmp_path / "trace", Manifest(mesh=MeshSizes()))
     return TokenProbe(store.Recorder(path, "trainer", 0), Mesh(), 0, "trained", 0, rollouts()), path
 
 
@@ -30,14 +32,16 @@ def packed():
 
 
 def misplaced(path):
-    return sum(item.facts["misplaced"] for item in store.read(path).at(Stage.PACK, "ledger"))
+    trace = store.read(path)
+    item, ledger = next(trace.of(Rollouts)), next(trace.of(TokenLedger))
+    return len(audit(item, trace.arrays(item), joined([trace.arrays(ledger)], [0])))
 
 
 def test_the_audit_is_of_what_went_in_whatever_the_model_does_to_it(seen):
     probe, path = seen
     shards = packed()
     rest = probe(shards)
-    assert not any(store.read(path).at(Stage.PACK, "ledger"))
+    assert not store.read(path).has(TokenLedger)
     for field in fields(shards[0]):
         value = getattr(shards[0], field.name)
         if isinstance(value, torch.Tensor):

@@ -3,13 +3,14 @@
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.snapshots.check_traces import ARRAYS, BROKEN, MANIFEST, clean
+from tests.snapshots.check_traces import ARRAYS, BROKEN, MANIFEST, arrays_of, clean
 from verifier.core import store
 from verifier.core.check import REGISTRY
+from verifier.core.manifest import replace
 from verifier.core.trace import Trace
 from verifier.report import render_junit, render_text, report_of
 
-SCOPED = {**MANIFEST, "scopes": sorted({item.scope for item in REGISTRY.values()})}
+SCOPED = replace(MANIFEST, scopes=tuple(sorted({item.scope for item in REGISTRY.values()})))
 
 
 def stored(path, evidence) -> Trace:
@@ -20,17 +21,17 @@ def stored(path, evidence) -> Trace:
         key = (item.role, item.rank)
         if key not in recorders:
             recorders[key] = store.Recorder(path, *key)
-        recorders[key].emit(item, None if item.array is None else ARRAYS[item.array])
+        recorders[key].emit(item, arrays_of(item))
     for recorder in recorders.values():
         recorder.close()
-    store.write_manifest(path, {**SCOPED, "complete": True})
+    store.complete(path, SCOPED)
     return store.read(path)
 
 
 @pytest.mark.parametrize("code", [None, *BROKEN])
 def test_same_text(code, tmp_path):
     evidence = clean() if code is None else BROKEN[code]
-    live = report_of(Trace({"format": store.FORMAT, **SCOPED}, evidence, ARRAYS.__getitem__), "t")
+    live = report_of(Trace(SCOPED, evidence, ARRAYS.__getitem__), "t")
     replayed = report_of(stored(tmp_path / "trace", evidence), "t")
     assert render_text(live) == render_text(replayed)
     assert live.exit_code == replayed.exit_code == (0 if code is None else 1)

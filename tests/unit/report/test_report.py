@@ -6,33 +6,34 @@ import pytest
 
 from verifier.core.check import Check
 from verifier.core.comparison import Comparison
-from verifier.core.evidence import Evidence
 from verifier.core.finding import Verdict
 from verifier.core.gate import ExitCode
+from verifier.core.manifest import Manifest, MeshSizes, Scope
+from verifier.core.records_weights import ExportedTensor
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 from verifier.report import render_text, report_of
 
 
-def digests_are_a(trace: Trace) -> Iterator[Comparison]:
-    """Every digest is "a"."""
-    for item in trace.at(Stage.EXPORT, "tensor"):
-        yield Comparison(what=item.name, same=item.digest == "a", stage=Stage.EXPORT, version=item.version)
+def dtypes_are_a(trace: Trace) -> Iterator[Comparison]:
+    """Every dtype is "a"."""
+    for item in trace.of(ExportedTensor):
+        yield Comparison(what=item.name, same=item.dtype == "a", stage=Stage.EXPORT, version=item.version)
 
 
-def make_check(code: str, scope: str) -> Check:
-    return Check(code=code, name="digest-is-not-a", needs=((Stage.EXPORT, "tensor"),), scope=scope, fn=digests_are_a)
+def make_check(code: str, scope: Scope) -> Check:
+    return Check(code=code, name="dtype-is-not-a", needs=(ExportedTensor,), scope=scope, fn=dtypes_are_a)
 
 
-CHECKS = {code: make_check(code, scope) for code, scope in (("AAA001", "x"), ("AAA002", "x"), ("BBB001", "y"))}
+CHECKS = {code: make_check(code, scope) for code, scope in (("AAA001", "plan"), ("AAA002", "plan"), ("BBB001", "step"))}
 
 
-def make_trace(*digests: str, scopes: tuple[str, ...] = ("x",), complete: bool = True) -> Trace:
-    evidence = [
-        Evidence(stage=Stage.EXPORT, kind="tensor", name=f"layer.{index}", digest=digest)
-        for index, digest in enumerate(digests)
+def make_trace(*dtypes: str, scopes: tuple[Scope, ...] = ("plan",), complete: bool = True) -> Trace:
+    records = [
+        ExportedTensor(name=f"layer.{index}", digest="vd1:" + "0" * 32, dtype=dtype, shape=())
+        for index, dtype in enumerate(dtypes)
     ]
-    return Trace({"scopes": scopes, "complete": complete}, evidence)
+    return Trace(Manifest(scopes=scopes, complete=complete), records)
 
 
 def test_runs_what_the_scopes_declare():
@@ -95,7 +96,8 @@ def test_a_cause_stands_before_its_consequences():
         yield Comparison(what="w", same=False, stage=Stage.ENGINE, version=1, sentence="consequence")
 
     checks = {
-        code: Check(code=code, name="x", needs=(), scope="x", fn=fn) for code, fn in (("A001", late), ("B001", early))
+        code: Check(code=code, name="x", needs=(), scope="plan", fn=fn)
+        for code, fn in (("A001", late), ("B001", early))
     }
     text = render_text(report_of(make_trace("a"), "t", checks=checks))
     assert text.index("B001 x: cause") < text.index("A001 x: consequence")
@@ -106,6 +108,5 @@ def test_a_cause_stands_before_its_consequences():
     ("gpus", "said"), [(0, "(4 ranks)"), (1, "(4 ranks on 1 GPU)"), (3, "(4 ranks on 3 GPUs)"), (4, "(4 ranks)")]
 )
 def test_the_report_says_when_ranks_share_gpus(gpus, said):
-    mesh = {"tp": 2, "pp": 2}
-    trace = Trace({"config": {"mesh": mesh}, "mesh": mesh, "world_size": 4, "num_gpus": gpus}, [])
+    trace = Trace(Manifest(mesh=MeshSizes(tp=2, pp=2), world_size=4, num_gpus=gpus), [])
     assert render_text(report_of(trace, "t", checks=CHECKS)).splitlines()[0] == f"verifier run on tp2 pp2 {said}"

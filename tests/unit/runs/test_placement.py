@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from verifier.config import RoundtripConfig
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.runs.placement import Placement, place, place_trainer
 
+TP2, TP4, HF = EngineOptions(tp=2), EngineOptions(tp=4), EngineOptions(kind="hf")
 TP2_PP2 = Mesh(tp=2, pp=2)
 
 
@@ -34,14 +35,14 @@ def asked(mesh: Mesh = TP2_PP2, **options: object) -> RoundtripConfig:
 @pytest.mark.parametrize(
     ("gpus", "config", "expected"),
     [
-        (8, asked(engine_tp=2), Placement(transport="nccl", trainer_gpus=4, engine_gpus="4,5")),
-        (4, asked(engine_tp=2), Placement(transport="ipc", trainer_gpus=4, engine_gpus="0,1")),
-        (2, asked(engine_tp=2), Placement(transport="ipc", trainer_gpus=2, engine_gpus="0,1")),
+        (8, asked(engine=TP2), Placement(transport="nccl", trainer_gpus=4, engine_gpus="4,5")),
+        (4, asked(engine=TP2), Placement(transport="ipc", trainer_gpus=4, engine_gpus="0,1")),
+        (2, asked(engine=TP2), Placement(transport="ipc", trainer_gpus=2, engine_gpus="0,1")),
         (1, asked(), Placement(transport="ipc", trainer_gpus=1, engine_gpus="0")),
         (3, asked(transport="nccl"), Placement(transport="nccl", trainer_gpus=2, engine_gpus="2")),
         (2, asked(transport="nccl"), Placement(transport="nccl", trainer_gpus=1, engine_gpus="1")),
         (8, asked(Mesh(), transport="ipc"), Placement(transport="ipc", trainer_gpus=1, engine_gpus="0")),
-        (2, asked(engine="hf"), Placement(transport="gloo", trainer_gpus=2)),
+        (2, asked(engine=HF), Placement(transport="gloo", trainer_gpus=2)),
     ],
     ids=str,
 )
@@ -58,10 +59,10 @@ def test_the_engine_is_given_the_names_of_visible_gpus(host):
 @pytest.mark.parametrize(
     ("gpus", "config", "said"),
     [
-        (2, asked(engine_tp=2, transport="nccl"), "needs 2 GPUs for the engine and one or more for the trainer"),
-        (2, asked(engine_tp=4), "--engine-tp 4 does not fit on the trainer's 2 GPUs: make it smaller"),
-        (8, asked(Mesh(), engine_tp=2, transport="ipc"), "--engine-tp 2 does not fit on the trainer's 1 GPUs"),
-        (8, asked(engine="hf", transport="nccl"), "--engine hf runs on the CPU, and --transport is nccl: leave it out"),
+        (2, asked(engine=TP2, transport="nccl"), "needs 2 GPUs for the engine and one or more for the trainer"),
+        (2, asked(engine=TP4), "--engine-tp 4 does not fit on the trainer's 2 GPUs: make it smaller"),
+        (8, asked(Mesh(), engine=TP2, transport="ipc"), "--engine-tp 2 does not fit on the trainer's 1 GPUs"),
+        (8, asked(engine=HF, transport="nccl"), "--engine hf runs on the CPU, and --transport is nccl: leave it out"),
     ],
     ids=str,
 )  # fmt: skip

@@ -1,13 +1,17 @@
 """The ledger names what is misplaced, where, and what it should have been."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from verifier.data.rollout import make_rollout
-from verifier.train.ledger import LEDGER, Misplacement, audit, loss_rows, sentinels
+from verifier.checks import token_audit
+from verifier.checks.token_audit import Misplacement
+from verifier.data.rollout import Rollout, make_rollout
+from verifier.probes.trainer import rollouts_of
+from verifier.train.ledger import LEDGER, loss_rows, sentinels
 from verifier.train.pack import PackedBatch, pack
 from verifier.train.token_layout import Alignment
 
@@ -17,7 +21,11 @@ ROLLOUTS = [
 ]
 
 
-LOGPROB_OF_A3 = Misplacement(rollout="a", position=3, field="engine_logprob", expected=-2, actual=0)
+LOGPROB_OF_A3 = Misplacement(rollout="a", rank=0, position=3, field="engine_logprob", expected=-2, actual=0)
+
+
+def audit(rollouts: Sequence[Rollout], rows: dict[str, np.ndarray]) -> list[Misplacement]:
+    return token_audit.audit(*rollouts_of("trained", 0, rollouts), token_audit.joined([rows], [0]))
 
 
 def packed() -> PackedBatch:
@@ -32,15 +40,15 @@ def test_in_place() -> None:
 @pytest.mark.parametrize(
     ("name", "row", "value", "expected"),
     [
-        ("tokens_T", 1, 99, Misplacement(rollout="a", position=2, field="input", expected=12, actual=99)),
-        ("positions_T", 2, 0, Misplacement(rollout="a", position=3, field="position", expected=2, actual=0)),
-        ("roles_T", 1, 2, Misplacement(rollout="a", position=2, field="role", expected=0, actual=2)),
-        ("labels_T", 4, 11, Misplacement(rollout="b", position=1, field="label", expected=22, actual=11)),
-        ("loss_mask_T", 0, True, Misplacement(rollout="a", position=1, field="mask", expected=0, actual=1)),
-        ("sampled_T", 4, False, Misplacement(rollout="b", position=1, field="sampled", expected=1, actual=0)),
-        ("versions_T", 2, 4, Misplacement(rollout="a", position=3, field="version", expected=5, actual=4)),
+        ("tokens_T", 1, 99, Misplacement(rollout="a", rank=0, position=2, field="input", expected=12, actual=99)),
+        ("positions_T", 2, 0, Misplacement(rollout="a", rank=0, position=3, field="position", expected=2, actual=0)),
+        ("roles_T", 1, 2, Misplacement(rollout="a", rank=0, position=2, field="role", expected=0, actual=2)),
+        ("labels_T", 4, 11, Misplacement(rollout="b", rank=0, position=1, field="label", expected=22, actual=11)),
+        ("loss_mask_T", 0, True, Misplacement(rollout="a", rank=0, position=1, field="mask", expected=0, actual=1)),
+        ("sampled_T", 4, False, Misplacement(rollout="b", rank=0, position=1, field="sampled", expected=1, actual=0)),
+        ("versions_T", 2, 4, Misplacement(rollout="a", rank=0, position=3, field="version", expected=5, actual=4)),
         ("engine_logprobs_T", 2, 0, LOGPROB_OF_A3),
-        ("loss_mask_T", 3, True, Misplacement(rollout="", position=-1, field="mask", expected=0, actual=1)),
+        ("loss_mask_T", 3, True, Misplacement(rollout="", rank=0, position=-1, field="mask", expected=0, actual=1)),
     ],
 )  # fmt: skip
 def test_one_wrong_value_is_named(name: str, row: int, value: float, expected: Misplacement) -> None:
@@ -50,12 +58,12 @@ def test_one_wrong_value_is_named(name: str, row: int, value: float, expected: M
 
 
 def test_lost_and_repeated_tokens_are_counted() -> None:
-    ledger = packed().extra[LEDGER].clone()
-    ledger[2] = ledger[1]
-    found = audit(ROLLOUTS, loss_rows([replace(packed(), extra={LEDGER: ledger})]))
-    assert Misplacement(rollout="a", position=2, field="row", expected=1, actual=2) in found
+    marks = packed().extra[LEDGER].clone()
+    marks[2] = marks[1]
+    found = audit(ROLLOUTS, loss_rows([replace(packed(), extra={LEDGER: marks})]))
+    assert Misplacement(rollout="a", rank=0, position=2, field="row", expected=1, actual=2) in found
     assert Misplacement(rollout="a", position=3, field="row", expected=1, actual=0) in found
-    assert Misplacement(rollout="a", position=2, field="label", expected=13, actual=14) in found
+    assert Misplacement(rollout="a", rank=0, position=2, field="label", expected=13, actual=14) in found
 
 
 def test_swapped_fields_of_two_rollouts_of_one_shape() -> None:

@@ -1,0 +1,85 @@
+"""Commands made from configs: the flags, the help page, `--config` and `key=value` of a config's dataclass."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from verifier.cli.results import show
+from verifier.config.load import load
+from verifier.config.show import resolved
+from verifier.core.gate import ExitCode
+from verifier.knob import Entry, entries
+
+_CONFIG = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="YAML file with any of the knobs; see docs/config.md.")
+]
+_OVERRIDES = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Any knob by its key, such as mesh.tp=2.")
+]
+_PRINT = Annotated[
+    bool, typer.Option("--print-config", help="Print every knob with its value, owner and default, and stop.")
+]
+
+
+def configured(function: Callable[..., int]) -> Callable[..., int]:
+    """Make a command of a function whose first parameter is a config; what follows it are options of the command alone.
+
+    Args:
+        function: takes the config, which is loaded, checked and typed; returns the exit code.
+    """
+    first, *own = inspect.signature(function, eval_str=True).parameters.values()
+    flags = {entry.key.replace(".", "_"): entry for entry in entries(first.annotation) if entry.knob.flag}
+
+    @functools.wraps(function)
+    def command(
+        context: typer.Context, overrides: list[str] | None, config: Path | None, print_config: bool, **options: Any
+    ) -> int:
+        given = {
+            entry.key: options[name] for name, entry in flags.items()
+            if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
+        }  # fmt: skip
+        loaded, owners = load(first.annotation, file=config, overrides=overrides or (), flags=given)
+        if print_config:
+            show(resolved(loaded, owners))
+            return ExitCode.HOLDS
+        return function(loaded, **{item.name: options[item.name] for item in own})
+
+    named = inspect.Parameter.KEYWORD_ONLY
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter("context", named, annotation=typer.Context),
+            inspect.Parameter("overrides", named, default=None, annotation=_OVERRIDES),
+            *(
+                inspect.Parameter(name, named, default=_default(entry), annotation=_annotation(entry))
+                for name, entry in flags.items()
+            ),
+            *(item.replace(kind=named) for item in own),
+            inspect.Parameter("config", named, default=None, annotation=_CONFIG),
+            inspect.Parameter("print_config", named, default=False, annotation=_PRINT),
+        ]
+    )
+    command.__annotations__ = {}
+    return command
+
+
+def _default(entry: Entry) -> Any:
+    return None if entry.default in (None, ()) else entry.spelled(entry.default)
+
+
+def _annotation(entry: Entry) -> Any:
+    """Type of a flag, for typer."""
+    kind: Any = entry.kind
+    if kind is tuple:
+        kind = list[str]
+    elif entry.knob.choices and kind is str:
+        kind = Literal[tuple(entry.knob.choices)]
+    option = typer.Option(
+        entry.knob.flag, metavar=entry.knob.metavar, help=entry.knob.help + ("  [required]" if entry.required else "")
+    )
+    return Annotated[kind | None if _default(entry) is None else kind, option]

@@ -1,0 +1,223 @@
+"""Config of each command: frozen, keyword-only, validated where it is made.
+
+Every knob is declared here or in `Mesh`, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from verifier.errors import UsageError
+from verifier.knob import check, group, knob
+from verifier.mesh import Mesh
+from verifier.platform.upstream_fixes import require_known
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""Spelling in a config and on the command line -> spelling everywhere else."""
+MAX_TIMEOUT_S = 7 * 24 * 3600
+
+
+def next_trace(command: str, under: Path = Path("traces")) -> Path:
+    """Return the first free ``<under>/<command>-<number>``: the name of a trace that the user did not name."""
+    number = 1
+    while (path := under / f"{command}-{number:04d}").exists():
+        number += 1
+    return path
+
+
+def _trace(command: str) -> Any:
+    return knob(
+        "Where to save the trace; by default the next free traces/NAME-NNNN.",
+        factory=partial(next_trace, command), flag="--trace", metavar="DIR", last=True,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandConfig:
+    """Knobs of every command that computes.
+
+    Raises:
+        UsageError: a value that its knob does not allow, or knobs that contradict each other; names the flags.
+    """
+
+    model: str = knob(
+        "Generated, tiny:NAME or wide:NAME, or a local HF directory.", flag="--model", metavar="MODEL"
+    )  # fmt: skip
+    timeout_s: float = knob(
+        "Deadline of the whole run.", 1800.0, flag="--timeout", metavar="SECONDS", unit="seconds", last=True
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise UsageError(
+                f"--timeout is {self.timeout_s:g} s, it must be above 0 and at most {MAX_TIMEOUT_S:,} s, a week"
+            )
+        self._refuse_contradictions()
+
+    def _refuse_contradictions(self) -> None:
+        """Raise a UsageError for knobs that are right alone and wrong together; overridden where there are any."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON-able values that the manifest of a trace records under "config"; the trace is not named."""
+        return {name: value for name, value in _plain(dataclasses.asdict(self)).items() if name != "trace"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig(CommandConfig):
+    """Knobs of a run on the ranks of a trainer."""
+
+    mesh: Mesh = group(Mesh, make=Mesh.fitting)
+    dtype: str = knob("Type of the weights.", "float32", flag="--dtype", choices=DTYPES)
+    fixes: tuple[str, ...] = knob(
+        "Install the fix of an upstream bug, or `all`; repeatable.", (), flag="--fix", metavar="ID", last=True
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        CommandConfig.__post_init__(self)
+        require_known(self.fixes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Engine that receives the weights.
+
+    Raises:
+        UsageError: a value that its knob does not allow, or knobs that contradict each other; names the flags.
+    """
+
+    kind: str = knob("Where the weights go: vLLM, or transformers.", "vllm", flag="--engine", choices=("vllm", "hf"))
+    tp: int = knob("Tensor parallel size of the engine.", 1, flag="--engine-tp", least=1)
+    cuda_graphs: bool = knob(
+        "vLLM replays captured CUDA graphs, or runs eagerly.", False, flag="--cuda-graphs/--enforce-eager"
+    )  # fmt: skip
+    sleep_level: int = knob(
+        "vLLM sleeps while the trainer steps: 1 keeps its weights on the host, 2 drops them, 0 stays awake.", 0,
+        flag="--sleep-level", choices=(0, 1, 2),
+    )  # fmt: skip
+    quantization: str | None = knob(
+        "vLLM quantises the weights as it loads them, at the start and at every sync.", None,
+        flag="--engine-quantization", choices=("fp8",),
+    )  # fmt: skip
+    lora_rank: int = knob(
+        "Above 0, train an adapter of this rank on a frozen base, and sync the adapter.", 0,
+        flag="--engine-lora-rank", choices=(0, 8, 16, 32, 64),
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.kind == "hf" and self.tp != 1:
+            raise UsageError(f"--engine hf has one rank, --engine-tp is {self.tp}: leave it out, or use --engine vllm")
+        if self.lora_rank:
+            refuse_beside_adapters(
+                {
+                    "--engine hf": self.kind != "vllm",
+                    "--engine-tp": self.tp != 1,
+                    "--sleep-level": self.sleep_level != 0,
+                    "--engine-quantization": self.quantization is not None,
+                }
+            )
+        if self.kind != "vllm" and (asked := self.gpu_options()):
+            raise UsageError(f"{asked[0]} is an option of vLLM, --engine is {self.kind}: leave one of the two out")
+
+    def gpu_options(self) -> list[str]:
+        """Return the flags of what was asked for that only vLLM on a GPU has."""
+        asked = {
+            "--cuda-graphs": self.cuda_graphs,
+            "--sleep-level": self.sleep_level != 0,
+            "--engine-quantization": self.quantization is not None,
+        }
+        return [name for name, is_asked in asked.items() if is_asked]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundtripConfig(RunConfig):
+    """Config of `verifier roundtrip`."""
+
+    engine: EngineOptions = group(EngineOptions)
+    cycles: int = knob("Updates to sync, each followed by logprobs.", 3, flag="--cycles", least=1)
+    update: str = knob(
+        "A real optimizer step, or seeded noise on every weight.", "step", flag="--update", choices=("step", "noise")
+    )  # fmt: skip
+    transport: str | None = knob(
+        "To the engine; nccl needs GPUs of its own, ipc shares the trainer's; by default chosen by the free GPUs.",
+        None, flag="--transport", choices=("gloo", "nccl", "ipc"),
+    )  # fmt: skip
+    seed: int = knob("Seed of tokens and noise.", 1, flag="--seed")
+    trace: Path = _trace("roundtrip")
+
+    def _refuse_contradictions(self) -> None:
+        if self.engine.lora_rank:
+            refuse_beside_adapters({"--update noise": self.update != "step"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldenConfig(RunConfig):
+    """Config of `verifier golden`."""
+
+    record: bool = knob("Write the manifest of the export under golden/.", False, flag="--record")
+    why: str | None = knob("Why it is recorded; kept with it.", None, flag="--why", metavar="TEXT")
+    against: Path | None = knob(
+        "Compare with a recorded manifest, not with source weights.", None, flag="--against", metavar="MANIFEST"
+    )  # fmt: skip
+    trace: Path = _trace("golden")
+
+    def _refuse_contradictions(self) -> None:
+        if self.record and self.against is not None:
+            raise UsageError("--record writes a manifest and --against compares with one: give one of the two")
+        require_reason(self.record, self.why)
+        if self.against is not None and not self.against.is_file():
+            raise UsageError(f"there is no manifest `{self.against}`: give the path of a file that `--record` wrote")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseConfig(CommandConfig):
+    """Config of `verifier noise`."""
+
+    record: bool = knob("Store the noise as a tolerance under golden/noise/.", False, flag="--record")
+    why: str | None = knob("Why it is recorded; kept with it.", None, flag="--why", metavar="TEXT")
+
+    def _refuse_contradictions(self) -> None:
+        require_reason(self.record, self.why)
+
+
+CONFIGS: dict[str, type[CommandConfig]] = {"golden": GoldenConfig, "roundtrip": RoundtripConfig, "noise": NoiseConfig}
+"""Command -> type of its config."""
+
+
+def require_reason(record: bool, why: str | None) -> None:
+    """Refuse a recording without a reason, and a reason without a recording.
+
+    Raises:
+        UsageError: one of the two is missing.
+    """
+    if record and not (why or "").strip():
+        raise UsageError('--record needs --why "...": the reason is kept in the manifest')
+    if why is not None and not record:
+        raise UsageError("--why is the reason of a --record: give both or neither")
+
+
+def refuse_beside_adapters(asked: dict[str, bool]) -> None:
+    """Refuse what does not go together with an adapter.
+
+    Args:
+        asked: flag -> whether it was asked for.
+
+    Raises:
+        UsageError: names the first that was.
+    """
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise UsageError(f"--engine-lora-rank and {name} do not go together: leave one of the two out")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,184 @@
+"""From a YAML file, `key=value` and flags to one config; omegaconf is loaded only where one of the first two is given.
+
+Order of precedence: a flag or a `key=value` beats the file, and the file beats the default. A flag and a `key=value`
+for the same knob are refused, and so is a knob that is given twice in one place.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verifier.errors import UsageError
+from verifier.knob import Entry, build, entries
+
+_WORDS = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path",
+    tuple: "a list of texts",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """One value that the user gave."""
+
+    value: Any
+    name: str
+    """What the user wrote the knob as: a flag, or a key."""
+    where: str
+    """Owner of the value: "--tp", "mesh.tp=2", or the file."""
+
+
+def load[Config](
+    kind: type[Config],
+    *,
+    file: Path | None = None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+) -> tuple[Config, dict[str, str]]:
+    """Make the config that a command was asked for.
+
+    Args:
+        kind: type of the config.
+        file: YAML file; groups are nested mappings, or dotted keys.
+        overrides: `key=value`, with dotted keys.
+        flags: dotted key -> value of each flag that was given, typed already.
+
+    Returns:
+        The config, and for each key that was given its owner.
+
+    Raises:
+        UsageError: an unknown key, a value of another type, a knob that is given twice, a required one that is not
+            given, or whatever the config itself refuses.
+    """
+    known = {entry.key: entry for entry in entries(kind)}
+    asked = _overridden(known, overrides)
+    for key, value in (flags or {}).items():
+        flag = known[key].option
+        if key in asked:
+            raise UsageError(f"{flag} and {asked[key].where} set the same knob: leave one of the two out")
+        asked[key] = Given(value=value, name=flag, where=flag)
+    given = {**(_read(known, file) if file is not None else {}), **asked}
+    values = {key: item.value for key, item in given.items()}
+    if file is not None or overrides:
+        values = _typed(kind, known, given)
+    values = {key: known[key].checked(value, given[key].name) for key, value in values.items()}
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    for key, entry in known.items():
+        if entry.required and values.get(key) is None:
+            raise UsageError(f"missing option '{entry.option}': give it, or {key}=..., or `{key}` in --config")
+    return build(kind, values), {key: item.where for key, item in given.items()}
+
+
+def _overridden(known: Mapping[str, Entry], overrides: Sequence[str]) -> dict[str, Given]:
+    found: dict[str, Given] = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"`{text}` is neither an option nor key=value, such as {next(iter(known))}=...")
+        require_known(known, key, "")
+        if key in found:
+            raise UsageError(f"{found[key].where} and {text} set the same knob: leave one of the two out")
+        found[key] = Given(value=value, name=key, where=text)
+    return found
+
+
+def require_known(known: Mapping[str, Any], key: str, where: str) -> None:
+    """Refuse a key that a config does not have.
+
+    Args:
+        known: keys of the config.
+        key: dotted key.
+        where: end of the sentence's subject, such as " in run.yaml".
+
+    Raises:
+        UsageError: names the nearest key, or those of a group that was given a value.
+    """
+    if key in known:
+        return
+    inside = [name for name in known if name.startswith(f"{key}.")]
+    if inside:
+        raise UsageError(f"`{key}`{where} is a group of knobs: give one of {', '.join(inside)}")
+    last = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = last or difflib.get_close_matches(key, known, n=1)
+    raise UsageError(
+        f"there is no knob `{key}`{where}: " + (f"did you mean `{near[0]}`" if near else "`--print-config` lists them")
+    )
+
+
+def _read(known: Mapping[str, Entry], file: Path) -> dict[str, Given]:
+    """Flatten a YAML file into dotted keys."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    if not file.is_file():
+        raise UsageError(f"--config `{file}` is no file")
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    except yaml.YAMLError as problem:
+        mark = getattr(problem, "problem_mark", None)
+        what = getattr(problem, "problem", None) or getattr(problem, "reason", None) or " ".join(str(problem).split())
+        line = f" line {mark.line + 1}" if mark else ""
+        raise UsageError(f"--config `{file}`{line} is no YAML: {what}") from problem
+    except (UnicodeError, RecursionError, OSError, ValueError) as problem:
+        raise UsageError(f"--config `{file}` cannot be read: {' '.join(str(problem).split())}") from problem
+    if not isinstance(content, dict):
+        raise UsageError(f"--config `{file}` is no mapping of keys to values")
+    found: dict[str, Given] = {}
+    for key, value in _flattened(known, content):
+        require_known(known, key, f" in {file}")
+        if key in found:
+            raise UsageError(f"`{key}` is given twice in {file}: leave one of the two out")
+        if known[key].kind in (str, Path) and not isinstance(value, str | None):
+            raise UsageError(f"{key} is `{value}` in {file}, it must be text: put it into quotes")
+        found[key] = Given(value=value, name=key, where=str(file))
+    return found
+
+
+def _flattened(known: Mapping[str, Entry], content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and key not in known and any(item.startswith(f"{key}.") for item in known):
+            yield from _flattened(known, value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _typed(kind: type, known: Mapping[str, Entry], given: Mapping[str, Given]) -> dict[str, Any]:
+    """Convert values by the config's own types, and resolve `${other.key}`."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    tree = OmegaConf.structured(kind)
+    values: dict[str, Any] = {}
+    for key in known:  # frozen dataclasses are read-only nodes
+        OmegaConf.set_readonly(OmegaConf.select(tree, key.rpartition(".")[0]) if "." in key else tree, False)
+    for key, item in given.items():
+        try:
+            OmegaConf.update(tree, key, _parsed(known[key], item.value))
+        except (OmegaConfBaseException, ValueError) as problem:
+            raise _refusal(known[key], item) from problem
+    for key, item in given.items():
+        try:
+            value = OmegaConf.select(tree, key)
+        except OmegaConfBaseException as problem:
+            raise UsageError(f"{item.where}: {str(problem).splitlines()[0]}") from problem
+        values[key] = list(value) if known[key].kind is tuple and value is not None else value
+    return values
+
+
+def _parsed(entry: Entry, value: Any) -> Any:
+    """Take text for nothing and for lists; each type converts its own."""
+    if value == "null":
+        return None
+    if entry.kind is tuple and isinstance(value, str):
+        return [part.strip() for part in value.strip("[]").split(",") if part.strip()]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _refusal(entry: Entry, item: Given) -> UsageError:
+    place = "" if item.where.startswith(item.name) else f" in {item.where}"
+    return UsageError(f"{item.name} is `{item.value}`{place}, it must be {_WORDS[entry.kind]}")

@@ -1,0 +1,43 @@
+"""Places that results are to be written to: refused before the run if they cannot be."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from verifier.errors import UsageError
+
+
+def require_writable(file: Path, *, make_folder: bool = False) -> None:
+    """Refuse a result file that could not be written, before the run that it is the result of.
+
+    Args:
+        file: where the result is to go; what is there already stays as it is.
+        make_folder: its folder may be absent, and is made then.
+
+    Raises:
+        UsageError: it cannot be written, or is a folder.
+    """
+    aside = file.parent / f".{file.name}.{os.getpid()}.partial"
+    try:
+        if file.is_dir():
+            raise UsageError(f"`{file}` is a folder, a file for the results is needed")
+        if file.exists() and not file.is_file():
+            raise UsageError(f"`{file}` is a device or a pipe, a file for the results is needed")
+        if make_folder:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        aside.touch()
+        aside.unlink()
+    except OSError as problem:
+        raise UsageError(f"`{file}` cannot be written: {problem.strerror}") from problem
+
+
+def require_empty(folder: Path, option: str) -> None:
+    """Make a folder that traces are to be kept in, and refuse one in use.
+
+    Raises:
+        UsageError: it holds something, or cannot be made or written.
+    """
+    require_writable(folder / "trace", make_folder=True)
+    if any(folder.iterdir()):
+        raise UsageError(f"the folder `{folder}` is not empty: choose another {option}")

@@ -1,0 +1,200 @@
+"""Knobs: fields of a config's dataclass that carry their help, flag, allowed values and unit.
+
+The command line, the reader of YAML and `key=value`, the checks of values and docs/config.md are all made from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field
+from typing import Any
+
+from verifier.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """What a field says of itself besides its name, type and default."""
+
+    help: str
+    flag: str | None
+    """Option of the command line, such as "--tp" or "--cuda-graphs/--enforce-eager"; None: file and key=value only."""
+    choices: Mapping[Any, Any]
+    """Spelling -> value; empty where every value of the type is taken."""
+    least: int | None
+    """Smallest value."""
+    metavar: str | None
+    """Placeholder of the value in the help page."""
+    unit: str | None
+    derived: bool
+    """The default follows from other knobs, so a field that was not given is left to its group's constructor."""
+    last: bool
+    """Listed after the knobs that are a command's own."""
+
+
+_ENTRIES: dict[type, tuple[Entry, ...]] = {}
+"""Config -> its knobs, looked up once: a `Mesh` checks itself whenever one is made."""
+
+
+def knob(
+    help: str,  # noqa: A002 - typer's name for it
+    default: Any = MISSING,
+    *,
+    factory: Callable[[], Any] | None = None,
+    flag: str | None = None,
+    choices: Iterable[Any] = (),
+    least: int | None = None,
+    metavar: str | None = None,
+    unit: str | None = None,
+    derived: bool = False,
+    last: bool = False,
+) -> Any:
+    """Make a field that is a knob.
+
+    Args:
+        help: one sentence for the help page and docs/config.md.
+        default: value where none is given; without it and `factory` the knob is required.
+        factory: makes the default where it is not a constant.
+        flag: option of the command line.
+        choices: allowed values; a mapping of spelling -> value where users spell them differently.
+        least: smallest value.
+        metavar: placeholder of the value in the help page.
+        unit: such as "seconds".
+        derived: the default follows from other knobs.
+        last: list it after the knobs that are a command's own.
+    """
+    meaning = Knob(
+        help=help, flag=flag, choices=choices if isinstance(choices, Mapping) else {value: value for value in choices},
+        least=least, metavar=metavar, unit=unit, derived=derived, last=last,
+    )  # fmt: skip
+    if factory is not None:
+        return field(default_factory=factory, metadata={"knob": meaning})
+    return field(default=default, metadata={"knob": meaning})
+
+
+def group(kind: type, *, make: Callable[..., Any] | None = None) -> Any:
+    """Make a field that holds a group of knobs.
+
+    Args:
+        kind: dataclass whose fields are the knobs.
+        make: builds the group from the knobs that were given; by default `kind` itself.
+    """
+    return field(default_factory=kind, metadata={"make": make or kind})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One knob of a config, with its place in it."""
+
+    key: str
+    """Dotted path, such as "engine.tp"."""
+    knob: Knob
+    kind: type
+    """Type of the value without its None: str, int, float, bool, Path, or tuple for a tuple of texts."""
+    optional: bool
+    """None is a value."""
+    required: bool
+    computed: bool
+    """The default is made anew for each config, by a factory or from other knobs."""
+    default: Any
+    """None where it is required or computed."""
+
+    @property
+    def option(self) -> str:
+        """The flag that turns it on, or its key where it has none."""
+        return self.knob.flag.partition("/")[0] if self.knob.flag else self.key
+
+    def spelled(self, value: Any) -> Any:
+        """A value as users spell it."""
+        return next((name for name, item in self.knob.choices.items() if item == value), value)
+
+    def checked(self, value: Any, name: str) -> Any:
+        """The value, with its spelling replaced by what it stands for.
+
+        Raises:
+            UsageError: it is not among the choices, or too small; calls the knob by `name`.
+        """
+        if value is None:
+            return None
+        if self.knob.choices and value not in self.knob.choices.values():
+            if value not in self.knob.choices:
+                raise UsageError(f"{name} is `{value}`, it must be one of {', '.join(map(str, self.knob.choices))}")
+            value = self.knob.choices[value]
+        if self.knob.least is not None and value < self.knob.least:
+            raise UsageError(f"{name} is {value}, it must be at least {self.knob.least}")
+        return value
+
+
+def entries(kind: type) -> tuple[Entry, ...]:
+    """Return every knob of a config in the order of its fields; those of a group where the group stands."""
+    if kind not in _ENTRIES:
+        _ENTRIES[kind] = tuple(sorted(_entries(kind, ""), key=lambda entry: entry.knob.last))
+    return _ENTRIES[kind]
+
+
+def _entries(kind: type, prefix: str) -> Iterator[Entry]:
+    hints = typing.get_type_hints(kind)
+    for item in dataclasses.fields(kind):
+        if "make" in item.metadata:
+            yield from _entries(hints[item.name], f"{prefix}{item.name}.")
+        elif "knob" in item.metadata:
+            hint, meaning = hints[item.name], item.metadata["knob"]
+            optional = isinstance(hint, types.UnionType)
+            if optional:
+                (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+            yield Entry(
+                key=prefix + item.name,
+                knob=meaning,
+                kind=typing.get_origin(hint) or hint,
+                optional=optional,
+                required=item.default is MISSING and item.default_factory is MISSING,
+                computed=meaning.derived or item.default_factory is not MISSING,
+                default=None if item.default is MISSING or meaning.derived else item.default,
+            )
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a config's nested values, as a manifest records them, under dotted keys."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
+def check(config: Any) -> None:
+    """Check each knob of a config that was just made; its groups have checked theirs.
+
+    Raises:
+        UsageError: a value that its knob does not allow; names the flag.
+    """
+    for entry in entries(type(config)):
+        if "." not in entry.key:
+            value = getattr(config, entry.key)
+            if (meant := entry.checked(value, entry.option)) != value and value == value:
+                raise UsageError(f"{entry.option} is `{value}`: write `{meant}`")
+
+
+def build(kind: type, values: Mapping[str, Any], make: Callable[..., Any] | None = None) -> Any:
+    """Make a config from dotted keys and values; what is not given takes its default.
+
+    Args:
+        kind: dataclass of the config.
+        values: dotted key -> value.
+        make: called with the fields in place of `kind`.
+
+    Raises:
+        UsageError: values that the config or one of its groups refuses.
+    """
+    arguments: dict[str, Any] = {}
+    hints = typing.get_type_hints(kind)
+    for item in dataclasses.fields(kind):
+        if "make" in item.metadata:
+            prefix = f"{item.name}."
+            inside = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+            arguments[item.name] = build(hints[item.name], inside, item.metadata["make"])
+        elif item.name in values:
+            arguments[item.name] = values[item.name]
+    return (make or kind)(**arguments)
