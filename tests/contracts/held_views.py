@@ -12,7 +12,7 @@ from torch import nn
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from verifier.engine.vllm.worker_vllm import let_go
+from verifier.engine.vllm.worker_vllm import copy_kept_views
 
 NAMES = ("first", "second", "third")
 SIZE = 64
@@ -55,7 +55,7 @@ def reloaded(release: bool) -> tuple[list[int], list[bool]]:
         else:
             getattr(parameters[name], "weight_loader", default_weight_loader)(parameters[name], buffer[:])
         if release:
-            let_go(buffer)
+            copy_kept_views(buffer)
         held.append(users(buffer) - before)
     layerwise.finalize_layerwise_reload(layer, None)
     return held, [torch.equal(layer.get_parameter(name), tensor) for name, tensor in sent.items()]

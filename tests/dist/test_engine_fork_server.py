@@ -14,7 +14,7 @@ import pytest
 
 from tests.dist.engine_case import alive, group_members
 from verifier.engine.client import EngineGone
-from verifier.engine.engine import EngineConfig
+from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.errors import InternalError, UsageError
 from verifier.model.tiny import write_tiny
@@ -65,7 +65,7 @@ def test_engines_of_one_fork_server(checkpoint: Path, tmp_path: Path) -> None:
 def test_engine_dies_with_a_killed_owner(checkpoint: Path) -> None:
     code = (
         "import sys, time\n"
-        "from verifier.engine.engine import EngineConfig\n"
+        "from verifier.engine.api import EngineConfig\n"
         "from verifier.engine.process import engine_fork_server\n"
         "from verifier.engine.process import EngineProcess\n"
         "with engine_fork_server() as fork_server:\n"

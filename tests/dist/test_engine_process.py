@@ -13,7 +13,7 @@ import pytest
 
 from tests.dist.engine_case import alive, group_members
 from verifier.engine.client import EngineClient, EngineGone, EngineTimeout
-from verifier.engine.engine import EngineConfig
+from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess
 from verifier.engine.sender import connect
 from verifier.errors import ContractError, InternalError, UsageError
@@ -40,7 +40,7 @@ def engine(checkpoint: Path) -> Iterator[EngineProcess]:
 def test_engine_dies_with_a_killed_parent(checkpoint: Path) -> None:
     code = (
         "import sys, time\n"
-        "from verifier.engine.engine import EngineConfig\n"
+        "from verifier.engine.api import EngineConfig\n"
         "from verifier.engine.process import EngineProcess\n"
         "process = EngineProcess(EngineConfig(kind='hf', checkpoint=sys.argv[1]))\n"
         "process.client()\n"

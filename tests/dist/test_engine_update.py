@@ -26,7 +26,7 @@ from tests.dist.engine_case import (
     write_perturbed,
 )
 from verifier.engine.client import EngineGone
-from verifier.engine.engine import EngineConfig, Sampling
+from verifier.engine.api import EngineConfig, Sampling
 from verifier.oracle.logprob_hf import oracle_logprobs
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.engine.sender import PlanRefused, agree, deliver
@@ -140,7 +140,7 @@ def test_other_plan_moves_no_byte(pair: Pair) -> None:
     pending = engine.begin_update(turned)
     agreement = case.group.agree(plan.digest)
     assert agreement.dissenters == tuple(range(1, pair.tp + 1))
-    assert all(tuple(row["said"]) == agreement.said for row in pending.result())
+    assert all(tuple(row["messages"]) == agreement.messages for row in pending.result())
     assert engine.state() == before
     with pytest.raises(VerifierError, match=r"before a chunk plan was agreed on|start_weight_update must be called"):
         engine.receive(0).result()

@@ -12,9 +12,9 @@ def rank_0_shows_alone(*_: Any) -> contextlib.AbstractContextManager[None]:
     """Only trainer rank 0's description of its buffer reaches the engine."""
 
     def make(original: Any) -> Any:
-        def show(self: Any, record: Any) -> Any:
+        def exchange(self: Any, record: Any) -> Any:
             return original(self, record)[:1]
 
-        return show
+        return exchange
 
-    return replaced("verifier.transport.cuda_ipc:Share.show", "self, record", make)
+    return replaced("verifier.transport.cuda_ipc:TrainerRounds.exchange", "self, record", make)

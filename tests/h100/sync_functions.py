@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 
 from verifier.plan.chunk_plan import ChunkPlan
@@ -117,7 +118,8 @@ def _ours(conn: Connection, receiver: ChunkReceiver, plan: ChunkPlan, load: Any,
         if how == "broken down":
             group = receiver._group
             places = {
-                "begin": (receiver, "agree"), "say": (group, "say"), "hear and post": (receiver, "_hear"),
+                "begin": (receiver, "agree"), "propose": (group, "propose"),
+                "agree and post": (receiver, "_post_proposed"),
                 "post": (group, "post"),
                 "start digests": (Pieces, "start"), "load": (receiver, "_load"),
                 "wait for the GPU": (receiver, "_settle"), "finish digests": (Digests, "result"),
@@ -129,7 +131,7 @@ def _ours(conn: Connection, receiver: ChunkReceiver, plan: ChunkPlan, load: Any,
         receiver.agree(plan)
         for chunk in range(len(plan.chunks)):
             assert conn.recv() == chunk
-            conn.send([receiver.receive(chunk, load).to_json()])
+            conn.send([msgspec.to_builtins(receiver.receive(chunk, load))])
     if how == "broken down":
         conn.send({"host_ms": spans.rounded(), "gpu_ms": kernels})
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from verifier.plan.chunk_plan import Chunk, Entry, TensorMeta, build_plan
-from verifier.plan.digest import BLOCK_BYTES, Pieces, digest_tensor, digest_tensors, finish, lane_sums_torch
+from verifier.plan.digest import Pieces, digest_tensor, digest_tensors, lane_sums_torch
+from verifier.plan.digest_definition import BLOCK_BYTES, finish
 from verifier.plan.digest_triton import STEP_BYTES, STEPS_PER_UNIT
 from verifier.transport.buffer import dtype_name, pack, pieces_of, unpack
 

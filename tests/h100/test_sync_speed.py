@@ -13,6 +13,7 @@ import multiprocessing
 import socket
 import statistics
 import time
+from dataclasses import asdict
 from unittest import mock
 
 import pytest
@@ -25,7 +26,7 @@ from verifier.plan.chunk_plan import TensorMeta, build_plan
 from verifier.runs.spec import GPU_CHUNK_BYTES
 from verifier.transport import buffer
 from verifier.transport.gloo import Listener
-from verifier.transport.groups import over
+from verifier.transport.groups import bulk_group
 
 ROUNDS = 7
 LEAST_SHARE = 0.97
@@ -72,7 +73,7 @@ class PipeEngine:
 class Alone:
     """The rounds of one trainer rank."""
 
-    def show(self, record):
+    def exchange(self, record):
         return [record]
 
 
@@ -92,11 +93,11 @@ def _peer(kind):
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     conn, theirs = context.Pipe()
-    arguments = (theirs, 1 if kind == "nccl" else 0, listener.address.to_json(), port)
+    arguments = (theirs, 1 if kind == "nccl" else 0, asdict(listener.address), port)
     child = context.Process(target=sync_functions.receive, args=arguments, daemon=True)
     child.start()
     try:
-        group = over(listener.accept(), Alone() if kind == "ipc" else None)
+        group = bulk_group(listener.accept(), Alone() if kind == "ipc" else None)
         own = _vllm_group(port) if kind == "nccl" else None
         gc.collect()
         gc.freeze()

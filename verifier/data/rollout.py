@@ -1,4 +1,4 @@
-"""What a rollout is: tokens, and for each token who wrote it, whether it is trained on, which weights sampled it.
+"""One rollout: tokens and, per token, author, loss mask, log-probability, weight version and expert routes.
 
 Shape suffixes: L tokens of one rollout, M mixture-of-experts layers in global order, K experts per token.
 """
@@ -6,7 +6,7 @@ Shape suffixes: L tokens of one rollout, M mixture-of-experts layers in global o
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,57 +14,67 @@ import numpy as np
 from verifier.errors import UsageError
 
 MISSING_ROUTE = -1
-"""Route of a token that the engine did not report; it is an error to replay it (verifier/train/router_replay.py)."""
+"""Expert id of a route that the engine did not report. Replaying it is an error (verifier/train/router_replay.py)."""
 NO_VERSION = -1
-"""Weight version of a token that no weights sampled: prompts and tool output."""
+"""Weight version of a token that no weights sampled: prompt and tool output."""
 
 
 class Role(enum.IntEnum):
-    """Who wrote a token."""
+    """Author of a token."""
 
     PROMPT = 0
     ASSISTANT = 1
     TOOL = 2
 
 
+PROMPT_VALUES: Mapping[str, np.generic] = {
+    "sampled": np.bool_(False),
+    "mask": np.bool_(False),
+    "roles": np.int8(Role.PROMPT),
+    "logprobs": np.float32(np.nan),
+    "versions": np.int32(NO_VERSION),
+}
+"""Per-token field of `Rollout` to its value for a prompt token, in the field's dtype."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """One sequence of tokens with everything that is known about each token, aligned to the token itself.
+    """One sequence of tokens and what is known about each token.
 
     Entry t of every per-token array belongs to token t. The shift by one between a token and the row of logits that
     predicts it happens in `verifier.train.pack` and nowhere else.
 
     Raises:
-        UsageError: an array disagrees in length, the rollout is empty, the first token is sampled (no row of logits
-            predicts it), a trained-on token was not sampled, or a sampled token has no log-probability.
+        UsageError: the rollout is empty, an array has another length than `tokens`, a token of the prompt is marked as
+            sampled, or a token in the loss mask was not sampled.
     """
 
     id: str
     group: str
-    """Rollouts of one prompt share it; advantages are taken within it."""
+    """Name shared by all rollouts of one prompt; advantages are computed within it."""
     tokens: np.ndarray
     """[L] int64."""
     prompt_length: int
-    """Leading tokens given to the engine before anything was sampled, at least 1."""
+    """Number of leading tokens given to the engine before it sampled anything; at least 1."""
     sampled: np.ndarray
-    """[L] bool: drawn from the policy. False for the prompt and for tool output between turns."""
+    """[L] bool, True for tokens drawn from the policy; False for the prompt and for tool output between turns."""
     mask: np.ndarray
-    """[L] bool: counts in the loss; only sampled tokens may."""
+    """[L] bool, True for tokens in the loss; a subset of `sampled`."""
     roles: np.ndarray
     """[L] int8, `Role`."""
     logprobs: np.ndarray
-    """[L] float32, nats, the engine's; NaN where not sampled."""
+    """[L] float32, log-probabilities reported by the engine, nats; NaN where not sampled."""
     versions: np.ndarray
-    """[L] int32, the weights that sampled the token; `NO_VERSION` where not sampled."""
+    """[L] int32, version of the weights that sampled the token; `NO_VERSION` where not sampled."""
     reward: float = 0.0
     routes: np.ndarray | None = None
-    """[L, M, K] integer expert ids that the engine chose; `MISSING_ROUTE` where it reported none."""
+    """[L, M, K] integer, expert ids that the engine chose; `MISSING_ROUTE` where it reported none."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
         if length == 0:
             raise UsageError(f"rollout `{self.id}` is empty: it has no tokens")
-        for name in ("sampled", "mask", "roles", "logprobs", "versions"):
+        for name in PROMPT_VALUES:
             if getattr(self, name).shape != (length,):
                 raise UsageError(
                     f"rollout `{self.id}`: {name} has shape {list(getattr(self, name).shape)}, "
@@ -95,7 +105,7 @@ class Rollout:
 
     @property
     def response_length(self) -> int:
-        """Tokens after the prompt, tool output included."""
+        """Number of tokens after the prompt, tool output included."""
         return len(self.tokens) - self.prompt_length
 
 
@@ -117,57 +127,58 @@ def make_rollout(
     Args:
         rollout_id: unique name; every error names it.
         prompt: token ids.
-        response: token ids; sampled ones and tool output.
+        response: ids of sampled tokens and of tool output.
         group: prompt group; the rollout id by default.
-        sampled: [response] drawn from the policy; all by default, the others are tool output.
-        mask: [response] counts in the loss; the sampled ones by default.
-        logprobs: [response] the engine's, nats; NaN by default.
-        versions: [response], or one for all: the weights that sampled each token.
-        reward: of the whole rollout.
+        sampled: [response] bool, tokens drawn from the policy; all by default. The others are tool output.
+        mask: [response] bool, tokens in the loss; the sampled ones by default.
+        logprobs: [response] the engine's log-probabilities, nats; NaN by default.
+        versions: [response] weight version that sampled each token, or one version for all.
+        reward: reward of the whole rollout.
         routes: [prompt + response, M, K] expert ids.
 
     Raises:
-        UsageError: see `Rollout`.
+        UsageError: an array has another length than the response; or see `Rollout`.
     """
     tokens = np.concatenate([np.asarray(prompt, np.int64), np.asarray(response, np.int64)])
-    num_prompt, num_response = len(prompt), len(response)
-    drawn = np.ones(num_response, bool) if sampled is None else np.asarray(sampled, bool)
-    kept = drawn if mask is None else np.asarray(mask, bool)
-    nats = np.full(num_response, np.nan, np.float32) if logprobs is None else np.asarray(logprobs, np.float32)
-    weights = np.asarray(versions, np.int32)
-    weights = np.full(num_response, weights) if weights.ndim == 0 else weights
-    for name, values in (("sampled", drawn), ("mask", kept), ("logprobs", nats), ("versions", weights)):
-        if len(values) != num_response:
+    drawn = np.ones(len(response), bool) if sampled is None else np.asarray(sampled, bool)
+    response_values = {
+        "sampled": drawn,
+        "mask": drawn if mask is None else mask,
+        "roles": np.where(drawn, Role.ASSISTANT, Role.TOOL),
+        "logprobs": np.nan if logprobs is None else logprobs,
+        "versions": versions,
+    }
+    arrays: dict[str, np.ndarray] = {}
+    for name, prompt_value in PROMPT_VALUES.items():
+        values = np.asarray(response_values[name], prompt_value.dtype)
+        if values.ndim and len(values) != len(response):
             raise UsageError(
-                f"rollout `{rollout_id}`: {name} has {len(values)} entries for {num_response} response tokens"
+                f"rollout `{rollout_id}`: {name} has {len(values)} entries for {len(response)} response tokens"
             )
-    roles = np.where(drawn, np.int8(Role.ASSISTANT), np.int8(Role.TOOL))
+        arrays[name] = np.full(len(tokens), prompt_value)
+        arrays[name][len(prompt) :] = values
+    for name in ("logprobs", "versions"):
+        arrays[name][~arrays["sampled"]] = PROMPT_VALUES[name]
     return Rollout(
         id=rollout_id,
         group=rollout_id if group is None else group,
         tokens=tokens,
-        prompt_length=num_prompt,
-        sampled=np.concatenate([np.zeros(num_prompt, bool), drawn]),
-        mask=np.concatenate([np.zeros(num_prompt, bool), kept]),
-        roles=np.concatenate([np.full(num_prompt, Role.PROMPT, np.int8), roles]),
-        logprobs=np.concatenate([np.full(num_prompt, np.nan, np.float32), np.where(drawn, nats, np.float32(np.nan))]),
-        versions=np.concatenate(
-            [np.full(num_prompt, NO_VERSION, np.int32), np.where(drawn, weights, NO_VERSION)]
-        ).astype(np.int32),
+        prompt_length=len(prompt),
         reward=reward,
         routes=routes,
+        **arrays,
     )
 
 
 def check_rollouts(
     rollouts: Sequence[Rollout], *, vocab_size: int | None = None, max_tokens: int | None = None
 ) -> None:
-    """Refuse a batch that cannot be trained on, naming the first rollout that is at fault.
+    """Refuse a batch that cannot be trained on; the error names the first bad rollout.
 
     Args:
         rollouts: the batch.
-        vocab_size: token ids must lie in [0, vocab_size).
-        max_tokens: longest sequence that fits into a micro-batch, in tokens.
+        vocab_size: size of the vocabulary; token ids must lie in [0, vocab_size). None does not check them.
+        max_tokens: longest sequence that fits into a micro-batch, in tokens. None does not check lengths.
 
     Raises:
         UsageError: two rollouts share an id, a token id is outside of the vocabulary, or a rollout is too long.

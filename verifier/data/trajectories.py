@@ -1,4 +1,4 @@
-"""Step-wise trajectories: an agent's turns, each a training sample whose input holds all turns before it."""
+"""Step-wise trajectories: the turns of an agent, each a training sample whose input holds all earlier turns."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from itertools import groupby
 
 import numpy as np
 
-from verifier.data.rollout import MISSING_ROUTE, Role, Rollout
+from verifier.data.rollout import MISSING_ROUTE, PROMPT_VALUES, Role, Rollout
 from verifier.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
-    """One turn: the whole input that the engine was given, and the response that it sampled."""
+    """One turn: the whole input given to the engine and the response that it sampled."""
 
     trajectory: str
     index: int
-    """Counted from 0 within the trajectory."""
+    """Number of the turn within its trajectory, from 0."""
     is_last_step: bool
     rollout: Rollout
-    """Its prompt is everything before this turn; its response is this turn alone."""
+    """Rollout whose prompt is everything before this turn and whose response is this turn alone."""
 
 
 def check_steps(steps: Sequence[Step]) -> None:
-    """Refuse a batch of steps that do not make whole trajectories.
+    """Refuse steps that do not form whole trajectories.
 
     Args:
-        steps: of all trajectories, in the order in which they would be trained on.
+        steps: steps of all trajectories, in training order.
 
     Raises:
         UsageError: names the trajectory and the step: a trajectory is not contiguous, steps are missing or out of
@@ -62,9 +62,9 @@ def check_steps(steps: Sequence[Step]) -> None:
 
 
 def join_steps(steps: Sequence[Step]) -> list[Rollout]:
-    """One multi-turn rollout per trajectory, with what each turn sampled; what lies between turns is tool output.
+    """Join the steps of each trajectory into one multi-turn rollout; tokens between turns become tool output.
 
-    The reward is the sum over steps; the group is the first step's.
+    The reward is the sum over the steps. The group is that of the first step.
 
     Raises:
         UsageError: see `check_steps`.
@@ -94,19 +94,11 @@ def _check_cumulative(before: Rollout, after: Rollout, where: str) -> None:
 
 def _joined(trajectory: str, turns: list[Rollout]) -> Rollout:
     last = turns[-1]
-    roles = np.full(len(last), Role.TOOL, np.int8)
-    roles[: turns[0].prompt_length] = Role.PROMPT
-    values = {
-        "sampled": np.zeros(len(last), bool),
-        "mask": np.zeros(len(last), bool),
-        "logprobs": np.full(len(last), np.nan, np.float32),
-        "versions": np.full(len(last), -1, np.int32),
-        "roles": roles,
-    }
+    arrays = {name: np.full(len(last), value) for name, value in PROMPT_VALUES.items()}
+    arrays["roles"][turns[0].prompt_length :] = Role.TOOL
     for turn in turns:
-        span = slice(turn.prompt_length, len(turn))
-        for name, array in values.items():
-            array[span] = getattr(turn, name)[span]
+        for name, array in arrays.items():
+            array[turn.prompt_length : len(turn)] = getattr(turn, name)[turn.prompt_length :]
     return Rollout(
         id=trajectory,
         group=turns[0].group,
@@ -114,12 +106,12 @@ def _joined(trajectory: str, turns: list[Rollout]) -> Rollout:
         prompt_length=turns[0].prompt_length,
         reward=sum(turn.reward for turn in turns),
         routes=_joined_routes(turns),
-        **values,
+        **arrays,
     )
 
 
 def _joined_routes(turns: list[Rollout]) -> np.ndarray | None:
-    """Routes of each token from the first turn that reported them: that is when its key and value were computed."""
+    """[L, M, K] routes, each token's from the first turn that reported them, when its key and value were computed."""
     last = turns[-1]
     if last.routes is None:
         return None

@@ -8,8 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from verifier.engine import channel
-from verifier.engine.engine import Generation, HeldSlice, HeldTensor, Poisoned, Sample, Sampling
+from verifier.engine.api import EngineSlice, EngineTensor, Generation, Poisoned, Sampling
 from verifier.engine.errors import raise_record
 from verifier.errors import InternalError
 from verifier.plan.chunk_plan import ChunkPlan
@@ -122,44 +124,23 @@ class EngineClient:
             prompts=[list(item) for item in prompts],
             sampling=asdict(sampling),
         )
-        return [
-            Generation(
-                prompt=tuple(row["prompt"]),
-                samples=tuple(
-                    Sample(
-                        tokens=tuple(item["tokens"]),
-                        logprobs=tuple(item["logprobs"]),
-                        cached_tokens=item["cached_tokens"],
-                    )
-                    for item in row["samples"]
-                ),
-            )
-            for row in rows
-        ]
+        return msgspec.convert(rows, list[Generation])
 
-    def state(self) -> list[list[HeldTensor]]:
+    def state(self) -> list[list[EngineTensor]]:
         """See `Engine.state`."""
-        return [[HeldTensor(**{**item, "shape": tuple(item["shape"])}) for item in rank] for rank in self.ask("state")]
+        return msgspec.convert(self.ask("state"), list[list[EngineTensor]])
 
-    def checkpoint_view(self) -> list[list[HeldSlice]]:
+    def checkpoint_view(self) -> list[list[EngineSlice]]:
         """See `Engine.checkpoint_view`."""
-        return [
-            [
-                HeldSlice(
-                    **{**item, "shape": tuple(item["shape"]), "box": tuple((begin, end) for begin, end in item["box"])}
-                )
-                for item in rank
-            ]
-            for rank in self.ask("checkpoint_view")
-        ]
+        return msgspec.convert(self.ask("checkpoint_view"), list[list[EngineSlice]])
 
     def poison(self) -> list[list[Poisoned]]:
         """See `Engine.poison`."""
-        return [[Poisoned(**item) for item in rank] for rank in self.ask("poison")]
+        return msgspec.convert(self.ask("poison"), list[list[Poisoned]])
 
     def connect(self, address: Address) -> Pending:
         """See `Engine.connect`; take the `result` after the sender has accepted."""
-        return self.start("connect", deadline_s=address.deadline_s + 30, address=address.to_json())
+        return self.start("connect", deadline_s=address.deadline_s + 30, address=asdict(address))
 
     def begin_update(self, plan: ChunkPlan) -> Pending:
         """See `Engine.begin_update`; the `result` is for `agreements`, after the sender has agreed."""
@@ -216,9 +197,9 @@ class EngineClient:
 
 def agreements(rows: list[dict[str, Any]]) -> list[Agreement]:
     """The answer to `begin_update`, one agreement per engine rank."""
-    return [Agreement(said=tuple(row["said"])) for row in rows]
+    return msgspec.convert(rows, list[Agreement])
 
 
 def receipts(rows: list[dict[str, Any]]) -> list[Receipt]:
     """The answer to `receive`, one receipt per engine rank."""
-    return [Receipt.from_json(row) for row in rows]
+    return msgspec.convert(rows, list[Receipt])

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from verifier.engine.api import EngineConfig, package_root
 from verifier.engine.client import EngineClient, EngineGone
-from verifier.engine.engine import EngineConfig, package_root
 from verifier.errors import UsageError
 from verifier.launch.fork_server import ForkServer
 

@@ -1,4 +1,4 @@
-"""The sender's side of one weight update: agree on the plan, send chunk by chunk, take the receipts."""
+"""Sender's side of one weight update: agree on the plan, send chunk by chunk, collect the receipts."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from verifier.engine.client import EngineClient, Pending, agreements, receipts
 from verifier.errors import ContractError, VerifierError
 from verifier.plan.chunk_plan import Chunk, ChunkPlan
 from verifier.transport.buffer import Packed, pack
-from verifier.transport.wire import AHEAD, STOPPED, Agreement, Receipt, TransferFailed, chunk_word, dissent
+from verifier.transport.wire import AHEAD, STOPPED, Agreement, Receipt, TransferFailed, chunk_message, disagreement
 
 if TYPE_CHECKING:
     import torch
 
-    from verifier.transport.cuda_ipc import Share
+    from verifier.transport.cuda_ipc import TrainerRounds
     from verifier.transport.gloo import Listener
-    from verifier.transport.groups import Group
+    from verifier.transport.group import TransferGroup
 
 
 class PlanRefused(ContractError):
-    """Sender and engine ranks hold different plans, so no byte moved."""
+    """Sender and engine ranks have different chunk plans, so no byte was sent."""
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement = agreement
         ranks = ", ".join(str(rank - 1) for rank in agreement.dissenters)
-        super().__init__(f"engine rank {ranks} holds another chunk plan than the sender, so no byte was sent")
+        super().__init__(f"engine rank {ranks} has another chunk plan than the sender, so no byte was sent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """One chunk as it was sent and as every engine rank confirmed it; its memory is used again for later ones."""
+    """One chunk as sent and as confirmed by every engine rank; later chunks overwrite its memory."""
 
     chunk: Chunk
     packed: Packed
@@ -43,39 +43,36 @@ class Delivery:
 
     @property
     def buffer(self) -> torch.Tensor:
-        """[num_bytes] uint8, as sent."""
+        """Sent bytes, [num_bytes] uint8."""
         return self.packed.buffer
 
     def digests(self) -> list[str]:
-        """Of what was packed, in the plan's order."""
+        """Return the digests of the packed tensors in plan order."""
         return self.packed.digests()
 
 
-def connect(engine: EngineClient, listener: Listener, share: Share | None = None) -> Group:
-    """Bring the engine's ranks into the sender's transfer group; once, before the first update.
+def connect(engine: EngineClient, listener: Listener, rounds: TrainerRounds | None = None) -> TransferGroup:
+    """Connect the engine's ranks to the sender; once, before the first update.
 
     Args:
-        engine: the receivers' host.
-        listener: says by its kind how bytes will move.
-        share: for CUDA IPC, see `IpcGroup`.
+        engine: client of the engine.
+        listener: listening socket; the kind of its address selects the transport.
+        rounds: exchange among trainer ranks; for CUDA IPC only.
     """
-    from verifier.transport.groups import over
+    from verifier.transport.groups import bulk_group
 
     pending = engine.connect(listener.address)
-    group = over(_while_engine(pending.result, listener.accept), share)
+    group = bulk_group(_while_engine(pending.result, listener.accept), rounds)
     pending.result()
     return group
 
 
-def agree(engine: EngineClient, group: Group, plan: ChunkPlan) -> Agreement:
-    """Open an update: all members say their plan's digest, and only then may a byte move.
-
-    Returns:
-        What each member said.
+def agree(engine: EngineClient, group: TransferGroup, plan: ChunkPlan) -> Agreement:
+    """Open an update: compare the plan digests of all members before any byte is sent.
 
     Raises:
-        PlanRefused: they differ; the engine is as it was before.
-        ContractError: the bytes cannot reach every engine rank; the engine is as it was before.
+        PlanRefused: the digests differ; the engine is unchanged.
+        ContractError: the bytes cannot reach every engine rank; the engine is unchanged.
     """
     pending = engine.begin_update(plan)
     agreement = _while_engine(pending.result, lambda: group.begin(plan))
@@ -86,23 +83,23 @@ def agree(engine: EngineClient, group: Group, plan: ChunkPlan) -> Agreement:
 
 
 def deliver(
-    engine: EngineClient, group: Group, plan: ChunkPlan, tensors: Iterable[tuple[str, torch.Tensor]]
+    engine: EngineClient, group: TransferGroup, plan: ChunkPlan, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[Delivery]:
     """Send the stream chunk by chunk; call `EngineClient.finish_update` when it is exhausted.
 
-    While the engine confirms and loads a chunk, the next `AHEAD` are on their way to it or are being agreed on, the
-    one after those is drawn and packed, and where no memory is filled again, the engine has been asked for the next.
-    Holds these four, and the one that was handed out last.
+    While the engine loads a chunk, the next `AHEAD` chunks are being sent or agreed on, and one more is packed. If the
+    group does not overwrite memory, the engine has the next request already. `AHEAD` + 1 chunks are in memory, and the
+    one that was yielded last.
 
     Args:
-        engine: the receivers' host.
-        group: as `connect` returned it.
-        plan: as `agree` was asked about it.
-        tensors: in the plan's order, checkpoint names.
+        engine: client of the engine.
+        group: group from `connect`.
+        plan: plan that `agree` was called with.
+        tensors: (checkpoint name, tensor) in plan order.
 
     Raises:
-        ContractError: the stream departs from the plan, or the members are not all at the same chunk; every chunk that
-            was sent has been confirmed by then.
+        ContractError: the stream departs from the plan, or the members are not all at the same chunk; every sent chunk
+            has been confirmed by then.
         TransferFailed: a member did not arrive before the deadline.
     """
     sending = _Sending(engine, group, plan, iter(tensors))
@@ -113,16 +110,16 @@ def deliver(
     for chunk in plan.chunks:
         sending.send()
         sending.pack_next()
-        follows = len(sending.on_their_way) > 1
-        if follows and not group.refills:  # it finds the next request when it has done this one
+        follows = len(sending.in_transfer) > 1
+        if follows and not group.refills:  # the engine goes on with it at once
             sending.ask()
         answer = sending.answer()
-        packed = sending.on_their_way.popleft()
+        packed = sending.in_transfer.popleft()
         if follows and group.refills:
             sending.ask()
         try:
             yield Delivery(chunk=chunk, packed=packed, receipts=tuple(receipts(answer)))
-        except GeneratorExit:  # nobody wants the rest: the engine's answer is not left for the next request
+        except GeneratorExit:  # the engine's pending answer must not be taken for that of a later request
             if follows:
                 sending.send()
                 sending.answer()
@@ -183,20 +180,20 @@ def transfer(
 
 
 class _Sending:
-    """One update's chunks, from the stream into the group.
+    """State of one update: chunks from the stream to the group.
 
     Attributes:
-        stream: what has not been drawn.
-        problem: why no further chunk is offered, if so.
-        on_their_way: offered, and not confirmed; at its end the one that was refused, if any.
+        stream: tensors that have not been drawn.
+        problem: reason why no further chunk is offered; None if there is none.
+        in_transfer: chunks that are offered and not confirmed; a refused chunk is the last.
     """
 
     def __init__(
-        self, engine: EngineClient, group: Group, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]]
+        self, engine: EngineClient, group: TransferGroup, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]]
     ) -> None:
         self.stream = stream
         self.problem: ContractError | None = None
-        self.on_their_way: deque[Packed] = deque()
+        self.in_transfer: deque[Packed] = deque()
         self._engine, self._group, self._plan = engine, group, plan
         self._ready: deque[Packed] = deque()
         self._asked: deque[Pending] = deque()
@@ -205,7 +202,7 @@ class _Sending:
         self._stopped = False
 
     def pack_next(self) -> None:
-        """Draw as many tensors as the next chunk plans, then compare: all ranks draw alike, whatever is wrong."""
+        """Draw the next chunk's tensors, compare them with the plan and pack; ranks draw in lockstep even on errors."""
         if self.problem is not None or self._num_packed == len(self._plan.chunks):
             return
         chunk = self._plan.chunks[self._num_packed]
@@ -221,18 +218,18 @@ class _Sending:
             self.problem = problem
 
     def ask(self) -> None:
-        """Have the engine receive the next chunk, and offer it those up to `AHEAD` later; the last is not sent yet."""
+        """Ask the engine for the next chunk and offer chunks up to `AHEAD` later; the last one is not sent yet."""
         chunk = self._num_asked
         self._asked.append(self._engine.receive(chunk))
         self._num_asked += 1
         _while_engine(self._answer_all, partial(self._offer_through, min(chunk + AHEAD, len(self._plan.chunks) - 1)))
 
     def send(self) -> None:
-        """Let go of the chunk that was offered last, once the engine has agreed on it."""
+        """Send the chunk that was offered last, once the engine has agreed on it."""
         _while_engine(self._answer_all, self._send_offered)
 
     def answer(self) -> Any:
-        """What the engine says of the oldest chunk that it was asked for; after an error nothing more is awaited."""
+        """Return the engine's answer about the oldest requested chunk; after an error, drain the other answers."""
         try:
             return self._asked.popleft().result()
         except VerifierError:
@@ -258,10 +255,10 @@ class _Sending:
             self._stop()
             return
         packed = self._ready.popleft()
-        word = chunk_word(self._plan.digest, self._num_offered)
+        message = chunk_message(self._plan.digest, self._num_offered)
         what = self._named(self._num_offered)
         try:
-            self._offered = packed, self._group.offer(word, packed.buffer, what)
+            self._offered = packed, self._group.offer(message, packed.buffer, what)
         except ContractError as problem:
             self.problem = problem
             self._stop()
@@ -272,11 +269,11 @@ class _Sending:
         if self._offered is None:
             return
         (packed, send), self._offered = self._offered, None
-        step = send()
-        self.on_their_way.append(packed)
-        if not step.reached:
+        agreement = send()
+        self.in_transfer.append(packed)
+        if not agreement.reached:
             self._stopped = True
-            self.problem = ContractError(f"{self._named(packed.chunk.index)} was refused: {dissent(step)}")
+            self.problem = ContractError(f"{self._named(packed.chunk.index)} was refused: {disagreement(agreement)}")
 
     def _named(self, chunk: int) -> str:
         return f"chunk {chunk} of {len(self._plan.chunks)}"
@@ -287,7 +284,7 @@ class _Sending:
 
 
 def _while_engine[T](answer: Callable[[], Any], act: Callable[[], T]) -> T:
-    """Do the sender's part of a step; if the engine's part failed, its own error says why."""
+    """Run the sender's part of a step; on failure raise the engine's own error, if it has one."""
     try:
         return act()
     except (TransferFailed, ContractError):

@@ -17,11 +17,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, NoReturn
 
+from msgspec import convert, to_builtins
+
 from verifier.engine import channel
-from verifier.engine.engine import Engine, EngineConfig, Sampling, refuse_unsupported
+from verifier.engine.api import Engine, EngineConfig, Sampling, refuse_unsupported
 from verifier.engine.errors import CARRIED, to_record
 from verifier.engine.process import die_with_parent, keep_freed_memory
 from verifier.errors import InternalError, UsageError, VerifierError
@@ -99,15 +100,13 @@ def answers(engine: Engine) -> dict[str, Callable[..., Any]]:
     return {
         "num_ranks": lambda: engine.num_ranks,
         "logprobs": engine.logprobs,
-        "generate": lambda prompts, sampling: [
-            asdict(item) for item in engine.generate(prompts, Sampling.from_json(sampling))
-        ],
-        "state": lambda: [[asdict(item) for item in rank] for rank in engine.state()],
-        "checkpoint_view": lambda: [[asdict(item) for item in rank] for rank in engine.checkpoint_view()],
-        "poison": lambda: [[asdict(item) for item in rank] for rank in engine.poison()],
+        "generate": lambda prompts, sampling: to_builtins(engine.generate(prompts, convert(sampling, Sampling))),
+        "state": lambda: to_builtins(engine.state()),
+        "checkpoint_view": lambda: to_builtins(engine.checkpoint_view()),
+        "poison": lambda: to_builtins(engine.poison()),
         "connect": lambda address: engine.connect(Address(**address)),
-        "begin_update": lambda plan: [asdict(item) for item in engine.begin_update(ChunkPlan.from_json(plan))],
-        "receive": lambda chunk: [item.to_json() for item in engine.receive(chunk)],
+        "begin_update": lambda plan: to_builtins(engine.begin_update(ChunkPlan.from_json(plan))),
+        "receive": lambda chunk: to_builtins(engine.receive(chunk)),
         "finish_update": engine.finish_update,
         "reset_prefix_cache": engine.reset_prefix_cache,
         "load_adapter": engine.load_adapter,

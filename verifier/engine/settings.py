@@ -1,4 +1,4 @@
-"""The plain values that a model's forward reads beside its tensors: epsilons, scales, windows, flags."""
+"""Plain values that a model's forward reads beside its tensors: epsilons, scales, windows, flags."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 from torch import nn
 
 _HOLDERS = ("vllm.model_executor.", "vllm.v1.attention.")
-"""Modules of the classes whose objects compute on a layer's behalf: attention backends, routers, quantisation."""
+"""Module prefixes of classes that compute for a layer: attention backends, routers, quantisation."""
 
 _MACHINERY = frozenset(vars(nn.Module())) - {"training"} | {"name_or_path"}
-"""Attributes of every module, by which torch keeps its members and hooks, and where transformers read the model."""
+"""Attributes of every module that torch uses for members and hooks, and the model's path in transformers."""
 
 
 def settings_of(model: nn.Module) -> Iterator[tuple[str, dict[str, str]]]:
-    """Per module its numbers, flags and names, and those of the objects that compute on its behalf, one level deep.
+    """Yield the numbers, flags and names of each module and of the objects that compute for it, one level deep.
 
-    A model's own configuration is read once, where the model keeps it: modules of transformers ask it in their forward.
+    The model's configuration is read once, from the model, because modules of transformers read it in their forward.
 
     Args:
-        model: transformers', or vLLM's.
+        model: model of transformers or vLLM.
 
     Yields:
-        Path of the module, nothing for the model itself; attribute -> value, as text that differs if the value does.
-        Modules without any are left out.
+        (path of the module, attribute -> value as text); the model's path is empty. Modules without settings are left
+        out.
     """
     for path, module in model.named_modules():
         found = dict(_plain("", {name: value for name, value in vars(module).items() if name not in _MACHINERY}))
@@ -49,14 +49,14 @@ def _computes(value: object) -> bool:
 
 def _plain(prefix: str, members: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in members.items():
-        # None may stand for an object that the first forward makes, and vLLM has -1 for a size that it then asks for.
+        # The first forward may replace None by an object, and vLLM replaces -1 by a size.
         text = None if value is None else _text(value)
         if text is not None and text != "-1":
             yield prefix + name, text
 
 
 def _text(value: object) -> str | None:
-    """The value as text, or None of what is no plain value."""
+    """Return a plain value as text; None for any other value."""
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | enum.Enum):
         return str(value)
     if isinstance(value, list | tuple):
@@ -67,11 +67,11 @@ def _text(value: object) -> str | None:
     return None
 
 
-def held_settings(worker: Any) -> list[tuple[str, dict[str, str]]]:
-    """`settings_of` the model of one engine rank; called through `Engine.call`.
+def read_settings(worker: Any) -> list[tuple[str, dict[str, str]]]:
+    """Return `settings_of` the model of one engine rank; called through `Engine.call`.
 
     Args:
-        worker: vLLM's worker, or transformers' engine.
+        worker: vLLM's worker or `HfEngine`.
     """
     runner = getattr(worker, "model_runner", None)
     return list(settings_of(worker.model if runner is None else runner.get_model()))

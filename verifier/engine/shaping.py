@@ -1,4 +1,4 @@
-"""What requests ask of the next token's distribution, and what it then is: penalties, biases, truncation."""
+"""Reference of the next token's distribution under a request: penalties, biases, truncation."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Sequence
 
 import torch
 
-from verifier.engine.engine import Sampling
+from verifier.engine.api import Sampling
 
 
 def shaped(
     logits_V: torch.Tensor, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling, slack: float = 0.0
 ) -> torch.Tensor:
-    """[V] log-probabilities of the next token as a request asks for them; at temperature 0 as at 1.
+    """Return the log-probabilities [V] of the next token under a request; temperature 0 counts as 1.
 
     Args:
-        logits_V: of the model.
-        prompt: tokens before the first that was sampled.
-        answer: tokens that were sampled since.
-        sampling: what the request asks for.
-        slack: by how much truncation keeps more than it should, nats and shares; below 0: less. What rounding may do.
+        logits_V: [V] logits of the model.
+        prompt: tokens of the prompt.
+        answer: tokens sampled so far.
+        sampling: the request.
+        slack: margin by which truncation keeps more (above 0) or fewer (below 0) tokens, in nats and fractions; it
+            bounds the effect of rounding.
 
     Source:
         vLLM's documentation of `SamplingParams`, and the order of its `Sampler`: allowed tokens, least length, bias,
@@ -54,5 +55,5 @@ def shaped(
 
 
 def _only(logprobs_V: torch.Tensor, kept_V: torch.Tensor) -> torch.Tensor:
-    """The distribution without the others."""
+    """Return the distribution restricted to the kept tokens."""
     return torch.log_softmax(logprobs_V.masked_fill(~kept_V, -torch.inf), dim=-1)

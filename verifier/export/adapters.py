@@ -1,9 +1,8 @@
-"""Where adapters live in Megatron, and which tensors of the published form they are made of.
+"""Place of every published adapter matrix in Megatron, stated independently of Megatron-Bridge, as in `names`.
 
 An adapter of a linear is two matrices: A [rank, in] reads the linear's input, B [out, rank] adds to its output.
-Megatron puts one pair on each of its linears, fused ones too; published adapters have one for each checkpoint matrix,
-so the parts of a fused linear share one A, and B is cut as the linear's own rows are. As in `names`, nothing here comes
-from megatron-bridge.
+Megatron has one pair on each of its linears, fused ones included. Published adapters have one pair for each checkpoint
+matrix, so the parts of a fused linear share one A, and B is cut as the rows of the linear are.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from verifier.export.names import PARAMS, Cut, Layout, ParamRow
-from verifier.export.sharding import Placement
+from verifier.export.names import PARAMS, Cut, ModelLayout, ParamRow
+from verifier.export.sharding import ParamPlacement
 from verifier.mesh import Mesh
 from verifier.model.families import TensorRow
 
@@ -21,22 +20,23 @@ if TYPE_CHECKING:
     import torch
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-"""Ends of the names of the two matrices, in the place of a checkpoint tensor's ``.weight``."""
+"""Suffixes of the two matrices' names; they replace ``.weight`` of the checkpoint tensor."""
 _RANK = "adapter rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterLayout:
-    """The layout of a model's adapters; make it with `adapters_of`."""
+    """Layout of a model's adapters; made by `adapters_of`."""
 
-    layout: Layout
-    """Of the published adapters: its family's tensors are their matrices."""
+    layout: ModelLayout
+    """Layout of the published adapters; the tensors of its family are their matrices."""
     rows: tuple[ParamRow, ...]
+    """Megatron's adapter parameters."""
     shared: Mapping[str, tuple[str, ...]]
-    """Pattern of the A that stands in a row -> patterns of those that are the same matrix."""
+    """Pattern of the A named in a row -> patterns of all A that are the same matrix."""
 
-    def placements(self, mesh: Mesh, rank: int, chunk: int = 0) -> list[Placement]:
-        """Every adapter matrix that a model chunk of a rank holds, as `Layout.placements`."""
+    def placements(self, mesh: Mesh, rank: int, chunk: int = 0) -> list[ParamPlacement]:
+        """List the adapter matrices of one model chunk of a rank; see `ModelLayout.placements`."""
         at = mesh.coordinate(rank)
         layers = mesh.layers_of(at.pp, chunk, self.layout.sizes["layers"])
         return [
@@ -47,7 +47,7 @@ class AdapterLayout:
         ]
 
     def names(self) -> dict[str, list[str]]:
-        """Name that an A is joined under to all of its published names, of every layer."""
+        """Map the name of each joined A to all of its published names: parts of a fused linear share one A."""
         return {
             first.format(layer=layer): [other.format(layer=layer) for other in others]
             for first, others in self.shared.items()
@@ -55,15 +55,21 @@ class AdapterLayout:
         }
 
     def spread(self, joined: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every matrix by its published name, those that share one included."""
+        """Yield every matrix under each of its published names."""
         names = self.names()
         for name, tensor in joined.items():
             for same in names.get(name, [name]):
                 yield same, tensor
 
 
-def adapters_of(layout: Layout, targets: Sequence[str], rank: int) -> AdapterLayout:
-    """The layout of adapters of this rank on the linears that have these names in Megatron."""
+def adapters_of(layout: ModelLayout, targets: Sequence[str], rank: int) -> AdapterLayout:
+    """Return the layout of adapters on the linears with these names in Megatron.
+
+    Args:
+        layout: layout of the model.
+        targets: last names of Megatron's linears, such as "linear_qkv".
+        rank: rank of the adapters.
+    """
     dims = {tensor.pattern: tensor for tensor in layout.family.tensors}
     rows: list[ParamRow] = []
     tensors: list[TensorRow] = []

@@ -1,10 +1,10 @@
-"""Where every checkpoint tensor lives in Megatron: an independent statement, made without Megatron-Bridge.
+"""Place of every checkpoint tensor in Megatron, stated independently of Megatron-Bridge.
 
-Bridge's import and export mirror each other, so a wrong transpose made in both is an identity. This table says once
-more, from Megatron-Core's own layers, which rows and columns of which checkpoint tensors a rank must hold, and so a
-check can compare what the rank does hold.
+Bridge's import and export mirror each other, so one wrong transpose in both cancels. This table follows Megatron-Core's
+layers alone: which rows and columns of which checkpoint tensors each parameter of a rank must hold. A check compares
+what the rank holds with it.
 
-Names are those of Transformer Engine's layer spec, in which the norm before a column-parallel layer is fused into it.
+Names are those of Transformer Engine's layer spec, which fuses the norm before a column-parallel layer into it.
 
 Source:
     megatron-core 0.19.2: models/gpt/gpt_layer_specs.py (`get_gpt_layer_with_transformer_engine_submodules`),
@@ -22,203 +22,187 @@ from dataclasses import dataclass
 from enum import Enum
 
 from verifier.errors import UsageError
-from verifier.export.sharding import Box, Placement
+from verifier.export.sharding import Box, ParamPlacement
 from verifier.mesh import Coordinate, Mesh
 from verifier.model.families import JSON, Family, Scope, family_of, layer_scopes, sizes_of
 
 
 class Cut(Enum):
-    """How tensor parallelism divides a parameter."""
+    """Division of a parameter over tensor-parallel ranks."""
 
     WHOLE = "every rank holds all of it"
     ROWS = "dim 0 is divided"
     COLUMNS = "dim 1 is divided"
     GATED = "gate and up are each divided along dim 0; a rank holds its gate rows above its up rows"
     QKV = "query, key and value rows are interleaved per query group, and the result is divided along dim 0"
-    RUNS = "the rows are runs of several things; a rank holds its part of each run, in the order of the runs"
+    RUNS = "dim 0 is a concatenation of runs; a rank holds its part of each run, in the order of the runs"
 
 
 @dataclass(frozen=True, slots=True)
 class ParamRow:
-    """One parameter pattern of Megatron and the checkpoint tensors it is made of."""
+    """One parameter pattern of Megatron and the checkpoint tensors that it consists of."""
 
     pattern: str
     cut: Cut
     sources: tuple[str, ...]
-    """Checkpoint patterns, spelled as in the family's row."""
+    """Checkpoint patterns, as in the family's row."""
     scope: Scope = Scope.LAYER
     is_buffer: bool = False
     runs: tuple[str, ...] = ()
-    """Names of the sizes of the runs (`Cut.RUNS`), which sum to the source's rows."""
+    """Names of the sizes of the runs (`Cut.RUNS`); they sum to the source's rows."""
 
+
+Rows = tuple[ParamRow, ...]
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = ParamRow("output_layer.weight", Cut.ROWS, ("lm_head.weight",), Scope.MODEL)
 
 
-def _row(param: str, cut: Cut, *sources: str, scope: Scope = Scope.LAYER, is_buffer: bool = False) -> ParamRow:
-    prefixed = tuple(f"model.layers.{{layer}}.{source}" for source in sources)
-    return ParamRow(f"decoder.layers.{{layer}}.{param}", cut, prefixed, scope, is_buffer)
-
-
-_GQA = (
-    _row("self_attention.linear_qkv.layer_norm_weight", Cut.WHOLE, "input_layernorm.weight"),
-    _row(
-        "self_attention.linear_qkv.weight",
-        Cut.QKV,
-        "self_attn.q_proj.weight",
-        "self_attn.k_proj.weight",
-        "self_attn.v_proj.weight",
-    ),
-    _row("self_attention.linear_proj.weight", Cut.COLUMNS, "self_attn.o_proj.weight"),
-)
-_QKV_BIAS = (
-    _row(
-        "self_attention.linear_qkv.bias",
-        Cut.QKV,
-        "self_attn.q_proj.bias",
-        "self_attn.k_proj.bias",
-        "self_attn.v_proj.bias",
-    ),
-)
-_QK_NORM = (
-    _row("self_attention.q_layernorm.weight", Cut.WHOLE, "self_attn.q_norm.weight"),
-    _row("self_attention.k_layernorm.weight", Cut.WHOLE, "self_attn.k_norm.weight"),
-)
-_MLA = (
-    _row("input_layernorm.weight", Cut.WHOLE, "input_layernorm.weight"),
-    _row("self_attention.linear_q_down_proj.weight", Cut.WHOLE, "self_attn.q_a_proj.weight"),
-    _row("self_attention.linear_q_up_proj.layer_norm_weight", Cut.WHOLE, "self_attn.q_a_layernorm.weight"),
-    _row("self_attention.linear_q_up_proj.weight", Cut.ROWS, "self_attn.q_b_proj.weight"),
-    _row("self_attention.linear_kv_down_proj.weight", Cut.WHOLE, "self_attn.kv_a_proj_with_mqa.weight"),
-    _row("self_attention.linear_kv_up_proj.layer_norm_weight", Cut.WHOLE, "self_attn.kv_a_layernorm.weight"),
-    _row("self_attention.linear_kv_up_proj.weight", Cut.ROWS, "self_attn.kv_b_proj.weight"),
-    _row("self_attention.linear_proj.weight", Cut.COLUMNS, "self_attn.o_proj.weight"),
-)
-_DENSE_MLP = (
-    _row("mlp.linear_fc1.layer_norm_weight", Cut.WHOLE, "post_attention_layernorm.weight", scope=Scope.DENSE),
-    _row("mlp.linear_fc1.weight", Cut.GATED, "mlp.gate_proj.weight", "mlp.up_proj.weight", scope=Scope.DENSE),
-    _row("mlp.linear_fc2.weight", Cut.COLUMNS, "mlp.down_proj.weight", scope=Scope.DENSE),
-)
-_EXPERTS = (
-    _row("pre_mlp_layernorm.weight", Cut.WHOLE, "post_attention_layernorm.weight", scope=Scope.MOE),
-    _row("mlp.router.weight", Cut.WHOLE, "mlp.gate.weight", scope=Scope.MOE),
-    _row(
-        "mlp.experts.linear_fc1.weight{expert}",
-        Cut.GATED,
-        "mlp.experts.{expert}.gate_proj.weight",
-        "mlp.experts.{expert}.up_proj.weight",
-        scope=Scope.EXPERT,
-    ),
-    _row(
-        "mlp.experts.linear_fc2.weight{expert}",
-        Cut.COLUMNS,
-        "mlp.experts.{expert}.down_proj.weight",
-        scope=Scope.EXPERT,
-    ),
-)
-_SCORE_BIAS = _row(
-    "mlp.router.expert_bias", Cut.WHOLE, "mlp.gate.e_score_correction_bias", scope=Scope.MOE, is_buffer=True
-)
-_SHARED_EXPERTS = (
-    _row(
-        "mlp.shared_experts.linear_fc1.weight",
-        Cut.GATED,
-        "mlp.shared_experts.gate_proj.weight",
-        "mlp.shared_experts.up_proj.weight",
-        scope=Scope.MOE,
-    ),
-    _row("mlp.shared_experts.linear_fc2.weight", Cut.COLUMNS, "mlp.shared_experts.down_proj.weight", scope=Scope.MOE),
-)
-
-
-def _mixer(
-    param: str, cut: Cut, *sources: str, scope: Scope, runs: tuple[str, ...] = (), is_buffer: bool = False
-) -> ParamRow:
-    prefixed = tuple(f"backbone.layers.{{layer}}.{source}" for source in sources)
-    return ParamRow(f"decoder.layers.{{layer}}.{param}", cut, prefixed, scope, is_buffer, runs)
-
-
 _CONVOLVED = ("mamba_inner", "mamba_state", "mamba_state")
-_PROJECTED = ("mamba_inner", *_CONVOLVED, "mamba_heads")
-_HYBRID = (
-    _mixer("mixer.conv1d_weight", Cut.RUNS, "mixer.conv1d.weight", scope=Scope.MAMBA, runs=_CONVOLVED),
-    _mixer("mixer.conv1d_bias", Cut.RUNS, "mixer.conv1d.bias", scope=Scope.MAMBA, runs=_CONVOLVED),
-    _mixer("mixer.dt_bias", Cut.ROWS, "mixer.dt_bias", scope=Scope.MAMBA),
-    _mixer("mixer.A_log", Cut.ROWS, "mixer.A_log", scope=Scope.MAMBA),
-    _mixer("mixer.D", Cut.ROWS, "mixer.D", scope=Scope.MAMBA),
-    _mixer("mixer.in_proj.layer_norm_weight", Cut.WHOLE, "norm.weight", scope=Scope.MAMBA),
-    _mixer("mixer.in_proj.weight", Cut.RUNS, "mixer.in_proj.weight", scope=Scope.MAMBA, runs=_PROJECTED),
-    _mixer("mixer.norm.weight", Cut.ROWS, "mixer.norm.weight", scope=Scope.MAMBA),
-    _mixer("mixer.out_proj.weight", Cut.COLUMNS, "mixer.out_proj.weight", scope=Scope.MAMBA),
-    _mixer("self_attention.linear_qkv.layer_norm_weight", Cut.WHOLE, "norm.weight", scope=Scope.ATTENTION),
-    _mixer(
-        "self_attention.linear_qkv.weight",
-        Cut.QKV,
-        "mixer.q_proj.weight",
-        "mixer.k_proj.weight",
-        "mixer.v_proj.weight",
-        scope=Scope.ATTENTION,
-    ),
-    _mixer("self_attention.linear_proj.weight", Cut.COLUMNS, "mixer.o_proj.weight", scope=Scope.ATTENTION),
-    _mixer("mlp.linear_fc1.layer_norm_weight", Cut.WHOLE, "norm.weight", scope=Scope.DENSE),
-    _mixer("mlp.linear_fc1.weight", Cut.ROWS, "mixer.up_proj.weight", scope=Scope.DENSE),
-    _mixer("mlp.linear_fc2.weight", Cut.COLUMNS, "mixer.down_proj.weight", scope=Scope.DENSE),
-    _mixer("pre_mlp_layernorm.weight", Cut.WHOLE, "norm.weight", scope=Scope.MOE),
-    _mixer("mlp.router.weight", Cut.WHOLE, "mixer.gate.weight", scope=Scope.MOE),
-    _mixer("mlp.router.expert_bias", Cut.WHOLE, "mixer.gate.e_score_correction_bias", scope=Scope.MOE, is_buffer=True),
-    _mixer(
-        "mlp.experts.linear_fc1.weight{expert}", Cut.ROWS, "mixer.experts.{expert}.up_proj.weight", scope=Scope.EXPERT
-    ),
-    _mixer(
-        "mlp.experts.linear_fc2.weight{expert}",
-        Cut.COLUMNS,
-        "mixer.experts.{expert}.down_proj.weight",
-        scope=Scope.EXPERT,
-    ),
-    _mixer("mlp.shared_experts.linear_fc1.weight", Cut.ROWS, "mixer.shared_experts.up_proj.weight", scope=Scope.MOE),
-    _mixer(
-        "mlp.shared_experts.linear_fc2.weight", Cut.COLUMNS, "mixer.shared_experts.down_proj.weight", scope=Scope.MOE
-    ),
+_RUNS = {
+    "mixer.conv1d_weight": _CONVOLVED,
+    "mixer.conv1d_bias": _CONVOLVED,
+    "mixer.in_proj.weight": ("mamba_inner", *_CONVOLVED, "mamba_heads"),
+}
+"""Parameter cut by `Cut.RUNS` -> names of the sizes of its runs."""
+
+
+def _rows(prefix: str, table: str) -> Rows:
+    """Parse rows of a layer: scope, Megatron's parameter name, cut, and checkpoint names; names lack their prefix."""
+    rows = []
+    for scope, param, cut, *sources in (line.split() for line in table.strip().splitlines()):
+        patterns = tuple(prefix + source for source in sources)
+        is_buffer, runs = param.endswith("expert_bias"), _RUNS.get(param, ())
+        rows.append(ParamRow(f"decoder.layers.{{layer}}.{param}", Cut[cut], patterns, Scope[scope], is_buffer, runs))
+    return tuple(rows)
+
+
+_LAYER = "model.layers.{layer}."
+_GQA = _rows(
+    _LAYER,
+    """
+    LAYER self_attention.linear_qkv.layer_norm_weight WHOLE input_layernorm.weight
+    LAYER self_attention.linear_qkv.weight QKV self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight
+    LAYER self_attention.linear_proj.weight COLUMNS self_attn.o_proj.weight
+    """,
+)
+_QKV_BIAS = _rows(
+    _LAYER, "LAYER self_attention.linear_qkv.bias QKV self_attn.q_proj.bias self_attn.k_proj.bias self_attn.v_proj.bias"
+)
+_QK_NORM = _rows(
+    _LAYER,
+    """
+    LAYER self_attention.q_layernorm.weight WHOLE self_attn.q_norm.weight
+    LAYER self_attention.k_layernorm.weight WHOLE self_attn.k_norm.weight
+    """,
+)
+_MLA = _rows(
+    _LAYER,
+    """
+    LAYER input_layernorm.weight                              WHOLE   input_layernorm.weight
+    LAYER self_attention.linear_q_down_proj.weight            WHOLE   self_attn.q_a_proj.weight
+    LAYER self_attention.linear_q_up_proj.layer_norm_weight   WHOLE   self_attn.q_a_layernorm.weight
+    LAYER self_attention.linear_q_up_proj.weight              ROWS    self_attn.q_b_proj.weight
+    LAYER self_attention.linear_kv_down_proj.weight           WHOLE   self_attn.kv_a_proj_with_mqa.weight
+    LAYER self_attention.linear_kv_up_proj.layer_norm_weight  WHOLE   self_attn.kv_a_layernorm.weight
+    LAYER self_attention.linear_kv_up_proj.weight             ROWS    self_attn.kv_b_proj.weight
+    LAYER self_attention.linear_proj.weight                   COLUMNS self_attn.o_proj.weight
+    """,
+)
+_DENSE_MLP = _rows(
+    _LAYER,
+    """
+    DENSE mlp.linear_fc1.layer_norm_weight WHOLE   post_attention_layernorm.weight
+    DENSE mlp.linear_fc1.weight            GATED   mlp.gate_proj.weight mlp.up_proj.weight
+    DENSE mlp.linear_fc2.weight            COLUMNS mlp.down_proj.weight
+    """,
+)
+_EXPERTS = _rows(
+    _LAYER,
+    """
+    MOE    pre_mlp_layernorm.weight WHOLE post_attention_layernorm.weight
+    MOE    mlp.router.weight        WHOLE mlp.gate.weight
+    """,
+) + _rows(
+    _LAYER + "mlp.experts.{expert}.",
+    """
+    EXPERT mlp.experts.linear_fc1.weight{expert} GATED   gate_proj.weight up_proj.weight
+    EXPERT mlp.experts.linear_fc2.weight{expert} COLUMNS down_proj.weight
+    """,
+)
+_SCORE_BIAS = _rows(_LAYER, "MOE mlp.router.expert_bias WHOLE mlp.gate.e_score_correction_bias")
+_SHARED_EXPERTS = _rows(
+    _LAYER + "mlp.shared_experts.",
+    """
+    MOE mlp.shared_experts.linear_fc1.weight GATED   gate_proj.weight up_proj.weight
+    MOE mlp.shared_experts.linear_fc2.weight COLUMNS down_proj.weight
+    """,
+)
+_HYBRID = _rows(
+    "backbone.layers.{layer}.",
+    """
+    MAMBA     mixer.conv1d_weight                         RUNS    mixer.conv1d.weight
+    MAMBA     mixer.conv1d_bias                           RUNS    mixer.conv1d.bias
+    MAMBA     mixer.dt_bias                               ROWS    mixer.dt_bias
+    MAMBA     mixer.A_log                                 ROWS    mixer.A_log
+    MAMBA     mixer.D                                     ROWS    mixer.D
+    MAMBA     mixer.in_proj.layer_norm_weight             WHOLE   norm.weight
+    MAMBA     mixer.in_proj.weight                        RUNS    mixer.in_proj.weight
+    MAMBA     mixer.norm.weight                           ROWS    mixer.norm.weight
+    MAMBA     mixer.out_proj.weight                       COLUMNS mixer.out_proj.weight
+    ATTENTION self_attention.linear_qkv.layer_norm_weight WHOLE   norm.weight
+    ATTENTION self_attention.linear_qkv.weight QKV mixer.q_proj.weight mixer.k_proj.weight mixer.v_proj.weight
+    ATTENTION self_attention.linear_proj.weight           COLUMNS mixer.o_proj.weight
+    DENSE     mlp.linear_fc1.layer_norm_weight            WHOLE   norm.weight
+    DENSE     mlp.linear_fc1.weight                       ROWS    mixer.up_proj.weight
+    DENSE     mlp.linear_fc2.weight                       COLUMNS mixer.down_proj.weight
+    MOE       pre_mlp_layernorm.weight                    WHOLE   norm.weight
+    MOE       mlp.router.weight                           WHOLE   mixer.gate.weight
+    MOE       mlp.router.expert_bias                      WHOLE   mixer.gate.e_score_correction_bias
+    EXPERT    mlp.experts.linear_fc1.weight{expert}       ROWS    mixer.experts.{expert}.up_proj.weight
+    EXPERT    mlp.experts.linear_fc2.weight{expert}       COLUMNS mixer.experts.{expert}.down_proj.weight
+    MOE       mlp.shared_experts.linear_fc1.weight        ROWS    mixer.shared_experts.up_proj.weight
+    MOE       mlp.shared_experts.linear_fc2.weight        COLUMNS mixer.shared_experts.down_proj.weight
+    """,
 )
 
-PARAMS: dict[str, tuple[ParamRow, ...]] = {
+PARAMS: dict[str, Rows] = {
     "qwen3": (*_GQA, *_QK_NORM, *_DENSE_MLP),
     "qwen2": (*_GQA, *_QKV_BIAS, *_DENSE_MLP),
     "llama": (*_GQA, *_DENSE_MLP),
     "qwen3-moe": (*_GQA, *_QK_NORM, *_EXPERTS),
-    "deepseek-v3": (*_MLA, *_DENSE_MLP, *_EXPERTS, _SCORE_BIAS, *_SHARED_EXPERTS),
+    "deepseek-v3": (*_MLA, *_DENSE_MLP, *_EXPERTS, *_SCORE_BIAS, *_SHARED_EXPERTS),
     "nemotron-h": _HYBRID,
 }
-"""Family name -> its layer parameters. The embedding and the output layer have the same names in every family."""
+"""Family name -> parameters of its layers. Embedding and output layer have the same names in every family."""
 
 _FINAL_NORMS = {**dict.fromkeys(PARAMS, "decoder.final_layernorm.weight"), "nemotron-h": "decoder.final_norm.weight"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """The table, applied to one checkpoint's config; make it with `layout_of`."""
+class ModelLayout:
+    """The table applied to one checkpoint's config; made by `layout_of`."""
 
     family: Family
     sizes: Mapping[str, int]
     layers: tuple[frozenset[Scope], ...]
-    """Which rows each layer has."""
+    """Scopes of the rows that each layer has."""
     tied: bool
 
-    def placements(self, mesh: Mesh, rank: int, chunk: int = 0) -> list[Placement]:
-        """Every parameter and checkpointed buffer that a model chunk of a rank holds, in the model's order.
+    def placements(self, mesh: Mesh, rank: int, chunk: int = 0) -> list[ParamPlacement]:
+        """List the parameters and checkpointed buffers of one model chunk of a rank, in the model's order.
 
         Args:
-            mesh: Parallel sizes.
-            rank: Trainer rank, 0 <= rank < mesh.world_size.
-            chunk: Virtual pipeline chunk, 0 <= chunk < mesh.vpp.
+            mesh: parallel sizes.
+            rank: trainer rank, 0 <= rank < mesh.world_size.
+            chunk: virtual pipeline chunk, 0 <= chunk < mesh.vpp.
 
         Raises:
             UsageError: the mesh does not divide the layers, the experts or a tensor.
         """
         return list(self._placements(mesh, mesh.coordinate(rank), chunk))
 
-    def _placements(self, mesh: Mesh, at: Coordinate, chunk: int) -> Iterator[Placement]:
+    def _placements(self, mesh: Mesh, at: Coordinate, chunk: int) -> Iterator[ParamPlacement]:
         is_first = at.pp == 0 and chunk == 0
         is_last = at.pp == mesh.pp - 1 and chunk == mesh.vpp - 1
         embedding = (self.family.embedding.pattern,)
@@ -241,7 +225,7 @@ class Layout:
                 yield self.place(ParamRow(_OUTPUT.pattern, Cut.ROWS, embedding, Scope.MODEL), mesh, at)
 
     def _experts(self, row: ParamRow, mesh: Mesh, at: Coordinate) -> list[tuple[int, int]]:
-        """Local and global numbers of the experts a rank holds; one dummy for what is no expert."""
+        """Return (local, global) numbers of the experts of a rank; one (0, 0) for a row that is no expert."""
         if row.scope is not Scope.EXPERT:
             return [(0, 0)]
         if self.sizes["experts"] % mesh.ep:
@@ -256,15 +240,15 @@ class Layout:
         at: Coordinate,
         local: Mapping[str, int] | None = None,
         whole: Mapping[str, int] | None = None,
-    ) -> Placement:
-        """One row's parameter on one rank.
+    ) -> ParamPlacement:
+        """Return the placement of one row's parameter on one rank.
 
         Args:
-            row: Its cut, and the checkpoint tensors of this layout's family that it is made of.
-            mesh: Parallel sizes.
-            at: The rank's coordinate.
-            local: Layer and expert as the rank numbers them; None where the row has neither.
-            whole: The same as the checkpoint does.
+            row: a row whose sources are tensors of this layout's family.
+            mesh: parallel sizes.
+            at: coordinate of the rank.
+            local: layer and expert in the rank's numbering; None where the row has neither.
+            whole: layer and expert in the checkpoint's numbering.
 
         Raises:
             UsageError: the mesh does not divide the tensor.
@@ -284,9 +268,7 @@ class Layout:
             raise UsageError(f"{axis} = {parts} does not divide the {undivided[0]} indices of `{global_name}`")
         if row.cut is Cut.RUNS:
             runs = [self.sizes[run] for run in row.runs]
-            boxes = _cut_runs(
-                names[0], runs, index, parts, f"{axis} = {parts} does not divide a run of `{global_name}`"
-            )
+            boxes = _cut_runs(names[0], runs, index, parts, global_name)
         elif row.cut is Cut.QKV:
             boxes = _cut_interleaved(names, lengths, self.sizes["kv_heads"], index, parts, global_name)
         else:
@@ -298,7 +280,7 @@ class Layout:
         if row.cut is Cut.WHOLE:
             replicated_over = (axis, *replicated_over)
         canonical = _EMBEDDING if row.sources == (self.family.embedding.pattern,) else global_name
-        return Placement(
+        return ParamPlacement(
             param_name=row.pattern.format(**(local or {})),
             global_name=global_name,
             is_buffer=row.is_buffer,
@@ -313,9 +295,9 @@ class Layout:
 def _cut_interleaved(
     names: list[str], lengths: list[int], num_groups: int, index: int, parts: int, global_name: str
 ) -> tuple[Box, ...]:
-    """Boxes of part `index` of `parts` of query, key and value, interleaved per group: q0 k0 v0 q1 k1 v1 and so on.
+    """Return the boxes of part `index` of `parts` of query, key and value, interleaved per group: q0 k0 v0 q1 k1 v1 ...
 
-    With more parts than groups a part holds a piece of one group, as Megatron-Core divides it.
+    With more parts than groups a part holds a piece of one group, as in Megatron-Core.
     """
     total = sum(lengths)
     if total % parts or any(length % num_groups for length in lengths):
@@ -334,7 +316,7 @@ def _cut_interleaved(
 
 
 def _cut_runs(name: str, runs: list[int], index: int, parts: int, global_name: str) -> tuple[Box, ...]:
-    """Boxes of part `index` of `parts` of every run of rows, in the order of the runs."""
+    """Return the boxes of part `index` of `parts` of every run of rows, in the order of the runs."""
     undivided = [run for run in runs if run % parts]
     if undivided:
         raise UsageError(f"tp = {parts} does not divide the {undivided[0]} rows of a run of `{global_name}`")
@@ -343,11 +325,8 @@ def _cut_runs(name: str, runs: list[int], index: int, parts: int, global_name: s
     return tuple(Box(name, begin + index * size, begin + (index + 1) * size) for begin, size in pieces)
 
 
-def layout_of(config: Mapping[str, JSON]) -> Layout | None:
-    """The layout of checkpoints with this config.json, or None where no family row describes it.
-
-    Args:
-        config: Parsed config.json.
+def layout_of(config: Mapping[str, JSON]) -> ModelLayout | None:
+    """Return the layout of checkpoints with this config.json, or None if no family row describes it.
 
     Raises:
         UsageError: a size that the family needs is absent or no positive integer.
@@ -355,6 +334,6 @@ def layout_of(config: Mapping[str, JSON]) -> Layout | None:
     family = family_of(config)
     if family is None:
         return None
-    return Layout(
+    return ModelLayout(
         family=family, sizes=sizes_of(config), layers=layer_scopes(config), tied=bool(config.get("tie_word_embeddings"))
     )

@@ -1,4 +1,4 @@
-"""Checkpoint tensors to a Hugging Face directory, shard by shard, visible only when whole."""
+"""Writer of a Hugging Face checkpoint directory: shard by shard, visible only when complete."""
 
 from __future__ import annotations
 
@@ -16,41 +16,40 @@ if TYPE_CHECKING:
     import torch
 
 SHARD_BYTES = 1 << 30
+"""Greatest size of a shard, in bytes; a larger tensor gets a shard of its own."""
 
 
 def save_checkpoint(path: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]) -> Path:
-    """Write a checkpoint directory that `open_checkpoint`, transformers and vLLM read; at most one shard is held.
+    """Write a checkpoint directory for `open_checkpoint`, transformers and vLLM; at most one shard is in memory.
 
     Args:
-        path: directory to make; it appears only when everything is written.
-        config: the model's config.json.
-        tensors: (name, contents) in any order; each is stored in its own dtype.
+        path: directory to create; it appears only when everything is written.
+        config: contents of config.json.
+        tensors: (name, tensor) in any order; each is stored in its own dtype.
 
     Raises:
         UsageError: the directory cannot be written, a full disk included.
     """
     aside = path.with_name(f"{path.name}.partial-{os.getpid()}")
     shards: list[list[str]] = []
-    held: dict[str, torch.Tensor] = {}
-    total = 0
+    shard: dict[str, torch.Tensor] = {}
+    shard_bytes = total = 0
 
     def flush() -> None:
-        nonlocal held
-        if held:
-            write_shard(aside / f"shard-{len(shards)}.safetensors", held)
-            shards.append(list(held))
-            held = {}
+        nonlocal shard, shard_bytes
+        if shard:
+            write_shard(aside / f"shard-{len(shards)}.safetensors", shard)
+            shards.append(list(shard))
+            shard, shard_bytes = {}, 0
 
     try:
         aside.mkdir(parents=True)
-        held_bytes = 0
         for name, tensor in tensors:
             num_bytes = tensor.numel() * tensor.element_size()
-            if held and held_bytes + num_bytes > SHARD_BYTES:
+            if shard and shard_bytes + num_bytes > SHARD_BYTES:
                 flush()
-                held_bytes = 0
-            held[name] = tensor.detach().cpu().contiguous().clone()
-            held_bytes += num_bytes
+            shard[name] = tensor.detach().cpu().contiguous().clone()
+            shard_bytes += num_bytes
             total += num_bytes
         flush()
         weight_map: dict[str, str] = {}

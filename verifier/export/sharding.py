@@ -1,8 +1,8 @@
-"""Which pieces of which checkpoint tensors one local Megatron tensor is made of: cutting, joining, tiling.
+"""Placement of checkpoint tensors in local Megatron tensors: cutting, joining and tiling.
 
-A placement is a list of boxes, each a range of rows (or columns) of one checkpoint tensor; laid end to end along
-``dim`` they are the local tensor, bit for bit. So the same list cuts a shard out of the checkpoint, joins shards back
-into the checkpoint, and proves that the shards of all owners tile every checkpoint tensor without hole or overlap.
+A placement is a list of boxes, each a range of rows or columns of one checkpoint tensor. Concatenated along ``dim`` the
+boxes are the local tensor, bit for bit. So one list cuts a shard out of the checkpoint, joins shards to the checkpoint,
+and proves that the shards of all owners tile every checkpoint tensor without hole or overlap.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Indices ``[begin, end)`` of one checkpoint tensor along the placement's dim, whole along the others."""
+    """Indices ``[begin, end)`` of one checkpoint tensor along the placement's dim; all indices along the others."""
 
     source: str
     begin: int
@@ -27,28 +27,28 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """One local parameter or buffer of one model chunk on one rank, and what it must hold."""
+class ParamPlacement:
+    """One local parameter or buffer of one model chunk on one rank, and the contents that it must have."""
 
     param_name: str
-    """Name in ``model_chunk.named_parameters()`` (or ``named_buffers()``): layers and experts numbered locally."""
+    """Name in ``model_chunk.named_parameters()`` or ``named_buffers()``, with local layer and expert numbers."""
     global_name: str
-    """The same name with layers and experts numbered as in the checkpoint."""
+    """The same name with the checkpoint's layer and expert numbers."""
     is_buffer: bool
     dim: int
-    """Dim along which the boxes follow each other."""
+    """Dim along which the boxes are concatenated."""
     boxes: tuple[Box, ...]
-    """In local order."""
+    """Boxes in local order."""
     source_shapes: Mapping[str, tuple[int, ...]]
-    """Checkpoint tensor -> its whole shape, for every tensor that a box names."""
+    """Name of each checkpoint tensor in `boxes` -> its whole shape."""
     group: str
-    """Equal for all placements, on any rank or chunk, that must hold the same bits."""
+    """Label shared by all placements, on any rank or chunk, that must hold the same bits."""
     replicated_over: tuple[str, ...]
-    """Mesh axes along which the copies of a group lie; a tied output layer is besides a copy of the embedding."""
+    """Mesh axes along which copies of a group lie; a tied output layer is a further copy of the embedding."""
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Checkpoint tensors that this one is made of, in the order of first use."""
+        """Names of the checkpoint tensors in `boxes`, in the order of first use."""
         return tuple(dict.fromkeys(box.source for box in self.boxes))
 
     @property
@@ -59,16 +59,16 @@ class Placement:
         return tuple(shape)
 
     def shard(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """The exact bits that the local tensor must hold.
+        """Return the exact contents that the local tensor must have.
 
         Args:
-            read: Checkpoint tensor by name, as `Checkpoint.read` gives it.
+            read: returns a checkpoint tensor by name, such as `Checkpoint.read`.
 
         Returns:
-            Contiguous tensor of `shape`, in the dtype of its sources; it may share memory with what `read` gave.
+            Contiguous tensor of `shape` in the dtype of its sources; it may share memory with them.
 
         Raises:
-            ContractError: a source's shape is not the one that the config implies, or sources differ in dtype.
+            ContractError: a source has another shape than the config implies, or sources differ in dtype.
         """
         import torch
 
@@ -85,14 +85,14 @@ class Placement:
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim=self.dim)
 
 
-def unshard(shards: Iterable[tuple[Placement, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Checkpoint tensors from the shards of all their owners, one of each group of replicas.
+def unshard(shards: Iterable[tuple[ParamPlacement, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Join checkpoint tensors from the shards of all their owners.
 
     Args:
-        shards: Placement and the local tensor found there.
+        shards: (placement, local tensor), one of each group of replicas.
 
     Returns:
-        Checkpoint tensor by name, in the shards' dtype and on the CPU.
+        Name -> checkpoint tensor, in the shards' dtype, on the CPU.
 
     Raises:
         ContractError: a shard has another shape than its placement, or the shards do not tile a checkpoint tensor.
@@ -121,11 +121,11 @@ def unshard(shards: Iterable[tuple[Placement, torch.Tensor]]) -> dict[str, torch
     return whole
 
 
-def tiling_error(placements: Iterable[Placement]) -> str | None:
-    """Why these placements do not hold every index of every checkpoint tensor they name exactly once; None if so.
+def tiling_error(placements: Iterable[ParamPlacement]) -> str | None:
+    """Return why placements do not hold every index of their checkpoint tensors exactly once; None if they do.
 
     Args:
-        placements: One of each group of replicas.
+        placements: one of each group of replicas.
     """
     boxes: dict[str, list[tuple[int, int]]] = {}
     length: dict[str, int] = {}

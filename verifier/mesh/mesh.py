@@ -1,10 +1,10 @@
-"""Axis sizes, the rank-to-coordinate bijection, and which layers a pipeline chunk holds. Integers only."""
+"""Axis sizes, the bijection of ranks and coordinates, and the layers of each pipeline chunk. Integers only."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from verifier.errors import UsageError
@@ -13,7 +13,7 @@ from verifier.knob import check, knob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinate:
-    """Where one rank stands: dense axes (tp, cp, dp, pp) and, for the same rank, expert axes (etp, ep, edp)."""
+    """Coordinates of one rank on the dense axes (tp, cp, dp, pp) and on the expert axes (etp, ep, edp)."""
 
     tp: int
     pp: int
@@ -88,27 +88,27 @@ class Mesh:
 
     @staticmethod
     def smallest_dp(tp: int, cp: int, ep: int, etp: int) -> int:
-        """The least dp for which ep * etp divides tp * cp * dp."""
+        """Return the least dp for which ep * etp divides tp * cp * dp."""
         return ep * etp // math.gcd(ep * etp, tp * cp)
 
     @property
     def dense_size(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Number of ranks of one pipeline stage."""
         return self.tp * self.cp * self.dp
 
     @property
     def expert_size(self) -> int:
-        """Ranks that together hold every expert of one stage once."""
+        """Number of ranks that together hold every expert of one stage once."""
         return self.ep * self.etp
 
     @property
     def expert_dp(self) -> int:
-        """Copies of each expert shard within a stage."""
+        """Number of copies of each expert shard within a stage."""
         return self.dense_size // self.expert_size
 
     @property
     def has_copies(self) -> bool:
-        """True where several ranks hold the same weights for data or context parallelism, and share their update."""
+        """Whether several ranks hold the same weights for data or context parallelism and share their update."""
         return max(self.dp * self.cp, self.expert_dp) > 1
 
     @property
@@ -117,7 +117,7 @@ class Mesh:
         return self.dense_size * self.pp
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Coordinates of a rank; inverse of `rank_at` on the dense axes."""
+        """Return the coordinates of a rank; inverse of `rank_at` on the dense axes."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside of the mesh's {self.world_size} ranks")
         pp, within = divmod(rank, self.dense_size)
@@ -132,14 +132,14 @@ class Mesh:
         )
 
     def rank_at(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """Rank at dense coordinates."""
+        """Return the rank at dense coordinates."""
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     def stage_sizes(self, num_layers: int) -> list[int]:
-        """Layers per pipeline stage, in stage order.
+        """Return the number of layers of each pipeline stage, in stage order.
 
         Raises:
-            UsageError: the layers cannot be shared as asked.
+            UsageError: the layers cannot be divided as asked.
         """
         first, last = self.first_stage_layers, self.last_stage_layers
         if first is None and last is None:
@@ -162,7 +162,7 @@ class Mesh:
         return ([first] if first is not None else []) + sizes + ([last] if last is not None else [])
 
     def layers_of(self, pp: int, chunk: int, num_layers: int) -> range:
-        """Global indices of the layers that chunk `chunk` (0 <= chunk < vpp) of stage `pp` holds."""
+        """Return the global indices of the layers of chunk `chunk` (0 <= chunk < vpp) of stage `pp`."""
         sizes = self.stage_sizes(num_layers)
         if self.vpp > 1:
             size = num_layers // (self.pp * self.vpp)
@@ -172,7 +172,7 @@ class Mesh:
         return range(begin, begin + sizes[pp])
 
     def label(self) -> str:
-        """Sizes above one, in the canonical order; "1 rank" when there are none."""
+        """Return the sizes above one in canonical order, such as "tp2 ep2"; "1 rank" if there are none."""
         parts = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         for name, size in (("first", self.first_stage_layers), ("last", self.last_stage_layers)):
             if size is not None:
@@ -180,9 +180,9 @@ class Mesh:
         return " ".join(parts) or "1 rank"
 
     def to_dict(self) -> dict[str, int | None]:
-        """Field values, JSON-able; `Mesh(**mesh.to_dict())` is the same mesh."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Return the field values, JSON-able; `Mesh(**mesh.to_dict())` is the same mesh."""
+        return asdict(self)
 
 
 AXES: Sequence[str] = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
-"""The order in which sizes are spelled in every message."""
+"""Order of the sizes in every message."""

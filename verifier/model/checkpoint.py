@@ -1,7 +1,7 @@
 """Reader of a Hugging Face checkpoint directory: config.json and safetensors shards, checked before first use.
 
-`open_checkpoint` reads headers only. A damaged directory is refused with one sentence before any tensor is read, so
-that a run of an hour does not end at a shard that was cut short. `Checkpoint.read` maps the shard and copies nothing.
+`open_checkpoint` reads headers only and refuses a damaged directory before any tensor is read, so that a long run does
+not end at a truncated shard. `Checkpoint.read` maps the shard and copies nothing.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorMeta:
-    """What a shard's header says of one tensor."""
+class TensorHeader:
+    """Header entry of one tensor in its shard."""
 
     dtype: str
-    """PyTorch's spelling without the prefix: "float32", "bfloat16"."""
+    """Torch's name of the dtype without the prefix, such as "bfloat16"."""
     shape: tuple[int, ...]
     num_bytes: int
     shard: str
@@ -57,21 +57,21 @@ class Checkpoint:
 
     path: Path
     config: dict[str, JSON]
-    metas: dict[str, TensorMeta]
-    """Tensor name -> meta, sorted by name."""
+    metas: dict[str, TensorHeader]
+    """Tensor name -> header entry, sorted by name."""
     _shards: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Size of all tensors, in bytes."""
         return sum(meta.num_bytes for meta in self.metas.values())
 
     def names(self) -> list[str]:
-        """All tensor names, sorted."""
+        """Return all tensor names, sorted."""
         return list(self.metas)
 
-    def meta(self, name: str) -> TensorMeta:
-        """Dtype, shape and size of a tensor.
+    def meta(self, name: str) -> TensorHeader:
+        """Return the header entry of a tensor.
 
         Raises:
             UsageError: the checkpoint has no such tensor.
@@ -81,7 +81,7 @@ class Checkpoint:
         return self.metas[name]
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor as a view of the mapped shard; writing to it changes neither the file nor later reads elsewhere.
+        """Return a tensor as a view of the mapped shard; writing to it does not change the file.
 
         Raises:
             UsageError: the checkpoint has no such tensor.
@@ -98,7 +98,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     """Check a checkpoint directory's files against each other and against their own headers.
 
     Args:
-        path: Directory with config.json and either model.safetensors.index.json and its shards, or model.safetensors.
+        path: directory with config.json and either model.safetensors.index.json and its shards, or model.safetensors.
 
     Raises:
         UsageError: no directory; config.json absent, broken or without an architecture; a shard absent, cut short or
@@ -121,13 +121,13 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 
 
 def require_described(checkpoint: Checkpoint, dtype: str) -> None:
-    """Refuse a quantized checkpoint, and one of a known family that is not what its own config.json describes.
+    """Refuse a quantized checkpoint, and one of a known family that does not match its own config.json.
 
-    More tensors than described are fine: published checkpoints of tied models hold their head twice.
+    More tensors than described are allowed: published checkpoints of tied models also hold their head.
 
     Args:
-        checkpoint: any.
-        dtype: what most of it is stored in; families keep some tensors in float32.
+        checkpoint: any checkpoint.
+        dtype: dtype of most tensors; families keep some in float32.
 
     Raises:
         UsageError: it is quantized; config.json names another model type than the architecture's, or asks for a tensor
@@ -175,18 +175,18 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
-    except (OSError, SafetensorError) as error:  # the format's own writer reports a full disk as an error of its own
+    except (OSError, SafetensorError) as error:  # a full disk comes as a SafetensorError
         raise UsageError(f"`{path}` cannot be written: {error}") from error
 
 
-def _read_indexed(path: Path) -> dict[str, TensorMeta]:
+def _read_indexed(path: Path) -> dict[str, TensorHeader]:
     listed = _read_json(path / INDEX).get("weight_map")
     weight_map = (
         {name: shard for name, shard in listed.items() if isinstance(shard, str)} if isinstance(listed, dict) else {}
     )
     if not weight_map or weight_map != listed:
         raise UsageError(f"{path / INDEX} has no usable `weight_map`")
-    metas: dict[str, TensorMeta] = {}
+    metas: dict[str, TensorHeader] = {}
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
             raise UsageError(f"{path / INDEX} names shard `{shard}`, which is not a file name in its own directory")
@@ -208,8 +208,8 @@ def _read_indexed(path: Path) -> dict[str, TensorMeta]:
     return metas
 
 
-def _read_header(shard: Path) -> dict[str, TensorMeta]:
-    """Metas of one shard, after checking that its tensors tile the data section and the file ends where they do.
+def _read_header(shard: Path) -> dict[str, TensorHeader]:
+    """Return the header of one shard; its tensors must tile the data section and end where the file does.
 
     Source:
         https://github.com/huggingface/safetensors, README section "Format".
@@ -234,7 +234,7 @@ def _read_header(shard: Path) -> dict[str, TensorMeta]:
                     f"shard {shard} has a broken header: `{name}`, {entry['dtype']} of shape {list(shape)}, "
                     f"is placed at bytes {begin} to {end}"
                 )
-            metas[name] = TensorMeta(dtype=dtype, shape=shape, num_bytes=end - begin, shard=shard.name)
+            metas[name] = TensorHeader(dtype=dtype, shape=shape, num_bytes=end - begin, shard=shard.name)
             at = end
     except OSError as error:
         raise UsageError(f"cannot read shard {shard}: {error.strerror}") from error

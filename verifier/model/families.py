@@ -1,8 +1,7 @@
-"""Supported model families: one declarative row each, nothing dispatched on substrings.
+"""Supported model families: one declarative row each.
 
-A row says which tensors a checkpoint of the family holds, under the spelling of the published checkpoints, and
-what shape each has in terms of the sizes in ``config.json``. Where the tensors live in Megatron is stated, just as
-declaratively and independently of Megatron-Bridge, in ``verifier/export/names.py``.
+A row lists the tensors of the family's checkpoints under their published names, with shapes in terms of the sizes in
+``config.json``. `verifier/export/names.py` lists their places in Megatron, independently of Megatron-Bridge.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 
 
 class Scope(Enum):
-    """Over which indices a tensor pattern is repeated."""
+    """Indices over which a tensor pattern is repeated."""
 
     MODEL = "once"
     LAYER = "every layer"
@@ -30,47 +29,53 @@ class Scope(Enum):
 
 
 class Content(Enum):
-    """What a tensor is, as far as generated values care."""
+    """Kind of a tensor; decides how its values are generated."""
 
     MATRIX = "matrix"
     """Mean 0, standard deviation 1/sqrt(last dim)."""
     NORM = "norm"
-    """Scale of a norm: near 1 and never 1."""
+    """Scale of a norm; near 1 and never 1."""
     SCORE_BIAS = "score bias"
-    """Additive bias of router scores: never 0; float32 in every checkpoint, as published."""
+    """Additive bias of router scores; never 0, and float32 in every checkpoint, as published."""
     BIAS = "bias"
-    """Never 0."""
+    """Bias of a linear or convolution; never 0."""
     DECAY = "decay"
-    """Logarithm of a state's decay rate; a state fades within 2 to 20 tokens. Float32, as published for Nemotron 3."""
+    """Logarithm of a state's decay rate; states fade within 2 to 20 tokens. Float32, as published for Nemotron 3."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """One tensor pattern of a checkpoint, for example every layer's ``q_proj``."""
+    """One tensor pattern of a checkpoint, such as every layer's ``q_proj``."""
 
     pattern: str
-    """Checkpoint spelling, with ``{layer}`` and ``{expert}`` where they apply."""
+    """Checkpoint name, with ``{layer}`` and ``{expert}`` where they apply."""
     dims: tuple[str, ...]
-    """Names of sizes (see `sizes_of`), one per dim."""
+    """Name of the size (see `sizes_of`) of each dim."""
     scope: Scope = Scope.LAYER
     content: Content = Content.MATRIX
 
 
+_EMBEDDING = TensorRow("model.embed_tokens.weight", ("vocab", "hidden"), Scope.MODEL)
+_FINAL_NORM = TensorRow("model.norm.weight", ("hidden",), Scope.MODEL, Content.NORM)
+_LM_HEAD = TensorRow("lm_head.weight", ("vocab", "hidden"), Scope.MODEL)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One row of the table: an architecture, its tensors, and the settings under which the row is true."""
+    """One row of the table: an architecture, its tensors, and the settings that the row requires."""
 
     name: str
     architecture: str
     """``architectures[0]`` in config.json."""
     model_type: str
+    """``model_type`` in config.json."""
     tensors: tuple[TensorRow, ...]
-    embedding: TensorRow
-    final_norm: TensorRow
+    embedding: TensorRow = _EMBEDDING
+    final_norm: TensorRow = _FINAL_NORM
     requires: Mapping[str, tuple[JSON, ...]] = field(default_factory=dict)
-    """Config key -> values under which this row describes the checkpoint. An absent key counts as None."""
+    """Key of config.json -> values under which this row describes the checkpoint; an absent key counts as None."""
     needs: tuple[str, ...] = ()
-    """Config keys that must not be None for this row to describe the checkpoint."""
+    """Keys of config.json that must not be None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,57 +87,56 @@ class TensorSpec:
     content: Content
 
 
-_EMBEDDING = TensorRow("model.embed_tokens.weight", ("vocab", "hidden"), Scope.MODEL)
-_FINAL_NORM = TensorRow("model.norm.weight", ("hidden",), Scope.MODEL, Content.NORM)
-_LM_HEAD = TensorRow("lm_head.weight", ("vocab", "hidden"), Scope.MODEL)
+def _layer(leaf: str, *dims: str, scope: Scope = Scope.LAYER, content: Content = Content.MATRIX) -> TensorRow:
+    return TensorRow(f"model.layers.{{layer}}.{leaf}", dims, scope, content)
+
+
 _LAYER_NORMS = (
-    TensorRow("model.layers.{layer}.input_layernorm.weight", ("hidden",), content=Content.NORM),
-    TensorRow("model.layers.{layer}.post_attention_layernorm.weight", ("hidden",), content=Content.NORM),
+    _layer("input_layernorm.weight", "hidden", content=Content.NORM),
+    _layer("post_attention_layernorm.weight", "hidden", content=Content.NORM),
 )
 _FRAME = (_EMBEDDING, *_LAYER_NORMS, _FINAL_NORM, _LM_HEAD)
 
 _GQA = (
-    TensorRow("model.layers.{layer}.self_attn.q_proj.weight", ("q", "hidden")),
-    TensorRow("model.layers.{layer}.self_attn.k_proj.weight", ("kv", "hidden")),
-    TensorRow("model.layers.{layer}.self_attn.v_proj.weight", ("kv", "hidden")),
-    TensorRow("model.layers.{layer}.self_attn.o_proj.weight", ("hidden", "q")),
+    _layer("self_attn.q_proj.weight", "q", "hidden"),
+    _layer("self_attn.k_proj.weight", "kv", "hidden"),
+    _layer("self_attn.v_proj.weight", "kv", "hidden"),
+    _layer("self_attn.o_proj.weight", "hidden", "q"),
 )
 _QKV_BIAS = (
-    TensorRow("model.layers.{layer}.self_attn.q_proj.bias", ("q",), content=Content.BIAS),
-    TensorRow("model.layers.{layer}.self_attn.k_proj.bias", ("kv",), content=Content.BIAS),
-    TensorRow("model.layers.{layer}.self_attn.v_proj.bias", ("kv",), content=Content.BIAS),
+    _layer("self_attn.q_proj.bias", "q", content=Content.BIAS),
+    _layer("self_attn.k_proj.bias", "kv", content=Content.BIAS),
+    _layer("self_attn.v_proj.bias", "kv", content=Content.BIAS),
 )
 _QK_NORM = (
-    TensorRow("model.layers.{layer}.self_attn.q_norm.weight", ("head_dim",), content=Content.NORM),
-    TensorRow("model.layers.{layer}.self_attn.k_norm.weight", ("head_dim",), content=Content.NORM),
+    _layer("self_attn.q_norm.weight", "head_dim", content=Content.NORM),
+    _layer("self_attn.k_norm.weight", "head_dim", content=Content.NORM),
 )
 _MLA = (
-    TensorRow("model.layers.{layer}.self_attn.q_a_proj.weight", ("q_lora", "hidden")),
-    TensorRow("model.layers.{layer}.self_attn.q_a_layernorm.weight", ("q_lora",), content=Content.NORM),
-    TensorRow("model.layers.{layer}.self_attn.q_b_proj.weight", ("mla_q", "q_lora")),
-    TensorRow("model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight", ("mla_kv_down", "hidden")),
-    TensorRow("model.layers.{layer}.self_attn.kv_a_layernorm.weight", ("kv_lora",), content=Content.NORM),
-    TensorRow("model.layers.{layer}.self_attn.kv_b_proj.weight", ("mla_kv_up", "kv_lora")),
-    TensorRow("model.layers.{layer}.self_attn.o_proj.weight", ("hidden", "mla_out")),
+    _layer("self_attn.q_a_proj.weight", "q_lora", "hidden"),
+    _layer("self_attn.q_a_layernorm.weight", "q_lora", content=Content.NORM),
+    _layer("self_attn.q_b_proj.weight", "mla_q", "q_lora"),
+    _layer("self_attn.kv_a_proj_with_mqa.weight", "mla_kv_down", "hidden"),
+    _layer("self_attn.kv_a_layernorm.weight", "kv_lora", content=Content.NORM),
+    _layer("self_attn.kv_b_proj.weight", "mla_kv_up", "kv_lora"),
+    _layer("self_attn.o_proj.weight", "hidden", "mla_out"),
 )
 _DENSE_MLP = (
-    TensorRow("model.layers.{layer}.mlp.gate_proj.weight", ("ffn", "hidden"), Scope.DENSE),
-    TensorRow("model.layers.{layer}.mlp.up_proj.weight", ("ffn", "hidden"), Scope.DENSE),
-    TensorRow("model.layers.{layer}.mlp.down_proj.weight", ("hidden", "ffn"), Scope.DENSE),
+    _layer("mlp.gate_proj.weight", "ffn", "hidden", scope=Scope.DENSE),
+    _layer("mlp.up_proj.weight", "ffn", "hidden", scope=Scope.DENSE),
+    _layer("mlp.down_proj.weight", "hidden", "ffn", scope=Scope.DENSE),
 )
 _EXPERTS = (
-    TensorRow("model.layers.{layer}.mlp.gate.weight", ("experts", "hidden"), Scope.MOE),
-    TensorRow("model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight", ("moe_ffn", "hidden"), Scope.EXPERT),
-    TensorRow("model.layers.{layer}.mlp.experts.{expert}.up_proj.weight", ("moe_ffn", "hidden"), Scope.EXPERT),
-    TensorRow("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight", ("hidden", "moe_ffn"), Scope.EXPERT),
+    _layer("mlp.gate.weight", "experts", "hidden", scope=Scope.MOE),
+    _layer("mlp.experts.{expert}.gate_proj.weight", "moe_ffn", "hidden", scope=Scope.EXPERT),
+    _layer("mlp.experts.{expert}.up_proj.weight", "moe_ffn", "hidden", scope=Scope.EXPERT),
+    _layer("mlp.experts.{expert}.down_proj.weight", "hidden", "moe_ffn", scope=Scope.EXPERT),
 )
-_SCORE_BIAS = TensorRow(
-    "model.layers.{layer}.mlp.gate.e_score_correction_bias", ("experts",), Scope.MOE, Content.SCORE_BIAS
-)
+_SCORE_BIAS = _layer("mlp.gate.e_score_correction_bias", "experts", scope=Scope.MOE, content=Content.SCORE_BIAS)
 _SHARED_EXPERTS = (
-    TensorRow("model.layers.{layer}.mlp.shared_experts.gate_proj.weight", ("shared_ffn", "hidden"), Scope.MOE),
-    TensorRow("model.layers.{layer}.mlp.shared_experts.up_proj.weight", ("shared_ffn", "hidden"), Scope.MOE),
-    TensorRow("model.layers.{layer}.mlp.shared_experts.down_proj.weight", ("hidden", "shared_ffn"), Scope.MOE),
+    _layer("mlp.shared_experts.gate_proj.weight", "shared_ffn", "hidden", scope=Scope.MOE),
+    _layer("mlp.shared_experts.up_proj.weight", "shared_ffn", "hidden", scope=Scope.MOE),
+    _layer("mlp.shared_experts.down_proj.weight", "hidden", "shared_ffn", scope=Scope.MOE),
 )
 
 _HYBRID_EMBEDDING = TensorRow("backbone.embeddings.weight", ("vocab", "hidden"), Scope.MODEL)
@@ -176,7 +180,7 @@ _HYBRID_LAYERS = {
     "-": frozenset({Scope.LAYER, Scope.DENSE}),
     "E": frozenset({Scope.LAYER, Scope.MOE, Scope.EXPERT}),
 }
-"""Letter of ``hybrid_override_pattern`` -> which rows a layer of that kind has."""
+"""Letter of ``hybrid_override_pattern`` -> scopes of the rows that such a layer has."""
 
 _NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None), "quantization_config": (None,)}
 
@@ -190,8 +194,6 @@ FAMILIES: dict[str, Family] = {
             architecture="Qwen3ForCausalLM",
             model_type="qwen3",
             tensors=(*_FRAME, *_GQA, *_QK_NORM, *_DENSE_MLP),
-            embedding=_EMBEDDING,
-            final_norm=_FINAL_NORM,
             requires=_NO_BIAS,
         ),
         Family(
@@ -199,8 +201,6 @@ FAMILIES: dict[str, Family] = {
             architecture="Qwen2ForCausalLM",
             model_type="qwen2",
             tensors=(*_FRAME, *_GQA, *_QKV_BIAS, *_DENSE_MLP),
-            embedding=_EMBEDDING,
-            final_norm=_FINAL_NORM,
             requires={"quantization_config": (None,)},
         ),
         Family(
@@ -208,8 +208,6 @@ FAMILIES: dict[str, Family] = {
             architecture="LlamaForCausalLM",
             model_type="llama",
             tensors=(*_FRAME, *_GQA, *_DENSE_MLP),
-            embedding=_EMBEDDING,
-            final_norm=_FINAL_NORM,
             requires=_NO_BIAS,
         ),
         Family(
@@ -217,8 +215,6 @@ FAMILIES: dict[str, Family] = {
             architecture="Qwen3MoeForCausalLM",
             model_type="qwen3_moe",
             tensors=(*_FRAME, *_GQA, *_QK_NORM, *_EXPERTS),
-            embedding=_EMBEDDING,
-            final_norm=_FINAL_NORM,
             requires={**_NO_BIAS, "decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
         ),
         Family(
@@ -226,8 +222,6 @@ FAMILIES: dict[str, Family] = {
             architecture="DeepseekV3ForCausalLM",
             model_type="deepseek_v3",
             tensors=(*_FRAME, *_MLA, *_DENSE_MLP, *_EXPERTS, _SCORE_BIAS, *_SHARED_EXPERTS),
-            embedding=_EMBEDDING,
-            final_norm=_FINAL_NORM,
             requires={**_NO_BIAS, "num_nextn_predict_layers": (0, None), "moe_layer_freq": (1, None)},
             needs=("q_lora_rank", "n_shared_experts"),
         ),
@@ -256,11 +250,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: Mapping[str, JSON]) -> Family | None:
-    """The row that describes checkpoints with this config.json, or None if no row does.
-
-    Args:
-        config: Parsed config.json.
-    """
+    """Return the row that describes checkpoints with this config.json, or None if no row does."""
     architectures = config.get("architectures")
     for row in FAMILIES.values():
         if isinstance(architectures, list) and architectures[:1] == [row.architecture]:
@@ -271,14 +261,14 @@ def family_of(config: Mapping[str, JSON]) -> Family | None:
 
 
 def num_experts_of(config: Mapping[str, Any]) -> int:
-    """Routed experts of each layer that has any, however the family spells it; 0 for a dense model."""
+    """Return the number of routed experts of a layer that has them, under any family's key; 0 for a dense model."""
     if "E" not in str(config.get("hybrid_override_pattern") or "E"):
         return 0
     return next((_size(config, key) for key in _EXPERT_COUNTS if config.get(key)), 0)
 
 
 def size_if_any(config: Mapping[str, JSON], key: str) -> int | None:
-    """One size of a config.json, None where it has no such key or a null.
+    """Return one size of a config.json; None where the key is absent or null.
 
     Raises:
         UsageError: it is no positive integer.
@@ -287,10 +277,10 @@ def size_if_any(config: Mapping[str, JSON], key: str) -> int | None:
 
 
 def layer_scopes(config: Mapping[str, JSON]) -> tuple[frozenset[Scope], ...]:
-    """Which rows each layer has, in the order of the layers.
+    """Return the scopes of the rows that each layer has, in layer order.
 
     Args:
-        config: Parsed config.json of a checkpoint that has a family row.
+        config: config.json of a checkpoint that has a family row.
 
     Raises:
         UsageError: a hybrid's pattern has an unknown letter, or another length than the model has layers.
@@ -310,13 +300,12 @@ def layer_scopes(config: Mapping[str, JSON]) -> tuple[frozenset[Scope], ...]:
 
 
 def sizes_of(config: Mapping[str, JSON]) -> dict[str, int]:
-    """Named sizes that tensor rows and Megatron placements refer to, in elements.
+    """Return the sizes that tensor rows and Megatron placements refer to by name, in elements.
+
+    Sizes that do not apply to the family are absent.
 
     Args:
-        config: Parsed config.json of a checkpoint that has a family row.
-
-    Returns:
-        Size by name. Sizes that do not apply to the family are absent.
+        config: config.json of a checkpoint that has a family row.
     """
     heads = _size(config, "num_attention_heads")
     kv_heads = _size(config, "num_key_value_heads", heads)
@@ -363,7 +352,7 @@ def sizes_of(config: Mapping[str, JSON]) -> dict[str, int]:
 
 
 def _size(config: Mapping[str, JSON], key: str, default: int | None = None) -> int:
-    """One size, or `default` where the key is absent or null; 0 is a size only where it is the default."""
+    """Return one size, or `default` where the key is absent or null; 0 is valid only where it is the default."""
     value = config.get(key)
     if value is None and default is not None:
         return default
@@ -374,9 +363,9 @@ def _size(config: Mapping[str, JSON], key: str, default: int | None = None) -> i
 
 
 def tensors_of(family: Family, config: Mapping[str, JSON]) -> Iterator[TensorSpec]:
-    """Every tensor that a checkpoint of this family and config holds, in the order of the model's layers.
+    """Yield every tensor of a checkpoint of this family and config, in layer order.
 
-    With tied embeddings the checkpoint holds no ``lm_head.weight``, as published checkpoints do not.
+    With tied embeddings there is no ``lm_head.weight``, as in published checkpoints.
     """
     sizes = sizes_of(config)
     tied = bool(config.get("tie_word_embeddings"))

@@ -1,7 +1,7 @@
-"""Writing generated checkpoints: config.json, shards and index, and the values of each tensor, seeded.
+"""Writer of generated checkpoints: config.json, shards, index and seeded values of each tensor.
 
-A published initialisation (std 0.02, norms 1, biases 0) hides mapping errors: norms and biases could be swapped
-without a trace. Here matrices have std 1/sqrt(fan-in), no norm weight is 1 and no bias is 0.
+A published initialisation (std 0.02, norms 1, biases 0) hides mapping errors: swapped norms or biases would not show.
+Here matrices have std 1/sqrt(fan-in), no norm weight is 1 and no bias is 0.
 """
 
 from __future__ import annotations
@@ -28,10 +28,73 @@ DTYPES = ("float32", "bfloat16")
 _GENERATOR = 1  # part of the cache key: raise it when the same seed gives other bytes
 _MAX_SHARD_BYTES = 256 * 2**20
 _WRITERS = 4
-"""Shards that are made and written at a time."""
+"""Number of shards that are generated and written at a time."""
 
 Values = Callable[[TensorSpec, str, str], "torch.Tensor"]
-"""(spec, dtype, stream) -> the tensor: a function of its name and the stream only, exact on every machine."""
+"""(spec, dtype, stream) -> tensor, a function of the tensor's name and the stream only, exact on every machine."""
+
+DECODER: Mapping[str, JSON] = {
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+"""Keys of config.json that all generated decoders share."""
+QWEN3_MOE: Mapping[str, JSON] = {
+    **DECODER,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "router_aux_loss_coef": 0.001,
+    "output_router_logits": False,
+}
+"""Keys of config.json, besides sizes, of generated Qwen3-MoE checkpoints."""
+DEEPSEEK_V3: Mapping[str, JSON] = {
+    **DECODER,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 0,
+}
+"""Keys of config.json, besides sizes, of generated DeepSeek-V3 checkpoints."""
+NEMOTRON_H: Mapping[str, JSON] = {
+    **{key: value for key, value in DECODER.items() if key not in ("hidden_act", "rms_norm_eps", "rope_scaling")},
+    "conv_kernel": 4,
+    "expand": 2,
+    "chunk_size": 128,
+    "use_conv_bias": True,
+    "mamba_hidden_act": "silu",
+    "mamba_proj_bias": False,
+    "mamba_ssm_cache_dtype": "float32",
+    "use_mamba_kernels": False,
+    "time_step_floor": 1e-4,
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "mlp_hidden_act": "relu2",
+    "mlp_bias": False,
+    "use_bias": False,
+    "hidden_dropout": 0.0,
+    "layer_norm_epsilon": 1e-5,
+    "residual_in_fp32": False,
+    "rescale_prenorm_residual": True,
+    "num_logits_to_keep": 1,
+}
+"""Keys of config.json, besides sizes, of generated Nemotron-H checkpoints."""
 
 
 def write_checkpoint(
@@ -43,16 +106,16 @@ def write_checkpoint(
     seed: int,
     values: Values,
 ) -> Path:
-    """Write a checkpoint under `directory`, or find it there.
+    """Write a checkpoint under `directory` unless it is there already, and return its path.
 
     Args:
-        label: Begin of the checkpoint's folder name, which ends in the key of its contents.
-        family_name: A key of `FAMILIES`.
-        sizes: Keys of config.json besides the architecture and the dtype.
-        directory: Cache.
+        label: start of the checkpoint's folder name, which ends in the key of its contents.
+        family_name: a key of `FAMILIES`.
+        sizes: keys of config.json besides the architecture and the dtype.
+        directory: cache of generated checkpoints.
         dtype: "float32" or "bfloat16"; what families keep in float32 stays float32.
-        seed: Other seeds give other weights.
-        values: Makes each tensor.
+        seed: seed of the weights.
+        values: generator of each tensor.
 
     Raises:
         UsageError: unknown dtype, a config that leaves the family's row, or a folder that cannot be written.
@@ -67,7 +130,7 @@ def write_checkpoint(
         **sizes,
     }
     if family_of(config) is not family:
-        raise UsageError(f"this config.json leaves what family `{family_name}` describes")
+        raise UsageError(f"this config.json is not of family `{family_name}`: see `requires` and `needs` of the family")
     key = hashlib.blake2b(json.dumps([_GENERATOR, seed, config], sort_keys=True).encode(), digest_size=6).hexdigest()
     target = directory / f"{label}-{dtype}-{key}"
     if target.is_dir():
@@ -122,18 +185,18 @@ def _write_files(
 
 
 def generate(spec: TensorSpec, dtype: str, stream: str) -> torch.Tensor:
-    """The values of one tensor: a function of its name and the stream only, exact on every machine.
+    """Generate one tensor as a function of its name and the stream only, exact on every machine.
 
     Values come from the raw 64-bit stream of Philox, whose bits NumPy keeps stable, by exact float64 arithmetic and
     one rounding; no transcendental function is involved, so no CPU differs.
 
     Args:
-        spec: Name, shape and content.
+        spec: name, shape and content.
         dtype: "float32" or "bfloat16".
-        stream: Part of the key besides the name.
+        stream: part of the key besides the name.
 
     Returns:
-        Tensor of spec.shape, in its stored dtype.
+        Tensor of spec.shape in its stored dtype.
     """
     import numpy
     import torch
@@ -157,5 +220,5 @@ def generate(spec: TensorSpec, dtype: str, stream: str) -> torch.Tensor:
 
 
 def stored_dtype(spec: TensorSpec, dtype: str) -> str:
-    """The dtype of one tensor in a checkpoint of the given one."""
+    """Return the dtype that one tensor has in a checkpoint of dtype `dtype`."""
     return "float32" if spec.content in (Content.SCORE_BIAS, Content.DECAY) else dtype

@@ -23,15 +23,15 @@ from verifier.platform.upstream_fixes import MEGATRON_DECAY
 
 DTYPES = ("float32", "bfloat16")
 SMALL_BUCKET = 40_000
-"""Elements per gradient bucket on the CPU tier, so that tiny models have several, as real ones do."""
+"""Number of elements of a gradient bucket on the CPU tier; it gives tiny models several buckets, as large ones have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallel:
-    """How gradients and parameters travel over data-parallel ranks.
+    """Options of the gradient and parameter communication over data-parallel ranks.
 
     Raises:
-        UsageError: parameters are gathered in overlap, but not sharded.
+        UsageError: `overlap_param_gather` without `distributed_optimizer` and `overlap_grad_reduce`.
     """
 
     distributed_optimizer: bool = False
@@ -45,7 +45,7 @@ class DataParallel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerModel:
-    """One rank's part of a model that is spread over a mesh."""
+    """One rank's part of a model that is distributed over a mesh."""
 
     chunks: list[Any]
     """Megatron modules of this rank, one per virtual pipeline stage."""
@@ -56,16 +56,16 @@ class TrainerModel:
     mesh: Mesh
     tier: Tier
     data_parallel: DataParallel | None
-    """None: not wrapped for training, forward only."""
+    """Options of data parallelism; None for a model that is not wrapped for training and only runs forward."""
     fixes: frozenset[str]
     """Ids of the upstream fixes that it was built with."""
 
 
 def preload(tier: Tier | None = None) -> None:
-    """Import everything that `build` needs, for the machine's own tier by default; call it once before ranks fork."""
+    """Import everything that `build` needs, by default for the tier of this machine; call it once before ranks fork."""
     install_for(tier or select())
     logging.getLogger("megatron").setLevel(logging.WARNING)  # buckets and configurations, parameter by parameter
-    # It asks for marks between the stages in a hybrid's pattern, and takes the stages from the configuration as well.
+    # Megatron asks for stage marks in a hybrid's pattern; here the stages come from the configuration.
     logging.getLogger("megatron.core.models.hybrid.hybrid_layer_allocation").setLevel(logging.ERROR)
     from megatron.bridge import AutoBridge  # noqa: F401
     from megatron.core.distributed import finalize_model_grads  # noqa: F401
@@ -110,7 +110,7 @@ def validate(config: Mapping[str, Any], mesh: Mesh) -> None:
 
 
 def _validate_hybrid(config: Mapping[str, Any], mesh: Mesh) -> None:
-    """Refuse what state-space layers cannot be divided over; context-parallel ranks share out their heads."""
+    """Refuse a mesh that does not divide state-space layers, whose heads context-parallel ranks divide too."""
     name, heads, groups = _architecture(config), size_if_any(config, "mamba_num_heads"), size_if_any(config, "n_groups")
     if mesh.vpp > 1:
         raise UsageError(f"vpp = {mesh.vpp}, but megatron-bridge builds {name} without virtual stages")
@@ -140,18 +140,18 @@ def build(
 ) -> TrainerModel:
     """Set up model parallelism on the existing process group and load a checkpoint into this rank's shards.
 
-    Every parameter is NaN until its weight arrives, so that one that no weight reaches cannot pass for loaded.
+    Every parameter is NaN until its weight is loaded, so a parameter that no weight reaches shows.
 
     Args:
         path: Hugging Face checkpoint directory.
         mesh: parallel sizes; its world size is that of the process group.
-        dtype: "float32" or "bfloat16", of parameters and activations.
-        tier: "cpu" or "cuda"; already installed, or installed now.
-        data_parallel: wrap the model for training so; None builds it for forward passes only.
-        seed: of Megatron's random state.
-        deadline_s: how long a collective of the model's groups may wait.
-        overrides: provider fields set last, before it is finalized.
-        adapt: takes the loaded modules and gives those to train, before they are wrapped for that.
+        dtype: "float32" or "bfloat16", dtype of parameters and activations.
+        tier: "cpu" or "cuda"; installed now unless it is already.
+        data_parallel: options to wrap the model for training; None builds it for forward passes only.
+        seed: seed of Megatron's random state.
+        deadline_s: greatest duration of a collective of the model's groups, seconds.
+        overrides: provider fields set last, before the provider is finalized.
+        adapt: maps the loaded modules to those to train, before they are wrapped for training.
         fixes: ids of the upstream fixes to install.
 
     Raises:
@@ -177,7 +177,7 @@ def build(
         provider = bridge.to_megatron_provider(load_weights=True)
         _configure(provider, mesh, dtype, tier)
         if not num_experts_of(config):
-            provider.num_moe_experts = None  # a hybrid's bridge counts experts that no layer of the pattern has
+            provider.num_moe_experts = None  # a hybrid's bridge sets it although no layer has experts
         for name, value in (overrides or {}).items():
             setattr(provider, name, value)
         provider.finalize()
@@ -205,7 +205,7 @@ def build(
 
 
 def teardown() -> None:
-    """Forget the model-parallel groups and the routers, so that this process can build another model."""
+    """Drop the model-parallel groups and router-replay instances, so that this process can build another model."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
@@ -218,7 +218,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _bridge(path: Path | str, architecture: str) -> Any:
-    # Everything is read from the directory: nothing is looked up on a network.
+    # Everything is read from the directory and nothing from a network.
     os.environ["HF_HUB_OFFLINE"] = "1"
     from megatron.bridge import AutoBridge
 
@@ -232,7 +232,7 @@ def _bridge(path: Path | str, architecture: str) -> Any:
 
 
 def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
-    """Provider fields for a mesh and a dtype; on the CPU tier, without the fused kernels that need a GPU."""
+    """Set the provider's fields for a mesh and a dtype; on the CPU tier, switch off fused kernels that need a GPU."""
     import torch
 
     torch_dtype = getattr(torch, dtype)
@@ -252,23 +252,23 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
         "fp16": False,
         "make_vocab_size_divisible_by": 1,
         "should_pad_vocab": False,
-        # Packed micro-batches differ in length, and the loss is a mean over tokens, not over micro-batches.
+        # Packed micro-batches differ in length; the loss is a mean over tokens, not over micro-batches.
         "variable_seq_lengths": True,
         "calculate_per_token_loss": True,
         # The all-gather dispatcher refuses variable lengths, even in a model without experts.
         "moe_token_dispatcher_type": "alltoall",
-        # The policy's loss is the only loss: no balancing loss, no drift of the router's score bias.
+        # Only the policy's loss trains: no balancing loss, no update of the router's score bias.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_bias_update_rate": 0.0,
-        # How steps that recompute activations do so (verifier/train/recompute_megatron.py): two layers together, so
-        # that one of them has an input that was not kept. Adapters prepare for it as they are put on.
+        # Granularity of activation recomputation (verifier/train/recompute_megatron.py): with two layers at a time the
+        # second one's input is not kept. Adapters read these fields when they are attached.
         "recompute_method": "uniform",
         "recompute_num_layers": 2,
     }
     if mesh.vpp > 1:
-        # Without overlap_p2p_comm megatron-core 0.19.2 trains interleaved stages on the wrong gradients, silently:
-        # the assertion that forbids it is in the training script's argument parser only.
+        # Without overlap_p2p_comm megatron-core 0.19.2 silently trains interleaved stages on wrong gradients; only its
+        # training script's argument parser asserts against it.
         fields |= {
             "virtual_pipeline_model_parallel_size": mesh.vpp,
             "overlap_p2p_comm": True,
@@ -293,9 +293,9 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
     else:
         from megatron.core.transformer.enums import AttnBackend
 
-        # Some providers ask for flash-attn by name, and Transformer Engine then finds no backend where it is absent.
+        # Some providers require flash-attn; where it is absent Transformer Engine would find no backend.
         fields["attention_backend"] = AttnBackend.auto
-        # Apex has the kernel; without it Megatron refuses to build the output layer.
+        # The kernel comes with Apex; without it Megatron refuses to build the output layer.
         fields["gradient_accumulation_fusion"] = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     for name, value in fields.items():
         if not hasattr(provider, name):
@@ -326,7 +326,7 @@ def _poison(chunks: list[Any]) -> list[Any]:
 
 
 def _connect(chunks: list[Any], data_parallel: DataParallel | None) -> None:
-    """Give the pipeline schedule the hooks by which gradients are reduced while the backward pass still runs."""
+    """Set the hooks by which the pipeline schedule reduces gradients during the backward pass."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.utils import get_model_config
 

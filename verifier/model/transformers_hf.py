@@ -1,4 +1,4 @@
-"""A transformers model: loaded in one dtype, asked for logprobs, and its tensors found by checkpoint name."""
+"""transformers models: loading in one dtype, log-probabilities, and lookup of tensors by checkpoint name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verifier.platform.upstream_fixes import TRANSFORMERS_SCAN
 from verifier.platform.upstream_fixes_transformers import scan_in_one_chunk
 
 _PREFIXES = {"nemotron_h": ("model.", "backbone.")}
-"""Model type -> transformers' prefix of the stack's tensors, and the checkpoints'."""
+"""Model type -> (prefix of the decoder's tensors in transformers, prefix in checkpoints)."""
 
 
 def load_model(
@@ -25,13 +25,13 @@ def load_model(
     """Load a checkpoint directory with eager attention and eager experts, on the CPU, for inference.
 
     Args:
-        path: the checkpoint.
-        dtype: of the parameters, but for those that the checkpoint keeps in float32.
-        fixes: ids of the upstream fixes to install. The oracle has them whatever the run asks for: it computes what the
-            model's definition says.
+        path: checkpoint directory.
+        dtype: dtype of the parameters, except those that the checkpoint stores in float32.
+        fixes: ids of the upstream fixes to install. The oracle has them in every run, because it computes the model's
+            definition.
 
     Raises:
-        ContractError: transformers finds a tensor missing, or one that the architecture has no place for.
+        ContractError: a tensor is missing, or the architecture has no place for one.
     """
     model, info = AutoModelForCausalLM.from_pretrained(
         path,
@@ -51,38 +51,38 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-_held: dict[tuple[Any, ...], PreTrainedModel] = {}
+_cached: dict[tuple[Any, ...], PreTrainedModel] = {}
 
 
 def hold_model(path: Path | str, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """The last model that was asked for, or another in its place: requests for one checkpoint follow each other.
+    """Return a model from a cache of one; requests for one checkpoint follow each other.
 
     Args:
-        path: the checkpoint; one whose files were written since is another.
-        dtype: as `load_model` takes it.
-        device: "cpu", or "cuda".
+        path: checkpoint directory; files written since count as another checkpoint.
+        dtype: see `load_model`.
+        device: "cpu" or "cuda".
 
     Returns:
-        For inference only; it must be left as it is.
+        A shared model for inference; callers must not change it.
 
     Raises:
-        ContractError: as `load_model` does.
+        ContractError: see `load_model`.
     """
     files = [(item.name, item.stat()) for item in sorted(Path(path).iterdir())]
     key = (str(path), dtype, device, *((name, at.st_ino, at.st_size, at.st_mtime_ns) for name, at in files))
-    if key not in _held:
+    if key not in _cached:
         release_model()
-        _held[key] = load_model(path, dtype).to(device)
-    return _held[key]
+        _cached[key] = load_model(path, dtype).to(device)
+    return _cached[key]
 
 
 def release_model() -> None:
-    """Give up the model that is held, if any, and its memory."""
-    _held.clear()
+    """Free the cached model, if any."""
+    _cached.clear()
 
 
 def _restore_float32(model: PreTrainedModel, path: Path | str) -> None:
-    """Give back what a checkpoint of another dtype keeps in float32 and transformers rounded to the model's dtype."""
+    """Restore the float32 tensors of a checkpoint of another dtype, which transformers rounded to the model's dtype."""
     checkpoint = open_checkpoint(path)
     if all(meta.dtype == "float32" for meta in checkpoint.metas.values()):
         return
@@ -92,9 +92,9 @@ def _restore_float32(model: PreTrainedModel, path: Path | str) -> None:
 
 
 def _scan_without_kernels(model: PreTrainedModel) -> None:
-    """Have state-space layers take torch's operations on a GPU too, as they do on the host.
+    """Make state-space layers use torch's operations on a GPU too.
 
-    The kernels are the trainer's and the engine's, and would be compiled again for every length of sequence.
+    The CUDA kernels are those under test, and would be compiled for every length of sequence.
     """
     for module in model.modules():
         if type(module).__name__ == "NemotronHMamba2Mixer":
@@ -105,13 +105,13 @@ def _scan_without_kernels(model: PreTrainedModel) -> None:
 def token_logprobs(
     model: PreTrainedModel, tokens: Sequence[int], precision: torch.dtype, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Teacher-forced logprobs of one sequence, alone in its batch.
+    """Score one sequence, alone in its batch.
 
     Args:
-        model: as `load_model` returns it.
-        tokens: T ids.
-        precision: of the log-softmax.
-        temperature: what logits are divided by; 0 asks for the likeliest token's, undivided, whatever the tokens.
+        model: from `load_model`.
+        tokens: T token ids.
+        precision: dtype of the log-softmax.
+        temperature: divisor of the logits; 0 gives the undivided log-probability of the likeliest token instead.
 
     Returns:
         [T - 1] float32, nats, on the host: entry t is log p(tokens[t + 1] | tokens[: t + 1]).
@@ -124,10 +124,10 @@ def token_logprobs(
 
 
 def checkpoint_places(model: PreTrainedModel) -> dict[str, tuple[str, torch.Tensor]]:
-    """Where each checkpoint tensor lives in the model: name -> (holder's name, view of its storage).
+    """Map each checkpoint tensor's name to (name of the parameter that holds it, view of its storage).
 
-    transformers 5 keeps all experts of a layer in two parameters; their slices are the checkpoint's tensors. A head
-    that is tied to the embedding is no tensor of its own. Buffers that no checkpoint carries are left out.
+    transformers 5 keeps all experts of a layer in two parameters; their slices are the checkpoint's tensors. Tied heads
+    and non-persistent buffers are left out.
     """
     places: dict[str, tuple[str, torch.Tensor]] = {}
     theirs, published = _PREFIXES.get(model.config.model_type, ("", ""))
@@ -160,7 +160,7 @@ def _fused_experts(prefix: str, module: nn.Module) -> dict[str, tuple[str, torch
 def _expert_slices(
     prefix: str, leaf: str, first: torch.Tensor, down: torch.Tensor
 ) -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
-    """Slices of [experts, 2*width, hidden], or [experts, width, hidden] without gates, and [experts, hidden, width]."""
+    """Slice [experts, 2*width, hidden], or [experts, width, hidden] without gates, and [experts, hidden, width]."""
     parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("up_proj",)
     width = first.shape[1] // len(parts)
     for expert in range(first.shape[0]):

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
-from verifier.engine.engine import Sampling
+from verifier.engine.api import Sampling
 from verifier.engine.shaping import shaped
 from verifier.model.transformers_hf import hold_model, token_logprobs
 
@@ -95,7 +96,7 @@ def shaped_logprobs(
     model = hold_model(path, torch.float32, device)
     found = []
     for prompt, tokens, asked in rows:
-        sampling = Sampling.from_json(asked)
+        sampling = msgspec.convert(asked, Sampling)
         ids = torch.tensor([[*prompt, *tokens]], device=model.device)
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double().cpu()
         row = []

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from verifier.engine.engine import EngineConfig
+from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess
 
 REMEMBERED_BYTES = 64 * 2**20

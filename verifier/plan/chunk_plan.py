@@ -1,4 +1,4 @@
-"""The chunk plan: the only source of order, names, dtypes and bytes of a weight transfer."""
+"""Chunk plan of a weight transfer: the only source of tensor order, names, dtypes and byte offsets."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DTYPE_BYTES = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 ALIGNMENT_BYTES = 16
-"""Every tensor begins at a multiple of this in its chunk's buffer, so that it can be viewed in place in any dtype."""
+"""Alignment of every tensor in its chunk's buffer, in bytes; it lets a tensor be viewed in place in any dtype."""
 END_BYTES = 256 << 20
-"""The first chunk of a plan, and its last, holds no more: before the one and after the other nothing else travels."""
+"""Greatest size of a plan's first and last chunk, in bytes. While they travel, nothing else is packed or loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMeta:
-    """Name, dtype and shape of one tensor that travels."""
+    """Name, dtype and shape of one transferred tensor."""
 
     name: str
     dtype: str
@@ -32,7 +32,7 @@ class TensorMeta:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the contents; ContractError for a dtype that cannot travel."""
+        """Size of the contents, in bytes; raises ContractError for a dtype that cannot be transferred."""
         if self.dtype not in DTYPE_BYTES:
             raise ContractError(f"`{self.name}` has dtype {self.dtype}, which no chunk can carry")
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
@@ -40,7 +40,7 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor's place in a chunk: its contents fill ``[begin, begin + tensor.num_bytes)`` of the buffer."""
+    """Place of one tensor in a chunk: bytes ``[begin, begin + tensor.num_bytes)`` of the buffer."""
 
     tensor: TensorMeta
     begin: int
@@ -50,7 +50,7 @@ class Entry:
 class Chunk:
     """Consecutive tensors that travel in one buffer of `num_bytes` bytes.
 
-    What is asked of every tensor at every transfer stands in columns, each made once, in the order of `entries`.
+    The cached columns hold one value per tensor, in the order of `entries`; every transfer reads them.
     """
 
     index: int
@@ -59,32 +59,32 @@ class Chunk:
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """Of each tensor."""
+        """Name of each tensor."""
         return tuple(entry.tensor.name for entry in self.entries)
 
     @functools.cached_property
     def dtypes(self) -> tuple[str, ...]:
-        """Of each tensor."""
+        """Dtype of each tensor."""
         return tuple(entry.tensor.dtype for entry in self.entries)
 
     @functools.cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of each tensor."""
+        """Shape of each tensor."""
         return tuple(entry.tensor.shape for entry in self.entries)
 
     @functools.cached_property
     def begins(self) -> tuple[int, ...]:
-        """Of each tensor, its first byte in the buffer."""
+        """Byte offset of each tensor in the buffer."""
         return tuple(entry.begin for entry in self.entries)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Of each tensor, in bytes."""
+        """Size of each tensor, in bytes."""
         return tuple(entry.tensor.num_bytes for entry in self.entries)
 
     @functools.cached_property
     def places(self) -> tuple[tuple[str, str, tuple[int, ...], tuple[int, ...], int], ...]:
-        """Of each tensor: name, dtype, shape, strides row by row, and first element of a buffer of its dtype."""
+        """(name, dtype, shape, row-major strides, offset in elements of its dtype) of each tensor."""
         return tuple(
             (name, dtype, shape, _row_by_row(shape), begin // DTYPE_BYTES[dtype])
             for name, dtype, shape, begin in zip(self.names, self.dtypes, self.shapes, self.begins, strict=True)
@@ -95,25 +95,25 @@ class Chunk:
 class ChunkPlan:
     """Chunks in the order in which they travel.
 
-    All ranks and the receiver compare `digest` before the first byte moves; the stream is then asserted against the
-    plan tensor by tensor, and the receiver confirms every entry.
+    Sender and receivers compare `digest` before the first byte moves. The sender then compares the stream with the plan
+    tensor by tensor, and the receiver confirms every entry.
     """
 
     chunks: tuple[Chunk, ...]
 
     @property
     def tensors(self) -> Iterator[TensorMeta]:
-        """All tensors in travelling order."""
+        """All tensors in transfer order."""
         return (entry.tensor for chunk in self.chunks for entry in chunk.entries)
 
     @functools.cached_property
     def digest(self) -> str:
-        """blake2b over the canonical JSON of the whole plan: order, names, dtypes, shapes, offsets; computed once."""
+        """blake2b of the plan's canonical JSON: order, names, dtypes, shapes and offsets."""
         text = json.dumps(self.to_json(), separators=(",", ":"))
         return "blake2:" + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def to_json(self) -> list[list[Any]]:
-        """Chunks as lists of [name, dtype, shape, begin], followed by the chunk's bytes; inverse of `from_json`."""
+        """Return [bytes of the chunk, list of [name, dtype, shape, begin]] of each chunk; inverse of `from_json`."""
         return [
             [chunk.num_bytes, [[e.tensor.name, e.tensor.dtype, list(e.tensor.shape), e.begin] for e in chunk.entries]]
             for chunk in self.chunks
@@ -121,7 +121,7 @@ class ChunkPlan:
 
     @classmethod
     def from_json(cls, record: Sequence[Sequence[Any]]) -> ChunkPlan:
-        """Rebuild and validate a plan that was sent as JSON."""
+        """Rebuild and validate a plan from its JSON form."""
         chunks = tuple(
             Chunk(
                 index=index,
@@ -161,7 +161,7 @@ class ChunkPlan:
 
 @functools.cache
 def _row_by_row(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
+    """Return the strides of a contiguous tensor, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
@@ -170,17 +170,18 @@ def _aligned(offset: int) -> int:
 
 
 def build_plan(tensors: Iterable[TensorMeta], *, chunk_bytes: int) -> ChunkPlan:
-    """Fill chunks in the given order; a tensor is never split, so a larger one gets a chunk of its own.
+    """Fill chunks in the given order; a tensor is never split, and one that exceeds `chunk_bytes` gets its own chunk.
 
-    Chunks of more than `END_BYTES` hold at most what all chunks before them hold, and at most half of what is left:
-    while one travels the next is packed, and the one before is loaded, so only the smallest are waited for.
+    A chunk of more than `END_BYTES` holds at most as much as all chunks before it, and at most half of the remaining
+    bytes. One chunk travels while the next is packed and the previous one is loaded, so only the small first and last
+    chunks are waited for.
 
     Args:
-        tensors: in export order, which is the travelling order.
-        chunk_bytes: greatest buffer size, but for single tensors that exceed it.
+        tensors: tensors in export order, which is the transfer order.
+        chunk_bytes: greatest buffer size, in bytes; single tensors may exceed it.
 
     Raises:
-        ContractError: no tensors, a repeated name, or a dtype that cannot travel.
+        ContractError: no tensors, a repeated name, or a dtype that cannot be transferred.
     """
     metas = list(tensors)
     left = sum(_aligned(meta.num_bytes) for meta in metas)

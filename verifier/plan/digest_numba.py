@@ -1,14 +1,15 @@
-"""The digest's fast path on a CPU: one thread, no lock held, as fast as memory is read."""
+"""Content digest on a CPU: one thread, without the interpreter's lock, at the speed of memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numba
 import numpy as np
 import torch
 
-from verifier.plan.digest import BLOCK_BYTES, COLUMNS, GOLDEN, KEYS, MIX_1, MIX_2, ROWS
+from verifier.plan.digest_definition import BLOCK_BYTES, COLUMNS, GOLDEN, KEYS, MIX_1, MIX_2, ROWS
 
 _KEYS = np.array(KEYS, dtype=np.uint32)
 _GOLDEN = np.uint64(GOLDEN)
@@ -16,11 +17,11 @@ _MIX_1 = np.uint64(MIX_1)
 _MIX_2 = np.uint64(MIX_2)
 _WORDS_PER_LINE = 16
 _WORDS_AHEAD = 1024
-"""How far ahead a word of each cache line is touched: the data is in the cache when its turn comes (7 to 11 GB/s)."""
+"""Distance, in words, at which one word of each cache line is read ahead (7 to 11 GB/s)."""
 
 
 def lane_sums_numba(data: torch.Tensor) -> tuple[int, int]:
-    """Both lanes' sums of a CPU uint8 vector [num_bytes]; the same bits as `lane_sums_torch`."""
+    """Return both lanes' sums of a CPU uint8 vector [num_bytes]; the same bits as `lane_sums_torch`."""
     array = data.numpy()
     whole = array.size // BLOCK_BYTES
     low = high = 0
@@ -35,8 +36,8 @@ def lane_sums_numba(data: torch.Tensor) -> tuple[int, int]:
     return low, high
 
 
-def _compiled(function: Callable) -> Callable:
-    """Compile on first call; keep the machine code on disk where numba finds a place for it."""
+def _compiled(function: Callable[..., Any]) -> Any:
+    """Compile on the first call; keep the machine code on disk where numba finds a place for it."""
     try:
         return numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # numba: "cannot cache function: no locator available", a read-only installation
@@ -54,7 +55,7 @@ def _mix(value: np.uint64) -> np.uint64:
 
 @_compiled
 def _block_sums(words: np.ndarray, first_block: np.uint64, keys: np.ndarray) -> tuple[np.uint64, np.uint64, np.uint32]:
-    """Both lanes' sums over whole blocks, words uint32 [num_blocks * ROWS * COLUMNS]; and the words touched early."""
+    """Return both lanes' sums of whole blocks, words uint32 [num_blocks * ROWS * COLUMNS], and the words read ahead."""
     low = np.uint64(0)
     high = np.uint64(0)
     touched = np.uint32(0)

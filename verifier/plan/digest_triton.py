@@ -1,10 +1,10 @@
-"""The digest on a GPU: one pass over the data, 32-bit integer arithmetic, as fast as memory is read.
+"""Content digest on a GPU: one pass over the data in 32-bit integer arithmetic, at the speed of memory.
 
 One launch digests any number of pieces, such as the thousands of tensors of a transfer's chunk. A table on the device
-says where each begins and which unit of which piece a program takes. A warp takes one row of a block at a time (128
+lists the offset of each piece and the unit of work of each program. A warp takes one row of a block at a time (128
 words, 16 bytes a thread) and holds one stream per word, so a word costs two XORs and one 32 x 32 + 64 -> 64 bit
 multiply-add, and a stream of 32 words is mixed once. Programs add their sums to the piece's by 64-bit integer atomics:
-addition commutes, so the bits do not depend on their order. On request the same pass copies what it reads.
+addition commutes, so their order does not matter. On request the same pass copies what it reads.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 import triton
 import triton.language as tl
 
-from verifier.plan.digest import BLOCK_BYTES, COLUMNS, GOLDEN, KEYS, MIX_1, MIX_2, ROWS
+from verifier.plan.digest_definition import BLOCK_BYTES, COLUMNS, GOLDEN, KEYS, MIX_1, MIX_2, ROWS
 
 BLOCKS_PER_STEP = 4
-"""Blocks that a program works on at once: one per warp."""
+"""Number of blocks that a program digests at once, one per warp."""
 STEP_BYTES = BLOCKS_PER_STEP * BLOCK_BYTES
 STEPS_PER_UNIT = 4
-"""Steps of one program (256 KiB): its start hides behind two others on its processor, and a chunk gives each dozens."""
+"""Number of steps of one program (256 KiB). Two other programs on the same processor hide its start."""
 LINE_BYTES = 16
-"""What a thread reads at once; every piece begins at a multiple of it."""
+"""Size of one read of a thread, in bytes; every piece begins at a multiple of it."""
 
 _COLUMNS = tl.constexpr(COLUMNS)
 _ROWS = tl.constexpr(ROWS)
@@ -34,7 +34,7 @@ _STEP_BYTES = tl.constexpr(STEP_BYTES)
 _STEPS = tl.constexpr(STEPS_PER_UNIT)
 _LINE_BYTES = tl.constexpr(LINE_BYTES)
 _AHEAD = tl.constexpr(8)
-"""Rows that are being read while the row before them is worked on."""
+"""Number of rows that are loaded ahead of the row being digested."""
 _GOLDEN = tl.constexpr(GOLDEN)
 _MIX_1 = tl.constexpr(MIX_1)
 _MIX_2 = tl.constexpr(MIX_2)
@@ -53,7 +53,7 @@ def _mix(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _keyed(words: tl.tensor, key: tl.constexpr) -> tl.tensor:
-    """Words [BLOCKS, COLUMNS] uint32, keyed, as uint64 below 2^32."""
+    """Return words [BLOCKS, COLUMNS] uint32 XOR the key, as uint64 below 2^32."""
     return (words ^ tl.full(words.shape, key, tl.uint32)).to(tl.uint64)
 
 
@@ -81,7 +81,7 @@ def _step(
         first = ahead[0]  # type: ignore[misc]
         second = ahead[1]  # type: ignore[misc]
         ahead = ahead[2:]
-        for later in tl.static_range(row + _AHEAD, row + _AHEAD + 2):  # under way before a store: no load passes one
+        for later in tl.static_range(row + _AHEAD, row + _AHEAD + 2):  # issued before a store, which no load passes
             if later < _ROWS:
                 ahead += (_load(data_ptr, at + later * _COLUMNS, num_bytes, whole),)  # type: ignore[assignment]
         if copy:
@@ -92,7 +92,7 @@ def _step(
     place = (block * _COLUMNS + column + 1).to(tl.uint64) * _GOLDEN
     mixed_0 = _mix(stream_0 + place)
     mixed_1 = _mix(stream_1 + place)
-    if not whole:  # a block that has begun counts to its last zero; one that has not is no part of the data
+    if not whole:  # a block counts, zero padding included, if any of it is data
         begun = block * _BLOCK_BYTES + column * 0 < num_bytes
         mixed_0 = tl.where(begun, mixed_0, 0)
         mixed_1 = tl.where(begun, mixed_1, 0)
@@ -101,7 +101,7 @@ def _step(
 
 @triton.jit
 def _load(data_ptr: tl.tensor, at: tl.tensor, num_bytes: tl.tensor, whole: tl.constexpr) -> tl.tensor:
-    """Words number `at` as uint32; unless they are whole, zero beyond the end."""
+    """Load the words with index `at` as uint32; zero beyond the end unless `whole`."""
     words_ptr = data_ptr.to(tl.pointer_type(tl.uint32))
     if whole:
         word = tl.load(words_ptr + at)
@@ -118,7 +118,7 @@ def _load(data_ptr: tl.tensor, at: tl.tensor, num_bytes: tl.tensor, whole: tl.co
 
 @triton.jit
 def _store(copy_ptr: tl.tensor, at: tl.tensor, word: tl.tensor, num_bytes: tl.tensor, whole: tl.constexpr) -> None:
-    """Words number `at` of the copy; its last line is filled up with zeros."""
+    """Store the words with index `at` of the copy; its last line is padded with zeros."""
     words_ptr = copy_ptr.to(tl.pointer_type(tl.uint32))
     if whole:
         tl.store(words_ptr + at, word)
@@ -136,7 +136,7 @@ def _pieces_kernel(
     num_units: tl.tensor,
     copy: tl.constexpr,
 ) -> None:
-    """Add both lanes' sums of every piece to sums_ptr (int64 [num_pieces, 2]); table_ptr is that of `table_of`."""
+    """Add both lanes' sums of every piece to sums_ptr (int64 [num_pieces, 2]); table_ptr points to a `table_of`."""
     unit = tl.program_id(0)
     units_ptr = table_ptr + 3 * num_pieces
     piece = tl.load(units_ptr + unit)
@@ -158,12 +158,12 @@ def _pieces_kernel(
 
 
 def table_of(begins: Sequence[int], targets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """The kernel's table on the host, int64 [3 * pieces + 2 * units].
+    """Return the kernel's table on the host, int64 [3 * pieces + 2 * units].
 
     Args:
-        begins: bytes from the data's base address to each piece, multiples of `LINE_BYTES`; may be negative.
-        targets: the same, from the copy's base to each piece's copy.
-        sizes: bytes of each piece; one that is empty gets no unit.
+        begins: offset of each piece from the data's base, in bytes; a multiple of `LINE_BYTES`, possibly negative.
+        targets: offset of each piece's copy from the copy's base, in bytes.
+        sizes: size of each piece, in bytes; an empty one gets no unit.
     """
     num_bytes = np.asarray(sizes, dtype=np.int64)
     unit_bytes = STEPS_PER_UNIT * STEP_BYTES
@@ -177,13 +177,13 @@ def table_of(begins: Sequence[int], targets: Sequence[int], sizes: Sequence[int]
 def lane_sums_of_pieces(
     data: torch.Tensor, table: torch.Tensor, num_pieces: int, copy: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Both lanes' sums of every piece, as int64 [num_pieces, 2] on the GPU; does not wait for the kernel.
+    """Launch the kernel and return both lanes' sums of every piece, int64 [num_pieces, 2] on the GPU, unawaited.
 
     Args:
-        data: uint8, its first byte is the base address of the table's begins; aligned to `LINE_BYTES`.
-        table: `table_of` the pieces, on the same GPU.
-        num_pieces: rows of the table.
-        copy: uint8, the base of the table's targets: gets every piece, its last line filled up with zeros.
+        data: uint8 vector; its first byte is the base of the table's begins, aligned to `LINE_BYTES`.
+        table: table of the pieces, on the same GPU.
+        num_pieces: number of pieces in the table.
+        copy: uint8 vector, base of the table's targets; receives every piece, its last line padded with zeros.
     """
     sums = torch.zeros(num_pieces, 2, dtype=torch.int64, device=data.device)
     num_units = (table.numel() - 3 * num_pieces) // 2

@@ -1,11 +1,11 @@
-"""Guarded replacement of upstream names: a version that moved fails with a sentence, not with a wrong number."""
+"""Guarded replacement of upstream names: a changed signature is an error, not a wrong number."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -16,24 +16,24 @@ from verifier.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """One upstream name and what stands in for it.
+    """One upstream name and its replacement.
 
     Raises (from `apply`):
         UsageError: the name is gone, or takes other parameters than `takes` says.
     """
 
     target: str
-    """Where the name lives, `package.module:attribute` or `package.module:Class.attribute`."""
+    """Upstream name, `package.module:attribute` or `package.module:Class.attribute`."""
     replacement: object
     takes: str | None = None
-    """Parameter names that upstream's callable must have, separated by spaces; None where only existence is needed."""
+    """Parameter names that upstream's callable must have, separated by spaces; None if it only has to exist."""
 
 
 def apply(patches: Sequence[Patch]) -> None:
-    """Check every patch against what is installed, then install them all.
+    """Check every patch against the installed version, then apply all.
 
     Raises:
-        UsageError: some name does not look as expected; nothing is patched then.
+        UsageError: a name is gone or takes other parameters; nothing is patched then.
     """
     owners = [_owner(item.target) for item in patches]
     for (owner, attribute), item in zip(owners, patches, strict=True):
@@ -44,7 +44,7 @@ def apply(patches: Sequence[Patch]) -> None:
 
 
 def current(target: str) -> Any:
-    """What a patch's target is now.
+    """Return the present value of a patch's target.
 
     Raises:
         UsageError: the name is gone.
@@ -53,22 +53,19 @@ def current(target: str) -> Any:
     return getattr(owner, attribute)
 
 
-def parameters(function: object) -> str:
-    """Parameter names of a callable, separated by spaces; of a class, those of its constructor without the instance."""
-    if isinstance(function, type):
-        maker = function.__init__ if function.__init__ is not object.__init__ else function.__new__
-        return " ".join(list(inspect.signature(maker).parameters)[1:])
+def parameters(function: Callable[..., Any]) -> str:
+    """Return a callable's parameter names, separated by spaces; for a class, those of its constructor."""
     return " ".join(inspect.signature(function).parameters)
 
 
 def source_parameters(module: ModuleType, path: str) -> str:
-    """Parameter names of a method as written in the module's source, whether or not the import defined it.
+    """Return a method's parameter names as written in the module's source.
 
-    Transformer Engine's wrappers in megatron-core cannot be inspected where Transformer Engine is absent: their base
-    classes are placeholders there, or the class statement did not run at all.
+    megatron-core's wrappers of Transformer Engine cannot be inspected without Transformer Engine: their bases are
+    placeholders, or the class statement did not run.
 
     Args:
-        module: an imported module.
+        module: imported module.
         path: "Class.method".
 
     Raises:
@@ -85,7 +82,7 @@ def source_parameters(module: ModuleType, path: str) -> str:
 
 
 def require_parameters(name: str, actual: str, expected: str) -> None:
-    """Refuse a callable whose parameters moved.
+    """Refuse a callable whose parameters changed.
 
     Raises:
         UsageError: `actual` and `expected` differ.

@@ -26,8 +26,8 @@ from verifier.core.records_engine import (
     SyncedTensor,
 )
 from verifier.core.records_logprobs import DrawnTokens, EngineLogprobs, SampledTokens, ShapedTokens
+from verifier.engine.api import EngineSlice, EngineTensor, Poisoned, Sample, Sampling
 from verifier.engine.client import EngineClient
-from verifier.engine.engine import HeldSlice, HeldTensor, Poisoned, Sample, Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -38,10 +38,10 @@ Settings = Sequence[tuple[str, Mapping[str, str]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class EngineState:
     """What all ranks of an engine hold at one moment, by rank."""
 
-    tensors: Sequence[Sequence[HeldTensor]]
+    tensors: Sequence[Sequence[EngineTensor]]
     settings: Sequence[Settings]
 
     def record(self, probes: Sequence[Probe], version: int) -> None:
@@ -79,9 +79,9 @@ class Held:
                 probe.emit(module(name=name or "the model", version=version, values=dict(values)))
 
 
-def held_by(client: EngineClient) -> Held:
+def held_by(client: EngineClient) -> EngineState:
     """Ask an engine."""
-    return Held(tensors=client.state(), settings=client.call("verifier.engine.settings", "held_settings", []))
+    return EngineState(tensors=client.state(), settings=client.call("verifier.engine.settings", "read_settings", []))
 
 
 def record_poison(probe: Probe, rank: int, outcomes: Sequence[Poisoned], version: int) -> None:
@@ -103,7 +103,7 @@ def record_receipt(probe: Probe, receipt: Receipt, version: int) -> None:
     probe.emit(LoadedNames(name=f"chunk {receipt.chunk}", version=version, names=names, refused=refused))
 
 
-def record_views(probe: Probe, slices: Sequence[HeldSlice], sent: Mapping[str, torch.Tensor], version: int) -> None:
+def record_views(probe: Probe, slices: Sequence[EngineSlice], sent: Mapping[str, torch.Tensor], version: int) -> None:
     """The checkpoint slices that one engine rank holds, beside what was sent, cut to them.
 
     Args:

@@ -34,7 +34,7 @@ class TransferProbe:
 
     def agreed(self, agreement: Agreement) -> None:
         """Record the plan that each engine rank holds; the first member is the sender."""
-        for rank, digest in enumerate(agreement.said[1:]):
+        for rank, digest in enumerate(agreement.messages[1:]):
             self._ranks[rank].emit(PlanDigest(name="chunk plan", version=self.version, digest=digest))
 
     def delivered(self, delivery: Delivery) -> None:

@@ -27,8 +27,8 @@ from verifier.core.records_weights import (
     SourceTensor,
 )
 from verifier.errors import ContractError
-from verifier.export.names import Layout
-from verifier.export.sharding import Placement, unshard
+from verifier.export.names import ModelLayout
+from verifier.export.sharding import ParamPlacement, unshard
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import INDEX, Checkpoint, write_shard
 from verifier.plan.chunk_plan import ChunkPlan, TensorMeta, build_plan
@@ -55,13 +55,13 @@ class LiveWeights:
     def __init__(
         self,
         chunks: list[torch.nn.Module],
-        layout: Layout | AdapterLayout | None,
+        layout: ModelLayout | AdapterLayout | None,
         mesh: Mesh,
         rank: int,
     ) -> None:
         self._chunks = [_unwrapped(chunk) for chunk in chunks]
         self._stored = [frozenset(chunk.state_dict(keep_vars=True)) for chunk in self._chunks]
-        self._places: dict[tuple[int, str], Placement] | None = None
+        self._places: dict[tuple[int, str], ParamPlacement] | None = None
         self.layout, self.mesh, self.rank = layout, mesh, rank
         self.at = str(mesh.coordinate(rank))
 
@@ -74,7 +74,7 @@ class LiveWeights:
                 if name in stored and name.rpartition(".")[2] not in IGNORED_BUFFERS:
                     yield index, name, buffer.detach()
 
-    def placements(self) -> dict[tuple[int, str], Placement]:
+    def placements(self) -> dict[tuple[int, str], ParamPlacement]:
         """(chunk, local name) to what must be there, stated once; empty without a layout."""
         if self._places is None:
             self._places = {
@@ -140,7 +140,7 @@ def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
     return chunk
 
 
-def join(path: Path, layout: Layout | AdapterLayout, mesh: Mesh) -> dict[str, torch.Tensor]:
+def join(path: Path, layout: ModelLayout | AdapterLayout, mesh: Mesh) -> dict[str, torch.Tensor]:
     """Checkpoint tensors from the shards that all ranks dumped, joined by the layout and not by Megatron-Bridge.
 
     Raises:
@@ -148,7 +148,7 @@ def join(path: Path, layout: Layout | AdapterLayout, mesh: Mesh) -> dict[str, to
     """
     from safetensors import safe_open
 
-    owners: dict[str, tuple[Placement, torch.Tensor]] = {}
+    owners: dict[str, tuple[ParamPlacement, torch.Tensor]] = {}
     for rank in range(mesh.world_size):
         with safe_open(path / f"rank-{rank:04d}.safetensors", framework="pt") as file:
             held = set(file.keys())

@@ -19,8 +19,8 @@ from verifier.runs.spec import RunSpec
 if TYPE_CHECKING:
     import torch
 
-    from verifier.transport.cuda_ipc import Share
-    from verifier.transport.groups import Group
+    from verifier.transport.cuda_ipc import TrainerRounds
+    from verifier.transport.group import TransferGroup
 
 
 @dataclass(kw_only=True)
@@ -29,9 +29,9 @@ class EngineLink:
 
     client: EngineClient | None = None
     """A connection of its own; rank 0's only."""
-    group: Group | None = None
+    group: TransferGroup | None = None
     """Transfer group that the engine has joined; rank 0's only."""
-    share: Share | None = None
+    share: TrainerRounds | None = None
     """Rounds in which buffers are shown to the engine; every rank's, by CUDA IPC only."""
     ranks: Sequence[Recorder] = ()
     """A recorder for each engine rank; rank 0's only."""
@@ -91,9 +91,9 @@ def engine_link(spec: RunSpec, rank: int) -> Iterator[EngineLink]:
         return
     link = EngineLink(sleep_level=spec.sleep_level)
     if spec.transport == "ipc":
-        from verifier.transport.cuda_ipc import Share
+        from verifier.transport.cuda_ipc import TrainerRounds
 
-        link.share = Share()
+        link.share = TrainerRounds()
     with contextlib.ExitStack() as stack:
         if rank == 0:
             from verifier.transport.gloo import Listener

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from verifier.config import RoundtripConfig
 from verifier.core.manifest import Scope
-from verifier.engine.engine import refuse_adapters, refuse_unsupported
+from verifier.engine.api import refuse_adapters, refuse_unsupported
 from verifier.errors import UsageError
 from verifier.export.names import layout_of
 from verifier.launch.fork_launcher import require_ranks

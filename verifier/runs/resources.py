@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from verifier.engine.engine import EngineConfig
+from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.errors import InternalError
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.fork_server import ForkServer
 from verifier.oracle.oracle import Oracle
 from verifier.platform import select
-from verifier.probes.engine import Held, held_by
+from verifier.probes.engine import EngineState, held_by
 
 COLLECTIVE_DEADLINE_S = 180.0
 """All ranks wait for rank 0 while it asks the engine, whose first request may compile kernels: 75 s were seen."""
@@ -54,7 +54,7 @@ class RunningEngine:
 
     process: EngineProcess
     num_ranks: int
-    loaded: Held | None
+    loaded: EngineState | None
     """Everything that its ranks held right after the start, if it serves several runs."""
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
 from verifier.core.outputs import require_writable
-from verifier.engine.engine import EngineConfig
+from verifier.engine.api import EngineConfig
 from verifier.errors import VerifierError
 from verifier.mesh import Mesh
 from verifier.oracle.noise_floor import Floor, floor_path, write_floor

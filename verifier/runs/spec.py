@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from verifier.config import RoundtripConfig
-from verifier.engine.engine import EngineConfig
+from verifier.engine.api import EngineConfig
 from verifier.mesh import Mesh
 from verifier.platform.tier import Tier
 from verifier.platform.upstream_fixes import selected

@@ -77,7 +77,7 @@ class Alignment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Layout:
+class TokenLayout:
     """How long each sub-sequence of a pack is, and where it begins."""
 
     lengths_S: np.ndarray
@@ -95,7 +95,7 @@ class Layout:
         return int(self.cu_seqlens_padded[-1])
 
 
-def lay_out(lengths_S: np.ndarray, alignment: Alignment) -> Layout:
+def lay_out(lengths_S: np.ndarray, alignment: Alignment) -> TokenLayout:
     """Place sub-sequences one after another, each padded on its own.
 
     Args:
@@ -105,7 +105,7 @@ def lay_out(lengths_S: np.ndarray, alignment: Alignment) -> Layout:
     lengths_S = np.asarray(lengths_S, np.int64)
     padded_S = alignment.padded(lengths_S)
     padded_S[-1] += -int(padded_S.sum()) % alignment.total_multiple
-    return Layout(
+    return TokenLayout(
         lengths_S=lengths_S,
         padded_S=padded_S,
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32),

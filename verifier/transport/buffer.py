@@ -1,4 +1,4 @@
-"""Tensors into a chunk's byte buffer and back, as the chunk plan lays them out; dtypes are kept tensor by tensor."""
+"""Packing of tensors into a chunk's byte buffer and back, as the chunk plan lays them out; every dtype is kept."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _NAME_OF = {getattr(torch, name): name for name in DTYPE_BYTES}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """A chunk's buffer, filled, or about to be by the current stream of its GPU."""
+    """A chunk's buffer, filled or queued to be filled on the current stream of its GPU."""
 
     chunk: Chunk
     buffer: torch.Tensor
     """[chunk.num_bytes] uint8."""
     sums: Digests | None
-    """What the packing kernel digested as it copied; None where something else packed."""
+    """Digests that the packing kernel computed while copying; None if torch packed."""
 
     def digests(self) -> list[str]:
-        """Of what was packed, in the plan's order; on a GPU only once its stream has come past the packing."""
+        """Return the digests of the packed tensors in plan order; on a GPU, call it only after the packing is done."""
         if self.sums is not None:
             return self.sums.result()
         return digest_tensors(tensor for _, tensor in unpack(self.chunk, self.buffer))
 
 
 def pack(chunk: Chunk, tensors: Mapping[str, torch.Tensor], into: torch.Tensor | None) -> Packed:
-    """Copy the chunk's tensors to their places in one buffer; the alignment gaps are zero.
+    """Copy the chunk's tensors to their places in one buffer; alignment gaps become zero.
 
     Args:
-        chunk: the plan for this buffer.
-        tensors: by name; exactly the chunk's names.
-        into: [chunk.num_bytes] uint8 to fill; None for fresh memory where the tensors are.
+        chunk: plan of the buffer.
+        tensors: name -> tensor, exactly the chunk's names in plan order.
+        into: [chunk.num_bytes] uint8 to fill; None allocates on the device of the first tensor.
 
     Raises:
-        ContractError: a tensor is absent, superfluous, or has another dtype or shape than planned.
+        ContractError: a tensor is missing, not planned, or has another dtype or shape than planned.
     """
     sources = _planned(chunk, tensors)
     if into is None:
@@ -59,10 +59,10 @@ def pack(chunk: Chunk, tensors: Mapping[str, torch.Tensor], into: torch.Tensor |
 
 
 def unpack(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Views of the buffer's tensors, in the plan's order; they keep the buffer alive.
+    """Return (name, view) of the buffer's tensors in plan order; views keep the buffer alive.
 
     Args:
-        chunk: the plan for this buffer.
+        chunk: plan of the buffer.
         buffer: [chunk.num_bytes] uint8.
 
     Raises:
@@ -80,17 +80,17 @@ def unpack(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]
 
 
 def pieces_of(chunk: Chunk) -> Pieces:
-    """The chunk's tensors as ranges of its buffer."""
+    """Return the chunk's tensors as ranges of its buffer."""
     return Pieces(chunk.begins, chunk.sizes)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` -> "bfloat16"."""
+    """Return the name of a dtype without prefix, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def _planned(chunk: Chunk, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors in the plan's order, each as planned."""
+    """Return the tensors in plan order, after comparing them with the plan."""
     if tuple(tensors) != chunk.names:
         if extra := sorted(tensors.keys() - set(chunk.names)):
             raise ContractError(f"`{extra[0]}` was handed over for chunk {chunk.index}, which does not plan it")
@@ -111,12 +111,12 @@ def _planned(chunk: Chunk, tensors: Mapping[str, torch.Tensor]) -> list[torch.Te
 
 
 def _by_kernel(into: torch.Tensor, sources: Sequence[torch.Tensor]) -> bool:
-    """All of it lies on one GPU that runs our kernels."""
+    """Return whether all tensors are on one GPU that can run the kernels."""
     return into.is_cuda and {source.get_device() for source in sources} == {into.get_device()} and _has_triton()
 
 
 def _pack_on_gpu(chunk: Chunk, sources: Sequence[torch.Tensor], into: torch.Tensor) -> Digests:
-    """Copy and digest in one pass, by one kernel over all tensors of the chunk."""
+    """Copy and digest all tensors of the chunk in one pass by one kernel."""
     from verifier.plan.digest_triton import lane_sums_of_pieces, table_of
 
     data = [item if item.is_contiguous() and not item.is_neg() else _row_by_row(item) for item in sources]
@@ -131,7 +131,7 @@ def _pack_on_gpu(chunk: Chunk, sources: Sequence[torch.Tensor], into: torch.Tens
 
 
 def _row_by_row(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that lies row by row in memory."""
+    """Return a row-major copy."""
     return tensor.detach().resolve_neg().contiguous()
 
 

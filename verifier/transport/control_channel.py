@@ -70,7 +70,7 @@ class ControlChannel:
         def heard() -> Agreement:
             rows = self._within(what, lambda until: self._hear(mine, until))
             said = (rows[at : at + _WORD_BYTES].rstrip(b"\0") for at in range(0, len(rows), _WORD_BYTES))
-            return Agreement(said=tuple(row.decode("ascii") for row in said))
+            return Agreement(messages=tuple(row.decode("ascii") for row in said))
 
         return heard
 

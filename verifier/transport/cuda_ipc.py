@@ -1,9 +1,9 @@
-"""The transfer group of engines on the trainer's own GPUs: each engine rank reads the memory of the rank beside it.
+"""Transfer group over CUDA IPC, for engines on the trainer's GPUs: each engine rank reads a trainer rank's memory.
 
-Every trainer rank packs each chunk into a slot of a ring of its own. The ring is described once per update, keyed by
-the GPU's UUID, which stays the same whatever number a process gives the GPU; engine ranks open it before a byte is
-loaded and read it in place. Of ranks that share a GPU the first one's ring is read. A slot is filled again only when
-every engine rank has confirmed what was in it.
+Every trainer rank packs each chunk into a slot of its own ring. Once per update the rings are described, keyed by GPU
+UUID, which does not depend on a process's numbering of GPUs. Engine ranks open the ring on their GPU before loading and
+read it in place. If several trainer ranks are on one GPU, the first one's ring is read. A slot is overwritten only when
+every engine rank has confirmed its chunk.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from verifier.errors import ContractError
 from verifier.plan.chunk_plan import Chunk, ChunkPlan
 from verifier.transport.buffer import pack
 from verifier.transport.gloo import GlooGroup
+from verifier.transport.group import TransferGroup
 from verifier.transport.wire import AHEAD, Agreement
 
 JSON = Any
 SLOTS = AHEAD + 2
-"""One that is read, those on their way, and one that is packed."""
+"""Number of slots of a ring: one being read, `AHEAD` in transfer, one being packed."""
 FOUND, ABSENT = "found on ", "none on "
-"""What an engine rank says of the ring on its GPU, before the GPU's UUID."""
+"""Start of an engine rank's message about the ring on its GPU; the GPU's UUID follows."""
 _HANDLE, _REFERENCES, _EVENT = 7, 11, 13
-"""Places in torch's description of a shared tensor that hold bytes."""
+"""Positions of the bytes fields in torch's description of a shared tensor."""
 _DESCRIBED = (3, 7, 8, 9, 11, 12, 13, 14)
-"""Places that the receiver cannot know: offsets, sizes and handles."""
+"""Positions that the receiver cannot know: offsets, sizes and handles."""
 
 
-class Share:
-    """The trainer ranks' rounds: in each, every rank shows the others one record, or that it stops.
+class TrainerRounds:
+    """Collective rounds of all trainer ranks during one transfer.
 
-    A round is a collective of all trainer ranks. After a round in which anyone stopped there are no more.
+    In each round every rank sends one record to all others, or that it stops. No round follows one in which a rank
+    stopped.
     """
 
     def __init__(self) -> None:
@@ -45,11 +47,11 @@ class Share:
         self._open = False
 
     def begin(self) -> None:
-        """The rounds of one transfer begin; every rank says so to itself."""
+        """Open the rounds of one transfer; every rank calls it."""
         self._open = True
 
-    def show(self, record: dict[str, JSON]) -> list[dict[str, JSON]]:
-        """One round.
+    def exchange(self, record: dict[str, JSON]) -> list[dict[str, JSON]]:
+        """Run one round and return the records of all ranks.
 
         Raises:
             ContractError: another rank stopped.
@@ -60,12 +62,12 @@ class Share:
         return rows
 
     def stop(self) -> None:
-        """Tell the others that no more rounds come, if they do not know."""
+        """Tell the other ranks that no rounds follow, unless the rounds are closed."""
         if self._open:
             self._round(None)
 
     def end(self) -> None:
-        """The last round: what was shown before it is no longer read."""
+        """Run the last round; afterwards no rank reads what it received before."""
         if self._open:
             self._round({})
             self._open = False
@@ -80,40 +82,40 @@ class Share:
 
 
 class Ring:
-    """A trainer rank's send buffers for one update: `SLOTS` of them in one piece of its GPU's memory.
+    """Send buffers of one trainer rank for one update: `SLOTS` slots in one allocation of its GPU.
 
     Args:
-        plan: the greatest of its chunks sets the size of a slot.
+        plan: chunk plan; its largest chunk sets the size of a slot.
     """
 
     def __init__(self, plan: ChunkPlan) -> None:
         self._slot_bytes = max(chunk.num_bytes for chunk in plan.chunks)
         self._memory = allocate(SLOTS * self._slot_bytes)
         self._filled = [torch.cuda.Event(interprocess=True) for _ in range(SLOTS)]
-        self._placed = 0
+        self._num_placed = 0
         self._description = {**describe(self._memory), "slot_bytes": self._slot_bytes}
 
     def place(self, num_bytes: int) -> torch.Tensor:
-        """The next slot's first bytes; what was in it has been confirmed by every engine rank."""
-        begin = self._placed % SLOTS * self._slot_bytes
-        self._placed += 1
+        """Return the first bytes of the next slot, whose last chunk every engine rank has confirmed."""
+        begin = self._num_placed % SLOTS * self._slot_bytes
+        self._num_placed += 1
         return self._memory[begin : begin + num_bytes]
 
     def fill(self, index: int) -> None:
-        """Mark on the GPU's current stream that the chunk of this index has been packed."""
+        """Record on the current stream that the chunk with this index is packed."""
         self._filled[index % SLOTS].record()
 
     def describe(self) -> dict[str, JSON]:
-        """What another process needs to open the ring on the same GPU; the ring must outlive its reading."""
+        """Return what another process needs to open the ring on this GPU; the ring must outlive its readers."""
         return {**self._description, "filled": [event.ipc_handle().hex() for event in self._filled]}
 
-    def unread(self) -> None:
-        """No engine rank has opened the ring: its memory is not kept for one that might."""
+    def release(self) -> None:
+        """Drop the memory's reference for a reader, as no engine rank has opened the ring."""
         release(self._description)
 
 
 class OpenRing:
-    """A `Ring` of another process, on this process's GPU."""
+    """A `Ring` of another process on this process's GPU."""
 
     def __init__(self, record: dict[str, JSON]) -> None:
         self._slot_bytes: int = record["slot_bytes"]
@@ -122,63 +124,63 @@ class OpenRing:
         self._filled = [torch.cuda.Event.from_ipc_handle(device, bytes.fromhex(handle)) for handle in record["filled"]]
 
     def read(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's bytes in place; the current stream waits until they are packed."""
+        """Return the chunk's bytes in place; the current stream waits until they are packed."""
         slot = chunk.index % SLOTS
         torch.cuda.current_stream().wait_event(self._filled[slot])
         return self._memory[slot * self._slot_bytes :][: chunk.num_bytes]
 
 
-def follow(share: Share, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """A trainer rank other than 0: pack every chunk that rank 0 sends, and say so; draws the whole stream.
+def follow(rounds: TrainerRounds, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Pack every chunk on a trainer rank other than 0, one round per chunk, and draw the whole stream.
 
-    A rank whose ring no engine rank reads packs nothing. Rank 0 takes part in the round of a chunk only when the
-    chunk before the one before it has been confirmed: the slot that is packed next is free.
+    A rank whose ring no engine rank reads packs nothing. Rank 0 joins the round of a chunk only once the slot that is
+    packed next is free.
 
     Args:
-        share: this rank's end of the rounds.
-        plan: the agreed plan.
-        stream: the export, drawn in lockstep by all ranks.
+        rounds: exchange among trainer ranks.
+        plan: agreed plan.
+        stream: exported tensors, drawn in lockstep by all ranks.
     """
     ring, is_read = Ring(plan), False
-    share.begin()
+    rounds.begin()
     try:
-        share.show(ring.describe())
-        is_read = share.rank in share.show({})[0]["read"]
+        rounds.exchange(ring.describe())
+        is_read = rounds.rank in rounds.exchange({})[0]["read"]
         for chunk in plan.chunks:
             drawn = dict(islice(stream, len(chunk.entries)))
             if is_read:
                 pack(chunk, drawn, ring.place(chunk.num_bytes))
                 ring.fill(chunk.index)
-            share.show({})
-        share.end()
+            rounds.exchange({})
+        rounds.end()
     except ContractError:
-        share.stop()
+        rounds.stop()
     if not is_read:
-        ring.unread()
+        ring.release()
     for _ in stream:
         pass
 
 
 def gpu_uuid() -> str:
-    """The physical identity of this process's current GPU."""
+    """Return the UUID of this process's current GPU."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 def allocate(num_bytes: int) -> torch.Tensor:
-    """Memory of this process's GPU; what earlier readers have closed is taken back first."""
+    """Allocate memory of this process's GPU; memory that earlier readers have closed is reclaimed first."""
     torch.cuda.ipc_collect()
     return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
 
 
 def describe(memory: torch.Tensor) -> dict[str, JSON]:
-    """What another process needs to open a uint8 vector on this process's GPU."""
+    """Return what another process needs to open a uint8 vector on this process's GPU."""
     arguments = reduce_tensor(memory)[1]
     values = [item.hex() if isinstance(item, bytes) else item for item in (arguments[place] for place in _DESCRIBED)]
     return {"gpu": gpu_uuid(), "num_bytes": memory.numel(), "values": values}
 
 
 def release(record: dict[str, JSON]) -> None:
-    """Give up the reference that torch keeps for the reader of a described vector, as no reader has opened it."""
+    """Drop the reference that torch keeps for the reader of a described vector that no reader opened."""
     known = dict(zip(_DESCRIBED, record["values"], strict=True))
     torch.storage.TypedStorage._release_ipc_counter(
         bytes.fromhex(known[_REFERENCES]),
@@ -188,7 +190,7 @@ def release(record: dict[str, JSON]) -> None:
 
 
 def open_buffer(record: dict[str, JSON]) -> torch.Tensor:
-    """The other process's memory as a uint8 vector [num_bytes], without a copy."""
+    """Open another process's memory as a uint8 vector [num_bytes], without a copy."""
     known = dict(zip(_DESCRIBED, record["values"], strict=True))
     for place in (_HANDLE, _REFERENCES, _EVENT):
         known[place] = bytes.fromhex(known[place])
@@ -200,97 +202,91 @@ def open_buffer(record: dict[str, JSON]) -> torch.Tensor:
     return rebuild_cuda_tensor(*(arguments[place] for place in range(len(arguments))))
 
 
-class IpcGroup:
-    """A joined transfer group in which no byte is sent: the receivers read the senders' memory.
+class IpcGroup(TransferGroup):
+    """A joined transfer group in which no byte is sent: receivers read the memory of the senders' GPUs.
 
     Args:
-        control: the group of trainer rank 0 and the engine ranks.
-        share: on trainer rank 0: its end of the trainer ranks' rounds.
+        control: group of trainer rank 0 and the engine ranks.
+        rounds: exchange among trainer ranks; on trainer rank 0 only.
     """
 
     refills = True
-    """A received buffer is the sender's, who fills it again once it is confirmed."""
 
-    def __init__(self, control: GlooGroup, share: Share | None) -> None:
+    def __init__(self, control: GlooGroup, rounds: TrainerRounds | None) -> None:
         self.rank, self.address = control.rank, control.address
-        self._control, self._share = control, share
+        self._control, self._rounds = control, rounds
         self._ring: Ring | None = None
         self._open: OpenRing | None = None
-        self._offered = 0
+        self._num_offered = 0
 
     def begin(self, plan: ChunkPlan) -> Agreement:
-        """See `GlooGroup.begin`; then every engine rank opens the ring of the trainer rank on its GPU.
+        """See `TransferGroup.begin`; then every engine rank opens the ring of the trainer rank on its GPU.
 
         Raises:
-            ContractError: an engine rank has none there, which every member is told alike; or a trainer rank stopped.
+            ContractError: an engine rank has no trainer rank on its GPU, on every member; or a trainer rank stopped.
         """
-        self.end()
-        agreement = self._control.begin(plan)
+        agreement = super().begin(plan)
         if agreement.reached:
-            if self._share is not None:
-                self._lend(Ring(plan), self._share)
+            if self._rounds is not None:
+                self._lend(Ring(plan), self._rounds)
             else:
-                rings = self._hand_over(None)
+                rings = self._distribute(None)
                 here = gpu_uuid()
                 self._readers(rings, f"{FOUND if here in rings else ABSENT}{here}")
                 self._open = OpenRing(rings[here])
         return agreement
 
-    def agree(self, word: str) -> Agreement:
-        """See `GlooGroup.agree`."""
-        return self._control.agree(word)
-
-    def propose(self, word: str) -> Callable[[], Agreement]:
+    def propose(self, message: str) -> Callable[[], Agreement]:
         """See `ControlChannel.propose`."""
-        return self._control.propose(word)
+        return self._control.propose(message)
 
     def place(self, num_bytes: int) -> torch.Tensor | None:
-        """Where the sender packs its next chunk: in the next slot of its ring."""
+        """Return the next slot of the sender's ring."""
         return self._ring.place(num_bytes) if self._ring is not None else None
 
-    def offer(self, word: str, buffer: torch.Tensor, what: str) -> Callable[[], Agreement]:
-        """The sender's side of a chunk: all trainer ranks have packed it; start to agree that it is read next.
+    def offer(self, message: str, buffer: torch.Tensor, what: str) -> Callable[[], Agreement]:
+        """See `TransferGroup.offer`; waits until all trainer ranks have packed the chunk.
 
         Raises:
             ContractError: another trainer rank stopped.
         """
-        if self._ring is None or self._share is None:
+        if self._ring is None or self._rounds is None:
             raise ContractError(f"transfer rank {self.rank} has no ring to offer {what} from")
-        self._ring.fill(self._offered)
-        self._offered += 1
-        self._share.show({})
-        return self.propose(word)
+        self._ring.fill(self._num_offered)
+        self._num_offered += 1
+        self._rounds.exchange({})
+        return self.propose(message)
 
     def post(self, chunk: Chunk, what: str) -> Callable[[], torch.Tensor]:
-        """See `GlooGroup.post`: the bytes are the sender's own, and this GPU's current stream waits for them."""
+        """See `TransferGroup.post`; the bytes stay in the sender's memory, and this GPU's current stream waits."""
         ring = self._open
         if ring is None:
             raise ContractError(f"transfer rank {self.rank} has no ring open to read {what} from")
         return lambda: ring.read(chunk)
 
     def end(self) -> None:
-        """Let go of the ring."""
+        """Release the ring."""
         self._ring = self._open = None
 
     def close(self) -> None:
-        """Leave the group."""
+        """See `TransferGroup.close`."""
         self.end()
         self._control.close()
 
-    def _lend(self, ring: Ring, share: Share) -> None:
-        """Describe all trainer ranks' rings to the engine ranks, and tell those ranks which of them are read."""
+    def _lend(self, ring: Ring, rounds: TrainerRounds) -> None:
+        """Send the descriptions of all trainer ranks' rings to the engine ranks, and report which of them are read."""
         read: list[int] = []
         try:
-            rings = self._hand_over(share.show(ring.describe()))
+            rings = self._distribute(rounds.exchange(ring.describe()))
             read = [rings[gpu]["rank"] for gpu in self._readers(rings, "")]
         finally:
             if self.rank not in read:
-                ring.unread()
-        share.show({"read": read})
-        self._ring, self._offered = ring, 0
+                ring.release()
+        rounds.exchange({"read": read})
+        self._ring, self._num_offered = ring, 0
 
-    def _hand_over(self, rows: list[dict[str, JSON]] | None) -> dict[str, dict[str, JSON]]:
-        """The description of one ring on each GPU, from the sender to all."""
+    def _distribute(self, rows: list[dict[str, JSON]] | None) -> dict[str, dict[str, JSON]]:
+        """Send the description of one ring on each GPU from the sender (with `rows`) to all members."""
         rings = {row["gpu"]: {**row, "rank": rank} for rank, row in reversed(list(enumerate(rows or [])))}
         text = torch.frombuffer(bytearray(json.dumps(rings).encode()), dtype=torch.uint8)
         size = torch.tensor([text.numel()], device="cpu")
@@ -300,13 +296,13 @@ class IpcGroup:
         self._control.broadcast(text, "the rings' handles")()
         return json.loads(bytes(text.numpy()))
 
-    def _readers(self, rings: dict[str, dict[str, JSON]], word: str) -> list[str]:
-        """Hear from every engine rank whether it has a ring to open, and on which GPU."""
-        said = self._control.agree(word).said[1:]
-        for rank, text in enumerate(said):
+    def _readers(self, rings: dict[str, dict[str, JSON]], message: str) -> list[str]:
+        """Return the GPU of each engine rank; every engine rank sends whether a ring is there."""
+        messages = self._control.agree(message).messages[1:]
+        for rank, text in enumerate(messages):
             if text.startswith(ABSENT):
                 raise ContractError(
                     f"engine rank {rank} runs on GPU {text.removeprefix(ABSENT)} and was given no buffer there: the "
                     f"trainer shares buffers on {', '.join(sorted(rings))}"
                 )
-        return [text.removeprefix(FOUND) for text in said]
+        return [text.removeprefix(FOUND) for text in messages]

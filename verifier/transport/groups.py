@@ -1,28 +1,26 @@
-"""Which transfer group an address asks for."""
+"""Choice of the transfer group that an address asks for."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from verifier.errors import ContractError
-from verifier.transport.gloo import GlooGroup
 
 if TYPE_CHECKING:
-    from verifier.transport.cuda_ipc import IpcGroup, Share
-    from verifier.transport.nccl import NcclGroup
+    from verifier.transport.cuda_ipc import TrainerRounds
+    from verifier.transport.gloo import GlooGroup
+    from verifier.transport.group import TransferGroup
 
-    Group = GlooGroup | NcclGroup | IpcGroup
 
-
-def over(control: GlooGroup, share: Share | None = None) -> Group:
-    """The group that moves the bytes among the members who can already exchange words.
+def bulk_group(control: GlooGroup, rounds: TrainerRounds | None = None) -> TransferGroup:
+    """Return the group that moves the bytes among members that are already connected.
 
     Args:
-        control: joined.
-        share: for IPC on trainer rank 0: its end of the trainer ranks' rounds.
+        control: joined group of the members.
+        rounds: exchange among trainer ranks; for IPC on trainer rank 0 only.
 
     Raises:
-        ContractError: an address of an unknown kind.
+        ContractError: the address has an unknown kind.
     """
     kind = control.address.kind
     if kind == "gloo":
@@ -34,5 +32,5 @@ def over(control: GlooGroup, share: Share | None = None) -> Group:
     if kind == "ipc":
         from verifier.transport.cuda_ipc import IpcGroup
 
-        return IpcGroup(control, share)
-    raise ContractError(f"there is no transport `{kind}`")
+        return IpcGroup(control, rounds)
+    raise ContractError(f"there is no transport `{kind}`: use gloo, nccl or ipc")

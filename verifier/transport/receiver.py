@@ -1,11 +1,10 @@
-"""The receiver's side of an update, the same in every engine: agree, receive, digest, load, confirm."""
+"""Receiver's side of an update, the same in every engine: agree, receive, digest, load, confirm."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,67 +13,55 @@ from verifier.plan.chunk_plan import Chunk, ChunkPlan
 from verifier.plan.digest import Digests, Pieces, digest_tensors
 from verifier.transport.buffer import pieces_of, unpack
 from verifier.transport.gloo import join
-from verifier.transport.groups import over
-from verifier.transport.wire import (
-    AHEAD,
-    Address,
-    Agreement,
-    Receipt,
-    TransferFailed,
-    chunk_word,
-    dissent,
-)
-
-if TYPE_CHECKING:
-    from verifier.transport.groups import Group
+from verifier.transport.group import TransferGroup
+from verifier.transport.groups import bulk_group
+from verifier.transport.wire import AHEAD, Address, Agreement, Receipt, TransferFailed, chunk_message, disagreement
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], Iterable[str]]
-"""Loads tensors under their checkpoint names; returns the engine's names of what it loaded."""
-LetGo = Callable[[torch.Tensor], None]
-"""Gives whoever still holds a view of this buffer a copy of its own."""
+"""Loader of (checkpoint name, tensor) pairs; returns the engine's names of the loaded parameters."""
+CopyViews = Callable[[torch.Tensor], None]
+"""Replaces every view of a buffer that the loader still keeps by a copy."""
 LOAD_ERRORS = (ContractError, RuntimeError, ValueError, LookupError, AttributeError, TypeError, AssertionError)
-"""What weight loaders raise at a tensor that does not fit; none of them ends the engine."""
+"""Errors that weight loaders raise for a tensor that does not fit; they do not end the engine."""
 
 
 class ChunkReceiver:
     """One engine rank's end of the transfer.
 
-    While a chunk is digested and loaded the next one is on its way: all members have agreed on it before. The one after
-    that is said meanwhile, and let come once the loader has returned: `AHEAD` + 1 buffers are held.
+    While one chunk is digested and loaded, the next ones are in transfer: all members have agreed on them. One more is
+    proposed meanwhile and posted once the loader has returned. At most `AHEAD` + 1 buffers exist.
 
     Args:
-        engine_rank: from 0; the rank in the transfer group is one more.
-        let_go: asked after every load out of memory that the sender will fill again; None for an engine whose loader
-            holds nothing.
+        engine_rank: engine rank, from 0; the rank in the transfer group is one more.
+        copy_views: called after every load from memory that the sender will overwrite; None for a loader that keeps no
+            views.
     """
 
-    def __init__(self, engine_rank: int, let_go: LetGo | None = None) -> None:
+    def __init__(self, engine_rank: int, copy_views: CopyViews | None = None) -> None:
         self.engine_rank = engine_rank
         self.plan: ChunkPlan | None = None
-        self._let_go = let_go
-        self._group: Group | None = None
+        self._copy_views = copy_views
+        self._group: TransferGroup | None = None
         self._next = 0
         self._posted: deque[tuple[int, Callable[[], torch.Tensor]]] = deque()
-        self._said: Callable[[], Agreement] | None = None
+        self._proposed: Callable[[], Agreement] | None = None
         self._stopped = ""
         self._pieces: dict[int, Pieces] = {}
 
     def connect(self, address: Address) -> None:
-        """Join the sender's group, leaving an earlier one."""
+        """Join the sender's group and leave an earlier one."""
         self.close()
-        self._group = over(join(address, self.engine_rank + 1))
+        self._group = bulk_group(join(address, self.engine_rank + 1))
 
     def agree(self, plan: ChunkPlan) -> Agreement:
-        """Say this rank's plan digest and hear everyone's; the plan is kept only if all agree.
-
-        What an earlier update left under way is dropped.
+        """Compare plan digests with all members and keep the plan if they agree; pending chunks are dropped.
 
         Raises:
-            ContractError: the bytes cannot reach every engine rank; each raises the same.
+            ContractError: the bytes cannot reach every engine rank; every rank raises it.
         """
         known, self.plan = self.plan, None
         self._posted.clear()
-        self._said = None
+        self._proposed = None
         agreement = self._joined().begin(plan)
         if agreement.reached:
             if known is None or known.digest != plan.digest:
@@ -83,49 +70,45 @@ class ChunkReceiver:
         return agreement
 
     def receive(self, chunk: int, load: Load) -> Receipt:
-        """Take one chunk of the agreed plan, confirm what came, and load it.
+        """Receive, digest and load one chunk of the agreed plan.
 
-        The digests are of the received tensors, by the names that the loader is given them under, and taken before it
-        sees them. Nothing is judged here; what the loader raises is in the receipt.
+        The digests are taken before the loader sees the tensors. An error of the loader is returned in the receipt.
 
         Args:
             chunk: index in the plan; chunks come in order.
-            load: called once, with views of the received buffer.
+            load: loader; called once, with views of the received buffer.
 
         Returns:
-            What came and what the loader reported; `refused` says if the members were not all at this chunk, or why
-            the loader failed.
+            Received tensors and loaded names; `refused` if the members were not all at this chunk or the loader failed.
 
         Raises:
-            ContractError: no agreed plan, or no such chunk in it.
+            ContractError: there is no agreed plan, or no such chunk in it.
             TransferFailed: a member did not arrive before the deadline.
         """
         if self.plan is None:
             raise ContractError(f"chunk {chunk} was announced before a chunk plan was agreed on")
         if not 0 <= chunk < len(self.plan.chunks):
             raise ContractError(f"chunk {chunk} was announced, the agreed plan has {len(self.plan.chunks)} chunks")
-        self._say_through(self.plan, chunk)
+        self._propose_through(self.plan, chunk)
         if not self._posted or self._posted[0][0] != chunk:
-            self._hear(self.plan)
+            self._post_proposed(self.plan)
         if not self._posted or self._posted[0][0] != chunk:
             why = self._stopped or f"engine rank {self.engine_rank} was asked for a chunk that was not its next"
-            return Receipt(
-                rank=self.engine_rank, chunk=chunk, names=(), dtypes=(), shapes=(), digests=(), loaded=(), refused=why
-            )
+            return Receipt(rank=self.engine_rank, chunk=chunk, refused=why)
         layout, arrived = self.plan.chunks[chunk], self._posted.popleft()[1]
         what = f"chunk {chunk} of {len(self.plan.chunks)}"
         buffer = arrived()
         users = _users(buffer)
         started = self._start_digests(layout, buffer)
-        digested = _mark(buffer)
+        digested = _recorded_event(buffer)
         views = unpack(layout, buffer)
         names = tuple(name for name, _ in views)
         digests = started or Digests(digest_tensors(tensor for _, tensor in views))
         loaded, refused = self._load(buffer, views, load, users)
-        self._hear(self.plan)
+        self._post_proposed(self.plan)
         is_last = chunk == len(self.plan.chunks) - 1
-        # Only of memory that is filled again must the load be over, too; its kernels run on behind the receipt.
-        self._settle(_mark(buffer) if is_last or self._joined().refills else digested, what)
+        # Only memory that the sender overwrites must be loaded before the receipt; other loads may still be running.
+        self._settle(_recorded_event(buffer) if is_last or self._joined().refills else digested, what)
         if is_last:
             self._joined().end()
         return Receipt(
@@ -140,32 +123,32 @@ class ChunkReceiver:
             self._group.close()
             self._group = None
 
-    def _say_through(self, plan: ChunkPlan, chunk: int) -> None:
-        """Say this chunk and the `AHEAD` ones after it, as far as not done; all but the last are also let come."""
+    def _propose_through(self, plan: ChunkPlan, chunk: int) -> None:
+        """Propose this chunk and the next `AHEAD` ones that are not proposed yet; post all but the last."""
         in_turn = self._posted[0][0] if self._posted else self._next
         while not self._stopped and self._next <= min(in_turn + AHEAD, len(plan.chunks) - 1):
-            self._hear(plan)
+            self._post_proposed(plan)
             if self._stopped:
                 return
-            word = chunk_word(plan.digest, self._next) if chunk == in_turn else f"asked for chunk {chunk}"
-            self._said = self._joined().propose(word)
+            message = chunk_message(plan.digest, self._next) if chunk == in_turn else f"asked for chunk {chunk}"
+            self._proposed = self._joined().propose(message)
             self._next += 1
 
-    def _hear(self, plan: ChunkPlan) -> None:
-        """If a chunk was said and not heard of: once all members have said it, let it come."""
-        if self._said is None:
+    def _post_proposed(self, plan: ChunkPlan) -> None:
+        """Wait for the agreement on the proposed chunk, if there is one, and post it if all agree."""
+        if self._proposed is None:
             return
-        heard, self._said = self._said, None
-        step = heard()
-        if not step.reached:
-            self._stopped = dissent(step)
+        received, self._proposed = self._proposed, None
+        agreement = received()
+        if not agreement.reached:
+            self._stopped = disagreement(agreement)
             return
         index = self._next - 1
         arrived = self._joined().post(plan.chunks[index], f"chunk {index} of {len(plan.chunks)}")
         self._posted.append((index, arrived))
 
     def _start_digests(self, layout: Chunk, buffer: torch.Tensor) -> Digests | None:
-        """On a GPU, of the planned ranges of the buffer, by a table that is made once; on the host None."""
+        """Start to digest the planned ranges of a GPU's buffer, by a table that is made once; None on the host."""
         if not buffer.is_cuda:
             return None
         if layout.index not in self._pieces:
@@ -175,13 +158,13 @@ class ChunkReceiver:
     def _load(
         self, buffer: torch.Tensor, views: list[tuple[str, torch.Tensor]], load: Load, users: int
     ) -> tuple[tuple[str, ...], str | None]:
-        """Names that the loader reported, and why it failed, if so; the views are gone then, if the loader kept none.
+        """Load, and return the loaded names and why the loader failed, if it did.
 
         Args:
-            buffer: the chunk's.
-            views: of the buffer, for the loader.
-            load: the loader.
-            users: of the buffer's memory, before there were views.
+            buffer: buffer of the chunk.
+            views: views of the buffer for the loader; cleared afterwards.
+            load: loader.
+            users: number of tensors in the buffer's memory before the views were made.
         """
         loaded: tuple[str, ...] = ()
         refused: str | None = None
@@ -191,41 +174,41 @@ class ChunkReceiver:
             refused = f"{type(error).__name__} while loading: {error}"
         views.clear()
         if self._joined().refills:
-            if self._let_go is not None:
-                self._let_go(buffer)
+            if self._copy_views is not None:
+                self._copy_views(buffer)
             if refused is None and _users(buffer) > users:
-                refused = "the loader keeps views of a buffer that the sender will fill again"
+                refused = "the loader keeps views of a buffer that the sender will overwrite"
         return loaded, refused
 
-    def _settle(self, mark: torch.cuda.Event | None, what: str) -> None:
-        """Wait until a GPU's stream has come past the mark."""
-        if mark is None:
+    def _settle(self, event: torch.cuda.Event | None, what: str) -> None:
+        """Wait until the GPU's stream has passed an event."""
+        if event is None:
             return
         deadline_s = self._joined().address.deadline_s
         deadline = time.monotonic() + deadline_s
         late = f"engine rank {self.engine_rank} waited up to {deadline_s:g} s for {what} to arrive and be loaded"
         try:
-            while not mark.query():
+            while not event.query():
                 if time.monotonic() > deadline:
                     raise TransferFailed(late)
         except RuntimeError as error:
             raise TransferFailed(f"{late}: {str(error).splitlines()[0]}") from error
 
-    def _joined(self) -> Group:
+    def _joined(self) -> TransferGroup:
         if self._group is None:
             raise ContractError("an update was announced before the engine joined a transfer group")
         return self._group
 
 
-def _mark(buffer: torch.Tensor) -> torch.cuda.Event | None:
-    """Of how far the GPU's stream has been asked to go by now; None for memory of the host."""
+def _recorded_event(buffer: torch.Tensor) -> torch.cuda.Event | None:
+    """Record an event on the GPU's current stream; None for a buffer on the host."""
     if not buffer.is_cuda:
         return None
-    mark = torch.cuda.Event()
-    mark.record()
-    return mark
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _users(buffer: torch.Tensor) -> int:
-    """How many tensors lie in the buffer's memory, itself among them."""
+    """Return the number of tensors in the buffer's memory, itself included."""
     return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+import msgspec
 import pytest
 
-from verifier.engine.engine import (
+from verifier.engine.api import (
     EngineConfig,
     Sampling,
     Shape,
@@ -50,7 +51,7 @@ def test_sampling_survives_json() -> None:
     one = Sampling(seed=7, max_tokens=4, stop=(1, 2), temperature=2.0, shape=shape, seeded=False)
     for sampling in (one, Sampling(seed=0, max_tokens=1, each=(one, one))):
         sent = json.dumps(asdict(sampling))
-        assert json.dumps(asdict(Sampling.from_json(json.loads(sent)))) == sent
+        assert json.dumps(asdict(msgspec.convert(json.loads(sent), Sampling))) == sent
 
 
 def test_sampling_of_one_prompt() -> None:

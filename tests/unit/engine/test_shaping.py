@@ -10,7 +10,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from verifier.engine.engine import Sampling, Shape
+from verifier.engine.api import Sampling, Shape
 from verifier.engine.shaping import shaped
 
 LOGITS = torch.randn(50, generator=torch.Generator().manual_seed(3), dtype=torch.float64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verifier.export.adapters import adapters_of
-from verifier.export.names import Layout, layout_of
+from verifier.export.names import ModelLayout, layout_of
 from verifier.export.sharding import unshard
 from verifier.mesh import Mesh
 from verifier.model.families import FAMILIES
@@ -16,7 +16,7 @@ RANK = 8
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
-def _layout(model: str) -> Layout:
+def _layout(model: str) -> ModelLayout:
     family, config = TINY[model]
     found = layout_of({"architectures": [FAMILIES[family].architecture], **config})
     assert found is not None

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verifier.errors import UsageError
-from verifier.export.names import PARAMS, Layout, layout_of
-from verifier.export.sharding import Placement, tiling_error, unshard
+from verifier.export.names import PARAMS, ModelLayout, layout_of
+from verifier.export.sharding import ParamPlacement, tiling_error, unshard
 from verifier.mesh import Mesh
 from verifier.model.families import FAMILIES, tensors_of
 from verifier.model.tiny import TINY
@@ -27,7 +27,7 @@ def _config(name: str, **changes: object) -> dict:
     return {"architectures": [FAMILIES[family].architecture], **sizes, **changes}
 
 
-def _layout(name: str, **changes: object) -> Layout:
+def _layout(name: str, **changes: object) -> ModelLayout:
     layout = layout_of(_config(name, **changes))
     assert layout is not None
     return layout
@@ -44,7 +44,7 @@ def _weights(name: str, **changes: object) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _by_name(layout: Layout, mesh: Mesh, rank: int = 0, chunk: int = 0) -> dict[str, Placement]:
+def _by_name(layout: ModelLayout, mesh: Mesh, rank: int = 0, chunk: int = 0) -> dict[str, ParamPlacement]:
     placements = layout.placements(mesh, rank, chunk)
     named = {placement.param_name: placement for placement in placements}
     assert len(named) == len(placements)
@@ -324,7 +324,7 @@ def test_shards_tile_join_and_replicate(name: str, mesh: Mesh) -> None:
         small |= {"hidden_size": 32, "num_attention_heads": 8}
     weights = _weights(name, **small)
     layout = _layout(name, **small)
-    groups: dict[str, list[tuple[int, Placement]]] = defaultdict(list)
+    groups: dict[str, list[tuple[int, ParamPlacement]]] = defaultdict(list)
     for rank in range(mesh.world_size):
         for chunk in range(mesh.vpp):
             for placement in layout.placements(mesh, rank, chunk):
@@ -348,7 +348,7 @@ def test_shards_tile_join_and_replicate(name: str, mesh: Mesh) -> None:
         assert torch.equal(joined[tensor_name], tensor), tensor_name
 
 
-def _check_copies_lie_along_their_axes(mesh: Mesh, members: list[tuple[int, Placement]]) -> None:
+def _check_copies_lie_along_their_axes(mesh: Mesh, members: list[tuple[int, ParamPlacement]]) -> None:
     """As many copies as the axes' sizes say, each at its own coordinates along them and all else equal."""
     sizes = {"tp": mesh.tp, "cp": mesh.cp, "dp": mesh.dp, "edp": mesh.expert_dp}
     by_name: dict[str, list[int]] = defaultdict(list)

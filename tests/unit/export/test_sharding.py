@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from verifier.errors import ContractError
-from verifier.export.sharding import Box, Placement, tiling_error, unshard
+from verifier.export.sharding import Box, ParamPlacement, tiling_error, unshard
 
 ROWS = {"a": (4, 3), "b": (2, 3)}
 
 
-def _placement(*boxes: Box, dim: int = 0) -> Placement:
-    return Placement(
+def _placement(*boxes: Box, dim: int = 0) -> ParamPlacement:
+    return ParamPlacement(
         param_name="p",
         global_name="p",
         is_buffer=False,
@@ -61,7 +61,7 @@ def test_unshard_is_the_inverse() -> None:
         ([_placement(Box("a", 0, 4)), _placement(Box("a", 0, 3), dim=1)], "`a` is cut along dims [0, 1] at once"),
     ],
 )
-def test_tiling(placements: list[Placement], error: str | None) -> None:
+def test_tiling(placements: list[ParamPlacement], error: str | None) -> None:
     assert tiling_error(placements) == error
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from verifier.errors import UsageError
-from verifier.model.checkpoint import TensorMeta, open_checkpoint, write_shard
+from verifier.model.checkpoint import TensorHeader, open_checkpoint, write_shard
 from verifier.model.tiny import write_tiny
 
 INDEX = "model.safetensors.index.json"
@@ -34,7 +34,9 @@ def test_reads_what_safetensors_reads(path: Path) -> None:
     for name, tensor in expected.items():
         assert torch.equal(checkpoint.read(name), tensor)
         assert checkpoint.meta(name).shape == tuple(tensor.shape)
-    assert checkpoint.meta("model.norm.weight") == TensorMeta(dtype="float32", shape=(96,), num_bytes=384, shard=SECOND)
+    assert checkpoint.meta("model.norm.weight") == TensorHeader(
+        dtype="float32", shape=(96,), num_bytes=384, shard=SECOND
+    )
 
 
 def test_reading_maps_the_file_and_copies_nothing(path: Path) -> None:

@@ -160,7 +160,7 @@ def test_resolve_model_takes_an_id_or_a_directory(tmp_path: Path) -> None:
         ),
         (
             lambda path: write_family("llama", path, {"mlp_bias": True}),
-            "this config.json leaves what family `llama` describes",
+            "this config.json is not of family `llama`: see `requires` and `needs` of the family",
         ),
         (lambda path: write_family("gpt2", path, {}), "unknown family `gpt2`: known are " + ", ".join(TINY)),
     ],

@@ -14,19 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verifier.errors import ContractError
-from verifier.plan import digest as spec
-from verifier.plan.digest import (
-    BLOCK_BYTES,
-    COLUMNS,
-    KEYS,
-    ROWS,
-    Pieces,
-    digest_tensor,
-    digest_tensors,
-    finish,
-    finish_all,
-    lane_sums_torch,
-)
+from verifier.plan import digest as digest_module
+from verifier.plan import digest_definition as spec
+from verifier.plan.digest import Pieces, digest_tensor, digest_tensors, finish_all, lane_sums_torch
+from verifier.plan.digest_definition import BLOCK_BYTES, COLUMNS, KEYS, ROWS, finish
 
 EDGES = [0, 1, 2, 3, 4, 5, 511, 512, 513, 1024, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 5 * BLOCK_BYTES + 7]
 
@@ -38,7 +29,7 @@ def bytes_of(num_bytes: int, seed: int = 0) -> torch.Tensor:
 
 def reference(data: torch.Tensor) -> str:
     low, high = lane_sums_torch(data) if data.numel() else (0, 0)
-    return finish(low & spec._MASK, high & spec._MASK, data.numel())
+    return finish(low & spec.MASK, high & spec.MASK, data.numel())
 
 
 def by_definition(data: bytes) -> str:
@@ -99,14 +90,14 @@ def test_host_path_equals_reference(num_bytes, offset, seed):
 
 
 def test_reference_in_several_pieces():
-    data = bytes_of(2 * spec._REFERENCE_BLOCKS * BLOCK_BYTES + 12345)
+    data = bytes_of(2 * digest_module._REFERENCE_BLOCKS * BLOCK_BYTES + 12345)
     assert digest_tensor(data) == reference(data)
 
 
 def test_without_numba_the_reference_answers(monkeypatch):
     data = bytes_of(40_000)
     expected = digest_tensor(data)
-    monkeypatch.setattr(spec, "_installed", lambda package: False)
+    monkeypatch.setattr(digest_module, "_installed", lambda package: False)
     assert digest_tensor(data) == expected
 
 
@@ -163,8 +154,7 @@ def test_sums_of_many_end_as_one_by_one():
     sums = torch.randint(-(2**63), 2**63 - 1, (50, 2))
     sizes = [0, 1, 2**40, *range(100, 147)]
     one_by_one = [
-        finish(low & spec._MASK, high & spec._MASK, size)
-        for (low, high), size in zip(sums.tolist(), sizes, strict=True)
+        finish(low & spec.MASK, high & spec.MASK, size) for (low, high), size in zip(sums.tolist(), sizes, strict=True)
     ]
     assert finish_all(sums, sizes) == one_by_one
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from verifier.engine.engine import EngineConfig
+from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess
 from verifier.errors import InternalError, UsageError
 from verifier.mesh import Mesh

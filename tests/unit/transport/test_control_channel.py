@@ -54,14 +54,14 @@ def members() -> Iterator[Members]:
 def test_everyone_hears_everyone_in_rank_order(members: Members) -> None:
     for turn in range(50):
         heard = members.together(lambda rank, turn=turn: members.ends[rank].propose(f"{turn} of {rank}")())
-        assert all(step.said == tuple(f"{turn} of {rank}" for rank in range(NUM_RANKS)) for step in heard)
+        assert all(step.messages == tuple(f"{turn} of {rank}" for rank in range(NUM_RANKS)) for step in heard)
         assert heard[0].dissenters == (1, 2, 3)
     assert all(step.reached for step in members.together(lambda rank: members.ends[rank].propose("same")()))
 
 
 def test_words_are_heard_in_the_order_in_which_they_were_said(members: Members) -> None:
     pending = [[end.propose(str(turn)) for turn in range(5)] for end in members.ends]
-    heard = members.together(lambda rank: [hear().said for hear in pending[rank]])
+    heard = members.together(lambda rank: [hear().messages for hear in pending[rank]])
     assert heard == [[(str(turn),) * NUM_RANKS for turn in range(5)]] * NUM_RANKS
 
 

@@ -47,7 +47,7 @@ class Stream:
         assert event.num_records > 0
 
 
-class Share:
+class TrainerRounds:
     """The rounds of `TRAINER_RANKS` threads."""
 
     rows: ClassVar[list[Any]] = [None] * TRAINER_RANKS
@@ -59,7 +59,7 @@ class Share:
     def begin(self) -> None:
         self.ended = False
 
-    def show(self, record: Any) -> list[Any]:
+    def exchange(self, record: Any) -> list[Any]:
         found = self._round(record)
         if any(row is None for row in found):
             self.ended = True
@@ -116,12 +116,12 @@ class Follower:
     """Trainer rank 1: draws the same stream and packs it beside rank 0."""
 
     def __init__(self, version: int, planned: int | None = None) -> None:
-        self.share = Share(1)
+        self.rounds = TrainerRounds(1)
         self.drawn = 0
         tensors = weights(version)
         plan = plan_of(weights(version if planned is None else planned))
         self.thread = threading.Thread(
-            target=lambda: follow(self.share, plan, self._counted(tensors)), name="trainer rank 1", daemon=True
+            target=lambda: follow(self.rounds, plan, self._counted(tensors)), name="trainer rank 1", daemon=True
         )
         self.thread.start()
 
@@ -135,30 +135,30 @@ class Follower:
         assert not self.thread.is_alive()
 
 
-def send(sender: Sender, share: Share, version: int) -> None:
-    share.begin()
+def send(sender: Sender, rounds: TrainerRounds, version: int) -> None:
+    rounds.begin()
     follower = Follower(version)
     sender.send(version)
-    share.end()
+    rounds.end()
     follower.join()
     assert follower.drawn == len(weights(version))
 
 
 def test_every_rank_reads_the_ring_on_its_own_gpu(host: dict[str, Any]) -> None:
-    ranks, share = Ranks(2), Share(0)
-    sender = Sender(ranks, "ipc", share)
+    ranks, rounds = Ranks(2), TrainerRounds(0)
+    sender = Sender(ranks, "ipc", rounds)
     for version in range(3):
-        send(sender, share, version)
+        send(sender, rounds, version)
     assert host["released"] == []
     sender.group.close()
     ranks.close()
 
 
 def test_a_ring_that_no_engine_rank_reads_is_given_up(host: dict[str, Any]) -> None:
-    ranks, share = Ranks(1), Share(0)
-    sender = Sender(ranks, "ipc", share)
+    ranks, rounds = Ranks(1), TrainerRounds(0)
+    sender = Sender(ranks, "ipc", rounds)
     for version in range(2):
-        send(sender, share, version)
+        send(sender, rounds, version)
     assert host["released"] == ["GPU-1", "GPU-1"]
     sender.group.close()
     ranks.close()
@@ -166,10 +166,10 @@ def test_a_ring_that_no_engine_rank_reads_is_given_up(host: dict[str, Any]) -> N
 
 def test_a_rank_without_a_ring_is_refused_before_a_byte_is_loaded(host: dict[str, Any]) -> None:
     """All ranks say the same sentence; the next update, of a rank that has moved, is whole."""
-    ranks, share = Ranks(3), Share(0)
+    ranks, rounds = Ranks(3), TrainerRounds(0)
     host["gpu_of"]["engine rank 2_0"] = "GPU-7"
-    sender = Sender(ranks, "ipc", share)
-    share.begin()
+    sender = Sender(ranks, "ipc", rounds)
+    rounds.begin()
     follower = Follower(1)
     sentence = (
         "engine rank 2 runs on GPU GPU-7 and was given no buffer there: the trainer shares buffers on GPU-0, GPU-1"
@@ -184,7 +184,7 @@ def test_a_rank_without_a_ring_is_refused_before_a_byte_is_loaded(host: dict[str
     ranks.begin_update = asked
     with pytest.raises(ContractError) as caught:
         sender.deliver(plan_of(weights(1)), weights(1))
-    share.stop()
+    rounds.stop()
     follower.join()
     assert str(caught.value) == sentence
     assert [str(future.exception()) for future in answers[0]._futures] == [sentence] * 3
@@ -193,24 +193,24 @@ def test_a_rank_without_a_ring_is_refused_before_a_byte_is_loaded(host: dict[str
     with pytest.raises(ContractError, match="before a chunk plan was agreed on"):
         ranks.receive(0).result()
     host["gpu_of"]["engine rank 2_0"] = "GPU-1"
-    send(sender, share, 2)
+    send(sender, rounds, 2)
     sender.group.close()
     ranks.close()
 
 
 def test_of_two_rings_on_one_gpu_the_first_is_read(host: dict[str, Any]) -> None:
-    """Trainer ranks share a GPU; both rings have the same key."""
+    """Trainer ranks rounds a GPU; both rings have the same key."""
     host["gpu_of"]["trainer rank 1"] = "GPU-0"
-    ranks, share = Ranks(1), Share(0)
-    sender = Sender(ranks, "ipc", share)
+    ranks, rounds = Ranks(1), TrainerRounds(0)
+    sender = Sender(ranks, "ipc", rounds)
     for version in range(2):
-        send(sender, share, version)
+        send(sender, rounds, version)
     assert host["released_by"] == ["trainer rank 1"] * 2
     sender.group.close()
     ranks.close()
 
 
-def test_what_a_loader_keeps_is_let_go_or_refused(host: dict[str, Any]) -> None:
+def test_what_a_loader_keeps_is_copied_or_refused(host: dict[str, Any]) -> None:
     """A loader that keeps views, as a reload by layers does, gets copies; one that is not asked is found out."""
     kept: list[dict[str, torch.Tensor]] = [{}, {}]
 
@@ -218,83 +218,83 @@ def test_what_a_loader_keeps_is_let_go_or_refused(host: dict[str, Any]) -> None:
         kept[rank] |= dict(tensors)
         return [name for name, _ in tensors]
 
-    def let_go(buffer: torch.Tensor) -> None:
+    def copy_views(buffer: torch.Tensor) -> None:
         memory = buffer.untyped_storage().data_ptr()
         held = kept[int(threading.current_thread().name.split("_")[0][-1])]  # to look at the other's would hold them
         for name, tensor in held.items():
             if tensor.untyped_storage().data_ptr() == memory:
                 held[name] = tensor.clone()
 
-    ranks, share = Ranks(2, let_go), Share(0)
+    ranks, rounds = Ranks(2, copy_views), TrainerRounds(0)
     ranks.load, ranks.held = keep_views, kept
-    sender = Sender(ranks, "ipc", share)
-    send(sender, share, 1)
+    sender = Sender(ranks, "ipc", rounds)
+    send(sender, rounds, 1)
     for receiver in ranks.receivers:
-        receiver._let_go = None
-    share.begin()
+        receiver._copy_views = None
+    rounds.begin()
     follower = Follower(2)
     refused = set()
     for delivery in sender.deliver(plan_of(weights(2)), weights(2)):
         refused |= {receipt.refused for receipt in delivery.receipts}
-    share.end()
+    rounds.end()
     follower.join()
-    assert refused == {"the loader keeps views of a buffer that the sender will fill again"}
+    assert refused == {"the loader keeps views of a buffer that the sender will overwrite"}
     sender.group.close()
     ranks.close()
 
 
 def test_a_trainer_rank_that_stops_ends_the_update_for_all(host: dict[str, Any]) -> None:
     """Rank 0 hears of it in their next round and tells the engine, and no one waits."""
-    ranks, share = Ranks(1), Share(0)
-    sender = Sender(ranks, "ipc", share)
+    ranks, rounds = Ranks(1), TrainerRounds(0)
+    sender = Sender(ranks, "ipc", rounds)
     tensors = weights(1)
     plan = plan_of(tensors)
 
-    def stop_at_chunk_3(share: Share) -> None:
-        share.show(cuda_ipc.Ring(plan).describe())
-        share.show({})
+    def stop_at_chunk_3(rounds: TrainerRounds) -> None:
+        rounds.exchange(cuda_ipc.Ring(plan).describe())
+        rounds.exchange({})
         for _ in range(3):
-            share.show({})
-        share.stop()
+            rounds.exchange({})
+        rounds.stop()
 
-    share.begin()
-    other = threading.Thread(target=stop_at_chunk_3, args=[Share(1)], name="trainer rank 1", daemon=True)
+    rounds.begin()
+    other = threading.Thread(target=stop_at_chunk_3, args=[TrainerRounds(1)], name="trainer rank 1", daemon=True)
     other.start()
     confirmed = 0
     stream = sender.deliver(plan, tensors)
     with pytest.raises(ContractError, match="a trainer rank stopped before the transfer was complete"):  # noqa: PT012
         for _ in stream:
             confirmed += 1
-    share.stop()
+    rounds.stop()
     other.join(20)
     assert confirmed == 3
-    send(sender, share, 2)
+    send(sender, rounds, 2)
     sender.group.close()
     ranks.close()
 
 
 def test_a_plan_that_is_refused_tells_the_other_trainer_ranks(host: dict[str, Any]) -> None:
-    ranks, share = Ranks(2), Share(0)
-    sender = Sender(ranks, "ipc", share)
+    ranks, rounds = Ranks(2), TrainerRounds(0)
+    sender = Sender(ranks, "ipc", rounds)
     tensors = weights(1)
     turned = dict(reversed(tensors.items()))
-    share.begin()
+    rounds.begin()
     follower = Follower(1)
     answer = ranks.begin_update(plan_of(turned))
     assert not sender.group.begin(plan_of(tensors)).reached
     answer.result()
-    share.stop()
+    rounds.stop()
     follower.join()
     assert follower.drawn == len(tensors)
-    send(sender, share, 2)
+    send(sender, rounds, 2)
     sender.group.close()
     ranks.close()
 
 
 def test_a_slot_is_filled_again_only_when_it_was_confirmed(host: dict[str, Any]) -> None:
     """While a rank loads chunk k at its leisure, no trainer rank packs past chunk k + 2."""
-    ranks, share = Ranks(2), Share(0)
-    sender = Sender(ranks, "ipc", share)
+    ranks, rounds = Ranks(2), TrainerRounds(0)
+    sender = Sender(ranks, "ipc", rounds)
     furthest: list[int] = []
     follower_of: list[Follower] = []
     plan = plan_of(weights(1))
@@ -308,10 +308,10 @@ def test_a_slot_is_filled_again_only_when_it_was_confirmed(host: dict[str, Any])
         return ranks.keep(rank, tensors)
 
     ranks.load = slow
-    share.begin()
+    rounds.begin()
     follower_of.append(Follower(1))
     sender.send(1)
-    share.end()
+    rounds.end()
     follower_of[0].join()
     assert max(furthest) == SLOTS - 1
     sender.group.close()

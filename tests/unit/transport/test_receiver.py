@@ -41,7 +41,7 @@ def test_the_next_chunks_travel_while_one_is_loaded(ranks: Ranks) -> None:
         if rank == 0:
             receiver = ranks.receivers[0]
             posted.append([chunk for chunk, _ in receiver._posted])
-            said.append([receiver._next - 1] if receiver._said is not None else [])
+            said.append([receiver._next - 1] if receiver._proposed is not None else [])
             seen_drawn.wait(0.05)
         return ranks.keep(rank, received)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import torch
 
 from verifier.engine import sender as update
@@ -32,8 +33,8 @@ class Answer:
 class Ranks:
     """The engine's end: one receiver per rank, each asked on its own thread, as `EngineClient` asks an engine."""
 
-    def __init__(self, num_ranks: int, let_go: Callable[[torch.Tensor], None] | None = None) -> None:
-        self.receivers = [ChunkReceiver(rank, let_go) for rank in range(num_ranks)]
+    def __init__(self, num_ranks: int, copy_views: Callable[[torch.Tensor], None] | None = None) -> None:
+        self.receivers = [ChunkReceiver(rank, copy_views) for rank in range(num_ranks)]
         self.held: list[dict[str, torch.Tensor]] = [{} for _ in range(num_ranks)]
         self.load: Callable[[int, list[tuple[str, torch.Tensor]]], list[str]] = self.keep
         self._threads = [
@@ -50,7 +51,7 @@ class Ranks:
         return self._ask(lambda receiver: receiver.connect(address))
 
     def begin_update(self, plan: ChunkPlan) -> Answer:
-        return self._ask(lambda receiver: {"said": receiver.agree(plan).said})
+        return self._ask(lambda receiver: {"messages": receiver.agree(plan).messages})
 
     def receive(self, chunk: int) -> Answer:
         return self._ask(lambda receiver: self._received(receiver, chunk))
@@ -58,7 +59,7 @@ class Ranks:
     def _received(self, receiver: ChunkReceiver, chunk: int) -> Any:
         chunk = self.asked(receiver.engine_rank, chunk)
         receipt = receiver.receive(chunk, lambda tensors: self.load(receiver.engine_rank, tensors))
-        return json.loads(json.dumps(receipt.to_json()))
+        return json.loads(json.dumps(msgspec.to_builtins(receipt)))
 
     def close(self) -> None:
         for receiver, thread in zip(self.receivers, self._threads, strict=True):
@@ -72,10 +73,10 @@ class Ranks:
 class Sender:
     """The trainer's end, with tensors of several dtypes in chunks of a few hundred bytes."""
 
-    def __init__(self, ranks: Ranks, kind: str = "gloo", share: Any = None, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, ranks: Ranks, kind: str = "gloo", rounds: Any = None, deadline_s: float = DEADLINE_S) -> None:
         self.ranks = ranks
         listener = Listener(len(ranks.receivers), deadline_s=deadline_s, kind=kind)
-        self.group = update.connect(ranks, listener, share)
+        self.group = update.connect(ranks, listener, rounds)
 
     def deliver(self, plan: ChunkPlan, tensors: dict[str, torch.Tensor]) -> Iterator[update.Delivery]:
         update.agree(self.ranks, self.group, plan)

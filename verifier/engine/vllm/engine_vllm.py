@@ -1,4 +1,4 @@
-"""vLLM as the engine: its driver in this process, its workers in theirs."""
+"""vLLM as the engine: its driver runs in this process, its workers in their own."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import functools
 import importlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import torch
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.outputs import CompletionOutput, RequestOutput
 
-from verifier.engine.engine import (
+from verifier.engine.api import (
     EngineConfig,
+    EngineSlice,
+    EngineTensor,
     Generation,
-    HeldSlice,
-    HeldTensor,
     Poisoned,
     Sample,
     Sampling,
@@ -32,26 +35,26 @@ from verifier.transport.wire import Address, Agreement, Receipt
 
 _KV_CACHE_BYTES = 128 * 2**20
 _CPU_BLOCK = 32
-"""Tokens of a block of the KV cache on a CPU, so that a prompt is several: vLLM takes 128 there, and 16 on a GPU."""
+"""Number of tokens of a KV-cache block on a CPU. vLLM's own 128 would put a whole prompt into one block."""
 _CPU_TOKENS = 440
-"""Tokens of one forward pass on a CPU. A round trip scores its conversations in more than one, so that prompts are
-parted; it samples from fewer at a time, as vLLM 0.21 cannot part a prompt there that a seeded request samples from."""
+"""Greatest number of tokens of a forward pass on a CPU. A round trip scores more, so prompts are chunked. It samples
+from fewer, because vLLM 0.21 cannot chunk a prompt on a CPU that a seeded request samples from."""
 _GPU_SHARE = 0.15
-"""Of a GPU's memory that must be free at the start: a trainer may live on the same GPU."""
+"""Fraction of a GPU's memory that must be free at the start; a trainer may run on the same GPU."""
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
-"""One graph of the whole model per number of sequences that are being sampled; vLLM's own choice would compile as well.
-Prompts are scored without: in sleep mode the capture of their attention ended in an illegal memory access."""
+"""One graph of the whole model per number of sampled sequences; vLLM's default would compile too. Prompts run without
+graphs: in sleep mode the capture of their attention ended in an illegal memory access."""
 _ADAPTERS = {"max_loras": 1, "lora_target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
-"""One adapter at a time, on linears alone: with one on the head, vLLM 0.21 finds no adapter for the rows of a prompt
-whose log-probabilities are asked for; on a CPU it fails there, on a GPU it reads on behind its table."""
+"""One adapter at a time, on linears only. With one on the head, vLLM 0.21 has no adapter for the rows of prompt
+log-probabilities: it fails on a CPU, and reads beyond its table on a GPU."""
 _RPC_DEADLINE_S = 600
 
 
 @functools.cache
 def preload() -> None:
-    """Import vLLM's workers and the classes of all families' models.
+    """Import vLLM's workers and the model classes of all families.
 
-    vLLM looks at a class that it finds imported here, and starts no interpreter that imports vLLM to look at it.
+    vLLM inspects an imported class directly; otherwise it starts an interpreter that imports vLLM.
     """
     importlib.import_module(f"vllm.v1.worker.{'gpu' if torch.cuda.is_available() else 'cpu'}_worker")
     importlib.import_module("vllm.v1.executor.multiproc_executor")
@@ -60,7 +63,7 @@ def preload() -> None:
 
 
 class VllmEngine:
-    """See `Engine`. Prefix caching on, logprobs of the raw distribution, nothing compiled."""
+    """See `Engine`. Prefix caching is on; nothing is compiled; log-probabilities are of the shaped distribution."""
 
     def __init__(self, config: EngineConfig) -> None:
         checkpoint = open_checkpoint(config.checkpoint)
@@ -86,7 +89,7 @@ class VllmEngine:
             quantization=config.quantization,
             enable_lora=config.lora_rank > 0,
             **({"max_lora_rank": config.lora_rank, **_ADAPTERS} if config.lora_rank else {}),
-            # Off for hybrids, as vLLM itself decides: their cached states are experimental in 0.21.
+            # Off for hybrids, as by vLLM's default: their cached states are experimental in 0.21.
             enable_prefix_caching=checkpoint.config.get("mamba_num_heads") is None,
             skip_tokenizer_init=True,
             logprobs_mode="processed_logprobs",
@@ -97,7 +100,7 @@ class VllmEngine:
         self._rpc("verifier_unlink_shared")
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """One prefill per sequence; vLLM does not read the prefix cache for prompt logprobs."""
+        """See `Engine.logprobs`: one prefill per sequence; vLLM does not read the prefix cache for it."""
         check_sequences(sequences, vocab_size=self._vocab_size, max_len=self._max_len - 1)
         asked = SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0, detokenize=False)
         outputs = self._llm.generate(_prompts(sequences), asked, use_tqdm=False, lora_request=self._adapter)
@@ -107,10 +110,10 @@ class VllmEngine:
         ]
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Generation]:
-        """Every sample has its own seeded generator, if asked for, so batching does not change the samples.
+        """See `Engine.generate`. Seeded samples do not depend on batching.
 
-        vLLM seeds sample k of a request with the request's seed plus k. On a CPU it heeds no seed if a request of the
-        batch has none, or is greedy (vllm #51226), so the generator that then serves them all is seeded too.
+        vLLM seeds sample k of a request with the request's seed plus k. On a CPU it ignores seeds if a request of the
+        batch has none or is greedy (vllm #51226), so the generator that serves all requests is seeded too.
         """
         requests = [sampling.of(index) for index in range(len(prompts))]
         longest = max((item.max_tokens for item in requests), default=0)
@@ -119,76 +122,55 @@ class VllmEngine:
         self._rpc("verifier_seed", seed=sampling.seed)
         outputs = self._llm.generate(_prompts(prompts), asked, use_tqdm=False, lora_request=self._adapter)
         return [
-            Generation(
-                prompt=tuple(prompt),
-                samples=tuple(
-                    Sample(
-                        tokens=tuple(item.token_ids),
-                        logprobs=tuple(
-                            _nats(row, token) for token, row in zip(item.token_ids, item.logprobs, strict=True)
-                        ),
-                        cached_tokens=output.num_cached_tokens or 0,
-                    )
-                    for item in output.outputs
-                ),
-            )
+            Generation(prompt=tuple(prompt), samples=tuple(_sample(item, output) for item in output.outputs))
             for prompt, output in zip(prompts, outputs, strict=True)
         ]
 
-    def state(self) -> list[list[HeldTensor]]:
-        """See `held_vllm.held_tensors`."""
-        return [
-            [HeldTensor(**{**item, "shape": tuple(item["shape"])}) for item in rank]
-            for rank in self._rpc("verifier_state")
-        ]
+    def state(self) -> list[list[EngineTensor]]:
+        """See `Engine.state`."""
+        return msgspec.convert(self._rpc("verifier_state"), list[list[EngineTensor]])
 
-    def checkpoint_view(self) -> list[list[HeldSlice]]:
-        """See `view_vllm.checkpoint_slices`."""
-        return [
-            [
-                HeldSlice(**{**item, "shape": tuple(item["shape"]), "box": tuple(map(tuple, item["box"]))})
-                for item in rank
-            ]
-            for rank in self._rpc("verifier_view", carried=self._carried)
-        ]
+    def checkpoint_view(self) -> list[list[EngineSlice]]:
+        """See `Engine.checkpoint_view`."""
+        return msgspec.convert(self._rpc("verifier_view", carried=self._carried), list[list[EngineSlice]])
 
     def poison(self) -> list[list[Poisoned]]:
-        """See `held_vllm.poison_model`."""
-        return [[Poisoned(**item) for item in rank] for rank in self._rpc("verifier_poison", carried=self._carried)]
+        """See `Engine.poison`."""
+        return msgspec.convert(self._rpc("verifier_poison", carried=self._carried), list[list[Poisoned]])
 
     def connect(self, address: Address) -> None:
-        """By the worker's `init_weight_transfer_engine`."""
-        self._rpc("init_weight_transfer_engine", init_info=address.to_json())
+        """See `Engine.connect`; by the worker's `init_weight_transfer_engine`."""
+        self._rpc("init_weight_transfer_engine", init_info={"address": asdict(address)})
 
     def begin_update(self, plan: ChunkPlan) -> list[Agreement]:
-        """By the worker's `start_weight_update`, once all members hold the same plan."""
-        agreements = [Agreement(said=tuple(said)) for said in self._rpc("verifier_begin", plan=plan.to_json())]
+        """See `Engine.begin_update`; by the worker's `start_weight_update`, once all members have the same plan."""
+        agreements = [Agreement(messages=tuple(row)) for row in self._rpc("verifier_begin", plan=plan.to_json())]
         if all(agreement.reached for agreement in agreements):
             self._rpc("start_weight_update", is_checkpoint_format=True)
         return agreements
 
     def receive(self, chunk: int) -> list[Receipt]:
-        """By the worker's `update_weights`."""
+        """See `Engine.receive`; by the worker's `update_weights`."""
         self._rpc("update_weights", update_info={"chunk": chunk})
-        return [Receipt.from_json(row) for row in self._rpc("verifier_receipt")]
+        return msgspec.convert(self._rpc("verifier_receipt"), list[Receipt])
 
     def finish_update(self) -> None:
-        """By the worker's `finish_weight_update`.
+        """See `Engine.finish_update`; by the worker's `finish_weight_update`.
 
         Raises:
-            ContractError: a layer's weights do not fit it; the next update starts from what was there before.
+            ContractError: a layer's weights do not fit it; the next update starts from the previous weights.
         """
         self._rpc("finish_weight_update", otherwise=ContractError)
 
     def reset_prefix_cache(self) -> bool:
-        """As vLLM itself does it."""
+        """See `Engine.reset_prefix_cache`."""
         return bool(self._llm.reset_prefix_cache())
 
     def load_adapter(self, path: str) -> None:
-        """Under a name and a number of its own: vLLM takes an adapter that it knows by number for loaded.
+        """See `Engine.load_adapter`. Each gets a new number: vLLM would not load an adapter with a known one.
 
         Raises:
-            ContractError: vLLM did not take it.
+            ContractError: vLLM did not load it.
         """
         number = 1
         if self._adapter is not None:
@@ -200,15 +182,15 @@ class VllmEngine:
             raise ContractError(f"vLLM did not load the adapter in {path}")
 
     def sleep(self, level: int) -> None:
-        """As vLLM itself does it."""
+        """See `Engine.sleep`."""
         self._llm.sleep(level=level)
 
     def wake_up(self, tag: str) -> None:
-        """As vLLM itself does it."""
+        """See `Engine.wake_up`."""
         self._llm.wake_up(tags=[tag])
 
     def call(self, module: str, function: str, arguments: Sequence[Any]) -> list[Any]:
-        """On every worker."""
+        """See `Engine.call`."""
         return self._rpc("verifier_call", module=module, function=function, arguments=list(arguments))
 
     def shutdown(self) -> None:
@@ -216,7 +198,7 @@ class VllmEngine:
         self._llm.llm_engine.engine_core.shutdown()
 
     def _rpc(self, method: str, *, otherwise: type[VerifierError] = InternalError, **arguments: Any) -> list[Any]:
-        """Ask every worker; the first rank that failed speaks for all."""
+        """Call a method on every worker; raises the error of the first rank that failed."""
         asked = {"method": method, "arguments": arguments}
         try:
             replies = self._llm.collective_rpc("verifier_request", timeout=_RPC_DEADLINE_S, kwargs=asked)
@@ -228,12 +210,19 @@ class VllmEngine:
 
 
 def _nats(row: Mapping[int, Any], token: int) -> float:
-    """A token's log-probability; NaN where vLLM reports another token's in its place."""
+    """Return a token's log-probability; NaN if vLLM reports another token's."""
     return row[token].logprob if token in row else math.nan
 
 
+def _sample(item: CompletionOutput, output: RequestOutput) -> Sample:
+    """Convert one of vLLM's completions of a request."""
+    logprobs = (_nats(row, token) for token, row in zip(item.token_ids, item.logprobs, strict=True))
+    cached = output.num_cached_tokens or 0
+    return Sample(tokens=tuple(item.token_ids), logprobs=tuple(logprobs), cached_tokens=cached)
+
+
 def _params(sampling: Sampling) -> SamplingParams:
-    """One request's sampling in vLLM's words."""
+    """Convert one request's sampling parameters to vLLM's."""
     shape = sampling.shape
     return SamplingParams(
         n=sampling.n,

@@ -1,11 +1,10 @@
-"""Read back, and poison, the weights that vLLM's CPU kernels keep in a packed form.
+"""Reading and poisoning of weights that vLLM's CPU kernels keep in a packed form.
 
-vLLM 0.21 packs linear weights for oneDNN (the parameter is emptied; the contents live behind a handle in
-``layer.cpu_linear``) and permutes expert weights for its grouped kernel. A state that showed only named parameters
-would miss nearly every weight. Two exact ways bring them back:
+vLLM 0.21 packs linear weights for oneDNN: it empties the parameter and keeps the contents behind a handle in
+``layer.cpu_linear``. It permutes expert weights for its grouped kernel. Two exact methods read them back:
 
 - a linear is applied to the identity matrix: each output is one weight times 1 plus zeros, exact in every float dtype
-  (only the sign of a zero weight is lost);
+  but for the sign of a zero weight;
 - an expert's permutation is found by packing a tensor of indices, digit by digit, and inverted.
 
 Source:
@@ -26,13 +25,15 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from verifier.errors import ContractError
 
-_ROWS = 1024  # identity rows pushed at once
-_DIGIT_BITS = 8  # the integers that every float dtype holds exactly
+_ROWS = 1024
+"""Number of rows of the identity matrix that a linear is applied to at once."""
+_DIGIT_BITS = 8
+"""Number of bits of an integer that every float dtype represents exactly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLinear:
-    """A closure that multiplies by a weight which no parameter shows."""
+    """Closure that multiplies by a weight that no parameter holds."""
 
     holder: str
     """Attribute of the module, such as ``cpu_linear`` or ``down_linear[3]``."""
@@ -41,7 +42,7 @@ class PackedLinear:
     dtype: torch.dtype
 
     def read(self) -> torch.Tensor:
-        """[out_features, in_features], the weight that the closure multiplies by."""
+        """Return the weight that the closure multiplies by, [out_features, in_features]."""
         parts = []
         for begin in range(0, self.in_features, _ROWS):
             end = min(begin + _ROWS, self.in_features)
@@ -52,23 +53,23 @@ class PackedLinear:
 
 
 def packed_linears(module: nn.Module) -> Iterator[PackedLinear]:
-    """The closures of this module (not of its children) that hold a weight of their own."""
+    """Yield the closures of this module, without its children, that hold a weight of their own."""
     linear = module.__dict__.get("cpu_linear")
-    if linear is not None and (holds := _held(linear)):
+    if linear is not None and (holds := _weights_of(linear)):
         yield PackedLinear(
             holder="cpu_linear",
             apply=lambda x: linear(x, None, None),
             in_features=_in_features(holds[0], module),
             dtype=getattr(module, "params_dtype", None) or module.weight.dtype,
         )
-    for name, weight in (("gate_up_linear", "w13_weight"), ("down_linear", "w2_weight")):
+    for name, parameter in (("gate_up_linear", "w13_weight"), ("down_linear", "w2_weight")):
         for index, expert in enumerate(module.__dict__.get(name, ())):
-            holds = _held(expert)
+            weight, holds = getattr(module, parameter), _weights_of(expert)
             yield PackedLinear(
                 holder=f"{name}[{index}]",
                 apply=expert,
                 in_features=_in_features(holds[0], module),
-                dtype=module.params_dtype if getattr(module, weight).numel() == 0 else getattr(module, weight).dtype,
+                dtype=weight.dtype if weight.numel() else module.params_dtype,
             )
 
 
@@ -77,10 +78,10 @@ def unpack_experts(module: nn.Module, packed: torch.Tensor) -> torch.Tensor:
 
     Args:
         module: vLLM's fused experts.
-        packed: [experts, out, in], its ``w13_weight`` or ``w2_weight``.
+        packed: ``w13_weight`` or ``w2_weight``, [experts, out, in].
 
     Returns:
-        [experts, out, in] in checkpoint order; `packed` itself where the kernel keeps that order.
+        Weight in checkpoint order, [experts, out, in]; `packed` itself if the kernel keeps that order.
 
     Raises:
         ContractError: the kernel does more than permute within an expert.
@@ -102,10 +103,10 @@ def unpack_experts(module: nn.Module, packed: torch.Tensor) -> torch.Tensor:
 
 
 def poison_packed(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Make this module's packed linears multiply by NaN, and read back whether they do.
+    """Make this module's packed linears multiply by NaN, and verify it.
 
     Yields:
-        (holder, what was done), as in `Poisoned`.
+        (holder, result), as in `Poisoned`.
     """
     for (holder, how), packed in zip(list(_poison_packed(module)), packed_linears(module), strict=True):
         yield holder, "left" if how == "nan" and not bool(packed.read().isnan().all()) else how
@@ -114,11 +115,11 @@ def poison_packed(module: nn.Module) -> Iterator[tuple[str, str]]:
 def _poison_packed(module: nn.Module) -> Iterator[tuple[str, str]]:
     linear = module.__dict__.get("cpu_linear")
     for closure, packed in zip(_closures(module), packed_linears(module), strict=True):
-        for held in _held(closure):
-            if isinstance(held, torch.Tensor):
-                held.fill_(float("nan"))
+        for weight in _weights_of(closure):
+            if isinstance(weight, torch.Tensor):
+                weight.fill_(float("nan"))
             elif closure is linear:
-                _repack_with_nan(module, held.n, held.k, packed.dtype)
+                _repack_with_nan(module, weight.n, weight.k, packed.dtype)
             else:
                 yield packed.holder, "left: an expert's handle cannot be rebuilt in place"
                 break
@@ -135,14 +136,14 @@ def _repack_with_nan(module: nn.Module, out_features: int, in_features: int, dty
 
 def _closures(module: nn.Module) -> Iterator[Callable[..., torch.Tensor]]:
     linear = module.__dict__.get("cpu_linear")
-    if linear is not None and _held(linear):
+    if linear is not None and _weights_of(linear):
         yield linear
     yield from module.__dict__.get("gate_up_linear", ())
     yield from module.__dict__.get("down_linear", ())
 
 
-def _held(closure: Callable[..., torch.Tensor]) -> list[torch.Tensor | ops.CPUDNNLGEMMHandler]:
-    """The weight that a closure carries: oneDNN's handle or a tensor of two dims; biases are parameters elsewhere."""
+def _weights_of(closure: Callable[..., torch.Tensor]) -> list[torch.Tensor | ops.CPUDNNLGEMMHandler]:
+    """Return the weights of a closure: oneDNN's handle or a tensor of two dims; biases are parameters elsewhere."""
     cells = [cell.cell_contents for cell in closure.__closure__ or ()]
     values = [*cells, *(closure.__defaults__ or ())]
     return [
@@ -152,10 +153,10 @@ def _held(closure: Callable[..., torch.Tensor]) -> list[torch.Tensor | ops.CPUDN
     ]
 
 
-def _in_features(held: torch.Tensor | ops.CPUDNNLGEMMHandler, module: nn.Module) -> int:
-    if isinstance(held, ops.CPUDNNLGEMMHandler):
-        return held.k
-    return getattr(module, "input_size_per_partition", held.shape[1])
+def _in_features(weight: torch.Tensor | ops.CPUDNNLGEMMHandler, module: nn.Module) -> int:
+    if isinstance(weight, ops.CPUDNNLGEMMHandler):
+        return weight.k
+    return getattr(module, "input_size_per_partition", weight.shape[1])
 
 
 def _expert_packing(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -1,60 +1,74 @@
-"""What a vLLM rank holds of a hybrid model's state-space layers, and how hybrids' checkpoints spell vLLM's names."""
+"""Checkpoint parts in the state-space layers of a hybrid model on a vLLM rank, and hybrids' checkpoint names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import nn
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
-from verifier.engine.view_slice import Part, Slice
+from verifier.engine.stored_tensors import CheckpointSlice
 
 _SPELLINGS = {"NemotronHForCausalLM": (("model.embed_tokens.", "backbone.embeddings."), ("model.", "backbone."))}
-"""Model class -> prefix of vLLM's names and of the checkpoints', the first that fits."""
+"""Model class -> (prefix of vLLM's names, prefix in checkpoints); the first match counts."""
 _RUNS = ("in_proj", "conv1d")
+"""Last names of the linears whose rows are runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedPart:
+    """Run of rows of a fused weight that belongs to one checkpoint tensor."""
+
+    name: str
+    """Checkpoint tensor without ``.weight``."""
+    rows: int
+    """Number of rows on this rank."""
+    begin: int
+    """First row in the checkpoint tensor."""
 
 
 def published_name(model: nn.Module, name: str) -> str:
-    """The checkpoint's spelling of one of vLLM's names."""
+    """Return the checkpoint's name of one of vLLM's names."""
     for ours, published in _SPELLINGS.get(type(model).__name__, ()):
         if name.startswith(ours):
             return published + name.removeprefix(ours)
     return name
 
 
-def runs(path: str, module: MergedColumnParallelLinear) -> list[Part]:
-    """The parts of a linear whose runs of rows (z, x, B, C, dt) are one checkpoint tensor; none if it is no such."""
+def runs(path: str, module: MergedColumnParallelLinear) -> list[FusedPart]:
+    """Return the parts of a linear whose runs of rows (z, x, B, C, dt) are one checkpoint tensor; empty for others."""
     if path.rpartition(".")[2] not in _RUNS:
         return []
     sizes = [size // module.tp_size for size in module.output_sizes]
     begins = [0, *accumulate(module.output_sizes)]
     return [
-        Part(name=path, rows=size, begin=begin + module.tp_rank * size)
+        FusedPart(name=path, rows=size, begin=begin + module.tp_rank * size)
         for begin, size in zip(begins, sizes, strict=False)
     ]
 
 
-def mixer_slices(path: str, module: nn.Module) -> Iterator[Slice]:
-    """What a state-space mixer, or its norm, holds itself: a run of rows per rank.
+def mixer_slices(path: str, module: nn.Module) -> Iterator[CheckpointSlice]:
+    """Yield the own parameters of a state-space mixer or its norm: a run of rows per rank.
 
-    vLLM keeps ``-exp(A_log)``, whose bits are not what was sent; the comparison with a cold engine judges it.
+    vLLM keeps ``-exp(A_log)``, whose bits differ from those sent; only the comparison with a cold engine covers it.
     """
     rank = module.conv1d.tp_rank if is_mixer(module) else module.tp_rank
     for name, tensor in module._parameters.items():
         if name == "A":
-            yield Slice(name=f"{path}.A_log", holder=f"{path}.A", box=(), tensor=tensor, quantized=True)
+            yield CheckpointSlice(name=f"{path}.A_log", holder=f"{path}.A", box=(), tensor=tensor, quantized=True)
         elif tensor is not None:
             rows = tensor.shape[0]
             box = ((rank * rows, (rank + 1) * rows),)
-            yield Slice(name=f"{path}.{name}", holder=f"{path}.{name}", box=box, tensor=tensor)
+            yield CheckpointSlice(name=f"{path}.{name}", holder=f"{path}.{name}", box=box, tensor=tensor)
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """A Mamba2 mixer; told by name, because its module cannot be imported without Triton."""
+    """Return whether a module is a Mamba2 mixer, by name: its class cannot be imported without Triton."""
     return type(module).__name__ == "MambaMixer2"
 
 
 def is_mixer_norm(module: nn.Module) -> bool:
-    """The gated norm of a Mamba2 mixer, which is divided like the mixer's heads."""
+    """Return whether a module is the gated norm of a Mamba2 mixer, which is divided like the mixer's heads."""
     return type(module).__name__ == "Mixer2RMSNormGated"

@@ -1,4 +1,4 @@
-"""Map what a vLLM rank computes with back to checkpoint names, independently of vLLM's own weight loaders."""
+"""Mapping of a vLLM rank's tensors back to checkpoint names, independent of vLLM's weight loaders."""
 
 from __future__ import annotations
 
@@ -17,30 +17,37 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from verifier.engine.view_slice import Box, Part, Slice
+from verifier.engine.api import Box
+from verifier.engine.stored_tensors import CheckpointSlice, adapter_places, whole_slice
 from verifier.engine.vllm.packed_vllm import packed_linears, unpack_experts
-from verifier.engine.vllm.view_hybrid_vllm import is_mixer, is_mixer_norm, mixer_slices, published_name, runs
-from verifier.engine.weights import adapter_places
+from verifier.engine.vllm.view_hybrid_vllm import (
+    FusedPart,
+    is_mixer,
+    is_mixer_norm,
+    mixer_slices,
+    published_name,
+    runs,
+)
 from verifier.errors import ContractError
 
 
-def checkpoint_slices(model: nn.Module, carried: Collection[str]) -> Iterator[Slice]:
-    """Every checkpoint tensor's part on this rank, once per place that holds it.
+def checkpoint_slices(model: nn.Module, carried: Collection[str]) -> Iterator[CheckpointSlice]:
+    """Yield this rank's part of every checkpoint tensor, once per tensor that holds it.
 
     Args:
-        model: vLLM's.
-        carried: names in the checkpoint; decides whether a head is its own tensor or tied to the embedding.
+        model: vLLM's model.
+        carried: names in the checkpoint; they decide whether a head is its own tensor or tied to the embedding.
 
     Raises:
-        ContractError: a fused layer whose parts have no known checkpoint names, or a packed expert weight that
-            cannot be read back.
+        ContractError: the parts of a fused layer have no known checkpoint names, or a packed expert weight cannot be
+            read back.
     """
     for part in _slices(model, carried):
         yield replace(part, name=published_name(model, part.name))
 
 
-def _slices(model: nn.Module, carried: Collection[str]) -> Iterator[Slice]:
-    """As `checkpoint_slices`, under the names that vLLM's modules have."""
+def _slices(model: nn.Module, carried: Collection[str]) -> Iterator[CheckpointSlice]:
+    """Yield slices as `checkpoint_slices`, under vLLM's names."""
     modules = [(path.removesuffix(".base_layer"), module) for path, module in model.named_modules()]
     embedding = next((path for path, module in modules if type(module) is VocabParallelEmbedding), "model.embed_tokens")
     for path, module in modules:
@@ -54,26 +61,26 @@ def _slices(model: nn.Module, carried: Collection[str]) -> Iterator[Slice]:
         elif isinstance(module, LinearBase):
             yield from _linear(path, module, model)
             for name, tensor in module._parameters.items():
-                held = published_name(model, f"{path}.{name}")
-                if name not in ("weight", "bias") and held in carried:  # a router's score bias
-                    yield _whole(f"{path}.{name}", f"{path}.{name}", tensor)
+                published = published_name(model, f"{path}.{name}")
+                if name not in ("weight", "bias") and published in carried:  # a router's score bias
+                    yield whole_slice(f"{path}.{name}", f"{path}.{name}", tensor)
         elif is_mixer(module) or is_mixer_norm(module):
             yield from mixer_slices(path, module)
         else:
             for name, tensor in module._parameters.items():
                 if tensor is not None:
-                    yield _whole(f"{path}.{name}", f"{path}.{name}", tensor)
+                    yield whole_slice(f"{path}.{name}", f"{path}.{name}", tensor)
 
 
 def _weights(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every copy of a linear's weight that this module can compute with."""
+    """Yield (holder, tensor) of every copy of a linear's weight."""
     if module.weight.numel():
         yield f"{path}.weight", module.weight
     for packed in packed_linears(module):
         yield f"{path}.{packed.holder}", packed.read()
 
 
-def _linear(path: str, module: LinearBase, model: nn.Module) -> Iterator[Slice]:
+def _linear(path: str, module: LinearBase, model: nn.Module) -> Iterator[CheckpointSlice]:
     bias = getattr(module, "bias", None)
     rounded = _rounded(module.weight)
     if isinstance(module, ColumnParallelLinear):
@@ -88,7 +95,7 @@ def _linear(path: str, module: LinearBase, model: nn.Module) -> Iterator[Slice]:
             for part in parts:
                 rows = tensor[at : at + part.rows]
                 box = ((part.begin, part.begin + part.rows), *((0, size) for size in tensor.shape[1:]))
-                yield Slice(name=f"{part.name}.{leaf}", holder=holder, box=box, tensor=rows)
+                yield CheckpointSlice(name=f"{part.name}.{leaf}", holder=holder, box=box, tensor=rows)
                 at += part.rows
         return
     begin = module.tp_rank * module.input_size_per_partition if isinstance(module, RowParallelLinear) else 0
@@ -96,12 +103,12 @@ def _linear(path: str, module: LinearBase, model: nn.Module) -> Iterator[Slice]:
         yield _quantized(f"{path}.weight", f"{path}.weight", module.weight)
     for holder, tensor in () if rounded else _weights(path, module):
         box = ((0, tensor.shape[0]), (begin, begin + tensor.shape[1]))
-        yield Slice(name=f"{path}.weight", holder=holder, box=box, tensor=tensor)
+        yield CheckpointSlice(name=f"{path}.weight", holder=holder, box=box, tensor=tensor)
     if bias is not None:
-        yield _whole(f"{path}.bias", f"{path}.bias", bias)
+        yield whole_slice(f"{path}.bias", f"{path}.bias", bias)
 
 
-def _parts(path: str, module: ColumnParallelLinear, model: nn.Module) -> list[Part]:
+def _parts(path: str, module: ColumnParallelLinear, model: nn.Module) -> list[FusedPart]:
     parent, _, leaf = path.rpartition(".")
     fused = getattr(model, "packed_modules_mapping", {}).get(leaf)
     rank = module.tp_rank
@@ -118,33 +125,36 @@ def _parts(path: str, module: ColumnParallelLinear, model: nn.Module) -> list[Pa
         spans = [(size, rank * size) for size in sizes]
     else:
         rows = module.output_size_per_partition
-        return [Part(name=path, rows=rows, begin=rank * rows)]
+        return [FusedPart(name=path, rows=rows, begin=rank * rows)]
     if fused is None or len(fused) != len(spans):
-        raise ContractError(f"`{path}` fuses {len(spans)} checkpoint tensors whose names vLLM does not say")
+        raise ContractError(f"`{path}` fuses {len(spans)} checkpoint tensors whose names vLLM does not list")
     return [
-        Part(name=f"{parent}.{name}", rows=rows, begin=begin) for name, (rows, begin) in zip(fused, spans, strict=True)
+        FusedPart(name=f"{parent}.{name}", rows=rows, begin=begin)
+        for name, (rows, begin) in zip(fused, spans, strict=True)
     ]
 
 
-def _adapter(path: str, module: nn.Module, model: nn.Module) -> Iterator[Slice]:
-    """The first slot's adapter, part by part of a fused layer; B is held times the adapter's scaling."""
+def _adapter(path: str, module: nn.Module, model: nn.Module) -> Iterator[CheckpointSlice]:
+    """Yield the first slot's adapter, part by part of a fused layer; vLLM stores B times the adapter's scaling."""
     if not isinstance(module.base_layer, LinearBase):
-        return  # embeddings and logits have places too, and the adapters of this project leave them empty
+        return  # embeddings and logits have adapter memory too, which adapters of linears leave empty
     parent, _, leaf = path.rpartition(".")
     names = getattr(model, "packed_modules_mapping", {}).get(leaf, [leaf])
     for matrix, stacks in (("lora_A", module.lora_a_stacked), ("lora_B", module.lora_b_stacked)):
         for name, stack in zip(names, stacks, strict=True):
-            yield _whole(f"{parent}.{name}.{matrix}.weight", f"{path}.{matrix}", stack[0, 0])
+            yield whole_slice(f"{parent}.{name}.{matrix}.weight", f"{path}.{matrix}", stack[0, 0])
 
 
-def _vocabulary(path: str, canonical: str, module: VocabParallelEmbedding) -> Iterator[Slice]:
+def _vocabulary(path: str, canonical: str, module: VocabParallelEmbedding) -> Iterator[CheckpointSlice]:
     begin, end = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
     for holder, tensor in _weights(path, module):
         rows = tensor[: end - begin]
-        yield Slice(name=f"{canonical}.weight", holder=holder, box=((begin, end), (0, tensor.shape[1])), tensor=rows)
+        yield CheckpointSlice(
+            name=f"{canonical}.weight", holder=holder, box=((begin, end), (0, tensor.shape[1])), tensor=rows
+        )
 
 
-def _experts(path: str, module: FusedMoE) -> Iterator[Slice]:
+def _experts(path: str, module: FusedMoE) -> Iterator[CheckpointSlice]:
     places = range(module.global_num_experts) if module.expert_map is None else module.expert_map.tolist()
     firsts = ("gate_proj", "up_proj") if module.moe_config.is_act_and_mul else ("up_proj",)
     if _rounded(module.w13_weight):
@@ -163,12 +173,12 @@ def _experts(path: str, module: FusedMoE) -> Iterator[Slice]:
             cols: Box = ((0, fc2.shape[1]), (begin, begin + width))
             prefix, first, second = f"{path}.{expert}", *holder
             for leaf, tensor in zip(firsts, fc1[place].split(width), strict=True):
-                yield Slice(name=f"{prefix}.{leaf}.weight", holder=first, box=rows, tensor=tensor)
-            yield Slice(name=f"{prefix}.down_proj.weight", holder=second, box=cols, tensor=fc2[place])
+                yield CheckpointSlice(name=f"{prefix}.{leaf}.weight", holder=first, box=rows, tensor=tensor)
+            yield CheckpointSlice(name=f"{prefix}.down_proj.weight", holder=second, box=cols, tensor=fc2[place])
 
 
 def _expert_weights(path: str, module: FusedMoE) -> Iterator[tuple[tuple[str, str], torch.Tensor, torch.Tensor]]:
-    """((holders), [experts, 2*width, hidden], [experts, hidden, width]) for every copy of the experts."""
+    """Yield ((holders), [experts, 2*width, hidden], [experts, hidden, width]) of every copy of the experts."""
     if module.w13_weight.numel():
         yield (
             (f"{path}.w13_weight", f"{path}.w2_weight"),
@@ -189,9 +199,5 @@ def _rounded(weight: torch.Tensor) -> bool:
     return weight.dtype.itemsize == 1
 
 
-def _quantized(name: str, holder: str, tensor: torch.Tensor) -> Slice:
-    return Slice(name=name, holder=holder, box=(), tensor=tensor, quantized=True)
-
-
-def _whole(name: str, holder: str, tensor: torch.Tensor) -> Slice:
-    return Slice(name=name, holder=holder, box=tuple((0, size) for size in tensor.shape), tensor=tensor)
+def _quantized(name: str, holder: str, tensor: torch.Tensor) -> CheckpointSlice:
+    return CheckpointSlice(name=name, holder=holder, box=(), tensor=tensor, quantized=True)

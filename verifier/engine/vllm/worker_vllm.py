@@ -1,7 +1,7 @@
-"""Inside vLLM's worker processes: our weight-transfer engine, and the requests that vLLM has no name for.
+"""Part of the engine inside vLLM's worker processes: weight-transfer engine and further requests.
 
-vLLM imports this module in each worker (it names the worker extension class) before it builds the weight-transfer
-engine; importing it registers `ChunkTransferEngine`, whose making ties the worker's life to its parent's.
+vLLM imports this module in each worker, because it contains the worker extension class, before it builds the
+weight-transfer engine. The import registers `ChunkTransferEngine`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from vllm.config.parallel import ParallelConfig
@@ -32,41 +33,35 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from verifier.engine.errors import CARRIED, to_record
 from verifier.engine.process import die_with_parent
+from verifier.engine.stored_tensors import adapter_places, restore
+from verifier.engine.vllm.stored_tensors_vllm import model_tensors, poison_model
 from verifier.engine.vllm.view_vllm import checkpoint_slices
-from verifier.engine.vllm.weights_vllm import held_tensors, poison_model
-from verifier.engine.weights import adapter_places, restore
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import ChunkPlan
-from verifier.plan.digest import digest_tensor
 from verifier.platform import upstream_fixes_vllm
-from verifier.transport.buffer import dtype_name
 from verifier.transport.receiver import ChunkReceiver
 from verifier.transport.wire import Address, Receipt
 
 BACKEND = "ipc"
-"""`WeightTransferConfig.backend` admits only "nccl" and "ipc"; ours takes the place of the latter."""
+"""Backend name that `ChunkTransferEngine` replaces; `WeightTransferConfig.backend` accepts only "nccl" and "ipc"."""
 
 
 @dataclass
 class AddressInfo(WeightTransferInitInfo):
-    """An `Address`, field by field."""
+    """The sender's `Address` as JSON values."""
 
-    host: str
-    port: int
-    world_size: int
-    deadline_s: float
-    kind: str = "gloo"
+    address: dict[str, Any]
 
 
 @dataclass
 class ChunkInfo(WeightTransferUpdateInfo):
-    """Which chunk of the agreed plan comes now; names, dtypes and shapes stand in the plan and nowhere else."""
+    """Index of the next chunk; names, dtypes and shapes are in the plan."""
 
     chunk: int
 
 
 class ChunkTransferEngine(WeightTransferEngine[AddressInfo, ChunkInfo]):
-    """vLLM's weight-transfer API over a transfer group: gloo, NCCL or CUDA IPC, as the sender's address says."""
+    """vLLM's weight-transfer API over a transfer group of gloo, NCCL or CUDA IPC."""
 
     init_info_cls = AddressInfo
     update_info_cls = ChunkInfo
@@ -77,26 +72,18 @@ class ChunkTransferEngine(WeightTransferEngine[AddressInfo, ChunkInfo]):
         if threading.current_thread() is threading.main_thread():
             die_with_parent()
         self.receiver = ChunkReceiver(
-            parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank, let_go
+            parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank, copy_kept_views
         )
         self.receipt: Receipt | None = None
 
     def init_transfer_engine(self, init_info: AddressInfo) -> None:
         """Join the sender's group."""
-        self.receiver.connect(
-            Address(
-                host=init_info.host,
-                port=init_info.port,
-                world_size=init_info.world_size,
-                deadline_s=init_info.deadline_s,
-                kind=init_info.kind,
-            )
-        )
+        self.receiver.connect(Address(**init_info.address))
 
     def receive_weights(
         self, update_info: ChunkInfo, load_weights: Callable[[list[tuple[str, torch.Tensor]]], set[str] | None]
     ) -> None:
-        """Take and load one chunk; `receipt` says what came."""
+        """Receive and load one chunk and keep its `receipt`."""
         self.receipt = self.receiver.receive(update_info.chunk, lambda tensors: load_weights(tensors) or ())
 
     def shutdown(self) -> None:
@@ -105,18 +92,18 @@ class ChunkTransferEngine(WeightTransferEngine[AddressInfo, ChunkInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> None:
-        """The sender is `verifier.engine.sender`, which needs a plan and hands back receipts."""
+        """Refuse: `verifier.engine.sender` sends."""
         raise ContractError("send through verifier.engine.sender, which agrees on a plan first")
 
 
 class VerifierWorker:
-    """Methods mixed into vLLM's worker, called by ``collective_rpc``. All results are JSON values."""
+    """Methods mixed into vLLM's worker and called by ``collective_rpc``; all results are JSON values."""
 
     def verifier_request(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Call a method of this worker, vLLM's or ours, and never raise.
+        """Call a method of this worker, vLLM's or one below, and never raise.
 
-        vLLM's driver stops reading at the first rank that failed; the answers of the others stay in their queues and
-        every later request gets the answer to an earlier one.
+        vLLM's driver stops reading at the first rank that fails. Other answers would stay in the ranks' queues and be
+        taken for those of later requests.
         """
         try:
             return {"value": getattr(self, method)(**arguments)}
@@ -125,71 +112,52 @@ class VerifierWorker:
             return to_record(error)
 
     def verifier_state(self) -> list[dict[str, Any]]:
-        """This rank's `HeldTensor` records."""
-        return [
-            {
-                "name": held.name,
-                "kind": held.kind,
-                "dtype": dtype_name(held.tensor.dtype),
-                "shape": list(held.tensor.shape),
-                "digest": digest_tensor(held.tensor.detach()),
-            }
-            for held in held_tensors(self.model_runner.get_model())
-        ]
+        """Return this rank's `EngineTensor` records."""
+        return [msgspec.to_builtins(item.describe()) for item in model_tensors(self.model_runner.get_model())]
 
     def verifier_view(self, carried: Sequence[str]) -> list[dict[str, Any]]:
-        """This rank's `HeldSlice` records."""
-        return [
-            {
-                "name": part.name,
-                "holder": part.holder,
-                "dtype": dtype_name(part.tensor.dtype),
-                "shape": list(part.tensor.shape),
-                "digest": digest_tensor(part.tensor.detach().contiguous()),
-                "box": [list(span) for span in part.box],
-                "quantized": part.quantized,
-            }
-            for part in checkpoint_slices(self.model_runner.get_model(), frozenset(carried))
-        ]
+        """Return this rank's `EngineSlice` records."""
+        slices = checkpoint_slices(self.model_runner.get_model(), frozenset(carried))
+        return [msgspec.to_builtins(item.describe()) for item in slices]
 
     def verifier_poison(self, carried: Sequence[str]) -> list[dict[str, Any]]:
-        """This rank's `Poisoned` records; an update that was left open is abandoned."""
+        """Poison this rank and return its `Poisoned` records; an update that was left open is abandoned."""
         self._verifier_abandon()
-        done = poison_model(self.model_runner.get_model(), frozenset(carried), self._verifier_aside())
-        return [{"name": name, "how": how} for name, how in done]
+        done = poison_model(self.model_runner.get_model(), frozenset(carried), self._verifier_saved())
+        return [msgspec.to_builtins(item) for item in done]
 
     def verifier_poison_adapter(self) -> None:
-        """Fill the places of adapters with NaN; loading one must overwrite all of its place."""
+        """Fill the memory of adapters with NaN; loading one must overwrite all of it."""
         for module in self.model_runner.get_model().modules():
             for tensor in adapter_places(module).values():
                 tensor.fill_(float("nan"))
 
     def verifier_begin(self, plan: list[Any]) -> list[str]:
-        """Agree on the plan; if reached, abandon an update that was left open and restore what was put aside.
+        """Agree on the plan; if reached, abandon an update that was left open and restore the saved tensors.
 
         Returns:
-            What each member of the transfer group said.
+            Messages of the agreement.
         """
         agreement = self.weight_transfer_engine.receiver.agree(ChunkPlan.from_json(plan))
         if agreement.reached:
             if self.device is None:  # vLLM 0.21 sets it for accelerators only, and start_weight_update reads it
                 self.device = torch.device("cpu")
             self._verifier_abandon()
-            restore(self.model_runner.get_model(), self._verifier_aside())
+            restore(self.model_runner.get_model(), self._verifier_saved())
             self._verifier_aliases = aliases(self.model_runner.get_model())
-        return list(agreement.said)
+        return list(agreement.messages)
 
     def verifier_receipt(self) -> dict[str, Any]:
-        """The receipt of the last chunk; a parameter of two modules counts as loaded under both names."""
-        record = self.weight_transfer_engine.receipt.to_json()
+        """Return the receipt of the last chunk; a parameter of two modules counts as loaded under both names."""
+        record = msgspec.to_builtins(self.weight_transfer_engine.receipt)
         names = {alias for name in record["loaded"] for alias in self._verifier_aliases.get(name, (name,))}
         return {**record, "loaded": sorted(names)}
 
     def verifier_clear_cache(self) -> None:
         """Zero every block of the KV cache, used or free.
 
-        A block is not cleared when it is freed, and the CPU kernel multiplies what lies behind a sequence's end by
-        zero, so a NaN that a broken forward left there reaches later requests.
+        Freed blocks are not cleared, and the CPU kernel multiplies values behind a sequence's end by zero. So a NaN
+        of a broken forward would reach later requests.
         """
         for cache in self.model_runner.kv_caches:
             for part in cache if isinstance(cache, list) else (cache,):  # a state-space layer has two
@@ -200,10 +168,10 @@ class VerifierWorker:
         torch.manual_seed(seed)
 
     def verifier_unlink_shared(self) -> None:
-        """Remove the names of the shared memory over which CPU ranks all-reduce; the mappings stay.
+        """Remove the names of the shared memory that CPU ranks all-reduce over; the mappings stay.
 
-        vLLM 0.21 never removes them, so every tensor-parallel engine would leave 4 MiB per rank behind. Safe once all
-        ranks have mapped them, which they have when the model is loaded.
+        vLLM 0.21 never removes them, so every tensor-parallel engine would leave 4 MiB per rank behind. All ranks have
+        mapped them once the model is loaded.
         """
         for line in Path("/proc/self/maps").read_text().splitlines():
             path = line.split(maxsplit=5)[-1]
@@ -215,16 +183,16 @@ class VerifierWorker:
             abandon_reload(self.model_runner.get_model())
             self._weight_update_active = False
 
-    def _verifier_aside(self) -> dict[str, torch.Tensor]:
+    def _verifier_saved(self) -> dict[str, torch.Tensor]:
         return self.__dict__.setdefault("_verifier_kept", {})
 
     def verifier_call(self, module: str, function: str, arguments: Sequence[Any]) -> Any:
-        """Run ``function(worker, *arguments)`` of a named module here."""
+        """Run ``function(worker, *arguments)`` of a module here."""
         return getattr(importlib.import_module(module), function)(self, *arguments)
 
 
 def aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Every parameter's names: a router's score bias is one tensor of two modules."""
+    """Return all names of each parameter: a router's score bias is one tensor of two modules."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -232,9 +200,9 @@ def aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def abandon_reload(model: nn.Module) -> None:
-    """Undo `initialize_layerwise_reload` for the layers whose weights did not all come, or did not fit.
+    """Undo `initialize_layerwise_reload` for layers whose weights did not all come or did not fit.
 
-    Finishing instead would process half-loaded layers, and fail again where loading failed.
+    Finishing the reload instead would process half-loaded layers and fail again where loading failed.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -243,11 +211,11 @@ def abandon_reload(model: nn.Module) -> None:
         info.reset()
 
 
-def let_go(buffer: torch.Tensor) -> None:
-    """Give layers that are not complete yet copies of what they hold of a buffer that will be filled again.
+def copy_kept_views(buffer: torch.Tensor) -> None:
+    """Replace views that incomplete layers keep of a buffer by copies, as the sender will overwrite the buffer.
 
-    A layerwise reload keeps the tensors of a layer until its last one has come; those of attention modules, until the
-    update is finished.
+    A layerwise reload keeps the tensors of a layer until the last one has come, and those of attention modules until
+    the update is finished.
     """
     memory = buffer.untyped_storage().data_ptr()
     for info in LAYERWISE_INFO.values():

@@ -1,4 +1,4 @@
-"""What an engine is: the requests it answers and the plain types it answers with. Torch-free."""
+"""Interface of an engine: its requests and the plain types of its answers. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,38 +12,40 @@ from verifier.model.families import num_experts_of
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt
 
+Box = tuple[tuple[int, int], ...]
+"""[begin, end) in each dim of a checkpoint tensor."""
 KINDS = ("vllm", "hf")
 DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How an engine is started.
+    """Start options of an engine.
 
     Raises:
-        UsageError: unknown kind or dtype, or a tensor-parallel size the kind does not have.
+        UsageError: unknown kind or dtype, or a tensor-parallel size that the kind does not have.
     """
 
     kind: str
     checkpoint: str
-    """A checkpoint directory; its weights are loaded cold."""
+    """Directory of the checkpoint that is loaded at the start."""
     dtype: str = "float32"
     tp: int = 1
     max_model_len: int = 512
-    """Longest sequence, in tokens, prompt and generated together."""
+    """Greatest length of prompt and continuation together, in tokens."""
     seed: int = 0
     gpus: str = ""
-    """The GPUs of its ranks, such as "2,3"; nothing leaves it to the engine."""
+    """GPUs of the engine's ranks, such as "2,3"; empty lets the engine choose."""
     cuda_graphs: bool = False
-    """Capture CUDA graphs and replay them; otherwise eager."""
+    """Whether to capture and replay CUDA graphs; otherwise the engine runs eagerly."""
     sleep_mode: bool = False
-    """Allocate so that the engine can sleep."""
+    """Whether to allocate memory such that the engine can sleep."""
     quantization: str | None = None
-    """As vLLM spells it; applied to the weights as they are loaded."""
+    """vLLM's name of a quantization that is applied to the weights while they are loaded."""
     lora_rank: int = 0
-    """Greatest rank of the adapter that can be loaded; 0: none can."""
+    """Greatest rank of an adapter that can be loaded; 0 for none."""
     fixes: tuple[str, ...] = ()
-    """Ids of the upstream fixes that are installed in its processes."""
+    """Ids of the upstream fixes that are installed in the engine's processes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fixes", tuple(self.fixes))  # a list, where it came as JSON
@@ -57,114 +59,109 @@ class EngineConfig:
             raise UsageError(f"--engine-tp {self.tp} is not one of 1, 2, 4, 8")
 
     def to_json(self) -> dict[str, Any]:
-        """Keyword arguments that rebuild this config."""
+        """Return the keyword arguments that rebuild this config."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldTensor:
-    """One thing an engine rank computes with, under the engine's own name."""
+class EngineTensor:
+    """One tensor that an engine rank computes with, under the engine's name."""
 
     name: str
     kind: str
-    """ "parameter", "buffer", "view" (a buffer in a parameter's memory), or "derived": a packed copy, an attribute."""
+    """ "parameter", "buffer", "view" (a buffer in a parameter's memory) or "derived" (a packed copy, an attribute)."""
     dtype: str
     shape: tuple[int, ...]
     digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldSlice:
-    """The part of one checkpoint tensor that an engine rank holds, read back from what it computes with.
+class EngineSlice:
+    """Part of one checkpoint tensor on one engine rank, read back from what the rank computes with.
 
-    One checkpoint tensor may be held several times on one rank (a tied head, a packed copy beside the original).
+    A rank may have several copies of one checkpoint tensor, such as a tied head or a packed copy beside the original.
     """
 
     name: str
-    """Checkpoint spelling."""
+    """Name in the checkpoint."""
     holder: str
-    """The engine's own name of what it was read from."""
+    """Engine's name of the tensor that the part was read from."""
     dtype: str
     shape: tuple[int, ...]
     digest: str
-    box: tuple[tuple[int, int], ...]
-    """Per dim of the checkpoint tensor: [begin, end) of this rank's part."""
+    box: Box
+    """This rank's part of the checkpoint tensor."""
     quantized: bool = False
-    """The engine rounded it together with its neighbours, so that its bits cannot be what was sent."""
+    """Whether the engine quantized it together with other tensors, so that its bits differ from those sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poisoned:
-    """What the poison did to one held tensor."""
+    """Result of poisoning one stored tensor."""
 
     name: str
     how: str
-    """ "nan"; "nan, restored before the update" (no checkpoint carries it); or "left: " and the reason."""
+    """ "nan"; "nan, restored before the update" (no checkpoint carries it); or "left", and ": " with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a request asks of a distribution besides its temperature; nothing, unless it says so."""
+    """Changes of a request to the next token's distribution besides temperature; none by default."""
 
     top_k: int = 0
-    """Only so many of the likeliest tokens; 0: all."""
+    """Number of likeliest tokens that are kept; 0 for all."""
     top_p: float = 1.0
-    """Only the likeliest tokens that have this share together."""
+    """Total probability of the likeliest tokens that are kept."""
     min_p: float = 0.0
-    """Only tokens of this share of the likeliest one's probability."""
+    """Least probability of a kept token, as a fraction of the likeliest token's."""
     repetition: float = 1.0
-    """What logits of tokens that came before, prompt included, are divided by; those below 0 are multiplied by it."""
+    """Divisor of the positive logits of earlier tokens, prompt included, and factor of their negative logits."""
     presence: float = 0.0
-    """Nats taken from a token that was sampled."""
+    """Nats subtracted from the logits of sampled tokens."""
     frequency: float = 0.0
-    """Nats taken from it each time."""
+    """Nats subtracted for each time that a token was sampled."""
     bias: Sequence[tuple[int, float]] = ()
-    """Tokens, and nats added to their logits."""
+    """(token, nats added to its logit)."""
     allowed: Sequence[int] = ()
-    """The only tokens that may come; none: all."""
+    """Tokens that may be sampled; empty for all."""
     least: int = 0
-    """Tokens before which no stop token may come."""
+    """Number of tokens before which no stop token may be sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How continuations are sampled: from the full vocabulary, unless shaped."""
+    """Sampling parameters of a request; by default from the full vocabulary."""
 
     seed: int
-    """Of the first continuation of the first prompt; every one has a generator of its own."""
+    """Seed of the first continuation of the first prompt; every continuation has its own generator."""
     max_tokens: int
+    """Greatest number of tokens of a continuation."""
     n: int = 1
-    """Continuations of each prompt."""
+    """Number of continuations of each prompt."""
     stop: Sequence[int] = ()
-    """Tokens that end a continuation, and belong to it."""
+    """Tokens that end a continuation; they belong to it."""
     temperature: float = 1.0
-    """What logits are divided by; 0 takes the likeliest token."""
+    """Divisor of the logits; 0 takes the likeliest token."""
     shape: Shape = field(default_factory=Shape)
     seeded: bool = True
-    """Otherwise the engine's own generator serves them all."""
+    """Whether each continuation has a seeded generator; otherwise the engine's own serves all."""
     each: Sequence[Sampling] = ()
-    """One for each prompt, instead of this one: requests that differ, side by side."""
+    """One set of parameters per prompt, which replace these; empty for these."""
 
     def of(self, index: int) -> Sampling:
-        """What holds for one of the prompts; the seeds of its continuations begin where the one's before it end."""
+        """Return the parameters of one prompt; no two continuations of a batch have one seed."""
         return self.each[index] if self.each else replace(self, seed=(self.seed + index) * self.n)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Sampling:
-        """Inverse of `asdict`."""
-        each = [cls.from_json(row) for row in record["each"]]
-        return cls(**{**record, "each": each, "shape": Shape(**record["shape"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One generated continuation."""
+    """One sampled continuation."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Nats, of each sampled token under the distribution that it was drawn from."""
+    """Log-probability of each token under the distribution that it was drawn from, nats."""
     cached_tokens: int = 0
-    """Prompt tokens whose keys and values came from the prefix cache."""
+    """Number of prompt tokens whose keys and values came from the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,61 +173,67 @@ class Generation:
 
 
 class Engine(Protocol):
-    """What every engine answers. Lists per engine rank are in rank order."""
+    """Requests that every engine answers. Lists per engine rank are in rank order."""
 
     num_ranks: int
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Teacher-forced: per sequence, entry t is log p(token t+1 | tokens 0..t), float32 nats, length len-1."""
+        """Score sequences: entry t of each is log p(token t+1 | tokens 0..t), float32 nats, length len-1."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Generation]:
-        """Continuations of each prompt."""
+        """Sample continuations of each prompt."""
 
-    def state(self) -> list[list[HeldTensor]]:
-        """Every parameter, buffer (persistent or not) and derived tensor of each rank."""
+    def state(self) -> list[list[EngineTensor]]:
+        """Describe every parameter, buffer and derived tensor of each rank."""
 
-    def checkpoint_view(self) -> list[list[HeldSlice]]:
-        """The same contents, mapped back to checkpoint names."""
+    def checkpoint_view(self) -> list[list[EngineSlice]]:
+        """Describe the same contents as parts of checkpoint tensors."""
 
     def poison(self) -> list[list[Poisoned]]:
-        """Fill everything that computes with NaN."""
+        """Fill every stored tensor with NaN."""
 
     def connect(self, address: Address) -> None:
-        """Join the sender's transfer group; blocks until all members are there."""
+        """Join the sender's transfer group; blocks until all members have joined."""
 
     def begin_update(self, plan: ChunkPlan) -> list[Agreement]:
-        """Agree on the plan with the sender and all ranks; if reached, make ready to receive."""
+        """Agree on the plan with the sender and all ranks; if reached, prepare to receive."""
 
     def receive(self, chunk: int) -> list[Receipt]:
         """Receive and load one chunk of the agreed plan."""
 
     def finish_update(self) -> None:
-        """Process what was loaded; the new weights are in use after it."""
+        """Process the loaded weights; they are in use afterwards."""
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached keys and values; True when it was done."""
+        """Drop all cached keys and values; return whether it was done."""
 
     def load_adapter(self, path: str) -> None:
-        """Score and sample with this PEFT directory's adapter from now on; its place is poisoned first."""
+        """Use the adapter of a PEFT directory from now on; its memory is poisoned first."""
 
     def sleep(self, level: int) -> None:
-        """Give up the GPU's memory: at level 1 the weights are kept on the host, at level 2 they are dropped."""
+        """Free the GPU's memory: level 1 keeps the weights on the host, level 2 drops them."""
 
     def wake_up(self, tag: str) -> None:
-        """Take up the memory of "weights" or of "kv_cache" again; what it holds at level 2 is up to the engine."""
+        """Allocate the memory of "weights" or "kv_cache" again; its contents are undefined after level 2."""
 
     def call(self, module: str, function: str, arguments: Sequence[Any]) -> list[Any]:
-        """Run ``function(worker, *arguments)`` on each rank; the results must be JSON values."""
+        """Run ``function(worker, *arguments)`` on each rank and return the results, which must be JSON values."""
 
     def shutdown(self) -> None:
         """Leave the transfer group and free the model."""
 
 
 def check_sequences(sequences: Sequence[Sequence[int]], *, vocab_size: int, max_len: int, least: int = 2) -> None:
-    """Refuse token sequences that an engine would answer with a stack trace or, worse, with a number.
+    """Refuse token sequences that an engine cannot score or continue.
+
+    Args:
+        sequences: token ids.
+        vocab_size: size of the vocabulary.
+        max_len: greatest length, in tokens.
+        least: least length, in tokens.
 
     Raises:
-        UsageError: names the sequence and the token.
+        UsageError: a sequence is too short or too long, or a token is outside of the vocabulary.
     """
     for index, tokens in enumerate(sequences):
         if not least <= len(tokens) <= max_len:
@@ -244,19 +247,19 @@ def check_sequences(sequences: Sequence[Sequence[int]], *, vocab_size: int, max_
 
 
 def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1) -> None:
-    """Say at once what would otherwise fail a minute into vLLM's start.
+    """Refuse before vLLM starts what would fail a minute into its start.
 
     Args:
         config: the checkpoint's config.json.
-        on_cpu: vLLM would run on its CPU kernels.
-        tp: tensor parallel size of the engine.
+        on_cpu: whether vLLM would run on its CPU kernels.
+        tp: tensor-parallel size of the engine.
 
     Raises:
-        UsageError: vLLM has no CPU kernels for this architecture, or cannot share its heads out.
+        UsageError: vLLM has no CPU kernels for this architecture, or `tp` does not divide its heads.
     """
     heads = config.get("num_attention_heads")
     if heads is not None and heads % tp:
-        raise UsageError(f"--engine-tp {tp} does not divide the {heads} attention heads")
+        raise UsageError(f"--engine-tp {tp} does not divide the {heads} attention heads: use a size that does")
     if on_cpu and config.get("kv_lora_rank") is not None:
         raise UsageError("vLLM has no CPU kernels for multi-head latent attention; use --engine hf")
     if on_cpu and config.get("mamba_num_heads") is not None:
@@ -264,7 +267,7 @@ def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1) 
 
 
 def refuse_adapters(config: Mapping[str, Any]) -> None:
-    """Refuse architectures whose adapters trainer and engine do not cut alike.
+    """Refuse architectures whose adapters trainer and engine divide differently.
 
     Args:
         config: the checkpoint's config.json.
@@ -282,5 +285,5 @@ def refuse_adapters(config: Mapping[str, Any]) -> None:
 
 
 def package_root() -> Path:
-    """The directory that must be importable for this package to be."""
+    """Return the directory that contains this package."""
     return Path(__file__).resolve().parents[2]
