@@ -8,9 +8,10 @@ tests/h100/test_as_shipped.py leaves in golden/gpu/as-shipped is drawn too.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from verifier.runs.runner import Runner
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT / "golden" / "as-shipped", ROOT / "golden" / "gpu" / "as-shipped")
 PAGE = ROOT / "docs" / "as-shipped.md"
-BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
+BEGIN, END = "<!-- table: as shipped -->\n", "<!-- table: end -->\n"
 CYCLES = 2
 TP2, EP2 = Mesh(tp=2), Mesh(ep=2, dp=2)
 
@@ -69,17 +70,17 @@ CASES = (
 
 def measure(runner: Runner, case: ShippedCase, folder: Path) -> list[dict[str, Any]]:
     """Run a case as shipped, and with every fix if a known bug applies; a row for each."""
-    rows: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     for fixes in ((), ("all",)):
         config = RoundtripConfig(
-            model=f"tiny:{case.family}", trace=folder / f"{case.id}-{len(rows)}", mesh=case.mesh, dtype=case.dtype,
+            model=f"tiny:{case.family}", trace=folder / f"{case.id}-{len(found)}", mesh=case.mesh, dtype=case.dtype,
             engine=EngineOptions(kind=case.engine), cycles=CYCLES, fixes=fixes,
         )  # fmt: skip
-        rows.append(row_of(runner, config, case.family))
+        found.append(row_of(runner, config, case.family))
         runner.resources.stop_engines()
-        if not rows[0]["bugs"]:
+        if not found[0]["bugs"]:
             break
-    return rows
+    return found
 
 
 def row_of(runner: Runner, config: RoundtripConfig, family: str) -> dict[str, Any]:
@@ -126,19 +127,28 @@ def _violated(report: Report) -> dict[str, dict[str, Any]]:
     }
 
 
-def write(rows: Sequence[dict[str, Any]], folder: Path, name: str) -> None:
+def write(found: Sequence[dict[str, Any]], folder: Path, name: str) -> None:
     """Leave a case's rows in a file of their own."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(list(rows), indent=1) + "\n", encoding="utf-8")
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    ).stdout.strip()
+    text = json.dumps({"commit": commit, "rows": list(found)}, indent=1)
+    (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
-def table(rows: Iterable[dict[str, Any]]) -> str:
+def rows() -> list[dict[str, Any]]:
+    """Every row that was measured, the CPU tier's first."""
+    files = [file for folder in FOLDERS if folder.is_dir() for file in sorted(folder.glob("*.json"))]
+    return [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
+
+
+def table(measured: Sequence[dict[str, Any]]) -> str:
     """Markdown: a row for each run, a column for each check that is violated in any of them."""
-    rows = list(rows)
-    codes = sorted({code for row in rows for code in row["violated"]})
+    codes = sorted({code for row in measured for code in row["violated"]})
     titles = ["tier", "family", "engine", "dtype", "mesh", "fixes", *codes, "the other checks"]
     lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
-    for row in rows:
+    for row in measured:
         options = f" {' '.join(row['options'])}" if row["options"] else ""
         cells = [
             row["tier"], row["family"], row["engine"] + options, row["dtype"], row["mesh"],
@@ -167,10 +177,8 @@ def _rest(row: dict[str, Any]) -> str:
 
 def draw() -> None:
     """Write the table into the page, in the order of tiers and families."""
-    files = [file for folder in FOLDERS if folder.is_dir() for file in sorted(folder.glob("*.json"))]
-    rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))]
     head, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    PAGE.write_text(head + BEGIN + table(rows) + END + rest.split(END)[1], encoding="utf-8")
+    PAGE.write_text(head + BEGIN + table(rows()) + END + rest.split(END)[1], encoding="utf-8")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -182,9 +190,9 @@ def main(arguments: Sequence[str]) -> None:
         runner = Runner(resources, print)
         for case in CASES:
             if not arguments or case.family in arguments:
-                rows = measure(runner, case, Path(folder))
-                write(rows, FOLDERS[0], case.id)
-                print([(row["fixes"], row["verdict"], sorted(row["violated"])) for row in rows], flush=True)
+                found = measure(runner, case, Path(folder))
+                write(found, FOLDERS[0], case.id)
+                print([(row["fixes"], row["verdict"], sorted(row["violated"])) for row in found], flush=True)
 
 
 if __name__ == "__main__":

@@ -164,9 +164,9 @@ def experts_outside_gradient_norm(
     id="norm-trained-beside-adapter", stage=Stage.TRAIN, reproduces="pytorch/torchtitan#3438",
     caught_by=("WGT012", "WGT004"), model="tiny:qwen3", engine="vllm", lora_rank=8,
 )  # fmt: skip
-def norm_trained_beside_adapter(original: Any, fire: FireCounter, self: Any, model: Any, **options: Any) -> Any:
+def norm_trained_beside_adapter(original: Any, fire: FireCounter, self: Any, model: Any, training: bool = True) -> Any:
     """A norm of the frozen base is left trainable, and no sync of the adapter brings it to the engine."""
-    frozen = original(self, model, **options)
+    frozen = original(self, model, training)
     for chunk in model:
         for name, parameter in chunk.named_parameters():
             if name.endswith("layers.2.self_attention.q_layernorm.weight"):

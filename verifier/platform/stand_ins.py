@@ -6,23 +6,19 @@ upstream itself does, and is off unless asked for (`upstream_fixes.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+
+from verifier.platform.upstream_fixes import RunFacts, Sizes
 
 
-def stand_ins_of(model: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
-    """The stand-ins of a run, each as "this for that".
-
-    Args:
-        model: the checkpoint's config.json.
-        run: its command, tier and dtype, and the knobs of its config under dotted keys.
-    """
+def stand_ins_of(model: Sizes, run: RunFacts) -> list[str]:
+    """The stand-ins of a run, each as "this for that"."""
     return [*_trainer(model, run), *_engine(model, run)]
 
 
-def _trainer(model: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[str]:
+def _trainer(model: Sizes, run: RunFacts) -> Iterator[str]:
     """In the trainer's ranks: platform/cpu*.py, train/optimizer_megatron.py, and platform/cuda.py for both tiers."""
-    if run["tier"] == "cpu":
+    if run.tier == "cpu":
         yield "PyTorch modules for Transformer Engine's"
         yield "a float64 sum for its gradient norm"
         yield "torch's Adam for its own"
@@ -31,19 +27,19 @@ def _trainer(model: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[str]:
         if model.get("mamba_num_heads") is not None:
             yield "a float64 scan for mamba-ssm"
     yield "eager execution for torch.compile"
-    if run["command"] != "golden":
+    if run.steps > 1:
         yield "the rank for the process that collects checkpoint writers"
 
 
-def _engine(model: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[str]:
+def _engine(model: Sizes, run: RunFacts) -> Iterator[str]:
     """In the engine's processes: engine/vllm/worker_vllm.py and model/transformers_hf.py; and in the oracle's."""
-    if run.get("engine.kind") == "vllm":
+    if run.engine == "vllm":
         yield "a confirmed weight transfer for vLLM's"
-        if run["tier"] == "cpu":
+        if run.tier == "cpu":
             yield "the host for the device that vLLM's CPU worker lacks"
-    if run.get("engine.kind") == "hf":
+    if run.engine == "hf":
         yield "transformers for vLLM"
-        if run["dtype"] != "float32":
+        if run.dtype != "float32":
             yield "the checkpoint's float32 tensors for transformers' rounded ones"
-    if run.get("engine.kind") and model.get("mamba_num_heads") is not None:
+    if run.engine and model.get("mamba_num_heads") is not None:
         yield "one chunk for transformers' chunked state-space scan, in the oracle"

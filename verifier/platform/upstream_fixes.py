@@ -19,13 +19,34 @@ from verifier.core.manifest import UpstreamBug
 from verifier.errors import UsageError
 from verifier.platform.pins import installed
 
-Facts = Mapping[str, Any]
 ALL = "all"
 """What `--fix` takes for every id."""
 ENGINE_VARIABLE = "VERIFIER_UPSTREAM_FIXES"
 """Environment variable of an engine's processes: ids of the fixes to install, separated by commas."""
 _LOGPROBS = r"(scored|sampled|drawn|next turn).*"
 """Names of what an engine scores and samples."""
+
+
+Sizes = Mapping[str, Any]
+"""A checkpoint's config.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What decides which bugs reach a run, and what stands in for upstream's code."""
+
+    tier: str
+    dtype: str
+    engine: str = ""
+    """"vllm", "hf", or empty where no engine takes part."""
+    quantization: str | None = None
+    """How the engine quantizes what it loads."""
+    cuda_graphs: bool = False
+    sleep_level: int = 0
+    steps: int = 0
+    """Optimizer steps; before the second, the optimizer's state is written and read again."""
+    fixes: tuple[str, ...] = ()
+    """Ids that were asked for, or "all"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +68,9 @@ class UpstreamFix:
     """Codes of the checks that it violates; none for a bug that ends the run."""
     names: str = ""
     """Regular expression: what those checks name, or the message with which the run ends."""
-    part: Callable[[Facts], bool]
+    part: Callable[[RunFacts], bool]
     """Whether the package takes part in a run: (run) -> bool."""
-    applies: Callable[[Facts, Facts], bool]
+    applies: Callable[[Sizes, RunFacts], bool]
     """Whether the bug reaches a run: (config.json, run) -> bool."""
 
     def affects(self, version: str | None) -> bool:
@@ -66,34 +87,29 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
-def _on_vllm(run: Facts) -> bool:
-    return run.get("engine.kind") == "vllm"
+def _on_vllm(run: RunFacts) -> bool:
+    return run.engine == "vllm"
 
 
-def _on_transformers(run: Facts) -> bool:
-    return run.get("engine.kind") == "hf"
-
-
-def _always(run: Facts) -> bool:
+def _always(run: RunFacts) -> bool:
     return True
 
 
-def _is_hybrid(model: Facts) -> bool:
+def _is_hybrid(model: Sizes) -> bool:
     return model.get("mamba_num_heads") is not None
 
 
-def _is_latent(model: Facts) -> bool:
-    return model.get("kv_lora_rank") is not None
+def _pads_values(model: Sizes) -> bool:
+    keys = int(model.get("qk_nope_head_dim") or 0) + int(model.get("qk_rope_head_dim") or 0)
+    return model.get("kv_lora_rank") is not None and keys > int(model.get("v_head_dim") or 0)
 
 
-def _rounds_decay(model: Facts, run: Facts) -> bool:
-    return _is_hybrid(model) and run.get("dtype") == "bfloat16"
+def _rounds_decay(model: Sizes, run: RunFacts) -> bool:
+    return _is_hybrid(model) and run.dtype == "bfloat16"
 
 
-def _resumes(run: Facts) -> bool:
-    """Whether a run's optimizer is written and read again, which happens before the second step."""
-    steps = run.get("update") == "step" and int(run.get("cycles") or 0) > 1
-    return steps and not run.get("engine.lora_rank")
+def _misplaces_states(model: Sizes, run: RunFacts) -> bool:
+    return _rounds_decay(model, run) and run.steps > 1 and MEGATRON_DECAY in selected(run.fixes)
 
 
 VLLM_BUFFERS = "vllm-44371"
@@ -131,7 +147,7 @@ FIXES: dict[str, UpstreamFix] = {
             names=_LOGPROBS,
             part=_on_vllm,
             applies=lambda model, run: (
-                _is_latent(model) and bool(run.get("engine.quantization")) and bool(run.get("engine.cuda_graphs"))
+                model.get("kv_lora_rank") is not None and run.quantization is not None and run.cuda_graphs
             ),
         ),
         UpstreamFix(
@@ -143,7 +159,7 @@ FIXES: dict[str, UpstreamFix] = {
             summary="an engine that has gone to sleep fails if others took memory of its GPU meanwhile",
             names="Memory usage increased after sleeping",
             part=_on_vllm,
-            applies=lambda model, run: bool(run.get("engine.sleep_level")),
+            applies=lambda model, run: run.sleep_level > 0,
         ),
         UpstreamFix(
             id=TRANSFORMERS_SCAN,
@@ -154,7 +170,7 @@ FIXES: dict[str, UpstreamFix] = {
             "steps",
             checks=("LGP002", "LGP003", "LGP004"),
             names=_LOGPROBS,
-            part=_on_transformers,
+            part=lambda run: run.engine == "hf",
             applies=lambda model, run: _is_hybrid(model),
         ),
         UpstreamFix(
@@ -165,7 +181,7 @@ FIXES: dict[str, UpstreamFix] = {
             summary="a bf16 model is wrapped so that float32 parameters of state-space layers are rounded with all "
             "else",
             checks=("WGT001", "WGT004", "PLN002", "TRN001", "ENG001", "ENG002"),
-            names=r".*\.mixer\.(A_log|D|dt_bias)",
+            names=r".*\.mixer\.(A|A_log|D|dt_bias)",
             part=_always,
             applies=_rounds_decay,
         ),
@@ -178,9 +194,7 @@ FIXES: dict[str, UpstreamFix] = {
             "other parameters, or fails where their sizes differ",
             names="sharded_param_state_dp_reshardable",
             part=_always,
-            applies=lambda model, run: (
-                _rounds_decay(model, run) and _resumes(run) and MEGATRON_DECAY in selected(run.get("fixes") or ())
-            ),
+            applies=_misplaces_states,
         ),
         UpstreamFix(
             id=CUDNN_WIDTH,
@@ -192,15 +206,11 @@ FIXES: dict[str, UpstreamFix] = {
             "lack their elements from the 128th on",
             checks=("LSS001",),
             names=r"model\.(layers|embed_tokens)\..*",
-            part=lambda run: run.get("update") == "step",
-            applies=lambda model, run: _is_latent(model) and _head_width(model) > int(model.get("v_head_dim") or 0),
+            part=lambda run: run.steps > 0,
+            applies=lambda model, run: _pads_values(model),
         ),
     )
 }
-
-
-def _head_width(model: Facts) -> int:
-    return int(model.get("qk_nope_head_dim") or 0) + int(model.get("qk_rope_head_dim") or 0)
 
 
 def require_known(ids: Collection[str]) -> None:
@@ -220,34 +230,28 @@ def selected(ids: Collection[str]) -> frozenset[str]:
     return frozenset(FIXES) if ALL in ids else frozenset(ids)
 
 
-def bugs_of(model: Facts, run: Facts) -> list[UpstreamBug]:
-    """The known bugs that reach a run, and the fixes that it installs, as the manifest records them.
-
-    Args:
-        model: the checkpoint's config.json.
-        run: its command, tier and dtype, and the knobs of its config under dotted keys.
-    """
-    asked = selected(run.get("fixes") or ())
+def bugs_of(model: Sizes, run: RunFacts) -> list[UpstreamBug]:
+    """The known bugs that reach a run, and the fixes that it installs, as the manifest records them."""
+    asked = selected(run.fixes)
     return [
         UpstreamBug(
             id=fix.id, issue=fix.issue, summary=fix.summary, checks=fix.checks, names=fix.names, fixed=fix.id in asked
         )
         for fix in FIXES.values()
-        if run.get("tier") in fix.tiers
+        if run.tier in fix.tiers
         and fix.part(run)
         and (fix.id in asked or fix.applies(model, run))
         and fix.affects(_running(fix.package))
     ]
 
 
-def refuse_impossible(model: Facts, run: Facts) -> None:
+def refuse_impossible(model: Sizes, run: RunFacts) -> None:
     """Refuse a run that an upstream bug would end, if the run does not ask for the fix.
 
     Raises:
         UsageError: names the bug, and what to add or to leave out.
     """
-    asked = selected(run.get("fixes") or ())
-    if MEGATRON_INDEX not in asked and FIXES[MEGATRON_INDEX].applies(model, run):
+    if MEGATRON_INDEX not in selected(run.fixes) and _misplaces_states(model, run):
         raise UsageError(
             f"--fix {MEGATRON_DECAY} keeps float32 parameters in a bf16 model, and megatron-core 0.19.2 cannot save "
             f"the optimizer of such a model ({FIXES[MEGATRON_INDEX].issue}): add --fix {MEGATRON_INDEX}, or use "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from verifier.knob import flat
 from verifier.model.families import num_experts_of
 from verifier.platform.pins import PINS, installed
 from verifier.platform.stand_ins import stand_ins_of
-from verifier.platform.upstream_fixes import bugs_of, refuse_impossible
+from verifier.platform.upstream_fixes import RunFacts, bugs_of, refuse_impossible
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.placement import Placement, place_trainer
 
@@ -83,8 +83,7 @@ def _identity(model: ModelUnderTest, command: str, config: GoldenConfig | Roundt
     Raises:
         UsageError: an upstream bug would end the run, and its fix is not asked for.
     """
-    sizes = model.checkpoint.config
-    run = {**flat(config.to_dict()), "command": command, "tier": model.tier}
+    sizes, run = model.checkpoint.config, _facts_of(model, config.to_dict())
     refuse_impossible(sizes, run)
     sizes_of_mesh: dict[str, Any] = model.mesh.to_dict()
     return Manifest(
@@ -100,6 +99,17 @@ def _identity(model: ModelUnderTest, command: str, config: GoldenConfig | Roundt
         stand_ins=tuple(stand_ins_of(sizes, run)),
         upstream_bugs=tuple(bugs_of(sizes, run)),
     )
+
+
+def _facts_of(model: ModelUnderTest, config: Mapping[str, Any]) -> RunFacts:
+    """What decides which upstream bugs reach a run, from its configuration as the manifest records it."""
+    knobs = flat(config)
+    return RunFacts(
+        tier=model.tier, dtype=model.dtype, engine=knobs.get("engine.kind", ""),
+        quantization=knobs.get("engine.quantization"), cuda_graphs=knobs.get("engine.cuda_graphs", False),
+        sleep_level=knobs.get("engine.sleep_level", 0),
+        steps=knobs["cycles"] if knobs.get("update") == "step" else 0, fixes=tuple(knobs["fixes"]),
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from verifier.platform.stand_ins import stand_ins_of
 DENSE = {"model_type": "qwen3"}
 HYBRID = {"model_type": "nemotron_h", "mamba_num_heads": 16}
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-RUN = {"command": "roundtrip", "tier": "cpu", "dtype": "float32", "engine.kind": "vllm", "update": "step", "cycles": 2}
+RUN = fixes.RunFacts(tier="cpu", dtype="float32", engine="vllm", steps=2)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def versions(monkeypatch):
 
 
 def reach(model, **run):
-    return [bug.id for bug in fixes.bugs_of(model, {**RUN, **run})]
+    return [bug.id for bug in fixes.bugs_of(model, replace(RUN, **run))]
 
 
 @pytest.mark.parametrize(
@@ -34,34 +35,30 @@ def reach(model, **run):
     [
         (DENSE, {}, []),
         (HYBRID, {}, [fixes.VLLM_BUFFERS]),
-        (HYBRID, {"engine.kind": "hf"}, [fixes.TRANSFORMERS_SCAN]),
-        (HYBRID, {"engine.kind": "hf", "dtype": "bfloat16"}, [fixes.TRANSFORMERS_SCAN, fixes.MEGATRON_DECAY]),
-        (
-            HYBRID,
-            {"command": "golden", "engine.kind": None, "update": None, "dtype": "bfloat16"},
-            [fixes.MEGATRON_DECAY],
-        ),
+        (HYBRID, {"engine": "hf"}, [fixes.TRANSFORMERS_SCAN]),
+        (HYBRID, {"engine": "hf", "dtype": "bfloat16"}, [fixes.TRANSFORMERS_SCAN, fixes.MEGATRON_DECAY]),
+        (HYBRID, {"engine": "", "steps": 0, "dtype": "bfloat16"}, [fixes.MEGATRON_DECAY]),
         (LATENT, {"tier": "cpu"}, []),
         (LATENT, {"tier": "cuda", "dtype": "bfloat16"}, [fixes.CUDNN_WIDTH]),
-        (LATENT, {"tier": "cuda", "update": "noise"}, []),
+        (LATENT, {"tier": "cuda", "steps": 0}, []),
         ({**LATENT, "v_head_dim": 192}, {"tier": "cuda"}, []),
-        (DENSE, {"tier": "cuda", "engine.sleep_level": 2}, [fixes.VLLM_SLEEP]),
+        (DENSE, {"tier": "cuda", "sleep_level": 2}, [fixes.VLLM_SLEEP]),
         (
             LATENT,
-            {"tier": "cuda", "update": "noise", "engine.quantization": "fp8", "engine.cuda_graphs": True},
+            {"tier": "cuda", "steps": 0, "quantization": "fp8", "cuda_graphs": True},
             [fixes.VLLM_LATENT],
         ),
     ],
 )
 def test_a_bug_reaches_some_runs(model, run, found):
     assert reach(model, **run) == found
-    assert not any(bug.fixed for bug in fixes.bugs_of(model, {**RUN, **run}))
+    assert not any(bug.fixed for bug in fixes.bugs_of(model, replace(RUN, **run)))
 
 
 def test_what_is_asked_for_and_takes_part_is_recorded_too():
-    bugs = {bug.id: bug.fixed for bug in fixes.bugs_of(DENSE, {**RUN, "fixes": ["all"]})}
+    bugs = {bug.id: bug.fixed for bug in fixes.bugs_of(DENSE, replace(RUN, fixes=("all",)))}
     assert bugs == {fixes.VLLM_BUFFERS: True, fixes.MEGATRON_DECAY: True, fixes.MEGATRON_INDEX: True}
-    one = fixes.bugs_of(HYBRID, {**RUN, "engine.kind": "hf", "dtype": "bfloat16", "fixes": [fixes.MEGATRON_DECAY]})
+    one = fixes.bugs_of(HYBRID, replace(RUN, engine="hf", dtype="bfloat16", fixes=(fixes.MEGATRON_DECAY,)))
     assert {bug.id: bug.fixed for bug in one} == {
         fixes.TRANSFORMERS_SCAN: False,
         fixes.MEGATRON_DECAY: True,
@@ -99,23 +96,23 @@ def test_all_is_every_fix():
     assert fixes.selected([]) == set()
 
 
-RESUMED = {**RUN, "dtype": "bfloat16", "fixes": [fixes.MEGATRON_DECAY]}
+RESUMED = replace(RUN, dtype="bfloat16", fixes=(fixes.MEGATRON_DECAY,))
 
 
 @pytest.mark.parametrize(
     ("model", "run"),
     [
-        (HYBRID, {"fixes": []}),
-        (HYBRID, {"fixes": ["all"]}),
-        (HYBRID, {"fixes": [fixes.MEGATRON_DECAY, fixes.MEGATRON_INDEX]}),
-        (HYBRID, {"cycles": 1}),
-        (HYBRID, {"update": "noise"}),
+        (HYBRID, {"fixes": ()}),
+        (HYBRID, {"fixes": ("all",)}),
+        (HYBRID, {"fixes": (fixes.MEGATRON_DECAY, fixes.MEGATRON_INDEX)}),
+        (HYBRID, {"steps": 1}),
+        (HYBRID, {"steps": 0}),
         (HYBRID, {"dtype": "float32"}),
         (DENSE, {}),
     ],
 )
 def test_what_can_run_is_not_refused(model, run):
-    fixes.refuse_impossible(model, {**RESUMED, **run})
+    fixes.refuse_impossible(model, replace(RESUMED, **run))
 
 
 def test_an_optimizer_that_cannot_be_saved_is_refused():
@@ -131,7 +128,7 @@ def test_an_optimizer_that_cannot_be_saved_is_refused():
 @pytest.mark.parametrize("engine", ["vllm", "hf"])
 @pytest.mark.parametrize("tier", ["cpu", "cuda"])
 def test_stand_ins_are_named(model, engine, tier):
-    named = stand_ins_of(model, {**RUN, "engine.kind": engine, "tier": tier})
+    named = stand_ins_of(model, replace(RUN, engine=engine, tier=tier))
     assert len(set(named)) == len(named)
     assert any("Transformer Engine" in item for item in named) is (tier == "cpu")
     assert any("mamba-ssm" in item for item in named) is (tier == "cpu" and model is HYBRID)
