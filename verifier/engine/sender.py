@@ -145,11 +145,11 @@ class TransferWatch(Protocol):
 
 def transfer(
     engine: EngineClient,
-    group: Group,
+    group: TransferGroup,
     plan: ChunkPlan,
     tensors: Iterator[tuple[str, torch.Tensor]],
     watch: TransferWatch,
-    share: Share | None = None,
+    rounds: TrainerRounds | None = None,
 ) -> str:
     """Agree on the plan, send every chunk, finish the update, and drop cached prefixes.
 
@@ -158,8 +158,8 @@ def transfer(
     Returns:
         Why it was refused, with the stream as far drawn as it was; empty if it was not.
     """
-    if share is not None:
-        share.begin()
+    if rounds is not None:
+        rounds.begin()
     try:
         try:
             watch.agreed(agree(engine, group, plan))
@@ -168,13 +168,13 @@ def transfer(
             raise
         for delivery in deliver(engine, group, plan, tensors):
             watch.delivered(delivery)
-        if share is not None:
-            share.end()
+        if rounds is not None:
+            rounds.end()
         engine.finish_update()
         engine.reset_prefix_cache()
     except ContractError as problem:
-        if share is not None:
-            share.stop()
+        if rounds is not None:
+            rounds.stop()
         return str(problem)
     return ""
 

@@ -76,7 +76,7 @@ def buffer_of_last_version_sent(original: Any, fire: FireCounter, self: Any, buf
 
 
 @fault(
-    "verifier.engine.sender:transfer(engine, group, plan, tensors, watch, share)",
+    "verifier.engine.sender:transfer(engine, group, plan, tensors, watch, rounds)",
     id="sync-gated-off", stage=Stage.TRANSPORT, reproduces="verl-project/verl#4248", caught_by=("TPT002", "LGP002"),
 )  # fmt: skip
 def sync_gated_off(original: Any, fire: FireCounter, *args: Any) -> Any:

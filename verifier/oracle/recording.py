@@ -213,7 +213,9 @@ class _Recording:
         folders = [self._source.path, self._weights]
         rows = self._oracle.ask("step_hf:judge_steps", folders, *arguments, read=[self._source.path, *dumped])
         for row in rows:
-            values = {key: real(value) if isinstance(value, float) else value for key, value in row.items()}
+            values: dict[str, Any] = {
+                key: real(value) if isinstance(value, float) else value for key, value in row.items()
+            }
             self._recorder.emit(GradientRecord(**values))
 
     def _batch(self, record: Rollouts) -> list[list[Any]]:

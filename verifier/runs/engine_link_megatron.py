@@ -31,7 +31,7 @@ class EngineLink:
     """A connection of its own; rank 0's only."""
     group: TransferGroup | None = None
     """Transfer group that the engine has joined; rank 0's only."""
-    share: TrainerRounds | None = None
+    rounds: TrainerRounds | None = None
     """Rounds in which buffers are shown to the engine; every rank's, by CUDA IPC only."""
     ranks: Sequence[Recorder] = ()
     """A recorder for each engine rank; rank 0's only."""
@@ -72,12 +72,12 @@ class EngineLink:
         """
         refused = ""
         if self.client is not None and self.group is not None:
-            refused = sender.transfer(self.client, self.group, plan, stream, watch, self.share)
+            refused = sender.transfer(self.client, self.group, plan, stream, watch, self.rounds)
             self.refused = bool(refused)
-        elif self.share is not None:
+        elif self.rounds is not None:
             from verifier.transport.cuda_ipc import follow
 
-            follow(self.share, plan, stream)
+            follow(self.rounds, plan, stream)
         for _ in stream:
             pass
         return refused
@@ -93,7 +93,7 @@ def engine_link(spec: RunSpec, rank: int) -> Iterator[EngineLink]:
     if spec.transport == "ipc":
         from verifier.transport.cuda_ipc import TrainerRounds
 
-        link.share = TrainerRounds()
+        link.rounds = TrainerRounds()
     with contextlib.ExitStack() as stack:
         if rank == 0:
             from verifier.transport.gloo import Listener
@@ -104,5 +104,5 @@ def engine_link(spec: RunSpec, rank: int) -> Iterator[EngineLink]:
             for recorder in link.ranks:
                 stack.callback(recorder.close)
             listener = Listener(spec.engine_ranks, deadline_s=spec.deadline_s, kind=spec.transport)
-            link.group = stack.enter_context(contextlib.closing(sender.connect(client, listener, link.share)))
+            link.group = stack.enter_context(contextlib.closing(sender.connect(client, listener, link.rounds)))
         yield link

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from verifier.core.record import Probe
-from verifier.engine.client import EngineClient
 from verifier.engine.api import Sample, Sampling, Shape
+from verifier.engine.client import EngineClient
 from verifier.probes.engine import record_drawn, record_sampled, record_scored
 
 SAMPLING_TEMPERATURE = 2.0
