@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from verifier.core.outputs import write_whole
+from verifier.core.outputs import require_writable, write_whole
 from verifier.core.record import Probe
 from verifier.core.records_logprobs import StoredFloor
 from verifier.errors import UsageError
@@ -107,6 +107,7 @@ def floor_path(model: str, dtype: str, tier: str) -> Path:
 def write_floor(floor: Floor) -> Path:
     """Store a floor, whole or not at all."""
     path = floor_path(floor.model, floor.dtype, floor.tier)
+    require_writable(path, make_folder=True)
     write_whole(path, msgspec.json.format(msgspec.json.encode(floor), indent=1).decode() + "\n")
     return path
 
