@@ -10,6 +10,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from verifier.pytest_plugin import deselect, fail_skipped, skip_without_gpus
 
@@ -49,15 +50,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the markers."""
+    """Declare the markers; search less long in a quick run."""
     for line in MARKERS:
         config.addinivalue_line("markers", line)
+    if is_quick_run(config) and not config.getoption("hypothesis_profile", default=None):
+        settings.load_profile("quick")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave what is not quick unread under `-m quick`: importing it costs as much as running the tier."""
-    quick = config.getoption("markexpr") == "quick" and collection_path.is_relative_to(TESTS)
-    return True if quick and collection_path != TESTS and not in_quick_folder(collection_path) else None
+    inside = collection_path != TESTS and collection_path.is_relative_to(TESTS)
+    return True if inside and is_quick_run(config) and not in_quick_folder(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -69,6 +72,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     limit, share = config.getoption("gpus"), config.getoption("share_gpus")
     if limit is not None:
         deselect(config, items, [item for item in items if not fits(item, limit, share)])
+
+
+def is_quick_run(config: pytest.Config) -> bool:
+    """Test for a pytest that was called with `-m quick`."""
+    return bool(config.getoption("markexpr") == "quick")
 
 
 def is_quick(item: pytest.Item) -> bool:

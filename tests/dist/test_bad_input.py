@@ -12,11 +12,13 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from verifier.cli.app import run
 from verifier.model.tiny import write_family, write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,7 +128,7 @@ COMMANDS: list[tuple[tuple[str, ...], str]] = [
     ),
     (
         ("roundtrip", "--model", "tiny:qwen3", "--engine-tp", "3"),
-        "--engine-tp 3 does not divide the 8 attention heads",
+        "--engine-tp 3 does not divide the 8 attention heads: use a size that does",
     ),
     (
         ("roundtrip", "--model", "tiny:qwen3", "--engine", "hf", "--engine-tp", "2"),
@@ -150,8 +152,20 @@ COMMANDS: list[tuple[tuple[str, ...], str]] = [
 @pytest.mark.parametrize(
     ("arguments", "sentence"), COMMANDS, ids=[" ".join(row[0]).replace("--", "") for row in COMMANDS]
 )
-def test_what_cannot_be_run_is_refused(shell: Shell, arguments: tuple[str, ...], sentence: str) -> None:
-    assert shell.refused(*arguments, "--trace", "trace") == sentence
+def test_what_cannot_be_run_is_refused(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...], sentence: str,
+) -> None:  # fmt: skip
+    """In this process, which has imported what each command would import anew; the tests below start commands."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    for name, value in {"XDG_CACHE_HOME": cache, "TMPDIR": temporary, "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.chdir(tmp_path)
+    assert run([*arguments, "--trace", "trace"]) == 4
+    assert capsys.readouterr() == ("", f"verifier: {sentence}\n")
+    assert [path for path in tmp_path.rglob("*") if path != temporary] == []
 
 
 def _lose_a_shard(copy: Path) -> str:

@@ -18,6 +18,7 @@ from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.errors import InternalError, UsageError
 from verifier.model.tiny import write_tiny
+from verifier.platform.upstream_fixes import VLLM_BUFFERS
 
 START_S = 200
 
@@ -36,12 +37,13 @@ def test_engines_of_one_fork_server(checkpoint: Path, tmp_path: Path) -> None:
     settings = tmp_path / "unknown" / "config.json"
     settings.write_text(settings.read_text().replace("Qwen3ForCausalLM", "NoSuchModel"))
     with engine_fork_server() as fork_server:
-        for tp in (1, 2):
-            config = EngineConfig(kind="vllm", checkpoint=str(checkpoint), tp=tp)
+        for tp, fixes in ((2, (VLLM_BUFFERS,)), (1, ())):
+            config = EngineConfig(kind="vllm", checkpoint=str(checkpoint), tp=tp, fixes=fixes)
             with EngineProcess(config, fork_server=fork_server) as process:
                 client = process.client(START_S)
                 scores.append(client.logprobs([[1, 2, 3, 4]])[0])
                 assert len(client.state()) == tp
+                assert client.call("verifier.platform.upstream_fixes_vllm", "installed") == [list(fixes)] * tp
                 client.close()
                 hosts.append(process.pid)
                 folder = process.socket_path.parent

@@ -23,6 +23,7 @@ from verifier.runs.runner import Phase, Runner
 from verifier.runs.scenario import made_up, workload
 from verifier.runs.workload import Workload
 
+pytestmark = pytest.mark.slow
 LENGTH = 12
 NUM_SEQUENCES = 16  # four micro-batches: with two, two stages never send and receive at once
 
@@ -53,13 +54,11 @@ def violated(report: Report) -> dict[str, Stage]:
     }
 
 
-@pytest.mark.slow
 def test_interleaved_stages_without_overlap_are_caught_by_the_gradients(runner: Runner, tmp_path: Path) -> None:
     found = violated(run(runner, Mesh(pp=2, vpp=2), tmp_path, ("trap_functions:without_p2p_overlap",)))
     assert found == {"LSS001": Stage.LOSS, "LSS002": Stage.LOSS}
 
 
-@pytest.mark.slow
 def test_an_export_of_stale_weights_is_caught_by_the_live_ones(runner: Runner, tmp_path: Path) -> None:
     found = violated(run(runner, Mesh(dp=2), tmp_path, ("trap_functions:without_param_sync",)))
     assert found["WGT005"] is Stage.EXPORT

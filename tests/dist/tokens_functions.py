@@ -84,7 +84,7 @@ def logprob_over_ranks(context: RankContext) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from verifier.train.logprob import vocab_parallel_logprob
+    from verifier.train.vocab_logprob import vocab_parallel_logprob
 
     worst = {}
     for name, dtype in (("float64", torch.float64), ("float32", torch.float32), ("bfloat16", torch.bfloat16)):
@@ -119,7 +119,7 @@ def label_outside(context: RankContext) -> str:
     import torch.distributed as dist
 
     from verifier.errors import ContractError
-    from verifier.train.logprob import vocab_parallel_logprob
+    from verifier.train.vocab_logprob import vocab_parallel_logprob
 
     labels = torch.tensor([0, 2 * context.world_size])
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verifier.plan.chunk_plan import Chunk, Entry, TensorMeta, build_plan
+from verifier.plan.chunk_plan import Chunk, ChunkEntry, TensorMeta, build_plan
 from verifier.plan.digest import Pieces, digest_tensor, digest_tensors, lane_sums_torch
 from verifier.plan.digest_definition import BLOCK_BYTES, finish
 from verifier.plan.digest_triton import STEP_BYTES, STEPS_PER_UNIT
@@ -103,7 +103,7 @@ def test_a_chunk_of_experts_is_read_and_packed_at_the_speed_of_memory(its_turn, 
     """341 tensors of 3 MiB by one launch each way."""
     tensors = {f"experts.{index}": torch.randn(EXPERT_SHAPE, device="cuda").bfloat16() for index in range(341)}
     metas = [TensorMeta(name=name, dtype="bfloat16", shape=EXPERT_SHAPE) for name in tensors]
-    entries = tuple(Entry(tensor=meta, begin=place * meta.num_bytes) for place, meta in enumerate(metas))
+    entries = tuple(ChunkEntry(tensor=meta, begin=place * meta.num_bytes) for place, meta in enumerate(metas))
     chunk = Chunk(index=0, entries=entries, num_bytes=sum(meta.num_bytes for meta in metas))
     buffer, other = (torch.empty(chunk.num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
     pieces, words = pieces_of(chunk), buffer.view(torch.int64)

@@ -14,7 +14,7 @@ import torch
 
 from tests.bench.train_cost import GREATEST_COST, LEAST_SPEED, SAME_WORK, measure
 from verifier.runs.resources import Deadline
-from verifier.train import logprob
+from verifier.train import vocab_logprob
 from verifier.train.pack import IGNORE_LABEL
 
 pytestmark = [pytest.mark.h100(gpus=1), pytest.mark.timed]
@@ -59,7 +59,7 @@ def test_kernels_agree_with_torch_operations(dtype, measured, monkeypatch):
     logits[::7] = math.nan
     settings = {"temperature": 0.8, "vocab_size": 151_900}
     fused, fused_s = _graded(logits, labels, settings)
-    monkeypatch.setattr(logprob, "is_fused", lambda _: False)
+    monkeypatch.setattr(vocab_logprob, "is_fused", lambda _: False)
     chunked, chunked_s = _graded(logits, labels, settings)
     measured(dtype=str(dtype), rows=512, fused_ms=round(fused_s * 1e3, 2), chunked_ms=round(chunked_s * 1e3, 2))
     for got, want in zip(fused[:2], chunked[:2], strict=True):
@@ -75,7 +75,7 @@ def _graded(logits, labels, settings):
         leaf = logits.detach().requires_grad_()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        values, entropy = logprob.vocab_parallel_logprob(leaf, labels, **settings)
+        values, entropy = vocab_logprob.vocab_parallel_logprob(leaf, labels, **settings)
         (values - entropy / 3).sum().backward()
         end.record()
         end.synchronize()

@@ -38,7 +38,7 @@ RUNS = {"runs", "knob.py"}
 HEAVY = ("megatron", "vllm", "ray", "transformers", "torch.distributed")
 DOORS = ("_megatron.py", "_vllm.py", "_ray.py", "_hf.py")
 DOOR_FOLDERS = ("platform", "launch", "transport")
-GIVEN_A_GROUP = {"verifier/train/logprob.py"}
+GIVEN_A_GROUP = {"verifier/train/vocab_logprob.py"}
 """Takes the process group that it is handed, and loads torch.distributed when it first reduces over one."""
 
 

@@ -11,16 +11,16 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.unit.train.test_ledger import audit as misplaced
+from tests.left_padding import left_pad, remove_left_padding, response_of
+from tests.unit.train.test_token_ledger import audit as misplaced
 from verifier.data.rollout import Rollout
 from verifier.data.trajectories import check_steps, join_steps
 from verifier.errors import ContractError, UsageError
 from verifier.strategies import Packing, packings, rollouts, shards, step_lists
-from verifier.train.ledger import LEDGER, loss_rows, sentinels
-from verifier.train.leftpad import left_pad, remove_left_padding, response_of
 from verifier.train.microbatch import split_by_count, split_by_tokens
 from verifier.train.pack import IGNORE_LABEL, PADDING, pack, shard_cp, unpack, unpack_labels, unshard_cp
 from verifier.train.token_layout import cp_rows, sp_slice
+from verifier.train.token_ledger import LEDGER, loss_rows, sentinels
 
 FIELDS = ("tokens", "sampled", "mask", "roles", "logprobs", "versions")
 

@@ -2,15 +2,15 @@
 
 from hypothesis import find, given, settings
 
-from tests.unit.train.test_ledger import audit as misplaced
+from tests.unit.train.test_token_ledger import audit as misplaced
 from verifier.data.rollout import Rollout
 from verifier.mesh import Mesh
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.strategies import chunk_plans, length_profiles, meshes, packings, rollouts, stages
-from verifier.train.ledger import LEDGER, loss_rows, sentinels
 from verifier.train.microbatch import split_by_tokens
 from verifier.train.pack import pack, shard_cp
 from verifier.train.token_layout import Alignment, sp_slice
+from verifier.train.token_ledger import LEDGER, loss_rows, sentinels
 
 CI = settings.get_profile("ci")
 

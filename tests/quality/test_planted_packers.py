@@ -14,13 +14,12 @@ import pytest
 import torch
 from hypothesis import find, settings
 
-from tests.unit.train.test_ledger import audit as misplaced
+from tests.left_padding import left_pad
+from tests.unit.train.test_token_ledger import audit as misplaced
 from verifier.data.rollout import MISSING_ROUTE
 from verifier.errors import ContractError
 from verifier.mesh import Mesh
 from verifier.strategies import Packing, packings
-from verifier.train.ledger import LEDGER, loss_rows, sentinels
-from verifier.train.leftpad import left_pad
 from verifier.train.pack import (
     IGNORE_LABEL,
     PackedBatch,
@@ -31,6 +30,7 @@ from verifier.train.pack import (
 )
 from verifier.train.router_replay import replay_routes
 from verifier.train.token_layout import cp_rows
+from verifier.train.token_ledger import LEDGER, loss_rows, sentinels
 
 Shows = Callable[[Packing], bool]
 

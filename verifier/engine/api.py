@@ -37,9 +37,9 @@ class EngineConfig:
     gpus: str = ""
     """GPUs of the engine's ranks, such as "2,3"; empty lets the engine choose."""
     cuda_graphs: bool = False
-    """Whether to capture and replay CUDA graphs; otherwise the engine runs eagerly."""
+    """Switch: capture and replay CUDA graphs; otherwise the engine runs eagerly."""
     sleep_mode: bool = False
-    """Whether to allocate memory such that the engine can sleep."""
+    """Switch: allocate memory such that the engine can sleep."""
     quantization: str | None = None
     """vLLM's name of a quantization that is applied to the weights while they are loaded."""
     lora_rank: int = 0
@@ -92,7 +92,7 @@ class EngineSlice:
     box: Box
     """This rank's part of the checkpoint tensor."""
     quantized: bool = False
-    """Whether the engine quantized it together with other tensors, so that its bits differ from those sent."""
+    """True if the engine quantized it together with other tensors, so that its bits differ from those sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ class Sampling:
     """Divisor of the logits; 0 takes the likeliest token."""
     shape: Shape = field(default_factory=Shape)
     seeded: bool = True
-    """Whether each continuation has a seeded generator; otherwise the engine's own serves all."""
+    """Switch: a seeded generator for each continuation; otherwise the engine's own serves all."""
     each: Sequence[Sampling] = ()
     """One set of parameters per prompt, which replace these; empty for these."""
 

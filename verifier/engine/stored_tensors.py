@@ -45,7 +45,7 @@ class CheckpointSlice:
     box: Box
     tensor: torch.Tensor
     quantized: bool = False
-    """Whether `tensor` is the whole rounded weight that contains this part."""
+    """True if `tensor` is the whole rounded weight that contains this part."""
 
     def describe(self) -> EngineSlice:
         """Return the description with the digest of the contents."""

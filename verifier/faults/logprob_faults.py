@@ -13,7 +13,7 @@ from verifier.mesh import Mesh
 
 STEP = "verifier.train.step_megatron"
 LOGPROB = (
-    "verifier.train.logprob:vocab_parallel_logprob("
+    "verifier.train.vocab_logprob:vocab_parallel_logprob("
     "logits_TV, labels_T, vocab_start, vocab_size, group, temperature, chunk_tokens, entropy)"
 )
 SCORE = f"{STEP}:score(trainer, rollouts, micro_batch_size, temperature, on_shards, on_chunk)"

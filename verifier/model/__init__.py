@@ -1,1 +1,1 @@
-"""What a checkpoint is: supported families, generated tiny checkpoints, and the reader of a local directory."""
+"""Checkpoints: supported families, generated tiny checkpoints, and the reader of a local directory."""

@@ -1,1 +1,1 @@
-"""What will travel, in which order, and the digest that says whether it arrived."""
+"""Contents and order of a weight transfer, and the digests that confirm it."""

@@ -39,7 +39,7 @@ class TensorMeta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ChunkEntry:
     """Place of one tensor in a chunk: bytes ``[begin, begin + tensor.num_bytes)`` of the buffer."""
 
     tensor: TensorMeta
@@ -54,7 +54,7 @@ class Chunk:
     """
 
     index: int
-    entries: tuple[Entry, ...]
+    entries: tuple[ChunkEntry, ...]
     num_bytes: int
 
     @functools.cached_property
@@ -127,7 +127,7 @@ class ChunkPlan:
                 index=index,
                 num_bytes=num_bytes,
                 entries=tuple(
-                    Entry(tensor=TensorMeta(name=name, dtype=dtype, shape=tuple(shape)), begin=begin)
+                    ChunkEntry(tensor=TensorMeta(name=name, dtype=dtype, shape=tuple(shape)), begin=begin)
                     for name, dtype, shape, begin in entries
                 ),
             )
@@ -187,7 +187,7 @@ def build_plan(tensors: Iterable[TensorMeta], *, chunk_bytes: int) -> ChunkPlan:
     left = sum(_aligned(meta.num_bytes) for meta in metas)
     before = 0
     chunks: list[Chunk] = []
-    entries: list[Entry] = []
+    entries: list[ChunkEntry] = []
     at = 0
 
     def close() -> None:
@@ -200,7 +200,7 @@ def build_plan(tensors: Iterable[TensorMeta], *, chunk_bytes: int) -> ChunkPlan:
     for meta in metas:
         if entries and at + meta.num_bytes > min(chunk_bytes, max(END_BYTES, min(before, left // 2))):
             close()
-        entries.append(Entry(tensor=meta, begin=at))
+        entries.append(ChunkEntry(tensor=meta, begin=at))
         at = _aligned(at + meta.num_bytes)
     close()
     if not chunks:

@@ -1,4 +1,4 @@
-"""Which tier this machine runs, and what must be in place before Megatron is imported."""
+"""The two tiers, stand-ins and upstream fixes, in place before Megatron is imported."""
 
 from verifier.platform.tier import Tier, install_for, select
 

@@ -1,8 +1,8 @@
 """The CPU tier: real megatron-core and megatron-bridge on a machine without a GPU.
 
-Installed once per process, before Megatron is imported. What changes: Transformer Engine's modules are reference
-modules with the same parameters (`cpu_modules`, `cpu_attention`), and CUDA's bookkeeping calls answer on the host
-(`cpu_cuda_shims`). Everything else, all parallelism included, is upstream's own code over gloo.
+Installed once per process, before Megatron is imported. Reference modules with the same parameters replace Transformer
+Engine's (`cpu_modules`, `cpu_attention`), and CUDA's bookkeeping calls are answered on the host (`cpu_cuda_shims`). All
+other code, parallelism included, is upstream's over gloo.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def install() -> None:
     """Make this process a CPU-tier process; a second call does nothing.
 
     Raises:
-        UsageError: Megatron was imported first, an installed version is not the pinned one, or an upstream name that
-            is replaced here no longer looks as expected.
+        UsageError: Megatron was imported first, an installed version is not the pinned one, or a replaced upstream
+            name has changed.
     """
     if _DONE in sys.modules:
         return
@@ -44,11 +44,11 @@ def install() -> None:
     apply(torch_patches())
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core warns on every rank without it
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    # Compiling the fusions at import costs ten seconds and buys nothing on a CPU.
+    # Compiling the fusions at import would take ten seconds and gain nothing on a CPU.
     compile_function, torch.compile = torch.compile, _uncompiled
     sys.modules["transformer_engine"] = None
     silenced = logging.root.manager.disable
-    logging.disable(logging.INFO)  # megatron-bridge reports every optional package that it does not find
+    logging.disable(logging.INFO)  # megatron-bridge logs every missing optional package
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -60,13 +60,13 @@ def install() -> None:
     finally:
         torch.compile = compile_function
         logging.disable(silenced)
-    # One random state serves host and device here, so upstream's warning that they moved together is no news.
+    # Host and device have one random state here, so upstream's warning that both changed is expected.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     sys.modules[_DONE] = ModuleType(_DONE)
 
 
 def _module_patches() -> list[Patch]:
-    """Reference modules in the places where megatron-core looks Transformer Engine's up."""
+    """Return the patches that put reference modules where megatron-core looks up Transformer Engine's."""
     from megatron.core.extensions import transformer_engine as upstream
 
     from verifier.platform import cpu_modules
@@ -110,10 +110,10 @@ def _module_patches() -> list[Patch]:
 
 
 def _provider(classes: dict[str, type]) -> type:
-    """A stand-in for `TESpecProvider` that hands out the reference modules.
+    """Make a replacement of `TESpecProvider` that returns the reference modules.
 
     Raises:
-        UsageError: upstream's provider has grown or lost a method.
+        UsageError: upstream's provider has other methods.
     """
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.transformer.mlp import MLPSubmodules
@@ -145,20 +145,20 @@ def _provider(classes: dict[str, type]) -> type:
 
 
 def _counts_on_host(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> object:
-    """Token counts for the all-to-all as numpy even if they never were on a device.
+    """Return token counts for the all-to-all as numpy, also those of a host tensor.
 
     Source:
-        megatron-core 0.19.2, megatron/core/transformer/moe/moe_utils.py, `maybe_move_tensor_to_cpu`, which leaves a
-        host tensor a tensor, so that `all_to_all_single` is handed tensors as split sizes.
+        megatron-core 0.19.2, megatron/core/transformer/moe/moe_utils.py, `maybe_move_tensor_to_cpu`: it returns a host
+        tensor unchanged, and `all_to_all_single` would get tensors as split sizes.
     """
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _offer_placeholder() -> None:
-    """Let megatron-bridge's unguarded `import transformer_engine.pytorch` succeed; any use raises AttributeError."""
+    """Make megatron-bridge's unguarded `import transformer_engine.pytorch` succeed; any use raises AttributeError."""
     package, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     package.__path__, package.pytorch = [], pytorch
-    # Asked for by name at import, in annotations and in isinstance checks, of adapters only.
+    # Adapters refer to these at import, in annotations and in isinstance checks.
     pytorch.ops = ModuleType("transformer_engine.pytorch.ops")
     pytorch.ops.Sequential = type("Sequential", (), {})
     pytorch.Linear, pytorch.LayerNormLinear = type("Linear", (), {}), type("LayerNormLinear", (), {})
@@ -172,11 +172,11 @@ def _uncompiled(model: object = None, **options: object) -> object:
 def _norm_of_all(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], per_tensor: bool, *args: object
 ) -> tuple[torch.Tensor, None]:
-    """The length of all gradients as one vector, [1] float32, which Transformer Engine's kernel gives on a GPU.
+    """Return the L2 norm of all gradients together, [1] float32, as Transformer Engine's kernel does on a GPU.
 
     Source:
-        megatron-core 0.19.2, megatron/core/utils.py, `local_multi_tensor_l2_norm`: without Transformer Engine it takes
-        `torch.norm`, which on a CPU is 8e-5 short for four million float32 elements drawn from a normal distribution.
+        megatron-core 0.19.2, megatron/core/utils.py, `local_multi_tensor_l2_norm`: without Transformer Engine it uses
+        `torch.norm`, which on a CPU is too small by 8e-5 for four million normal float32 elements.
     """
     squares = [tensor.square().sum(dtype=torch.float64) for tensors in tensor_lists for tensor in tensors]
     return torch.stack(squares).sum().sqrt().float().reshape(1), None

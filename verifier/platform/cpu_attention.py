@@ -1,9 +1,7 @@
 """Causal attention on the host: packed and plain, grouped queries, context parallelism, MLA sizes, windows.
 
-Every sub-sequence is computed by itself, from its own rows only. So what a neighbour in the pack holds, or what lies in
-the padding (NaN included), cannot move a bit of it; the padding's own rows come out as zeros.
-
-Layouts are THD where packed and SBHD where not.
+Every sub-sequence is computed from its own rows only. So the contents of other sub-sequences and of padding, NaN
+included, cannot change a bit of it. Padding rows become zeros. Layouts are THD if packed and SBHD if not.
 
 Shapes: T rows of this rank, H query heads, G key-value heads, D width of a head.
 """
@@ -24,10 +22,10 @@ from verifier.errors import UsageError
 
 
 class TEDotProductAttention(torch.nn.Module):
-    """Softmax attention in float32, with the constructor and call of megatron-core's wrapper of the same name.
+    """Softmax attention in float32 with the interface of megatron-core's wrapper of the same name.
 
     Raises:
-        UsageError: cross-attention, attention sinks or dropout, which this reference does not compute.
+        UsageError: cross-attention, attention sinks or dropout, which are not implemented.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class TEDotProductAttention(torch.nn.Module):
         self.cp_group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.rows_before = config.window_size[0] if windowed and config.window_size[0] >= 0 else None
-        """How many rows before its own a row attends to; None for all."""
+        """Number of earlier rows that a row attends to; None for all."""
 
     def forward(
         self,
@@ -74,13 +72,13 @@ class TEDotProductAttention(torch.nn.Module):
         """Attend within each sub-sequence.
 
         Args:
-            query: [T, H, D] packed, or [rows, batch, H, D]; this rank's rows in zigzag order under context parallelism.
+            query: [T, H, D] packed, or [rows, batch, H, D]; in zigzag order under context parallelism.
             key: [T, G, D] or [rows, batch, G, D].
-            value: as `key`, of its own width.
-            attention_mask: ignored, since causality is implied.
+            value: as `key`, with its own width.
+            attention_mask: ignored; attention is causal.
             attn_mask_type: causal, or padding with causal.
             attention_bias: must be None.
-            packed_seq_params: global (not per context rank) cumulative lengths of a packed batch.
+            packed_seq_params: cumulative lengths of the whole packed batch, over all context-parallel ranks.
             num_splits: ignored.
 
         Returns:
@@ -106,7 +104,7 @@ class TEDotProductAttention(torch.nn.Module):
         return self._attend_all(query, key, value, lengths=ends.diff().tolist(), padded=padded_ends.diff().tolist())
 
     def _attend_all(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], padded: list[int]) -> Tensor:
-        """Attend sub-sequence by sub-sequence; rows after the last one, and rows of padding, are zeros."""
+        """Attend sub-sequence by sub-sequence; padding rows and rows after the last sub-sequence are zeros."""
         cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
         num_rows = query.shape[0]
         key = gather_from_sequence_parallel_region(key, tensor_parallel_output_grad=True, group=self.cp_group)
@@ -129,14 +127,14 @@ class TEDotProductAttention(torch.nn.Module):
 
 
 def zigzag_positions(length: int, cp_size: int, cp_rank: int) -> Tensor:
-    """Positions within a padded sub-sequence that one context-parallel rank holds, in its storage order.
+    """Return the positions of a padded sub-sequence on one context-parallel rank, in the rank's order.
 
-    A sub-sequence is cut into 2 * cp_size chunks; rank r holds chunk r and chunk 2 * cp_size - 1 - r.
+    A sub-sequence is cut into 2 * cp_size chunks; rank r has chunk r and chunk 2 * cp_size - 1 - r.
 
     Args:
-        length: padded length, a multiple of 2 * cp_size where cp_size > 1.
+        length: padded length, a multiple of 2 * cp_size if cp_size > 1.
         cp_size: number of context-parallel ranks.
-        cp_rank: the rank asked about.
+        cp_rank: context-parallel rank.
 
     Returns:
         [length / cp_size] int64.
@@ -154,7 +152,7 @@ def zigzag_positions(length: int, cp_size: int, cp_rank: int) -> Tensor:
 
 
 def _natural_order(length: int, cp_size: int, begin: int, num_rows: int) -> Tensor:
-    """Where each position of a sub-sequence lies in the rank-major gathered rows: [length] int64."""
+    """Return the index of each position of a sub-sequence in the gathered, rank-major rows, [length] int64."""
     local = length // cp_size
     order = torch.empty(length, dtype=torch.int64)
     for rank in range(cp_size):
@@ -165,7 +163,7 @@ def _natural_order(length: int, cp_size: int, begin: int, num_rows: int) -> Tens
 def _causal(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float | None, rows_before: int | None
 ) -> Tensor:
-    """Softmax attention of rows at `positions` over a whole sub-sequence: [rows, H, D], float32 inside."""
+    """Return the attention of rows at `positions` over a whole sub-sequence, [rows, H, D], computed in float32."""
     num_heads, width = query.shape[-2:]
     repeats = num_heads // key.shape[-2]
     q = query.float().transpose(0, 1)

@@ -1,8 +1,8 @@
-"""What megatron-core asks of CUDA directly, answered on the host: devices, streams, random states, tensor type names.
+"""Host replacements of the CUDA functions that megatron-core calls: devices, streams, random states, type names.
 
-Two reaches, as small as they can be. The functions of `torch.cuda` and three Tensor methods are replaced for the
-process, since upstream calls them from everywhere. Literal `device="cuda"` factories appear only in the few modules of
-`LITERAL_CUDA_MODULES`: those get a view of `torch` whose factories ignore the device, and `torch` itself stays whole.
+Functions of `torch.cuda` and three Tensor methods are replaced for the whole process, as all of upstream calls them.
+Factories with a literal `device="cuda"` appear only in `LITERAL_CUDA_MODULES`. These modules get a view of `torch`
+whose factories ignore the device; `torch` itself is unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LITERAL_CUDA_MODULES = (
     "megatron.core.models.common.embeddings.rope_utils",
     "megatron.core.utils",
 )
-"""megatron-core 0.19.2 modules on the trainer's path that create tensors with a literal `device="cuda"` or pinned."""
+"""Modules of megatron-core 0.19.2 that create tensors with a literal `device="cuda"` or pinned."""
 
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
 _TYPE_NAMES = {
@@ -37,44 +37,44 @@ _TYPE_NAMES = {
 
 
 class HostEvent:
-    """A CUDA event on a device that is always synchronous."""
+    """CUDA event of a device that is always synchronous."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
     def record(self, stream: object = None) -> None:
-        """Nothing to mark."""
+        """Do nothing."""
 
     def wait(self, stream: object = None) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
 
 class HostStream:
-    """A CUDA stream on a device that is always synchronous."""
+    """CUDA stream of a device that is always synchronous."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
     def wait_stream(self, stream: object) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
     def wait_event(self, event: object) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
-        """An event, which callers keep and wait for."""
+        """Return an event for callers to wait for."""
         return event or HostEvent()
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
 
 THE_STREAM = HostStream()
 
 
 class HostTorch(ModuleType):
-    """`torch`, except that its factories put every tensor into pageable host memory."""
+    """View of `torch` whose factories put every tensor into pageable host memory."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -97,7 +97,7 @@ def _on_host(factory: object) -> object:
 
 
 def _always(answer: object) -> object:
-    """A new function that takes anything and gives `answer`: dynamo tells torch's functions apart by identity."""
+    """Return a new function that returns `answer` for any arguments; dynamo distinguishes functions by identity."""
     return lambda *args, **kwargs: answer
 
 
@@ -120,7 +120,7 @@ def _set_random_state(new_state: torch.Tensor, device: object = -1, graph_safe: 
 
 
 def torch_patches() -> list[Patch]:
-    """Replacements in torch itself; to be installed before megatron-core is imported."""
+    """Return the patches of torch, for use before megatron-core is imported."""
     cuda = {
         "current_device": _always(HOST),
         "current_stream": _always(THE_STREAM),
@@ -147,7 +147,7 @@ def torch_patches() -> list[Patch]:
 
 
 def core_patches() -> list[Patch]:
-    """Replacements in megatron-core, by module; to be installed after it is imported."""
+    """Return the patches of megatron-core, for use after it is imported."""
     view = HostTorch()
     random = "megatron.core.tensor_parallel.random"
     return [

@@ -1,7 +1,7 @@
 """State-space layers on the host: megatron-core's Mamba mixer with mamba-ssm's kernels in plain PyTorch.
 
-The mixer itself, its parameters and its parallelism are megatron-core's. What stands in: the fused kernel of a training
-step, the gated norm, and the order of rows over context-parallel ranks.
+The mixer, its parameters and its parallelism are megatron-core's. Replaced are the fused kernel of a training step, the
+gated norm, and the order of rows over context-parallel ranks.
 
 Source:
     Dao and Gu 2024, "Transformers are SSMs", section 6 (state space duality in its quadratic form);
@@ -38,21 +38,21 @@ def split_conv1d_scan(
     norm_before_gate: bool,
     seq_idx: Tensor | None = None,
 ) -> Tensor:
-    """Convolution, scan and gate of packed sequences, each by itself, in float64 between input and output.
+    """Compute convolution, scan and gate of packed sequences, each by itself, in float64.
 
     Args:
-        zxbcdt: [batch, rows, 2 * inner + 2 * groups * state + heads], the projected input; batch is 1 if packed.
+        zxbcdt: [batch, rows, 2 * inner + 2 * groups * state + heads], projected input; batch is 1 if packed.
         conv1d_weight: [inner + 2 * groups * state, width].
         conv1d_bias: [inner + 2 * groups * state].
         dt_bias: [heads].
         A: [heads], below 0.
-        D: [heads], how much of the input passes beside the state.
-        chunk_size: how the fused kernel cuts the rows; without influence here.
+        D: [heads], factor of the input that bypasses the state.
+        chunk_size: number of rows of a chunk of the fused kernel; ignored.
         activation: "silu".
         headdim: inner / heads.
-        ngroups: groups of heads that share B and C.
-        norm_before_gate: of a norm that is not done here.
-        seq_idx: [1, rows], which sequence each row belongs to; None is one sequence.
+        ngroups: number of groups of heads that share B and C.
+        norm_before_gate: ignored; the norm is not computed here.
+        seq_idx: [1, rows], index of each row's sequence; None for one sequence.
 
     Returns:
         [batch, rows, inner] in the input's dtype.
@@ -87,7 +87,7 @@ def _scan(
     *,
     groups: int,
 ) -> Tensor:
-    """One sequence (L rows, H heads, I inner = H * P, C = I + 2 * groups * N) by attention-like products.
+    """Compute one sequence (L rows, H heads, I inner = H * P, C = I + 2 * groups * N) by attention-like products.
 
     Row t of the output is the sum over s <= t of exp(A * (dt_s+1 + ... + dt_t)) dt_s (C_t . B_s) x_s, plus D x_t.
     """
@@ -111,7 +111,7 @@ def _scan(
 
 
 class GroupedRMSNorm(torch.nn.Module):
-    """RMSNorm over groups of the last dim, in float32; the gate was applied before."""
+    """RMSNorm over groups of the last dim, in float32, of an input that is already gated."""
 
     def __init__(
         self,
@@ -127,24 +127,24 @@ class GroupedRMSNorm(torch.nn.Module):
         self.weight = Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] to [..., hidden]."""
+        """Normalize [..., hidden]."""
         grouped = x.float().unflatten(-1, (-1, self.group_size))
         normed = functional.rms_norm(grouped, (self.group_size,), eps=self.eps).flatten(-2)
         return (normed * self.weight.float()).to(x.dtype)
 
 
 class PackedIndices:
-    """What megatron-core asks of Transformer Engine's extension: which rows a context-parallel rank holds."""
+    """Replacement of Transformer Engine's extension: the rows of a context-parallel rank."""
 
     @staticmethod
     def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
-        """Rows of one rank: of every sequence's 2 * cp_size chunks, its own from the front and its own from the back.
+        """Return the rows of one rank: two of the 2 * cp_size chunks of every sequence.
 
         Args:
-            cu_seqlens: [sequences + 1] padded boundaries, the last of them `total_tokens`.
-            total_tokens: of all ranks.
-            cp_size: ranks.
-            cp_rank: which one.
+            cu_seqlens: [sequences + 1] padded boundaries; the last is `total_tokens`.
+            total_tokens: number of rows of all ranks.
+            cp_size: number of context-parallel ranks.
+            cp_rank: context-parallel rank.
 
         Returns:
             [total_tokens / cp_size] int32, in the rank's order.
@@ -158,7 +158,7 @@ class PackedIndices:
 
 
 def mixer_patches() -> list[Patch]:
-    """The stand-ins, in the places where megatron-core's mixer looks mamba-ssm up."""
+    """Return the patches that put the replacements where megatron-core's mixer looks up mamba-ssm."""
     return [
         Patch(target=f"{MIXER}:HAVE_MAMBA_SSM", replacement=True),
         Patch(target=f"{MIXER}:mamba_split_conv1d_scan_combined", replacement=split_conv1d_scan),

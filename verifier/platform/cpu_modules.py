@@ -1,7 +1,7 @@
 """Reference layers with Transformer Engine's parameter layout, in plain PyTorch.
 
-The class names are Transformer Engine's as wrapped by megatron-core: megatron-bridge tells a parameter's sharding by
-the name of the class that owns it. Each constructor mirrors upstream's, which `verifier.platform.cpu` checks at start.
+Class names are those of megatron-core's wrappers of Transformer Engine, because megatron-bridge derives a parameter's
+sharding from the class name of its owner. `verifier.platform.cpu` compares each constructor with upstream's.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from verifier.errors import UsageError
 
 Init = Callable[[Tensor], object]
 BLOCK = 16
-"""Rows of one expert that are multiplied at once."""
+"""Number of rows of one expert that are multiplied at once."""
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: TransformerConfig, eps: float) -> Tensor:
-    """RMSNorm or LayerNorm over the last dim, in float32, cast back to the input's dtype.
+    """Apply RMSNorm or LayerNorm over the last dim, in float32, and cast to the input's dtype.
 
     Args:
         x: [..., width].
-        weight: [width]; gamma, or gamma - 1 where the configuration centres it at zero.
-        bias: [width], LayerNorm only.
-        config: says which normalisation.
-        eps: added to the mean square or the variance.
+        weight: [width], gamma, or gamma - 1 if the configuration centres it at zero.
+        bias: [width], for LayerNorm only.
+        config: configuration that selects the normalization.
+        eps: constant added to the mean square or the variance.
 
     Raises:
-        UsageError: another normalisation.
+        UsageError: another normalization.
     """
     gamma = weight.float() + 1.0 if config.layernorm_zero_centered_gamma else weight.float()
     if config.normalization == "RMSNorm":
@@ -52,7 +52,7 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: Transforme
 
 
 def norm_parameters(config: TransformerConfig, width: int) -> tuple[Parameter, Parameter | None]:
-    """Fresh norm weight and bias (None for RMSNorm), [width] each, marked for reduction over sequence shards."""
+    """Make norm weight and bias (None for RMSNorm), [width] each, marked for reduction over sequence shards."""
     gamma = torch.zeros if config.layernorm_zero_centered_gamma else torch.ones
     weight = Parameter(gamma(width, dtype=config.params_dtype))
     weight.sequence_parallel = config.sequence_parallel
@@ -64,7 +64,7 @@ def norm_parameters(config: TransformerConfig, width: int) -> tuple[Parameter, P
 
 
 class TENorm(torch.nn.Module):
-    """RMSNorm or LayerNorm, as the configuration says."""
+    """RMSNorm or LayerNorm, as configured."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, has_residual: bool = False
@@ -82,7 +82,9 @@ class TENorm(torch.nn.Module):
 
 
 class TEColumnParallelLinear(ColumnParallelLinear):
-    """Output rows split over tensor-parallel ranks."""
+    """Linear with output rows split over tensor-parallel ranks."""
+
+    has_norm = False
 
     def __init__(
         self,
@@ -116,53 +118,24 @@ class TEColumnParallelLinear(ColumnParallelLinear):
             name=name,
         )
         self.in_features, self.out_features = self.input_size, self.output_size_per_partition  # read by adapters
+        if self.has_norm:
+            self.layer_norm_weight, self.layer_norm_bias = norm_parameters(config, input_size)
 
 
 class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
-    """A norm, then a column-parallel linear; the norm sees this rank's sequence shard, before it is gathered."""
+    """Norm and column-parallel linear; the norm's input is this rank's sequence shard, before it is gathered."""
+
+    has_norm = True
 
     return_layernorm_output = False
-    """Set by adapters, which work on the norm's output."""
+    """Switch: return the norm's output too; adapters set it."""
     ub_overlap_ag = True
-    """To adapters: the norm's output is this rank's sequence shard, gather it yourself."""
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: TransformerConfig,
-        init_method: Init,
-        gather_output: bool,
-        bias: bool,
-        skip_bias_add: bool,
-        is_expert: bool,
-        skip_weight_param_allocation: bool = False,
-        tp_comm_buffer_name: str | None = None,
-        tp_group: ProcessGroup | None = None,
-        stride: int = 1,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            config=config,
-            init_method=init_method,
-            gather_output=gather_output,
-            bias=bias,
-            skip_bias_add=skip_bias_add,
-            is_expert=is_expert,
-            skip_weight_param_allocation=skip_weight_param_allocation,
-            tp_group=tp_group,
-            stride=stride,
-            name=name,
-        )
-        self.layer_norm_weight, self.layer_norm_bias = norm_parameters(config, input_size)
+    """Flag for adapters: the norm's output is a sequence shard, which they must gather."""
 
     def forward(self, x: Tensor) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor | None]:
-        """[rows, batch, input] to [rows, batch, output / tp], and the bias where it is not added here.
+        """Map [rows, batch, input] to [rows, batch, output / tp] and the bias, if it is not added here.
 
-        If asked for, the first is a pair: the output, and [rows / tp, batch, input] after the norm.
+        With `return_layernorm_output` the output is a pair with [rows / tp, batch, input] after the norm.
         """
         eps = self.config.layernorm_epsilon
         normed = normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.config, eps)
@@ -171,7 +144,7 @@ class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
 
 
 class TERowParallelLinear(RowParallelLinear):
-    """Input columns split over tensor-parallel ranks; outputs summed."""
+    """Linear with input columns split over tensor-parallel ranks; outputs are summed."""
 
     def __init__(
         self,
@@ -204,7 +177,7 @@ class TERowParallelLinear(RowParallelLinear):
 
 
 class TELinear(torch.nn.Module):
-    """A linear whose weight every tensor-parallel rank holds whole (MLA's down projections).
+    """Linear with the whole weight on every tensor-parallel rank, such as MLA's down projections.
 
     Raises:
         UsageError: another parallel mode, or a bias.
@@ -290,7 +263,7 @@ class _GroupedLinear(torch.nn.Module):
 
         Args:
             x: [rows, input], rows of expert 0 first.
-            m_splits: rows per local expert; they sum to `rows`.
+            m_splits: number of rows of each local expert; they sum to `rows`.
 
         Returns:
             [rows, output], and None for the bias.
@@ -301,10 +274,10 @@ class _GroupedLinear(torch.nn.Module):
 
 
 def _linear_by_blocks(x: Tensor, weight: Tensor) -> Tensor:
-    """[rows, input] to [rows, output], every product over `BLOCK` rows, so that all of them take one kernel.
+    """Map [rows, input] to [rows, output] in products of `BLOCK` rows.
 
-    How many rows an expert gets depends on every token of the batch, and BLAS rounds differently for one row than for
-    forty. In blocks of one size a token's result is its own, bit for bit, whatever its neighbours are.
+    The number of rows of an expert depends on the whole batch, and BLAS rounds differently for different numbers. In
+    blocks of one size a token's bits do not depend on its neighbours.
     """
     num_rows = x.shape[0]
     blocks = functional.pad(x, (0, 0, 0, -num_rows % BLOCK)).split(BLOCK)
@@ -332,4 +305,4 @@ REFERENCE_MODULES = (
     TEColumnParallelGroupedLinear,
     TERowParallelGroupedLinear,
 )
-"""Every module here that stands in for one of Transformer Engine's."""
+"""Modules that replace Transformer Engine's."""

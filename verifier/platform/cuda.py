@@ -1,4 +1,4 @@
-"""The GPU tier: nothing stands in. Only versions are checked and the process is told which device is its own."""
+"""The GPU tier: checks versions and sets this process's device; nothing is replaced."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from verifier.errors import InternalError, UsageError
 from verifier.platform.pins import TRAINER, require_pins
 
 _CUDA_NOT_STARTED = 3
-"""CUDA_ERROR_NOT_INITIALIZED."""
+"""Value of CUDA_ERROR_NOT_INITIALIZED."""
 LOCAL_RANK = "LOCAL_RANK"
-"""Environment variable that names this process's GPU on its host, as torchrun sets it."""
+"""Environment variable with this process's GPU number, as torchrun sets it."""
 
 
 def install() -> None:
     """Make this process a GPU-tier process.
 
     Raises:
-        UsageError: no GPU, or an installed version is not the pinned one.
+        UsageError: torch sees no GPU, or an installed version is not the pinned one.
     """
     import torch
 
     if not torch.cuda.device_count():
         raise UsageError("the gpu tier needs a GPU and torch sees none")
     require_pins(*TRAINER, "transformer-engine")
-    # Packed micro-batches have a length each: compiled, every fused element-wise function would be compiled again.
+    # Packed micro-batches differ in length, and fused element-wise functions would be compiled for each.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    # Otherwise mamba-ssm times every variant of every kernel, and which one wins varies with the machine.
+    # Otherwise mamba-ssm times kernel variants, and its choice varies with the machine.
     os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
-    # A program that uses NVLink multicast can put GPUs that others share out of service.
+    # A program that uses NVLink multicast can put GPUs that other programs use out of service.
     os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
-    # Megatron's overlap of collectives with compute needs one hardware queue; it must be set before CUDA starts.
+    # Megatron's overlap of collectives with compute needs one hardware queue, set before CUDA starts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if LOCAL_RANK in os.environ:
         torch.cuda.set_device(int(os.environ[LOCAL_RANK]))
 
 
 def another_cudnn() -> str:
-    """A sentence if Transformer Engine runs another cuDNN than torch was built against; empty otherwise.
+    """Return a sentence if Transformer Engine runs another cuDNN than torch was built against; empty otherwise.
 
-    Transformer Engine looks for one in the system's folders before it takes the one that torch brought.
+    Transformer Engine prefers a cuDNN in the system's folders to the one installed with torch.
     """
     import torch
     from transformer_engine.pytorch.utils import get_cudnn_version
@@ -52,13 +52,13 @@ def another_cudnn() -> str:
     own = Path(torch.__file__).parents[1] / "nvidia" / "cudnn"
     return (
         f"Transformer Engine runs cuDNN {'.'.join(map(str, runs))}, torch was built against "
-        f"{'.'.join(map(str, built))}: to have that one, set CUDNN_HOME={own} and put {own / 'lib'} first on "
+        f"{'.'.join(map(str, built))}: to use that one, set CUDNN_HOME={own} and put {own / 'lib'} first on "
         "LD_LIBRARY_PATH"
     )
 
 
 def require_not_started() -> None:
-    """Refuse to fork from a process in which CUDA was started: no forked rank could use a GPU.
+    """Refuse to fork from a process that has started CUDA: no forked rank could use a GPU.
 
     Raises:
         InternalError: an import has started the driver.

@@ -1,4 +1,4 @@
-"""The upstream versions that were verified together."""
+"""Upstream versions that were tested together."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PINS = {
     "transformer-engine": "2.12.0",
     "ray": "2.60.0",
 }
-"""Distribution name to version; `ci/locks` installs exactly these."""
+"""Distribution name -> version; `ci/locks` installs exactly these."""
 
 TRAINER = ("torch", "megatron-core", "megatron-bridge", "transformers")
-"""What every run needs, on either tier."""
+"""Distributions that every run needs, on either tier."""
 
 
 def installed(name: str) -> str | None:
-    """Installed version of a distribution without its local part (`+cu130`), or None."""
+    """Return the installed version of a distribution without its local part (`+cu130`); None if absent."""
     try:
         return version(name).partition("+")[0]
     except PackageNotFoundError:
@@ -31,7 +31,7 @@ def installed(name: str) -> str | None:
 
 
 def require_pins(*names: str) -> None:
-    """Refuse versions that were not verified together.
+    """Refuse versions other than the pinned ones.
 
     Raises:
         UsageError: a distribution is absent, or has another version than the pin.

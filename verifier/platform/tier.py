@@ -1,4 +1,4 @@
-"""The two tiers of the same code: `cpu` (reference modules, gloo) and `cuda` (Transformer Engine, NCCL)."""
+"""The two tiers: `cpu` (reference modules, gloo) and `cuda` (Transformer Engine, NCCL)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Tier = Literal["cpu", "cuda"]
 
 
 def select() -> Tier:
-    """The tier that this machine can run: `cuda` where torch sees a GPU, else `cpu`.
+    """Return the tier of this machine: `cuda` if torch sees a GPU, else `cpu`.
 
-    Loads torch; starts no CUDA context, so that forking afterwards stays safe.
+    Loads torch and starts no CUDA context, so a fork afterwards is safe.
     """
     import torch
 
@@ -20,7 +20,7 @@ def select() -> Tier:
 
 
 def install_for(tier: Tier) -> None:
-    """Prepare this process for a tier; to be called once, before Megatron is imported.
+    """Prepare this process for a tier; call it once, before Megatron is imported.
 
     Raises:
         UsageError: an unknown tier, a GPU tier without a GPU, or an upstream version that is not supported.

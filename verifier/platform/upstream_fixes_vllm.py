@@ -59,7 +59,7 @@ def _kept_storage(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _asleep_beside_others(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Who sleeps well fails all the same if others on that GPU took more memory meanwhile than was given up.
+    """Sleep that succeeds although others on that GPU took more memory meanwhile than was given up.
 
     vLLM asserts it of the GPU's free memory, at the end, when it has given up its own.
     """
@@ -112,3 +112,8 @@ def install_asked() -> None:
         UsageError: as `install` does.
     """
     install(os.environ.get(ENGINE_VARIABLE, "").split(","))
+
+
+def installed(worker: Any) -> list[str]:
+    """Ids of the fixes in one engine rank's process; called through `Engine.call`."""
+    return sorted(_installed)

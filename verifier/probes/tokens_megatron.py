@@ -15,8 +15,8 @@ from verifier.data.rollout import Rollout
 from verifier.mesh import Mesh
 from verifier.plan.digest import digest_tensor, raw_bytes
 from verifier.probes.trainer import record_rollouts
-from verifier.train.ledger import loss_rows
 from verifier.train.pack import PackedBatch
+from verifier.train.token_ledger import loss_rows
 
 
 class TokenProbe:

@@ -68,7 +68,7 @@ def record_scored(
 
 
 def record_step(probe: Probe, version: int, result: StepResult) -> None:
-    """What one rank's training step reported."""
+    """Record what one rank's training step reported."""
     probe.emit(
         StepReport(
             name="step", version=version, loss=real(result.loss), num_tokens=result.num_tokens,

@@ -27,7 +27,7 @@ def write_manifest(config: GoldenConfig) -> Path:
     record = {
         "model": config.model,
         "dtype": config.dtype,
-        "architecture": _architecture(open_model(config.model, config.dtype, config.mesh)),
+        "architecture": open_model(config.model, config.dtype, config.mesh).checkpoint.architecture,
         "mesh": config.mesh.to_dict(),
         "versions": trace.manifest.versions,
         "why": config.why,
@@ -49,7 +49,7 @@ def require_same_model(record: dict[str, Any], model: ModelUnderTest, path: Path
     Raises:
         UsageError: names both.
     """
-    ours = {"architecture": _architecture(model), "dtype": model.dtype}
+    ours = {"architecture": model.checkpoint.architecture, "dtype": model.dtype}
     for what, value in ours.items():
         if record.get(what) != value:
             raise UsageError(f"`{path}` was recorded for {what} {record.get(what)}, and the model has {value}")
@@ -83,8 +83,3 @@ def record_manifest(trace: Path, record: dict[str, Any]) -> None:
         shape = tuple(item["shape"])
         recorder.emit(SourceTensor(name=name, digest=item["digest"], dtype=item["dtype"], shape=shape))
     recorder.close()
-
-
-def _architecture(model: ModelUnderTest) -> str:
-    names: Any = model.checkpoint.config["architectures"]
-    return str(names[0])

@@ -1,4 +1,4 @@
-"""Whole gradients of a rank's parameters, as the optimizer is about to use them."""
+"""Whole gradients of a rank's parameters, between the backward pass and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def whole_gradients(trainer: TrainerModel) -> list[dict[str, torch.Tensor]]:
-    """Copies of the reduced gradients, those of a distributed optimizer gathered from its shards. A collective.
+    """Copy the reduced gradients; those of a distributed optimizer are gathered from its shards. A collective.
 
-    To be called after the backward pass and before the optimizer's step.
+    Call it after the backward pass and before the optimizer's step.
 
     Returns:
-        Per model chunk: local parameter name (without wrappers) to a float32 tensor of the parameter's shape.
+        Local parameter name, without wrappers -> float32 tensor of the parameter's shape, for each model chunk.
 
     Raises:
         ContractError: the trainer was built for forward passes only.
@@ -27,7 +27,7 @@ def whole_gradients(trainer: TrainerModel) -> list[dict[str, torch.Tensor]]:
         the buffer's data-parallel group in equal consecutive shards (`shard_buffer`), rank by rank.
     """
     if trainer.data_parallel is None:
-        raise ContractError("this trainer was built for forward passes only: it has no gradients")
+        raise ContractError("this trainer was built for forward passes only: build it with `data_parallel`")
     return [_of_chunk(chunk, sharded=trainer.data_parallel.distributed_optimizer) for chunk in trainer.chunks]
 
 

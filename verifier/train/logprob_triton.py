@@ -1,7 +1,7 @@
-"""Row sums and gradient of a log-softmax on a GPU: the logits are read once forward, and once more backward.
+"""Row sums and gradient of a log-softmax on a GPU; each pass reads the logits once.
 
-Plain torch operations pass over the logits some fifteen times in float32; at a vocabulary of 150,000 that is a quarter
-of a training step. Shape suffixes: T rows, V columns of the vocabulary that this rank holds.
+Torch operations would read the logits some fifteen times in float32: a quarter of a training step for a vocabulary of
+150,000. Shape suffixes: T rows, V columns of the vocabulary that this rank holds.
 """
 
 from __future__ import annotations
@@ -95,20 +95,20 @@ def row_sums(
     scale: float,
     entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a log-softmax needs of each row's own columns; logits are taken times `scale`.
+    """Reduce each row's local columns for a log-softmax of logits * `scale`.
 
     Args:
-        logits_TV: [T, V] bfloat16, float16 or float32, rows of consecutive elements.
+        logits_TV: [T, V] bfloat16, float16 or float32; rows are contiguous.
         labels_T: [T] int64, global token ids or `IGNORE_LABEL`.
         vocab_start: global id of the first column.
-        num_columns: columns that are no padding.
+        num_columns: number of columns without padding.
         scale: inverse temperature.
-        entropy: whether to sum for the entropy; that sum is 0 otherwise.
+        entropy: whether to compute the sum for the entropy, 0 otherwise.
 
     Returns:
-        [T] float32, greatest logit of each row. [3, T] float32: the sum of exp(logit - greatest); the same sum weighted
-        by (logit - greatest); the label's logit, 0 where this rank does not hold it. A row without a label is not read:
-        it has 0, and sums 1, 0, 0.
+        [T] float32, greatest logit of each row; [3, T] float32, sum of exp(logit - greatest), the same sum weighted by
+        (logit - greatest), and the label's logit or 0 if another rank has it. A row without a label is not read and has
+        0 and the sums 1, 0, 0.
     """
     num_rows = len(logits_TV)
     top_T = torch.empty(num_rows, dtype=torch.float32, device=logits_TV.device)
@@ -134,18 +134,18 @@ def logits_gradient(
     num_columns: int,
     scale: float,
 ) -> torch.Tensor:
-    """Gradient in the logits, from those in log-probability and entropy.
+    """Compute the gradient in the logits from those in log-probability and entropy.
 
     Args:
-        logits_TV: as for `row_sums`.
-        labels_T: as for `row_sums`.
-        log_norm_T: [T] float32, logarithm of each row's sum of exp(scaled logit), over all ranks.
+        logits_TV: see `row_sums`.
+        labels_T: see `row_sums`.
+        log_norm_T: [T] float32, logarithm of each row's sum of exp(scaled logit) over all ranks.
         entropy_T: [T] float32, nats.
         grad_logprob_T: [T] float32.
-        grad_entropy_T: [T] float32; None where the loss does not use the entropy.
-        vocab_start: as for `row_sums`.
-        num_columns: as for `row_sums`.
-        scale: as for `row_sums`.
+        grad_entropy_T: [T] float32; None if the loss does not use the entropy.
+        vocab_start: see `row_sums`.
+        num_columns: see `row_sums`.
+        scale: see `row_sums`.
 
     Returns:
         [T, V] in the logits' dtype; 0 in padding columns and in rows without a label.

@@ -1,6 +1,6 @@
-"""LoRA on ranks, by megatron-bridge: adapters put on a loaded model, and taken from it for an engine.
+"""LoRA on ranks, by megatron-bridge: attaching adapters to a loaded model and exporting them for an engine.
 
-What merges an adapter into its base is written apart from megatron-bridge, for the oracle.
+`merged`, which the oracle uses, is independent of megatron-bridge.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from verifier.model.provider_megatron import TrainerModel
 from verifier.train.step_megatron import params_synced
 
 SCALING = 2.0
-"""Of every adapter, alpha over rank: not 1, so that one forgotten shows; a power of 2, so that nothing is rounded."""
+"""Alpha over rank of every adapter. It is not 1, so a forgotten scaling shows, and a power of 2, so it is exact."""
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Megatron's linears that get an adapter."""
+"""Last names of Megatron's linears that get an adapter."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def attach(chunks: list[Any], rank: int) -> list[Any]:
-    """Freeze a loaded model and put an adapter on each of its linears; they change nothing until they are trained."""
+    """Freeze a loaded model and attach an adapter, initially zero, to each of its linears."""
     from megatron.bridge.peft.lora import LoRA
 
     lora = LoRA(target_modules=list(TARGETS), dim=rank, alpha=round(SCALING * rank), dropout=0.0)
@@ -36,23 +36,23 @@ def attach(chunks: list[Any], rank: int) -> list[Any]:
 
 
 def export_base(trainer: TrainerModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The frozen base under its checkpoint names, adapters left out. A collective, as `gather_megatron.export`."""
+    """Yield the frozen base under its checkpoint names, without adapters. A collective, as `gather_megatron.export`."""
     with params_synced(trainer):
         for name, tensor in trainer.bridge.export_hf_weights(
             trainer.chunks, cpu=trainer.tier == "cpu", show_progress=False, merge_adapter_weights=False
         ):
-            yield name.replace(".base_layer.", "."), tensor  # as the peft library spells what an adapter is put on
+            yield name.replace(".base_layer.", "."), tensor  # the peft library's prefix
 
 
 def export_adapter(trainer: TrainerModel) -> dict[str, torch.Tensor]:
-    """Whole adapters on the host: NAME.lora_A.weight [rank, in] and NAME.lora_B.weight [out, rank]. A collective."""
+    """Return adapters on the host: NAME.lora_A.weight [rank, in], NAME.lora_B.weight [out, rank]. A collective."""
     with params_synced(trainer):
         found = trainer.bridge.export_adapter_weights(trainer.chunks, cpu=True, show_progress=False)
         return {name: tensor.detach().clone().contiguous() for name, tensor in found}
 
 
 def save_adapter(path: Path, adapter: Mapping[str, torch.Tensor], rank: int) -> None:
-    """Write a directory as the peft library does, which engines load."""
+    """Write an adapter directory in the format of the peft library, which engines load."""
     path.mkdir()
     targets = sorted({name.removesuffix(_A).rpartition(".")[2] for name in adapter if name.endswith(_A)})
     config = {
@@ -65,7 +65,7 @@ def save_adapter(path: Path, adapter: Mapping[str, torch.Tensor], rank: int) -> 
 
 
 def read_adapter(path: Path) -> tuple[dict[str, torch.Tensor], float]:
-    """An adapter's matrices under the names that `export_adapter` gives, and its alpha over rank, from a directory."""
+    """Read a directory; return the matrices under the names of `export_adapter`, and alpha over rank."""
     from safetensors.torch import load_file
 
     config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
@@ -76,10 +76,10 @@ def read_adapter(path: Path) -> tuple[dict[str, torch.Tensor], float]:
 
 
 def scaling_of(trainer: TrainerModel) -> float:
-    """What the trainer's own adapters multiply their product by.
+    """Return the scaling of the trainer's adapters.
 
     Raises:
-        ContractError: it has none, or they differ in it.
+        ContractError: there are no adapters, or their scalings differ.
     """
     modules = (module for chunk in trainer.chunks for module in chunk.modules())
     found = {module.alpha / module.dim for module in modules if type(module).__name__ == "ParallelLinearAdapter"}
@@ -89,10 +89,10 @@ def scaling_of(trainer: TrainerModel) -> float:
 
 
 def merged(source: Checkpoint, adapter: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint in float32, scaling * B @ A added to every matrix that has an adapter.
+    """Yield the checkpoint in float32 with scaling * B @ A added to every matrix that has an adapter.
 
     Raises:
-        ContractError: an adapter of a tensor that the checkpoint does not hold, or half of one.
+        ContractError: a matrix belongs to no tensor of the checkpoint, or its other half is missing.
     """
     bases = {name.removesuffix(_A) for name in adapter if name.endswith(_A)}
     for name in adapter:
@@ -108,5 +108,5 @@ def merged(source: Checkpoint, adapter: Mapping[str, torch.Tensor]) -> Iterator[
 
 
 def held_by_engine(adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What an engine that scales B once, when it loads it, must hold."""
+    """Return the adapter as an engine stores it that scales B once, when it loads it."""
     return {name: tensor * SCALING if name.endswith(_B) else tensor for name, tensor in adapter.items()}

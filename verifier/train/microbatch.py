@@ -1,7 +1,7 @@
-"""Which rollouts go into which micro-batch of which data-parallel rank.
+"""Assignment of rollouts to the micro-batches of data-parallel ranks.
 
-Every rank gets the same number of micro-batches, since a collective of one rank waits for all; where rollouts do not
-suffice a micro-batch is empty and `pack` makes a filler of it. No rollout is dropped, repeated or split.
+Every rank gets the same number of micro-batches, because collectives involve all ranks. If rollouts do not suffice,
+some micro-batches are empty and `pack` makes fillers of them. No rollout is dropped, repeated or split.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from verifier.train.token_layout import Alignment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Indices of rollouts: per data-parallel rank, per micro-batch."""
+    """Indices of the rollouts of each micro-batch of each data-parallel rank."""
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of each rank."""
+        """Number of micro-batches of each rank."""
         return len(self.ranks[0])
 
     def of(self, dp_rank: int, rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-        """The rollouts of one rank's micro-batches, in order."""
+        """Return the rollouts of each micro-batch of one rank."""
         return [[rollouts[index] for index in batch] for batch in self.ranks[dp_rank]]
 
 
 def split_by_count(num_rollouts: int, *, dp: int, micro_batch_size: int, multiple: int = 1) -> Schedule:
-    """Micro-batches of at most so many rollouts, neighbours together, sizes differing by one at the most.
+    """Split rollouts into micro-batches of consecutive rollouts whose sizes differ by at most one.
 
     Args:
-        num_rollouts: rollouts of the whole step.
-        dp: data-parallel ranks.
-        micro_batch_size: rollouts per micro-batch at the most.
-        multiple: micro-batches per rank are a multiple of it: pp when virtual pipeline stages interleave.
+        num_rollouts: number of rollouts of the whole step.
+        dp: number of data-parallel ranks.
+        micro_batch_size: greatest number of rollouts of a micro-batch.
+        multiple: divisor of the number of micro-batches of a rank; pp for interleaved pipeline stages.
 
     Raises:
         UsageError: nothing to split, or a size below 1.
@@ -55,20 +55,20 @@ def split_by_count(num_rollouts: int, *, dp: int, micro_batch_size: int, multipl
 def split_by_tokens(
     rollouts: Sequence[Rollout], *, dp: int, max_tokens: int, alignment: Alignment, multiple: int = 1
 ) -> Schedule:
-    """Micro-batches of at most so many padded tokens, evenly filled, in as few as greedy filling allows.
+    """Split rollouts into few, evenly filled micro-batches of at most `max_tokens` padded tokens.
 
-    The longest rollout goes first, each into the emptiest micro-batch (longest processing time first: the fullest is
-    at most 4/3 of the least possible). Micro-batches that run at the same time on different ranks are alike in size.
+    Rollouts are assigned from the longest to the shortest, each to the emptiest micro-batch. The fullest is at most
+    4/3 of the optimum. Micro-batches that run at the same time on different ranks have similar sizes.
 
     Args:
-        rollouts: of the whole step.
-        dp: data-parallel ranks.
-        max_tokens: rows of a pack at the most, padding included, over all context-parallel ranks together.
-        alignment: to what sub-sequences and packs are padded.
-        multiple: micro-batches per rank are a multiple of it: pp when virtual pipeline stages interleave.
+        rollouts: rollouts of the whole step.
+        dp: number of data-parallel ranks.
+        max_tokens: greatest number of rows of a pack, padding included, over all its context-parallel ranks.
+        alignment: multiples that sub-sequences and packs are padded to.
+        multiple: divisor of the number of micro-batches of a rank; pp for interleaved pipeline stages.
 
     Raises:
-        UsageError: a rollout alone exceeds the budget (names it), nothing to split, or a size below 1.
+        UsageError: one rollout exceeds the budget, there is nothing to split, or a size is below 1.
 
     Source:
         Graham 1969, "Bounds on multiprocessing timing anomalies", theorem 2.
@@ -102,7 +102,7 @@ def _check_sizes(num_rollouts: int, **sizes: int) -> None:
 
 
 def _fill(order: list[int], sizes: list[int], num_bins: int, budget: int) -> list[tuple[int, list[int]]] | None:
-    """Give each rollout to the emptiest bin; None if one overflows, since then no other bin has room either."""
+    """Assign each rollout to the emptiest bin; None if that overflows, as then no bin has room."""
     members: list[list[int]] = [[] for _ in range(num_bins)]
     heap = [(0, at) for at in range(num_bins)]
     for index in order:
@@ -115,7 +115,7 @@ def _fill(order: list[int], sizes: list[int], num_bins: int, budget: int) -> lis
 
 
 def _deal(bins: list[tuple[int, ...]], dp: int, *, interleaved: bool = False) -> Schedule:
-    """Share bins out over ranks: runs of neighbours, or, interleaved, back and forth so that ranks get equal sums."""
+    """Divide bins over ranks: runs of neighbours, or, interleaved, back and forth for equal sums."""
     per_rank = len(bins) // dp
     if not interleaved:
         return Schedule(ranks=tuple(tuple(bins[rank * per_rank : (rank + 1) * per_rank]) for rank in range(dp)))

@@ -1,4 +1,4 @@
-"""Megatron's optimizer and the schedule of its rates; both written as a checkpoint and read again."""
+"""Megatron's optimizer and scheduler: construction, and saving and loading of their checkpoints."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from verifier.platform.upstream_fixes import MEGATRON_INDEX
 from verifier.platform.upstream_fixes_megatron import index_states
 
 FORMAT = {"distrib_optim_sharding_type": "dp_reshardable"}
-"""Every rank writes and reads its own shards; megatron-core's own name for it."""
+"""Checkpoint format of megatron-core in which every rank writes and reads its own shards."""
 
 
 def make_optimizer(trainer: TrainerModel, *, learning_rate: float, clip_grad: float = 1.0) -> Any:
-    """Megatron's Adam over this rank's parameters; none decays but by a scheduler.
+    """Build Megatron's Adam over this rank's parameters; weight decay is 0 unless a scheduler sets it.
 
     Args:
-        trainer: built with `data_parallel`.
-        learning_rate: of every step that neither gives its own nor has a scheduler.
+        trainer: trainer built with `data_parallel`.
+        learning_rate: learning rate of steps without their own and without a scheduler.
         clip_grad: greatest L2 norm of the gradient; 0 does not clip.
 
     Raises:
@@ -62,19 +62,19 @@ def make_scheduler(
     greatest_weight_decay: float,
     num_steps: int,
 ) -> Any:
-    """Megatron's scheduler: the learning rate falls and the weight decay rises, both linearly.
+    """Build Megatron's scheduler: the learning rate falls and the weight decay rises, both linearly.
 
     Args:
-        optimizer: from `make_optimizer`; it has the rates of its first step afterwards.
-        learning_rate: of the first step.
-        least_learning_rate: of the step `num_steps` after it, and of all later ones.
-        weight_decay: share of a matrix that the first step takes away, per learning rate. Megatron chooses what decays.
-        greatest_weight_decay: the same, `num_steps` later.
-        num_steps: over how many steps they change.
+        optimizer: from `make_optimizer`; afterwards it has the rates of the first step.
+        learning_rate: learning rate of the first step.
+        least_learning_rate: learning rate `num_steps` later and from then on.
+        weight_decay: weight decay coefficient of the first step; Megatron chooses the parameters.
+        greatest_weight_decay: weight decay coefficient `num_steps` later.
+        num_steps: number of steps over which both change.
     """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    for group in optimizer.param_groups:  # the scheduler goes by a group's own bounds
+    for group in optimizer.param_groups:  # the scheduler reads the group's bounds
         group["min_lr"] = least_learning_rate
     return OptimizerParamScheduler(
         optimizer,
@@ -92,12 +92,12 @@ def make_scheduler(
 
 
 def save(optimizer: Any, scheduler: Any, folder: Path) -> None:
-    """Write what a run needs to go on: masters, moments, rates. A collective.
+    """Write the state that a run needs to continue: masters, moments, rates. A collective.
 
     Args:
         optimizer: from `make_optimizer`.
         scheduler: from `make_scheduler`.
-        folder: an empty one, the same for all ranks.
+        folder: empty directory, the same for all ranks.
 
     Source:
         megatron-core 0.19.2, core/optimizer/distrib_optimizer.py, `sharded_state_dict` and `load_state_dict`.
@@ -111,7 +111,7 @@ def save(optimizer: Any, scheduler: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _writing_here() -> Iterator[None]:
-    """Have writers answer within this process, as they run in it: for others there is a server, which takes seconds.
+    """Replace the writers' result queue by a local one: they run in this process, and the shared queue takes seconds.
 
     Source:
         megatron-core 0.19.2, core/dist_checkpointing/strategies/filesystem_async.py, `get_write_results_queue`.
@@ -126,7 +126,7 @@ def _writing_here() -> Iterator[None]:
 
 
 def load(optimizer: Any, scheduler: Any, folder: Path) -> None:
-    """Read what `save` wrote into an optimizer and a scheduler that were just made. A collective."""
+    """Load what `save` wrote into a new optimizer and scheduler. A collective."""
     import torch
     from megatron.core import dist_checkpointing
 
@@ -144,17 +144,17 @@ def load(optimizer: Any, scheduler: Any, folder: Path) -> None:
 
 
 def _is_torchs(adam: Any) -> bool:
-    """Torch's own Adam, which takes the place of Transformer Engine's in the CPU tier."""
+    """Return whether an Adam is torch's, which replaces Transformer Engine's on the CPU tier."""
     import torch
 
     return isinstance(adam, torch.optim.Adam)
 
 
 class _TorchSteps:
-    """Steps of an Adam that counts them by parameter, where megatron-core loads them by group.
+    """Step counts of torch's Adam, which has one per parameter, where megatron-core loads one per group.
 
-    It asks an optimizer that it loads into for its step, so there has to be one. Of what it loads it gives all
-    parameters one step between them, and then overwrites it.
+    megatron-core reads the step of an optimizer before it loads into it, so one must exist. Then all parameters share
+    one step, which it overwrites.
 
     Source:
         megatron-core 0.19.2, core/optimizer/distrib_optimizer.py: `state_dict` and `load_state_dict`, each without
@@ -171,7 +171,7 @@ class _TorchSteps:
                 adam.state[parameter] = {"step": torch.zeros(()), **moments}
 
     def restore(self) -> None:
-        """Give every parameter the step of its group."""
+        """Set every parameter's step to that of its group."""
         import torch
 
         for group in self._adam.param_groups:

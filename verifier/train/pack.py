@@ -1,4 +1,4 @@
-"""Rollouts to a packed batch and back, and the one place where labels are shifted by one.
+"""Packing of rollouts into one batch and back; the only place where labels are shifted by one.
 
 Shape suffixes: T rows of the pack (or of one context-parallel shard), S sub-sequences, N real tokens, L tokens of one
 rollout, M mixture-of-experts layers, K experts per token.
@@ -18,70 +18,79 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike
 
-from verifier.data.rollout import MISSING_ROUTE, NO_VERSION, Role, Rollout
+from verifier.data.rollout import MISSING_ROUTE, PROMPT_VALUES, Role, Rollout
 from verifier.errors import ContractError
 from verifier.train.token_layout import Alignment, cp_rows, lay_out
 
 IGNORE_LABEL = -100
-"""Label of a row that predicts nothing: padding, and the last token of each sub-sequence."""
+"""Label of a row that predicts nothing: a padding row, or the last row of a sub-sequence."""
 PADDING = -1
-"""Segment of a padding row."""
+"""Segment of padding rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedBatch:
-    """One micro-batch, or the part of it that one context-parallel rank holds."""
+    """One micro-batch, or one context-parallel rank's shard of it."""
 
     ids: tuple[str, ...]
+    """Rollout id of each sub-sequence, in pack order; empty for a filler micro-batch."""
     groups: tuple[str, ...]
+    """Prompt group of each sub-sequence."""
     rewards: tuple[float, ...]
+    """Reward of each sub-sequence."""
     prompt_lengths: tuple[int, ...]
-    """Per sub-sequence, in pack order; empty for a filler micro-batch."""
+    """Prompt length of each sub-sequence, in tokens."""
     alignment: Alignment
     cu_seqlens: torch.Tensor
     """[S + 1] int32, cumulative real lengths of the whole pack."""
     cu_seqlens_padded: torch.Tensor
-    """[S + 1] int32, where each sub-sequence begins in the whole pack; the last entry is the pack's length."""
+    """[S + 1] int32, first row of each sub-sequence in the whole pack; the last entry is the pack's length."""
     max_seqlen: int
-    """Longest padded sub-sequence."""
+    """Length of the longest padded sub-sequence, in rows."""
     rows_T: torch.Tensor
-    """int64, row of the whole pack that each row here is."""
+    """int64, index of each row in the whole pack."""
     tokens_T: torch.Tensor
-    """int64."""
+    """int64, input token ids."""
     positions_T: torch.Tensor
     """int64, position within the sub-sequence; 0 in padding."""
     segments_T: torch.Tensor
-    """int32, which sub-sequence; `PADDING` in padding."""
+    """int32, index of the sub-sequence; `PADDING` in padding."""
     roles_T: torch.Tensor
-    """int8, `Role` of the row's own token."""
+    """int8, `Role` of the input token."""
     labels_T: torch.Tensor
     """int64, the next token of the same sub-sequence; `IGNORE_LABEL` where there is none."""
     loss_mask_T: torch.Tensor
-    """bool, whether the label counts in the loss."""
+    """bool, True where the label is in the loss."""
     sampled_T: torch.Tensor
-    """bool, whether the label was drawn from the policy."""
+    """bool, True where the label was drawn from the policy."""
     engine_logprobs_T: torch.Tensor
-    """float32, nats, the engine's for the label; NaN where it was not sampled: select rows before computing."""
+    """float32, the engine's log-probability of the label, nats; NaN where it was not sampled."""
     versions_T: torch.Tensor
-    """int32, weights that sampled the label."""
+    """int32, version of the weights that sampled the label."""
     routes_TMK: torch.Tensor | None
-    """int32, experts of the row's own token; `MISSING_ROUTE` in padding and where the engine reported none."""
+    """int32, experts of the input token; `MISSING_ROUTE` in padding and where the engine reported none."""
     extra: Mapping[str, torch.Tensor]
-    """Label-aligned tensors that the caller added: NaN, or 0 for integers, where there is no label; in a filler float32
-    NaN throughout."""
+    """Label-aligned tensors of the caller; NaN, or 0 for integers, without a label. A filler has float32 NaN."""
 
     @property
     def num_rows(self) -> int:
-        """T, of what is held here."""
+        """Number of rows of this batch or shard."""
         return len(self.tokens_T)
 
     @property
     def num_whole_rows(self) -> int:
-        """T of the whole pack."""
+        """Number of rows of the whole pack."""
         return int(self.cu_seqlens_padded[-1])
 
 
 _ROW_FIELDS = tuple(field.name for field in fields(PackedBatch) if field.name.endswith(("_T", "_TMK")))
+_LABEL_FIELDS = {
+    "mask": "loss_mask_T",
+    "sampled": "sampled_T",
+    "logprobs": "engine_logprobs_T",
+    "versions": "versions_T",
+}
+"""Per-token field of a rollout -> label-aligned field of the pack; both have the value of a prompt token in padding."""
 
 
 def pack(
@@ -91,17 +100,17 @@ def pack(
     pad_token: int = 0,
     extra: Mapping[str, Sequence[np.ndarray]] | None = None,
 ) -> PackedBatch:
-    """Lay rollouts one after another, each padded on its own, with labels and masks shifted within each.
+    """Concatenate rollouts, each padded on its own, and shift labels and masks within each.
 
     Args:
         rollouts: sub-sequences of the pack, in order. None at all gives a filler: one sub-sequence of padding that
-            predicts nothing, for a data-parallel rank that has fewer micro-batches than the others.
-        alignment: the multiples to pad to.
-        pad_token: token id that padding rows hold.
-        extra: further per-token arrays, aligned to tokens as the rollouts' own are: name to one [L] array each.
+            predicts nothing, for a data-parallel rank with fewer micro-batches than others.
+        alignment: multiples to pad to.
+        pad_token: token id of padding rows.
+        extra: name -> one [L] array per rollout, further per-token values.
 
     Returns:
-        The whole pack; `shard_cp` gives one context-parallel rank's part.
+        The whole pack; `shard_cp` returns one context-parallel rank's shard.
 
     Raises:
         ContractError: an extra array disagrees with its rollout's length, or only some rollouts carry routes.
@@ -112,13 +121,13 @@ def pack(
     layout = lay_out(np.array([len(rollout) for rollout in rollouts]), alignment)
     gaps = (layout.padded_S - layout.lengths_S).tolist()
 
-    def by_row(values: Sequence[np.ndarray], fill: float, dtype: DTypeLike) -> torch.Tensor:
-        padding = np.full((max(gaps), *values[0].shape[1:]), fill, dtype)
-        return _joined(values, [padding[:gap] for gap in gaps], dtype)
+    def by_row(values: Sequence[np.ndarray], fill: np.generic) -> torch.Tensor:
+        padding = np.full((max(gaps), *values[0].shape[1:]), fill)
+        return _joined(values, [padding[:gap] for gap in gaps], fill.dtype)
 
-    def by_label(values: Sequence[np.ndarray], fill: float, dtype: DTypeLike) -> torch.Tensor:
-        padding = np.full(max(gaps) + 1, fill, dtype)
-        return _joined([array[1:] for array in values], [padding[: gap + 1] for gap in gaps], dtype)
+    def by_label(values: Sequence[np.ndarray], fill: np.generic) -> torch.Tensor:
+        padding = np.full(max(gaps) + 1, fill)
+        return _joined([array[1:] for array in values], [padding[: gap + 1] for gap in gaps], fill.dtype)
 
     lengths = layout.lengths_S.tolist()
     position = np.arange(max(lengths))
@@ -133,22 +142,22 @@ def pack(
         cu_seqlens_padded=torch.from_numpy(layout.cu_seqlens_padded),
         max_seqlen=int(layout.padded_S.max()),
         rows_T=torch.arange(layout.num_rows),
-        tokens_T=by_row([rollout.tokens for rollout in rollouts], pad_token, np.int64),
-        positions_T=by_row([position[:length] for length in lengths], 0, np.int64),
-        segments_T=by_row(np.split(np.repeat(segment, lengths), layout.cu_seqlens[1:-1]), PADDING, np.int32),
-        roles_T=by_row([rollout.roles for rollout in rollouts], Role.PROMPT, np.int8),
-        labels_T=by_label([rollout.tokens for rollout in rollouts], IGNORE_LABEL, np.int64),
-        loss_mask_T=by_label([rollout.mask for rollout in rollouts], False, np.bool_),
-        sampled_T=by_label([rollout.sampled for rollout in rollouts], False, np.bool_),
-        engine_logprobs_T=by_label([rollout.logprobs for rollout in rollouts], np.nan, np.float32),
-        versions_T=by_label([rollout.versions for rollout in rollouts], NO_VERSION, np.int32),
+        tokens_T=by_row([rollout.tokens for rollout in rollouts], np.int64(pad_token)),
+        positions_T=by_row([position[:length] for length in lengths], np.int64(0)),
+        segments_T=by_row(np.split(np.repeat(segment, lengths), layout.cu_seqlens[1:-1]), np.int32(PADDING)),
+        roles_T=by_row([rollout.roles for rollout in rollouts], PROMPT_VALUES["roles"]),
+        labels_T=by_label([rollout.tokens for rollout in rollouts], np.int64(IGNORE_LABEL)),
+        **{
+            field: by_label([getattr(rollout, name) for rollout in rollouts], PROMPT_VALUES[name])
+            for name, field in _LABEL_FIELDS.items()
+        },
         routes_TMK=_routes(rollouts, by_row),
         extra={name: by_label(*_extra_values(name, values, rollouts)) for name, values in sorted(extra.items())},
     )
 
 
 def shard_cp(packed: PackedBatch, cp_rank: int) -> PackedBatch:
-    """The rows of a whole pack that one context-parallel rank holds; cumulative lengths stay those of the whole.
+    """Return the rows of one context-parallel rank; cumulative lengths stay those of the whole pack.
 
     Raises:
         ContractError: the pack is a shard already.
@@ -161,14 +170,14 @@ def shard_cp(packed: PackedBatch, cp_rank: int) -> PackedBatch:
 
 
 def unshard_cp(shards: Sequence[torch.Tensor], cu_seqlens_padded: torch.Tensor) -> torch.Tensor:
-    """Values of the whole pack from those of all context-parallel ranks, in rank order; inverse of `shard_cp`.
+    """Join values of all context-parallel ranks to those of the whole pack; inverse of `shard_cp`.
 
     Args:
-        shards: one [T / cp, ...] tensor per rank.
+        shards: one [T / cp, ...] tensor per rank, in rank order.
         cu_seqlens_padded: [S + 1] of the whole pack.
 
     Returns:
-        [T, ...], in the shards' dtype and device.
+        [T, ...] in the shards' dtype, on their device.
     """
     whole = torch.empty((int(cu_seqlens_padded[-1]), *shards[0].shape[1:]), dtype=shards[0].dtype).to(shards[0].device)
     for cp_rank, values in enumerate(shards):
@@ -180,7 +189,7 @@ def unshard_cp(shards: Sequence[torch.Tensor], cu_seqlens_padded: torch.Tensor) 
 
 
 def unpack_rows(values_T: torch.Tensor, packed: PackedBatch) -> list[torch.Tensor]:
-    """Row-aligned values of the whole pack, one [L, ...] tensor per rollout; padding is left out.
+    """Split row-aligned values of the whole pack into one [L, ...] tensor per rollout, without padding.
 
     Raises:
         ContractError: there are not as many values as rows of the whole pack.
@@ -195,12 +204,12 @@ def unpack_rows(values_T: torch.Tensor, packed: PackedBatch) -> list[torch.Tenso
 
 
 def unpack_labels(values_T: torch.Tensor, packed: PackedBatch, *, first: float = float("nan")) -> list[torch.Tensor]:
-    """Label-aligned values of the whole pack, shifted back so that entry t belongs to token t.
+    """Split label-aligned values of the whole pack by rollout and shift them so that entry t belongs to token t.
 
     Args:
         values_T: one value per row of the whole pack, such as the trainer's log-probabilities.
         packed: the pack.
-        first: entry 0 of each result, since no row predicts the first token; NaN shows an off-by-one.
+        first: entry 0 of each result, as no row predicts the first token.
 
     Returns:
         One [L] tensor per rollout.
@@ -210,31 +219,23 @@ def unpack_labels(values_T: torch.Tensor, packed: PackedBatch, *, first: float =
 
 
 def unpack(packed: PackedBatch) -> list[Rollout]:
-    """The rollouts that were packed, equal in every field."""
-
-    def by_label(values_T: torch.Tensor, first: float) -> list[np.ndarray]:
-        return [values.numpy() for values in unpack_labels(values_T, packed, first=first)]
-
-    tokens = unpack_rows(packed.tokens_T, packed)
-    roles = unpack_rows(packed.roles_T, packed)
+    """Return the rollouts that were packed, equal in every field."""
+    tokens, roles = unpack_rows(packed.tokens_T, packed), unpack_rows(packed.roles_T, packed)
     routes = None if packed.routes_TMK is None else unpack_rows(packed.routes_TMK, packed)
-    sampled = by_label(packed.sampled_T, False)
-    mask = by_label(packed.loss_mask_T, False)
-    logprobs = by_label(packed.engine_logprobs_T, float("nan"))
-    versions = by_label(packed.versions_T, NO_VERSION)
+    labels = {
+        name: unpack_labels(getattr(packed, field), packed, first=PROMPT_VALUES[name].item())
+        for name, field in _LABEL_FIELDS.items()
+    }
     return [
         Rollout(
             id=packed.ids[at],
             group=packed.groups[at],
             tokens=tokens[at].numpy(),
             prompt_length=packed.prompt_lengths[at],
-            sampled=sampled[at],
-            mask=mask[at],
             roles=roles[at].numpy(),
-            logprobs=logprobs[at],
-            versions=versions[at],
             reward=packed.rewards[at],
             routes=None if routes is None else routes[at].numpy(),
+            **{name: values[at].numpy() for name, values in labels.items()},
         )
         for at in range(len(packed.ids))
     ]
@@ -256,19 +257,19 @@ def _routes(rollouts: Sequence[Rollout], by_row: Callable[..., torch.Tensor]) ->
                 f"rollout `{rollout.id}` has routes of [layers, experts per token] = {shape and list(shape)}, "
                 f"others of the same pack have {list(wanted)}"
             )
-    return by_row([rollout.routes for rollout in rollouts], MISSING_ROUTE, np.int32)
+    return by_row([rollout.routes for rollout in rollouts], np.int32(MISSING_ROUTE))
 
 
 def _extra_values(
     name: str, values: Sequence[np.ndarray], rollouts: Sequence[Rollout]
-) -> tuple[Sequence[np.ndarray], float, np.dtype]:
+) -> tuple[Sequence[np.ndarray], np.generic]:
     for rollout, array in zip(rollouts, values, strict=True):
         if array.shape != (len(rollout),):
             raise ContractError(
                 f"rollout `{rollout.id}`: `{name}` has shape {list(array.shape)} for {len(rollout)} tokens"
             )
     dtype = values[0].dtype
-    return values, (np.nan if dtype.kind == "f" else 0), dtype
+    return values, dtype.type(np.nan if dtype.kind == "f" else 0)
 
 
 def _filler(alignment: Alignment, pad_token: int, names: Sequence[str]) -> PackedBatch:
@@ -289,10 +290,7 @@ def _filler(alignment: Alignment, pad_token: int, names: Sequence[str]) -> Packe
         segments_T=torch.full((num_rows,), PADDING, dtype=torch.int32),
         roles_T=torch.full((num_rows,), int(Role.PROMPT), dtype=torch.int8),
         labels_T=torch.full((num_rows,), IGNORE_LABEL),
-        loss_mask_T=torch.zeros(num_rows, dtype=torch.bool),
-        sampled_T=torch.zeros(num_rows, dtype=torch.bool),
-        engine_logprobs_T=torch.full((num_rows,), float("nan")),
-        versions_T=torch.full((num_rows,), NO_VERSION, dtype=torch.int32),
+        **{field: torch.from_numpy(np.full(num_rows, PROMPT_VALUES[name])) for name, field in _LABEL_FIELDS.items()},
         routes_TMK=None,
         extra={name: torch.full((num_rows,), float("nan")) for name in names},
     )

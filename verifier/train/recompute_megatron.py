@@ -1,4 +1,4 @@
-"""Activations that are computed anew in the backward pass, as models are trained that would not fit otherwise."""
+"""Recomputation of activations in the backward pass, as for models that would not fit otherwise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verifier.model.provider_megatron import TrainerModel
 
 @contextlib.contextmanager
 def recomputed(trainer: TrainerModel, *, on: bool) -> Iterator[None]:
-    """If `on`, training steps within keep the input of every second layer, and compute the rest once more.
+    """If `on`, keep only the input of every second layer in training steps and recompute the other activations.
 
     Source:
         megatron-core 0.19.2, core/transformer/transformer_block.py, `TransformerBlock.forward`, and

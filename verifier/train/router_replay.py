@@ -1,9 +1,9 @@
-"""Router replay (R3): which experts each router of this rank must choose, from the routes that the engine reported.
+"""Router replay (R3): experts that each router of a rank must choose, from the routes that the engine reported.
 
 Shape suffixes: T rows that this rank's routers see, M mixture-of-experts layers in global order, K experts per token.
 
-Routes are packed with the tokens (verifier/train/pack.py), so context-parallel shards carry their own; what is left is
-to pick the layers that the pipeline stage holds, by global layer number, and the rows that sequence parallelism leaves.
+Routes are packed with the tokens (verifier/train/pack.py), so context-parallel shards contain their own. This module
+selects the layers of the pipeline stage, by global layer number, and the rows of the sequence-parallel rank.
 """
 # ruff: noqa: N815 - field names carry shape suffixes
 
@@ -27,10 +27,10 @@ class Replay:
     """Experts for the routers of one virtual pipeline stage on one rank."""
 
     experts: Mapping[int, torch.Tensor]
-    """Global layer index to [T, K] int64, in layer order; only layers that have a router and lie on this stage."""
+    """Global layer index -> [T, K] int64, in layer order, for the layers of this stage that have a router."""
     free_T: torch.Tensor
-    """bool, rows whose route is a stand-in: padding, and a last token that the engine never routed. They must not count
-    in expert statistics."""
+    """bool, rows with a stand-in route: padding, and last tokens that the engine did not route. Expert statistics must
+    leave them out."""
 
 
 def replay_routes(
@@ -45,33 +45,32 @@ def replay_routes(
     num_experts: int,
     topk: int,
 ) -> Replay:
-    """Experts that the routers of one stage must choose for one micro-batch.
+    """Return the experts that the routers of one stage must choose for one micro-batch.
 
-    The engine does not run the last token of a rollout through the model, so its route alone may be missing: nothing
-    that is trained on depends on it. Such rows and padding get the experts 0 to K - 1, distinct as every router's
-    choice is, and are marked in `free_T`.
+    The engine does not run the last token of a rollout through the model, so only its route may be missing; no trained
+    token depends on it. Such rows and padding get the experts 0 to K - 1 and are marked in `free_T`.
 
     Args:
-        packed: this context-parallel rank's shard.
-        mesh: parallel sizes, with uneven first and last stages.
+        packed: shard of this context-parallel rank.
+        mesh: parallel sizes.
         pp: pipeline stage.
-        chunk: virtual stage within it.
+        chunk: virtual stage within the pipeline stage.
         tp: tensor-parallel rank; with sequence parallelism it routes its slice of the rows.
-        num_layers: layers of the whole model, dense ones included.
-        moe_layers: global indices of the layers that have routers, ascending, as the routes' M axis counts them.
-        num_experts: experts of each such layer.
-        topk: K.
+        num_layers: number of layers of the model, dense ones included.
+        moe_layers: global indices of the layers with routers, ascending, in the order of the routes' M axis.
+        num_experts: number of experts of each such layer.
+        topk: number of experts per token, K.
 
     Returns:
-        One [T, K] tensor per layer.
+        Experts and stand-in rows.
 
     Raises:
-        ContractError: the pack has no routes, or routes of another shape; a route that is needed is missing, names an
-            expert twice, or one that does not exist (names rollout, position and layer).
+        ContractError: the pack has no routes or routes of another shape; or a needed route is missing, repeats an
+            expert or has one that does not exist.
 
     Source:
-        SkyRL, utils/replay_utils.py: global layer numbers because dense layers have no router (verl #5037 counted them
-        and was off by one after each), distinct stand-ins for padding rows because dropless dispatch counts them.
+        SkyRL, utils/replay_utils.py: global layer numbers, because dense layers have no router (verl #5037 counted them
+        and was off by one); distinct stand-ins for padding rows, because dropless dispatch counts them.
     """
     held = packed_rows_of(packed, mesh, tp)
     free_T = _free_rows(packed)[held]
@@ -94,17 +93,17 @@ def replay_routes(
 
 
 def sentinel_routes(key: int, num_tokens: int, *, num_moe_layers: int, num_experts: int, topk: int) -> np.ndarray:
-    """Routes that no router would choose by itself: random, and other ones for every (key, token, layer).
+    """Return random routes, different for every (key, token, layer), that no router would choose by itself.
 
     Args:
-        key: of the rollout.
-        num_tokens: L.
-        num_moe_layers: M.
-        num_experts: experts of each layer.
-        topk: K, at most `num_experts`.
+        key: number of the rollout.
+        num_tokens: number of tokens, L.
+        num_moe_layers: number of layers with routers, M.
+        num_experts: number of experts of each layer.
+        topk: number of experts per token, K; at most `num_experts`.
 
     Returns:
-        [L, M, K] int32, distinct within each K; the last token has `MISSING_ROUTE`, as engines leave it.
+        [L, M, K] int32, distinct within each K; the last token has `MISSING_ROUTE`, as from an engine.
     """
     draw = np.random.default_rng([key, num_tokens])
     routes = draw.random((num_tokens, num_moe_layers, num_experts)).argsort(-1)[..., :topk].astype(np.int32)
@@ -113,12 +112,12 @@ def sentinel_routes(key: int, num_tokens: int, *, num_moe_layers: int, num_exper
 
 
 def packed_rows_of(packed: PackedBatch, mesh: Mesh, tp: int) -> slice:
-    """Rows of a context-parallel shard that one tensor-parallel rank's routers see."""
+    """Return the rows of a context-parallel shard that one tensor-parallel rank's routers see."""
     return sp_slice(packed.num_rows, mesh.tp, tp) if packed.alignment.sp else slice(0, packed.num_rows)
 
 
 def _free_rows(packed: PackedBatch) -> torch.Tensor:
-    """[T] bool: padding, and the last token of each sub-sequence."""
+    """Return [T] bool, True for padding and for the last token of each sub-sequence."""
     lengths_S = torch.diff(packed.cu_seqlens).long()
     last_T = packed.positions_T == lengths_S[packed.segments_T.clamp(min=0).long()] - 1
     return (packed.segments_T == PADDING) | last_T

@@ -1,7 +1,7 @@
-"""Router replay on ranks: megatron-core's routers told what to choose, and watched in what they choose.
+"""Router replay on ranks: sets the choices of megatron-core's routers and records them.
 
-Routers are found in the model's chunks and known by their global layer number. Megatron's own process-wide list of
-replay instances is in the order of construction, keeps those of models that are gone, and is not used.
+Routers are found in the model's chunks and identified by global layer number. Megatron's process-wide list of replay
+instances is not used: it is in order of construction and keeps those of deleted models.
 
 Shape suffixes as in `verifier.train.router_replay`; E experts of a layer.
 """
@@ -28,18 +28,16 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.router import TopKRouter
 
 PROVIDER_FIELDS = {"moe_enable_routing_replay": True, "moe_router_fusion": False}
-"""What a trainer must be built with; the fused router of megatron-core 0.19.2 takes no routes and says nothing."""
+"""Provider fields that replay needs; the fused router of megatron-core 0.19.2 silently ignores routes."""
 EveryRow = dict[tuple[int, int], list[torch.Tensor]]
-"""(virtual stage, global layer) to the experts [T, K] of each micro-batch of this rank, in order, padding included."""
+"""(virtual stage, global layer) -> experts [T, K] of each micro-batch of this rank, padding included."""
 
 
 class Routing:
-    """The routers of one rank, and the numbers of the layers that have routers on any rank.
-
-    The constructor is a collective.
+    """Routers of one rank and global numbers of all layers with routers. The constructor is a collective.
 
     Args:
-        trainer: built with `PROVIDER_FIELDS`.
+        trainer: trainer built with `PROVIDER_FIELDS`.
 
     Raises:
         ContractError: a router was built without replay.
@@ -56,16 +54,16 @@ class Routing:
         self.topk = int(trainer.provider.moe_router_topk)
 
     def score_naturally(self, rollouts: Sequence[Rollout]) -> tuple[list[torch.Tensor], list[Rollout], EveryRow]:
-        """Score, and note what the routers choose by themselves. A collective.
+        """Score and record what the routers choose by themselves. A collective.
 
         Returns:
-            As `step_megatron.score`; the same rollouts with routes [L, M, K] in each router's own order; and what was
-            chosen for every row of this rank.
+            (result of `step_megatron.score`, rollouts with routes [L, M, K] in the routers' order, choices for every
+            row of this rank).
         """
-        with self._acting("RECORD"), _Watch(self, rollouts, recorded=True) as watch:
-            scored = score(self.trainer, rollouts, on_chunk=watch.on_chunk)
+        with self._acting("RECORD"), _RouterProbe(self, rollouts, recorded=True) as probe:
+            scored = score(self.trainer, rollouts, on_chunk=probe.on_chunk)
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, watch.choices())
+        dist.all_gather_object(everyone, probe.choices())
         rows = np.concatenate(everyone)
         columns = np.searchsorted(self.moe_layers, rows[:, 2])
         found = []
@@ -74,39 +72,38 @@ class Routing:
             mine = rows[:, 0] == index
             routes[rows[mine, 1], columns[mine]] = rows[mine, 3:]
             found.append(replace(rollout, routes=routes))
-        return scored, found, watch.every_row
+        return scored, found, probe.every_row
 
     def score_replaying(
         self, rollouts: Sequence[Rollout], stand_ins: EveryRow | None = None
     ) -> tuple[list[torch.Tensor], np.ndarray]:
-        """Score with every router choosing what the rollouts' routes say. A collective.
+        """Score with every router choosing the rollouts' routes. A collective.
 
         Args:
-            rollouts: with routes.
-            stand_ins: as `score_naturally` returned it for the same rollouts: what rows without a route, such as
-                padding, get in place of the experts 0 to K - 1. Kernels keep the bits of a token only if the rows
-                beside it stay the same: a matrix product may be split by its number of rows, and a state-space scan
-                sums time steps over all rows of a chunk, whosesoever they are.
+            rollouts: rollouts with routes.
+            stand_ins: choices from `score_naturally` for the same rollouts, for rows without a route such as padding;
+                None uses the experts 0 to K - 1. Some kernels give a token the same bits only if all rows are the same,
+                as they split a matrix product by its number of rows or sum time steps over all rows of a chunk.
 
         Returns:
-            As `step_megatron.score`; and what this rank's routers chose, as `_Watch.choices`.
+            (result of `step_megatron.score`, choices of this rank's routers as `_RouterProbe.choices`).
         """
         rows_left = None if stand_ins is None else {place: iter(rows) for place, rows in stand_ins.items()}
-        with self._acting("REPLAY_FORWARD"), _Watch(self, rollouts) as watch:
+        with self._acting("REPLAY_FORWARD"), _RouterProbe(self, rollouts) as probe:
 
             def on_chunk(chunk: int, shard: PackedBatch) -> None:
-                watch.on_chunk(chunk, shard)
+                probe.on_chunk(chunk, shard)
                 self._hand_over(chunk, shard, rows_left)
 
             scored = score(self.trainer, rollouts, on_chunk=on_chunk)
-        return scored, watch.choices()
+        return scored, probe.choices()
 
     @contextlib.contextmanager
-    def replaying(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[OnShards, _Watch]]:
-        """Within, one forward and backward pass over rollouts whose routes every router obeys.
+    def replaying(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[OnShards, _RouterProbe]]:
+        """Replay the rollouts' routes in one forward and backward pass within the context.
 
         Yields:
-            What has to see the pass's micro-batches before it begins; and a watch that knows what routers chose.
+            (viewer that must see the pass's micro-batches before it begins, probe of the routers' choices).
         """
         left: list[Iterator[PackedBatch]] = []
 
@@ -115,16 +112,16 @@ class Routing:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._acting("REPLAY_FORWARD"))
-            watch = stack.enter_context(_Watch(self, rollouts))
+            probe = stack.enter_context(_RouterProbe(self, rollouts))
 
             def before(chunk: int) -> None:
-                shard = next(left[chunk])  # every virtual stage sees the micro-batches in their order
-                watch.on_chunk(chunk, shard)
+                shard = next(left[chunk])
+                probe.on_chunk(chunk, shard)
                 self._hand_over(chunk, shard, None)
 
             for at, chunk in enumerate(self.trainer.chunks):
                 stack.callback(chunk.register_forward_pre_hook(lambda *_, at=at: before(at)).remove)
-            yield on_shards, watch
+            yield on_shards, probe
 
     def _hand_over(
         self, chunk: int, shard: PackedBatch, rows_left: Mapping[tuple[int, int], Iterator[torch.Tensor]] | None
@@ -147,7 +144,7 @@ class Routing:
 
     @contextlib.contextmanager
     def _acting(self, action: str) -> Iterator[None]:
-        """All routers of this rank record or replay; afterwards they choose by themselves and keep nothing."""
+        """Let all routers of this rank record or replay; afterwards they choose by themselves and keep nothing."""
         from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
         instances = [router.router_replay for held in self.routers for router in held.values()]
@@ -162,7 +159,7 @@ class Routing:
 
 
 def routers_of(chunk: torch.nn.Module) -> dict[int, TopKRouter]:
-    """Routers of one model chunk by global layer index, ascending.
+    """Return the routers of one model chunk by global layer index, ascending.
 
     Raises:
         ContractError: a router was built without replay.
@@ -176,16 +173,17 @@ def routers_of(chunk: torch.nn.Module) -> dict[int, TopKRouter]:
     return dict(sorted(found.items()))
 
 
-class _Watch:
-    """Reads off each router which experts it used for which token; it only looks.
+class _RouterProbe:
+    """Records which experts each router used for which token, without changing anything.
 
     Args:
-        routing: the routers.
-        rollouts: what is scored.
-        recorded: take what each router recorded, in its own order; else what its output says, in ascending order.
+        routing: routers of this rank.
+        rollouts: rollouts that are scored.
+        recorded: whether to read the choices that routers recorded, in their order; otherwise those in their output, in
+            ascending order.
 
     Attributes:
-        every_row: if recorded, of all rows that the routers saw.
+        every_row: choices for all rows that the routers saw, if `recorded`.
     """
 
     def __init__(self, routing: Routing, rollouts: Sequence[Rollout], *, recorded: bool = False) -> None:
@@ -196,7 +194,7 @@ class _Watch:
         self.every_row: EveryRow = {}
         self._hooks = contextlib.ExitStack()
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> _RouterProbe:
         for chunk, held in enumerate(self._routing.routers):
             for router in held.values():
                 handle = router.register_forward_hook(
@@ -209,17 +207,17 @@ class _Watch:
         self._hooks.close()
 
     def on_chunk(self, chunk: int, shard: PackedBatch) -> None:
-        """The next rows that this chunk's routers see are the shard's."""
+        """Set the shard whose rows this chunk's routers see next."""
         self._shards[chunk] = shard
 
     def choices(self) -> np.ndarray:
-        """[N, 3 + K] int32, one row per token and layer: rollout's index, position, global layer, K experts."""
+        """Return [N, 3 + K] int32, per token and layer: index of the rollout, position, global layer, K experts."""
         return np.concatenate(self._seen or [np.zeros((0, 3 + self._routing.topk), np.int32)])
 
     def _look(self, chunk: int, router: TopKRouter, routing_map_TE: torch.Tensor) -> None:
         shard, topk = self._shards[chunk], self._routing.topk
         num_rows, num_experts = routing_map_TE.shape
-        # Sequence parallelism hands each tensor-parallel rank an equal run of the rows.
+        # With sequence parallelism each tensor-parallel rank has an equal run of the rows.
         begin = self._routing.at.tp * num_rows if num_rows < shard.num_rows else 0
         segments_T = shard.segments_T[begin : begin + num_rows]
         real_T = segments_T != PADDING

@@ -1,4 +1,4 @@
-"""Forward passes and optimiser steps on ranks, through Megatron's own pipeline schedules.
+"""Forward passes and optimiser steps on ranks, through Megatron's pipeline schedules.
 
 Shape suffixes as in `verifier.train.pack`: T rows of one context-parallel shard, V this rank's slice of the vocabulary.
 """
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from verifier.data.rollout import Rollout
 from verifier.errors import ContractError, UsageError
 from verifier.model.provider_megatron import TrainerModel
-from verifier.train.ledger import LEDGER, sentinels
 from verifier.train.microbatch import Schedule, split_by_count
 from verifier.train.pack import PackedBatch, pack, shard_cp
 from verifier.train.token_layout import Alignment
+from verifier.train.token_ledger import LEDGER, sentinels
 
 if TYPE_CHECKING:
     import torch
@@ -25,27 +25,28 @@ if TYPE_CHECKING:
     from verifier.mesh import Coordinate
 
 OnShards = Callable[[list[PackedBatch]], Callable[[], None] | None]
-"""Called on every rank with its micro-batches, before they are used; it only looks. What is left to do, on that rank
-alone, it returns: that is called when the device has its work."""
+"""Viewer of a rank's micro-batches, called before they are used; it changes nothing. It may return a function for the
+rest of its work, without collectives, which is called when the device has its work."""
 OnChunk = Callable[[int, PackedBatch], None]
-"""Called with a virtual stage of this rank and the micro-batch that it is about to run."""
+"""Viewer called with a virtual stage of this rank and the micro-batch that the stage runs next."""
 TokenLoss = Callable[["torch.Tensor", "torch.Tensor", PackedBatch], "torch.Tensor"]
-"""(logprob_T, entropy_T, shard) -> [T] loss per row; rows outside of the shard's loss mask are left out afterwards."""
+"""(logprob_T, entropy_T, shard) -> [T] loss per row; rows outside of the loss mask are dropped afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one optimiser step says of itself; equal on every rank."""
+    """Result of one optimiser step; equal on every rank."""
 
     loss: float
-    """Mean over all tokens in the loss mask, before the step, in nats for the cross-entropy."""
+    """Mean loss over all tokens in the loss mask, before the step; nats for the cross-entropy."""
     grad_norm: float
-    """L2 norm over all parameters, before clipping."""
+    """L2 norm of the gradient over all parameters, before clipping."""
     num_tokens: int
+    """Number of tokens in the loss mask."""
 
 
 def cross_entropy(logprob_T: torch.Tensor, entropy_T: torch.Tensor, shard: PackedBatch) -> torch.Tensor:
-    """Negative log-probability of each label, nats."""
+    """Return the negative log-probability of each label, nats."""
     return -logprob_T
 
 
@@ -58,25 +59,25 @@ def score(
     on_shards: OnShards | None = None,
     on_chunk: OnChunk | None = None,
 ) -> list[torch.Tensor]:
-    """Teacher-forced log-probabilities of given tokens, without gradients. A collective.
+    """Score given tokens without gradients. A collective.
 
     Args:
         trainer: the model.
-        rollouts: the same on every rank; they are shared out over data-parallel ranks here.
-        micro_batch_size: rollouts per packed micro-batch at the most.
-        temperature: what logits are divided by.
+        rollouts: the same on every rank; divided over data-parallel ranks here.
+        micro_batch_size: greatest number of rollouts of a packed micro-batch.
+        temperature: divisor of the logits.
         on_shards: see `OnShards`.
-        on_chunk: see `OnChunk`; router replay hands routes over there (verifier/train/router_replay_megatron.py).
+        on_chunk: see `OnChunk`; router replay sets routes there (verifier/train/router_replay_megatron.py).
 
     Returns:
-        On every rank, one float32 tensor [len - 1] per rollout, on the host: entry t is the log-probability, in nats,
-        of token t + 1 given those before it.
+        One float32 tensor [len - 1] per rollout, on every rank's host: entry t is the log-probability of token t + 1
+        given all earlier tokens, nats.
     """
     import torch
     import torch.distributed as dist
 
     schedule = _schedule(trainer, rollouts, micro_batch_size)
-    shards = _shards(trainer, schedule, rollouts, ledger=on_shards is not None)
+    shards = _shards(trainer, schedule, rollouts, with_ledger=on_shards is not None)
     forward = partial(
         _forward, trainer=trainer, temperature=temperature, entropy=False, finish=_detached, on_chunk=on_chunk
     )
@@ -84,7 +85,7 @@ def score(
         scored = _run(trainer, forward, shards, forward_only=True, collect_non_loss_data=True)
     ends = torch.tensor([len(rollout) - 1 for rollout in rollouts]).cumsum(0).tolist()
     starts = [0, *ends[:-1]]
-    # Each entry has one owner: the last stage's rank that held the row, of tensor rank 0. A sum adds zeros to it.
+    # Each entry has one owner: the rank of the last stage with that row, of tensor rank 0. All others add zeros.
     total = torch.zeros(ends[-1], dtype=torch.float32, device=_device(trainer))
     if scored and _coordinate(trainer).tp == 0:
         mine = schedule.ranks[_coordinate(trainer).dp]
@@ -116,13 +117,13 @@ def train_step(
         trainer: built with `data_parallel`.
         optimizer: from `optimizer_megatron.make_optimizer`.
         rollouts: the same on every rank.
-        loss: loss per token; the step's loss is its mean over the tokens in the loss mask, over all ranks.
-        learning_rate: of this step; 0 moves no weight. None keeps the optimiser's.
-        scheduler: from `optimizer_megatron.make_scheduler`; sets the rates of the step after this one.
-        micro_batch_size: rollouts per packed micro-batch at the most.
-        temperature: what logits are divided by.
+        loss: loss per token; the step's loss is its mean over all tokens in the loss mask, over all ranks.
+        learning_rate: learning rate of this step; None keeps the optimiser's.
+        scheduler: from `optimizer_megatron.make_scheduler`; sets the rates of the next step.
+        micro_batch_size: greatest number of rollouts of a packed micro-batch.
+        temperature: divisor of the logits.
         on_shards: see `OnShards`.
-        on_gradients: called on every rank when gradients are reduced and nothing has moved yet.
+        on_gradients: called on every rank after gradients are reduced and before any parameter changes.
 
     Raises:
         UsageError: no token of any rollout is in the loss mask.
@@ -154,10 +155,10 @@ def backward(
     temperature: float = 1.0,
     on_shards: OnShards | None = None,
 ) -> tuple[float, int]:
-    """Gradients of the mean token loss, reduced over all ranks, left in the model's gradient buffers. A collective.
+    """Compute the gradients of the mean token loss, reduced, in the model's gradient buffers. A collective.
 
     Returns:
-        Mean loss and number of tokens in the loss mask, over all ranks.
+        (mean loss, number of tokens in the loss mask) over all ranks.
 
     Raises:
         UsageError: no token of any rollout is in the loss mask.
@@ -169,7 +170,8 @@ def backward(
         raise UsageError("no token of any rollout is in the loss mask: there is nothing to train on")
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
-    shards = _shards(trainer, _schedule(trainer, rollouts, micro_batch_size), rollouts, ledger=on_shards is not None)
+    schedule = _schedule(trainer, rollouts, micro_batch_size)
+    shards = _shards(trainer, schedule, rollouts, with_ledger=on_shards is not None)
     forward = partial(
         _forward, trainer=trainer, temperature=temperature, entropy=True, finish=partial(_sum_loss, loss=loss)
     )
@@ -184,11 +186,10 @@ def backward(
 
 @contextlib.contextmanager
 def params_synced(trainer: TrainerModel) -> Iterator[None]:
-    """Hold every rank's parameters up to date, whatever the optimiser left to be gathered later.
+    """Gather every rank's parameters for the duration of the context.
 
-    With `overlap_param_gather` a distributed optimiser updates each rank's own shard only; the other shards arrive when
-    the next forward pass asks for them. Whoever reads weights between the two sees the old ones. A rank that shares its
-    weights with no other has no shard but its own.
+    With `overlap_param_gather` a distributed optimiser updates only each rank's own shard; the next forward gathers the
+    others. Between the two, parameters are stale. A rank whose weights have no copy has only its own shard.
 
     Source:
         megatron-core 0.19.2, megatron/core/distributed/distributed_data_parallel.py, `disable_forward_pre_hook`.
@@ -213,23 +214,22 @@ def _schedule(trainer: TrainerModel, rollouts: Sequence[Rollout], micro_batch_si
 
 
 def _shards(
-    trainer: TrainerModel, schedule: Schedule, rollouts: Sequence[Rollout], *, ledger: bool
+    trainer: TrainerModel, schedule: Schedule, rollouts: Sequence[Rollout], *, with_ledger: bool
 ) -> list[PackedBatch]:
-    """This rank's part of each of its micro-batches; with the ledger of tokens only where somebody looks."""
+    """Pack this rank's micro-batches, with the token ledger if somebody looks at them, and return its shards."""
     at = _coordinate(trainer)
     alignment = Alignment(tp=trainer.mesh.tp, cp=trainer.mesh.cp, sp=trainer.provider.sequence_parallel)
-    if not ledger:
-        return [shard_cp(pack(batch, alignment), at.cp) for batch in schedule.of(at.dp, rollouts)]
-    marks = dict(zip((rollout.id for rollout in rollouts), sentinels(rollouts), strict=True))
-    return [
-        shard_cp(pack(batch, alignment, extra={LEDGER: [marks[rollout.id] for rollout in batch]}), at.cp)
-        for batch in schedule.of(at.dp, rollouts)
-    ]
+    marks = dict(zip((rollout.id for rollout in rollouts), sentinels(rollouts), strict=True)) if with_ledger else {}
+    shards = []
+    for batch in schedule.of(at.dp, rollouts):
+        extra = {LEDGER: [marks[rollout.id] for rollout in batch]} if with_ledger else None
+        shards.append(shard_cp(pack(batch, alignment, extra=extra), at.cp))
+    return shards
 
 
 @contextlib.contextmanager
 def _seen(shards: list[PackedBatch], on_shards: OnShards | None) -> Iterator[None]:
-    """Show the shards before what runs here, and let the viewer finish after it, however it ends."""
+    """Show the shards to a viewer before the body runs, and let it finish afterwards, even on errors."""
     rest = on_shards(shards) if on_shards is not None else None
     try:
         yield
@@ -241,7 +241,7 @@ def _seen(shards: list[PackedBatch], on_shards: OnShards | None) -> Iterator[Non
 def _run(
     trainer: TrainerModel, forward: Callable[..., Any], shards: list[PackedBatch], **schedule_options: bool
 ) -> list[Any]:
-    """Run the pipeline schedule over micro-batches; the last stage gets what it collected, others an empty list."""
+    """Run the pipeline schedule over micro-batches; return what the last stage collected, empty on other stages."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     chunks = trainer.chunks
@@ -259,7 +259,7 @@ def _run(
 
 
 def _moved(shard: PackedBatch, device: torch.device) -> PackedBatch:
-    """The shard with what model and loss read on the device, before the first kernel: no copy waits for one then."""
+    """Copy what model and loss read to the device, before the first kernel, so that no copy waits for a kernel."""
     names = ("tokens_T", "positions_T", "labels_T", "loss_mask_T", "cu_seqlens", "cu_seqlens_padded")
     return replace(shard, **{name: getattr(shard, name).to(device, non_blocking=True) for name in names})
 
@@ -274,9 +274,9 @@ def _forward(
     finish: Callable[..., Any],
     on_chunk: OnChunk | None = None,
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """Megatron's forward step: one packed micro-batch through one model chunk, and what to do with its output.
+    """Run one packed micro-batch through one model chunk: Megatron's forward step.
 
-    The iterator gives each micro-batch as it is on the host, and the same one moved to the device.
+    The iterator yields each micro-batch twice: on the host and on the device.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -295,13 +295,12 @@ def _forward(
             cu_seqlens_kv_padded=moved.cu_seqlens_padded,
             max_seqlen_q=shard.max_seqlen,
             max_seqlen_kv=shard.max_seqlen,
-            # Said here, Transformer Engine need not ask the device for it in every layer.
+            # Computed here, so that Transformer Engine does not wait for the device in every layer.
             pad_between_seqs=not shard.cu_seqlens[:-1].equal(shard.cu_seqlens_padded[:-1]),
-            # Only with it is a state-space layer told which sequence each row of the pack belongs to.
+            # State-space layers need it to separate the sequences of the pack.
             total_tokens=shard.num_whole_rows if trainer.provider.is_hybrid_model else None,
         ),
-        # In bf16 Megatron would widen the logits, and their gradient, of a whole vocabulary: `vocab_parallel_logprob`
-        # widens what it reads.
+        # In bf16 Megatron would widen all logits and their gradient; `vocab_parallel_logprob` widens chunk by chunk.
         **({"fp32_output": False} if trainer.provider.bf16 else {}),
     )
     on_logits = partial(
@@ -322,7 +321,7 @@ def _logprobs(
 ) -> Any:
     from megatron.core import parallel_state
 
-    from verifier.train.logprob import vocab_parallel_logprob
+    from verifier.train.vocab_logprob import vocab_parallel_logprob
 
     logits_TV = logits[0]
     logprob_T, entropy_T = vocab_parallel_logprob(
@@ -343,7 +342,7 @@ def _detached(logprob_T: torch.Tensor, entropy_T: torch.Tensor | None, shard: Pa
 def _sum_loss(
     logprob_T: torch.Tensor, entropy_T: torch.Tensor, shard: PackedBatch, *, loss: TokenLoss
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Megatron's loss triple: the sum to differentiate, the tokens to divide by, and what to report."""
+    """Return Megatron's loss triple: the sum to differentiate, the number of tokens to divide by, and the report."""
     import torch
 
     mask_T = shard.loss_mask_T.to(logprob_T.device)
@@ -354,7 +353,7 @@ def _sum_loss(
 
 @contextlib.contextmanager
 def _mode(trainer: TrainerModel, *, training: bool) -> Iterator[None]:
-    """Modules in training or evaluation mode, and in training mode again afterwards."""
+    """Set modules to training or evaluation mode, and to training mode again afterwards."""
     for chunk in trainer.chunks:
         chunk.train(training)
     try:

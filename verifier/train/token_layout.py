@@ -1,4 +1,4 @@
-"""Where each token of a packed batch lies: alignment, cumulative lengths, context-parallel and sequence-parallel rows.
+"""Layout of a packed batch: alignment, cumulative lengths, context-parallel and sequence-parallel rows.
 
 Integers only. Shape suffixes: S sub-sequences of a pack, N real tokens, T rows of the pack (real and padding).
 """
@@ -18,10 +18,10 @@ FP8_RECIPES = ("", "blockwise", "mxfp8")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
-    """To what multiples the sub-sequences of a pack, and the pack as a whole, are padded.
+    """Multiples to which the sub-sequences of a pack and the whole pack are padded.
 
-    Each sub-sequence is padded to `sequence_multiple` on its own, so that every context-parallel rank gets two equal
-    chunks of it and every tensor-parallel rank an equal slice; the last one takes the rest up to `total_multiple`.
+    Each sub-sequence is padded to `sequence_multiple`, so that every context-parallel rank gets two equal chunks of it
+    and every tensor-parallel rank an equal slice. The last one is padded further, up to `total_multiple`.
 
     Raises:
         UsageError: a size below 1, or an unknown fp8 recipe.
@@ -39,9 +39,9 @@ class Alignment:
     tp: int = 1
     cp: int = 1
     sp: bool = True
-    """Sequence parallelism, as soon as tp > 1."""
+    """Switch of sequence parallelism, which needs tp > 1."""
     fp8: str = ""
-    """Recipe: "" for none, "blockwise", or "mxfp8"."""
+    """Recipe: "" for none, "blockwise" or "mxfp8"."""
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.cp < 1:
@@ -51,7 +51,7 @@ class Alignment:
 
     @property
     def layout_multiple(self) -> int:
-        """Multiple that sharding alone asks for."""
+        """Multiple that sharding requires, in tokens."""
         rows_tp = self.tp if self.sp else 1
         return rows_tp * self.cp * 2 if self.cp > 1 else rows_tp
 
@@ -72,26 +72,26 @@ class Alignment:
         return math.lcm(self.sequence_multiple, 128 * self.layout_multiple)
 
     def padded(self, lengths_S: np.ndarray) -> np.ndarray:
-        """[S] padded length of each sub-sequence, before the pack as a whole is rounded up."""
+        """Return the padded lengths [S] of sub-sequences, before the whole pack is padded."""
         return -(-lengths_S // self.sequence_multiple) * self.sequence_multiple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenLayout:
-    """How long each sub-sequence of a pack is, and where it begins."""
+    """Length and first row of each sub-sequence of a pack."""
 
     lengths_S: np.ndarray
-    """[S] int64, real tokens."""
+    """[S] int64, number of real tokens."""
     padded_S: np.ndarray
-    """[S] int64, rows, padding behind the real tokens included."""
+    """[S] int64, number of rows, real tokens and the padding behind them."""
     cu_seqlens: np.ndarray
     """[S + 1] int32, cumulative real lengths."""
     cu_seqlens_padded: np.ndarray
-    """[S + 1] int32, cumulative padded lengths: where each sub-sequence begins; the last entry is T."""
+    """[S + 1] int32, cumulative padded lengths: first row of each sub-sequence; the last entry is T."""
 
     @property
     def num_rows(self) -> int:
-        """T, real tokens and padding."""
+        """Number of rows T, real tokens and padding."""
         return int(self.cu_seqlens_padded[-1])
 
 
@@ -99,8 +99,8 @@ def lay_out(lengths_S: np.ndarray, alignment: Alignment) -> TokenLayout:
     """Place sub-sequences one after another, each padded on its own.
 
     Args:
-        lengths_S: [S] real tokens of each, at least 1.
-        alignment: the multiples.
+        lengths_S: [S] number of real tokens of each, at least 1.
+        alignment: multiples to pad to.
     """
     lengths_S = np.asarray(lengths_S, np.int64)
     padded_S = alignment.padded(lengths_S)
@@ -114,15 +114,15 @@ def lay_out(lengths_S: np.ndarray, alignment: Alignment) -> TokenLayout:
 
 
 def cp_rows(cu_seqlens_padded: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:
-    """Rows of the pack that one context-parallel rank holds, in the order in which it holds them.
+    """Return the rows of the pack on one context-parallel rank, in the rank's order.
 
-    Each padded sub-sequence is cut into 2 * cp equal chunks; rank r holds chunk r and then chunk 2 * cp - 1 - r, so
-    that under a causal mask every rank has the same work.
+    Each padded sub-sequence is cut into 2 * cp equal chunks. Rank r has chunk r and then chunk 2 * cp - 1 - r, so all
+    ranks have the same work under a causal mask.
 
     Args:
-        cu_seqlens_padded: [S + 1] where sub-sequences begin; the last entry is T.
-        cp: ranks of the context-parallel group.
-        cp_rank: this one.
+        cu_seqlens_padded: [S + 1] first row of each sub-sequence; the last entry is T.
+        cp: number of context-parallel ranks.
+        cp_rank: context-parallel rank.
 
     Returns:
         [T / cp] int64.
@@ -153,7 +153,7 @@ def cp_rows(cu_seqlens_padded: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:
 
 
 def sp_slice(num_rows: int, tp: int, tp_rank: int) -> slice:
-    """Rows, among those that a context-parallel rank holds, that one tensor-parallel rank holds between layers.
+    """Return the rows, among those of a context-parallel rank, of one tensor-parallel rank between layers.
 
     Raises:
         ContractError: tp does not divide the rows.

@@ -16,7 +16,7 @@ class TransferGroup(ABC):
     """A joined group of one sender (rank 0) and all engine ranks. Not thread-safe."""
 
     refills = False
-    """Whether the sender overwrites a received buffer once its chunk is confirmed."""
+    """True if the sender overwrites a received buffer once its chunk is confirmed."""
     rank: int
     address: Address
 

@@ -1,4 +1,4 @@
-"""What sender and receivers exchange besides the bytes: addresses, agreements, receipts. Torch-free."""
+"""Messages of sender and receivers besides the bytes: addresses, agreements, receipts. Torch-free."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Agreement:
 
     @property
     def reached(self) -> bool:
-        """Whether all members sent the same message."""
+        """True if all members sent the same message."""
         return len(set(self.messages)) == 1
 
     @property

@@ -18,7 +18,7 @@ from verifier.platform.cuda import another_cudnn
     ("runs", "said"),
     [
         ((9, 19, 0), ""),
-        ((9, 14, 0), "Transformer Engine runs cuDNN 9.14.0, torch was built against 9.19.0: to have that one, set "),
+        ((9, 14, 0), "Transformer Engine runs cuDNN 9.14.0, torch was built against 9.19.0: to use that one, set "),
     ],
 )
 def test_another_cudnn_than_torchs_is_named(runs, said, monkeypatch):

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from verifier.train import logprob
+from verifier.train import vocab_logprob
 from verifier.train.pack import IGNORE_LABEL
 
 ROWS = 6
@@ -17,7 +17,7 @@ BOUNDS = {torch.float32: {"rtol": 1e-5, "atol": 2e-5}, torch.bfloat16: {"rtol": 
 def graded(logits: torch.Tensor, labels: torch.Tensor, settings: dict) -> list[torch.Tensor]:
     """Log-probability, entropy, and the gradient of a sum in which every row weighs differently."""
     leaf = logits.clone().requires_grad_()
-    values, entropy = logprob.vocab_parallel_logprob(leaf, labels, **settings)
+    values, entropy = vocab_logprob.vocab_parallel_logprob(leaf, labels, **settings)
     weights = torch.arange(1, len(logits) + 1, dtype=values.dtype)
     total = values * weights
     if entropy is not None:
@@ -45,9 +45,9 @@ for vocab, padding in ((1, 0), (7, 2), (4096, 1), (4097, 0), (9000, 40)):
             for entropy in (True, False):
                 logits, labels = problem(vocab, vocab - padding, dtype)
                 settings = {"temperature": temperature, "entropy": entropy, "vocab_size": vocab - padding}
-                logprob.is_fused = lambda _: False
+                vocab_logprob.is_fused = lambda _: False
                 expected = graded(logits, labels, settings)
-                logprob.is_fused = lambda _: True
+                vocab_logprob.is_fused = lambda _: True
                 for got, want in zip(graded(logits, labels, settings), expected, strict=True):
                     torch.testing.assert_close(got, want, **BOUNDS[got.dtype])
                 num_equal += 1

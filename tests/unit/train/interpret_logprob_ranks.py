@@ -9,7 +9,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 
-from verifier.train import logprob
+from verifier.train import vocab_logprob
 from verifier.train.pack import IGNORE_LABEL
 
 ROWS, COLUMNS = 6, 37
@@ -18,7 +18,7 @@ ROWS, COLUMNS = 6, 37
 def graded(logits: torch.Tensor, labels: torch.Tensor, **settings: object) -> list[torch.Tensor]:
     """Log-probability, entropy, and the gradient of a sum that weighs both."""
     leaf = logits.clone().requires_grad_()
-    values, entropy = logprob.vocab_parallel_logprob(leaf, labels, temperature=0.7, **settings)
+    values, entropy = vocab_logprob.vocab_parallel_logprob(leaf, labels, temperature=0.7, **settings)
     (values.sum() + entropy.sum() / 3).backward()
     return [values.detach(), entropy.detach(), leaf.grad]
 
@@ -33,7 +33,7 @@ def rank(number: int, file: str, padding: int) -> None:
     labels[2] = IGNORE_LABEL
     half = slice(number * COLUMNS, (number + 1) * COLUMNS)
     expected = graded(whole, labels, vocab_size=vocab_size)
-    logprob.is_fused = lambda _: True
+    vocab_logprob.is_fused = lambda _: True
     actual = graded(
         whole[:, half].contiguous(), labels, vocab_start=number * COLUMNS, vocab_size=vocab_size, group=dist.group.WORLD
     )

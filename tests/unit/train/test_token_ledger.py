@@ -11,9 +11,9 @@ from verifier.checks import token_audit
 from verifier.checks.token_audit import Misplacement
 from verifier.data.rollout import Rollout, make_rollout
 from verifier.probes.trainer import rollouts_of
-from verifier.train.ledger import LEDGER, loss_rows, sentinels
 from verifier.train.pack import PackedBatch, pack
 from verifier.train.token_layout import Alignment
+from verifier.train.token_ledger import LEDGER, loss_rows, sentinels
 
 ROLLOUTS = [
     make_rollout("a", [11, 12], [13, 14], logprobs=[-1, -2], versions=[4, 5]),

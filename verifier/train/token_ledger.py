@@ -1,8 +1,8 @@
-"""The token ledger: every token carries a sentinel through packing, sharding, log-probability and loss.
+"""Token ledger: every token carries a sentinel through packing, sharding, log-probability and loss.
 
-Shapes survive an off-by-one, a wrong chunk order or a swapped field; a sentinel does not. It says which token of which
-rollout a label is, and travels as one more label-aligned tensor (`pack(..., extra={"ledger": ...})`). Every value that
-the loss consumed is recorded with it; PCK001 compares them with what the run says of that token.
+An off-by-one, a wrong chunk order or a swapped field keeps all shapes, but not the sentinels. A sentinel encodes the
+rollout and the position of a label and travels as a label-aligned tensor (`pack(..., extra={"ledger": ...})`). Every
+value that the loss consumed is recorded with it; PCK001 compares them with what the run says of that token.
 
 Shape suffixes: L tokens of one rollout, T rows.
 """

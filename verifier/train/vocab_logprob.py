@@ -2,15 +2,17 @@
 
 Shape suffixes: T rows, V columns of the vocabulary that this rank holds, C rows of one chunk.
 
-One pass of the forward reads each chunk of logits once and keeps three numbers per row. The backward builds the
-gradient chunk by chunk from them and from the logits, which are never modified. On a GPU a kernel does the same
-(`verifier/train/logprob_triton.py`), whatever the chunk.
+The forward reads each chunk of logits once and keeps three numbers per row. The backward computes the gradient chunk by
+chunk from them and the logits, which are never modified. On a GPU a kernel does the same without chunks
+(`verifier/train/logprob_triton.py`).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +24,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 CHUNK_ELEMENTS = 16 * 1024 * 1024
-"""Elements of one float32 work array: 64 MiB of it, two in the forward, two in the backward."""
+"""Number of elements of one float32 work array (64 MiB); forward and backward have two each."""
 _NO_SHARE = -1e4
-"""Nats below which a probability is 0, in float64 too; finite, so that any weight times it, times 0, is 0."""
+"""Log-probability, in nats, that counts as probability 0, in float64 too; finite, so its product with 0 is 0."""
 
 
 def vocab_parallel_logprob(
@@ -38,28 +40,28 @@ def vocab_parallel_logprob(
     chunk_tokens: int | None = None,
     entropy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability of each label, and the entropy of each row, under softmax(logits / temperature).
+    """Compute the log-probability of each label and the entropy of each row under softmax(logits / temperature).
 
-    Differentiable in the logits. Rows whose label is `IGNORE_LABEL` give 0 and get a zero gradient, whatever their
-    logits hold, NaN included. The value of a row depends on that row alone.
+    Differentiable in the logits. Rows with label `IGNORE_LABEL` have value 0 and gradient 0 for any logits, NaN
+    included. The value of a row depends on that row alone.
 
     Args:
-        logits_TV: [T, V] float, this rank's slice of the vocabulary; read only.
+        logits_TV: [T, V] float, this rank's slice of the vocabulary; not modified.
         labels_T: [T] int64, global token ids, or `IGNORE_LABEL`.
         vocab_start: global id of this rank's first column.
-        vocab_size: size of the vocabulary without the columns that pad it for tensor parallelism; those are left out of
-            the softmax. None when no column is padding.
-        group: ranks that together hold the vocabulary; None when this one holds all of it.
-        temperature: what the engine sampled with; above 0.
-        chunk_tokens: rows per chunk; by default so that a work array has `CHUNK_ELEMENTS`, and T / 16 at the most.
+        vocab_size: size of the vocabulary without columns that pad it for tensor parallelism, which the softmax leaves
+            out; None if no column is padding.
+        group: ranks that together have the vocabulary; None if this rank has all of it.
+        temperature: divisor of the logits, above 0.
+        chunk_tokens: number of rows of a chunk; by default at most T / 16 and `CHUNK_ELEMENTS` elements.
         entropy: whether to compute the entropy too.
 
     Returns:
         [T] log-probabilities and [T] entropies (or None), nats, float32; float64 for float64 logits.
 
     Raises:
-        ContractError: shapes disagree, the temperature is not a positive number, or a label lies outside of the
-            vocabulary (names the first row).
+        ContractError: shapes disagree, the temperature is not a positive number, or a label is outside of the
+            vocabulary.
 
     Source:
         Values and gradients as in Megatron-Core 0.19.2, core/tensor_parallel/cross_entropy.py (log-probability) and
@@ -77,56 +79,58 @@ def vocab_parallel_logprob(
         num_columns = min(max(vocab_size - vocab_start, 0), num_columns)
     if chunk_tokens is None:
         chunk_tokens = max(1, min(CHUNK_ELEMENTS // max(1, num_columns), -(-num_rows // 16)))
-    logprob_T, entropy_T = _VocabParallelLogprob.apply(
-        logits_TV, labels_T, vocab_start, num_columns, group, 1.0 / temperature, chunk_tokens, entropy
-    )
+    options = _Options(vocab_start, num_columns, group, 1.0 / temperature, chunk_tokens, entropy)
+    logprob_T, entropy_T = _VocabParallelLogprob.apply(logits_TV, labels_T, options)
     return logprob_T, (entropy_T if entropy else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """Arguments of `vocab_parallel_logprob` besides logits and labels."""
+
+    vocab_start: int
+    num_columns: int
+    """Number of columns without padding."""
+    group: ProcessGroup | None
+    scale: float
+    """Inverse temperature."""
+    chunk_tokens: int
+    entropy: bool
 
 
 class _VocabParallelLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits_TV: torch.Tensor,
-        labels_T: torch.Tensor,
-        vocab_start: int,
-        num_columns: int,
-        group: ProcessGroup | None,
-        scale: float,
-        chunk_tokens: int,
-        with_entropy: bool,
+        ctx: Any, logits_TV: torch.Tensor, labels_T: torch.Tensor, options: _Options
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ignored_T = labels_T == IGNORE_LABEL
-        column_T = labels_T - vocab_start
-        here_T = (column_T >= 0) & (column_T < num_columns) & ~ignored_T
+        column_T = labels_T - options.vocab_start
+        here_T = (column_T >= 0) & (column_T < options.num_columns) & ~ignored_T
         column_T = torch.where(here_T, column_T, 0)
         # Per row: top; sum of exp, sum of exp * shifted logit, shifted logit of the label, ranks that hold the label.
         if is_fused(logits_TV):
-            top_T, sums_4T = _fused_sums(
-                logits_TV, labels_T, here_T, vocab_start, num_columns, group, scale, with_entropy
-            )
+            top_T, sums_4T = _fused_sums(logits_TV, labels_T, here_T, options)
         else:
-            top_T, sums_4T = _chunked_sums(
-                logits_TV, column_T, here_T, ignored_T, num_columns, group, scale, chunk_tokens, with_entropy
-            )
+            top_T, sums_4T = _chunked_sums(logits_TV, column_T, here_T, ignored_T, options)
         sums_4T[3] = here_T
-        _all_reduce(sums_4T, "SUM", group)
+        _all_reduce(sums_4T, "SUM", options.group)
         _refuse_unknown_labels(labels_T, ignored_T, sums_4T[3])
         log_sum_T = sums_4T[0].log()
         logprob_T = (sums_4T[2] - log_sum_T).masked_fill_(ignored_T, 0)
-        entropy_T = (log_sum_T - sums_4T[1] / sums_4T[0]).masked_fill_(ignored_T, 0) if with_entropy else sums_4T[1]
+        entropy_T = (log_sum_T - sums_4T[1] / sums_4T[0]).masked_fill_(ignored_T, 0) if options.entropy else sums_4T[1]
         ctx.save_for_backward(logits_TV, labels_T, ignored_T, here_T, column_T, top_T + log_sum_T, entropy_T)
-        ctx.constants = (vocab_start, num_columns, scale, chunk_tokens)
+        ctx.options = options
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(() if with_entropy else (entropy_T,)))
+        ctx.mark_non_differentiable(*(() if options.entropy else (entropy_T,)))
         return logprob_T, entropy_T
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_logprob_T: torch.Tensor | None, grad_entropy_T: torch.Tensor | None) -> tuple[Any, ...]:
-        """A gradient that is None is of what the loss does not use; the entropy's then costs nothing."""
+        """Compute the gradient; None stands for an output that the loss does not use, and costs nothing."""
         logits_TV, labels_T, ignored_T, here_T, column_T, log_norm_T, entropy_T = ctx.saved_tensors
-        vocab_start, num_columns, scale, chunk_tokens = ctx.constants
+        options: _Options = ctx.options
+        num_columns, scale = options.num_columns, options.scale
         if grad_logprob_T is None:
             grad_logprob_T = torch.zeros_like(log_norm_T)
         if is_fused(logits_TV):
@@ -134,16 +138,13 @@ class _VocabParallelLogprob(torch.autograd.Function):
 
             grad_TV = logits_gradient(
                 logits_TV, labels_T, log_norm_T, entropy_T, grad_logprob_T, grad_entropy_T,
-                vocab_start=vocab_start, num_columns=num_columns, scale=scale,
+                vocab_start=options.vocab_start, num_columns=num_columns, scale=scale,
             )  # fmt: skip
-            return grad_TV, None, None, None, None, None, None, None
-        num_rows, dtype = len(logits_TV), log_norm_T.dtype
+            return grad_TV, None, None
+        dtype = log_norm_T.dtype
         grad_TV = torch.empty_like(logits_TV)
         grad_TV[:, num_columns:] = 0
-        work = _WorkArrays(logits_TV, num_columns, chunk_tokens, dtype, number=2)
-        for begin in range(0, num_rows, chunk_tokens):
-            at = slice(begin, min(begin + chunk_tokens, num_rows))
-            logprob_CV, grad_CV = work.rows(at)
+        for at, (logprob_CV, grad_CV) in _chunks(logits_TV, options, dtype):
             _scaled(logprob_CV, logits_TV[at, :num_columns], scale, ignored_T[at])
             logprob_CV.sub_(log_norm_T[at].unsqueeze(-1))
             torch.exp(logprob_CV, out=grad_CV)
@@ -162,11 +163,11 @@ class _VocabParallelLogprob(torch.autograd.Function):
                 grad_CV.mul_(scale)
             grad_CV[ignored_T[at]] = 0
             grad_TV[at, :num_columns] = grad_CV
-        return grad_TV, None, None, None, None, None, None, None
+        return grad_TV, None, None
 
 
 def is_fused(logits_TV: torch.Tensor) -> bool:
-    """Whether one kernel reads these logits, in place of torch operations chunk by chunk."""
+    """Return whether one kernel reads these logits instead of torch operations chunk by chunk."""
     return (
         logits_TV.is_cuda
         and logits_TV.dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -176,24 +177,18 @@ def is_fused(logits_TV: torch.Tensor) -> bool:
 
 
 def _fused_sums(
-    logits_TV: torch.Tensor,
-    labels_T: torch.Tensor,
-    here_T: torch.Tensor,
-    vocab_start: int,
-    num_columns: int,
-    group: ProcessGroup | None,
-    scale: float,
-    with_entropy: bool,
+    logits_TV: torch.Tensor, labels_T: torch.Tensor, here_T: torch.Tensor, options: _Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T] greatest logit over all ranks, [4, T] sums of this rank's columns, by one kernel."""
+    """Return the greatest logits [T] over all ranks and the sums [4, T] of this rank's columns, by one kernel."""
     from verifier.train.logprob_triton import row_sums
 
     own_top_T, (total_T, weighted_T, label_T) = row_sums(
-        logits_TV, labels_T, vocab_start=vocab_start, num_columns=num_columns, scale=scale, entropy=with_entropy
-    )
+        logits_TV, labels_T, vocab_start=options.vocab_start, num_columns=options.num_columns, scale=options.scale,
+        entropy=options.entropy,
+    )  # fmt: skip
     top_T = own_top_T.clone()
-    _all_reduce(top_T, "MAX", group)
-    # A rank whose columns are all padding has a top of -inf, and sums of 0.
+    _all_reduce(top_T, "MAX", options.group)
+    # A rank with padding columns only has a top of -inf and sums of 0.
     lower_T = torch.where(total_T == 0, 0, own_top_T - top_T)
     shrink_T = lower_T.exp()
     label_T = torch.where(here_T, label_T - top_T, 0)
@@ -206,49 +201,40 @@ def _chunked_sums(
     column_T: torch.Tensor,
     here_T: torch.Tensor,
     ignored_T: torch.Tensor,
-    num_columns: int,
-    group: ProcessGroup | None,
-    scale: float,
-    chunk_tokens: int,
-    with_entropy: bool,
+    options: _Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T] greatest logit over all ranks, [4, T] sums of this rank's columns, by torch operations."""
-    num_rows = len(logits_TV)
+    """Return the greatest logits [T] over all ranks and the sums [4, T] of this rank's columns, by torch operations."""
+    num_rows, num_columns = len(logits_TV), options.num_columns
     dtype = torch.promote_types(logits_TV.dtype, torch.float32)
     sums_4T = logits_TV.new_zeros((4, num_rows), dtype=dtype)
     top_T = logits_TV.new_full((num_rows,), -math.inf, dtype=dtype)
-    work = _WorkArrays(logits_TV, num_columns, chunk_tokens, dtype, number=2)
-    for begin in range(0, num_rows, chunk_tokens):
-        at = slice(begin, min(begin + chunk_tokens, num_rows))
-        shifted_CV, exp_CV = work.rows(at)
-        _scaled(shifted_CV, logits_TV[at, :num_columns], scale, ignored_T[at])
+    for at, (shifted_CV, exp_CV) in _chunks(logits_TV, options, dtype):
+        _scaled(shifted_CV, logits_TV[at, :num_columns], options.scale, ignored_T[at])
         if num_columns:
             torch.amax(shifted_CV, dim=-1, out=top_T[at])
-        _all_reduce(top_T[at], "MAX", group)
+        _all_reduce(top_T[at], "MAX", options.group)
         shifted_CV.sub_(top_T[at].unsqueeze(-1))
         if num_columns:
             label_C = shifted_CV.gather(-1, column_T[at].unsqueeze(-1)).squeeze(-1)
             sums_4T[2, at] = torch.where(here_T[at], label_C, 0)
         torch.exp(shifted_CV, out=exp_CV)
         torch.sum(exp_CV, dim=-1, out=sums_4T[0, at])
-        if with_entropy:
+        if options.entropy:
             # A column of -inf has probability 0 and contributes 0, not 0 * -inf.
             exp_CV.mul_(shifted_CV.clamp_(min=torch.finfo(dtype).min))
             torch.sum(exp_CV, dim=-1, out=sums_4T[1, at])
     return top_T, sums_4T
 
 
-class _WorkArrays:
-    """Arrays of one chunk, made once and used for every chunk."""
-
-    def __init__(
-        self, logits_TV: torch.Tensor, num_columns: int, chunk_tokens: int, dtype: torch.dtype, *, number: int
-    ) -> None:
-        chunk = min(chunk_tokens, len(logits_TV))
-        self.arrays = [logits_TV.new_empty((chunk, num_columns), dtype=dtype) for _ in range(number)]
-
-    def rows(self, at: slice) -> list[torch.Tensor]:
-        return [array[: at.stop - at.start] for array in self.arrays]
+def _chunks(
+    logits_TV: torch.Tensor, options: _Options, dtype: torch.dtype
+) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+    """Yield (rows, two work arrays [C, V]) of each chunk; the arrays' memory is that of the chunk before."""
+    num_rows, size = len(logits_TV), min(options.chunk_tokens, len(logits_TV))
+    arrays = [logits_TV.new_empty((size, options.num_columns), dtype=dtype) for _ in range(2)]
+    for begin in range(0, num_rows, options.chunk_tokens):
+        at = slice(begin, min(begin + options.chunk_tokens, num_rows))
+        yield at, [array[: at.stop - at.start] for array in arrays]
 
 
 def _scaled(out_CV: torch.Tensor, logits_CV: torch.Tensor, scale: float, ignored_C: torch.Tensor) -> None:
