@@ -11,7 +11,7 @@ from verifier.core.records_engine import Handover
 from verifier.core.records_weights import JoinedTensor, ShardAfterExport, Update, UpdatedShard
 from verifier.export import gather_megatron
 from verifier.export.adapters import AdapterLayout
-from verifier.export.names import Layout
+from verifier.export.names import ModelLayout
 from verifier.export.save import save_checkpoint
 from verifier.launch.flight_recorder import label
 from verifier.model import provider_megatron
@@ -167,7 +167,7 @@ class FullWeights:
 def joined(
     run: RankRun,
     folder: str,
-    layout: Layout | AdapterLayout,
+    layout: ModelLayout | AdapterLayout,
     live: LiveWeights,
     tensors: Iterable[tuple[int, str, torch.Tensor]],
 ) -> dict[str, torch.Tensor]:

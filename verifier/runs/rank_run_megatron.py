@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from verifier.core.store import Recorder
-from verifier.export.names import Layout, layout_of
+from verifier.export.names import ModelLayout, layout_of
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.runs.engine_link_megatron import EngineLink
@@ -50,7 +50,7 @@ class RankRun:
         return open_checkpoint(self.spec.checkpoint)
 
     @cached_property
-    def layout(self) -> Layout | None:
+    def layout(self) -> ModelLayout | None:
         """Layout of its family; None where there is no row."""
         return layout_of(self.source.config)
 
