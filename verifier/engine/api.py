@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol
 
+from verifier.config import EngineOptions
 from verifier.errors import UsageError
 from verifier.model.families import num_experts_of
 from verifier.plan.chunk_plan import ChunkPlan
@@ -14,47 +14,33 @@ from verifier.transport.wire import Address, Agreement, Receipt
 
 Box = tuple[tuple[int, int], ...]
 """[begin, end) in each dim of a checkpoint tensor."""
-KINDS = ("vllm", "hf")
 DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Start options of an engine.
+class EngineConfig(EngineOptions):
+    """What an engine's processes are told: the options of the user, and what the runner adds to them.
 
     Raises:
-        UsageError: unknown kind or dtype, or a tensor-parallel size that the kind does not have.
+        UsageError: see `EngineOptions`; or an unknown dtype, or a tensor-parallel size that no engine has.
     """
 
-    kind: str
     checkpoint: str
     """Directory of the checkpoint that is loaded at the start."""
     dtype: str = "float32"
-    tp: int = 1
     max_model_len: int = 512
     """Greatest length of prompt and continuation together, in tokens."""
     seed: int = 0
     gpus: str = ""
     """GPUs of the engine's ranks, such as "2,3"; empty lets the engine choose."""
-    cuda_graphs: bool = False
-    """Switch: capture and replay CUDA graphs; otherwise the engine runs eagerly."""
-    sleep_mode: bool = False
-    """Switch: allocate memory such that the engine can sleep."""
-    quantization: str | None = None
-    """vLLM's name of a quantization that is applied to the weights while they are loaded."""
-    lora_rank: int = 0
-    """Greatest rank of an adapter that can be loaded; 0 for none."""
     fixes: tuple[str, ...] = ()
     """Ids of the upstream fixes that are installed in the engine's processes."""
 
     def __post_init__(self) -> None:
+        EngineOptions.__post_init__(self)
         object.__setattr__(self, "fixes", tuple(self.fixes))  # a list, where it came as JSON
-        if self.kind not in KINDS:
-            raise UsageError(f"there is no engine `{self.kind}`; choose one of {', '.join(KINDS)}")
         if self.dtype not in DTYPES:
             raise UsageError(f"the engine cannot run in {self.dtype}; choose one of {', '.join(DTYPES)}")
-        if self.kind == "hf" and self.tp != 1:
-            raise UsageError(f"--engine hf runs on one rank, so --engine-tp {self.tp} does not apply; leave it at 1")
         if self.tp not in (1, 2, 4, 8):
             raise UsageError(f"--engine-tp {self.tp} is not one of 1, 2, 4, 8")
 
@@ -144,7 +130,7 @@ class Sampling:
     """Divisor of the logits; 0 takes the likeliest token."""
     shape: Shape = field(default_factory=Shape)
     seeded: bool = True
-    """Switch: a seeded generator for each continuation; otherwise the engine's own serves all."""
+    """True gives each continuation a seeded generator; False uses the engine's own for all."""
     each: Sequence[Sampling] = ()
     """One set of parameters per prompt, which replace these; empty for these."""
 
@@ -282,8 +268,3 @@ def refuse_adapters(config: Mapping[str, Any]) -> None:
     ):
         if found:
             raise UsageError(f"--engine-lora-rank takes dense models of plain attention, and this one has {what}")
-
-
-def package_root() -> Path:
-    """Return the directory that contains this package."""
-    return Path(__file__).resolve().parents[2]

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from verifier.core import store
+from verifier.core.manifest import MeshSizes
 from verifier.core.reader import read
 from verifier.core.record import real
 from verifier.core.records_logprobs import (
@@ -33,12 +35,15 @@ from verifier.core.records_logprobs import (
     ShapedTokens,
     TrainerLogprobs,
 )
-from verifier.core.records_tokens import GivenRoutes, GradientRecord, Objective, Rollouts
+from verifier.core.records_tokens import GivenRoutes, Objective, Rollouts
 from verifier.core.records_weights import OptimizerRule
 from verifier.export.adapters import adapters_of
 from verifier.export.names import layout_of
+from verifier.export.owners import Owners
+from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.named import is_generated
+from verifier.oracle.gradients import gradient_record
 from verifier.oracle.noise_floor import record_floor, stored_floor
 from verifier.oracle.oracle import Oracle, Scored
 
@@ -204,19 +209,20 @@ class _Recording:
         }
         arguments: list[Any] = [batches, numbers, routes]
         rank, layout = self._manifest.config["engine"]["lora_rank"], layout_of(self._source.config)
+        adapter = None
         if rank and layout is not None:
             from verifier.train.lora_megatron import SCALING, TARGETS
 
             numbers["scaling"] = SCALING
-            arguments.append(adapters_of(layout, TARGETS, rank).names())
+            adapter = adapters_of(layout, TARGETS, rank)
+            arguments.append(adapter.names())
         dumped = [path for kind in DUMPED for path in sorted(self._weights.glob(f"{kind}-*"))]
         folders = [self._source.path, self._weights]
         rows = self._oracle.ask("step_hf:judge_steps", folders, *arguments, read=[self._source.path, *dumped])
+        mesh = Mesh(**msgspec.structs.asdict(self._manifest.mesh or MeshSizes()))
+        owners = Owners(adapter or layout, mesh) if layout else None
         for row in rows:
-            values: dict[str, Any] = {
-                key: real(value) if isinstance(value, float) else value for key, value in row.items()
-            }
-            self._recorder.emit(GradientRecord(**values))
+            self._recorder.emit(gradient_record(row, owners, mesh))
 
     def _batch(self, record: Rollouts) -> list[list[Any]]:
         """The rollouts of a step as `verifier.oracle.step_hf` takes them."""

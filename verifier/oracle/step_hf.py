@@ -19,6 +19,8 @@ Batch = Sequence[tuple[Sequence[int], Sequence[bool], float, Sequence[float]]]
 """Per sequence: token ids; for each token whether it is in the loss; the reward; for each token the engine's nats."""
 Routes = Sequence[Sequence[Sequence[int]]]
 """Per sequence, one row for each token and layer that has a route: position, global layer, experts; or nothing."""
+Greatest = tuple[float, list[int]]
+"""A value and the index of its element."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of an adapter's two matrices, in the place of a checkpoint tensor's ``.weight``."""
 
@@ -46,8 +48,8 @@ def judge_steps(
         adapter: of each A that is the same for several tensors, its name to those of all; None trains all weights.
 
     Returns:
-        Per version and tensor the fields of `GradientRecord`, by name. What has no gradient has a scale and a gap of 0,
-        and may only decay.
+        Per version and tensor the fields of `GradientRecord`, by name; "gradient" and "step" are a greatest gap and its
+        index. What has no gradient has a scale and a gap of 0, and may only decay.
     """
     records = []
     folder = Path(work)
@@ -80,8 +82,8 @@ def judge_steps(
             if name in actual or name not in expected:
                 reduced = actual[name].double() if name in actual else torch.zeros_like(weight, dtype=torch.float64)
                 row["gradient_dtype"] = dtype_name(actual[name].dtype) if name in actual else "float32"
-                row["gradient_gap"] = float((reduced - gradient.double()).abs().max())
-                row["step_gap"] = adam.gap(name, weight, new[name], reduced * scale, version, **_rates(rule, version))
+                row["gradient"] = greatest((reduced - gradient.double()).abs())
+                row["step"] = adam.gap(name, weight, new[name], reduced * scale, version, **_rates(rule, version))
             records.append(row)
     return records
 
@@ -198,6 +200,12 @@ def _gradients_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
+def greatest(gaps: torch.Tensor) -> Greatest:
+    """The greatest element, and its index; NaN is greater than any number."""
+    at = int(gaps.argmax())
+    return float(gaps.flatten()[at]), [int(place) for place in torch.unravel_index(torch.tensor(at), gaps.shape)]
+
+
 class _Adam:
     """Adam in float64, with moments of its own (Kingma and Ba 2015, algorithm 1), and weight decay beside it.
 
@@ -213,8 +221,8 @@ class _Adam:
     def gap(
         self, name: str, old: torch.Tensor, live: torch.Tensor, gradient: torch.Tensor, step: int,
         learning_rate: float, decay: float = 0.0,
-    ) -> float:  # fmt: skip
-        """How much further `live` is from the stepped weight than rounding explains, greatest, in learning rates."""
+    ) -> Greatest:  # fmt: skip
+        """Greatest distance of `live` from the stepped weight beyond what rounding explains, in learning rates."""
         zero = torch.zeros_like(gradient)
         first, second = self._moments.get(name, (zero, zero))
         beta_1, beta_2 = self._betas
@@ -230,7 +238,7 @@ class _Adam:
         if rounded:
             self._masters[name] = stepped
             excess = (excess - _half_step(torch.maximum(live.double().abs(), stepped.abs()), live.dtype)).clamp(min=0)
-        return float(excess.max()) / learning_rate
+        return greatest(excess / learning_rate)
 
 
 def _rates(rule: Mapping[str, float], version: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from verifier.core.record import Probe
 from verifier.core.records_weights import PlanDigest
-from verifier.probes.engine import record_receipt
+from verifier.probes.engine_state import record_receipt
 from verifier.transport.buffer import unpack
 
 if TYPE_CHECKING:

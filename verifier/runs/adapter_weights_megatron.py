@@ -45,7 +45,7 @@ class AdapterWeights:
         """Build the model, load the source, put adapters on it, and record them before any step."""
         run, spec = self._run, self._run.spec
         self.trainer = provider_megatron.build(
-            spec.checkpoint, spec.mesh, dtype=spec.dtype, tier=spec.tier, data_parallel=DATA_PARALLEL,
+            spec.checkpoint, run.mesh, dtype=spec.config.dtype, tier=spec.tier, data_parallel=DATA_PARALLEL,
             deadline_s=spec.deadline_s, adapt=partial(lora_megatron.attach, rank=spec.lora_rank),
             fixes=spec.fixes,
         )  # fmt: skip

@@ -89,7 +89,7 @@ def engine_link(spec: RunSpec, rank: int) -> Iterator[EngineLink]:
     if spec.engine_socket is None:
         yield EngineLink()
         return
-    link = EngineLink(sleep_level=spec.sleep_level)
+    link = EngineLink(sleep_level=spec.roundtrip.engine.sleep_level)
     if spec.transport == "ipc":
         from verifier.transport.cuda_ipc import TrainerRounds
 

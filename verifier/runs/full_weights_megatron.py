@@ -16,7 +16,7 @@ from verifier.export.save import save_checkpoint
 from verifier.launch.flight_recorder import label
 from verifier.model import provider_megatron
 from verifier.model.provider_megatron import TrainerModel
-from verifier.probes.engine import record_poison
+from verifier.probes.engine_state import record_poison
 from verifier.probes.transfer import TransferProbe
 from verifier.probes.weights_megatron import (
     LiveWeights,
@@ -61,11 +61,11 @@ class FullWeights:
         """
         spec = self._run.spec
         self.trainer = provider_megatron.build(
-            spec.checkpoint, spec.mesh, dtype=spec.dtype, tier=spec.tier,
+            spec.checkpoint, spec.config.mesh, dtype=spec.config.dtype, tier=spec.tier,
             data_parallel=DATA_PARALLEL if training else None, deadline_s=spec.deadline_s,
             overrides=router_replay_megatron.PROVIDER_FIELDS, fixes=spec.fixes,
         )  # fmt: skip
-        self.live = LiveWeights(self.trainer.chunks, self._run.layout, spec.mesh, self._run.rank)
+        self.live = LiveWeights(self.trainer.chunks, self._run.layout, spec.config.mesh, self._run.rank)
 
     def export(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The export stream, recorded; the tensor under way is named if a collective of it waits too long."""
@@ -150,7 +150,7 @@ class FullWeights:
                     Update(
                         name=f"version {version}",
                         version=version,
-                        how="noise" if run.spec.update == "noise" else "step",
+                        how="noise" if run.spec.roundtrip.update == "noise" else "step",
                     )
                 )
 

@@ -37,7 +37,7 @@ class RankRun:
     @property
     def mesh(self) -> Mesh:
         """Parallel sizes of the trainer."""
-        return self.spec.mesh
+        return self.spec.config.mesh
 
     @property
     def work(self) -> Path:

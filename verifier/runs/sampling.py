@@ -9,7 +9,7 @@ from typing import Any
 from verifier.core.record import Probe
 from verifier.engine.api import Sample, Sampling, Shape
 from verifier.engine.client import EngineClient
-from verifier.probes.engine import record_drawn, record_sampled, record_scored
+from verifier.probes.engine_state import record_drawn, record_sampled, record_scored
 
 SAMPLING_TEMPERATURE = 2.0
 """Temperature of one more set of samples at version 0: at 1, a temperature that nobody applies does not show, nor

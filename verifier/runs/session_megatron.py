@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, ShardAfterScoring
 from verifier.platform.cuda import another_cudnn
-from verifier.probes.engine import held_by, record_views
+from verifier.probes.engine_state import held_by, record_views
 from verifier.probes.routes_megatron import record_replay, replaying_every_second
 from verifier.probes.tokens_megatron import TokenProbe
 from verifier.probes.trainer import record_rollouts, record_scored, record_step
@@ -100,7 +100,7 @@ class Session:
         live.record(run.probe, 0, LoadedShard)
         if run.rank == 0 and not spec.source_from_manifest:
             record_source(run.probe, run.source)
-        if spec.workload is not None and spec.update == "step" and run.rank == 0:
+        if spec.workload is not None and spec.roundtrip.update == "step" and run.rank == 0:
             run.probe.emit(spec.workload.rule)
             run.probe.emit(spec.workload.objective)
 
@@ -134,7 +134,7 @@ class Session:
 
     def idle_step(self) -> None:
         """An optimizer step of learning rate 0, which must move nothing; of fewer micro-batches than those after it."""
-        if self._run.spec.update != "step":
+        if self._run.spec.roundtrip.update != "step":
             return
         if self._weights.idles:
             batch = self._workload.batches[0]
@@ -149,9 +149,9 @@ class Session:
     def update(self, version: int) -> None:
         """Move the weights: a real optimizer step, or noise on every tensor."""
         run, workload = self._run, self._workload
-        run.say(f"version {version}: update by {run.spec.update}")
-        if run.spec.update == "noise":
-            move(self._weights.live, run.source, f"{run.spec.seed}/{version}")
+        run.say(f"version {version}: update by {run.spec.roundtrip.update}")
+        if run.spec.roundtrip.update == "noise":
+            move(self._weights.live, run.source, f"{run.spec.roundtrip.seed}/{version}")
             return
         if version == RESUMED:
             self._steps.resume(run.folder("stopped"))
@@ -175,7 +175,7 @@ class Session:
         if link.client is None or link.refused:
             return
         run.say(f"version {version}: engine scores and samples")
-        requests = EngineRequests(link.client, link.ranks[0], version, run.spec.seed)
+        requests = EngineRequests(link.client, link.ranks[0], version, run.spec.roundtrip.seed)
         requests.score(workload.passes[0].name, [row.tokens for row in workload.passes[0].rollouts])
         if workload.prompts:
             requests.sample(workload.prompts)
