@@ -148,9 +148,10 @@ def run(runner: Runner, case: Case, folder: Path) -> Measured:
         sampled_nats=gap(found, SampledTokens, OracleOfSampled),
         noise_nats=max(noise, default=None),
         gradient_gap=max(
-            (float(item.gradient_gap or 0) / float(item.gradient_scale) for item in steps if item.gradient_scale), default=None
+            (float(i.gradient.value) / float(i.gradient_scale) for i in steps if i.gradient and i.gradient_scale),
+            default=None,
         ),
-        step_gap=max((float(item.step_gap or 0) for item in steps), default=None),
+        step_gap=max((float(item.step.value) for item in steps if item.step), default=None),
         golden_s=loaded - began,
         roundtrip_s=ended - loaded,
     )

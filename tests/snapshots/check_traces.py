@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from verifier.core.manifest import Manifest, MeshSizes
-from verifier.core.record import ArrayRecord, Record, TensorRecord
+from verifier.core.record import ArrayRecord, Measurement, Record, TensorRecord
 from verifier.core.records_engine import (
     CheckpointView,
     ColdSettings,
@@ -206,12 +206,18 @@ def engine() -> list[Record]:
     return seen
 
 
+def measured(value: float, *index: int) -> Measurement:
+    """A gap that the oracle's process measured."""
+    how = "|the trainer's - transformers'|, in float64"
+    return Measurement(value=value, scale=0.25, index=index, rank=1, coordinate=AT[1], how=how)
+
+
 def steps() -> list[Record]:
     """One training step, and what the oracle measured of it."""
     seen: list[Record] = [
         GradientRecord(
-            name=name, version=1, role="oracle", gradient_gap=1e-9, gradient_scale=0.25, gradient_norm=2.0,
-            step_gap=1e-4, loss=7.000001, loss_scale=7.5, num_tokens=5,
+            name=name, version=1, role="oracle", gradient=measured(1e-9), gradient_scale=0.25, gradient_norm=2.0,
+            step=measured(1e-4), loss=7.000001, loss_scale=7.5, num_tokens=5,
         )
         for name in SHAPES
     ]  # fmt: skip
@@ -341,7 +347,7 @@ def altered(item: Any, **values: str) -> Record:
 
 WRITTEN_OVER = (Reread(name="a", handed_over="vd1:" + "0" * 32, still_held="vd1:" + "1" * 32),)
 BROKEN: dict[str, list[Record]] = {
-    "LSS001": change(GradientRecord, having(gradient_gap=0.125), name="b"),
+    "LSS001": change(GradientRecord, having(gradient=measured(0.125, 2)), name="b"),
     "LSS002": change(StepReport, having(loss=14.0)),
     "LGP004": change(DrawnTokens, having(tokens=(0,) * 60)),
     "LGP005": change(DrawnTokens, having(tokens=(0, 1, 0, 2) * 15)),
@@ -349,7 +355,7 @@ BROKEN: dict[str, list[Record]] = {
     "RPL001": change(UsedRoutes, with_array("other routes")),
     "RPL002": change(ReplayedRouteLogprobs, with_array("close")),
     "RPL003": change(ForcedRouteLogprobs, with_array("wrong")),
-    "TRN001": change(GradientRecord, having(step_gap=0.5), name="a"),
+    "TRN001": change(GradientRecord, having(step=measured(0.5, 3, 1)), name="a"),
     "WGT001": change(LoadedShard, other_bits, name="a", rank=1),
     "WGT002": change(UpdatedShard, other_bits, name="b", rank=1),
     "WGT004": change(ExportedTensor, bits_of_b, name="a", rank=0, version=0),

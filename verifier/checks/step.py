@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.record import Measurement
 from verifier.core.records_tokens import GradientRecord
 from verifier.core.records_weights import StepReport
 from verifier.core.stage import Stage
@@ -53,7 +54,7 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     tokens each. A mixture replays made-up routes in every second step, on both sides.
     Why it matters: a hook that does not run, a gradient reduced twice or over the wrong group, means of means: the loss
     curve and the norm look the same.
-    Evidence: loss/gradient (measured by the oracle's process from the trainer's reduced gradients).
+    Evidence: loss/gradient (a measurement by the oracle's process, from the trainer's reduced gradients).
     Tolerance and its source: 3e-5 of the tensor's greatest gradient, in fp32; measured on clean runs. In bf16 five
     times the run's own noise, of all tensors the greatest; gradients are summed in float32 there too. A length may be
     off by twice the tensor's own noise, which is how far transformers' gradient in bf16 is from that in fp32, or the
@@ -62,19 +63,21 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     References: verl#5702, RL#3716, SkyRL#1751, SkyRL#1296, AReaL#1273, slime#987.
     """
     for item in trace.of(GradientRecord):
-        gap = None if item.gradient_gap is None else float(item.gradient_gap)
+        gap = None if item.gradient is None else float(item.gradient.value)
         scale, dtype = float(item.gradient_scale), item.gradient_dtype
         bound = _gradient_bound(float(item.gradient_noise))
         allowed = bound.absolute * scale
         same = gap is not None and gap <= allowed and dtype == "float32"
         found = "absent" if gap is None else f"off by up to {gap:.3g}" if math.isfinite(gap) else "not finite"
         found += "" if dtype == "float32" else f", summed in {dtype}"
+        owner, place = _placed(item.gradient)
         yield Comparison(
             what=item.name, same=same, stage=Stage.LOSS, version=item.version,
             badness=0.0 if same else _badness(gap, allowed),
             sentence="" if same else (
-                f"the gradient of `{item.name}` is {found}, its greatest element should be {scale:.3g}"
+                f"the gradient of `{item.name}` is {found}{place}, its greatest element should be {scale:.3g}"
             ),
+            owner=owner, mismatched=_measured(item.gradient),
             expected=f"greatest element {scale:.3g} (transformers' gradient, fp32)",
             actual=f"{found} (the trainer's, reduced over all ranks)",
             allowed=f"{allowed:.3g} in float32, {bound}",
@@ -125,6 +128,20 @@ def _gradient_bound(noise: float) -> Tolerance:
     )
 
 
+def _placed(measured: Measurement | None) -> tuple[str, str]:
+    """Who holds the element with the greatest gap, and its place, as the end of a clause."""
+    if measured is None or measured.rank is None:
+        return "", ""
+    return f"trainer rank {measured.rank} ({measured.coordinate})", f" at {list(measured.index)}"
+
+
+def _measured(measured: Measurement | None) -> str:
+    """The "mismatched" line of a gap that was measured where both tensors were."""
+    if measured is None:
+        return ""
+    return f"greatest gap {float(measured.value):.3g} at {list(measured.index)}, measured as {measured.how}"
+
+
 def _badness(gap: float | None, allowed: float) -> float:
     if gap is None or not math.isfinite(gap):
         return float("inf")
@@ -141,7 +158,7 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     of the same gradients, since Adam all but cancels a factor that is wrong in every step.
     Why it matters: masters that were not refreshed, moments that a resume lost, a scheduler that lags, a clip by the
     wrong norm.
-    Evidence: loss/gradient ("step_gap", in units of the learning rate; "gradient_norm"), train/step ("grad_norm").
+    Evidence: loss/gradient (a measurement, in learning rates; the norm of all gradients), train/step.
     Tolerance and its source: 1e-3 of the learning rate; fp32 rounding of weights and moments, measured on clean runs.
     In bf16 half a step of that dtype more, from the unrounded weights that Adam has: a trainer's fp32 masters.
     1e-5 of the norm.
@@ -149,15 +166,17 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     References: SkyRL#2149, RL#2371, SkyRL#1403, slime#1152, slime#1775.
     """
     for item in trace.of(GradientRecord):
-        if item.step_gap is None:
+        if item.step is None:
             continue
-        gap = float(item.step_gap)
+        gap = float(item.step.value)
+        owner, place = _placed(item.step)
         same = gap <= STEP.absolute
         found = f"{gap:.3g} learning rates off" if math.isfinite(gap) else "not finite, unlike"
         yield Comparison(
             what=item.name, same=same, stage=Stage.TRAIN, version=item.version,
             badness=0.0 if same else _badness(gap, STEP.absolute),
-            sentence="" if same else f"`{item.name}` is {found} what Adam makes of its gradient",
+            sentence="" if same else f"`{item.name}` is {found} what Adam makes of its gradient{place}",
+            owner=owner, mismatched=_measured(item.step),
             expected="the weight before, moved by Adam (float64, with the trainer's own gradient)",
             actual=f"{found} it (the live weight after the step)", allowed=str(STEP),
             hint="look at masters, moments and the clip factor",

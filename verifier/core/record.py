@@ -63,6 +63,23 @@ class ArrayRecord(Record, frozen=True, kw_only=True, forbid_unknown_fields=True,
     array: ArrayKey = ""
 
 
+class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The greatest gap between two tensors that are too large to keep, measured where both were at hand."""
+
+    value: Real
+    """The gap, in units that `how` names."""
+    scale: Real
+    """Greatest magnitude of the tensor that it was measured against."""
+    index: tuple[Count, ...] = ()
+    """Element with the greatest gap; empty for a single number."""
+    rank: Count | None = None
+    """Trainer rank that holds this element by the layout; of several copies the lowest."""
+    coordinate: str = ""
+    """Mesh coordinate of that rank."""
+    how: str
+    """What was computed, from what, in which arithmetic."""
+
+
 Array = Any
 """A numpy array, or a torch tensor, which is brought to the host."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from verifier.core.record import ArrayRecord, Count, Digest, Dtype, Lengths, Real, Record
+from verifier.core.record import ArrayRecord, Count, Digest, Dtype, Lengths, Measurement, Real, Record
 from verifier.core.stage import Stage
 
 
@@ -102,8 +102,8 @@ class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
     stage: ClassVar[Stage] = Stage.LOSS
     gradient_scale: Real
     """Greatest element of transformers' gradient."""
-    gradient_gap: Real | None = None
-    """Greatest difference of the trainer's gradient from it; None where the trainer has no gradient."""
+    gradient: Measurement | None = None
+    """Distance of the trainer's gradient from transformers'; None where the trainer has no gradient."""
     gradient_dtype: Dtype = "float32"
     """Dtype of the trainer's gradient."""
     gradient_noise: Real = 0.0
@@ -124,5 +124,5 @@ class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
     """Mean difference of a token's loss that the run's dtype makes, nats."""
     num_tokens: Count
     """Tokens in the loss."""
-    step_gap: Real | None = None
-    """Distance of the live weight from Adam's, in learning rates; None where the trainer has no gradient."""
+    step: Measurement | None = None
+    """Distance of the live weight from Adam's; None where the trainer has no gradient."""

@@ -30,12 +30,14 @@ from verifier.core.records_logprobs import (
     ShapedTokens,
     TrainerLogprobs,
 )
-from verifier.core.records_tokens import GivenRoutes, GradientRecord
+from verifier.core.records_tokens import GivenRoutes
 from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess
 from verifier.export.adapters import adapters_of
 from verifier.export.names import layout_of
+from verifier.export.owners import Owners
 from verifier.model.named import is_generated
+from verifier.oracle.gradients import gradient_record
 from verifier.oracle.noise_floor import record_floor, stored_floor
 from verifier.runs.scenario import (
     AT_LENGTH,
@@ -243,14 +245,16 @@ class Oracle:
             _routes_of(seen, replayed[version], len(batch)) if version in replayed else []
             for version, batch in enumerate(batches, start=1)
         ]
+        layout = layout_of(subject.checkpoint.config)
+        adapters = adapters_of(layout, TARGETS, spec.lora_rank) if layout and spec.lora_rank else None
+        owners = Owners(adapters or layout, spec.mesh) if layout else None
         name = "judge_steps"
         arguments: list[Any] = [str(subject.checkpoint.path), spec.work, batches, rule, routes]
-        if spec.lora_rank and (layout := layout_of(subject.checkpoint.config)):
+        if adapters is not None:
             name, arguments[3] = "judge_adapter_steps", {**rule, **NO_DECAY, "scaling": SCALING}
-            arguments.append(adapters_of(layout, TARGETS, spec.lora_rank).names())
+            arguments.append(adapters.names())
         for row in self._client.call("verifier.oracle.step_hf", name, arguments)[0]:
-            record: dict[str, Any] = {key: real(item) if isinstance(item, float) else item for key, item in row.items()}
-            recorder.emit(GradientRecord(**record))
+            recorder.emit(gradient_record(row, owners, spec.mesh))
 
 
 def _continued(sampled: SampledTokens) -> list[tuple[Sequence[int], float]]:

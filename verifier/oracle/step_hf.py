@@ -17,6 +17,8 @@ from verifier.transport.buffer import dtype_name
 
 Batch = Sequence[tuple[Sequence[int], Sequence[bool], float, Sequence[float]]]
 """Per sequence: token ids; for each token whether it is in the loss; the reward; for each token the engine's nats."""
+Greatest = tuple[float, list[int]]
+"""A value and the index of its element."""
 Routes = Sequence[Sequence[Sequence[int]]]
 """Per sequence, one row for each token and layer that has a route: position, global layer, experts; or nothing."""
 BETA_1, BETA_2, EPSILON = 0.9, 0.95, 1e-8
@@ -39,16 +41,16 @@ def judge_steps(
         routes: of each step, what its routers are told; nothing where they choose by themselves.
 
     Returns:
-        One record per (version, tensor): "gradient_gap", greatest |trainer - transformers|, "gradient_scale", greatest
-        |transformers|, "gradient_dtype", the trainer's; "gradient_noise", of all tensors the greatest distance between
-        transformers' gradient in the checkpoint's dtype and in float32, over its greatest element: 0 for float32;
-        "group", the tensor's name, or one for all experts' tensors of its kind in its layer; "group_length", how long
-        the trainer's gradients of the group are along transformers', which are 1, and "group_noise", how far off that
-        dtype alone puts transformers' own, as a share of their length: 0 for float32;
-        "gradient_norm", L2 norm of all the trainer's gradients of that version; "loss", "loss_scale", "loss_noise" and
-        "num_tokens" of that version; "step_gap", how far the live weights are from what Adam and rounding to their
-        dtype allow, in units of the step's learning rate. What has no gradient has a scale and a gap of 0, and may only
-        decay.
+        One record per (version, tensor). "gradient": greatest |trainer - transformers| and its index.
+        "gradient_scale": greatest |transformers|. "gradient_dtype": the trainer's. "gradient_noise": greatest distance,
+        of all tensors, between transformers' gradient in the checkpoint's dtype and in float32, over its greatest
+        element; 0 for float32. "group": the tensor's name, or one for all experts' tensors of its kind in its layer.
+        "group_length": length of the trainer's gradients of the group along transformers', which are 1. "group_noise":
+        how far off that dtype alone puts transformers' own, as a share of their length; 0 for float32.
+        "gradient_norm": L2 norm of all the trainer's gradients of that version. "loss", "loss_scale", "loss_noise" and
+        "num_tokens": of that version. "step": how far the live weights are from what Adam and rounding to their dtype
+        allow, in units of the step's learning rate, greatest and its index. What has no gradient has a scale and a gap
+        of 0, and may only decay.
     """
     checkpoint = _checkpoints(source, work)
     return _judged(work, batches, rule, routes, checkpoint, checkpoint, lambda version, found: dict(found))
@@ -162,8 +164,8 @@ def _judged(
             if name in actual or name not in expected:
                 reduced = actual[name].double() if name in actual else torch.zeros_like(weight, dtype=torch.float64)
                 row["gradient_dtype"] = dtype_name(actual[name].dtype) if name in actual else "float32"
-                row["gradient_gap"] = float((reduced - gradient.double()).abs().max())
-                row["step_gap"] = adam.gap(name, weight, new[name], reduced * scale, version, **rates)
+                row["gradient"] = greatest((reduced - gradient.double()).abs())
+                row["step"] = adam.gap(name, weight, new[name], reduced * scale, version, **rates)
             records.append(row)
     return records
 
@@ -253,6 +255,12 @@ def _gradients_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
+def greatest(gaps: torch.Tensor) -> Greatest:
+    """The greatest element, and its index; NaN is greater than any number."""
+    at = int(gaps.argmax())
+    return float(gaps.flatten()[at]), [int(place) for place in torch.unravel_index(torch.tensor(at), gaps.shape)]
+
+
 class _Adam:
     """Adam in float64, with moments of its own (Kingma and Ba 2015, algorithm 1), and weight decay beside it.
 
@@ -267,7 +275,7 @@ class _Adam:
     def gap(
         self, name: str, old: torch.Tensor, live: torch.Tensor, gradient: torch.Tensor, step: int,
         learning_rate: float, decay: float = 0.0,
-    ) -> float:  # fmt: skip
+    ) -> Greatest:  # fmt: skip
         """Greatest distance of `live` from the stepped weight beyond what rounding explains, in learning rates."""
         zero = torch.zeros_like(gradient)
         first, second = self._moments.get(name, (zero, zero))
@@ -283,7 +291,7 @@ class _Adam:
         if rounded:
             self._masters[name] = stepped
             excess = (excess - _half_step(torch.maximum(live.double().abs(), stepped.abs()), live.dtype)).clamp(min=0)
-        return float(excess.max()) / learning_rate
+        return greatest(excess / learning_rate)
 
 
 def _rates(rule: Mapping[str, float], version: int) -> dict[str, float]:

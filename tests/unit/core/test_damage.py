@@ -43,8 +43,7 @@ def judged(path):
         trace = store.read(path)
         code = int(report_of(trace, "t").exit_code)
     except UsageError as problem:
-        assert "\n" not in str(problem)
-        return 4, None
+        return 4 if len(str(problem).splitlines()) == 1 else -1, None
     try:
         arrays = {item.array: trace.arrays(item) for item in trace.records if getattr(item, "array", "")}
     except ValueError:  # of a run that did not finish, whose files have no digests: its check breaks
@@ -98,6 +97,7 @@ def test_damage_never_ends_in_holds(tmp_path, records, complete, code):
         draw.choice([flip, flip, flip, cut, lose_a_line, delete, empty])(draw, file)
         found, content = judged(path)
         codes.append(found)
+        assert found >= 0
         assert found != 0 or content == right[1], f"{file.relative_to(path)}"
         assert not complete or found == 4 or content == right[1], f"{file.relative_to(path)}"
         file.write_bytes(kept)
@@ -109,5 +109,5 @@ def test_a_trace_of_another_run_is_not_mixed_in(tmp_path):
     ours = record(tmp_path / "ours", BROKEN["WGT004"], complete=True)
     theirs = record(tmp_path / "theirs", clean(), complete=True)
     shutil.copy(theirs / "evidence" / "trainer-0000.jsonl", ours / "evidence")
-    with pytest.raises(UsageError, match="is damaged: `evidence/trainer-0000.jsonl` is not what the run wrote"):
+    with pytest.raises(UsageError, match=r"is damaged: `evidence/trainer-0000\.jsonl` is not what the run wrote"):
         store.read(ours)
