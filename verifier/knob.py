@@ -35,7 +35,7 @@ class Knob:
     """Listed after the knobs that are a command's own."""
 
 
-_ENTRIES: dict[type, tuple[Entry, ...]] = {}
+_ENTRIES: dict[type, tuple[KnobEntry, ...]] = {}
 """Config -> its knobs, looked up once: a `Mesh` checks itself whenever one is made."""
 
 
@@ -86,7 +86,7 @@ def group(kind: type, *, make: Callable[..., Any] | None = None) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class KnobEntry:
     """One knob of a config, with its place in it."""
 
     key: str
@@ -128,14 +128,14 @@ class Entry:
         return value
 
 
-def entries(kind: type) -> tuple[Entry, ...]:
+def entries(kind: type) -> tuple[KnobEntry, ...]:
     """Return every knob of a config in the order of its fields; those of a group where the group stands."""
     if kind not in _ENTRIES:
         _ENTRIES[kind] = tuple(sorted(_entries(kind, ""), key=lambda entry: entry.knob.last))
     return _ENTRIES[kind]
 
 
-def _entries(kind: type, prefix: str) -> Iterator[Entry]:
+def _entries(kind: type, prefix: str) -> Iterator[KnobEntry]:
     hints = typing.get_type_hints(kind)
     for item in dataclasses.fields(kind):
         if "make" in item.metadata:
@@ -145,7 +145,7 @@ def _entries(kind: type, prefix: str) -> Iterator[Entry]:
             optional = isinstance(hint, types.UnionType)
             if optional:
                 (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
-            yield Entry(
+            yield KnobEntry(
                 key=prefix + item.name,
                 knob=meaning,
                 kind=typing.get_origin(hint) or hint,

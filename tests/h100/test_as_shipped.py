@@ -65,9 +65,11 @@ def test_family_as_shipped(name, runner, measured, tmp_path):
     write(rows, results / "as-shipped", f"cuda-{name.replace(':', '-')}")
     violated = rows[0]["violated"]
     measured(family=name, violated={code: found["explained_by"] for code, found in violated.items()})
-    assert not rows[0]["failure"] or "vllm #45620" in rows[0]["ended_by"], rows[0]["failure"]
-    for code, issue in expected.items():
-        assert issue in violated[code]["explained_by"], (code, violated[code])
+    if rows[0]["failure"]:  # others took memory of this GPU while the engine slept
+        assert "vllm #45620" in rows[0]["ended_by"], rows[0]["failure"]
+    else:
+        for code, issue in expected.items():
+            assert issue in violated[code]["explained_by"], (code, violated[code])
     if expected:
         judge(tmp_path / "fixed")
     elif not rows[0]["failure"]:

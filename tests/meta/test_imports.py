@@ -23,7 +23,7 @@ ROOMS = {
     "train": {"core", "mesh", "data", "model", "platform"},
     "export": {"core", "mesh", "model", "train", "platform"},
     "plan": {"core", "mesh"},
-    "transport": {"core", "mesh", "plan"},
+    "transport": {"core", "mesh", "plan", "launch"},
     "engine": {"core", "mesh", "model", "plan", "transport", "platform", "launch"},
     "oracle": {"core", "mesh", "model", "export", "engine", "platform", "plan", "runs", "train", "transport"},
     "probes": {"core", "mesh", "data", "model", "train", "export", "plan", "transport", "engine", "runs"},

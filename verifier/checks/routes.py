@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from verifier.checks.logprob import compare_logprobs, logprob_pairs
+from verifier.checks.logprobs import compare_logprobs, logprob_pairs
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, describe_difference
 from verifier.core.records_logprobs import (

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from verifier.checks.logprob import following
+from verifier.checks.logprobs import following
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.records_logprobs import DrawnTokens, OracleOfNext, SampledTokens, ShapedTokens

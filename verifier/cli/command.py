@@ -14,7 +14,7 @@ from verifier.cli.results import show
 from verifier.config.load import load
 from verifier.config.show import resolved
 from verifier.core.gate import ExitCode
-from verifier.knob import Entry, entries
+from verifier.knob import KnobEntry, entries
 
 _CONFIG = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="YAML file with any of the knobs; see docs/config.md.")
@@ -68,11 +68,11 @@ def configured(function: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
-def _default(entry: Entry) -> Any:
+def _default(entry: KnobEntry) -> Any:
     return None if entry.default in (None, ()) else entry.spelled(entry.default)
 
 
-def _annotation(entry: Entry) -> Any:
+def _annotation(entry: KnobEntry) -> Any:
     """Type of a flag, for typer."""
     kind: Any = entry.kind
     if kind is tuple:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verifier.errors import UsageError
-from verifier.knob import Entry, build, entries
+from verifier.knob import KnobEntry, build, entries
 
 _WORDS = {
     int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path",
@@ -73,7 +73,7 @@ def load[Config](
     return build(kind, values), {key: item.where for key, item in given.items()}
 
 
-def _overridden(known: Mapping[str, Entry], overrides: Sequence[str]) -> dict[str, Given]:
+def _overridden(known: Mapping[str, KnobEntry], overrides: Sequence[str]) -> dict[str, Given]:
     found: dict[str, Given] = {}
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -109,7 +109,7 @@ def require_known(known: Mapping[str, Any], key: str, where: str) -> None:
     )
 
 
-def _read(known: Mapping[str, Entry], file: Path) -> dict[str, Given]:
+def _read(known: Mapping[str, KnobEntry], file: Path) -> dict[str, Given]:
     """Flatten a YAML file into dotted keys."""
     import yaml
     from omegaconf import OmegaConf
@@ -138,7 +138,9 @@ def _read(known: Mapping[str, Entry], file: Path) -> dict[str, Given]:
     return found
 
 
-def _flattened(known: Mapping[str, Entry], content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flattened(
+    known: Mapping[str, KnobEntry], content: Mapping[Any, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     for name, value in content.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and key not in known and any(item.startswith(f"{key}.") for item in known):
@@ -147,7 +149,7 @@ def _flattened(known: Mapping[str, Entry], content: Mapping[Any, Any], prefix: s
             yield key, value
 
 
-def _typed(kind: type, known: Mapping[str, Entry], given: Mapping[str, Given]) -> dict[str, Any]:
+def _typed(kind: type, known: Mapping[str, KnobEntry], given: Mapping[str, Given]) -> dict[str, Any]:
     """Convert values by the config's own types, and resolve `${other.key}`."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -170,7 +172,7 @@ def _typed(kind: type, known: Mapping[str, Entry], given: Mapping[str, Given]) -
     return values
 
 
-def _parsed(entry: Entry, value: Any) -> Any:
+def _parsed(entry: KnobEntry, value: Any) -> Any:
     """Take text for nothing and for lists; each type converts its own."""
     if value == "null":
         return None
@@ -179,6 +181,6 @@ def _parsed(entry: Entry, value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _refusal(entry: Entry, item: Given) -> UsageError:
+def _refusal(entry: KnobEntry, item: Given) -> UsageError:
     place = "" if item.where.startswith(item.name) else f" in {item.where}"
     return UsageError(f"{item.name} is `{item.value}`{place}, it must be {_WORDS[entry.kind]}")

@@ -6,7 +6,7 @@ import sys
 
 from verifier.config.commands import CONFIGS
 from verifier.config.show import default
-from verifier.knob import Entry, entries
+from verifier.knob import KnobEntry, entries
 
 _HEAD = """\
 # Configuration
@@ -56,7 +56,7 @@ def page() -> str:
     return "".join(parts)
 
 
-def _row(entry: Entry) -> str:
+def _row(entry: KnobEntry) -> str:
     kind = ", ".join(f"`{choice}`" for choice in entry.knob.choices) or _TYPES[entry.kind.__name__]
     if entry.knob.unit:
         kind += f", {entry.knob.unit}"

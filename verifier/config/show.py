@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verifier.knob import Entry, entries
+from verifier.knob import KnobEntry, entries
 
 
 def resolved(config: Any, owners: Mapping[str, str]) -> str:
@@ -33,7 +33,7 @@ def resolved(config: Any, owners: Mapping[str, str]) -> str:
     return "".join(lines)
 
 
-def written(entry: Entry, value: Any) -> str:
+def written(entry: KnobEntry, value: Any) -> str:
     """Write a value as YAML, in its user's spelling."""
     if isinstance(value, tuple):
         return json.dumps(list(value))
@@ -41,7 +41,7 @@ def written(entry: Entry, value: Any) -> str:
     return json.dumps(str(spelled) if isinstance(spelled, Path) else spelled)
 
 
-def default(entry: Entry) -> str:
+def default(entry: KnobEntry) -> str:
     """Describe the default of a knob."""
     if entry.required:
         return "none, it is required"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from verifier.errors import UsageError
@@ -37,9 +36,9 @@ class EngineConfig:
     gpus: str = ""
     """GPUs of the engine's ranks, such as "2,3"; empty lets the engine choose."""
     cuda_graphs: bool = False
-    """Switch: capture and replay CUDA graphs; otherwise the engine runs eagerly."""
+    """True captures and replays CUDA graphs; False runs eagerly."""
     sleep_mode: bool = False
-    """Switch: allocate memory such that the engine can sleep."""
+    """True allocates memory such that the engine can sleep."""
     quantization: str | None = None
     """vLLM's name of a quantization that is applied to the weights while they are loaded."""
     lora_rank: int = 0
@@ -144,7 +143,7 @@ class Sampling:
     """Divisor of the logits; 0 takes the likeliest token."""
     shape: Shape = field(default_factory=Shape)
     seeded: bool = True
-    """Switch: a seeded generator for each continuation; otherwise the engine's own serves all."""
+    """True gives each continuation a seeded generator; False uses the engine's own for all."""
     each: Sequence[Sampling] = ()
     """One set of parameters per prompt, which replace these; empty for these."""
 
@@ -282,8 +281,3 @@ def refuse_adapters(config: Mapping[str, Any]) -> None:
     ):
         if found:
             raise UsageError(f"--engine-lora-rank takes dense models of plain attention, and this one has {what}")
-
-
-def package_root() -> Path:
-    """Return the directory that contains this package."""
-    return Path(__file__).resolve().parents[2]

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import asdict
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from verifier.engine import channel
 from verifier.engine.api import EngineSlice, EngineTensor, Generation, Poisoned, Sampling
 from verifier.engine.errors import raise_record
 from verifier.errors import InternalError
+from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
+from verifier.launch.child import last_lines
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt
-
-_LOG_LINES = 12
 
 
 class EngineGone(InternalError):
@@ -42,11 +41,11 @@ class Pending:
 
 
 class EngineClient:
-    """One connection to an engine host. Requests are answered in their order; not for several threads.
+    """One connection to an engine server. Requests are answered in their order; not for several threads.
 
     Args:
-        socket_path: where the host listens.
-        log_path: the host's log, quoted in errors.
+        socket_path: where the server listens.
+        log_path: the server's log, quoted in errors.
         deadline_s: for each request that names none.
         name: what errors call it.
     """
@@ -62,21 +61,20 @@ class EngineClient:
         self.socket_path = Path(socket_path)
         self.log_path = Path(log_path) if log_path else self.socket_path.with_name("engine.log")
         self.deadline_s = deadline_s
-        self._sock: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._channel: Channel | None = None
         try:
-            self._sock.connect(str(self.socket_path))
+            self._channel = Channel(connection.Client(str(self.socket_path), "AF_UNIX"))
         except OSError as error:
-            self.close()
-            words = self._last_words()
-            raise EngineGone(f"{name} does not listen at {self.socket_path}: {error.strerror}{words}") from error
+            why = f"{error.strerror}{last_lines(self.log_path)}"
+            raise EngineGone(f"{name} does not listen at {self.socket_path}: {why}") from error
 
     def start(self, request: str, *, deadline_s: float | None = None, **arguments: Any) -> Pending:
         """Send a request and return at once; results are taken in the order of the requests."""
-        if self._sock is None:
+        if self._channel is None:
             raise EngineGone(f"the connection to {self._name} was closed before the request `{request}`")
         try:
-            channel.send(self._sock, {"request": request, "arguments": arguments})
-        except channel.ChannelClosed as error:
+            self._channel.send({"request": request, "arguments": arguments})
+        except ChannelClosed as error:
             raise self._gone(request) from error
         return Pending(self, request, deadline_s or self.deadline_s)
 
@@ -92,37 +90,35 @@ class EngineClient:
 
     def answer(self, request: str, deadline_s: float) -> Any:
         """Wait for the answer to the request under way."""
-        if self._sock is None:
+        if self._channel is None:
             raise EngineGone(f"the connection to {self._name} was closed during the request `{request}`")
         try:
-            reply = channel.receive(self._sock, deadline_s)
-        except channel.DeadlinePassed as error:
+            reply = self._channel.receive(deadline_s)
+        except DeadlinePassed as error:
             self.close()
             raise EngineTimeout(
-                f"{self._name} did not answer `{request}` within {deadline_s:g} s{self._last_words()}"
+                f"{self._name} did not answer `{request}` within {deadline_s:g} s{last_lines(self.log_path)}"
             ) from error
-        except channel.ChannelClosed as error:
+        except ChannelClosed as error:
             raise self._gone(request) from error
         raise_record(reply, f"{self._name} failed in `{request}`")
         return reply["value"]
 
     def wait_ready(self, deadline_s: float) -> int:
         """Wait until the model is loaded; the number of engine ranks."""
-        return self.ask("num_ranks", deadline_s=deadline_s)
+        return msgspec.convert(self.ask("num_ranks", deadline_s=deadline_s), int)
 
     def logprobs(self, sequences: Sequence[Sequence[int]], *, deadline_s: float | None = None) -> list[list[float]]:
         """See `Engine.logprobs`."""
-        return self.ask("logprobs", deadline_s=deadline_s, sequences=[list(item) for item in sequences])
+        rows = self.ask("logprobs", deadline_s=deadline_s, sequences=[list(item) for item in sequences])
+        return msgspec.convert(rows, list[list[float]])
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, deadline_s: float | None = None
     ) -> list[Generation]:
         """See `Engine.generate`."""
         rows = self.ask(
-            "generate",
-            deadline_s=deadline_s,
-            prompts=[list(item) for item in prompts],
-            sampling=asdict(sampling),
+            "generate", deadline_s=deadline_s, prompts=[list(item) for item in prompts], sampling=asdict(sampling)
         )
         return msgspec.convert(rows, list[Generation])
 
@@ -156,7 +152,7 @@ class EngineClient:
 
     def reset_prefix_cache(self) -> bool:
         """See `Engine.reset_prefix_cache`."""
-        return self.ask("reset_prefix_cache")
+        return msgspec.convert(self.ask("reset_prefix_cache"), bool)
 
     def load_adapter(self, path: Path) -> None:
         """See `Engine.load_adapter`."""
@@ -172,7 +168,7 @@ class EngineClient:
 
     def call(self, module: str, function: str, arguments: Sequence[Any] = ()) -> list[Any]:
         """See `Engine.call`."""
-        return self.ask("call", module=module, function=function, arguments=list(arguments))
+        return msgspec.convert(self.ask("call", module=module, function=function, arguments=list(arguments)), list[Any])
 
     def call_driver(self, module: str, function: str, arguments: Sequence[Any] = ()) -> Any:
         """Run ``function(engine, *arguments)`` in the engine's own process, which asks the ranks; a JSON value."""
@@ -180,19 +176,13 @@ class EngineClient:
 
     def close(self) -> None:
         """Close this connection; the engine stays."""
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
     def _gone(self, request: str) -> EngineGone:
         self.close()
-        return EngineGone(f"{self._name}'s process ended during the request `{request}`{self._last_words()}")
-
-    def _last_words(self) -> str:
-        if not self.log_path.is_file():
-            return ""
-        lines = self.log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        return "; its last words:\n" + "\n".join(lines) if lines else ""
+        return EngineGone(f"{self._name}'s process ended during the request `{request}`{last_lines(self.log_path)}")
 
 
 def agreements(rows: list[dict[str, Any]]) -> list[Agreement]:

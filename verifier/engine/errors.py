@@ -1,10 +1,11 @@
-"""Errors on their way out of a process: as a JSON record, and raised again on the other side. Torch-free."""
+"""Errors on their way out of an engine's process, raised again on the other side. Torch-free."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from verifier.errors import ContractError, InternalError, UsageError, VerifierError
+from verifier.errors import InternalError, VerifierError
+from verifier.launch import failures
 from verifier.transport.wire import TransferFailed
 
 CARRIED = (
@@ -17,32 +18,24 @@ CARRIED = (
     AssertionError,
     OSError,
 )
-"""What upstream code raises at a request that it cannot serve; reported to who asked, while the process lives on."""
-
-_KINDS: dict[str, type[VerifierError]] = {
-    kind.__name__: kind for kind in (UsageError, ContractError, InternalError, TransferFailed)
-}
+"""Errors that upstream code raises at a request that it cannot serve: reported to the client, and survived."""
+_MAX_CAUSE = 600
 
 
 def to_record(error: BaseException) -> dict[str, Any]:
-    """The error as a JSON value: its kind if it is one of ours, and one line of text."""
-    if isinstance(error, VerifierError):
-        return {"error": type(error).__name__, "message": str(error)}
-    line = " ".join(str(error).split())[:600]
-    return {"error": "", "message": f"{type(error).__name__}: {line}"}
+    """The error as a JSON value: a reply that is no answer."""
+    return {"error": failures.to_record(error)}
 
 
-def raise_record(record: dict[str, Any], doing: str, otherwise: type[VerifierError] = InternalError) -> None:
-    """Raise what `to_record` carried, if the record is one.
+def raise_record(reply: dict[str, Any], doing: str, otherwise: type[VerifierError] = InternalError) -> None:
+    """Raise the error that `to_record` carried, if the reply is one.
 
     Args:
-        record: a reply.
+        reply: of another process.
         doing: begins the sentence about an error that is not one of ours.
         otherwise: raised for such an error.
     """
-    if "error" not in record:
-        return
-    kind = _KINDS.get(record["error"])
-    if kind is not None:
-        raise kind(record["message"])
-    raise otherwise(f"{doing}: {record['message']}")
+    if "error" in reply:
+        known = failures.known_error(reply["error"], (TransferFailed, *failures.OURS))
+        cause = " ".join(reply["error"]["cause"].split())[:_MAX_CAUSE]
+        raise known or otherwise(f"{doing}: {cause}")

@@ -1,57 +1,70 @@
-"""The engine's own process: ``python -m verifier.engine.server SOCKET CONFIG PARENT``.
+"""The engine's own process. It listens before the model is loaded, so requests may be sent early and wait.
 
-One thread accepts, one per connection reads; the main thread alone touches the engine, one request at a time. The
-socket listens before the model is loaded, so requests may be sent early and wait.
+One thread accepts, reads and answers: one request at a time touches the engine.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import json
 import os
-import queue
+import selectors
 import signal
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Callable
+from multiprocessing import connection
 from typing import Any, NoReturn
 
-from msgspec import convert, to_builtins
+import msgspec
 
-from verifier.engine import channel
 from verifier.engine.api import Engine, EngineConfig, Sampling, refuse_unsupported
 from verifier.engine.errors import CARRIED, to_record
-from verifier.engine.process import die_with_parent, keep_freed_memory
+from verifier.engine.process import VLLM_ENVIRONMENT
 from verifier.errors import InternalError, UsageError, VerifierError
+from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
 from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.platform.upstream_fixes import ENGINE_VARIABLE
 from verifier.transport.wire import Address
 
-_MAX_FOLDER = 107 - len("/01234567-0123-0123-0123-0123456789ab")
-"""Bytes of a socket's path that Linux takes (unix(7), sun_path), less what vLLM calls its sockets."""
-Request = tuple[socket.socket, str, dict[str, Any]]
-VLLM_ENVIRONMENT = {
-    # No separate engine core: the driver is this process, and its workers are forked from it.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-    # Whoever asks for GPUs while importing asks the driver's management library, which does not start CUDA.
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    "TORCH_COMPILE_DISABLE": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-}
-"""What must stand before torch and vLLM are imported: nothing is compiled, idle threads sleep, nothing is fetched."""
-
 ONE_THREAD_BYTES = 16 << 20
 """Greatest checkpoint that transformers runs on one thread: to wake another takes longer than what it would do."""
 KEPT_MEMORY_BYTES = 64 << 20
 """Greatest checkpoint whose process keeps what it frees: with a larger one it grows by a third, and wins no time."""
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_MAX_FOLDER = 107 - len("/01234567-0123-0123-0123-0123456789ab")
+"""Bytes of a socket's path that Linux takes (unix(7), sun_path), less what vLLM calls its sockets."""
+_MAX_WAITING = 128
+"""Clients that may connect before the engine is loaded."""
+_REQUEST_S = 60.0
+"""Seconds that a client may stop in the middle of a request."""
+_AS_THEY_ARE = (
+    "logprobs", "state", "checkpoint_view", "poison", "receive", "finish_update", "reset_prefix_cache", "load_adapter",
+    "sleep", "wake_up", "call",
+)  # fmt: skip
+"""Requests that are methods of the engine with JSON values as arguments."""
+
+
+def preload() -> None:
+    """Import all that vLLM's engine servers need, in the fork server. Without vLLM nothing: each server says so itself.
+
+    Raises:
+        InternalError: an import has started CUDA, so that nothing could be forked.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        return
+    import torch
+
+    from verifier.engine.vllm import engine_vllm
+    from verifier.platform.cuda import require_not_started
+
+    engine_vllm.preload()
+    if torch.cuda.device_count():
+        require_not_started()
 
 
 def load(config: EngineConfig) -> Engine:
@@ -95,100 +108,110 @@ def environment(config: EngineConfig, checkpoint_bytes: int) -> dict[str, str]:
     }
 
 
+def keep_freed_memory() -> None:
+    """Have this process reuse the memory of large tensors. Given back, the pages of every next one are faulted in anew.
+
+    In a scan of state-space layers on a CPU that takes longer than the arithmetic does.
+
+    Source:
+        mallopt(3): no allocation is a mapping of its own, and the heap's top is not trimmed (glibc; elsewhere nothing
+        changes).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+class EngineServer:
+    """Clients' connections, and what answers their requests: first nothing, then the engine, or why there is none.
+
+    Args:
+        socket_path: to listen at.
+    """
+
+    def __init__(self, socket_path: str) -> None:
+        self._door = socket.socket(socket.AF_UNIX)
+        self._door.bind(socket_path)
+        self._door.listen(_MAX_WAITING)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._door, selectors.EVENT_READ)
+        self._answers: dict[str, Callable[..., Any]] = {}
+        self._failure: VerifierError | None = None
+
+    def run(self, config: EngineConfig) -> NoReturn:
+        """Load the engine, and answer until terminated; an engine that could not be loaded answers with the reason."""
+        try:
+            engine = load(config)
+        except VerifierError as error:
+            self._failure = error
+            self._serve()
+        self._answers = answers(engine)
+        try:
+            self._serve()
+        finally:
+            engine.shutdown()
+
+    def _serve(self) -> NoReturn:
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    client = Channel(connection.Connection(self._door.accept()[0].detach()))
+                    self._selector.register(client, selectors.EVENT_READ, client)
+                else:
+                    self._serve_client(key.data)
+
+    def _serve_client(self, client: Channel) -> None:
+        try:
+            message = client.receive(_REQUEST_S)
+            client.send(self._reply(message["request"], message["arguments"]))
+        except (ChannelClosed, DeadlinePassed):  # it went away, or gave up waiting
+            self._selector.unregister(client)
+            client.close()
+
+    def _reply(self, request: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        if self._failure is not None:
+            return to_record(self._failure)
+        if request not in self._answers:
+            return to_record(InternalError(f"the engine knows no request `{request}`"))
+        try:
+            answer = self._answers[request](**arguments)
+            return {"value": msgspec.to_builtins(answer, enc_hook=lambda number: number.item())}  # numpy's scalars
+        except CARRIED as error:
+            traceback.print_exc()
+            return to_record(error)
+
+
 def answers(engine: Engine) -> dict[str, Callable[..., Any]]:
-    """Request name -> what answers it with a JSON value."""
+    """Request name -> function of its arguments."""
     return {
+        **{name: getattr(engine, name) for name in _AS_THEY_ARE},
         "num_ranks": lambda: engine.num_ranks,
-        "logprobs": engine.logprobs,
-        "generate": lambda prompts, sampling: to_builtins(engine.generate(prompts, convert(sampling, Sampling))),
-        "state": lambda: to_builtins(engine.state()),
-        "checkpoint_view": lambda: to_builtins(engine.checkpoint_view()),
-        "poison": lambda: to_builtins(engine.poison()),
+        "generate": lambda prompts, sampling: engine.generate(prompts, msgspec.convert(sampling, Sampling)),
         "connect": lambda address: engine.connect(Address(**address)),
-        "begin_update": lambda plan: to_builtins(engine.begin_update(ChunkPlan.from_json(plan))),
-        "receive": lambda chunk: to_builtins(engine.receive(chunk)),
-        "finish_update": engine.finish_update,
-        "reset_prefix_cache": engine.reset_prefix_cache,
-        "load_adapter": engine.load_adapter,
-        "sleep": engine.sleep,
-        "wake_up": engine.wake_up,
-        "call": engine.call,
+        "begin_update": lambda plan: engine.begin_update(ChunkPlan.from_json(plan)),
         "call_driver": lambda module, function, arguments: getattr(importlib.import_module(module), function)(
             engine, *arguments
         ),
     }
 
 
-def serve(socket_path: str, config: EngineConfig) -> None:
-    """Listen, load, answer until terminated."""
-    requests: queue.Queue[Request] = queue.Queue()
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    door.bind(f"{socket_path}.opening")
-    door.listen()
-    os.rename(f"{socket_path}.opening", socket_path)  # who sees the path can connect
-    threading.Thread(target=_accept, args=(door, requests), daemon=True).start()
-    if len(os.fsencode(folder := os.path.dirname(socket_path))) <= _MAX_FOLDER:
-        os.environ["VLLM_RPC_BASE_PATH"] = folder  # vLLM leaves its sockets there; they go with the folder
-    try:
-        engine = load(config)
-    except VerifierError as error:
-        _refuse_all(requests, error)
-    table = answers(engine)
-    try:
-        while True:
-            sock, name, arguments = requests.get()
-            _reply(sock, _answer(table, name, arguments))
-    finally:
-        engine.shutdown()
+def forked(channel: Channel, socket_path: str, config: str) -> NoReturn:
+    """Be an engine server that a fork server forked; clients connect to its socket instead of the channel."""
+    channel.close()
+    main(socket_path, config)
 
 
-def _answer(table: dict[str, Callable[..., Any]], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    if name not in table:
-        return to_record(InternalError(f"the engine knows no request `{name}`"))
-    try:
-        return {"value": table[name](**arguments)}
-    except CARRIED as error:
-        traceback.print_exc()
-        return to_record(error)
+def main(socket_path: str, config: str) -> NoReturn:
+    """Be an engine server.
 
-
-def _refuse_all(requests: queue.Queue[Request], error: VerifierError) -> NoReturn:
-    while True:
-        sock, _, _ = requests.get()
-        _reply(sock, to_record(error))
-
-
-def _reply(sock: socket.socket, reply: dict[str, Any]) -> None:
-    try:
-        channel.send(sock, reply)
-    except channel.ChannelClosed:
-        sock.close()  # the client gave up waiting
-
-
-def _accept(door: socket.socket, requests: queue.Queue[Request]) -> None:
-    while True:
-        sock, _ = door.accept()
-        threading.Thread(target=_read, args=(sock, requests), daemon=True).start()
-
-
-def _read(sock: socket.socket, requests: queue.Queue[Request]) -> None:
-    while True:
-        try:
-            message = channel.receive(sock, None)
-        except channel.ChannelClosed:
-            sock.close()
-            return
-        requests.put((sock, message["request"], message["arguments"]))
-
-
-def main(socket_path: str, config: str, parent: str) -> None:
-    """Entry of the process."""
-    die_with_parent()
-    if os.getppid() != int(parent):  # it died before the line above
-        return
+    Args:
+        socket_path: to listen at.
+        config: of the engine, as JSON.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    serve(socket_path, EngineConfig(**json.loads(config)))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    server = EngineServer(socket_path)
+    folder = os.path.dirname(socket_path)
+    if len(os.fsencode(folder)) <= _MAX_FOLDER:
+        os.environ["VLLM_RPC_BASE_PATH"] = folder  # vLLM leaves its sockets there; they go with the folder
+    server.run(EngineConfig(**json.loads(config)))

@@ -13,7 +13,7 @@ from verifier.plan.digest import digest_tensor
 from verifier.transport.buffer import dtype_name
 
 _CACHES = ("kv_cache",)
-"""Attributes that hold past requests and no weights."""
+"""Attributes with the state of past requests, not weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

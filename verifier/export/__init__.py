@@ -1,1 +1,1 @@
-"""Live parameters to checkpoint tensors, and the independent statement of where each lives."""
+"""Export of parameters as checkpoint tensors, and the independent table of their places."""

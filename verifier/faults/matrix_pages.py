@@ -115,7 +115,7 @@ def _stage_page(stage: Stage, found: Mapping[str, TrialRow]) -> str:
             *(_fault_line(fault, found.get(fault.id)) for fault in faults),
         ),
         "", "## What goes wrong", "",
-        *(_bullet(f"`{fault.id}`: {fault.summary} ({_subject(fault)})") for fault in faults),
+        *(_bullet(f"`{fault.id}`: {fault.summary} ({_configuration(fault)})") for fault in faults),
     )  # fmt: skip
 
 
@@ -134,9 +134,10 @@ def _linked(source: str) -> str:
     return ISSUE.sub(r"[\1#\2](https://github.com/\1/issues/\2)", source)
 
 
-def _subject(fault: Fault) -> str:
+def _configuration(fault: Fault) -> str:
     engine = "no engine" if fault.engine == "none" else fault.engine
     engine += f" tp{fault.engine_tp}" if fault.engine_tp > 1 else ""
     adapter = [f"adapter of rank {fault.lora_rank}"] if fault.lora_rank else []
     gpu = [f"{fault.gpus} GPU"] if fault.gpus else []
-    return ", ".join([fault.model, fault.mesh.label(), fault.dtype, engine, *adapter, *gpu])
+    fixes = [f"with the fix {name}" for name in fault.fixes]
+    return ", ".join([fault.model, fault.mesh.label(), fault.dtype, engine, *adapter, *gpu, *fixes])

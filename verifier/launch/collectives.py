@@ -76,7 +76,7 @@ class _Watch:
         self._records: dict[int, flight.Record] = {}
         self._dtypes: dict[torch.dtype, bytes] = {}
 
-    def collective(self, method: Callable, op: bytes) -> Callable:
+    def collective(self, method: Callable[..., Any], op: bytes) -> Callable[..., Any]:
         """Wrap a method whose first argument holds tensors, if it has tensors at all."""
 
         @functools.wraps(method)
@@ -91,7 +91,7 @@ class _Watch:
 
         return watched
 
-    def point_to_point(self, method: Callable, op: bytes) -> Callable:
+    def point_to_point(self, method: Callable[..., Any], op: bytes) -> Callable[..., Any]:
         """Wrap `send` or `recv` (tensors, peer, tag): each direction of each pair of ranks counts on its own."""
 
         @functools.wraps(method)
@@ -115,11 +115,11 @@ class _Watch:
 
         return watched
 
-    def waiting(self, method: Callable) -> Callable:
+    def waiting(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `Work.wait`."""
 
         @functools.wraps(method)
-        def watched(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
+        def watched(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
             recorder = flight.active()
             if recorder is None:
                 return method(work, *args, **kwargs)
@@ -159,21 +159,16 @@ def _global_ranks(group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group) if group in known else []
 
 
-def _watched_new_group(function: Callable) -> Callable:
+def _watched_new_group(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `new_group`, in which the new group's ranks wait for each other."""
 
     @functools.wraps(function)
     def watched(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> dist.ProcessGroup:
-        recorder = flight.active()
         members = range(dist.get_world_size()) if ranks is None else ranks
-        if recorder is None or dist.get_rank() not in members:
+        if flight.active() is None or dist.get_rank() not in members:
             return function(ranks, *args, **kwargs)
-        key = flight.group_key("new_group", members)
-        with flight.label(str(kwargs.get("group_desc") or "")):
-            recorder.wait(recorder.enter(key, b"new_group", _NO_DTYPE, None))
-        try:
+        waiting = flight.blocked(flight.group_key("new_group", members), b"new_group")
+        with flight.label(str(kwargs.get("group_desc") or "")), waiting:
             return function(ranks, *args, **kwargs)
-        finally:
-            recorder.leave()
 
     return watched

@@ -1,7 +1,8 @@
-"""How a run of ranks can end badly, and what it says then."""
+"""Failures of a run of ranks, their sentences, and errors on their way from one process to another."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from verifier.errors import ContractError, InternalError, UsageError, VerifierError
 
 JSON = Any
+OURS = (UsageError, ContractError, InternalError)
+"""Errors that cross a process's border as themselves."""
 _MAX_RANKS_SHOWN = 8
 _MAX_LINES_SHOWN = 30
 
@@ -40,7 +43,7 @@ class RankFailed(LaunchError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """Where one rank stood when a run was stopped."""
+    """Occupation of one rank when a run was stopped."""
 
     rank: int
     place: str
@@ -99,44 +102,31 @@ class JobTimeout(LaunchError):
         super().__init__("\n".join(lines))
 
 
-def failure_from(report: Mapping[str, JSON], places: Sequence[str]) -> VerifierError:
-    """The exception for a failure report of the forking process.
+def to_record(error: BaseException) -> dict[str, JSON]:
+    """An error as a JSON value that can leave its process."""
+    message, kind = str(error), type(error)
+    return {
+        "kinds": [item.__name__ for item in kind.__mro__],
+        "message": message,
+        "cause": f"{kind.__name__}: {message}".rstrip(": "),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
 
-    A rank's own UsageError, ContractError or InternalError comes back as itself, with its one sentence.
+
+def known_error(record: Mapping[str, JSON], kinds: Sequence[type[VerifierError]] = OURS) -> VerifierError | None:
+    """The error of a record as itself, if it is of one of these kinds; of the nearest, where it is of several."""
+    by_name = {kind.__name__: kind for kind in kinds}
+    return next((by_name[name](record["message"]) for name in record["kinds"] if name in by_name), None)
+
+
+def error_from(record: Mapping[str, JSON], what: str) -> VerifierError:
+    """The error of a record as itself, or an InternalError with its cause.
+
+    Args:
+        record: see `to_record`.
+        what: begins the sentence about an error that is not one of ours.
     """
-    if report["kind"] == "rank":
-        rank = report["rank"]
-        failed = RankFailed(
-            rank=rank,
-            place=_place(places, rank),
-            cause=report["cause"],
-            traceback=report["traceback"],
-            log_tail=report["log_tail"],
-        )
-        known = {kind.__name__: kind for kind in (UsageError, ContractError, InternalError)}.get(report["error"])
-        if known is None:
-            return failed
-        error = known(report["message"])
-        error.__cause__ = failed
-        return error
-    states = [
-        RankState(rank=item["rank"], place=_place(places, item["rank"]), doing=item["doing"], frame=item["frame"])
-        for item in report["states"]
-    ]
-    if report["kind"] == "collective":
-        return CollectiveTimeout(
-            op=report["op"],
-            tensor=report["tensor"],
-            group=report["group"],
-            arrived=report["arrived"],
-            missing=states,
-            waited_s=report["waited_s"],
-        )
-    return JobTimeout(function=report["function"], deadline_s=report["deadline_s"], states=states)
-
-
-def _place(places: Sequence[str], rank: int) -> str:
-    return places[rank] if places else ""
+    return known_error(record) or InternalError(f"{what}: {record['cause']}\n{record['traceback']}".rstrip())
 
 
 def _in_brackets(place: str) -> str:

@@ -1,6 +1,6 @@
 """A flight recorder in shared memory: which collective each rank is in, readable from outside while it is stuck.
 
-Each rank owns one slot and writes only there; the forking process reads all slots. A slot tells which collective the
+Each rank owns one slot and writes only there; the owner of the job reads all slots. A slot tells which collective the
 rank entered last (operation, group, tensor, its count within the group) and whether the rank waits in it, and keeps,
 per process group, how many collectives the rank has entered, so that "had this rank arrived" has an exact answer.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import mmap
+import os
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -36,9 +37,16 @@ _MAX_SHAPES = 4096
 _READ_ATTEMPTS = 20
 
 
-def memory_for(num_ranks: int) -> mmap.mmap:
-    """Anonymous shared memory with a zeroed slot per rank; processes forked after this share it."""
-    return mmap.mmap(-1, num_ranks * SLOT_BYTES)
+def memory_for(num_ranks: int, fd: int = -1) -> mmap.mmap:
+    """Shared memory with a slot per rank, zeroed at first.
+
+    Args:
+        num_ranks: the job's.
+        fd: descriptor of a file in memory, by which other processes map the same; -1: none, only forks share it.
+    """
+    if fd >= 0:
+        os.ftruncate(fd, num_ranks * SLOT_BYTES)
+    return mmap.mmap(fd, num_ranks * SLOT_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +75,13 @@ def group_key(name: str, ranks: Iterable[int]) -> GroupKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """What one rank's slot said at one moment."""
+    """One rank's slot, read at one moment."""
 
     rank: int
     num_entered: int
     group: GroupKey
     count: int
-    """How many collectives of the group the rank had entered, this one included."""
+    """Number of collectives of the group that the rank had entered, this one included."""
     op: str
     dtype: str
     shape: tuple[int, ...] | None
@@ -86,7 +94,7 @@ class Slot:
 
     @property
     def tensor(self) -> str:
-        """What it carries, as far as known: "`name` [2, 3] float32"."""
+        """Tensor that it carries, as far as known: "`name` [2, 3] float32"."""
         parts = [f"`{self.label}`"] if self.label else []
         if self.shape is not None:
             parts.append(str(list(self.shape)))
@@ -174,7 +182,7 @@ def waiting_since(memory: mmap.mmap, rank: int) -> float | None:
 
 
 def read_slot(memory: mmap.mmap, rank: int) -> Slot | None:
-    """What a rank's slot says, or None before its first collective.
+    """Read a rank's slot; None before its first collective.
 
     The writer takes no lock, so the slot is read until two readings agree.
     """
@@ -225,6 +233,20 @@ def activate(recorder: Recorder) -> None:
 def active() -> Recorder | None:
     """This process's recorder, or None outside of a rank."""
     return _Active.recorder
+
+
+@contextlib.contextmanager
+def blocked(group: GroupKey, op: bytes) -> Iterator[None]:
+    """Record that this rank, if it is one, waits for a group's members in what is no collective of torch's."""
+    recorder = _Active.recorder
+    if recorder is None:
+        yield
+        return
+    recorder.wait(recorder.enter(group, op, b"", None))
+    try:
+        yield
+    finally:
+        recorder.leave()
 
 
 @contextlib.contextmanager

@@ -1,144 +1,252 @@
-"""The owner's end of a process that imports libraries once and forks children on request."""
+"""A process that imports libraries once, and forks children that have them: the ranks of jobs, and engine servers.
+
+A child begins in milliseconds and shares the memory of what was imported. The process has one thread and starts none,
+since a fork copies only the thread that forks. When its owner closes the channel or dies, it kills its children, each
+with its process group, and ends; when it is killed itself, the kernel kills its children.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import gc
 import os
-import select
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
+from functools import partial
+from multiprocessing import Pipe, connection, reduction
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn, Self
 
 from verifier.errors import ContractError, InternalError
+from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
+from verifier.launch.child import Child, die_with_parent, last_lines, resolve, spawn
+from verifier.launch.failures import error_from, to_record
 
+_REPLY_S = 60.0
+"""Seconds that a fork, or the collection of a child's exit status, may take."""
 _END_S = 5.0
 
 
 class ForkServer:
-    """One process with vLLM loaded, which forks the hosts of any number of engines.
-
-    It starts with the first engine, which waits for the imports. Use it from one thread that outlives the engines, and
-    stop them first. If the owner dies, so does everything.
+    """The owner's end. Use it from one thread.
 
     Args:
-        module: whose `__main__` forks; gets the socket's descriptor and the owner's process id.
-        environment: of that process, over the owner's.
-        load_deadline_s: seconds that importing vLLM may take.
+        preloads: functions "package.module:function", called once, in this order, before the first fork; they must
+            start no thread.
+        name: what errors call the process.
+        environment: variables over those of this process.
+        load_deadline_s: seconds that the preloads may take.
     """
 
-    def __init__(self, module: str, environment: Mapping[str, str], load_deadline_s: float = 300.0) -> None:
-        self._module, self._environment = module, dict(environment)
+    def __init__(
+        self,
+        *preloads: str,
+        name: str,
+        environment: Mapping[str, str] | None = None,
+        load_deadline_s: float = 300.0,
+    ) -> None:
+        self._preloads, self._name, self._environment = preloads, name, environment
         self._load_deadline_s = load_deadline_s
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
+        self._loaded = False
+        self._death: InternalError | None = None
 
-    def __enter__(self) -> ForkServer:
+    def __enter__(self) -> Self:
         return self
-
-    def _begin(self) -> subprocess.Popen[bytes]:
-        self._socket, theirs = socket.socketpair()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        with theirs:
-            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [sys.executable, "-m", self._module, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, pass_fds=[theirs.fileno()],
-                env={**os.environ, **self._environment}, start_new_session=True,
-            )  # fmt: skip
-        return self._process
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._process is None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the process and its preloads, and go on; nothing if it was started."""
+        if self._process is not None or self._death is not None:
             return
-        self._socket.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
-        self._process.kill()
-        self._process.wait()
-        self._log.close()
+        ours, theirs = Pipe()
+        self._channel = Channel(ours)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        with theirs:
+            self._process = spawn(
+                "verifier.launch.fork_server:serve",
+                [str(theirs.fileno()), *self._preloads],
+                self._log,
+                death_signal=signal.SIGTERM if on_main_thread else 0,
+                environment=self._environment,
+                pass_fds=[theirs.fileno()],
+            )
+        self._load_until = time.monotonic() + self._load_deadline_s
 
     @property
     def pid(self) -> int:
-        """Process id of the forking process.
+        """Process id, and id of its session.
 
         Raises:
-            ContractError: it was not started yet.
+            ContractError: it was not started, or is closed.
         """
         if self._process is None:
-            raise ContractError("no engine was started from this fork_server yet")
+            raise self._death or ContractError(f"{self._name} is not running: use it in a with block")
         return self._process.pid
 
-    def start(self, socket_path: Path, config: Any, log_path: Path) -> ForkedHost:
-        """Fork a host; it listens within moments, and loads the model while the caller goes on.
+    def wait_loaded(self) -> None:
+        """Wait until the preloads have returned.
+
+        Raises:
+            UsageError: a preload refused, for instance because a version is not supported.
+            InternalError: a preload failed otherwise, or they did not end within their deadline.
+        """
+        if self.pid and not self._loaded:
+            what = f"load {', '.join(self._preloads)} within {self._load_deadline_s:g} s"
+            record = self._receive(self._load_until - time.monotonic(), what)
+            if record is not None:
+                self.close()
+                raise error_from(record, f"{self._name} could not load")
+            self._loaded = True
+
+    def fork(
+        self, function: str, arguments: Mapping[str, Any], *, log_path: Path, fds: Sequence[int] = ()
+    ) -> tuple[Child, Channel]:
+        """Call a function in a forked child that leads a session; the first waits for the preloads.
 
         Args:
-            socket_path: where it shall listen.
-            config: of the engine.
-            log_path: receives the host's and its workers' output.
+            function: "package.module:function", called with the child's end of a channel, its own descriptors of `fds`,
+                and the arguments by keyword.
+            arguments: what JSON can carry.
+            log_path: receives stdout and stderr.
+            fds: descriptors of open files that the child gets.
 
-        Raises:
-            InternalError: vLLM could not be imported, or not in time.
+        Returns:
+            The child and this end of the channel.
         """
-        process = self._process or self._begin()
-        order = {"socket": str(socket_path), "config": config.to_json(), "log": str(log_path)}
-        self._socket.settimeout(self._load_deadline_s)
+        self.start()
+        self.wait_loaded()
+        ours, theirs = Pipe()
+        order = {"function": function, "arguments": dict(arguments), "log": str(log_path), "num_fds": 1 + len(fds)}
+        with theirs:
+            pid = self._ask({"fork": order}, [theirs.fileno(), *fds])
+        return Child(pid, partial(self._collect, pid)), Channel(ours)
+
+    def death(self) -> InternalError:
+        """The error that says how the process ended, and what it printed last."""
+        if self._process is not None:
+            cause = self._process.cause_of_death() if self._process.ended(_END_S) else "without an exit status"
+            self._death = InternalError(f"{self._name} ended by itself ({cause}){last_lines(self._log)}")
+            self.close()
+        return self._death or InternalError(f"{self._name} was closed")
+
+    def close(self) -> None:
+        """End all children and the process; nothing is left when this returns."""
+        process, self._process = self._process, None
+        if process is not None:
+            self._channel.close()
+            process.stop(_END_S)
+            self._log.close()
+
+    def _collect(self, pid: int) -> int | None:
+        """Exit status of a child that has ended."""
+        with contextlib.suppress(InternalError):
+            if self._process is not None:
+                return self._ask({"collect": pid})
+        return None
+
+    def _ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> Any:
         try:
-            self._socket.sendall(json.dumps(order).encode() + b"\n")
-            data, fds, _, _ = socket.recv_fds(self._socket, 64, 1)
-        except TimeoutError as error:
-            process.kill()  # a late answer would be taken for the next engine's
-            late = f"vLLM was not imported within {self._load_deadline_s:g} s by the process that forks engines"
-            raise InternalError(late) from error
-        except ConnectionError as error:
-            raise self._gone() from error
-        if not data:
-            raise self._gone()
-        return ForkedHost(int(data), fds[0])
+            self._channel.send(request)
+            for fd in fds:
+                reduction.send_handle(self._channel.wire, fd, None)
+        except (ChannelClosed, ConnectionError):
+            raise self.death() from None
+        return self._receive(_REPLY_S, f"answer within {_REPLY_S:g} s")
 
-    def _gone(self) -> InternalError:
-        self._log.seek(0)
-        words = self._log.read().decode(errors="replace").splitlines()[-12:]
-        return InternalError("\n".join(["the process that forks engines died; its last words:", *words]))
+    def _receive(self, deadline_s: float, what: str) -> Any:
+        try:
+            return self._channel.receive(deadline_s)
+        except DeadlinePassed:
+            self._death = InternalError(f"{self._name} did not {what}")
+            self.close()
+            raise self._death from None
+        except ChannelClosed:
+            raise self.death() from None
 
 
-class ForkedHost:
-    """A host that another process forked: what `subprocess.Popen` is to a child of one's own."""
+def serve(owner_fd: str, *preloads: str) -> NoReturn:
+    """Be the fork server."""
+    owner = Channel(connection.Connection(int(owner_fd)))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for name in preloads:
+            resolve(name)()
+    except BaseException as error:  # reported to the owner, who raises it
+        owner.send(to_record(error))
+        raise
+    gc.collect()
+    gc.freeze()
+    children: set[int] = set()
+    signal.signal(signal.SIGTERM, lambda signum, frame: _end(children))
+    with contextlib.suppress(ChannelClosed):
+        owner.send(None)
+        while True:
+            request = owner.receive()
+            if "fork" in request:
+                reply = _fork(owner, **request["fork"])
+                children.add(reply)
+            else:
+                _, status = os.waitpid(request["collect"], 0)
+                children.remove(request["collect"])
+                reply = os.waitstatus_to_exitcode(status)
+            owner.send(reply)
+    _end(children)
 
-    def __init__(self, pid: int, pid_fd: int) -> None:
-        self.pid = pid
-        self._pid_fd = pid_fd
-        self._ended = False
 
-    def poll(self) -> int | None:
-        """None while it lives. How it ended only its parent knows: 0 then."""
-        if not self._ended and select.select([self._pid_fd], [], [], 0)[0]:
-            os.close(self._pid_fd)
-            self._ended = True
-        return 0 if self._ended else None
+def _end(children: set[int]) -> NoReturn:
+    """Kill all children with their groups, and end."""
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    os._exit(0)
 
-    def terminate(self) -> None:
-        """Ask it to end."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pid_fd, signal.SIGTERM)
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end.
+def _fork(owner: Channel, function: str, arguments: dict[str, Any], log: str, num_fds: int) -> int:
+    fds = [reduction.recv_handle(owner.wire) for _ in range(num_fds)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    server_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _be_child(owner, server_pid, function, arguments, log, fds)
+    for fd in fds:
+        os.close(fd)
+    return pid
 
-        Raises:
-            subprocess.TimeoutExpired: it lives on.
-        """
-        until = None if timeout is None else time.monotonic() + timeout
-        while self.poll() is None:
-            if until is not None and time.monotonic() > until:
-                raise subprocess.TimeoutExpired("engine host", timeout or 0)
-            time.sleep(0.02)
-        return 0
+
+def _be_child(
+    owner: Channel, server_pid: int, function: str, arguments: dict[str, Any], log: str, fds: list[int]
+) -> NoReturn:
+    """Drop what is the fork server's and call the function, in the forked process; never return into its loop."""
+    status = 1
+    try:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, signal.SIG_DFL)
+        die_with_parent(server_pid)
+        owner.close()
+        os.setsid()
+        with open(log, "ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        resolve(function)(Channel(connection.Connection(fds[0])), *fds[1:], **arguments)
+        status = 0
+    except SystemExit as asked:
+        status = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
+    except BaseException:
+        traceback.print_exc()  # no interpreter will: this process ends here
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

@@ -1,9 +1,11 @@
-"""Reads the flight recorder and says which collective hangs, and who did not come. Pure: slots in, a finding out."""
+"""Find the collective that hangs, and the ranks that did not come, in slots of the flight recorder. Pure functions."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from verifier.launch.flight_recorder import Slot
 
@@ -53,7 +55,7 @@ def _stall(slot: Slot, by_rank: Mapping[int, Slot], now_s: float) -> Stall:
 
 
 def doing(slot: Slot | None, now_s: float) -> str:
-    """What a rank does, in words."""
+    """Occupation of a rank, in words."""
     if slot is None:
         return "in no collective yet"
     carried = f" of {slot.tensor}" if slot.tensor else ""
@@ -63,3 +65,12 @@ def doing(slot: Slot | None, now_s: float) -> str:
         return f"waits {gone_s:.1f} s in {what}"
     since = f" since {gone_s:.1f} s" if slot.since_s else ""
     return f"in no collective{since}, the last was {what}"
+
+
+def innermost_frame(stack: str) -> str:
+    """The innermost frame of a faulthandler dump that is not torch's own or ours: "file.py:12 in name"."""
+    frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', stack)
+    for file, line, name in frames:
+        if "/torch/" not in file and "/verifier/launch/" not in file:
+            return f"{'/'.join(Path(file).parts[-2:])}:{line} in {name}"
+    return ""

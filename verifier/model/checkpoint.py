@@ -154,18 +154,18 @@ def require_described(checkpoint: Checkpoint, dtype: str) -> None:
     if layers > len(metas):
         raise UsageError(f"{path / 'config.json'} asks for {layers:,} layers, the shards hold {len(metas):,} tensors")
     for spec in tensors_of(family, config):
-        held = metas.get(spec.name)
-        if held is None:
+        header = metas.get(spec.name)
+        if header is None:
             raise UsageError(f"checkpoint {path} has no tensor `{spec.name}`, which its config.json asks for")
-        if held.shape != spec.shape:
+        if header.shape != spec.shape:
             raise UsageError(
-                f"shard {path / held.shard} holds `{spec.name}` with shape {list(held.shape)}, where config.json asks "
-                f"for {list(spec.shape)}"
+                f"shard {path / header.shard} holds `{spec.name}` with shape {list(header.shape)}, where config.json "
+                f"asks for {list(spec.shape)}"
             )
-        if held.dtype not in (dtype, "float32"):
+        if header.dtype not in (dtype, "float32"):
             raise UsageError(
-                f"shard {path / held.shard} holds `{spec.name}` in {held.dtype}, most of the checkpoint is in {dtype}: "
-                "convert it first"
+                f"shard {path / header.shard} holds `{spec.name}` in {header.dtype}, most of the checkpoint is in "
+                f"{dtype}: convert it first"
             )
 
 
@@ -197,13 +197,13 @@ def _read_indexed(path: Path) -> dict[str, TensorHeader]:
             raise UsageError(f"{path / INDEX} names shard `{shard}`, which is not a file name in its own directory")
         if not (path / shard).is_file():
             raise UsageError(f"shard {path / shard} is missing: {INDEX} names it")
-        held = _read_header(path / shard)
-        for name in held:
+        headers = _read_header(path / shard)
+        for name in headers:
             if name not in weight_map:
                 raise UsageError(f"shard {path / shard} holds `{name}`, which {INDEX} does not name")
             if weight_map[name] != shard:
                 raise UsageError(f"shard {path / shard} holds `{name}`, which {INDEX} places in `{weight_map[name]}`")
-        metas |= held
+        metas |= headers
     absent = sorted(weight_map.keys() - metas.keys())
     if absent:
         others = f" and {len(absent) - 1:,} more" if len(absent) > 1 else ""

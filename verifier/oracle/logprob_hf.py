@@ -51,7 +51,7 @@ def oracle_logprobs(
 def next_token(
     _: object, path: str, tokens: Sequence[int], device: str = "cpu", temperature: float = 1.0
 ) -> list[float]:
-    """Log-probability of every token of the vocabulary after these, nats; a request of an engine host.
+    """Log-probability of every token of the vocabulary after these, nats; a request of an engine server.
 
     Args:
         path: the checkpoint; its weights are brought to float32.
@@ -67,7 +67,7 @@ def next_token(
 def score(
     _: object, path: str, sequences: Sequence[Sequence[int]], dtype: str, device: str = "cpu", temperature: float = 1.0
 ) -> list[list[float]]:
-    """`oracle_logprobs` as a request of an engine host: JSON in, JSON out.
+    """`oracle_logprobs` as a request of an engine server: JSON in, JSON out.
 
     Args:
         path: the checkpoint.

@@ -24,7 +24,7 @@ def score_routed(
     dtype: str,
     device: str = "cpu",
 ) -> list[list[float]]:
-    """Teacher-forced log-probabilities of a mixture whose routers obey; a request of an engine host.
+    """Teacher-forced log-probabilities of a mixture whose routers obey; a request of an engine server.
 
     Args:
         path: the checkpoint.

@@ -29,7 +29,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 def judge_steps(
     _: object, source: str, work: str, batches: Sequence[Batch], rule: Mapping[str, float], routes: Sequence[Routes]
 ) -> list[dict[str, Any]]:
-    """Measure every step of a run against the oracle; a request of an engine host.
+    """Measure every step of a run against the oracle; a request of an engine server.
 
     Args:
         source: checkpoint of version 0.

@@ -1,1 +1,1 @@
-"""Contents and order of a weight transfer, and the digests that confirm it."""
+"""Plan of a weight transfer, and the content digest."""

@@ -41,14 +41,10 @@ class HostEvent:
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
-    def record(self, stream: object = None) -> None:
+    def ignore(self, other: object = None) -> None:
         """Do nothing."""
 
-    def wait(self, stream: object = None) -> None:
-        """Do nothing."""
-
-    def synchronize(self) -> None:
-        """Do nothing."""
+    record = wait = synchronize = ignore
 
 
 class HostStream:
@@ -56,18 +52,14 @@ class HostStream:
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
-    def wait_stream(self, stream: object) -> None:
+    def ignore(self, other: object = None) -> None:
         """Do nothing."""
 
-    def wait_event(self, event: object) -> None:
-        """Do nothing."""
+    wait_stream = wait_event = synchronize = ignore
 
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
         """Return an event for callers to wait for."""
         return event or HostEvent()
-
-    def synchronize(self) -> None:
-        """Do nothing."""
 
 
 THE_STREAM = HostStream()

@@ -15,7 +15,7 @@ from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.fork_server import ForkServer
 from verifier.oracle.oracle import Oracle
 from verifier.platform import select
-from verifier.probes.engine import EngineState, held_by
+from verifier.probes.engine_state import EngineState, held_by
 
 COLLECTIVE_DEADLINE_S = 180.0
 """All ranks wait for rank 0 while it asks the engine, whose first request may compile kernels: 75 s were seen."""

@@ -17,7 +17,7 @@ from verifier.errors import VerifierError
 from verifier.mesh import Mesh
 from verifier.oracle.noise_floor import Floor, floor_path, write_floor
 from verifier.platform.upstream_fixes import selected
-from verifier.probes.engine import held_by
+from verifier.probes.engine_state import held_by
 from verifier.runs import golden, noise
 from verifier.runs.manifest import golden_manifest, recording, roundtrip_manifest
 from verifier.runs.model_under_test import ModelUnderTest, open_for_roundtrip, open_model

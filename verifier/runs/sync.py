@@ -19,7 +19,7 @@ from verifier.engine.api import Sample, Sampling, Shape
 from verifier.engine.client import EngineClient
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import ChunkPlan
-from verifier.probes.engine import (
+from verifier.probes.engine_state import (
     held_by,
     record_drawn,
     record_poison,

@@ -9,7 +9,7 @@ import pytest
 
 COUNT = """
 import resource, sys
-from verifier.engine.process import keep_freed_memory
+from verifier.engine.server import keep_freed_memory
 if sys.argv[1] == "kept": keep_freed_memory()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

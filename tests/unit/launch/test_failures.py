@@ -2,49 +2,61 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from verifier.errors import ContractError, InternalError, UsageError
-from verifier.launch.failures import CollectiveTimeout, JobTimeout, RankFailed, RankState, failure_from
-from verifier.launch.job import innermost_frame
-
-PLACES = [f"tp={rank % 2} pp={rank // 2}" for rank in range(4)]
-
-
-def rank_report(**changes):
-    report = {"kind": "rank", "rank": 3, "error": "ValueError", "message": "no", "cause": "ValueError: no"}
-    return {**report, "traceback": "Traceback\n  here\n", "log_tail": "one\ntwo\n", **changes}
+from verifier.launch.failures import (
+    CollectiveTimeout,
+    JobTimeout,
+    RankFailed,
+    RankState,
+    error_from,
+    known_error,
+    to_record,
+)
+from verifier.launch.watchdog import innermost_frame
 
 
 def test_rank_failed():
-    error = failure_from(rank_report(), PLACES)
-    assert isinstance(error, RankFailed)
+    error = RankFailed(
+        rank=3, place="tp=1 pp=1", cause="ValueError: no", traceback="Traceback\n  here\n", log_tail="one\ntwo\n"
+    )
     assert str(error) == (
         "rank 3 (tp=1 pp=1) failed: ValueError: no\n  Traceback\n    here\nlast lines of rank 3's log:\n  one\n  two"
     )
-    assert str(failure_from(rank_report(traceback="", log_tail=""), [])) == "rank 3 failed: ValueError: no"
+    bare = RankFailed(rank=3, place="", cause="ValueError: no", traceback="", log_tail="")
+    assert str(bare) == "rank 3 failed: ValueError: no"
 
 
 @pytest.mark.parametrize("kind", [UsageError, ContractError, InternalError])
-def test_our_own_errors_keep_their_kind(kind):
-    error = failure_from(rank_report(error=kind.__name__), PLACES)
-    assert type(error) is kind
-    assert str(error) == "no"
-    assert isinstance(error.__cause__, RankFailed)
+def test_our_own_errors_cross_as_themselves(kind):
+    error = error_from(json.loads(json.dumps(to_record(kind("no")))), "it failed")
+    assert (type(error), str(error)) == (kind, "no")
+
+
+def test_a_kind_of_ours_that_is_not_known_there_crosses_as_its_base():
+    assert type(known_error(to_record(RankRefused("no")))) is ContractError
+
+
+def test_other_errors_cross_with_their_cause_and_traceback():
+    record = to_record(ValueError("no such expert"))
+    assert known_error(record) is None
+    assert str(error_from(record, "it failed")).splitlines()[0] == "it failed: ValueError: no such expert"
+    assert to_record(SystemExit(3))["cause"] == "SystemExit: 3"
+
+
+class RankRefused(ContractError):
+    """A kind that only its own process knows."""
 
 
 def test_collective_timeout():
-    report = {
-        "kind": "collective",
-        "op": "all_reduce",
-        "tensor": "`model.norm.weight` [64] float32",
-        "group": [0, 1, 2, 3],
-        "arrived": [0, 1, 2],
-        "waited_s": 61.25,
-        "states": [{"rank": 3, "doing": "in no collective yet", "frame": "train/step.py:7 in step"}],
-    }
-    error = failure_from(report, PLACES)
-    assert isinstance(error, CollectiveTimeout)
+    missing = RankState(rank=3, place="tp=1 pp=1", doing="in no collective yet", frame="train/step.py:7 in step")
+    error = CollectiveTimeout(
+        op="all_reduce", tensor="`model.norm.weight` [64] float32", group=range(4), arrived=range(3), missing=[missing],
+        waited_s=61.25,
+    )  # fmt: skip
     assert str(error) == (
         "all_reduce of `model.norm.weight` [64] float32 waited 61.2 s in a group of 4 ranks [0-3]: "
         "[0-2] arrived, [3] did not\n"

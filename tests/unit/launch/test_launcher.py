@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from verifier.errors import ContractError, UsageError
+from verifier.launch.child import resolve
 from verifier.launch.fork_launcher import ForkLauncher
-from verifier.launch.rank import Capture, resolve
 
 
 def test_importing_it_loads_neither_torch_nor_numpy():
@@ -32,13 +32,3 @@ def test_resolve():
             resolve(name)
     with pytest.raises(UsageError, match="`json` has no function `absentee`"):
         resolve("json:absentee")
-
-
-def test_capture_keeps_what_was_raised():
-    with Capture() as capture:
-        pass
-    assert capture.failure is None
-    with Capture() as capture:
-        raise SystemExit(3)
-    assert capture.failure["cause"] == "SystemExit: 3"
-    assert "raise SystemExit(3)" in capture.failure["traceback"]

@@ -1,7 +1,8 @@
-"""Words over real sockets: all hear the same, and nobody waits past the deadline or for one who left."""
+"""Agreements over real sockets: all get the same, and nobody waits past the deadline or for one who left."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -12,7 +13,6 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from verifier.errors import ContractError
 from verifier.transport import control_channel
 from verifier.transport.control_channel import ControlChannel
 from verifier.transport.wire import Address, TransferFailed
@@ -51,7 +51,7 @@ def members() -> Iterator[Members]:
         end.close()
 
 
-def test_everyone_hears_everyone_in_rank_order(members: Members) -> None:
+def test_all_get_all_messages_in_rank_order(members: Members) -> None:
     for turn in range(50):
         heard = members.together(lambda rank, turn=turn: members.ends[rank].propose(f"{turn} of {rank}")())
         assert all(step.messages == tuple(f"{turn} of {rank}" for rank in range(NUM_RANKS)) for step in heard)
@@ -59,16 +59,10 @@ def test_everyone_hears_everyone_in_rank_order(members: Members) -> None:
     assert all(step.reached for step in members.together(lambda rank: members.ends[rank].propose("same")()))
 
 
-def test_words_are_heard_in_the_order_in_which_they_were_said(members: Members) -> None:
+def test_agreements_end_in_the_order_in_which_they_were_proposed(members: Members) -> None:
     pending = [[end.propose(str(turn)) for turn in range(5)] for end in members.ends]
     heard = members.together(lambda rank: [hear().messages for hear in pending[rank]])
     assert heard == [[(str(turn),) * NUM_RANKS for turn in range(5)]] * NUM_RANKS
-
-
-def test_a_word_that_is_too_long_is_refused(members: Members) -> None:
-    members.together(lambda rank: members.ends[rank].propose("x" * 96)())
-    with pytest.raises(ContractError, match="a word of 97 bytes cannot be agreed on, at most 96 fit"):
-        members.ends[0].propose("x" * 97)
 
 
 @pytest.mark.parametrize("silent", [0, 2])
@@ -127,7 +121,7 @@ def test_a_stranger_at_the_door_is_turned_away(manners: str, monkeypatch: pytest
     ends: dict[int, ControlChannel] = {}
     sender = threading.Thread(target=lambda: ends.update({0: ControlChannel(store, 0, address)}))
     sender.start()
-    port = int(theirs.get("control").split()[0])
+    port = int(theirs.get("control port"))
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         if manners == "says something else":
             stranger.sendall(bytes(20))
@@ -136,7 +130,8 @@ def test_a_stranger_at_the_door_is_turned_away(manners: str, monkeypatch: pytest
         ends[1] = ControlChannel(theirs, 1, address)
         sender.join(20)
         if manners != "leaves":
-            assert stranger.recv(1) == b""
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
     hear = ends[1].propose("in")
     assert ends[0].propose("in")().reached
     assert hear().reached

@@ -7,6 +7,7 @@ weight-transfer engine. The import registers `ChunkTransferEngine`.
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -32,11 +33,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from verifier.engine.errors import CARRIED, to_record
-from verifier.engine.process import die_with_parent
 from verifier.engine.stored_tensors import adapter_places, restore
 from verifier.engine.vllm.stored_tensors_vllm import model_tensors, poison_model
 from verifier.engine.vllm.view_vllm import checkpoint_slices
 from verifier.errors import ContractError
+from verifier.launch.child import die_with_parent
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.platform import upstream_fixes_vllm
 from verifier.transport.receiver import ChunkReceiver
@@ -70,7 +71,7 @@ class ChunkTransferEngine(WeightTransferEngine[AddressInfo, ChunkInfo]):
         super().__init__(config, parallel_config)
         upstream_fixes_vllm.install_asked()
         if threading.current_thread() is threading.main_thread():
-            die_with_parent()
+            die_with_parent(os.getppid())
         self.receiver = ChunkReceiver(
             parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank, copy_kept_views
         )

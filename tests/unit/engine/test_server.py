@@ -1,0 +1,139 @@
+"""The engine's server and its client over a real socket, with an engine that computes nothing.
+
+What this does not exercise: loading a model, and the server's process (tests/dist/test_engine_process.py).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verifier.engine import server
+from verifier.engine.api import EngineConfig, Generation, Poisoned, Sample, Sampling
+from verifier.engine.client import EngineClient, EngineGone, EngineTimeout
+from verifier.errors import InternalError, UsageError
+from verifier.transport.wire import TransferFailed
+
+CONFIG = EngineConfig(kind="hf", checkpoint="none")
+
+
+class StillEngine:
+    """Answers with what it was asked."""
+
+    num_ranks = 2
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+        self.asked: list[str] = []
+
+    def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """NaN for every token."""
+        return [[math.nan for _ in tokens] for tokens in sequences]
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Generation]:
+        """Each prompt as its own sample."""
+        return [
+            Generation(prompt=tuple(tokens), samples=(Sample(tokens=tuple(tokens), logprobs=(-0.5,), cached_tokens=3),))
+            for tokens in prompts
+        ]
+
+    def poison(self) -> list[list[Poisoned]]:
+        """Fail in the transport."""
+        raise TransferFailed("transfer rank 1 left")
+
+    def finish_update(self) -> None:
+        """Fail as upstream code does."""
+        raise RuntimeError("shape '[2]' is\n  invalid")
+
+    def call(self, module: str, function: str, arguments: list[Any]) -> list[Any]:
+        """Wait until told to go on."""
+        self.asked.append(function)
+        assert self.may_go_on.wait(20)
+        return arguments
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+@pytest.fixture
+def engine() -> StillEngine:
+    return StillEngine()
+
+
+@pytest.fixture
+def socket_path(tmp_path: Path, engine: StillEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(server, "load", lambda config: engine)
+    yield serving(tmp_path)
+    engine.may_go_on.set()
+
+
+def serving(folder: Path) -> Path:
+    path = folder / "socket"
+    found = server.EngineServer(str(path))
+    threading.Thread(target=found.run, args=(CONFIG,), daemon=True).start()
+    return path
+
+
+def test_answers_come_back_typed(socket_path: Path) -> None:
+    client = EngineClient(socket_path, deadline_s=20)
+    assert client.wait_ready(20) == 2
+    assert math.isnan(client.logprobs([[1], [2, 3]])[1][1])
+    (generation,) = client.generate([[7, 8]], Sampling(max_tokens=4, seed=0))
+    assert (generation.prompt, generation.samples[0].logprobs) == ((7, 8), (-0.5,))
+
+
+def test_errors_come_back_as_themselves_and_the_engine_lives(socket_path: Path) -> None:
+    client = EngineClient(socket_path, deadline_s=20)
+    with pytest.raises(TransferFailed, match=r"^transfer rank 1 left$"):
+        client.poison()
+    with pytest.raises(InternalError, match=r"failed in `finish_update`: RuntimeError: shape '\[2\]' is invalid"):
+        client.finish_update()
+    with pytest.raises(InternalError, match="knows no request `dance`"):
+        client.ask("dance")
+    assert client.wait_ready(20) == 2
+
+
+def test_requests_of_a_connection_are_answered_in_their_order(socket_path: Path, engine: StillEngine) -> None:
+    client, other = EngineClient(socket_path, deadline_s=20), EngineClient(socket_path, deadline_s=20)
+    pending = [client.start("call", module="m", function=str(number), arguments=[number]) for number in range(3)]
+    engine.may_go_on.set()
+    assert other.call("m", "other") == []
+    assert [item.result() for item in pending] == [[0], [1], [2]]
+    assert [name for name in engine.asked if name != "other"] == ["0", "1", "2"]
+
+
+def test_who_gives_up_waiting_disturbs_nobody(socket_path: Path, engine: StillEngine) -> None:
+    client = EngineClient(socket_path, deadline_s=0.2, name="the oracle")
+    with pytest.raises(EngineTimeout, match=r"^the oracle did not answer `call` within 0.2 s$"):
+        client.call("m", "f")
+    with pytest.raises(EngineGone, match="was closed before the request"):
+        client.wait_ready(1)
+    engine.may_go_on.set()
+    assert EngineClient(socket_path, deadline_s=20).wait_ready(20) == 2
+
+
+def test_an_engine_that_could_not_be_loaded_says_why_to_everyone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(config: EngineConfig) -> None:
+        raise UsageError("no checkpoint directory at none")
+
+    monkeypatch.setattr(server, "load", refuse)
+    path = serving(tmp_path)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"^no checkpoint directory at none$"):
+            EngineClient(path, deadline_s=20).wait_ready(20)
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    (tmp_path / "engine.log").write_text("".join(f"line {number}\n" for number in range(20)))
+    with pytest.raises(EngineGone) as caught:
+        EngineClient(tmp_path / "socket")
+    first, *words = str(caught.value).splitlines()
+    assert first.endswith("socket: No such file or directory; its last words:")
+    assert words == [f"line {number}" for number in range(8, 20)]

@@ -1,0 +1,83 @@
+"""JSON messages over a connection of `multiprocessing`. Its own `send` and `recv` pickle, and are never used."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from multiprocessing import connection
+from typing import Any
+
+JSON = Any
+
+
+class ChannelClosed(Exception):
+    """The other side went away."""
+
+
+class DeadlinePassed(Exception):
+    """No whole message came in time; the channel cannot be used again."""
+
+
+class Channel:
+    """One end of a stream socket. Not for several threads.
+
+    Args:
+        wire: connected; closed with the channel.
+    """
+
+    def __init__(self, wire: connection.Connection) -> None:
+        self.wire = wire
+
+    def send(self, message: JSON) -> None:
+        """Send one JSON value; floats keep every bit.
+
+        Raises:
+            ChannelClosed: the other side went away.
+        """
+        raw = json.dumps(message, separators=(",", ":")).encode()
+        try:
+            self.wire.send_bytes(raw)
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+
+    def receive(self, deadline_s: float | None = None) -> JSON:
+        """Receive one JSON value.
+
+        Args:
+            deadline_s: seconds until the message begins, and between any two parts of it; None: no limit.
+
+        Raises:
+            ChannelClosed: the other side went away.
+            DeadlinePassed: the message did not come, or stopped in its middle.
+        """
+        try:
+            if deadline_s is not None:
+                if not self.wire.poll(max(deadline_s, 0)):
+                    raise DeadlinePassed
+                limit_reads(self.wire, deadline_s)
+            return json.loads(self.wire.recv_bytes())
+        except BlockingIOError as error:
+            raise DeadlinePassed from error
+        except (EOFError, OSError) as error:
+            raise ChannelClosed(str(error) or "end of stream") from error
+
+    def fileno(self) -> int:
+        """File descriptor of the socket."""
+        return self.wire.fileno()
+
+    def close(self) -> None:
+        """Close this end; the other side's next wait fails at once."""
+        self.wire.close()
+
+
+def limit_reads(wire: connection.Connection, deadline_s: float) -> None:
+    """Let every single read of a socket fail with BlockingIOError after so many seconds.
+
+    Source:
+        socket(7): SO_RCVTIMEO holds for the socket, whichever descriptor it is read through; 0 means no limit.
+    """
+    whole, part = divmod(max(deadline_s, 0.001), 1)
+    with socket.socket(fileno=os.dup(wire.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(whole), int(part * 1e6)))

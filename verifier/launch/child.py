@@ -1,0 +1,168 @@
+"""Processes started for a run: each leads a session, ends with its owner, and is waited for by a descriptor."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection
+from pathlib import Path
+from typing import IO, Any
+
+from verifier.errors import InternalError, UsageError
+
+_PR_SET_PDEATHSIG = 1
+_ROOT = str(Path(__file__).resolve().parents[2])
+"""Folder that must be importable for this package to be."""
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from verifier.launch.child import boot; boot()"
+_LAST_LINES = 12
+_REAP_S = 10.0
+
+
+class Child:
+    """A process that leads a session of its own: our child, or a fork server's.
+
+    Args:
+        pid: process id, and id of its session and process group.
+        collect: waits for its end and returns its exit status as `subprocess` gives it; None if nobody knows.
+    """
+
+    def __init__(self, pid: int, collect: Callable[[], int | None]) -> None:
+        self.pid = pid
+        self._pid_fd = os.pidfd_open(pid)  # nobody else has it: it is not collected yet
+        self._collect = functools.cache(collect)
+
+    def ended(self, within_s: float = 0.0) -> bool:
+        """Wait at most so many seconds for its end; True if it has ended."""
+        return self._pid_fd < 0 or bool(connection.wait([self._pid_fd], max(within_s, 0.0)))
+
+    def cause_of_death(self) -> str | None:
+        """Wait for its end: "exit status 7" or "killed by SIGKILL"; None if nobody knows."""
+        code = self._collect()
+        if code is None or code >= 0:
+            return None if code is None else f"exit status {code}"
+        hint = " (the kernel does this when memory runs out)" if code == -signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{hint}"
+
+    def fileno(self) -> int:
+        """Descriptor that becomes readable when it ends."""
+        return self._pid_fd
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal, if it has not ended."""
+        if not self.ended():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pid_fd, signum)
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """End it and all processes of its group; nothing is left, whatever state they are in.
+
+        Args:
+            grace_s: seconds that they have after SIGTERM, before SIGKILL.
+
+        Raises:
+            InternalError: it is still there 10 s after SIGKILL: it hangs in the kernel.
+        """
+        if self._pid_fd < 0:
+            return
+        until = time.monotonic() + grace_s
+        if grace_s:
+            self.send_signal(signal.SIGTERM)
+            if self.ended(grace_s):
+                self._collect()
+            while self._signal_group(0) and time.monotonic() < until:
+                time.sleep(0.02)
+        self._signal_group(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)  # it leads no group yet if it has only just been forked
+        if not self.ended(_REAP_S):
+            raise InternalError(f"process {self.pid} is still there {_REAP_S:g} s after SIGKILL")
+        self._collect()
+        os.close(self._pid_fd)
+        self._pid_fd = -1
+
+    def _signal_group(self, signum: int) -> bool:
+        """Signal all processes of the group; False if there are none, alive or not collected."""
+        try:
+            os.killpg(self.pid, signum)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+def spawn(
+    function: str,
+    arguments: Sequence[str],
+    log: IO[bytes],
+    *,
+    death_signal: int,
+    environment: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
+) -> Child:
+    """Call a function in an interpreter of its own, with the module path of this one.
+
+    Args:
+        function: "package.module:function".
+        arguments: its arguments.
+        log: receives stdout and stderr.
+        death_signal: sent to the process when the thread that calls this ends, however it ends; 0: none.
+        environment: variables over those of this process.
+        pass_fds: descriptors that the process inherits.
+    """
+    path = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH", "")]))
+    popen = subprocess.Popen(  # noqa: S603 - our own interpreter and code
+        [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(os.getpid()), str(death_signal), function, *arguments],
+        stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=pass_fds, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+    )  # fmt: skip
+    return Child(popen.pid, popen.wait)
+
+
+def boot() -> None:
+    """The other side of `spawn`."""
+    owner_pid, death_signal, function, *arguments = sys.argv[2:]
+    if int(death_signal):
+        die_with_parent(int(owner_pid), int(death_signal))
+    resolve(function)(*arguments)
+
+
+def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the thread that created it ends, also if it has ended already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), signum)
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """The function that "package.module:function" names.
+
+    Raises:
+        UsageError: it is not spelled like that, or there is no such function.
+    """
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise UsageError(f"`{name}` does not name a function: write package.module:function")
+    function = getattr(importlib.import_module(module_name), function_name, None)
+    if not callable(function):
+        raise UsageError(f"`{module_name}` has no function `{function_name}`")
+    return function
+
+
+def last_lines(log: Path | IO[bytes]) -> str:
+    """The end of a log as the end of an error's sentence; empty if there is none."""
+    if isinstance(log, Path):
+        text = log.read_bytes() if log.is_file() else b""
+    else:
+        log.seek(0)
+        text = log.read()
+    lines = text.decode(errors="replace").splitlines()[-_LAST_LINES:]
+    return "\n".join(["; its last words:", *lines]) if lines else ""
