@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import verifier.checks  # noqa: F401  (fills the registry)
+from verifier.config import GoldenConfig
 from verifier.core import store
 from verifier.core.gate import ExitCode
 from verifier.core.manifest import Manifest, MeshSizes
@@ -136,8 +137,8 @@ def golden_peak_bytes(launcher: ForkLauncher, checkpoint: Path, folder: Path, dt
     """Greatest anonymous memory of golden's only rank."""
     trace = store.create(folder / "trace", MANIFEST)
     spec = RunSpec(
-        program="golden", checkpoint=str(checkpoint), mesh=Mesh(), dtype=dtype, tier="cpu", trace=str(trace),
-        work=str(folder),
+        config=GoldenConfig(model=str(checkpoint), trace=trace, dtype=dtype), program="golden",
+        checkpoint=str(checkpoint), tier="cpu", trace=str(trace), work=str(folder),
     )  # fmt: skip
     with PeakMemory(launcher.pid) as peak:
         launcher.run(

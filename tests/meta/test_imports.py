@@ -24,7 +24,7 @@ ROOMS = {
     "export": {"core", "mesh", "model", "train", "platform"},
     "plan": {"core", "mesh"},
     "transport": {"core", "mesh", "plan", "launch"},
-    "engine": {"core", "mesh", "model", "plan", "transport", "platform", "launch"},
+    "engine": {"core", "mesh", "config", "model", "plan", "transport", "platform", "launch"},
     "oracle": {"core", "mesh", "model", "export", "engine", "platform", "plan", "runs", "train", "transport"},
     "probes": {"core", "mesh", "data", "model", "train", "export", "plan", "transport", "engine", "runs"},
     "strategies": {"core", "mesh", "data", "train", "export", "plan"},

@@ -6,13 +6,14 @@ Every knob is declared here or in `Mesh`, once.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
 
 from verifier.errors import UsageError
-from verifier.knob import check, group, knob
+from verifier.knob import build, check, entries, flat, group, knob
 from verifier.mesh import Mesh
 from verifier.platform.upstream_fixes import require_known
 
@@ -65,6 +66,18 @@ class CommandConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-able values that the manifest of a trace records under "config"; the trace is not named."""
         return {name: value for name, value in _plain(dataclasses.asdict(self)).items() if name != "trace"}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
+        """Make the config that `to_dict` gave; a trace may be added to it.
+
+        Raises:
+            UsageError: values that no config has.
+        """
+        kinds = {entry.key: entry.kind for entry in entries(cls) if entry.kind in (tuple, Path)}
+        values = flat(record)
+        typed = {key: kinds[key](value) for key, value in values.items() if key in kinds and value is not None}
+        return cast(Self, build(cls, {**values, **typed}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

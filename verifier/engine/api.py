@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
+from verifier.config import EngineOptions
 from verifier.errors import UsageError
 from verifier.model.families import num_experts_of
 from verifier.plan.chunk_plan import ChunkPlan
@@ -13,47 +14,33 @@ from verifier.transport.wire import Address, Agreement, Receipt
 
 Box = tuple[tuple[int, int], ...]
 """[begin, end) in each dim of a checkpoint tensor."""
-KINDS = ("vllm", "hf")
 DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Start options of an engine.
+class EngineConfig(EngineOptions):
+    """What an engine's processes are told: the options of the user, and what the runner adds to them.
 
     Raises:
-        UsageError: unknown kind or dtype, or a tensor-parallel size that the kind does not have.
+        UsageError: see `EngineOptions`; or an unknown dtype, or a tensor-parallel size that no engine has.
     """
 
-    kind: str
     checkpoint: str
     """Directory of the checkpoint that is loaded at the start."""
     dtype: str = "float32"
-    tp: int = 1
     max_model_len: int = 512
     """Greatest length of prompt and continuation together, in tokens."""
     seed: int = 0
     gpus: str = ""
     """GPUs of the engine's ranks, such as "2,3"; empty lets the engine choose."""
-    cuda_graphs: bool = False
-    """True captures and replays CUDA graphs; False runs eagerly."""
-    sleep_mode: bool = False
-    """True allocates memory such that the engine can sleep."""
-    quantization: str | None = None
-    """vLLM's name of a quantization that is applied to the weights while they are loaded."""
-    lora_rank: int = 0
-    """Greatest rank of an adapter that can be loaded; 0 for none."""
     fixes: tuple[str, ...] = ()
     """Ids of the upstream fixes that are installed in the engine's processes."""
 
     def __post_init__(self) -> None:
+        EngineOptions.__post_init__(self)
         object.__setattr__(self, "fixes", tuple(self.fixes))  # a list, where it came as JSON
-        if self.kind not in KINDS:
-            raise UsageError(f"there is no engine `{self.kind}`; choose one of {', '.join(KINDS)}")
         if self.dtype not in DTYPES:
             raise UsageError(f"the engine cannot run in {self.dtype}; choose one of {', '.join(DTYPES)}")
-        if self.kind == "hf" and self.tp != 1:
-            raise UsageError(f"--engine hf runs on one rank, so --engine-tp {self.tp} does not apply; leave it at 1")
         if self.tp not in (1, 2, 4, 8):
             raise UsageError(f"--engine-tp {self.tp} is not one of 1, 2, 4, 8")
 

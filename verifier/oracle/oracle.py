@@ -172,7 +172,7 @@ class Oracle:
             for version in seen.versions(EngineLogprobs):
                 for name in ("scored", *(item.name for item in seen.of(SampledTokens, version=version))):
                     _emit_gaps(recorder, EngineNoise, name, version, engine_gaps)
-        if spec.update == "step" and spec.gradients:
+        if spec.roundtrip.update == "step" and spec.gradients:
             self._record_steps(recorder, spec, subject, seen)
         recorder.close()
 

@@ -60,7 +60,7 @@ class AdapterSession(Session):
         spec = self.spec
         self.say(f"loading {self.mesh.world_size} trainer ranks ({self.mesh.label()}) with adapters")
         self.trainer = provider_megatron.build(
-            spec.checkpoint, self.mesh, dtype=spec.dtype, tier=spec.tier, data_parallel=DATA_PARALLEL,
+            spec.checkpoint, self.mesh, dtype=spec.config.dtype, tier=spec.tier, data_parallel=DATA_PARALLEL,
             deadline_s=spec.deadline_s, adapt=partial(adapter_megatron.attach, rank=spec.lora_rank),
             fixes=spec.fixes,
         )  # fmt: skip
@@ -149,8 +149,8 @@ class AdapterSession(Session):
             return
         self.say(f"version {version}: engine scores and samples")
         self.engine.record_logprobs(self.spec.scenario.sequences, version)
-        self.engine.record_samples(self.spec.scenario.prompts, version, self.spec.seed + version)
-        self.engine.record_draws(self.spec.scenario.prompts[0], version, self.spec.seed + version)
+        self.engine.record_samples(self.spec.scenario.prompts, version, self.spec.roundtrip.seed + version)
+        self.engine.record_draws(self.spec.scenario.prompts[0], version, self.spec.roundtrip.seed + version)
         base = {name: self.source.read(name) for name in self.source.names()}
         adapter = adapter_megatron.held_by_engine(self.adapter)
         if version == 0:  # none is loaded yet, and its place is empty

@@ -16,7 +16,6 @@ from verifier.engine.api import EngineConfig
 from verifier.errors import VerifierError
 from verifier.mesh import Mesh
 from verifier.oracle.noise_floor import Floor, floor_path, write_floor
-from verifier.platform.upstream_fixes import selected
 from verifier.probes.engine_state import held_by
 from verifier.runs import golden, noise
 from verifier.runs.manifest import golden_manifest, recording, roundtrip_manifest
@@ -67,10 +66,9 @@ class Runner:
         manifest = golden_manifest(config, model)
         with recording([config.trace], manifest) as complete, _work_folder() as work:
             spec = RunSpec(
-                program="golden", checkpoint=str(model.checkpoint.path), mesh=config.mesh, dtype=config.dtype,
-                tier=model.tier, trace=str(config.trace), work=str(work), num_gpus=manifest.num_gpus,
+                config=config, program="golden", checkpoint=str(model.checkpoint.path), tier=model.tier,
+                trace=str(config.trace), work=str(work), num_gpus=manifest.num_gpus,
                 source_from_manifest=recorded is not None, saves=model.is_saved,
-                fixes=sorted(selected(config.fixes)),
                 deadline_s=self.resources.collective_deadline_s,
             )  # fmt: skip
             self._progress("importing Megatron")
@@ -171,12 +169,12 @@ class Runner:
     def _run_ranks(self, specs: Sequence[RunSpec], work: Path, until: Deadline) -> None:
         self.resources.launcher(until).run(
             "verifier.runs.ranks_megatron:run",
-            world_size=specs[0].mesh.world_size,
+            world_size=specs[0].config.mesh.world_size,
             run_dir=work / "ranks",
             args={"sessions": [spec.to_json() for spec in specs]},
             deadline_s=until.left("the ranks were started"),
             collective_deadline_s=specs[0].deadline_s + ENGINE_FIRST_S,
-            mesh=specs[0].mesh,
+            mesh=specs[0].config.mesh,
             num_gpus=specs[0].num_gpus,
             on_progress=lambda rank, text: self._progress(text),
         )

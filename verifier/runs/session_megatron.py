@@ -82,7 +82,7 @@ class Session:
         share: TrainerRounds | None = None,
     ) -> None:
         self.spec, self.context, self.probe, self.engine, self._share = spec, context, probe, engine, share
-        self.rank, self.mesh = context.rank, spec.mesh
+        self.rank, self.mesh = context.rank, spec.config.mesh
         self.work = Path(spec.work)
         self.source = open_checkpoint(spec.checkpoint)
         self.layout = layout_of(self.source.config)
@@ -101,7 +101,7 @@ class Session:
         spec = self.spec
         self.say(f"loading {self.mesh.world_size} trainer ranks ({self.mesh.label()})")
         self.trainer = provider_megatron.build(
-            spec.checkpoint, self.mesh, dtype=spec.dtype, tier=spec.tier,
+            spec.checkpoint, self.mesh, dtype=spec.config.dtype, tier=spec.tier,
             data_parallel=DATA_PARALLEL if training else None, deadline_s=spec.deadline_s,
             overrides=router_replay_megatron.PROVIDER_FIELDS, fixes=spec.fixes,
         )  # fmt: skip
@@ -112,7 +112,7 @@ class Session:
         self.live.record(self.probe, 0, LoadedShard)
         if self.rank == 0 and not spec.source_from_manifest:
             record_source(self.probe, self.source)
-        if self.rank == 0 and training and spec.update == "step":
+        if self.rank == 0 and training and spec.roundtrip.update == "step":
             record_rules(self.probe)
 
     def score(self, version: int) -> None:
@@ -198,9 +198,9 @@ class Session:
 
     def update(self, version: int) -> None:
         """Move the weights: a real optimizer step, or noise on every tensor."""
-        self.say(f"version {version}: update by {self.spec.update}")
-        if self.spec.update == "noise":
-            move(self.live, self.source, f"{self.spec.seed}/{version}")
+        self.say(f"version {version}: update by {self.spec.roundtrip.update}")
+        if self.spec.roundtrip.update == "noise":
+            move(self.live, self.source, f"{self.spec.roundtrip.seed}/{version}")
             return
         if version == RESUMED:
             self._steps.resume(self._folder("stopped"))
@@ -238,7 +238,7 @@ class Session:
 
     def rest(self) -> None:
         """The engine sleeps until the next sync. It counts the memory that it frees, so no rank takes any meanwhile."""
-        if self.spec.sleep_level:
+        if self.spec.roundtrip.engine.sleep_level:
             if self.engine is not None:
                 self.engine.sleep()
             dist.barrier()
@@ -277,7 +277,7 @@ class Session:
         if self.rank == 0:
             whole = join(shards, self.layout, self.mesh)
             record_tensors(self.probe, JoinedTensor, whole.items(), version)
-            self.probe.emit(Update(name=f"version {version}", version=version, how=self.spec.update))
+            self.probe.emit(Update(name=f"version {version}", version=version, how=self.spec.roundtrip.update))
             save_checkpoint(self.work / f"live-{version}", self.source.config, whole.items())
 
     def observe_engine(self, version: int) -> None:
@@ -287,8 +287,8 @@ class Session:
         self.say(f"version {version}: engine scores and samples")
         self.engine.record_logprobs(self.spec.scenario.sequences, version)
         if self.spec.scenario.prompts:
-            self.engine.record_samples(self.spec.scenario.prompts, version, self.spec.seed + version)
-            self.engine.record_draws(self.spec.scenario.prompts[0], version, self.spec.seed + version)
+            self.engine.record_samples(self.spec.scenario.prompts, version, self.spec.roundtrip.seed + version)
+            self.engine.record_draws(self.spec.scenario.prompts[0], version, self.spec.roundtrip.seed + version)
         if self._sent:
             self.engine.record_held(self._sent, version)
 
@@ -306,7 +306,7 @@ class Session:
             self.rest()
             self.sync(0)
         self.observe_engine(0)
-        if self.spec.update == "step":
+        if self.spec.roundtrip.update == "step":
             self.idle_step()
         for version in range(1, self.spec.cycles + 1):
             self.rest()

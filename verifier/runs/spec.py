@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from verifier.config import RoundtripConfig
+from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.engine.api import EngineConfig
-from verifier.mesh import Mesh
 from verifier.platform.upstream_fixes import selected
 from verifier.runs.manifest import judges_gradients
 from verifier.runs.model_under_test import MAX_MODEL_LEN, ModelUnderTest
@@ -28,21 +27,19 @@ CHUNKS = 8
 class RunSpec:
     """One session of the trainer's ranks; JSON there and back."""
 
+    config: GoldenConfig | RoundtripConfig
+    """What the user asked for."""
     program: str
     """"golden", "roundtrip", or "tokens": the token path alone, without export and engine."""
     checkpoint: str
-    mesh: Mesh
-    dtype: str
     tier: str
     trace: str
-    """Trace directory, which the parent has created."""
+    """Trace directory, which the parent has created: of several sessions each has its own."""
     work: str
     """Existing directory for what processes hand to each other: live shards, gradients, exported checkpoints."""
     within: Sequence[str] = ()
     """"package.module:function" and its further arguments: a context manager, entered around the session."""
     scenario: Scenario = field(default_factory=Scenario)
-    update: str = "step"
-    """"step": a real optimizer step; "noise": every tensor moved by seeded noise."""
     gradients: bool = False
     """Hand each step's gradients to the oracle."""
     chunk_bytes: int = CHUNK_BYTES
@@ -50,24 +47,33 @@ class RunSpec:
     """None where no engine takes part."""
     engine_ranks: int = 0
     transport: str = "gloo"
-    """Weight transport to the engine: "gloo", "nccl" or "ipc"."""
+    """Weight transport to the engine, as this machine's GPUs allow: "gloo", "nccl" or "ipc"."""
     num_gpus: int = 0
     """GPUs of the host that the ranks take, in turn; 0: all."""
-    sleep_level: int = 0
-    """Level at which the engine sleeps while the trainer steps; 0: it stays awake."""
-    lora_rank: int = 0
-    """Above 0: train an adapter of this rank on a frozen base."""
     restore_first: bool = False
     """Send version 0 to the engine before anything else, so that it holds what this run expects of it."""
     saves: bool = False
     """Have megatron-bridge write the last export to files too, and record what a reader finds there."""
     source_from_manifest: bool = False
     """The expected tensors are recorded elsewhere, so the source is not digested."""
-    fixes: Sequence[str] = ()
-    """Ids of the upstream fixes that the ranks install."""
-    seed: int = 0
     deadline_s: float = 180.0
     """Seconds that rank 0 waits for the engine."""
+
+    @property
+    def fixes(self) -> list[str]:
+        """Ids of the upstream fixes that the ranks install, `all` spelled out."""
+        return sorted(selected(self.config.fixes))
+
+    @property
+    def roundtrip(self) -> RoundtripConfig:
+        """Config of a round trip, which this run is."""
+        assert isinstance(self.config, RoundtripConfig)
+        return self.config
+
+    @property
+    def lora_rank(self) -> int:
+        """Rank of the adapter that is trained on a frozen base; 0 without one."""
+        return self.config.engine.lora_rank if isinstance(self.config, RoundtripConfig) else 0
 
     @property
     def cycles(self) -> int:
@@ -76,23 +82,23 @@ class RunSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Inverse of `from_json`."""
-        return {**asdict(self), "mesh": self.mesh.to_dict()}
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {**values, "config": self.config.to_dict(), "scenario": asdict(self.scenario)}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RunSpec:
         """Rebuild a spec that was sent as JSON."""
         known = {item.name: record[item.name] for item in fields(cls)}
-        return cls(**{**known, "mesh": Mesh(**record["mesh"]), "scenario": Scenario(**record["scenario"])})
+        kind = GoldenConfig if record["program"] == "golden" else RoundtripConfig
+        config = kind.from_dict({**record["config"], "trace": record["trace"]})
+        return cls(**{**known, "config": config, "scenario": Scenario(**record["scenario"])})
 
 
 def engine_config(config: RoundtripConfig, model: ModelUnderTest, placement: Placement) -> EngineConfig:
     """Config of the engine that takes part, loaded with the source."""
     return EngineConfig(
-        kind=config.engine.kind, checkpoint=str(model.checkpoint.path), dtype=config.dtype, tp=config.engine.tp,
-        max_model_len=MAX_MODEL_LEN, gpus=placement.engine_gpus,
-        cuda_graphs=config.engine.cuda_graphs, sleep_mode=config.engine.sleep_level > 0,
-        quantization=config.engine.quantization,
-        lora_rank=config.engine.lora_rank, fixes=tuple(sorted(selected(config.fixes))),
+        **asdict(config.engine), checkpoint=str(model.checkpoint.path), dtype=config.dtype,
+        max_model_len=MAX_MODEL_LEN, gpus=placement.engine_gpus, fixes=tuple(sorted(selected(config.fixes))),
     )  # fmt: skip
 
 
@@ -109,12 +115,10 @@ def roundtrip_spec(
         **session: fields that differ from session to session, or from one use of the resources to another.
     """
     return RunSpec(
-        checkpoint=str(model.checkpoint.path), mesh=config.mesh, dtype=config.dtype, tier=model.tier,
-        scenario=scenario, update=config.update, seed=config.seed,
+        config=config, checkpoint=str(model.checkpoint.path), tier=model.tier, scenario=scenario,
         chunk_bytes=chunk_bytes_for(model.checkpoint.num_bytes, placement.transport),
-        transport=placement.transport, num_gpus=placement.trainer_gpus, sleep_level=config.engine.sleep_level,
-        lora_rank=config.engine.lora_rank, gradients=judges_gradients(config, model),
-        saves=model.is_saved and not config.engine.lora_rank, fixes=sorted(selected(config.fixes)),
+        transport=placement.transport, num_gpus=placement.trainer_gpus,
+        gradients=judges_gradients(config, model), saves=model.is_saved and not config.engine.lora_rank,
         **session,
     )  # fmt: skip
 

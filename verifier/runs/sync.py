@@ -245,7 +245,9 @@ def open_engine(spec: RunSpec, probe: Recorder, share: TrainerRounds | None) -> 
     client = EngineClient(str(spec.engine_socket), deadline_s=spec.deadline_s)
     listener = Listener(spec.engine_ranks, deadline_s=spec.deadline_s, kind=spec.transport)
     group = update.connect(client, listener, share)
-    return EngineSide(client, group, spec.engine_ranks, Path(spec.trace), probe, share, spec.sleep_level), group
+    return EngineSide(
+        client, group, spec.engine_ranks, Path(spec.trace), probe, share, spec.roundtrip.engine.sleep_level
+    ), group
 
 
 def open_share(spec: RunSpec) -> TrainerRounds | None:

@@ -41,14 +41,17 @@ def test_to_dict_is_json_able_and_names_no_trace(config):
     assert json.loads(json.dumps(values)) == values
     assert "trace" not in values
     assert set(values) == {item.name for item in dataclasses.fields(config)} - {"trace"}
+    assert type(config).from_dict({**values, **({"trace": "t"} if hasattr(config, "trace") else {})}) == config
 
 
 def test_groups_are_nested_and_paths_are_text(tmp_path):
     manifest = tmp_path / "m.json"
     manifest.touch()
-    values = GoldenConfig(model="m", trace=Path("t"), against=manifest, mesh=Mesh(tp=2)).to_dict()
+    config = GoldenConfig(model="m", trace=Path("t"), against=manifest, mesh=Mesh(tp=2), fixes=("all",))
+    values = config.to_dict()
     assert values["against"] == str(manifest)
     assert Mesh(**values["mesh"]) == Mesh(tp=2)
+    assert GoldenConfig.from_dict({**values, "trace": "t"}) == config
 
 
 def test_the_spelling_of_the_command_line_is_refused_in_python():

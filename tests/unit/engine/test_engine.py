@@ -23,14 +23,14 @@ from verifier.errors import UsageError
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"kind": "sglang"}, "there is no engine `sglang`; choose one of vllm, hf"),
+        ({"kind": "sglang"}, "--engine is `sglang`, it must be one of vllm, hf"),
         (
             {"kind": "vllm", "dtype": "float16"},
             "the engine cannot run in float16; choose one of float32, bfloat16",
         ),
         (
             {"kind": "hf", "tp": 2},
-            "--engine hf runs on one rank, so --engine-tp 2 does not apply; leave it at 1",
+            "--engine hf has one rank, --engine-tp is 2: leave it out, or use --engine vllm",
         ),
         ({"kind": "vllm", "tp": 3}, "--engine-tp 3 is not one of 1, 2, 4, 8"),
     ],
@@ -43,7 +43,7 @@ def test_config_refuses(settings: dict[str, object], sentence: str) -> None:
 
 def test_config_survives_json() -> None:
     config = EngineConfig(kind="vllm", checkpoint="anywhere", dtype="bfloat16", tp=2, max_model_len=64, seed=7)
-    assert EngineConfig(**config.to_json()) == config
+    assert EngineConfig(**json.loads(json.dumps(config.to_json()))) == config
 
 
 def test_sampling_survives_json() -> None:

@@ -85,7 +85,7 @@ class VllmEngine:
             gpu_memory_utilization=_GPU_SHARE if torch.cuda.is_available() else 0.9,
             enforce_eager=not config.cuda_graphs,
             compilation_config=_GRAPHS if config.cuda_graphs else None,
-            enable_sleep_mode=config.sleep_mode,
+            enable_sleep_mode=config.sleep_level > 0,
             quantization=config.quantization,
             enable_lora=config.lora_rank > 0,
             **({"max_lora_rank": config.lora_rank, **_ADAPTERS} if config.lora_rank else {}),
