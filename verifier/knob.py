@@ -17,7 +17,7 @@ from verifier.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """What a field says of itself besides its name, type and default."""
+    """Metadata of a field besides its name, type and default."""
 
     help: str
     flag: str | None

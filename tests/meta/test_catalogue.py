@@ -10,7 +10,7 @@ from tests.meta.sources import ROOT
 from verifier.core.check import REGISTRY
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import fault
-from verifier.faults.ledger import latest, read
+from verifier.faults.matrix_ledger import latest, read
 from verifier.faults.matrix_pages import pages
 
 LEDGER = ROOT / "golden" / "kill-matrix.jsonl"

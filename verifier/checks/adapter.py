@@ -21,7 +21,7 @@ from verifier.core.trace import Trace
 
 @check("WGT012", needs=(LoadedShard, FrozenShard), scope="adapter")
 def frozen_weight_moved(trace: Trace) -> Iterator[Comparison]:
-    """Where an adapter is trained, no step moves the base.
+    """No step moves the base of an adapter that is trained.
 
     What it checks: each rank's parameters and persistent buffers outside of the adapters, after every step, against
     those after load.

@@ -1,4 +1,4 @@
-"""What log-probabilities of the same tokens may differ by: a fixed bound or the run's noise in fp32, noise in bf16."""
+"""Bounds on differences of log-probabilities: fixed or the run's noise in fp32, noise in bf16."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Moment = tuple[type[TensorRecord], int]
 
 
 def owner_of(item: Record) -> str:
-    """Who saw it, for the failure text."""
+    """Recorder's name in the failure text."""
     where = getattr(item, "coordinate", "")
     return f"{item.role} rank {item.rank}" + (f" ({where})" if where else "")
 
@@ -113,7 +113,7 @@ def by_name[R: Record](items: Iterable[R]) -> dict[str, R]:
 
 
 def ranks_of(trace: Trace, kind: type[Record], version: int) -> list[int]:
-    """Who recorded anything of this kind."""
+    """Recorders that have anything of this kind."""
     return sorted({item.rank for item in trace.of(kind, version=version)})
 
 

@@ -1,4 +1,4 @@
-"""What the engine holds after loading: checkpoint tensors, buffers and derived tensors."""
+"""Contents of the engine after loading: checkpoint tensors, buffers and derived tensors."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ LEAST_NATS = 0.5
 FEW_VALUES = 4
 """Fewer values than these may all have few bits by chance."""
 STATISTICS = {"mean": "on the mean", "median": "on the median"}
-"""Of the differences of all tokens, and how a sentence says it."""
+"""Statistic of the differences of all tokens, and its words in a sentence."""
 
 
 def compare_logprobs(
@@ -99,7 +99,7 @@ def _compare_one(
 
 
 def _rounded(actual: Record, got: np.ndarray, actual_says: str) -> Comparison:
-    """Whether all values, small ones apart, are of few bits: rounded after they were computed, which noise would hide.
+    """Test for values of few bits, small ones apart: rounded after they were computed, which noise would hide.
 
     A difference of float32 logits of 32 and less has 18 bits where it is `LEAST_NATS` or more; the last ten are zeros
     by chance for one in a thousand.
@@ -120,7 +120,7 @@ def _statistic(name: str, gaps: np.ndarray) -> float:
 
 
 def _not_finite(values: np.ndarray, what: str, says: str) -> str:
-    """How many of one side's values are not finite; empty if all are."""
+    """Clause that counts one side's values that are not finite; empty if all are."""
     count = int((~np.isfinite(values)).sum())
     if not count:
         return ""
@@ -134,7 +134,7 @@ def _badness(found: Difference, bound: Tolerance) -> float:
 
 
 def _times(value: float, bound: Tolerance) -> float:
-    """How many times the bound; beyond any number of a bound of zero."""
+    """Ratio to the bound; infinite for a bound of zero."""
     return value / bound.absolute if bound.absolute else float("inf")
 
 

@@ -1,4 +1,4 @@
-"""What must move a weight, and what must not: updates; idle steps, scoring, exports."""
+"""Moves of weights: updates must make one; idle steps, scoring and exports must not."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def update_moved_nothing(trace: Trace) -> Iterator[Comparison]:
 
 
 def _updated(trace: Trace, how: str, version: int) -> Mapping[str, TensorRecord]:
-    """What an update of a version moves, joined over all ranks."""
+    """Tensors that an update of a version moves, joined over all ranks."""
     if how == "adapter step":
         matrices = by_name(trace.of(LiveAdapterMatrix, version=version))
         return {name: item for name, item in matrices.items() if name.endswith(OUTWARD)}

@@ -137,7 +137,7 @@ def replayed_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
 
 
 def _scores_naturally(trace: Trace) -> bool:
-    """Whether the same trainer is right by its routers' own choice; if not, replay is not what is wrong."""
+    """Test for a trainer that is right by its routers' own choice; if it is not, replay is not what is wrong."""
     pairs = logprob_pairs(trace, TrainerLogprobs, OracleLogprobs)
     return all(
         found.same

@@ -1,4 +1,4 @@
-"""Which tokens an engine samples: from the policy's distribution, each by chance of its own, up to the right end."""
+"""Tokens that an engine samples: from the policy's distribution, independently, up to the right end."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
-"""Of a distribution, its likeliest tokens: how many samples lie beyond is counted. Truncation leaves none beyond."""
+"""Share of the likeliest tokens of a distribution; samples beyond are counted. Truncation leaves none beyond."""
 RARE = 1e-6
-"""How often chance may raise an alarm over one set of samples."""
+"""Probability of a false alarm over one set of samples."""
 
 
 def _distribution(trace: Trace, drawn: DrawnTokens) -> np.ndarray:
@@ -26,7 +26,7 @@ def _distribution(trace: Trace, drawn: DrawnTokens) -> np.ndarray:
 
 
 def _chance(cases: int) -> Tolerance:
-    """What the greatest of so many numbers of nats exceeds once in a million runs."""
+    """Bound in nats that the greatest of so many numbers exceeds once in a million runs."""
     return Tolerance(
         absolute=math.log(cases / RARE), unit="nats",
         source=f"Chernoff's bound on a binomial, exceeded by chance once in a million over {cases:,} counts",
@@ -34,7 +34,7 @@ def _chance(cases: int) -> Tolerance:
 
 
 def _nats(count: float, trials: float, share: float) -> float:
-    """How unlikely `count` of `trials` is, nats: Chernoff's bound on the binomial tail beyond it.
+    """Unlikeliness of `count` in `trials`, nats: Chernoff's bound on the binomial tail beyond it.
 
     Source:
         Chernoff 1952; P(X >= count) or P(X <= count) is at most exp(-trials * KL(count / trials, share)).
@@ -131,7 +131,7 @@ def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
 
 
 def _share_alike(tokens: np.ndarray) -> float:
-    """Of all pairs of samples the share that holds one token."""
+    """Share of all pairs of samples that hold one token."""
     counts = np.bincount(tokens).astype(np.float64)
     return float((counts * (counts - 1)).sum()) / max(len(tokens) * (len(tokens) - 1), 1)
 

@@ -115,7 +115,7 @@ def _layer(name: str) -> str:
 
 
 def _gradient_bound(noise: float) -> Tolerance:
-    """What a gradient may be off by, where the run's dtype alone makes transformers' gradients differ by `noise`."""
+    """Bound on a gradient's error, where the run's dtype alone makes transformers' gradients differ by `noise`."""
     if not noise:
         return GRADIENT
     return Tolerance(

@@ -29,7 +29,7 @@ class Misplacement:
     position: int
     """Position of the predicted token in its rollout; -1 for a row that predicts none."""
     field: str
-    """What differs; "row" when the token did not arrive exactly once."""
+    """Field that differs; "row" when the token did not arrive exactly once."""
     expected: float
     actual: float
     rank: int | None = None

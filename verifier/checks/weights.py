@@ -230,7 +230,7 @@ def export_order_changes(trace: Trace) -> Iterator[Comparison]:
 
 @check("WGT016", needs=(ExportStream,), scope="plan")
 def exported_tensor_overwritten(trace: Trace) -> Iterator[Comparison]:
-    """What an export has handed out stays as it was, as long as its reader holds it.
+    """A tensor that an export has handed out stays as it was while its reader holds it.
 
     What it checks: each tensor of the stream, as long as it is held, whenever a later one lies in the same memory.
     Why it matters: a stream that gathers into one buffer is right for a reader that takes one tensor at a time, and

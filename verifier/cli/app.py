@@ -32,7 +32,7 @@ _MACHINE = frozenset(
         errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS,
     )
 )  # fmt: skip
-"""What the user or whoever runs the machine can mend: rights, names, room."""
+"""Errors that the user or the machine's owner can mend: rights, names, room."""
 
 app = typer.Typer(
     name="verifier",
@@ -173,7 +173,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _require_current_directory() -> None:
-    """What is imported later dies without it, with exit codes of its own."""
+    """Refuse to run in a deleted folder: later imports die in it, with exit codes of their own."""
     try:
         os.getcwd()
     except FileNotFoundError as problem:
@@ -187,7 +187,7 @@ def _refuse(sentence: str, code: int) -> int:
 
 
 def _save_traceback() -> str:
-    """Where the traceback was saved, as the end of a sentence; the terminal gets it if no file can be written."""
+    """Save the traceback; return its place as the end of a sentence, or the traceback if no file can be written."""
     import tempfile
     import traceback
 

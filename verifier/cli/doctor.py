@@ -1,4 +1,4 @@
-"""What is installed, which tier runs here, and what the other one lacks, each with its mend."""
+"""Installed packages, the tier that runs here, and what the other one lacks, each with its mend."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Distribution:
 
     @property
     def fits(self) -> bool:
-        """Whether the found version is the pinned one; a local part (`+cu130`) does not count."""
+        """Test for the pinned version; a local part (`+cu130`) does not count."""
         return self.found is not None and self.found.partition("+")[0] == self.pinned
 
 
@@ -47,7 +47,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What `verifier doctor` found."""
+    """Findings of `verifier doctor`."""
 
     python: str
     machine: str

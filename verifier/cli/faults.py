@@ -60,7 +60,7 @@ def matrix(
     ] = None,
 ) -> int:
     """Run trials, and draw which checks catch which faults."""
-    from verifier.faults import ledger as ledgers
+    from verifier.faults import matrix_ledger as ledgers
     from verifier.faults.matrix import fill, of_stages
     from verifier.faults.matrix_pages import pages
 

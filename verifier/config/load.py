@@ -27,7 +27,7 @@ class Given:
 
     value: Any
     name: str
-    """What the user wrote the knob as: a flag, or a key."""
+    """Spelling that the user gave the knob: a flag or a key."""
     where: str
     """Owner of the value: "--tp", "mesh.tp=2", or the file."""
 

@@ -17,7 +17,7 @@ class Tolerance:
 
     absolute: float = 0.0
     unit: str = ""
-    """What `absolute` counts, for the failure text: "nats", "learning rates"."""
+    """Unit of `absolute` in the failure text: "nats", "learning rates"."""
     source: str
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class Comparison:
     badness: float = 0.0
     """Orders mismatches of one check: 1 is "absent", otherwise a fraction or a multiple of the allowed bound."""
     sentence: str = ""
-    """What is wrong, numbers included, understandable alone."""
+    """Sentence that says what is wrong, numbers included, understandable alone."""
     owner: str = ""
     expected: str = ""
     actual: str = ""
@@ -60,7 +60,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How two arrays of one shape differ, element by element."""
+    """Differences of two arrays of one shape, element by element."""
 
     greatest: float
     """Greatest absolute difference over the elements that are finite on both sides."""

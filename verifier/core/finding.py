@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one check found. The verdict is derived; an author cannot write it."""
+    """Result of one check. The verdict is derived; an author cannot write it."""
 
     code: str
     name: str

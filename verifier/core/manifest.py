@@ -99,13 +99,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     config: dict[str, Any] = {}
     """Settings of the command, JSON values."""
     stand_ins: tuple[str, ...] = ()
-    """What stood in for upstream's code on this tier, one sentence each."""
+    """Stand-ins for upstream's code on this tier, one sentence each."""
     upstream_bugs: tuple[UpstreamBug, ...] | None = None
     """Known bugs that reach this run; None where the run does not say."""
     complete: bool = False
     """The run finished writing. A trace without it can be judged but never holds."""
     failure: str = ""
-    """What ended a run that did not finish."""
+    """Error that ended a run that did not finish."""
     files: dict[str, str] = {}
     """Digest of every other file of the trace, by its path within; of a complete trace only."""
     digest: str = ""

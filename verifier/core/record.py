@@ -1,4 +1,4 @@
-"""What every recorded fact has: who saw it, of which weights, under which name. The kinds stand in `records_*.py`."""
+"""Fields of every recorded fact: recorder, weight version, name. The kinds stand in `records_*.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Count = Annotated[int, Meta(ge=0)]
-"""How many there are of something, or the position of one of them."""
+"""Count, or position, from 0 on."""
 Digest = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9]*:[0-9a-f]{32,128}$")]
 """``algorithm:hex`` over raw bytes; equal contents have equal digests."""
 Dtype = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]*$")]
@@ -68,7 +68,7 @@ Array = Any
 
 
 class Probe(Protocol):
-    """What a room is given to report with. A probe only looks: it never changes or delays what passes."""
+    """Interface by which a room reports. A probe only looks: it never changes or delays what passes."""
 
     def emit(self, record: Record, array: Array | Mapping[str, Array] | None = None) -> None:
         """Record one fact, with its array, or with several by name."""

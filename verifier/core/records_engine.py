@@ -17,7 +17,7 @@ class ReceivedTensor(TensorRecord, frozen=True, kw_only=True, tag="transport/rec
 
 
 class Handover(Record, frozen=True, kw_only=True, tag="transport/handover"):
-    """How the transfer of one version ended."""
+    """End of the transfer of one version."""
 
     stage: ClassVar[Stage] = Stage.TRANSPORT
     refused: str
@@ -25,7 +25,7 @@ class Handover(Record, frozen=True, kw_only=True, tag="transport/handover"):
 
 
 class LoadedNames(Record, frozen=True, kw_only=True, tag="engine/loaded"):
-    """What the engine's own loader reported of one chunk."""
+    """Report of the engine's own loader on one chunk."""
 
     stage: ClassVar[Stage] = Stage.ENGINE
     names: tuple[str, ...]
@@ -82,7 +82,7 @@ class CheckpointView(TensorRecord, frozen=True, kw_only=True, tag="engine/view")
 
 
 class ExpectedView(TensorRecord, frozen=True, kw_only=True, tag="engine/view-expected"):
-    """What was sent, cut to the part that an engine rank holds; all of it where the rank holds none."""
+    """Sent tensor, cut to the part that an engine rank holds; all of it where the rank holds none."""
 
     stage: ClassVar[Stage] = Stage.ENGINE
     whole: Shape
@@ -97,9 +97,9 @@ class QuantizedNames(Record, frozen=True, kw_only=True, tag="engine/view-quantiz
 
 
 class Poison(Record, frozen=True, kw_only=True, tag="engine/poison"):
-    """What the poison before an update did to each tensor of one engine rank."""
+    """Effect of the poison before an update on each tensor of one engine rank."""
 
     stage: ClassVar[Stage] = Stage.ENGINE
     outcomes: dict[str, str]
-    """By tensor: "nan"; "nan, restored before the update", where no checkpoint carries it; "left", still finite;
+    """State per tensor: "nan"; "nan, restored before the update", where no checkpoint carries it; "left", still finite;
     "left: " and a reason, which the engine declares."""

@@ -30,7 +30,7 @@ class ReturnedLogprobs(Record, frozen=True, kw_only=True, tag="logprob/returned"
 
 
 class OracleRecord(LogprobRecord, frozen=True, kw_only=True):
-    """By transformers in float32, log-softmax in float64."""
+    """Log-probabilities by transformers in float32, log-softmax in float64."""
 
     whole: Lengths = ()
     """Tokens of each sequence, with those before the first scored one."""
@@ -43,13 +43,13 @@ class OracleLogprobs(OracleRecord, frozen=True, kw_only=True, tag="logprob/oracl
 
 
 class OracleOfSampled(OracleRecord, frozen=True, kw_only=True, tag="logprob/sampled-oracle"):
-    """Of tokens that the engine sampled, by the oracle."""
+    """Log-probabilities by the oracle of tokens that the engine sampled."""
 
     stage: ClassVar[Stage] = Stage.LOGPROB
 
 
 class OracleOfShaped(OracleRecord, frozen=True, kw_only=True, tag="logprob/shaped-oracle"):
-    """Of tokens of shaped requests, by the oracle; where rounding decides what truncation keeps, the nearest value."""
+    """Oracle's log-probabilities of shaped requests; the nearest value where rounding decides what truncation keeps."""
 
     stage: ClassVar[Stage] = Stage.LOGPROB
 
@@ -146,24 +146,24 @@ class RouteLogprobs(LogprobRecord, frozen=True, kw_only=True):
 
 
 class NaturalRouteLogprobs(RouteLogprobs, frozen=True, kw_only=True, tag="replay/natural"):
-    """By the routes that the routers chose by themselves."""
+    """Trainer's log-probabilities by routes that the routers chose by themselves."""
 
     stage: ClassVar[Stage] = Stage.REPLAY
 
 
 class ReplayedRouteLogprobs(RouteLogprobs, frozen=True, kw_only=True, tag="replay/scored"):
-    """By natural routes replayed, or by none after a replay."""
+    """Trainer's log-probabilities by natural routes replayed, or by none after a replay."""
 
     stage: ClassVar[Stage] = Stage.REPLAY
 
 
 class ForcedRouteLogprobs(RouteLogprobs, frozen=True, kw_only=True, tag="replay/forced"):
-    """By routes that no router would choose."""
+    """Trainer's log-probabilities by routes that no router would choose."""
 
     stage: ClassVar[Stage] = Stage.REPLAY
 
 
 class OracleOfForced(OracleRecord, frozen=True, kw_only=True, tag="replay/oracle"):
-    """By those routes, by the oracle."""
+    """Oracle's log-probabilities by those routes."""
 
     stage: ClassVar[Stage] = Stage.REPLAY

@@ -36,7 +36,7 @@ class PackedBatchDigest(Record, frozen=True, kw_only=True, tag="pack/batch"):
 
 
 class PackLayout(ArrayRecord, frozen=True, kw_only=True, tag="pack/layout"):
-    """How one micro-batch is cut. The array [rows] int64 is the row of the whole pack that each row of the shard is."""
+    """Cut of one micro-batch. The array [rows] int64 is the row of the whole pack that each row of the shard is."""
 
     stage: ClassVar[Stage] = Stage.PACK
     cp_rank: Count
@@ -53,7 +53,7 @@ class PackLayout(ArrayRecord, frozen=True, kw_only=True, tag="pack/layout"):
 
 
 class TokenLedger(ArrayRecord, frozen=True, kw_only=True, tag="pack/ledger"):
-    """What the loss consumed on one rank, row by row over its micro-batches; every array is [T].
+    """Rows that the loss consumed on one rank, over its micro-batches; every array is [T].
 
     ``sentinel`` int64, which token of which rollout the row predicts, (rollout + 1) * 2**32 + position, 0 for none;
     ``input`` int64, the token that entered the model; ``position`` int64; ``role`` int8; ``label`` int64; ``mask``,

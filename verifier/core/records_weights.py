@@ -17,7 +17,7 @@ class SourceTensor(TensorRecord, frozen=True, kw_only=True, tag="load/source"):
 
 
 class ExpectedShard(TensorRecord, frozen=True, kw_only=True, tag="load/expected"):
-    """What the independent layout says that a rank must hold, cut from the source checkpoint."""
+    """Tensor that a rank must hold by the independent layout, cut from the source checkpoint."""
 
     stage: ClassVar[Stage] = Stage.LOAD
     coordinate: str
@@ -72,7 +72,7 @@ class ShardAfterExport(ShardRecord, frozen=True, kw_only=True, tag="export/expor
 
 
 class Update(Record, frozen=True, kw_only=True, tag="train/update"):
-    """How the weights of a version were made from those of the version before."""
+    """Change from the weights of the version before to those of a version."""
 
     stage: ClassVar[Stage] = Stage.TRAIN
     how: Literal["step", "noise", "adapter step"]
@@ -100,7 +100,7 @@ class LiveAdapterScaling(Record, frozen=True, kw_only=True, tag="train/adapter-s
 
 
 class StepReport(Record, frozen=True, kw_only=True, tag="train/step"):
-    """What one rank's training step reported of itself."""
+    """Report of one rank's training step."""
 
     stage: ClassVar[Stage] = Stage.TRAIN
     loss: Real
@@ -112,7 +112,7 @@ class StepReport(Record, frozen=True, kw_only=True, tag="train/step"):
 
 
 class OptimizerRule(Record, frozen=True, kw_only=True, tag="train/rule"):
-    """How each step must move the weights: Adam, with rates on straight lines from the first step's to the last's."""
+    """Rule of each step: Adam, with rates on straight lines from the first step's to the last's."""
 
     stage: ClassVar[Stage] = Stage.TRAIN
     learning_rate: float
@@ -142,9 +142,9 @@ class Reread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     name: str
     handed_over: Digest
-    """Of its contents when it was exported."""
+    """Digest of the tensor when it was exported."""
     still_held: Digest
-    """Of its contents later."""
+    """Digest of the tensor later."""
 
 
 class ExportStream(Record, frozen=True, kw_only=True, tag="export/stream"):

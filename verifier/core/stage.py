@@ -27,7 +27,7 @@ class Stage(enum.IntEnum):
     TRANSPORT = 8
     """Bytes from trainer to engine."""
     ENGINE = 9
-    """What the engine holds after loading: parameters, buffers, derived tensors."""
+    """Contents of the engine after loading: parameters, buffers, derived tensors."""
     ROLLOUT = 10
     """Log-probabilities that the engine computes with what it holds."""
 

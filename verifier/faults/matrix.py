@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from verifier.core.gate import ExitCode
 from verifier.core.stage import Stage
 from verifier.errors import UsageError
-from verifier.faults import ledger as ledgers
+from verifier.faults import matrix_ledger as ledgers
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import Fault
 
@@ -93,12 +93,12 @@ def run_trials(
 
 
 def _resources(fault: Fault) -> tuple[object, ...]:
-    """What trials that can share an engine or a clean run have in common, the engine first."""
+    """Sort key: trials that can share an engine or a clean run follow each other, the engine first."""
     return (fault.engine, fault.model, fault.dtype, fault.engine_tp, fault.lora_rank, fault.mesh.label())
 
 
 def line_of(result: TrialResult) -> str:
-    """What one trial showed, and why it is not passed if so."""
+    """Line on one trial: what it showed, and why it is not passed if so."""
     where = "nothing bad" if result.first_bad is None else f"{result.first_bad.stage.label}, `{result.first_bad.what}`"
     verdict = "caught" if not result.failures else "NOT PASSED"
     text = f"{verdict:<10}  {result.fault.id}: {where}, by {', '.join(result.caught) or 'no check'}"

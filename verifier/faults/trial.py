@@ -35,7 +35,7 @@ COPIED: tuple[type[TensorRecord], ...] = (ExportedTensor, CheckpointView, Synced
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
-    """What a trial showed."""
+    """Result of a trial."""
 
     fault: Fault
     fired: int
@@ -48,7 +48,7 @@ class TrialResult:
     healed_differs: str
     """The first thing that the healed run holds otherwise than the clean one; empty if it holds the same."""
     crashed: str
-    """What ended the faulted run early, if something did."""
+    """Error that ended the faulted run early, if one did."""
     duration_s: float
 
     @property

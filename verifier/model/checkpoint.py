@@ -62,6 +62,11 @@ class Checkpoint:
     _shards: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
+    def architecture(self) -> str:
+        """First of the `architectures` in config.json."""
+        return str(self.config["architectures"][0])  # type: ignore[index]  # checked by `open_checkpoint`
+
+    @property
     def num_bytes(self) -> int:
         """Size of all tensors, in bytes."""
         return sum(meta.num_bytes for meta in self.metas.values())

@@ -57,7 +57,7 @@ class Floor:
 
 
 def bucket_of(longest: int, rounded: Sequence[Sequence[float]], exact: Sequence[Sequence[float]]) -> Bucket:
-    """What two scorings of the same sequences differ by.
+    """Differences of two scorings of the same sequences.
 
     Args:
         longest: upper edge of the bucket, tokens.
@@ -76,12 +76,12 @@ def bucket_of(longest: int, rounded: Sequence[Sequence[float]], exact: Sequence[
 
 
 def config_digest(checkpoint: Checkpoint) -> str:
-    """Of config.json's content, however it is laid out."""
+    """Digest of config.json's content, however it is laid out."""
     return hashlib.blake2b(json.dumps(checkpoint.config, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def weights_digest(checkpoint: Checkpoint) -> str:
-    """Of the names and contents of all tensors."""
+    """Digest of the names and contents of all tensors."""
     from verifier.plan.digest import digest_tensor
 
     found = hashlib.blake2b(digest_size=16)
@@ -91,7 +91,7 @@ def weights_digest(checkpoint: Checkpoint) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that do the arithmetic, without the build's local label."""
+    """Versions of the packages that do the arithmetic, without the build's local label."""
     return {name: (installed(name) or "").partition("+")[0] for name in ARITHMETIC}
 
 
@@ -101,7 +101,7 @@ def label_of(model: str) -> str:
 
 
 def floor_path(model: str, dtype: str, tier: str) -> Path:
-    """Where the floor of a model is stored."""
+    """File that holds the floor of a model."""
     return FLOORS / f"{label_of(model).replace(':', '-')}.{dtype}.{tier}.json"
 
 

@@ -184,7 +184,7 @@ class Oracle:
         against: str,
         device: str,
     ) -> None:
-        """What the trainer scores at version 0 alone, and, against another dtype if any, the noise of it."""
+        """Score what the trainer scores at version 0 alone, and, against another dtype if any, its noise."""
         exact = self.score(checkpoint, asked, "float32", device, temperature)
         _emit(recorder, OracleLogprobs, name, 0, exact, [len(row) + 1 for row in exact])
         if against:
@@ -193,7 +193,7 @@ class Oracle:
     def _record_shaped(
         self, recorder: store.Recorder, checkpoint: Path, seen: Trace, item: ShapedTokens, device: str, slack: float
     ) -> None:
-        """What the engine should report; where rounding decides what truncation keeps, the nearest to what it did."""
+        """Score what the engine should report; the nearest value where rounding decides what truncation keeps."""
         rows = [list(row) for row in zip(item.prompts, item.tokens, item.asked, strict=True)]
         arguments = [str(checkpoint), rows, slack, device]
         found = self._client.call("verifier.oracle.logprob_hf", "shaped_logprobs", arguments)[0]

@@ -111,7 +111,7 @@ def adapter_gradients(
 
 
 def _checkpoints(source: str, work: str) -> Callable[[int], Path]:
-    """Of each version, the checkpoint that transformers computes its gradients with."""
+    """Checkpoint per version that transformers computes its gradients with."""
     return lambda version: Path(work) / f"live-{version}" if version else Path(source)
 
 
@@ -268,7 +268,7 @@ class _Adam:
         self, name: str, old: torch.Tensor, live: torch.Tensor, gradient: torch.Tensor, step: int,
         learning_rate: float, decay: float = 0.0,
     ) -> float:  # fmt: skip
-        """How much further `live` is from the stepped weight than rounding explains, greatest, in learning rates."""
+        """Greatest distance of `live` from the stepped weight beyond what rounding explains, in learning rates."""
         zero = torch.zeros_like(gradient)
         first, second = self._moments.get(name, (zero, zero))
         first = BETA_1 * first + (1 - BETA_1) * gradient

@@ -1,4 +1,4 @@
-"""What takes the place of upstream code in a run, whatever fixes it asks for, in words for the manifest and the report.
+"""Stand-ins for upstream code in a run, whatever fixes it asks for, in words for the manifest and the report.
 
 A stand-in does what a device or a library would do that the tier does not have; it is always on. A fix changes what
 upstream itself does, and is off unless asked for (`upstream_fixes.py`).

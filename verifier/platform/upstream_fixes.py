@@ -20,7 +20,7 @@ from verifier.errors import UsageError
 from verifier.platform.pins import installed
 
 ALL = "all"
-"""What `--fix` takes for every id."""
+"""Value of `--fix` that stands for every id."""
 ENGINE_VARIABLE = "VERIFIER_UPSTREAM_FIXES"
 """Environment variable of an engine's processes: ids of the fixes to install, separated by commas."""
 _LOGPROBS = r"(scored|sampled|drawn|next turn).*"
@@ -33,14 +33,14 @@ Sizes = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What decides which bugs reach a run, and what stands in for upstream's code."""
+    """Facts of a run that decide which bugs reach it, and what stands in for upstream's code."""
 
     tier: str
     dtype: str
     engine: str = ""
     """"vllm", "hf", or empty where no engine takes part."""
     quantization: str | None = None
-    """How the engine quantizes what it loads."""
+    """Quantization of the weights that the engine loads."""
     cuda_graphs: bool = False
     sleep_level: int = 0
     steps: int = 0
@@ -54,7 +54,7 @@ class UpstreamFix:
     """One upstream bug, and the fix of it that this package holds."""
 
     id: str
-    """What `--fix` takes."""
+    """Value of `--fix`."""
     issue: str
     """Upstream's own numbers, or those of a project that met the bug first."""
     package: str
@@ -69,12 +69,12 @@ class UpstreamFix:
     names: str = ""
     """Regular expression: what those checks name, or the message with which the run ends."""
     part: Callable[[RunFacts], bool]
-    """Whether the package takes part in a run: (run) -> bool."""
+    """Test for a run that the package takes part in: (run) -> bool."""
     applies: Callable[[Sizes, RunFacts], bool]
-    """Whether the bug reaches a run: (config.json, run) -> bool."""
+    """Test for a run that the bug reaches: (config.json, run) -> bool."""
 
     def affects(self, version: str | None) -> bool:
-        """Whether this version of the package has the bug."""
+        """Test for a version of the package that has the bug."""
         if version is None:
             return False
         return any(

@@ -59,7 +59,7 @@ def _kept_storage(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _asleep_beside_others(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Who sleeps well fails all the same if others on that GPU took more memory meanwhile than was given up.
+    """Sleep that succeeds although others on that GPU took more memory meanwhile than was given up.
 
     vLLM asserts it of the GPU's free memory, at the end, when it has given up its own.
     """

@@ -1,1 +1,1 @@
-"""What records evidence of a run; probes only look."""
+"""Recorders of a run's evidence; probes only look."""

@@ -39,7 +39,7 @@ Settings = Sequence[tuple[str, Mapping[str, str]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """What all ranks of an engine hold at one moment, by rank."""
+    """Contents of all ranks of an engine at one moment, by rank."""
 
     tensors: Sequence[Sequence[EngineTensor]]
     settings: Sequence[Settings]
@@ -85,13 +85,13 @@ def held_by(client: EngineClient) -> EngineState:
 
 
 def record_poison(probe: Probe, rank: int, outcomes: Sequence[Poisoned], version: int) -> None:
-    """What the poison did to each tensor of one engine rank."""
+    """Record the effect of the poison on each tensor of one engine rank."""
     found = {item.name: item.how for item in outcomes}
     probe.emit(Poison(name=f"engine rank {rank}", version=version, outcomes=found))
 
 
 def record_receipt(probe: Probe, receipt: Receipt, version: int) -> None:
-    """What one engine rank received in one chunk, and what its loader reported of it."""
+    """Record what one engine rank received in one chunk, and what its loader reported."""
     for item in receipt.received:
         probe.emit(
             ReceivedTensor(

@@ -51,7 +51,7 @@ def record_objective(probe: Probe, *, temperature: float, entropy_weight: float,
 
 
 def record_rule(probe: Probe, rates: Mapping[str, float], *, clip_grad: float) -> None:
-    """How the optimizer moves the weights; see `OptimizerRule`.
+    """Record how the optimizer moves the weights; see `OptimizerRule`.
 
     Args:
         probe: of rank 0.
@@ -84,7 +84,7 @@ def record_scored(probe: Probe, name: str, version: int, scored: Sequence[torch.
 
 
 def record_step(probe: Probe, version: int, result: StepResult) -> None:
-    """What one rank's training step reported."""
+    """Record what one rank's training step reported."""
     probe.emit(
         StepReport(
             name="step", version=version, loss=real(result.loss), num_tokens=result.num_tokens,

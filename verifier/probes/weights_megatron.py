@@ -231,7 +231,7 @@ def record_config(probe: Probe, source: Checkpoint, folder: Path, version: int) 
 
 
 def record_saved(probe: Probe, folder: Path, version: int) -> None:
-    """What a reader finds in a saved checkpoint: the tensors that its index names, in the files where it says."""
+    """Tensors that a reader finds in a saved checkpoint, by the names and files of its index."""
     from safetensors import safe_open
 
     shards = sorted(folder.glob("*.safetensors"))

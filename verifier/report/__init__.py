@@ -1,4 +1,4 @@
-"""What a run found, as data, and its renderers: terminal text, JSON, JUnit."""
+"""Findings of a run as data, and their renderers: terminal text, JSON, JUnit."""
 
 from verifier.report.render_json import render_json
 from verifier.report.render_junit import render_junit

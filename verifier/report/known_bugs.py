@@ -1,4 +1,4 @@
-"""What a run's manifest says of stand-ins, fixes and known upstream bugs, and which bug explains a finding."""
+"""Stand-ins, fixes and known upstream bugs in a run's manifest, and the bug that explains a finding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run is under way; nothing where nobody looks."""
+"""Progress of a run on a terminal; nothing where nobody looks."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Report:
 
     @property
     def exit_code(self) -> ExitCode:
-        """What the command answers with."""
+        """Exit code of the command."""
         return ExitCode.INCONCLUSIVE if self.verdict is Verdict.INCONCLUSIVE else exit_code(self.outcomes)
 
     @property

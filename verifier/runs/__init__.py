@@ -1,1 +1,1 @@
-"""What runs: golden, round trip, noise; each on one runner."""
+"""Golden, round trip and noise, each on the one runner."""

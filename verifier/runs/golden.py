@@ -26,7 +26,7 @@ def write_manifest(config: GoldenConfig) -> Path:
     record = {
         "model": config.model,
         "dtype": config.dtype,
-        "architecture": open_model(config.model, config.dtype, config.mesh).checkpoint.config["architectures"][0],
+        "architecture": open_model(config.model, config.dtype, config.mesh).checkpoint.architecture,
         "mesh": config.mesh.to_dict(),
         "versions": trace.manifest.versions,
         "why": config.why,
@@ -42,7 +42,7 @@ def write_manifest(config: GoldenConfig) -> Path:
 
 
 def manifest_path(config: GoldenConfig) -> Path:
-    """Where the manifest of a model is recorded."""
+    """File that holds the manifest of a model."""
     name = config.model.replace(":", "-").rstrip("/").rpartition("/")[2]
     return MANIFESTS / f"{name}-{config.dtype}.json"
 
@@ -53,7 +53,7 @@ def require_same_model(record: dict[str, Any], model: ModelUnderTest, path: Path
     Raises:
         UsageError: names both.
     """
-    ours = {"architecture": model.checkpoint.config["architectures"][0], "dtype": model.dtype}
+    ours = {"architecture": model.checkpoint.architecture, "dtype": model.dtype}
     for what, value in ours.items():
         if record.get(what) != value:
             raise UsageError(f"`{path}` was recorded for {what} {record.get(what)}, and the model has {value}")

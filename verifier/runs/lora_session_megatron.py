@@ -125,7 +125,7 @@ class AdapterSession(Session):
         save_checkpoint(self.work / f"live-{version}", self.source.config, weights)
 
     def record_update(self, version: int) -> None:
-        """What base and adapters of all ranks are after an update, joined without Megatron-Bridge."""
+        """Base and adapters of all ranks after an update, joined without Megatron-Bridge."""
         with step_megatron.params_synced(self.trainer):
             self.live.record(self.probe, version, UpdatedShard, FrozenShard)
             if self.layout is None or self.adapters is None:
@@ -144,7 +144,7 @@ class AdapterSession(Session):
             self._hand_to_oracle(found, version)
 
     def observe_engine(self, version: int) -> None:
-        """What the engine holds, scores and samples at a version."""
+        """Record what the engine holds, scores and samples at a version."""
         if self.engine is None:
             return
         self.say(f"version {version}: engine scores and samples")

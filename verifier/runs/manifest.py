@@ -78,7 +78,7 @@ def _scopes(config: RoundtripConfig, model: ModelUnderTest) -> list[Scope]:
 
 
 def _identity(model: ModelUnderTest, command: str, config: GoldenConfig | RoundtripConfig, num_gpus: int) -> Manifest:
-    """Which run this was, and what was replaced upstream.
+    """Identity of a run, and what was replaced upstream.
 
     Raises:
         UsageError: an upstream bug would end the run, and its fix is not asked for.
@@ -102,7 +102,7 @@ def _identity(model: ModelUnderTest, command: str, config: GoldenConfig | Roundt
 
 
 def _facts_of(model: ModelUnderTest, config: Mapping[str, Any]) -> RunFacts:
-    """What decides which upstream bugs reach a run, from its configuration as the manifest records it."""
+    """Facts that decide which upstream bugs reach a run, from its configuration as the manifest records it."""
     knobs = flat(config)
     return RunFacts(
         tier=model.tier, dtype=model.dtype, engine=knobs.get("engine.kind", ""),

@@ -1,4 +1,4 @@
-"""What bf16 alone does to a model's log-probabilities, measured on random tokens and stored as a tolerance."""
+"""Noise of bf16 in a model's log-probabilities, measured on random tokens and stored as a tolerance."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def drawn(shortest: int, longest: int, vocabulary: int, tokens: int) -> list[lis
 
 
 def table(floor: Floor) -> str:
-    """What was measured, a line per bucket; nats."""
+    """Text of a noise floor, a line per bucket; nats."""
     lines = [f"noise of {floor.model} in {floor.dtype} on the {floor.tier} tier, nats"]
     lines.append(f"{'tokens':>12} {'measured':>9} {'median':>8} {'mean':>8} {'p90':>8} {'p99':>8} {'max':>8}")
     shortest = SHORTEST

@@ -1,4 +1,4 @@
-"""Which GPUs trainer and engine get, and how weights go from the one to the other."""
+"""GPUs of trainer and engine, and the transport of weights between them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from verifier.mesh import Mesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where the processes of a round trip live."""
+    """GPUs and transport of a round trip."""
 
     transport: str
-    """How weights reach the engine: "gloo", "nccl" or "ipc"."""
+    """Transport of weights to the engine: "gloo", "nccl" or "ipc"."""
     trainer_gpus: int = 0
-    """How many of the host's first GPUs the trainer's ranks take, in turn; 0 without GPUs."""
+    """Number of the host's first GPUs that the trainer's ranks take, in turn; 0 without GPUs."""
     engine_gpus: str = ""
     """The engine's CUDA_VISIBLE_DEVICES."""
 
 
 def place(config: RoundtripConfig, tier: str) -> Placement:
-    """By NCCL the engine has GPUs of its own, and the trainer the others; else it lives on the trainer's first ones.
+    """Place trainer and engine: by NCCL the engine has GPUs of its own, else it shares the trainer's first ones.
 
     A trainer of more ranks than it has GPUs shares them. Unless told otherwise, NCCL is taken where nobody need share.
 
@@ -60,7 +60,7 @@ def place(config: RoundtripConfig, tier: str) -> Placement:
 
 
 def place_trainer(mesh: Mesh, tier: str) -> int:
-    """How many of the host's GPUs the ranks of a trainer without an engine take; 0 without GPUs."""
+    """Number of the host's GPUs that the ranks of a trainer without an engine take; 0 without GPUs."""
     if tier == "cpu":
         return 0
     import torch

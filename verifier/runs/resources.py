@@ -1,4 +1,4 @@
-"""What runs need and is slow to start: the launcher of trainer ranks, engines, the oracle."""
+"""Processes that runs need and that are slow to start: launcher of trainer ranks, engines, oracle."""
 
 from __future__ import annotations
 

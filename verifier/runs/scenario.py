@@ -1,4 +1,4 @@
-"""What a run scores, samples and trains on: made-up rollouts, no two of which have a field in common, and a loss.
+"""Scenario of a run: made-up rollouts to score, sample and train on, no two with a field in common, and a loss.
 
 The loss is from no paper. It takes the reward of each rollout, the engine's log-probability of each token, the entropy
 and a temperature that is not 1, so that none of them can be dropped, shifted or detached without a change of the
@@ -66,7 +66,7 @@ MICRO_BATCH = 3
 """Sequences that are trained on together at the most, so few that every rank adds up the gradients of several
 micro-batches, and that one of them gets fewer."""
 TRUNCATED, UNANSWERED, BRIEF, CURT = 4, 5, 6, 7
-"""Of eight sequences, those that are not like the others: one whose answer was cut off, so that none of it is trained
+"""Sequences, of eight, that are not like the others: one whose answer was cut off, so that none of it is trained
 on; one without an answer; one whose answer is of one token; one whose prompt is."""
 OUTLIER_NATS = -24.0
 """Nats that the engine is said to have reported less for one token in eleven: a clamp of the ratio shows."""
@@ -142,7 +142,7 @@ def _with_a_long_one(draw: random.Random, count: int, vocabulary: int) -> list[l
 
 
 def turns(index: int, num_tokens: int) -> tuple[int, list[bool]]:
-    """How a training sequence is divided: length of its prompt, and for each later token whether it was sampled.
+    """Parts of a training sequence: length of its prompt, and for each later token whether it was sampled.
 
     A quarter is prompt, but for the sequences named above; of the response every fifth token is tool output, so that
     masks have holes as real ones do.
@@ -167,7 +167,7 @@ def made_up_reward(index: int) -> float:
 
 
 def made_up_logprobs(index: int, num_tokens: int) -> list[float]:
-    """What the engine is said to have reported for a training sequence's response, nats: another one for each token."""
+    """Made-up report of the engine on a training sequence's response, nats: another one for each token."""
     return [-(index + 1) - at / 100 + OUTLIER_NATS * (at % 11 == 10) for at in range(num_tokens)]
 
 
@@ -193,7 +193,7 @@ def rollouts_of(sequences: Sequence[Sequence[int]], version: int) -> list[Rollou
 
 
 def expected_rollouts(sequences: Sequence[Sequence[int]], version: int) -> list[Rollout]:
-    """What `rollouts_of` has to give, put together token by token and by none of its code: what a ledger goes by."""
+    """Expected result of `rollouts_of`, put together token by token by other code, for the ledger."""
     import numpy as np
 
     found = []

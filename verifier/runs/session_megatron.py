@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 DATA_PARALLEL = provider_megatron.DataParallel(
     distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
 )
-"""What teams train with, and where an export of stale weights is a real danger."""
+"""Data-parallel settings that teams train with, and under which an export of stale weights is a real danger."""
 RESUMED = 2
 """The step before which the optimizer is written, made anew and read again."""
 
@@ -155,7 +155,7 @@ class Session:
             yield from recorded(self.probe, gather_megatron.export(self.trainer), version)
 
     def record_exported(self, version: int) -> None:
-        """What an export leaves behind: the weights that it read, and the config.json that goes with it.
+        """Record what an export leaves behind: the weights that it read, and the config.json that goes with it.
 
         Ranks gather here, so all have to be done with the export: while rank 0 sends, the others wait for it.
         """
@@ -261,7 +261,7 @@ class Session:
         self.record_exported(version)
 
     def record_update(self, version: int) -> None:
-        """What the live parameters of all ranks are after an update, joined without Megatron-Bridge.
+        """Live parameters of all ranks after an update, joined without Megatron-Bridge.
 
         A family without a layout row has no such join: the oracle then gets what was exported.
         """
@@ -281,7 +281,7 @@ class Session:
             save_checkpoint(self.work / f"live-{version}", self.source.config, whole.items())
 
     def observe_engine(self, version: int) -> None:
-        """What the engine holds, scores and samples at a version, unless it refused it."""
+        """Record what the engine holds, scores and samples at a version, unless it refused it."""
         if self.engine is None or self.engine.refused:
             return
         self.say(f"version {version}: engine scores and samples")

@@ -1,4 +1,4 @@
-"""What each process of a run is told, derived from the config: the ranks' `RunSpec`, the engine's config."""
+"""Orders for each process of a run, derived from the config: the ranks' `RunSpec`, the engine's config."""
 
 from __future__ import annotations
 

@@ -57,6 +57,6 @@ class Steps:
 
 
 def record_rules(probe: Probe, rates: Mapping[str, float] = RATES) -> None:
-    """What every step of a run has to do, for whoever computes it again."""
+    """Rule of every step of a run, for those who compute it again."""
     record_rule(probe, rates, clip_grad=CLIP_GRAD)
     record_objective(probe, temperature=TEMPERATURE, entropy_weight=ENTROPY_WEIGHT, drift_weight=DRIFT_WEIGHT)

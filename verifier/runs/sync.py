@@ -165,7 +165,7 @@ class EngineSide:
             self._ranks[rank].emit(PlanDigest(name="chunk plan", version=version, digest=digest))
 
     def record_held(self, sent: Mapping[str, torch.Tensor], version: int) -> None:
-        """What every engine rank holds: tensors, settings, and its checkpoint slices beside what they must be."""
+        """Record each engine rank's tensors, settings and checkpoint slices, and what the slices must be."""
         held_by(self.client).record(self._ranks, version)
         for rank, slices in enumerate(self.client.checkpoint_view()):
             record_views(self._ranks[rank], slices, sent, version)
@@ -218,7 +218,7 @@ class EngineSide:
         return [sample for _, _, sample in rows]
 
     def record_draws(self, prompt: Sequence[int], version: int, seed: int) -> None:
-        """Which tokens come after one prompt, in many samples, half of them of a second request for the same.
+        """Record the tokens that follow one prompt in many samples, half of them of a second request for the same.
 
         At version 0 also at a temperature other than 1, and without seeds.
         """
