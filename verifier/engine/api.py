@@ -19,7 +19,7 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(EngineOptions):
-    """What an engine's processes are told: the options of the user, and what the runner adds to them.
+    """Orders for an engine's processes: the options of the user, and what the runner adds to them.
 
     Raises:
         UsageError: see `EngineOptions`; or an unknown dtype, or a tensor-parallel size that no engine has.

@@ -12,9 +12,9 @@ from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.engine.api import EngineConfig
 from verifier.platform.tier import Tier
 from verifier.platform.upstream_fixes import selected
-from verifier.runs.manifest import judges_gradients
 from verifier.runs.model_under_test import MAX_MODEL_LEN, ModelUnderTest
 from verifier.runs.placement import Placement
+from verifier.runs.run_manifest import judges_gradients
 from verifier.runs.workload import Workload
 
 CHUNK_BYTES = 64 << 20
@@ -31,7 +31,7 @@ class RunSpec:
     """One session of the trainer's ranks; JSON there and back."""
 
     config: GoldenConfig | RoundtripConfig
-    """What the user asked for."""
+    """Config of the command that the user called."""
     program: str
     """"golden", "roundtrip", or "tokens": the token path alone, without export and engine."""
     checkpoint: str
