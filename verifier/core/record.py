@@ -77,7 +77,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     coordinate: str = ""
     """Mesh coordinate of that rank."""
     how: str
-    """What was computed, from what, in which arithmetic."""
+    """The computation, its inputs and its arithmetic."""
 
 
 Array = Any
