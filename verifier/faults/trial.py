@@ -72,10 +72,10 @@ class TrialResult:
 
 
 class Trials:
-    """Trials of any number of faults on the same resources; those of one subject share its clean run.
+    """Trials of any number of faults on the same resources; those of one config share its clean run.
 
     Args:
-        progress: told what runs.
+        progress: called with a line of text for each step.
         keep: folder for the traces; None throws them away.
     """
 
@@ -99,7 +99,7 @@ class Trials:
         self._stack.close()
 
     def trial(self, fault: Fault) -> TrialResult:
-        """Run one fault: clean (once per subject), then faulted and healed in the same processes."""
+        """Run one fault: clean (once per config), then faulted and healed in the same processes."""
         began = time.monotonic()
         config = _config_of(fault)
         if config not in self._clean:

@@ -38,7 +38,7 @@ class Phase:
 
     trace: Path
     within: tuple[str, ...] = ()
-    """See `RunSpec.within`."""
+    """Context manager around the session; see `RunSpec.within`."""
 
 
 class Runner:
@@ -49,7 +49,7 @@ class Runner:
 
     Args:
         resources: cold or warm.
-        progress: told what runs.
+        progress: called with a line of text for each step.
     """
 
     def __init__(self, resources: Resources, progress: Progress) -> None:
@@ -221,7 +221,7 @@ def run_once[C, R](run: Callable[[Runner, C], R], config: C, progress: Progress)
     Args:
         run: the method, such as `Runner.golden`.
         config: its argument.
-        progress: told what runs.
+        progress: called with a line of text for each step.
     """
     with Resources() as resources:
         return run(Runner(resources, progress), config)

@@ -72,9 +72,10 @@ class Session:
         self._weights.finish()
 
     def _acts(self, version: int) -> list[Callable[[int], None]]:
-        """An update is recorded before the export, which must not change it; but to record it gathers what ranks share.
+        """Order of recording an update, exporting and scoring.
 
-        Then who needs it has to ask for it first: the export, and every second time the forward pass.
+        An update is recorded before the export, which must not change it. Where recording gathers what ranks share, the
+        export, and every second time the forward pass, come first: each has to gather by itself.
         """
         weights = self._weights
         if not weights.recording_gathers:
