@@ -13,7 +13,7 @@ from pathlib import Path
 from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
 from verifier.core.outputs import require_writable
 from verifier.engine.api import EngineConfig
-from verifier.errors import VerifierError
+from verifier.errors import InternalError, VerifierError
 from verifier.mesh import Mesh
 from verifier.oracle.noise_floor import Floor, floor_path, write_floor
 from verifier.oracle.recording import record_oracle
@@ -132,7 +132,7 @@ class Runner:
             except VerifierError as problem:
                 if not warm:
                     raise
-                ranks_failed = failure = problem
+                ranks_failed = failure = InternalError(str(problem))  # a usage error would leave no trace
             resources.release(asked)
             for spec in specs:
                 try:
