@@ -19,10 +19,10 @@ from verifier.oracle.noise_floor import Floor, floor_path, write_floor
 from verifier.oracle.recording import record_oracle
 from verifier.probes.engine_state import held_by
 from verifier.runs import golden, noise
-from verifier.runs.manifest import golden_manifest, recording, roundtrip_manifest
 from verifier.runs.model_under_test import ModelUnderTest, open_for_roundtrip, open_model
 from verifier.runs.placement import place
 from verifier.runs.resources import Deadline, Resources, RunningEngine
+from verifier.runs.run_manifest import golden_manifest, recording, roundtrip_manifest
 from verifier.runs.scenario import made_up
 from verifier.runs.spec import RunSpec, engine_config, roundtrip_spec
 from verifier.runs.workload import Workload
@@ -126,21 +126,22 @@ class Runner:
                 )
                 for phase in phases
             ]  # fmt: skip
-            ranks_failed = failure = None
+            failure: VerifierError | None = None
             try:
                 self._run_ranks(specs, work, until)
             except VerifierError as problem:
                 if not warm:
                     raise
-                ranks_failed = failure = InternalError(str(problem))  # a usage error would leave no trace
+                failure = InternalError(str(problem))  # a usage error would leave no trace
             resources.release(asked)
+            ranks_failed = failure is not None
             for spec in specs:
                 try:
                     self._add_witnesses(spec, model, engine, asked, until)
                 except VerifierError as problem:  # of weights that the oracle cannot load, for one is missing
                     failure = failure or problem
                 else:
-                    if ranks_failed is None:
+                    if not ranks_failed:
                         complete(Path(spec.trace))
             if failure is not None:
                 raise failure

@@ -12,15 +12,15 @@ from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.engine.api import EngineConfig
 from verifier.platform.tier import Tier
 from verifier.platform.upstream_fixes import selected
-from verifier.runs.manifest import judges_gradients
 from verifier.runs.model_under_test import MAX_MODEL_LEN, ModelUnderTest
 from verifier.runs.placement import Placement
+from verifier.runs.run_manifest import judges_gradients
 from verifier.runs.workload import Workload
 
 CHUNK_BYTES = 64 << 20
 """Largest buffer of a transfer from host to host."""
 GPU_CHUNK_BYTES = 1 << 30
-"""Largest buffer between GPUs: messages about a chunk take less time than its bytes (docs/adr/0010)."""
+"""Largest buffer between GPUs: what is said about a chunk takes less time than its bytes (docs/adr/0010)."""
 MIN_CHUNK_BYTES = 64 << 10
 CHUNKS = 8
 """A model of less than this many full buffers is sent in smaller ones, so that every transfer has several chunks."""
@@ -31,7 +31,7 @@ class RunSpec:
     """One session of the trainer's ranks; JSON there and back."""
 
     config: GoldenConfig | RoundtripConfig
-    """Config that the user gave."""
+    """Config of the command that the user called."""
     program: str
     """"golden", "roundtrip", or "tokens": the token path alone, without export and engine."""
     checkpoint: str
@@ -43,7 +43,7 @@ class RunSpec:
     within: Sequence[str] = ()
     """"package.module:function" and its further arguments: a context manager, entered around the session."""
     workload: Workload | None = None
-    """Rollouts to score and train on, and prompts; None for golden."""
+    """What is scored, sampled and trained on; None for golden."""
     gradients: bool = False
     """Hand each step's gradients to the oracle."""
     chunk_bytes: int = CHUNK_BYTES
