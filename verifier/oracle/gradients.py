@@ -1,4 +1,4 @@
-"""Record of one tensor's gradient and step as the oracle measured them, with the element and its rank."""
+"""Records of the oracle's measurements of one tensor's gradient and step, with the element and its rank."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from verifier.launch.flight_recorder import label
 from verifier.model import provider_megatron
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.engine_state import record_poison
-from verifier.probes.transfer import TransferProbe
+from verifier.probes.weight_transfer import TransferProbe
 from verifier.probes.weights_megatron import (
     LiveWeights,
     join,

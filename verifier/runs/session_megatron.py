@@ -12,10 +12,10 @@ from verifier.probes.tokens_megatron import TokenProbe
 from verifier.probes.trainer import record_rollouts, record_scored, record_step
 from verifier.probes.weights_megatron import record_source
 from verifier.runs.adapter_weights_megatron import AdapterWeights
+from verifier.runs.engine_requests import EngineRequests
 from verifier.runs.full_weights_megatron import FullWeights
 from verifier.runs.perturb import move
 from verifier.runs.rank_run_megatron import RankRun
-from verifier.runs.sampling import EngineRequests
 from verifier.runs.steps_megatron import Steps
 from verifier.runs.workload import RolloutRow, ScoringPass, Workload, expected_rollouts, policy_loss, rollouts_of
 from verifier.train import step_megatron

@@ -20,7 +20,7 @@ from verifier.runs.workload import Workload
 CHUNK_BYTES = 64 << 20
 """Largest buffer of a transfer from host to host."""
 GPU_CHUNK_BYTES = 1 << 30
-"""Largest buffer between GPUs: messages about a chunk take less time than its bytes (docs/adr/0010)."""
+"""Largest buffer between GPUs: what is said about a chunk takes less time than its bytes (docs/adr/0010)."""
 MIN_CHUNK_BYTES = 64 << 10
 CHUNKS = 8
 """A model of less than this many full buffers is sent in smaller ones, so that every transfer has several chunks."""
@@ -31,7 +31,7 @@ class RunSpec:
     """One session of the trainer's ranks; JSON there and back."""
 
     config: GoldenConfig | RoundtripConfig
-    """Config that the user gave."""
+    """Config of the command that the user called."""
     program: str
     """"golden", "roundtrip", or "tokens": the token path alone, without export and engine."""
     checkpoint: str
