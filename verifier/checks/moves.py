@@ -27,7 +27,7 @@ OUTWARD = ".lora_B.weight"
 
 
 def _shards(version: int) -> Moment:
-    """When all live weights of a version were recorded."""
+    """Moment at which all live weights of a version were recorded."""
     return UpdatedShard if version else LoadedShard, version
 
 

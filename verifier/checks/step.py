@@ -129,7 +129,7 @@ def _gradient_bound(noise: float) -> Tolerance:
 
 
 def _placed(measured: Measurement | None) -> tuple[str, str]:
-    """Holder of the element with the greatest gap, and the element's place as the end of a clause."""
+    """Owner of the element with the greatest gap, and its place, as the end of a clause."""
     if measured is None or measured.rank is None:
         return "", ""
     return f"trainer rank {measured.rank} ({measured.coordinate})", f" at {list(measured.index)}"

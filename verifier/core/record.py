@@ -77,7 +77,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     coordinate: str = ""
     """Mesh coordinate of that rank."""
     how: str
-    """Arithmetic and operands of the measurement."""
+    """The computation, its inputs and its arithmetic."""
 
 
 Array = Any

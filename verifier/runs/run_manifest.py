@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import platform
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +92,8 @@ def _identity(model: ModelUnderTest, command: str, config: GoldenConfig | Roundt
     sizes_of_mesh: dict[str, Any] = model.mesh.to_dict()
     return Manifest(
         command=command,
+        command_line=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors",
         model=config.model,
         dtype=model.dtype,
         mesh=MeshSizes(**sizes_of_mesh),

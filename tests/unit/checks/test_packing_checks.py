@@ -1,11 +1,13 @@
 """What the checks of the token path take for wrong, beside what the snapshots show."""
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.snapshots.check_traces import change, having, make_trace
+from tests.snapshots.check_traces import ARRAYS, AT, MANIFEST, change, clean, having, make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
+from verifier.core.manifest import MeshSizes, replace
 from verifier.core.records_logprobs import ReturnedLogprobs
 from verifier.core.records_tokens import PackedBatchDigest, PackLayout, TokenLedger
+from verifier.core.trace import Trace
 
 
 def test_a_step_whose_tokens_nobody_followed_is_none_that_holds() -> None:
@@ -31,3 +33,17 @@ def test_a_rank_without_a_batch() -> None:
     outcome = run_check(REGISTRY["PCK003"], make_trace(change(PackedBatchDigest, lambda item: None, rank=1)))
     assert outcome.finding is not None
     assert outcome.finding.first.sentence == "trainer rank 1 works on no batch that is trained at version 1"
+
+
+def test_a_rank_without_a_ledger() -> None:
+    """Two data-parallel ranks own the rows; one of them recorded its own."""
+    manifest = replace(MANIFEST, mesh=MeshSizes(dp=2))
+    outcome = run_check(REGISTRY["PCK001"], Trace(manifest, clean(), ARRAYS.__getitem__))
+    assert outcome.finding is not None
+    assert outcome.finding.first.sentence == "1 of 2 ranks have a ledger of the tokens trained at version 1"
+
+
+def test_every_misplaced_field_names_its_rank() -> None:
+    outcome = run_check(REGISTRY["PCK001"], make_trace(change(TokenLedger, having(array="shifted ledger"))))
+    assert outcome.finding is not None
+    assert outcome.finding.first.owner == f"trainer rank 0 ({AT[0]})"
