@@ -247,14 +247,14 @@ class Oracle:
         ]
         layout = layout_of(subject.checkpoint.config)
         adapters = adapters_of(layout, TARGETS, spec.lora_rank) if layout and spec.lora_rank else None
-        owners = Owners(adapters or layout, spec.mesh) if layout else None
+        owners = Owners(adapters or layout, subject.mesh) if layout else None
         name = "judge_steps"
         arguments: list[Any] = [str(subject.checkpoint.path), spec.work, batches, rule, routes]
         if adapters is not None:
             name, arguments[3] = "judge_adapter_steps", {**rule, **NO_DECAY, "scaling": SCALING}
             arguments.append(adapters.names())
         for row in self._client.call("verifier.oracle.step_hf", name, arguments)[0]:
-            recorder.emit(gradient_record(row, owners, spec.mesh))
+            recorder.emit(gradient_record(row, owners, subject.mesh))
 
 
 def _continued(sampled: SampledTokens) -> list[tuple[Sequence[int], float]]:
