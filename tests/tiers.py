@@ -6,6 +6,7 @@ projects get is `verifier/pytest_plugin.py`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from pathlib import Path
 
@@ -50,11 +51,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the markers; search less long in a quick run."""
+    """Declare the markers; in a quick run search less long, with one thread."""
     for line in MARKERS:
         config.addinivalue_line("markers", line)
-    if is_quick_run(config) and not config.getoption("hypothesis_profile", default=None):
-        settings.load_profile("quick")
+    if is_quick_run(config):
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", "1"
+        )  # small tensors; idle threads of torch would only wait for each other
+        if not config.getoption("hypothesis_profile", default=None):
+            settings.load_profile("quick")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

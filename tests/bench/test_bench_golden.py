@@ -153,7 +153,7 @@ def test_golden_needs_two_tensors_and_a_buffer_above_the_model(
     large: Checkpoint, trainer_launcher: ForkLauncher, checkpoints: Path, tmp_path: Path
 ) -> None:
     """What a rank needs for itself, model or not, is seen on a tiny model and taken off."""
-    trainer_launcher.ready()
+    trainer_launcher.wait_ready()
     tiny = write_tiny("qwen3", checkpoints)
     bare = golden_peak_bytes(trainer_launcher, tiny, tmp_path / "tiny", "float32")
     peak = golden_peak_bytes(trainer_launcher, large.path, tmp_path / "large", "bfloat16")

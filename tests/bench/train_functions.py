@@ -24,7 +24,9 @@ from verifier.model.families import FAMILIES, Content, tensors_of
 from verifier.model.tiny import TINY
 from verifier.probes.tokens_megatron import TokenProbe
 from verifier.probes.weights_megatron import LiveWeights
-from verifier.runs.session_megatron import DATA_PARALLEL, rollouts_of
+from verifier.runs.full_weights_megatron import DATA_PARALLEL
+from verifier.runs.scenario import rollout_rows
+from verifier.runs.workload import rollouts_of
 from verifier.train import optimizer_megatron, step_megatron
 from verifier.train.pack import PackedBatch, pack
 from verifier.train.token_layout import Alignment
@@ -193,7 +195,7 @@ def measure(context: RankContext) -> dict[str, Any]:
     lengths = lengths_of(args["rows"], args["micro_batches"])
     generator = torch.Generator().manual_seed(1)
     sequences = [torch.randint(config["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
-    rollouts = rollouts_of(sequences, 0)
+    rollouts = rollouts_of(rollout_rows(sequences))
     packs = [pack(rollouts[at : at + 16], Alignment()) for at in range(0, len(rollouts), 16)]
     bare = BareLoop(trainer, optimizer, packs, device)
     live = LiveWeights(trainer.chunks, layout_of(config), Mesh(), 0)

@@ -40,9 +40,10 @@ def failure_of_a_save(context: RankContext) -> str:
     """Traceback with which writing the optimizer ends after a step; nothing if it does not fail."""
     from trainer_functions import rollouts
 
+    from verifier.runs.scenario import MICRO_BATCH, RULE
     from verifier.runs.steps_megatron import Steps
 
-    steps = Steps(_build(context.args))
+    steps = Steps(_build(context.args), RULE, MICRO_BATCH)
     steps.take(rollouts())
     folder = context.run_dir / "stopped"
     folder.mkdir(exist_ok=True)

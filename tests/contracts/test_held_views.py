@@ -1,7 +1,7 @@
 """vLLM's reload keeps views of what it loads until a layer is complete; `copy_kept_views` copies them.
 
 CUDA IPC lets the engine read the trainer's own buffer, which is filled again. What this does not exercise: a GPU, and
-the loaders of vLLM's own layers (tests/h100/test_roundtrip.py).
+the loaders of vLLM's own layers (tests/h100/test_roundtrip_gpu.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each case is a round trip, once as shipped and, where a known bug applies, once more with every fix. A case leaves one
 file in golden/as-shipped; `python -m tests.dist.as_shipped page` draws docs/as-shipped.md from all of them. What
-tests/h100/test_as_shipped.py leaves in golden/gpu/as-shipped is drawn too.
+tests/h100/test_as_shipped_gpu.py leaves in golden/gpu/as-shipped is drawn too.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.dist.engine_case import alive, group_members
-from verifier.engine.client import EngineGone
 from verifier.engine.api import EngineConfig
+from verifier.engine.client import EngineGone
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.errors import InternalError, UsageError
 from verifier.model.tiny import write_tiny

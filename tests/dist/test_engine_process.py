@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.dist.engine_case import alive, group_members
-from verifier.engine.client import EngineClient, EngineGone, EngineTimeout
 from verifier.engine.api import EngineConfig
+from verifier.engine.client import EngineClient, EngineGone, EngineTimeout
 from verifier.engine.process import EngineProcess
 from verifier.engine.sender import connect
 from verifier.errors import ContractError, InternalError, UsageError

@@ -27,7 +27,7 @@ from tests.dist.engine_case import (
 )
 from verifier.engine.client import EngineGone
 from verifier.engine.api import EngineConfig, Sampling
-from verifier.oracle.logprob_hf import oracle_logprobs
+from verifier.oracle.logprob_hf import score
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.engine.sender import PlanRefused, agree, deliver
 from verifier.errors import ContractError, VerifierError
@@ -44,6 +44,11 @@ CASES = [
     pytest.param(("vllm", "qwen3-moe", 2), id="vllm-qwen3-moe-2"),
     pytest.param(("vllm", "qwen3-tied", 1), id="vllm-qwen3-tied-1", marks=pytest.mark.slow),
 ]
+
+
+def oracle_logprobs(path: Path, tokens: list[list[int]]) -> list[torch.Tensor]:
+    """Log-probabilities of a checkpoint directory by transformers in float32."""
+    return [torch.tensor(row) for row in score(None, str(path), tokens, "float32")]
 
 
 class Pair:

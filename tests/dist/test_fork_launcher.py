@@ -225,7 +225,7 @@ def test_ranks_that_the_mesh_does_not_have(launcher, tmp_path):
 
 def test_a_preload_that_refuses(functions):
     with ForkLauncher(preload="launch_functions:refuse_to_load") as launcher, pytest.raises(UsageError) as caught:
-        launcher.ready()
+        launcher.wait_ready()
     assert str(caught.value) == "megatron-core 0.1 is installed, 0.19.2 is needed"
 
 

@@ -20,26 +20,28 @@ from verifier.mesh import Mesh
 from verifier.model.tiny import TINY
 from verifier.report.report import Report, report_of
 from verifier.runs.runner import Phase, Runner
-from verifier.runs.scenario import Scenario, made_up
+from verifier.runs.scenario import made_up, workload
+from verifier.runs.workload import Workload
 
 pytestmark = pytest.mark.slow
 LENGTH = 12
 NUM_SEQUENCES = 16  # four micro-batches: with two, two stages never send and receive at once
 
 
-def equal_lengths(config: RoundtripConfig) -> Scenario:
+def equal_lengths(config: RoundtripConfig) -> Workload:
     """Two steps on sequences of one length."""
     drawn = made_up(config, TINY[config.model.removeprefix("tiny:")][1])
-    tokens = [token for batch in drawn.batches for row in batch for token in row]
+    tokens = [token for batch in drawn.batches for row in batch for token in row.tokens]
     rows = [tokens[begin : begin + LENGTH] for begin in range(0, 2 * NUM_SEQUENCES * LENGTH, LENGTH)]
     assert len(rows[-1]) == LENGTH
     batches = [rows[:NUM_SEQUENCES], rows[NUM_SEQUENCES:]]
-    return Scenario(sequences=batches[0], prompts=drawn.prompts, batches=batches)
+    return workload(batches[0], batches, drawn.prompts)
 
 
 def run(runner: Runner, mesh: Mesh, folder: Path, within: tuple[str, ...] = ()) -> Report:
-    config = RoundtripConfig(model="tiny:qwen3", trace=folder / "trace", mesh=mesh, engine=EngineOptions(kind="hf"), cycles=2)
-    runner.roundtrip(config, phases=[Phase(trace=config.trace, within=within)], scenario=equal_lengths(config))
+    engine = EngineOptions(kind="hf")
+    config = RoundtripConfig(model="tiny:qwen3", trace=folder / "trace", mesh=mesh, engine=engine, cycles=2)
+    runner.roundtrip(config, phases=[Phase(trace=config.trace, within=within)], workload=equal_lengths(config))
     return report_of(store.read(config.trace), str(config.trace))
 
 

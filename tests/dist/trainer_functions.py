@@ -185,11 +185,12 @@ def steps_of_equal_lengths(context: RankContext) -> list[list[float]]:
 def stepped(context: RankContext) -> dict[str, str]:
     """An export after three steps, with an optimizer made anew before the second and the third if asked for."""
     from verifier.export.gather_megatron import export
+    from verifier.runs.scenario import MICRO_BATCH, RULE
     from verifier.runs.steps_megatron import Steps
     from verifier.train.step_megatron import params_synced
 
     built = _build(context.args)
-    steps = Steps(built)
+    steps = Steps(built, RULE, MICRO_BATCH)
     for at in range(3):
         if at and context.args["resume"]:
             folder = context.run_dir / f"stopped-{at}"

@@ -10,7 +10,7 @@ import pytest
 from tests.dist.clean_case import judge
 from tests.h100.models import MENDED, fixes, model
 from tests.h100.test_faults import verdicts
-from tests.h100.test_roundtrip import distance
+from tests.h100.test_roundtrip_gpu import distance
 from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.records_logprobs import DtypeNoise, EngineLogprobs, OracleLogprobs, TrainerLogprobs

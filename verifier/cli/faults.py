@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from verifier.cli.results import show, write_whole
+from verifier.cli.results import show
 from verifier.core.gate import ExitCode
-from verifier.core.outputs import require_empty, require_writable
+from verifier.core.outputs import require_empty, require_writable, write_whole
 
 app = typer.Typer(
     help="Re-enacted bugs: list them, inject some, or draw the matrix of checks and faults.",

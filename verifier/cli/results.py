@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from verifier.core.gate import ExitCode
-from verifier.core.outputs import require_writable
+from verifier.core.outputs import require_writable, write_whole
 from verifier.errors import UsageError, VerifierError
 from verifier.report.progress import Progress, shown_progress
 
@@ -34,21 +34,6 @@ def require_results(*files: Path | None) -> None:
         raise UsageError(f"`{named[0]}` is asked for twice: give each result a file of its own")
     for file in named:
         require_writable(file)
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all.
-
-    Raises:
-        UsageError: it cannot be written; what was at the path before is still there.
-    """
-    aside = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(file)
-    except OSError as problem:
-        aside.unlink(missing_ok=True)
-        raise UsageError(f"`{file}` cannot be written: {problem.strerror}") from problem
 
 
 def show(text: str) -> None:

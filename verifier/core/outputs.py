@@ -41,3 +41,18 @@ def require_empty(folder: Path, option: str) -> None:
     require_writable(folder / "trace", make_folder=True)
     if any(folder.iterdir()):
         raise UsageError(f"the folder `{folder}` is not empty: choose another {option}")
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all.
+
+    Raises:
+        UsageError: it cannot be written; what was at the path before is still there.
+    """
+    aside = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(file)
+    except OSError as problem:
+        aside.unlink(missing_ok=True)
+        raise UsageError(f"`{file}` cannot be written: {problem.strerror}") from problem

@@ -20,6 +20,8 @@ class TrainerLogprobs(LogprobRecord, frozen=True, kw_only=True, tag="logprob/tra
     """Teacher-forced, by the trainer; float32."""
 
     stage: ClassVar[Stage] = Stage.LOGPROB
+    temperature: float = 1.0
+    """Divisor of the logits."""
 
 
 class ReturnedLogprobs(Record, frozen=True, kw_only=True, tag="logprob/returned"):

@@ -19,7 +19,7 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(EngineOptions):
-    """What an engine's processes are told: the options of the user, and what the runner adds to them.
+    """Orders for an engine's processes: the options of the user, and what the runner adds to them.
 
     Raises:
         UsageError: see `EngineOptions`; or an unknown dtype, or a tensor-parallel size that no engine has.
@@ -33,6 +33,14 @@ class EngineConfig(EngineOptions):
     seed: int = 0
     gpus: str = ""
     """GPUs of the engine's ranks, such as "2,3"; empty lets the engine choose."""
+    cuda_graphs: bool = False
+    """Switch: capture and replay CUDA graphs; otherwise the engine runs eagerly."""
+    sleep_mode: bool = False
+    """Switch: allocate memory such that the engine can sleep."""
+    quantization: str | None = None
+    """vLLM's name of a quantization that is applied to the weights while they are loaded."""
+    lora_rank: int = 0
+    """Greatest rank of an adapter that can be loaded; 0 for none."""
     fixes: tuple[str, ...] = ()
     """Ids of the upstream fixes that are installed in the engine's processes."""
 
@@ -130,7 +138,7 @@ class Sampling:
     """Divisor of the logits; 0 takes the likeliest token."""
     shape: Shape = field(default_factory=Shape)
     seeded: bool = True
-    """True gives each continuation a seeded generator; False uses the engine's own for all."""
+    """Switch: a seeded generator for each continuation; otherwise the engine's own serves all."""
     each: Sequence[Sampling] = ()
     """One set of parameters per prompt, which replace these; empty for these."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from verifier.engine.api import EngineSlice, EngineTensor, Generation, Poisoned, Sampling
-from verifier.engine.errors import raise_record
+from verifier.engine.error_records import raise_record
 from verifier.errors import InternalError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
 from verifier.launch.child import last_lines

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verifier.engine.client import EngineClient, Pending, agreements, receipts
 from verifier.errors import ContractError, VerifierError
@@ -131,6 +131,52 @@ def deliver(
     if (extra := next(sending.stream, None)) is not None:
         raise ContractError(f"the stream brings `{extra[0]}` after the plan's end")
     group.end()
+
+
+class TransferWatch(Protocol):
+    """Told of a transfer under way. It only looks."""
+
+    def agreed(self, agreement: Agreement) -> None:
+        """All members have said which plan they hold."""
+
+    def delivered(self, delivery: Delivery) -> None:
+        """Every engine rank has confirmed a chunk."""
+
+
+def transfer(
+    engine: EngineClient,
+    group: TransferGroup,
+    plan: ChunkPlan,
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    watch: TransferWatch,
+    rounds: TrainerRounds | None = None,
+) -> str:
+    """Agree on the plan, send every chunk, finish the update, and drop cached prefixes.
+
+    A stream that departs from the plan, and plans that differ, end the transfer.
+
+    Returns:
+        Why it was refused, with the stream as far drawn as it was; empty if it was not.
+    """
+    if rounds is not None:
+        rounds.begin()
+    try:
+        try:
+            watch.agreed(agree(engine, group, plan))
+        except PlanRefused as problem:
+            watch.agreed(problem.agreement)
+            raise
+        for delivery in deliver(engine, group, plan, tensors):
+            watch.delivered(delivery)
+        if rounds is not None:
+            rounds.end()
+        engine.finish_update()
+        engine.reset_prefix_cache()
+    except ContractError as problem:
+        if rounds is not None:
+            rounds.stop()
+        return str(problem)
+    return ""
 
 
 class _Sending:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from verifier.engine.api import Engine, EngineConfig, Sampling, refuse_unsupported
-from verifier.engine.errors import CARRIED, to_record
+from verifier.engine.error_records import CARRIED, to_record
 from verifier.engine.process import VLLM_ENVIRONMENT
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from verifier.core.stage import Stage
 from verifier.faults.fault import NO_ENGINE, Fault, FireCounter, fault
 from verifier.mesh import Mesh
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 STEP = "verifier.train.step_megatron"
 PACK = f"{STEP}:pack(rollouts, alignment, pad_token, extra)"
 MAKE_ROLLOUT = (
-    "verifier.runs.scenario:make_rollout("
+    "verifier.runs.workload:make_rollout("
     "rollout_id, prompt, response, group, sampled, mask, logprobs, versions, reward, routes)"
 )
 ROW: dict[str, Any] = {"stage": Stage.PACK, "model": "tiny:qwen3", "engine": NO_ENGINE}
@@ -101,13 +103,13 @@ def groups_of_one(packed: PackedBatch) -> PackedBatch:
 
 
 @fault(
-    "verifier.runs.session_megatron:rollouts_of(sequences, version)",
+    "verifier.runs.session_megatron:rollouts_of(rows)",
     id="versions-of-a-later-policy", reproduces="areal-project/AReaL#1569", caught_by=("PCK001",), **TP2,
 )  # fmt: skip
-def versions_of_a_later_policy(original: Any, fire: FireCounter, sequences: Any, version: int) -> Any:
+def versions_of_a_later_policy(original: Any, fire: FireCounter, rows: Any) -> Any:
     """Tokens are stamped with the version in force when their answer is collected, which is after an update."""
     fire()
-    return original(sequences, version + 1)
+    return original([replace(row, versions=tuple(version + 1 for version in row.versions)) for row in rows])
 
 
 @fault(MAKE_ROLLOUT, id="mask-not-kept", reproduces="NVIDIA-NeMo/RL#3766", caught_by=("PCK001", "LSS001"), **TP2)

@@ -76,17 +76,15 @@ def buffer_of_last_version_sent(original: Any, fire: FireCounter, self: Any, buf
 
 
 @fault(
-    "verifier.runs.sync:EngineSide.transfer(self, plan, stream, version)",
+    "verifier.engine.sender:transfer(engine, group, plan, tensors, watch, rounds)",
     id="sync-gated-off", stage=Stage.TRANSPORT, reproduces="verl-project/verl#4248", caught_by=("TPT002", "LGP002"),
 )  # fmt: skip
-def sync_gated_off(original: Any, fire: FireCounter, self: Any, plan: Any, stream: Any, version: int) -> Any:
+def sync_gated_off(original: Any, fire: FireCounter, *args: Any) -> Any:
     """A flag skips the transfer after the first: the engine keeps the weights that it has."""
-    if version < 2:
-        return original(self, plan, stream, version)
+    if args[4].version < 2:
+        return original(*args)
     fire()
-    for _ in stream:
-        pass
-    return {}
+    return ""
 
 
 @fault(

@@ -131,7 +131,7 @@ class _Watch:
 
         return watched
 
-    def _enter(self, recorder: flight.Recorder, key: flight.GroupKey, op: bytes, tensors: Any) -> flight.Record:
+    def _enter(self, recorder: flight.FlightRecorder, key: flight.GroupKey, op: bytes, tensors: Any) -> flight.Record:
         while type(tensors) is list:
             tensors = tensors[0] if tensors else None
         if not isinstance(tensors, torch.Tensor):

@@ -107,7 +107,7 @@ type Record = tuple[int, GroupKey, int, bytes, bytes, bytes, bytes]
 """One collective that a rank entered: its number, group, count in the group, operation, dtype, dims, label."""
 
 
-class Recorder:
+class FlightRecorder:
     """Writes one rank's slot. It runs around every collective, so what did not change is not written again."""
 
     def __init__(self, memory: mmap.mmap, rank: int) -> None:
@@ -222,15 +222,15 @@ def _text(raw: bytes) -> str:
 class _Active:
     """The one recorder of this process; a rank is a process, and torch's collectives are process-wide."""
 
-    recorder: Recorder | None = None
+    recorder: FlightRecorder | None = None
 
 
-def activate(recorder: Recorder) -> None:
+def activate(recorder: FlightRecorder) -> None:
     """Make `recorder` this process's own; called once in a forked rank."""
     _Active.recorder = recorder
 
 
-def active() -> Recorder | None:
+def active() -> FlightRecorder | None:
     """This process's recorder, or None outside of a rank."""
     return _Active.recorder
 

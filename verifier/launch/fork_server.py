@@ -95,7 +95,7 @@ class ForkServer:
             raise self._death or ContractError(f"{self._name} is not running: use it in a with block")
         return self._process.pid
 
-    def wait_loaded(self) -> None:
+    def wait_ready(self) -> None:
         """Wait until the preloads have returned.
 
         Raises:
@@ -126,7 +126,7 @@ class ForkServer:
             The child and this end of the channel.
         """
         self.start()
-        self.wait_loaded()
+        self.wait_ready()
         ours, theirs = Pipe()
         order = {"function": function, "arguments": dict(arguments), "log": str(log_path), "num_fds": 1 + len(fds)}
         with theirs:

@@ -89,7 +89,7 @@ def run_rank(
         stack = open(stack_path(job.run_dir, rank), "w")  # noqa: SIM115 - stays open for the signal handler
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         call = resolve(job.function)
-        flight.activate(flight.Recorder(flight.memory_for(job.world_size, memory_fd), rank))
+        flight.activate(flight.FlightRecorder(flight.memory_for(job.world_size, memory_fd), rank))
         _join(job, rank, Rendezvous(*rendezvous), store_fd)
         context = RankContext(
             rank=rank,

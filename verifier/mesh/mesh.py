@@ -108,7 +108,7 @@ class Mesh:
 
     @property
     def has_copies(self) -> bool:
-        """True if data or context parallelism gives several ranks the same weights, whose update they divide."""
+        """True if several ranks hold the same weights for data or context parallelism and share their update."""
         return max(self.dp * self.cp, self.expert_dp) > 1
 
     @property

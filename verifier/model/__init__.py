@@ -1,1 +1,1 @@
-"""Models: supported families, generated checkpoints, and the reader of a checkpoint directory."""
+"""Checkpoints: supported families, generated tiny checkpoints, and the reader of a local directory."""

@@ -1,4 +1,4 @@
-"""What the oracle measured of one tensor's gradient and step, as a record that names the element and its rank."""
+"""Records of the oracle's measurements of one tensor's gradient and step, with the element and its rank."""
 
 from __future__ import annotations
 

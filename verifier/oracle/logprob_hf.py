@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,32 +18,28 @@ from verifier.engine.shaping import shaped
 from verifier.model.transformers_hf import hold_model, token_logprobs
 
 
-def oracle_logprobs(
-    path: Path | str,
-    sequences: Sequence[Sequence[int]],
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    temperature: float = 1.0,
-) -> list[torch.Tensor]:
-    """Teacher-forced logprobs of a checkpoint directory.
+def score(
+    _: object, path: str, sequences: Sequence[Sequence[int]], dtype: str, device: str = "cpu", temperature: float = 1.0
+) -> list[list[float]]:
+    """Teacher-forced log-probabilities, nats; a request of an engine server.
 
     Args:
-        path: the checkpoint.
+        path: the checkpoint; its weights are brought to the dtype before anything is computed.
         sequences: token ids, each of at least 2.
-        dtype: the weights are brought to this before anything is computed.
-        device: where it is computed.
-        temperature: what logits are divided by; 0 as `token_logprobs` has it.
+        dtype: "float32"; "bfloat16" to measure what that dtype alone costs, "float64" what "float32" does.
+        device: "cpu", or "cuda".
+        temperature: divisor of the logits; 0 as `token_logprobs` has it.
 
     Returns:
-        Per sequence [len - 1] float32, nats.
+        Per sequence, entry t is log p(token t + 1 | tokens 0..t).
 
     Raises:
         ContractError: transformers finds a tensor missing or superfluous.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    model = hold_model(path, dtype, device)
-    return [token_logprobs(model, tokens, torch.float64, temperature) for tokens in sequences]
+    model = hold_model(path, getattr(torch, dtype), device)
+    return [token_logprobs(model, tokens, torch.float64, temperature).tolist() for tokens in sequences]
 
 
 @torch.inference_mode()
@@ -57,33 +52,18 @@ def next_token(
         path: the checkpoint; its weights are brought to float32.
         tokens: token ids, at least 1.
         device: "cpu", or "cuda".
-        temperature: what logits are divided by.
+        temperature: divisor of the logits.
     """
     model = hold_model(path, torch.float32, device)
     logits = model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False).logits[0, -1]
     return torch.log_softmax(logits.double() / temperature, dim=-1).tolist()
 
 
-def score(
-    _: object, path: str, sequences: Sequence[Sequence[int]], dtype: str, device: str = "cpu", temperature: float = 1.0
-) -> list[list[float]]:
-    """`oracle_logprobs` as a request of an engine server: JSON in, JSON out.
-
-    Args:
-        path: the checkpoint.
-        sequences: token ids, each of at least 2.
-        dtype: "float32"; "bfloat16" to measure what that dtype alone costs, "float64" what "float32" does.
-        device: "cpu", or "cuda".
-        temperature: what logits are divided by.
-    """
-    return [row.tolist() for row in oracle_logprobs(path, sequences, getattr(torch, dtype), device, temperature)]
-
-
 @torch.inference_mode()
 def shaped_logprobs(
     _: object, path: str, rows: Sequence[Sequence[Any]], slack: float, device: str = "cpu"
 ) -> list[list[tuple[float, float]]]:
-    """Between what the log-probabilities of sampled tokens lie, nats, as their requests shape them; a host's request.
+    """Bounds of the log-probabilities of sampled tokens, nats, as their requests shape them; a server's request.
 
     They lie apart only where rounding decides whether truncation keeps a token.
 

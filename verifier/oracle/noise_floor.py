@@ -6,10 +6,11 @@ import hashlib
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+import msgspec
+
+from verifier.core.outputs import require_writable, write_whole
 from verifier.core.record import Probe
 from verifier.core.records_logprobs import StoredFloor
 from verifier.errors import UsageError
@@ -23,14 +24,13 @@ ARITHMETIC = ("torch", "transformers")
 """Packages whose version a floor belongs to: they do the arithmetic that it measures."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
+class Bucket(msgspec.Struct, frozen=True, kw_only=True):
     """Absolute differences of log-probabilities, bf16 against fp32, over sequences of one range of lengths; nats."""
 
     longest: int
-    """Tokens of the longest sequence that it speaks of; the bucket before it ends below the shortest."""
+    """Tokens of the longest sequence; the bucket before it ends below the shortest."""
     tokens: int
-    """Log-probabilities that it was measured on."""
+    """Number of log-probabilities that it was measured on."""
     mean: float
     deviation: float
     median: float
@@ -39,9 +39,8 @@ class Bucket:
     max: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Floor:
-    """The floor of one checkpoint on one tier."""
+class Floor(msgspec.Struct, frozen=True, kw_only=True):
+    """Noise of one checkpoint on one tier."""
 
     model: str
     dtype: str
@@ -57,7 +56,7 @@ class Floor:
 
 
 def bucket_of(longest: int, rounded: Sequence[Sequence[float]], exact: Sequence[Sequence[float]]) -> Bucket:
-    """Differences of two scorings of the same sequences.
+    """Statistics of the differences between two scorings of the same sequences.
 
     Args:
         longest: upper edge of the bucket, tokens.
@@ -101,38 +100,27 @@ def label_of(model: str) -> str:
 
 
 def floor_path(model: str, dtype: str, tier: str) -> Path:
-    """File that holds the floor of a model."""
+    """File of a model's floor."""
     return FLOORS / f"{label_of(model).replace(':', '-')}.{dtype}.{tier}.json"
 
 
 def write_floor(floor: Floor) -> Path:
-    """Store a floor, whole or not at all.
-
-    Raises:
-        UsageError: the folder cannot be written.
-    """
+    """Store a floor, whole or not at all."""
     path = floor_path(floor.model, floor.dtype, floor.tier)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".partial")
-        aside.write_text(json.dumps(asdict(floor), indent=1) + "\n")
-        aside.rename(path)
-    except OSError as problem:
-        raise UsageError(f"the noise floor cannot be written to `{path}`: {problem.strerror}") from problem
+    require_writable(path, make_folder=True)
+    write_whole(path, msgspec.json.format(msgspec.json.encode(floor), indent=1).decode() + "\n")
     return path
 
 
 def read_floor(path: Path) -> Floor:
-    """A stored floor.
+    """Read a stored floor.
 
     Raises:
         UsageError: the file is no noise floor.
     """
     try:
-        record: dict[str, Any] = json.loads(path.read_text())
-        buckets = tuple(Bucket(**item) for item in record.pop("buckets"))
-        return Floor(**record, buckets=buckets)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
+        return msgspec.json.decode(path.read_bytes(), type=Floor)
+    except (OSError, msgspec.MsgspecError) as problem:
         raise UsageError(f"`{path}` is no noise floor that `verifier noise --record` wrote: {problem}") from problem
 
 
@@ -151,13 +139,9 @@ def stored_floor(model: str, checkpoint: Checkpoint, dtype: str, tier: str) -> F
 
 
 def record_floor(probe: Probe, floor: Floor) -> None:
-    """The floor as evidence of a run, a record per bucket, so that whoever judges needs no file."""
+    """Record a floor, bucket by bucket, so that whoever judges needs no file."""
     stored = str(floor_path(floor.model, floor.dtype, floor.tier))
     for bucket in floor.buckets:
-        probe.emit(
-            StoredFloor(
-                name=f"sequences of up to {bucket.longest} tokens", longest=bucket.longest, tokens=bucket.tokens,
-                greatest=bucket.max, mean=bucket.mean, deviation=bucket.deviation, median=bucket.median,
-                p90=bucket.p90, p99=bucket.p99, stored=stored,
-            )
-        )  # fmt: skip
+        numbers = msgspec.structs.asdict(bucket)
+        name = f"sequences of up to {bucket.longest} tokens"
+        probe.emit(StoredFloor(name=name, stored=stored, greatest=numbers.pop("max"), **numbers))

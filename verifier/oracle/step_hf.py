@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,73 +17,75 @@ from verifier.transport.buffer import dtype_name
 
 Batch = Sequence[tuple[Sequence[int], Sequence[bool], float, Sequence[float]]]
 """Per sequence: token ids; for each token whether it is in the loss; the reward; for each token the engine's nats."""
-Greatest = tuple[float, list[int]]
-"""A value and the index of its element."""
 Routes = Sequence[Sequence[Sequence[int]]]
 """Per sequence, one row for each token and layer that has a route: position, global layer, experts; or nothing."""
-BETA_1, BETA_2, EPSILON = 0.9, 0.95, 1e-8
+Greatest = tuple[float, list[int]]
+"""A value and the index of its element."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of an adapter's two matrices, in the place of a checkpoint tensor's ``.weight``."""
 
 
 def judge_steps(
-    _: object, source: str, work: str, batches: Sequence[Batch], rule: Mapping[str, float], routes: Sequence[Routes]
-) -> list[dict[str, Any]]:
-    """Measure every step of a run against the oracle; a request of an engine server.
-
-    Args:
-        source: checkpoint of version 0.
-        work: folder with ``gradients-v`` and ``live-v`` for each version v.
-        batches: the sequences of each step.
-        rule: "learning_rate" and "weight_decay", of matrices, of the first step, which become "least_learning_rate" and
-            "greatest_weight_decay" linearly in "num_steps"; "clip", greatest L2 norm of the gradient; "temperature",
-            "entropy" and "drift" of the loss.
-        routes: of each step, what its routers are told; nothing where they choose by themselves.
-
-    Returns:
-        One record per (version, tensor). "gradient": greatest |trainer - transformers| and its index.
-        "gradient_scale": greatest |transformers|. "gradient_dtype": the trainer's. "gradient_noise": greatest distance,
-        of all tensors, between transformers' gradient in the checkpoint's dtype and in float32, over its greatest
-        element; 0 for float32. "group": the tensor's name, or one for all experts' tensors of its kind in its layer.
-        "group_length": length of the trainer's gradients of the group along transformers', which are 1. "group_noise":
-        how far off that dtype alone puts transformers' own, as a share of their length; 0 for float32.
-        "gradient_norm": L2 norm of all the trainer's gradients of that version. "loss", "loss_scale", "loss_noise" and
-        "num_tokens": of that version. "step": how far the live weights are from what Adam and rounding to their dtype
-        allow, in units of the step's learning rate, greatest and its index. What has no gradient has a scale and a gap
-        of 0, and may only decay.
-    """
-    checkpoint = _checkpoints(source, work)
-    return _judged(work, batches, rule, routes, checkpoint, checkpoint, lambda version, found: dict(found))
-
-
-def judge_adapter_steps(
     _: object,
     source: str,
     work: str,
     batches: Sequence[Batch],
     rule: Mapping[str, float],
     routes: Sequence[Routes],
-    names: Mapping[str, Sequence[str]],
+    adapter: Mapping[str, Sequence[str]] | None = None,
 ) -> list[dict[str, Any]]:
-    """`judge_steps` of a run that trains an adapter: its matrices, by the gradients of the matrices that it adds to.
+    """Measure every step of a run against the oracle; a request of an engine server.
+
+    Gradients of an adapter are derived from those of the matrices that it adds to.
 
     Args:
-        source: checkpoint of version 0, to which the adapter adds nothing.
-        work: folder with ``gradients-v`` and ``matrices-v``, of the adapter, for each version v, 0 too for the latter,
-            and with ``live-v``, the checkpoint with the adapter added.
-        batches: see `judge_steps`.
-        rule: see `judge_steps`; besides, "scaling" of the product of the two matrices.
-        routes: see `judge_steps`.
-        names: of each A that is the same for several tensors, its name to those of all.
+        source: checkpoint of version 0, to which an adapter adds nothing.
+        work: folder with ``gradients-v`` and ``live-v``, the checkpoint, for each version v; of an adapter
+            ``matrices-v`` too, also for version 0.
+        batches: the sequences of each step.
+        rule: the fields of `OptimizerRule` and of `Objective`, by name; of an adapter also "scaling", of the product.
+        routes: of each step, what its routers are told; nothing where they choose by themselves.
+        adapter: of each A that is the same for several tensors, its name to those of all; None trains all weights.
+
+    Returns:
+        Per version and tensor the fields of `GradientRecord`, by name; "gradient" and "step" are a greatest gap and its
+        index. What has no gradient has a scale and a gap of 0, and may only decay.
     """
-
-    def matrices(version: int) -> Path:
-        return Path(work) / f"matrices-{version}"
-
-    def derived(version: int, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return adapter_gradients(found, _tensors(matrices(version)), rule["scaling"], names)
-
-    return _judged(work, batches, rule, routes, _checkpoints(source, work), matrices, derived)
+    records = []
+    folder = Path(work)
+    adam = _Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
+    for version, (batch, told) in enumerate(zip(batches, routes, strict=True), start=1):
+        before = folder / f"live-{version - 1}" if version > 1 else Path(source)
+        held = [folder / f"matrices-{v}" if adapter else folder / f"live-{v}" for v in (version - 1, version)]
+        if not (folder / f"gradients-{version}").is_dir() or not held[1].is_dir():
+            break
+        old, new = _tensors(held[0] if adapter else before), _tensors(held[1])
+        nats, expected = gradients(before, batch, rule, told)
+        rounded_nats, rounded = _rounded(before, batch, rule, told, nats, expected)
+        if adapter is not None:
+            expected, rounded = (
+                adapter_gradients(found, old, rule["scaling"], adapter) for found in (expected, rounded)
+            )
+        actual = _tensors(folder / f"gradients-{version}")
+        groups = _groups(expected, rounded, actual)
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in actual.values()))
+        scale = min(1.0, rule["clip_grad"] / (norm + 1e-6)) if rule["clip_grad"] > 0 else 1.0
+        whole = {
+            "version": version, "gradient_norm": norm, "gradient_noise": _noise(rounded, expected),
+            "loss": float(nats.mean()), "loss_scale": float(nats.abs().mean()), "num_tokens": len(nats),
+            "loss_noise": float((rounded_nats - nats).abs().mean()),
+        }  # fmt: skip
+        for name, weight in old.items():
+            gradient = expected.get(name, torch.zeros(()))
+            row: dict[str, Any] = {"name": name, "gradient_scale": float(gradient.abs().max()), **whole}
+            row |= groups.get(_group(name), {})
+            if name in actual or name not in expected:
+                reduced = actual[name].double() if name in actual else torch.zeros_like(weight, dtype=torch.float64)
+                row["gradient_dtype"] = dtype_name(actual[name].dtype) if name in actual else "float32"
+                row["gradient"] = greatest((reduced - gradient.double()).abs())
+                row["step"] = adam.gap(name, weight, new[name], reduced * scale, version, **_rates(rule, version))
+            records.append(row)
+    return records
 
 
 def adapter_gradients(
@@ -110,64 +112,6 @@ def adapter_gradients(
             of_inward.append(adapter[base + _B].double().T @ gradient)
         derived[first] = torch.stack(of_inward).sum(0)
     return derived
-
-
-def _checkpoints(source: str, work: str) -> Callable[[int], Path]:
-    """Checkpoint per version that transformers computes its gradients with."""
-    return lambda version: Path(work) / f"live-{version}" if version else Path(source)
-
-
-def _judged(
-    work: str,
-    batches: Sequence[Batch],
-    rule: Mapping[str, float],
-    routes: Sequence[Routes],
-    checkpoint: Callable[[int], Path],
-    trained: Callable[[int], Path],
-    derived: Callable[[int, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]],
-) -> list[dict[str, Any]]:
-    """See `judge_steps`.
-
-    Args:
-        work: see there.
-        batches: see there.
-        rule: see there.
-        routes: see there.
-        checkpoint: what transformers computes with, of a version.
-        trained: what the trainer's optimizer moves, of a version.
-        derived: gradients of these, from a version and those of its checkpoint.
-    """
-    records = []
-    adam = _Adam()
-    for version, (batch, told) in enumerate(zip(batches, routes, strict=True), start=1):
-        found, live, before = Path(work) / f"gradients-{version}", trained(version), checkpoint(version - 1)
-        if not found.is_dir() or not live.is_dir():
-            break
-        nats, expected = gradients(before, batch, rule, told)
-        rounded_nats, rounded = _rounded(before, batch, rule, told, nats, expected)
-        expected, rounded = derived(version - 1, expected), derived(version - 1, rounded)
-        actual = _tensors(found)
-        groups = _groups(expected, rounded, actual)
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in actual.values()))
-        scale = min(1.0, rule["clip"] / (norm + 1e-6)) if rule["clip"] > 0 else 1.0
-        old, new = _tensors(trained(version - 1)), _tensors(live)
-        rates = _rates(rule, version)
-        whole = {
-            "version": version, "gradient_norm": norm, "gradient_noise": _noise(rounded, expected),
-            "loss": float(nats.mean()), "loss_scale": float(nats.abs().mean()), "num_tokens": len(nats),
-            "loss_noise": float((rounded_nats - nats).abs().mean()),
-        }  # fmt: skip
-        for name, weight in old.items():
-            gradient = expected.get(name, torch.zeros(()))
-            row: dict[str, Any] = {"name": name, "gradient_scale": float(gradient.abs().max()), **whole}
-            row |= groups.get(_group(name), {})
-            if name in actual or name not in expected:
-                reduced = actual[name].double() if name in actual else torch.zeros_like(weight, dtype=torch.float64)
-                row["gradient_dtype"] = dtype_name(actual[name].dtype) if name in actual else "float32"
-                row["gradient"] = greatest((reduced - gradient.double()).abs())
-                row["step"] = adam.gap(name, weight, new[name], reduced * scale, version, **rates)
-            records.append(row)
-    return records
 
 
 def _rounded(
@@ -238,8 +182,9 @@ def gradients(
         kept = ids[0, 1:][torch.tensor(mask[1:])]
         logprob = every.gather(1, kept[:, None])[:, 0]
         entropy = -(every.exp() * every).sum(-1)
-        said = torch.tensor(list(engine)[1:], dtype=torch.float32)[torch.tensor(mask[1:])].double()
-        nats = -reward * logprob - rule["entropy"] * entropy + rule["drift"] / 2 * (logprob - said).square()
+        reported = torch.tensor(list(engine)[1:], dtype=torch.float32)[torch.tensor(mask[1:])].double()
+        drift = rule["drift_weight"] / 2 * (logprob - reported).square()
+        nats = -reward * logprob - rule["entropy_weight"] * entropy + drift
         found.append(nats.detach())
         (nats.sum() / num_tokens).backward()
     return torch.cat(found), dict(_gradients_of(model))
@@ -268,7 +213,8 @@ class _Adam:
     that are rounded to less than float32 it keeps the unrounded ones too, as a trainer's masters do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beta_1: float, beta_2: float, epsilon: float) -> None:
+        self._betas, self._epsilon = (beta_1, beta_2), epsilon
         self._moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._masters: dict[str, torch.Tensor] = {}
 
@@ -279,14 +225,15 @@ class _Adam:
         """Greatest distance of `live` from the stepped weight beyond what rounding explains, in learning rates."""
         zero = torch.zeros_like(gradient)
         first, second = self._moments.get(name, (zero, zero))
-        first = BETA_1 * first + (1 - BETA_1) * gradient
-        second = BETA_2 * second + (1 - BETA_2) * gradient.square()
+        beta_1, beta_2 = self._betas
+        first = beta_1 * first + (1 - beta_1) * gradient
+        second = beta_2 * second + (1 - beta_2) * gradient.square()
         self._moments[name] = (first, second)
-        denominator = (second / (1 - BETA_2**step)).sqrt() + EPSILON
+        denominator = (second / (1 - beta_2**step)).sqrt() + self._epsilon
         rounded = old.dtype != torch.float32
         begin = self._masters.get(name, old.double()) if rounded else old.double()
         kept = 1 - learning_rate * decay if begin.ndim > 1 else 1.0
-        stepped = kept * begin - learning_rate * (first / (1 - BETA_1**step)) / denominator
+        stepped = kept * begin - learning_rate * (first / (1 - beta_1**step)) / denominator
         excess = (live.double() - stepped).abs()
         if rounded:
             self._masters[name] = stepped

@@ -1,1 +1,1 @@
-"""Plan of a weight transfer, and the content digest."""
+"""Contents and order of a weight transfer, and the digests that confirm it."""

@@ -1,4 +1,4 @@
-"""Tiers of this machine, and the replacements that are installed before Megatron is imported."""
+"""The two tiers, stand-ins and upstream fixes, in place before Megatron is imported."""
 
 from verifier.platform.tier import Tier, install_for, select
 

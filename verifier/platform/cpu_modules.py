@@ -128,7 +128,7 @@ class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
     has_norm = True
 
     return_layernorm_output = False
-    """True returns the norm's output too; adapters set it."""
+    """Switch: return the norm's output too; adapters set it."""
     ub_overlap_ag = True
     """Flag for adapters: the norm's output is a sequence shard, which they must gather."""
 

@@ -1,16 +1,16 @@
-"""Probes of a trainer's tokens and steps: rollouts, log-probabilities, the loss, the optimizer's rule."""
+"""Probes of a trainer's tokens and steps: rollouts, log-probabilities, what a step reported."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from verifier.core.record import Probe, real
 from verifier.core.records_logprobs import ReturnedLogprobs, TrainerLogprobs
-from verifier.core.records_tokens import Objective, Rollouts
-from verifier.core.records_weights import OptimizerRule, StepReport
+from verifier.core.records_tokens import Rollouts
+from verifier.core.records_weights import StepReport
 from verifier.data.rollout import Rollout
 
 if TYPE_CHECKING:
@@ -43,26 +43,9 @@ def record_rollouts(probe: Probe, name: str, version: int, rollouts: Sequence[Ro
     probe.emit(record, arrays)
 
 
-def record_objective(probe: Probe, *, temperature: float, entropy_weight: float, drift_weight: float) -> None:
-    """The loss of a token in every training step; see `Objective`."""
-    probe.emit(
-        Objective(name="policy loss", temperature=temperature, entropy_weight=entropy_weight, drift_weight=drift_weight)
-    )
-
-
-def record_rule(probe: Probe, rates: Mapping[str, float], *, clip_grad: float) -> None:
-    """Record how the optimizer moves the weights; see `OptimizerRule`.
-
-    Args:
-        probe: of rank 0.
-        rates: as `verifier.train.optimizer_megatron.make_scheduler` takes them.
-        clip_grad: greatest L2 norm of a step's gradient.
-    """
-    rule: dict[str, Any] = {**rates, "num_steps": int(rates["num_steps"])}
-    probe.emit(OptimizerRule(name="Adam", clip_grad=clip_grad, **rule))
-
-
-def record_scored(probe: Probe, name: str, version: int, scored: Sequence[torch.Tensor], *, whole: bool) -> None:
+def record_scored(
+    probe: Probe, name: str, version: int, scored: Sequence[torch.Tensor], temperature: float = 1.0, *, whole: bool
+) -> None:
     """Log-probabilities that one rank got back, nats.
 
     Args:
@@ -70,6 +53,7 @@ def record_scored(probe: Probe, name: str, version: int, scored: Sequence[torch.
         name: of the pass.
         version: of the weights.
         scored: one vector a rollout.
+        temperature: divisor of the logits.
         whole: record the values too, as one rank has to.
     """
     import torch
@@ -80,7 +64,7 @@ def record_scored(probe: Probe, name: str, version: int, scored: Sequence[torch.
     probe.emit(ReturnedLogprobs(name=name, version=version, digest=digest_tensor(values)))
     if whole:
         lengths = tuple(row.numel() for row in scored)
-        probe.emit(TrainerLogprobs(name=name, version=version, lengths=lengths), values)
+        probe.emit(TrainerLogprobs(name=name, version=version, lengths=lengths, temperature=temperature), values)
 
 
 def record_step(probe: Probe, version: int, result: StepResult) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from verifier.config import GoldenConfig
 from verifier.core import store
+from verifier.core.outputs import write_whole
 from verifier.core.records_weights import ExportedTensor, SourceTensor
 from verifier.errors import UsageError
 from verifier.runs.model_under_test import ModelUnderTest, open_model
@@ -32,17 +33,12 @@ def write_manifest(config: GoldenConfig) -> Path:
         "why": config.why,
         "tensors": tensors,
     }
-    try:
-        aside = path.with_suffix(".partial")
-        aside.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-        aside.rename(path)
-    except OSError as problem:
-        raise UsageError(f"the manifest cannot be written to `{path}`: {problem.strerror}") from problem
+    write_whole(path, json.dumps(record, indent=1, sort_keys=True) + "\n")
     return path
 
 
 def manifest_path(config: GoldenConfig) -> Path:
-    """File that holds the manifest of a model."""
+    """File of a model's manifest."""
     name = config.model.replace(":", "-").rstrip("/").rpartition("/")[2]
     return MANIFESTS / f"{name}-{config.dtype}.json"
 
@@ -60,7 +56,7 @@ def require_same_model(record: dict[str, Any], model: ModelUnderTest, path: Path
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A recorded manifest.
+    """Read a recorded manifest.
 
     Raises:
         UsageError: it is not JSON, or no manifest of golden.
@@ -81,7 +77,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def record_manifest(trace: Path, record: dict[str, Any]) -> None:
-    """A manifest's tensors as evidence of the source."""
+    """Record a manifest's tensors as the source."""
     recorder = store.Recorder(trace, "source", 0)
     for name, item in record["tensors"].items():
         shape = tuple(item["shape"])

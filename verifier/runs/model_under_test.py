@@ -19,6 +19,7 @@ from verifier.model.named import resolve_model
 from verifier.model.provider_megatron import validate
 from verifier.platform import select
 from verifier.platform.pins import TRAINER, require_pins
+from verifier.platform.tier import Tier
 
 MAX_MODEL_LEN = 256
 """Tokens of the longest sequence that an engine takes in a round trip."""
@@ -35,7 +36,7 @@ class ModelUnderTest:
     checkpoint: Checkpoint
     dtype: str
     mesh: Mesh
-    tier: str
+    tier: Tier
 
     @property
     def layout_scopes(self) -> list[Scope]:

@@ -14,10 +14,10 @@ import torch
 from verifier.core.store import Recorder
 from verifier.model import provider_megatron
 from verifier.plan.digest import digest_tensor
-from verifier.runs.lora_session_megatron import AdapterSession
+from verifier.runs.engine_link_megatron import engine_link
+from verifier.runs.rank_run_megatron import RankRun
 from verifier.runs.session_megatron import Session
 from verifier.runs.spec import RunSpec
-from verifier.runs.sync import open_engine, open_share
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
@@ -59,10 +59,6 @@ def _entered(spec: RunSpec, context: RankContext) -> contextlib.AbstractContextM
 def _run_session(spec: RunSpec, context: RankContext) -> None:
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(contextlib.closing(Recorder(Path(spec.trace), "trainer", context.rank)))
-        share, engine = open_share(spec), None
-        if spec.engine_socket is not None and context.rank == 0:
-            engine, group = open_engine(spec, probe, share)
-            for item in (engine.client, group, engine):
-                stack.enter_context(contextlib.closing(item))
-        session = (AdapterSession if spec.lora_rank else Session)(spec, context, probe, engine, share)
+        link = stack.enter_context(engine_link(spec, context.rank))
+        session = Session(RankRun(spec=spec, context=context, probe=probe, link=link))
         getattr(session, spec.program)()

@@ -16,14 +16,16 @@ from verifier.engine.api import EngineConfig
 from verifier.errors import VerifierError
 from verifier.mesh import Mesh
 from verifier.oracle.noise_floor import Floor, floor_path, write_floor
+from verifier.oracle.recording import record_oracle
 from verifier.probes.engine_state import held_by
 from verifier.runs import golden, noise
-from verifier.runs.manifest import golden_manifest, recording, roundtrip_manifest
 from verifier.runs.model_under_test import ModelUnderTest, open_for_roundtrip, open_model
 from verifier.runs.placement import place
 from verifier.runs.resources import Deadline, Resources, RunningEngine
-from verifier.runs.scenario import Scenario, made_up
+from verifier.runs.run_manifest import golden_manifest, recording, roundtrip_manifest
+from verifier.runs.scenario import made_up
 from verifier.runs.spec import RunSpec, engine_config, roundtrip_spec
+from verifier.runs.workload import Workload
 
 Progress = Callable[[str], None]
 ENGINE_FIRST_S = 20.0
@@ -83,7 +85,7 @@ class Runner:
         config: RoundtripConfig,
         *,
         phases: Sequence[Phase] = (),
-        scenario: Scenario | None = None,
+        workload: Workload | None = None,
         tokens_only: bool = False,
     ) -> Path:
         """Train, export, sync a live engine, score the same tokens on both sides and by the oracle.
@@ -93,7 +95,7 @@ class Runner:
         Args:
             config: of every session.
             phases: sessions that the same ranks run one after another; by default one, which leaves `config.trace`.
-            scenario: what is scored, sampled and trained on; made up by default.
+            workload: what is scored, sampled and trained on; made up by default.
             tokens_only: load, score, replay and train; nothing is exported, and no engine takes part.
 
         Returns:
@@ -116,7 +118,7 @@ class Runner:
                 engine = resources.engine(asked, until)
             specs = [
                 roundtrip_spec(
-                    config, model, placement, scenario or made_up(config, model.checkpoint.config),
+                    config, model, placement, workload or made_up(config, model.checkpoint.config),
                     program="tokens" if engine is None else "roundtrip", trace=str(phase.trace), within=phase.within,
                     work=tempfile.mkdtemp(dir=work), restore_first=warm, deadline_s=resources.collective_deadline_s,
                     engine_socket=None if engine is None else str(engine.process.socket_path),
@@ -195,7 +197,7 @@ class Runner:
         elif asked is not None:
             self._record_second_engine(spec, asked, until)
         self._progress("scoring by the fp32 oracle")
-        oracle.record(trace, spec, model)
+        record_oracle(oracle, trace, Path(spec.work), model.checkpoint, model.oracle_device)
 
     def _record_second_engine(self, spec: RunSpec, asked: EngineConfig, until: Deadline) -> None:
         """Start an engine from the exported checkpoint, or with the exported adapter, and record all that it holds."""

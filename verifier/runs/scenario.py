@@ -1,4 +1,4 @@
-"""Scenario of a run: made-up rollouts to score, sample and train on, no two with a field in common, and a loss.
+"""A made-up workload: rollouts of which no two fields are alike, so that no mix-up of them goes unseen.
 
 The loss is from no paper. It takes the reward of each rollout, the engine's log-probability of each token, the entropy
 and a temperature that is not 1, so that none of them can be dropped, shifted or detached without a change of the
@@ -7,20 +7,17 @@ gradients.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from msgspec.structs import replace
 
 from verifier.config import RoundtripConfig
-from verifier.data.rollout import NO_VERSION, Role, Rollout, make_rollout
+from verifier.core.records_tokens import Objective
+from verifier.core.records_weights import OptimizerRule
 from verifier.model.families import num_experts_of, size_if_any
-
-if TYPE_CHECKING:
-    import torch
-
-    from verifier.train.pack import PackedBatch
+from verifier.runs.workload import RolloutRow, ScoringPass, Workload
 
 NUM_SEQUENCES = 8
 LENGTHS = (16, 48)
@@ -35,64 +32,27 @@ SHARED = slice(32, 64)
 LONG = 1000
 """Tokens of a sequence that the trainer alone scores: what is off by a little at each position adds up."""
 LONG_LOGITS = 1 << 27
-"""Logits that it may have: an oracle holds all of them in float64."""
-LEARNING_RATE = 1e-3
-"""Learning rate of the first training step."""
-CLIP_GRAD = 1.0
-"""Greatest L2 norm of the gradient of a step."""
-RATES: dict[str, float] = {
-    "learning_rate": LEARNING_RATE,
-    "least_learning_rate": LEARNING_RATE / 2,
-    "weight_decay": 0.1,
-    "greatest_weight_decay": 0.2,
-    "num_steps": 4,
-}
-"""Rates of the steps: each step has its own, so that a scheduler that misses a step or takes two shows. Every matrix
-decays, so that a vector that decays and a matrix that does not show."""
-NO_DECAY = {"weight_decay": 0.0, "greatest_weight_decay": 0.0}
-"""Instead, of an adapter."""
-AT_TEMPERATURE = "scored at a temperature"
-"""Name of the pass that scores at `TEMPERATURE`."""
-AT_LENGTH = "scored at length"
-"""Name of the pass that scores one long sequence."""
-TEMPERATURE = 1.25
-"""Divisor of the logits in a training step, and in one more pass that scores. Not 1, so that one forgotten shows; above
-1, so that rounding is not magnified."""
-ENTROPY_WEIGHT = 0.1
-"""Weight of each token's entropy in the loss."""
-DRIFT_WEIGHT = 0.05
-"""Weight of half the squared distance between a token's log-probability and the engine's in the loss."""
+"""Most logits of that sequence: an oracle holds all of them in float64."""
 MICRO_BATCH = 3
-"""Sequences that are trained on together at the most, so few that every rank adds up the gradients of several
-micro-batches, and that one of them gets fewer."""
+"""Rollouts of a micro-batch: so few that every rank adds up the gradients of several, of which one gets fewer."""
+OBJECTIVE = Objective(name="policy loss", temperature=1.25, entropy_weight=0.1, drift_weight=0.05)
+"""A temperature above 1, so that rounding is not magnified."""
+RULE = OptimizerRule(
+    name="Adam", learning_rate=1e-3, least_learning_rate=5e-4, weight_decay=0.1, greatest_weight_decay=0.2,
+    num_steps=4, clip_grad=1.0,
+)  # fmt: skip
+"""Each step has its own rates, so that a scheduler that misses a step or takes two shows; every matrix decays, so that
+a vector that decays and a matrix that does not show."""
+ADAPTER_RULE = replace(RULE, weight_decay=0.0, greatest_weight_decay=0.0)
 TRUNCATED, UNANSWERED, BRIEF, CURT = 4, 5, 6, 7
-"""Sequences, of eight, that are not like the others: one whose answer was cut off, so that none of it is trained
+"""Of eight rollouts, those that are not like the others: one whose answer was cut off, so that none of it is trained
 on; one without an answer; one whose answer is of one token; one whose prompt is."""
 OUTLIER_NATS = -24.0
 """Nats that the engine is said to have reported less for one token in eleven: a clamp of the ratio shows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
-    """Tokens of a round trip."""
-
-    sequences: Sequence[Sequence[int]] = ()
-    """Token ids that trainer, engine and oracle score."""
-    long: Sequence[int] = ()
-    """Token ids that trainer and oracle score at version 0, more than an engine has room for."""
-    prompts: Sequence[Sequence[int]] = ()
-    """Prompts to sample from, longer than a block of the prefix cache."""
-    batches: Sequence[Sequence[Sequence[int]]] = ()
-    """Token ids of each training step, one batch per cycle."""
-
-    @property
-    def at_length(self) -> list[Sequence[int]]:
-        """The long sequence, and a short one packed with it: who loses one of a batch's shall not be left with none."""
-        return [self.long, self.sequences[0]]
-
-
-def made_up(config: RoundtripConfig, sizes: Mapping[str, Any]) -> Scenario:
-    """Draw the tokens of all batches.
+def made_up(config: RoundtripConfig, sizes: Mapping[str, Any]) -> Workload:
+    """Draw the tokens of all batches, and make up everything else.
 
     Args:
         config: of the run; its seed decides.
@@ -103,10 +63,70 @@ def made_up(config: RoundtripConfig, sizes: Mapping[str, Any]) -> Scenario:
     scored = _with_a_long_one(draw, max(NUM_SEQUENCES, 2 * config.mesh.dp), vocabulary)
     prompts = _prompts(draw, vocabulary)
     num_trained = max(NUM_SEQUENCES, (MICRO_BATCH + 1) * config.mesh.dp)
-    return Scenario(
-        sequences=scored, long=long_one(config.seed, sizes), prompts=prompts,
-        batches=[_with_a_long_one(draw, num_trained, vocabulary) for _ in range(config.cycles)],
+    batches = [_with_a_long_one(draw, num_trained, vocabulary) for _ in range(config.cycles)]
+    return workload(scored, batches, prompts, long_one(config.seed, sizes), adapter=config.engine.lora_rank > 0)
+
+
+def workload(
+    scored: Sequence[Sequence[int]],
+    batches: Sequence[Sequence[Sequence[int]]],
+    prompts: Sequence[Sequence[int]],
+    long: Sequence[int] = (),
+    *,
+    adapter: bool = False,
+) -> Workload:
+    """Make up everything but the tokens.
+
+    Args:
+        scored: token ids of each sequence that is scored.
+        batches: token ids of each sequence of each training step.
+        prompts: token ids to sample from.
+        long: token ids of the sequence that the trainer alone scores, if any.
+        adapter: an adapter is trained, which does not decay.
+    """
+    rows = rollout_rows(scored)
+    passes = [
+        ScoringPass(name="scored", rollouts=rows),
+        ScoringPass(name="scored at a temperature", rollouts=rows, temperature=OBJECTIVE.temperature),
+    ]
+    if long:  # packed with a short one: who loses one sequence of a batch shall not be left with none
+        passes.append(ScoringPass(name="scored at length", rollouts=rollout_rows([long, scored[0]])))
+    return Workload(
+        passes=tuple(passes), prompts=tuple(tuple(prompt) for prompt in prompts), micro_batch_size=MICRO_BATCH,
+        batches=tuple(rollout_rows(batch, version) for version, batch in enumerate(batches)),
+        objective=OBJECTIVE, rule=ADAPTER_RULE if adapter else RULE,
     )  # fmt: skip
+
+
+def rollout_rows(sequences: Sequence[Sequence[int]], version: int = 0) -> tuple[RolloutRow, ...]:
+    """Token sequences as rollouts of several turns; every field differs between neighbours, so that a swap shows.
+
+    A quarter of a sequence is prompt, but for the exceptional ones; of the response every fifth token is tool output,
+    so that masks have holes as real ones do. Every seventh token is left out of the loss as well, so that a mask that
+    is not taken, or made anew of who wrote what, shows. Rewards are of either sign and once zero, and of more bits than
+    bf16 has.
+
+    Args:
+        sequences: token ids.
+        version: weights that sampled the first tokens; later ones are from later weights.
+    """
+    found = []
+    for index, tokens in enumerate(sequences):
+        kind, length = index % 8, len(tokens)
+        prompt = {UNANSWERED: length, BRIEF: length - 1, CURT: 1}.get(kind, max(1, length // 4))
+        answer = range(length - prompt)
+        sampled = tuple(at % 5 != 4 for at in answer)
+        found.append(
+            RolloutRow(
+                id=f"sequence {index}", group=f"prompt {index // 2}", prompt=tuple(tokens[:prompt]),
+                response=tuple(tokens[prompt:]), sampled=sampled,
+                mask=tuple(drawn and at % 7 != 3 and kind != TRUNCATED for at, drawn in enumerate(sampled)),
+                logprobs=tuple(-(index + 1) - at / 100 + OUTLIER_NATS * (at % 11 == 10) for at in answer),
+                versions=tuple(version + (index + at // 6) % 3 for at in answer),
+                reward=(index + 1) / 3 * (1, -1, 1, 0, 1, -1, 1, -1)[kind],
+            )
+        )  # fmt: skip
+    return tuple(found)
 
 
 def long_one(seed: int, sizes: Mapping[str, Any]) -> list[int]:
@@ -139,96 +159,3 @@ def _with_a_long_one(draw: random.Random, count: int, vocabulary: int) -> list[l
         *_sequences(draw, 1, PROMPT_LENGTHS, vocabulary),
         *_sequences(draw, count - 1, LENGTHS, vocabulary),
     ]
-
-
-def turns(index: int, num_tokens: int) -> tuple[int, list[bool]]:
-    """Parts of a training sequence: length of its prompt, and for each later token whether it was sampled.
-
-    A quarter is prompt, but for the sequences named above; of the response every fifth token is tool output, so that
-    masks have holes as real ones do.
-    """
-    quarter = max(1, num_tokens // 4)
-    prompt = {UNANSWERED: num_tokens, BRIEF: num_tokens - 1, CURT: 1}.get(index % 8, quarter)
-    return prompt, [at % 5 != 4 for at in range(num_tokens - prompt)]
-
-
-def trained(index: int, num_tokens: int) -> list[bool]:
-    """For each token after the prompt whether it is in the loss: sampled, and not left out.
-
-    Every seventh token is left out as well, so that a mask that is not taken, or made anew of who wrote what, shows.
-    """
-    _, sampled = turns(index, num_tokens)
-    return [drawn and at % 7 != 3 and index % 8 != TRUNCATED for at, drawn in enumerate(sampled)]
-
-
-def made_up_reward(index: int) -> float:
-    """Reward of a training sequence: another one for each, of either sign and once zero, and of more bits than bf16."""
-    return (index + 1) / 3 * (1, -1, 1, 0, 1, -1, 1, -1)[index % 8]
-
-
-def made_up_logprobs(index: int, num_tokens: int) -> list[float]:
-    """Made-up report of the engine on a training sequence's response, nats: another one for each token."""
-    return [-(index + 1) - at / 100 + OUTLIER_NATS * (at % 11 == 10) for at in range(num_tokens)]
-
-
-def made_up_versions(index: int, num_tokens: int, version: int) -> list[int]:
-    """The weights that are said to have sampled each token of a response: it went on while they changed."""
-    return [version + (index + at // 6) % 3 for at in range(num_tokens)]
-
-
-def rollouts_of(sequences: Sequence[Sequence[int]], version: int) -> list[Rollout]:
-    """Token sequences as rollouts of several turns; every field differs between neighbours, so that a swap shows."""
-    found = []
-    for index, tokens in enumerate(sequences):
-        prompt, sampled = turns(index, len(tokens))
-        versions = made_up_versions(index, len(sampled), version)
-        found.append(
-            make_rollout(
-                f"sequence {index}", tokens[:prompt], tokens[prompt:], group=f"prompt {index // 2}", sampled=sampled,
-                mask=trained(index, len(tokens)), logprobs=made_up_logprobs(index, len(sampled)), versions=versions,
-                reward=made_up_reward(index),
-            )
-        )  # fmt: skip
-    return found
-
-
-def expected_rollouts(sequences: Sequence[Sequence[int]], version: int) -> list[Rollout]:
-    """Expected result of `rollouts_of`, put together token by token by other code, for the ledger."""
-    import numpy as np
-
-    found = []
-    for index, tokens in enumerate(sequences):
-        prompt, sampled = turns(index, len(tokens))
-        given = [(Role.PROMPT, False, False, math.nan, NO_VERSION)] * prompt
-        answered = [
-            (Role.ASSISTANT, True, kept, nats, weights) if drawn else (Role.TOOL, False, False, math.nan, NO_VERSION)
-            for drawn, kept, nats, weights in zip(
-                sampled, trained(index, len(tokens)), made_up_logprobs(index, len(sampled)),
-                made_up_versions(index, len(sampled), version), strict=True,
-            )
-        ]  # fmt: skip
-        roles, drawn, kept, nats, weights = zip(*given, *answered, strict=True)
-        found.append(
-            Rollout(
-                id=f"sequence {index}", group=f"prompt {index // 2}", tokens=np.array(tokens, np.int64),
-                prompt_length=prompt, sampled=np.array(drawn, np.bool_), mask=np.array(kept, np.bool_),
-                roles=np.array(roles, np.int8), logprobs=np.array(nats, np.float32),
-                versions=np.array(weights, np.int32), reward=made_up_reward(index),
-            )
-        )  # fmt: skip
-    return found
-
-
-def policy_loss(logprob_T: torch.Tensor, entropy_T: torch.Tensor, shard: PackedBatch) -> torch.Tensor:
-    """-reward * logprob - ENTROPY_WEIGHT * entropy + DRIFT_WEIGHT / 2 * (logprob - engine's logprob)**2, nats.
-
-    Rows outside of the loss mask may hold anything; what is NaN there is taken out before it meets a gradient, since
-    zero times NaN is NaN.
-    """
-    import torch
-
-    device = logprob_T.device
-    reward_T = torch.tensor([*shard.rewards, 0.0], dtype=logprob_T.dtype)[shard.segments_T.long()].to(device)
-    engine_T = torch.where(shard.loss_mask_T.cpu(), shard.engine_logprobs_T, 0).to(device)
-    drift_T = logprob_T - engine_T
-    return -reward_T * logprob_T - ENTROPY_WEIGHT * entropy_T + DRIFT_WEIGHT / 2 * drift_T.square()

@@ -1,340 +1,47 @@
-"""The trainer's side of a run, on every rank: load, score, plan, then update and sync, cycle by cycle."""
+"""The trainer's side of a run, on every rank: load, score, replay, then update, export and sync, cycle by cycle."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-import torch
-import torch.distributed as dist
-
-from verifier.core.records_weights import (
-    JoinedTensor,
-    LoadedShard,
-    ShardAfterExport,
-    ShardAfterIdleStep,
-    ShardAfterScoring,
-    Update,
-    UpdatedShard,
-)
-from verifier.core.store import Recorder
-from verifier.data.rollout import Rollout
-from verifier.export import gather_megatron
-from verifier.export.names import layout_of
-from verifier.export.save import save_checkpoint
-from verifier.launch.flight_recorder import label
-from verifier.model import provider_megatron
-from verifier.model.checkpoint import open_checkpoint
-from verifier.plan.chunk_plan import ChunkPlan
+from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, ShardAfterScoring
 from verifier.platform.cuda import another_cudnn
+from verifier.probes.engine_state import held_by, record_views
 from verifier.probes.routes_megatron import record_replay, replaying_every_second
 from verifier.probes.tokens_megatron import TokenProbe
 from verifier.probes.trainer import record_rollouts, record_scored, record_step
-from verifier.probes.weights_megatron import (
-    LiveWeights,
-    join,
-    plan_of,
-    record_config,
-    record_plan,
-    record_saved,
-    record_source,
-    record_tensors,
-    recorded,
-)
+from verifier.probes.weights_megatron import record_source
+from verifier.runs.adapter_weights_megatron import AdapterWeights
+from verifier.runs.full_weights_megatron import FullWeights
 from verifier.runs.perturb import move
-from verifier.runs.scenario import AT_LENGTH, AT_TEMPERATURE, TEMPERATURE, expected_rollouts, policy_loss, rollouts_of
-from verifier.runs.spec import RunSpec
-from verifier.runs.steps_megatron import Steps, record_rules
-from verifier.runs.sync import EngineSide
-from verifier.train import router_replay_megatron, step_megatron
-from verifier.train.gradients_megatron import whole_gradients
+from verifier.runs.rank_run_megatron import RankRun
+from verifier.runs.sampling import EngineRequests
+from verifier.runs.steps_megatron import Steps
+from verifier.runs.workload import RolloutRow, ScoringPass, Workload, expected_rollouts, policy_loss, rollouts_of
+from verifier.train import step_megatron
 from verifier.train.recompute_megatron import recomputed
 
-if TYPE_CHECKING:
-    from verifier.launch.rank import RankContext
-    from verifier.transport.cuda_ipc import TrainerRounds
-
-DATA_PARALLEL = provider_megatron.DataParallel(
-    distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
-)
-"""Data-parallel settings that teams train with, and under which an export of stale weights is a real danger."""
 RESUMED = 2
-"""The step before which the optimizer is written, made anew and read again."""
+"""Version before whose step the optimizer is written, made anew and read again."""
 
 
 class Session:
-    """One run of the trainer on this rank, from load to the last sync.
+    """One session of the trainer on this rank."""
 
-    Args:
-        spec: what to do.
-        context: who this rank is.
-        engine: on rank 0 of a run with an engine: its side of the conversation.
-        share: where every trainer rank shows a buffer to the engine.
-    """
+    def __init__(self, run: RankRun) -> None:
+        self._run, self._full = run, FullWeights(run)
+        self._weights = AdapterWeights(run) if run.spec.lora_rank else self._full
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        context: RankContext,
-        probe: Recorder,
-        engine: EngineSide | None = None,
-        share: TrainerRounds | None = None,
-    ) -> None:
-        self.spec, self.context, self.probe, self.engine, self._share = spec, context, probe, engine, share
-        self.rank, self.mesh = context.rank, spec.config.mesh
-        self.work = Path(spec.work)
-        self.source = open_checkpoint(spec.checkpoint)
-        self.layout = layout_of(self.source.config)
-
-    def say(self, text: str) -> None:
-        """One line of progress, from rank 0."""
-        if self.rank == 0:
-            self.context.progress(text)
-
-    def load(self, *, training: bool = True) -> None:
-        """Build and load the trainer; record what every rank holds and what it must hold.
-
-        Args:
-            training: with room for gradients, which take several times the model's own memory.
-        """
-        spec = self.spec
-        self.say(f"loading {self.mesh.world_size} trainer ranks ({self.mesh.label()})")
-        self.trainer = provider_megatron.build(
-            spec.checkpoint, self.mesh, dtype=spec.config.dtype, tier=spec.tier,
-            data_parallel=DATA_PARALLEL if training else None, deadline_s=spec.deadline_s,
-            overrides=router_replay_megatron.PROVIDER_FIELDS, fixes=spec.fixes,
-        )  # fmt: skip
-        if spec.tier == "cuda" and (found := another_cudnn()):
-            self.say(found)
-        self.live = LiveWeights(self.trainer.chunks, self.layout, self.mesh, self.rank)
-        self.live.record_expected(self.probe, self.source)
-        self.live.record(self.probe, 0, LoadedShard)
-        if self.rank == 0 and not spec.source_from_manifest:
-            record_source(self.probe, self.source)
-        if self.rank == 0 and training and spec.roundtrip.update == "step":
-            record_rules(self.probe)
-
-    def score(self, version: int) -> None:
-        """Teacher-forced log-probabilities by the trainer."""
-        self.say(f"version {version}: trainer scores {len(self.spec.scenario.sequences)} sequences")
-        sequences = self.spec.scenario.sequences
-        rollouts, expected = rollouts_of(sequences, version), expected_rollouts(sequences, version)
-        self._record_scored(
-            "scored", version,
-            step_megatron.score(self.trainer, rollouts, on_shards=self._token_probe("scored", version, expected)),
-        )  # fmt: skip
-        if version == 0:
-            scored = step_megatron.score(self.trainer, rollouts, temperature=TEMPERATURE)
-            self._record_scored(AT_TEMPERATURE, version, scored)
-            if self.rank == 0:
-                record_rollouts(self.probe, AT_TEMPERATURE, version, expected)
-        if version == 0 and self.spec.scenario.long:
-            sequences = self.spec.scenario.at_length
-            self._record_scored(AT_LENGTH, version, step_megatron.score(self.trainer, rollouts_of(sequences, 0)))
-            if self.rank == 0:
-                record_rollouts(self.probe, AT_LENGTH, version, expected_rollouts(sequences, 0))
-        with step_megatron.params_synced(self.trainer):
-            self.live.record(self.probe, version, ShardAfterScoring)
-
-    def _record_scored(self, name: str, version: int, scored: list[torch.Tensor]) -> None:
-        record_scored(self.probe, name, version, scored, whole=self.rank == 0)
-
-    def replay(self) -> None:
-        """Of a mixture of experts: routes that rollouts carry are what the routers use."""
-        if self.trainer.provider.num_moe_experts:
-            self.say("replaying routes")
-            record_replay(self.probe, self.trainer, rollouts_of(self.spec.scenario.sequences, 0))
-
-    def _token_probe(self, name: str, version: int, expected: list[Rollout]) -> TokenProbe:
-        return TokenProbe(self.probe, self.mesh, self.rank, name, version, expected)
-
-    def export(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """The export stream, recorded; the tensor under way is named if a collective of it waits too long."""
-        with label("export"):
-            yield from recorded(self.probe, gather_megatron.export(self.trainer), version)
-
-    def record_exported(self, version: int) -> None:
-        """Record what an export leaves behind: the weights that it read, and the config.json that goes with it.
-
-        Ranks gather here, so all have to be done with the export: while rank 0 sends, the others wait for it.
-        """
-        with step_megatron.params_synced(self.trainer):
-            self.live.record(self.probe, version, ShardAfterExport)
-        folder, whole = self.work / f"files-{version}", self.spec.saves and version == self.spec.cycles
-        gather_megatron.save(self.trainer, folder, whole=whole)
-        if self.rank == 0:
-            record_config(self.probe, self.source, folder, version)
-            if whole:
-                record_saved(self.probe, folder, version)
-
-    def agree_on_plan(self) -> bool:
-        """Derive the chunk plan from the export of version 0, and compare its digest over all ranks."""
-        # A run that sends version 0 records its export then, and not twice.
-        stream = gather_megatron.export(self.trainer) if self.spec.restore_first else self.export(0)
-        self.plan: ChunkPlan = plan_of(stream, self.spec.chunk_bytes)
-        if not self.spec.restore_first:
-            self.record_exported(0)
-        record_plan(self.probe, self.plan, 0, entries=self.rank == 0)
-        said: list[str] = [""] * self.mesh.world_size
-        dist.all_gather_object(said, self.plan.digest)
-        return len(set(said)) == 1
-
-    def _record_disagreement(self) -> None:
-        """Without a plan that all ranks hold nothing is sent; the export that they derived it from is recorded."""
-        self.say("the ranks hold different chunk plans: nothing is sent")
-        if self.spec.restore_first:
-            for _ in self.export(0):
-                pass
-            self.record_exported(0)
-
-    def idle_step(self) -> None:
-        """An optimizer step of learning rate 0, which must move nothing; of fewer micro-batches than those after it."""
-        batch = self.spec.scenario.batches[0]
-        Steps(self.trainer).idle(rollouts_of(batch[: len(batch) // 2], 0))
-        with step_megatron.params_synced(self.trainer):
-            self.live.record(self.probe, 0, ShardAfterIdleStep)
-        self._steps = Steps(self.trainer)
-
-    def update(self, version: int) -> None:
-        """Move the weights: a real optimizer step, or noise on every tensor."""
-        self.say(f"version {version}: update by {self.spec.roundtrip.update}")
-        if self.spec.roundtrip.update == "noise":
-            move(self.live, self.source, f"{self.spec.roundtrip.seed}/{version}")
-            return
-        if version == RESUMED:
-            self._steps.resume(self._folder("stopped"))
-        batch = self.spec.scenario.batches[version - 1], version - 1
-        look = self._token_probe("trained", version, expected_rollouts(*batch))
-        replaying = replaying_every_second(self.probe, self.trainer, rollouts_of(*batch), version, look)
-        with recomputed(self.trainer, on=version % 2 == 0), replaying as (rollouts, follow):
-            result = self._steps.take(
-                rollouts, loss=policy_loss, temperature=TEMPERATURE, on_shards=follow,
-                on_gradients=lambda: self._dump_gradients(version),
-            )  # fmt: skip
-        record_step(self.probe, version, result)
-
-    def _dump_gradients(self, version: int) -> None:
-        """Hand the reduced gradients, joined by the layout, to the oracle; before the optimizer clips them."""
-        if self.layout is None or not self.spec.gradients:
-            return
-        found = whole_gradients(self.trainer)
-        shards = self._folder(f"gradient-shards-{version}")
-        self.live.dump(
-            shards, ((chunk, name, value) for chunk, values in enumerate(found) for name, value in values.items())
-        )
-        dist.barrier()
-        if self.rank == 0:
-            whole = join(shards, self.layout, self.mesh)
-            save_checkpoint(self.work / f"gradients-{version}", self.source.config, whole.items())
-
-    def _folder(self, name: str) -> Path:
-        """A folder in the work place that rank 0 makes and all ranks then write into."""
-        path = self.work / name
-        if self.rank == 0:
-            path.mkdir()
-        dist.barrier()
-        return path
-
-    def rest(self) -> None:
-        """The engine sleeps until the next sync. It counts the memory that it frees, so no rank takes any meanwhile."""
-        if self.spec.roundtrip.engine.sleep_level:
-            if self.engine is not None:
-                self.engine.sleep()
-            dist.barrier()
-
-    def sync(self, version: int) -> None:
-        """Export and, if an engine takes part, transfer; on rank 0, keep what was sent."""
-        self.say(f"version {version}: export and transfer")
-        stream = self.export(version)
-        self._sent: dict[str, torch.Tensor] = {}
-        if self.engine is None and self._share is not None:
-            from verifier.transport.cuda_ipc import follow
-
-            follow(self._share, self.plan, stream)
-        elif self.engine is None:
-            for _ in stream:
-                pass
-        else:
-            with self.engine.awake():
-                self._sent = self.engine.transfer(self.plan, stream, version)
-        self.record_exported(version)
-
-    def record_update(self, version: int) -> None:
-        """Live parameters of all ranks after an update, joined without Megatron-Bridge.
-
-        A family without a layout row has no such join: the oracle then gets what was exported.
-        """
-        with step_megatron.params_synced(self.trainer):
-            self.live.record(self.probe, version, UpdatedShard)
-            if self.layout is None:
-                if self._sent:
-                    save_checkpoint(self.work / f"live-{version}", self.source.config, self._sent.items())
-                return
-            shards = self._folder(f"shards-{version}")
-            self.live.dump(shards, self.live.tensors())
-            dist.barrier()
-        if self.rank == 0:
-            whole = join(shards, self.layout, self.mesh)
-            record_tensors(self.probe, JoinedTensor, whole.items(), version)
-            self.probe.emit(Update(name=f"version {version}", version=version, how=self.spec.roundtrip.update))
-            save_checkpoint(self.work / f"live-{version}", self.source.config, whole.items())
-
-    def observe_engine(self, version: int) -> None:
-        """Record what the engine holds, scores and samples at a version, unless it refused it."""
-        if self.engine is None or self.engine.refused:
-            return
-        self.say(f"version {version}: engine scores and samples")
-        self.engine.record_logprobs(self.spec.scenario.sequences, version)
-        if self.spec.scenario.prompts:
-            self.engine.record_samples(self.spec.scenario.prompts, version, self.spec.roundtrip.seed + version)
-            self.engine.record_draws(self.spec.scenario.prompts[0], version, self.spec.roundtrip.seed + version)
-        if self._sent:
-            self.engine.record_held(self._sent, version)
-
-    def roundtrip(self) -> None:
-        """Everything, in the order of the data flow."""
-        self.load()
-        self.score(0)
-        self.replay()
-        self._sent = {name: self.source.read(name) for name in self.source.names()} if self.engine else {}
-        agreed = self.agree_on_plan()
-        if not agreed:
-            self._record_disagreement()
-            return
-        if self.spec.restore_first:
-            self.rest()
-            self.sync(0)
-        self.observe_engine(0)
-        if self.spec.roundtrip.update == "step":
-            self.idle_step()
-        for version in range(1, self.spec.cycles + 1):
-            self.rest()
-            self.update(version)
-            for act in self._acts(version):
-                act(version)
-            self.observe_engine(version)
-        if self._sent:
-            save_checkpoint(self.work / "exported", self.source.config, self._sent.items())
-
-    def _acts(self, version: int) -> list[Callable[[int], None]]:
-        """An update is recorded before the export, which must not change it; but to record it gathers what ranks share.
-
-        Then who needs it has to ask for it first: the export, and every second time the forward pass.
-        """
-        if self.layout is not None and not self.mesh.has_copies:
-            return [self.record_update, self.score, self.sync]
-        if version % 2 == 0:
-            return [self.score, self.sync, self.record_update]
-        return [self.sync, self.record_update, self.score]
+    @property
+    def _workload(self) -> Workload:
+        assert self._run.spec.workload is not None
+        return self._run.spec.workload
 
     def golden(self) -> None:
         """Load and export, nothing else."""
         self.load(training=False)
-        self.say("exporting")
-        for _ in self.export(0):
-            pass
-        self.record_exported(0)
+        self._run.say("exporting")
+        self._full.export_only(0)
 
     def tokens(self) -> None:
         """The token path alone: nothing is exported, no engine takes part."""
@@ -342,7 +49,138 @@ class Session:
         self.score(0)
         self.replay()
         self.idle_step()
-        for version in range(1, self.spec.cycles + 1):
+        for version in range(1, self._run.spec.cycles + 1):
             self.update(version)
             self.score(version)
-            self.record_update(version)
+            self._weights.record_update(version)
+
+    def roundtrip(self) -> None:
+        """Everything, in the order of the data flow."""
+        self.load()
+        self.score(0)
+        self.replay()
+        if not self._weights.begin():
+            return
+        self.observe_engine(0)
+        self.idle_step()
+        for version in range(1, self._run.spec.cycles + 1):
+            self._run.link.rest()
+            self.update(version)
+            for act in self._acts(version):
+                act(version)
+            self.observe_engine(version)
+        self._weights.finish()
+
+    def _acts(self, version: int) -> list[Callable[[int], None]]:
+        """An update is recorded before the export, which must not change it; but to record it gathers what ranks share.
+
+        Then who needs it has to ask for it first: the export, and every second time the forward pass.
+        """
+        weights = self._weights
+        if not weights.recording_gathers:
+            return [weights.record_update, self.score, weights.sync]
+        if version % 2 == 0:
+            return [self.score, weights.sync, weights.record_update]
+        return [weights.sync, weights.record_update, self.score]
+
+    def load(self, *, training: bool = True) -> None:
+        """Build and load the trainer; record what every rank holds, what it must hold, and what its steps have to do.
+
+        Args:
+            training: with room for gradients, which take several times the model's own memory.
+        """
+        run, spec = self._run, self._run.spec
+        adapters = " with adapters" if spec.lora_rank else ""
+        run.say(f"loading {run.mesh.world_size} trainer ranks ({run.mesh.label()}){adapters}")
+        self._weights.build(training=training)
+        self._trainer, live = self._weights.trainer, self._weights.live
+        if spec.tier == "cuda" and (found := another_cudnn()):
+            run.say(found)
+        live.record_expected(run.probe, run.source)
+        live.record(run.probe, 0, LoadedShard)
+        if run.rank == 0 and not spec.source_from_manifest:
+            record_source(run.probe, run.source)
+        if spec.workload is not None and spec.roundtrip.update == "step" and run.rank == 0:
+            run.probe.emit(spec.workload.rule)
+            run.probe.emit(spec.workload.objective)
+
+    def score(self, version: int) -> None:
+        """Teacher-forced log-probabilities by the trainer."""
+        run, (first, *others) = self._run, self._workload.passes
+        run.say(f"version {version}: trainer scores {len(first.rollouts)} sequences")
+        self._score(first, version, look=self._token_probe(first.name, version, first.rollouts))
+        for item in others if version == 0 else ():
+            if run.rank == 0:
+                record_rollouts(run.probe, item.name, version, expected_rollouts(item.rollouts))
+            self._score(item, version)
+        with step_megatron.params_synced(self._trainer):
+            self._weights.live.record(run.probe, version, ShardAfterScoring)
+
+    def _score(self, item: ScoringPass, version: int, look: TokenProbe | None = None) -> None:
+        rollouts = rollouts_of(item.rollouts)
+        found = step_megatron.score(self._trainer, rollouts, temperature=item.temperature, on_shards=look)
+        record_scored(self._run.probe, item.name, version, found, item.temperature, whole=self._run.rank == 0)
+
+    def _token_probe(self, name: str, version: int, rows: tuple[RolloutRow, ...]) -> TokenProbe:
+        run = self._run
+        return TokenProbe(run.probe, run.mesh, run.rank, name, version, expected_rollouts(rows))
+
+    def replay(self) -> None:
+        """Record that the routers of a mixture of experts use the routes that rollouts carry."""
+        provider = self._trainer.provider
+        if provider.num_moe_experts and provider.moe_enable_routing_replay:
+            self._run.say("replaying routes")
+            record_replay(self._run.probe, self._trainer, rollouts_of(self._workload.passes[0].rollouts))
+
+    def idle_step(self) -> None:
+        """An optimizer step of learning rate 0, which must move nothing; of fewer micro-batches than those after it."""
+        if self._run.spec.roundtrip.update != "step":
+            return
+        if self._weights.idles:
+            batch = self._workload.batches[0]
+            self._new_steps().idle(rollouts_of(batch[: len(batch) // 2]))
+            with step_megatron.params_synced(self._trainer):
+                self._weights.live.record(self._run.probe, 0, ShardAfterIdleStep)
+        self._steps = self._new_steps()
+
+    def _new_steps(self) -> Steps:
+        return Steps(self._trainer, self._workload.rule, self._workload.micro_batch_size)
+
+    def update(self, version: int) -> None:
+        """Move the weights: a real optimizer step, or noise on every tensor."""
+        run, workload = self._run, self._workload
+        run.say(f"version {version}: update by {run.spec.roundtrip.update}")
+        if run.spec.roundtrip.update == "noise":
+            move(self._weights.live, run.source, f"{run.spec.roundtrip.seed}/{version}")
+            return
+        if version == RESUMED:
+            self._steps.resume(run.folder("stopped"))
+        batch = workload.batches[version - 1]
+        look = self._token_probe("trained", version, batch)
+        replaying = replaying_every_second(run.probe, self._trainer, rollouts_of(batch), version, look)
+        with recomputed(self._trainer, on=version % 2 == 0), replaying as (rollouts, follow):
+            result = self._steps.take(
+                rollouts, loss=policy_loss(workload.objective), temperature=workload.objective.temperature,
+                on_shards=follow, on_gradients=lambda: self._hand_on_gradients(version),
+            )  # fmt: skip
+        record_step(run.probe, version, result)
+
+    def _hand_on_gradients(self, version: int) -> None:
+        if self._run.spec.gradients:
+            self._weights.hand_on_gradients(version)
+
+    def observe_engine(self, version: int) -> None:
+        """Record what the engine holds, scores and samples at a version, unless it refused it."""
+        run, link, workload = self._run, self._run.link, self._workload
+        if link.client is None or link.refused:
+            return
+        run.say(f"version {version}: engine scores and samples")
+        requests = EngineRequests(link.client, link.ranks[0], version, run.spec.roundtrip.seed)
+        requests.score(workload.passes[0].name, [row.tokens for row in workload.passes[0].rollouts])
+        if workload.prompts:
+            requests.sample(workload.prompts)
+            requests.draw(workload.prompts[0])
+        if expected := self._weights.expected_in_engine(version):
+            held_by(link.client).record(link.ranks, version)
+            for rank, slices in enumerate(link.client.checkpoint_view()):
+                record_views(link.ranks[rank], slices, expected, version)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+import msgspec
 
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.engine.api import EngineConfig
+from verifier.platform.tier import Tier
 from verifier.platform.upstream_fixes import selected
-from verifier.runs.manifest import judges_gradients
 from verifier.runs.model_under_test import MAX_MODEL_LEN, ModelUnderTest
 from verifier.runs.placement import Placement
-from verifier.runs.scenario import Scenario
+from verifier.runs.run_manifest import judges_gradients
+from verifier.runs.workload import Workload
 
 CHUNK_BYTES = 64 << 20
 """Largest buffer of a transfer from host to host."""
@@ -28,18 +31,19 @@ class RunSpec:
     """One session of the trainer's ranks; JSON there and back."""
 
     config: GoldenConfig | RoundtripConfig
-    """What the user asked for."""
+    """Config of the command that the user called."""
     program: str
     """"golden", "roundtrip", or "tokens": the token path alone, without export and engine."""
     checkpoint: str
-    tier: str
+    tier: Tier
     trace: str
     """Trace directory, which the parent has created: of several sessions each has its own."""
     work: str
     """Existing directory for what processes hand to each other: live shards, gradients, exported checkpoints."""
     within: Sequence[str] = ()
     """"package.module:function" and its further arguments: a context manager, entered around the session."""
-    scenario: Scenario = field(default_factory=Scenario)
+    workload: Workload | None = None
+    """What is scored, sampled and trained on; None for golden."""
     gradients: bool = False
     """Hand each step's gradients to the oracle."""
     chunk_bytes: int = CHUNK_BYTES
@@ -78,12 +82,12 @@ class RunSpec:
     @property
     def cycles(self) -> int:
         """Updates, each followed by a sync."""
-        return len(self.scenario.batches)
+        return 0 if self.workload is None else len(self.workload.batches)
 
     def to_json(self) -> dict[str, Any]:
         """Inverse of `from_json`."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {**values, "config": self.config.to_dict(), "scenario": asdict(self.scenario)}
+        return {**values, "config": self.config.to_dict(), "workload": msgspec.to_builtins(self.workload)}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RunSpec:
@@ -91,7 +95,8 @@ class RunSpec:
         known = {item.name: record[item.name] for item in fields(cls)}
         kind = GoldenConfig if record["program"] == "golden" else RoundtripConfig
         config = kind.from_dict({**record["config"], "trace": record["trace"]})
-        return cls(**{**known, "config": config, "scenario": Scenario(**record["scenario"])})
+        workload = msgspec.convert(record["workload"], Workload | None)
+        return cls(**{**known, "config": config, "workload": workload})
 
 
 def engine_config(config: RoundtripConfig, model: ModelUnderTest, placement: Placement) -> EngineConfig:
@@ -103,7 +108,7 @@ def engine_config(config: RoundtripConfig, model: ModelUnderTest, placement: Pla
 
 
 def roundtrip_spec(
-    config: RoundtripConfig, model: ModelUnderTest, placement: Placement, scenario: Scenario, **session: Any
+    config: RoundtripConfig, model: ModelUnderTest, placement: Placement, workload: Workload, **session: Any
 ) -> RunSpec:
     """Spec of one session of a round trip.
 
@@ -111,11 +116,11 @@ def roundtrip_spec(
         config: of the run.
         model: of the run.
         placement: of the run.
-        scenario: what is scored, sampled and trained on.
+        workload: what is scored, sampled and trained on.
         **session: fields that differ from session to session, or from one use of the resources to another.
     """
     return RunSpec(
-        config=config, checkpoint=str(model.checkpoint.path), tier=model.tier, scenario=scenario,
+        config=config, checkpoint=str(model.checkpoint.path), tier=model.tier, workload=workload,
         chunk_bytes=chunk_bytes_for(model.checkpoint.num_bytes, placement.transport),
         transport=placement.transport, num_gpus=placement.trainer_gpus,
         gradients=judges_gradients(config, model), saves=model.is_saved and not config.engine.lora_rank,

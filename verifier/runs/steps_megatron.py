@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verifier.core.record import Probe
+from verifier.core.records_weights import OptimizerRule
 from verifier.data.rollout import Rollout
 from verifier.model.provider_megatron import TrainerModel
-from verifier.probes.trainer import record_objective, record_rule
-from verifier.runs.scenario import CLIP_GRAD, DRIFT_WEIGHT, ENTROPY_WEIGHT, MICRO_BATCH, RATES, TEMPERATURE
 from verifier.train import optimizer_megatron, step_megatron
 from verifier.train.step_megatron import StepResult
 
@@ -20,29 +18,35 @@ class Steps:
 
     Args:
         trainer: built with `data_parallel`.
-        rates: as `make_scheduler` takes them.
+        rule: rates and clipping.
+        micro_batch_size: rollouts per packed micro-batch at the most.
     """
 
-    def __init__(self, trainer: TrainerModel, rates: Mapping[str, float] = RATES) -> None:
-        self._trainer, self._rates = trainer, rates
+    def __init__(self, trainer: TrainerModel, rule: OptimizerRule, micro_batch_size: int) -> None:
+        self._trainer, self._rule, self._micro_batch_size = trainer, rule, micro_batch_size
         self._begin()
 
     def _begin(self) -> None:
+        rule = self._rule
         self._optimizer = optimizer_megatron.make_optimizer(
-            self._trainer, learning_rate=self._rates["learning_rate"], clip_grad=CLIP_GRAD
+            self._trainer, learning_rate=rule.learning_rate, clip_grad=rule.clip_grad
         )
-        self._scheduler = optimizer_megatron.make_scheduler(self._optimizer, **self._rates)
+        self._scheduler = optimizer_megatron.make_scheduler(
+            self._optimizer, learning_rate=rule.learning_rate, least_learning_rate=rule.least_learning_rate,
+            weight_decay=rule.weight_decay, greatest_weight_decay=rule.greatest_weight_decay, num_steps=rule.num_steps,
+        )  # fmt: skip
 
     def take(self, rollouts: Sequence[Rollout], **options: Any) -> StepResult:
         """One step; see `train_step` for the options. A collective."""
         return step_megatron.train_step(
-            self._trainer, self._optimizer, rollouts, scheduler=self._scheduler, micro_batch_size=MICRO_BATCH, **options
-        )
+            self._trainer, self._optimizer, rollouts, scheduler=self._scheduler,
+            micro_batch_size=self._micro_batch_size, **options,
+        )  # fmt: skip
 
     def idle(self, rollouts: Sequence[Rollout]) -> None:
         """A step of learning rate 0. A collective."""
         step_megatron.train_step(
-            self._trainer, self._optimizer, rollouts, learning_rate=0.0, micro_batch_size=MICRO_BATCH
+            self._trainer, self._optimizer, rollouts, learning_rate=0.0, micro_batch_size=self._micro_batch_size
         )
 
     def resume(self, folder: Path) -> None:
@@ -54,9 +58,3 @@ class Steps:
         optimizer_megatron.save(self._optimizer, self._scheduler, folder)
         self._begin()
         optimizer_megatron.load(self._optimizer, self._scheduler, folder)
-
-
-def record_rules(probe: Probe, rates: Mapping[str, float] = RATES) -> None:
-    """Rule of every step of a run, for those who compute it again."""
-    record_rule(probe, rates, clip_grad=CLIP_GRAD)
-    record_objective(probe, temperature=TEMPERATURE, entropy_weight=ENTROPY_WEIGHT, drift_weight=DRIFT_WEIGHT)

@@ -39,7 +39,7 @@ class Alignment:
     tp: int = 1
     cp: int = 1
     sp: bool = True
-    """Sequence parallelism; without effect for tp = 1."""
+    """Switch of sequence parallelism, which needs tp > 1."""
     fp8: str = ""
     """Recipe: "" for none, "blockwise" or "mxfp8"."""
 

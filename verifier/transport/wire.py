@@ -1,4 +1,4 @@
-"""Records that sender and receivers exchange besides the bytes: addresses, agreements, receipts. Torch-free."""
+"""Messages of sender and receivers besides the bytes: addresses, agreements, receipts. Torch-free."""
 
 from __future__ import annotations
 

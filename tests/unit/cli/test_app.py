@@ -15,6 +15,7 @@ from verifier.cli import app as cli
 from verifier.cli import results as cli_results
 from verifier.core import store
 from verifier.core.manifest import Manifest
+from verifier.core.outputs import write_whole
 from verifier.core.records_weights import ExportedTensor, SourceTensor
 from verifier.errors import ContractError, InternalError, UsageError
 
@@ -225,10 +226,10 @@ def test_a_broken_run_without_a_trace_is_just_the_error(tmp_path, capsys):
 def test_results_are_written_whole_or_not_at_all(tmp_path):
     file = tmp_path / "out.json"
     file.write_text("before")
-    cli_results.write_whole(file, "after")
+    write_whole(file, "after")
     assert file.read_text() == "after"
     with pytest.raises(UsageError, match=r"cannot be written"):
-        cli_results.write_whole(tmp_path / "absent" / "out.json", "x")
+        write_whole(tmp_path / "absent" / "out.json", "x")
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 

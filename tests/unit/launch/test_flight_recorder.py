@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verifier.launch import flight_recorder as flight
-from verifier.launch.flight_recorder import Recorder, group_key, memory_for, read_slot, waiting_since
+from verifier.launch.flight_recorder import FlightRecorder, group_key, memory_for, read_slot, waiting_since
 from verifier.launch.watchdog import doing, find_stall
 
 PAIR, ALL = group_key("tp", [2, 3]), group_key("world", range(4))
@@ -36,7 +36,7 @@ def test_a_rank_that_entered_nothing(memory):
 
 
 def test_what_is_written_is_read_back(memory):
-    recorder = Recorder(memory, 3)
+    recorder = FlightRecorder(memory, 3)
     recorder.label_text = b"model.norm.weight"
     record = recorder.enter(PAIR, b"all_reduce", b"bfloat16", (2, 3))
     assert waiting_since(memory, 3) is None
@@ -54,7 +54,7 @@ def test_what_is_written_is_read_back(memory):
 
 
 def test_waiting_for_an_older_collective_shows_that_one(memory):
-    recorder = Recorder(memory, 0)
+    recorder = FlightRecorder(memory, 0)
     first = recorder.enter(ALL, b"all_reduce", b"float32", (4,))
     recorder.enter(PAIR, b"broadcast", b"int64", (5,))
     recorder.wait(first)
@@ -66,19 +66,19 @@ def test_waiting_for_an_older_collective_shows_that_one(memory):
 @given(shape=st.lists(st.integers(0, 2**40), max_size=5).map(tuple))
 def test_any_shape_of_up_to_five_dims(shape):
     memory = memory_for(1)
-    Recorder(memory, 0).enter(ALL, b"broadcast", b"int8", shape)
+    FlightRecorder(memory, 0).enter(ALL, b"broadcast", b"int8", shape)
     assert read_slot(memory, 0).shape == shape
 
 
 def test_no_tensor_is_not_a_scalar(memory):
-    Recorder(memory, 0).enter(ALL, b"barrier", b"", None)
-    Recorder(memory, 1).enter(ALL, b"all_reduce", b"float32", ())
+    FlightRecorder(memory, 0).enter(ALL, b"barrier", b"", None)
+    FlightRecorder(memory, 1).enter(ALL, b"all_reduce", b"float32", ())
     assert read_slot(memory, 0).tensor == ""
     assert read_slot(memory, 1).tensor == "[] float32"
 
 
 def test_more_shapes_and_groups_than_are_kept(memory):
-    recorder = Recorder(memory, 0)
+    recorder = FlightRecorder(memory, 0)
     for number in range(flight._MAX_SHAPES + 2):
         recorder.enter(group_key(f"g{number}", [0]), b"all_reduce", b"float32", (number,))
     slot = read_slot(memory, 0)
@@ -95,7 +95,7 @@ def test_groups_of_the_same_ranks_are_told_apart():
 def test_label_nests_and_does_nothing_outside_of_a_rank(memory):
     with flight.label("ignored"):
         assert flight.active() is None
-    recorder = Recorder(memory, 0)
+    recorder = FlightRecorder(memory, 0)
     flight.activate(recorder)
     try:
         with flight.label("outer"):
@@ -108,7 +108,7 @@ def test_label_nests_and_does_nothing_outside_of_a_rank(memory):
 
 
 def test_recording_is_quick(memory):
-    recorder = Recorder(memory, 0)
+    recorder = FlightRecorder(memory, 0)
     begin = time.perf_counter()
     for _ in range(2000):
         recorder.wait(recorder.enter(ALL, b"all_reduce", b"float32", (64,)))
@@ -117,7 +117,7 @@ def test_recording_is_quick(memory):
 
 
 def test_within_the_deadline_nothing_stalls(memory):
-    recorder = Recorder(memory, 0)
+    recorder = FlightRecorder(memory, 0)
     recorder.wait(recorder.enter(ALL, b"all_reduce", b"float32", (1,)))
     set_since(memory, 0, NOW - 5)
     assert find_stall(slots_of(memory), NOW, 5.1) is None
@@ -125,7 +125,7 @@ def test_within_the_deadline_nothing_stalls(memory):
 
 
 def test_a_rank_that_has_gone_past_had_arrived(memory):
-    recorders = [Recorder(memory, rank) for rank in range(4)]
+    recorders = [FlightRecorder(memory, rank) for rank in range(4)]
     for rank in (0, 1):
         recorders[rank].wait(recorders[rank].enter(ALL, b"all_reduce", b"float32", (1,)))
         set_since(memory, rank, NOW - 10 - rank)
@@ -136,7 +136,7 @@ def test_a_rank_that_has_gone_past_had_arrived(memory):
 
 
 def test_the_root_of_a_chain_is_named_not_the_oldest(memory):
-    recorders = [Recorder(memory, rank) for rank in range(4)]
+    recorders = [FlightRecorder(memory, rank) for rank in range(4)]
     recorders[0].wait(recorders[0].enter(group_key("pp", [0, 2]), b"recv", b"float32", (1,)))
     set_since(memory, 0, NOW - 30)
     recorders[2].wait(recorders[2].enter(PAIR, b"all_reduce", b"float32", (1,)))
@@ -146,7 +146,7 @@ def test_the_root_of_a_chain_is_named_not_the_oldest(memory):
 
 
 def test_what_a_rank_does_in_words(memory):
-    recorder = Recorder(memory, 0)
+    recorder = FlightRecorder(memory, 0)
     record = recorder.enter(ALL, b"all_gather", b"float32", (7,))
     assert (
         doing(read_slot(memory, 0), NOW)

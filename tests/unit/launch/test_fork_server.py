@@ -129,7 +129,7 @@ def test_a_preload_that_refuses(importable: None) -> None:
     with ForkServer(f"{OURS}:refuse", name="the process that forks") as server:
         server.start()
         with pytest.raises(UsageError, match=r"^megatron-core 0.1 is installed, 0.19.2 is needed$"):
-            server.wait_loaded()
+            server.wait_ready()
 
 
 @pytest.mark.parametrize("preload", ["no_such_module:f", "json:absentee"])
@@ -137,7 +137,7 @@ def test_a_preload_that_is_not_there(importable: None, preload: str) -> None:
     with ForkServer(preload, name="the process that forks") as server:
         server.start()
         with pytest.raises((InternalError, UsageError), match=r"No module named|no function `absentee`"):
-            server.wait_loaded()
+            server.wait_ready()
 
 
 def test_a_preload_that_does_not_end_in_time(importable: None) -> None:
@@ -145,7 +145,7 @@ def test_a_preload_that_does_not_end_in_time(importable: None) -> None:
         server.start()
         pid = server.pid
         with pytest.raises(InternalError, match=f"^the process that forks did not load {OURS}:stall within 0.5 s$"):
-            server.wait_loaded()
+            server.wait_ready()
         assert gone(pid)
 
 

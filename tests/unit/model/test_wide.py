@@ -1,6 +1,6 @@
 """Checkpoints of published widths: their sizes, and the values of their matrices.
 
-What this does not exercise: that such a checkpoint is loaded and exported (tests/h100/test_golden.py).
+What this does not exercise: that such a checkpoint is loaded and exported (tests/h100/test_golden_gpu.py).
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
 from verifier.oracle.step_hf import _Adam, _groups, _half_step, _rates, adapter_gradients
-from verifier.runs.scenario import RATES
+from verifier.runs.scenario import RULE
 
 LEARNING_RATE = 1e-3
 
@@ -17,7 +18,7 @@ def steps(dtype: torch.dtype, *, lose_low_bits: bool) -> list[float]:
     live = torch.randn(64, 32, generator=generator).mul(0.05).to(dtype)
     master = torch.nn.Parameter(live.float().clone())
     theirs = torch.optim.Adam([master], lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8)
-    oracle, gaps = _Adam(), []
+    oracle, gaps = _Adam(0.9, 0.95, 1e-8), []
     for step in (1, 2):
         old = live
         gradient = torch.randn(64, 32, generator=generator)
@@ -58,7 +59,7 @@ def test_matrices_decay_and_vectors_do_not(shape: tuple[int, ...], decays: bool)
         weight = torch.nn.Parameter(old.clone())
         weight.grad = gradient.clone()
         torch.optim.AdamW([weight], lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay).step()
-        gaps.append(_Adam().gap("w", old, weight.detach(), gradient.double(), 1, LEARNING_RATE, 0.1)[0])
+        gaps.append(_Adam(0.9, 0.95, 1e-8).gap("w", old, weight.detach(), gradient.double(), 1, LEARNING_RATE, 0.1)[0])
     right, wrong = gaps if decays else reversed(gaps)
     assert right < 1e-3
     assert wrong > 0.1
@@ -106,4 +107,5 @@ def test_gradients_of_an_adapter_are_those_of_autograd_also_where_linears_share_
 
 @pytest.mark.parametrize(("version", "learning_rate", "decay"), [(1, 1e-3, 0.1), (3, 7.5e-4, 0.15), (9, 5e-4, 0.2)])
 def test_rates_lie_on_lines_that_end(version: int, learning_rate: float, decay: float) -> None:
-    assert _rates(RATES, version) == pytest.approx({"learning_rate": learning_rate, "decay": decay})
+    found = _rates(msgspec.structs.asdict(RULE), version)
+    assert found == pytest.approx({"learning_rate": learning_rate, "decay": decay})

@@ -8,7 +8,7 @@ from verifier.config import EngineOptions, GoldenConfig, RoundtripConfig
 from verifier.engine.api import EngineConfig
 from verifier.knob import entries
 from verifier.mesh import Mesh
-from verifier.runs.scenario import Scenario
+from verifier.runs.scenario import made_up
 from verifier.runs.spec import RunSpec
 
 TOLD = {"checkpoint": "c", "tier": "cpu", "trace": "t", "work": "w"}
@@ -25,7 +25,7 @@ def test_a_round_trip_survives_json():
         model="m", trace=Path("t"), mesh=Mesh(tp=2, pp=2), dtype="bfloat16", seed=3, fixes=("miles-975",),
         engine=EngineOptions(lora_rank=8),
     )  # fmt: skip
-    spec = RunSpec(config=config, program="roundtrip", scenario=Scenario(sequences=[[1, 2]]), **TOLD)
+    spec = RunSpec(config=config, program="roundtrip", workload=made_up(config, {"vocab_size": 64}), **TOLD)
     assert sent(spec).config == spec.config
     assert (sent(spec).roundtrip, sent(spec).lora_rank, sent(spec).fixes) == (config, 8, ["miles-975"])
 

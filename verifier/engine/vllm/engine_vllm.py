@@ -25,7 +25,7 @@ from verifier.engine.api import (
     Sampling,
     check_sequences,
 )
-from verifier.engine.errors import raise_record
+from verifier.engine.error_records import raise_record
 from verifier.engine.vllm.worker_vllm import BACKEND
 from verifier.errors import ContractError, InternalError, VerifierError
 from verifier.model.checkpoint import open_checkpoint

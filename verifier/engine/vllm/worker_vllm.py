@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
 )
 
-from verifier.engine.errors import CARRIED, to_record
+from verifier.engine.error_records import CARRIED, to_record
 from verifier.engine.stored_tensors import adapter_places, restore
 from verifier.engine.vllm.stored_tensors_vllm import model_tensors, poison_model
 from verifier.engine.vllm.view_vllm import checkpoint_slices

@@ -1,0 +1,123 @@
+"""The oracle knows of a run what its trace says: rollouts of another scenario, objective and rule are judged as well.
+
+What this does not exercise: the arithmetic (test_step.py), and transformers (tests/dist).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verifier.core import store
+from verifier.core.manifest import Manifest
+from verifier.core.reader import read
+from verifier.core.records_logprobs import (
+    DrawnTokens,
+    OracleLogprobs,
+    OracleOfNext,
+    OracleOfSampled,
+    SampledTokens,
+    TrainerLogprobs,
+)
+from verifier.core.records_tokens import GradientRecord, Objective
+from verifier.core.records_weights import OptimizerRule
+from verifier.data.rollout import make_rollout
+from verifier.model.checkpoint import Checkpoint, open_checkpoint
+from verifier.model.tiny import write_tiny
+from verifier.oracle.recording import record_oracle
+from verifier.probes.trainer import record_rollouts
+
+ROLLOUTS = [
+    make_rollout("math/7", [5, 6, 7], [8, 9, 3], mask=[True, False, True], logprobs=[-1.5, -2.5, -3.5], reward=0.25),
+    make_rollout("math/8", [4], [2, 2], logprobs=[-0.5, -0.25], reward=-1.0),
+]
+OBJECTIVE = Objective(name="policy loss", temperature=0.9, entropy_weight=0.0, drift_weight=0.3)
+CONFIG = {"engine": {"lora_rank": 0, "quantization": None}}
+RULE = OptimizerRule(
+    name="Adam", learning_rate=1e-6, least_learning_rate=1e-6, weight_decay=0.01, greatest_weight_decay=0.01,
+    num_steps=100, clip_grad=0.5, beta_2=0.999,
+)  # fmt: skip
+
+
+class Asked:
+    """Stands for the oracle: log-probabilities are the negated position, and every question is kept."""
+
+    def __init__(self) -> None:
+        self.steps: tuple[Any, ...] = ()
+
+    def score(self, checkpoint: Path, sequences: Any, dtype: str, device: str, temperature: float) -> Any:
+        return [[-temperature * at for at in range(1, len(tokens))] for tokens in sequences]
+
+    def ask(self, function: str, paths: Any, *arguments: Any, read: Any = ()) -> Any:
+        if function == "logprob_hf:next_token":
+            tokens, _, temperature = arguments
+            return [-float(len(tokens)), -temperature]
+        assert function == "step_hf:judge_steps"
+        self.steps = arguments
+        return [
+            {
+                "name": "w", "version": 1, "gradient_scale": 1.0, "gradient_norm": float("nan"), "loss": 1.0,
+                "loss_scale": 1.0, "num_tokens": 4,
+            }
+        ]  # fmt: skip
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Checkpoint:
+    return open_checkpoint(write_tiny("qwen3", tmp_path / "source"))
+
+
+def record(trace: Path, source: Checkpoint) -> Asked:
+    """A trace as ranks and engine leave it, and what the oracle adds."""
+    store.create(
+        trace, Manifest(model="tiny:qwen3", dtype="float32", tier="cpu", scopes=("logprob", "gradient"), config=CONFIG)
+    )
+    trainer = store.Recorder(trace, "trainer", 0)
+    for name, temperature in (("policy", 1.0), ("policy, warm", 2.0)):
+        record_rollouts(trainer, name, 0, ROLLOUTS)
+        lengths = tuple(len(rollout) - 1 for rollout in ROLLOUTS)
+        scored = TrainerLogprobs(name=name, lengths=lengths, temperature=temperature)
+        trainer.emit(scored, np.zeros(sum(lengths), np.float32))
+    record_rollouts(trainer, "trained", 1, ROLLOUTS)
+    trainer.emit(RULE)
+    trainer.emit(OBJECTIVE)
+    trainer.close()
+    engine = store.Recorder(trace, "engine", 0)
+    sampled = SampledTokens(
+        name="greedy", lengths=(2,), prompts=((1, 2, 3),), tokens=((4, 5),), stops=((),), limits=(2,),
+        temperatures=(0.5,),
+    )  # fmt: skip
+    engine.emit(sampled, np.zeros(2, np.float32))
+    engine.emit(DrawnTokens(name="drawn", prompt=(1, 2, 3, 4), tokens=(5,), temperature=1.5), np.zeros(1, np.float32))
+    engine.close()
+    asked = Asked()
+    record_oracle(asked, trace, trace.parent, source, "cpu")  # type: ignore[arg-type]
+    return asked
+
+
+def test_what_was_scored_and_sampled_is_read_from_the_trace(tmp_path: Path, source: Checkpoint) -> None:
+    record(tmp_path / "trace", source)
+    seen = read(tmp_path / "trace")
+    found = {item.name: seen.array(item).tolist() for item in seen.of(OracleLogprobs)}
+    assert found == {"policy": [-1, -2, -3, -4, -5, -1, -2], "policy, warm": [-2, -4, -6, -8, -10, -2, -4]}
+    (sampled,), (drawn,) = seen.of(OracleOfSampled), seen.of(OracleOfNext)
+    assert seen.array(sampled).tolist() == [-1.5, -2.0]
+    assert seen.array(drawn).tolist() == [-4.0, -1.5]
+
+
+def test_steps_are_judged_by_the_recorded_rollouts_objective_and_rule(tmp_path: Path, source: Checkpoint) -> None:
+    (batches, rule, routes) = record(tmp_path / "trace", source).steps
+    assert batches == [
+        [
+            [[5, 6, 7, 8, 9, 3], [False, False, False, True, False, True], 0.25, [0, 0, 0, -1.5, -2.5, -3.5]],
+            [[4, 2, 2], [False, True, True], -1.0, [0, -0.5, -0.25]],
+        ]
+    ]
+    assert routes == [[]]
+    assert (rule["learning_rate"], rule["beta_2"], rule["clip_grad"]) == (1e-6, 0.999, 0.5)
+    assert (rule["temperature"], rule["drift_weight"]) == (0.9, 0.3)
+    (gradient,) = read(tmp_path / "trace").of(GradientRecord)
+    assert gradient.gradient_norm == "nan"

@@ -1,0 +1,119 @@
+"""Requests that the engine is asked at a version: scores, samples, conversations, draws; and what it answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from verifier.core.record import Probe
+from verifier.engine.api import Sample, Sampling, Shape
+from verifier.engine.client import EngineClient
+from verifier.probes.engine_state import record_drawn, record_sampled, record_scored
+
+SAMPLING_TEMPERATURE = 2.0
+"""Temperature of one more set of samples at version 0: at 1, a temperature that nobody applies does not show, nor
+log-probabilities of the logits before it."""
+GREEDY = 0.0
+"""Temperature at which the likeliest token is taken."""
+SAMPLED_TOKENS = 4
+"""Tokens sampled from each prompt."""
+NEXT = "next turn"
+NEXT_TURN = 3
+"""Tokens that a conversation's next turn adds to its first and the answer to that."""
+ANSWERS = 2
+"""Samples of one request for that turn."""
+SIDE_BY_SIDE = ((SAMPLING_TEMPERATURE, 2), (GREEDY, SAMPLED_TOKENS), (1.5, SAMPLED_TOKENS))
+"""Temperature and number of tokens of one sample from each prompt."""
+LIKELY = 8.0
+"""Nats that make a token of a few hundred or thousand likely."""
+DRAWS = 512
+"""Samples of the token after the first prompt, to compare with its distribution and with each other."""
+
+
+def shapes_of(prompt: Sequence[int]) -> list[dict[str, Any]]:
+    """Three requests side by side that use all of `Shape` between them, each field at a size that shows.
+
+    Args:
+        prompt: a token of it is made likely, so that it comes several times; another, so that it would end too soon.
+    """
+    often, last = prompt[0], next(token for token in prompt if token != prompt[0])
+    every = max(2, max(prompt) // 128)
+    few = tuple(range(last % every, max(prompt) + 1, every))
+    return [
+        {"shape": Shape(top_k=40, top_p=0.9)},
+        {"shape": Shape(repetition=1.2, presence=0.4, frequency=0.6, bias=((often, LIKELY),)), "temperature": 1.0},
+        {"shape": Shape(min_p=0.1, allowed=few, bias=((last, LIKELY),), least=2), "stop": (last,)},
+    ]
+
+
+class EngineRequests:
+    """Everything that the engine is asked at one version.
+
+    Args:
+        client: of the engine.
+        probe: of engine rank 0.
+        version: of the weights that it holds.
+        seed: of the run.
+    """
+
+    def __init__(self, client: EngineClient, probe: Probe, version: int, seed: int) -> None:
+        self._client, self._probe, self._version, self._seed = client, probe, version, seed + version
+
+    def score(self, name: str, sequences: Sequence[Sequence[int]]) -> None:
+        """Teacher-forced log-probabilities."""
+        record_scored(self._probe, name, self._client.logprobs(sequences), self._version)
+
+    def sample(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Tokens sampled from prompts that the prefix cache may know, with the log-probabilities reported for them.
+
+        And the same again, now that it does know them, with tokens at which to stop, so that samples end one after
+        another. Then the next turn of each of these conversations, which are scored, too, from end to end. At version 0
+        also requests that differ, side by side: in their temperatures, one of which is greedy, and in their lengths, so
+        that one moves to the place of another that has ended; and then in penalties, biases and truncation.
+        """
+        sampling = Sampling(seed=self._seed, max_tokens=SAMPLED_TOKENS)
+        samples = self._sample("sampled", prompts, sampling)
+        stop = sorted({sample.tokens[min(at + 1, len(sample.tokens) - 1)] for at, sample in enumerate(samples)})
+        self._sample("sampled again", prompts, replace(sampling, stop=stop))
+        turns = [
+            [*prompt, *sample.tokens, *prompts[0][:NEXT_TURN]]
+            for prompt, sample in zip(prompts, samples, strict=True)
+        ]  # fmt: skip
+        answers = self._sample(NEXT, turns, replace(sampling, n=ANSWERS))
+        self.score(NEXT, [[*turns[at // ANSWERS], *answer.tokens] for at, answer in enumerate(answers)])
+        if self._version == 0:
+            each = [
+                replace(sampling.of(index), temperature=temperature, max_tokens=limit)
+                for index, (temperature, limit) in enumerate(SIDE_BY_SIDE)
+            ]
+            self._sample("sampled side by side", prompts, replace(sampling, each=each))
+            each = [replace(each[index], **rest) for index, rest in enumerate(shapes_of(prompts[0]))]
+            self._sample("sampled as shaped", prompts, replace(sampling, each=each), shaped=True)
+
+    def draw(self, prompt: Sequence[int]) -> None:
+        """Tokens that come after one prompt, in many samples, half of them of a second request for the same.
+
+        At version 0 also at a temperature other than 1, and without seeds.
+        """
+        sampling = Sampling(seed=self._seed, max_tokens=1, n=DRAWS // 2)
+        self._draw("drawn", prompt, sampling)
+        if self._version == 0:
+            warm = replace(sampling, temperature=SAMPLING_TEMPERATURE, seeded=False)
+            self._draw("drawn at a temperature", prompt, warm)
+
+    def _sample(
+        self, name: str, prompts: Sequence[Sequence[int]], sampling: Sampling, *, shaped: bool = False
+    ) -> list[Sample]:
+        found = self._client.generate(prompts, sampling)
+        rows = [
+            (prompt, sampling.of(index), sample)
+            for index, (prompt, request) in enumerate(zip(prompts, found, strict=True))
+            for sample in request.samples
+        ]
+        record_sampled(self._probe, name, rows, self._version, shaped=shaped)
+        return [sample for _, _, sample in rows]
+
+    def _draw(self, name: str, prompt: Sequence[int], sampling: Sampling) -> None:
+        found = [sample for request in self._client.generate([prompt, prompt], sampling) for sample in request.samples]
+        record_drawn(self._probe, name, prompt, found, sampling.temperature, self._version)

@@ -1,0 +1,125 @@
+"""What a session scores, samples and trains on, as data: rollouts, prompts, the objective, the optimizer's rule.
+
+`verifier.runs.scenario` makes one up; a trainer's real batch has the same form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from verifier.core.records_tokens import Objective
+from verifier.core.records_weights import OptimizerRule
+from verifier.data.rollout import NO_VERSION, Role, Rollout, make_rollout
+
+if TYPE_CHECKING:
+    import torch
+
+    from verifier.train.pack import PackedBatch
+    from verifier.train.step_megatron import TokenLoss
+
+
+class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout; lists have one entry for each token of the response."""
+
+    id: str
+    group: str
+    """Prompt group; its rollouts share it."""
+    prompt: tuple[int, ...]
+    """Token ids."""
+    response: tuple[int, ...]
+    """Token ids, sampled ones and tool output."""
+    sampled: tuple[bool, ...]
+    """Drawn from the policy; the others are tool output."""
+    mask: tuple[bool, ...]
+    """In the loss; sampled tokens only."""
+    logprobs: tuple[float, ...]
+    """The engine's, nats; of tool output they mean nothing."""
+    versions: tuple[int, ...]
+    """Weights that sampled each token; of tool output they mean nothing."""
+    reward: float
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and response."""
+        return [*self.prompt, *self.response]
+
+
+class ScoringPass(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollouts that the trainer scores together."""
+
+    name: str
+    rollouts: tuple[RolloutRow, ...]
+    temperature: float = 1.0
+    """Divisor of the logits."""
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole of it; JSON there and back."""
+
+    passes: tuple[ScoringPass, ...]
+    """The first is scored at every version, by trainer and engine; the others by the trainer, at version 0."""
+    prompts: tuple[tuple[int, ...], ...]
+    """Token ids to sample from."""
+    batches: tuple[tuple[RolloutRow, ...], ...]
+    """Rollouts of each training step, one batch per cycle."""
+    micro_batch_size: int
+    """Rollouts that are trained on together at the most."""
+    objective: Objective
+    rule: OptimizerRule
+
+
+def rollouts_of(rows: Sequence[RolloutRow]) -> list[Rollout]:
+    """Rollouts as training takes them."""
+    return [
+        make_rollout(
+            row.id, row.prompt, row.response, group=row.group, sampled=row.sampled, mask=row.mask,
+            logprobs=row.logprobs, versions=row.versions, reward=row.reward,
+        )
+        for row in rows
+    ]  # fmt: skip
+
+
+def expected_rollouts(rows: Sequence[RolloutRow]) -> list[Rollout]:
+    """The result that `rollouts_of` must have, put together token by token and by none of its code."""
+    import numpy as np
+
+    found = []
+    for row in rows:
+        given = [(Role.PROMPT, False, False, math.nan, NO_VERSION)] * len(row.prompt)
+        answered = [
+            (Role.ASSISTANT, True, kept, nats, weights) if drawn else (Role.TOOL, False, False, math.nan, NO_VERSION)
+            for drawn, kept, nats, weights in zip(row.sampled, row.mask, row.logprobs, row.versions, strict=True)
+        ]
+        roles, drawn, kept, nats, weights = zip(*given, *answered, strict=True)
+        found.append(
+            Rollout(
+                id=row.id, group=row.group, tokens=np.array(row.tokens, np.int64), prompt_length=len(row.prompt),
+                sampled=np.array(drawn, np.bool_), mask=np.array(kept, np.bool_), roles=np.array(roles, np.int8),
+                logprobs=np.array(nats, np.float32), versions=np.array(weights, np.int32), reward=row.reward,
+            )
+        )  # fmt: skip
+    return found
+
+
+def policy_loss(objective: Objective) -> TokenLoss:
+    """The loss of `Objective`, per row of a micro-batch.
+
+    Rows outside of the loss mask may hold anything; what is NaN there is taken out before it meets a gradient, since
+    zero times NaN is NaN.
+    """
+    import torch
+
+    def loss(logprob_T: torch.Tensor, entropy_T: torch.Tensor, shard: PackedBatch) -> torch.Tensor:
+        device = logprob_T.device
+        reward_T = torch.tensor([*shard.rewards, 0.0], dtype=logprob_T.dtype)[shard.segments_T.long()].to(device)
+        engine_T = torch.where(shard.loss_mask_T.cpu(), shard.engine_logprobs_T, 0).to(device)
+        drift_T = logprob_T - engine_T
+        return (
+            -reward_T * logprob_T - objective.entropy_weight * entropy_T + objective.drift_weight / 2 * drift_T.square()
+        )
+
+    return loss
