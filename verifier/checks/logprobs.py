@@ -69,7 +69,7 @@ def compare_logprobs(
         same = value <= bound.absolute
         yield Comparison(
             what=f"{actual.name} {name}", same=same, stage=stage, version=actual.version,
-            badness=0.0 if same else _times(value, bound),
+            badness=_times(value, bound),
             sentence=f"log-probabilities of {actual_says} and {expected_says} differ by {value:.3g} nats "
             f"{STATISTICS[name]}, {bound.absolute:.3g} is allowed",
             owner=f"{actual.role} rank {actual.rank}", allowed=str(bound), hint=hint,
@@ -92,7 +92,7 @@ def _compare_one(
         )
     return Comparison(
         what=f"{actual.name} {what}", same=same, stage=stage, version=actual.version,
-        badness=_badness(found, bound), sentence="" if same else sentence, owner=f"{actual.role} rank {actual.rank}",
+        badness=_badness(found, bound), sentence=sentence, owner=f"{actual.role} rank {actual.rank}",
         expected=f"{_head(right)} ({expected_says})", actual=f"{_head(left)} ({actual_says})",
         mismatched=found.text, allowed=str(bound), hint=hint,
     )  # fmt: skip
@@ -196,8 +196,8 @@ def _returned(trace: Trace) -> Iterator[Comparison]:
         same = item.digest == first[key]
         yield Comparison(
             what=f"{item.name} on rank {item.rank}", same=same, stage=Stage.LOGPROB, version=item.version,
-            badness=float(not same), owner=f"{item.role} rank {item.rank}",
-            sentence="" if same else f"{item.role} rank {item.rank} got other log-probabilities than the first rank",
+            badness=1.0, owner=f"{item.role} rank {item.rank}",
+            sentence=f"{item.role} rank {item.rank} got other log-probabilities than the first rank",
             expected=f"{first[key]} (the first rank)", actual=str(item.digest), allowed="exact (they are copied)",
             hint="look at the groups over which scores are gathered from the last stage",
         )  # fmt: skip

@@ -76,7 +76,7 @@ def update_moved_nothing(trace: Trace) -> Iterator[Comparison]:
         least = {"step": 1, "noise": floats, "adapter step": total}[item.how]
         yield Comparison(
             what=item.name, same=moved >= least, stage=Stage.TRAIN, version=item.version,
-            badness=0.0 if moved >= least else 1.0,
+            badness=1.0,
             sentence=(
                 f"the update changed {moved or 'none'} of the model's {total} tensors"
                 + (f", at least {least} had to change" if moved else "")

@@ -188,8 +188,8 @@ def ranks_see_different_batch(trace: Trace) -> Iterator[Comparison]:
         same = item.digest == expected and item.micro_batches == micro_batches
         yield Comparison(
             what=f"{item.name} on rank {item.rank}", same=same, stage=Stage.PACK, version=item.version,
-            badness=float(not same), owner=f"trainer rank {item.rank} ({item.coordinate})",
-            sentence="" if same else f"trainer rank {item.rank} works on another batch than its {item.name} peers",
+            badness=1.0, owner=f"trainer rank {item.rank} ({item.coordinate})",
+            sentence=f"trainer rank {item.rank} works on another batch than its {item.name} peers",
             expected=expected, actual=item.digest, allowed="exact",
             hint="look at which groups the batch is handed to, and at what splits it",
         )  # fmt: skip

@@ -103,7 +103,7 @@ def replay_changed_logprob(trace: Trace) -> Iterator[Comparison]:
                 yield Comparison(
                     what=f"{name}, {item.name}", same=same, stage=Stage.REPLAY, version=item.version,
                     badness=float("inf") if found.num_not_finite else found.greatest,
-                    sentence="" if same else (
+                    sentence=(
                         f"log-probabilities of `{name}` with {item.name} differ from the natural ones "
                         + (f"by up to {found.greatest:.3g} nats" if found.greatest else "and are not finite")
                     ),

@@ -71,8 +71,8 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
         same = nats <= allowed.absolute
         yield Comparison(
             what=item.name, same=same, stage=Stage.ROLLOUT, version=item.version,
-            badness=0.0 if same else nats / allowed.absolute, owner=f"{item.role} rank {item.rank}",
-            sentence="" if same else (
+            badness=nats / allowed.absolute, owner=f"{item.role} rank {item.rank}",
+            sentence=(
                 f"{len(tokens):,} sampled tokens are not spread as the policy's distribution: {count:,} are among its "
                 f"least likely tokens, which have a share of {share:.3g}: {share * len(tokens):.0f} are expected"
             ),
@@ -119,8 +119,8 @@ def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
         same = nats <= allowed.absolute
         yield Comparison(
             what=item.name, same=same, stage=Stage.ROLLOUT, version=item.version,
-            badness=0.0 if same else nats / allowed.absolute, owner=f"{item.role} rank {item.rank}",
-            sentence="" if same else (
+            badness=nats / allowed.absolute, owner=f"{item.role} rank {item.rank}",
+            sentence=(
                 f"{count:,} of {pairs:,} samples equal the one {places:,} places later, {by_chance * pairs:.1f} are "
                 f"expected to"
             ),
@@ -169,8 +169,8 @@ def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
             same = len(tokens) == right
             yield Comparison(
                 what=f"{item.name} sample {number}", same=same, stage=Stage.ROLLOUT, version=item.version,
-                badness=float(not same), owner=f"{item.role} rank {item.rank}",
-                sentence="" if same else f"sample {number} has {len(tokens):,} tokens and should end after {right:,}",
+                badness=1.0, owner=f"{item.role} rank {item.rank}",
+                sentence=f"sample {number} has {len(tokens):,} tokens and should end after {right:,}",
                 expected=f"up to the first of {sorted(stop)}, or {limit:,} tokens", actual=str(list(tokens)),
                 allowed="exact",
                 hint="look at which stop tokens reach the engine, and at what it compares with them",

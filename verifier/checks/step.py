@@ -73,8 +73,8 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
         owner, place = _placed(item.gradient)
         yield Comparison(
             what=item.name, same=same, stage=Stage.LOSS, version=item.version,
-            badness=0.0 if same else _badness(gap, allowed),
-            sentence="" if same else (
+            badness=_badness(gap, allowed),
+            sentence=(
                 f"the gradient of `{item.name}` is {found}{place}, its greatest element should be {scale:.3g}"
             ),
             owner=owner, mismatched=_measured(item.gradient),
@@ -103,8 +103,8 @@ def _lengths(trace: Trace) -> Iterator[Comparison]:
         same = abs(length - 1) <= bound.absolute
         yield Comparison(
             what=f"{name} (length)", same=same, stage=Stage.LOSS, version=version,
-            badness=0.0 if same else _badness(abs(length - 1), bound.absolute),
-            sentence="" if same else f"the gradient of `{name}` is {length:.3g} times as long as it should be",
+            badness=_badness(abs(length - 1), bound.absolute),
+            sentence=f"the gradient of `{name}` is {length:.3g} times as long as it should be",
             expected="1 (along transformers' gradient, fp32)",
             actual=f"{length:.3g} (the trainer's, reduced over all ranks)", allowed=str(bound),
             hint="look at the groups over which this gradient is summed, and at what scales it",
@@ -174,8 +174,8 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
         found = f"{gap:.3g} learning rates off" if math.isfinite(gap) else "not finite, unlike"
         yield Comparison(
             what=item.name, same=same, stage=Stage.TRAIN, version=item.version,
-            badness=0.0 if same else _badness(gap, STEP.absolute),
-            sentence="" if same else f"`{item.name}` is {found} what Adam makes of its gradient{place}",
+            badness=_badness(gap, STEP.absolute),
+            sentence=f"`{item.name}` is {found} what Adam makes of its gradient{place}",
             owner=owner, mismatched=_measured(item.step),
             expected="the weight before, moved by Adam (float64, with the trainer's own gradient)",
             actual=f"{found} it (the live weight after the step)", allowed=str(STEP),
@@ -190,8 +190,8 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
         same = abs(actual - right) <= allowed
         yield Comparison(
             what=f"gradient norm on rank {report.rank}", same=same, stage=Stage.TRAIN, version=report.version,
-            badness=0.0 if same else _badness(abs(actual - right), allowed), owner=f"{report.role} rank {report.rank}",
-            sentence="" if same else f"the optimizer clipped by a gradient norm of {actual:.6g}, which is {right:.6g}",
+            badness=_badness(abs(actual - right), allowed), owner=f"{report.role} rank {report.rank}",
+            sentence=f"the optimizer clipped by a gradient norm of {actual:.6g}, which is {right:.6g}",
             expected=f"{right:.6g} (of all reduced gradients, float64)",
             actual=f"{actual:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {NORM}",
             hint="look at which parameters and ranks the norm is summed over",
@@ -223,8 +223,8 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
         same = gap <= allowed and item.num_tokens == right.num_tokens
         yield Comparison(
             what=f"reported loss on rank {item.rank}", same=same, stage=Stage.LOSS, version=item.version,
-            badness=0.0 if same else _badness(gap, allowed), owner=f"{item.role} rank {item.rank}",
-            sentence="" if same else (
+            badness=_badness(gap, allowed), owner=f"{item.role} rank {item.rank}",
+            sentence=(
                 f"the step reports a loss of {loss:.6g} over {item.num_tokens:,} tokens, "
                 f"it is {float(right.loss):.6g} over {right.num_tokens:,}"
             ),

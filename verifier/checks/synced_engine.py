@@ -131,8 +131,8 @@ def engine_parameter_not_loaded(trace: Trace) -> Iterator[Comparison]:
                     continue
                 same = held.name in loaded
                 yield Comparison(
-                    what=held.name, same=same, stage=Stage.ENGINE, version=version, badness=0.0 if same else 1.0,
-                    sentence="" if same else f"engine rank {rank} never loaded its parameter `{held.name}`",
+                    what=held.name, same=same, stage=Stage.ENGINE, version=version, badness=1.0,
+                    sentence=f"engine rank {rank} never loaded its parameter `{held.name}`",
                     owner=f"engine rank {rank}", expected="loaded once", actual="not reported by the loader",
                     allowed="exact", hint="compare the received names with the engine's own mapping of names",
                 )  # fmt: skip

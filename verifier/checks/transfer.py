@@ -30,8 +30,8 @@ def plan_differs_between_ranks(trace: Trace) -> Iterator[Comparison]:
         same = item.digest == first.digest
         yield Comparison(
             what=f"plan of {item.role} rank {item.rank}", same=same, stage=Stage.PLAN, version=item.version,
-            badness=0.0 if same else 0.9,
-            sentence="" if same else (
+            badness=0.9,
+            sentence=(
                 f"{item.role} rank {item.rank} holds another chunk plan than trainer rank 0{_sizes(item, first)}"
             ),
             owner=f"{item.role} rank {item.rank}", expected=f"{first.digest} (trainer rank 0)",
@@ -73,8 +73,8 @@ def planned_tensor_differs_from_source(trace: Trace) -> Iterator[Comparison]:
         found = f"{got.dtype} {list(got.shape)}" if got else "absent"
         yield Comparison(
             what=name, same=same, stage=Stage.PLAN,
-            badness=0.0 if same else (1.0 if "absent" in (wanted, found) else 0.5),
-            sentence="" if same else f"`{name}` is planned as {found}, the source checkpoint has {wanted}",
+            badness=(1.0 if "absent" in (wanted, found) else 0.5),
+            sentence=f"`{name}` is planned as {found}, the source checkpoint has {wanted}",
             expected=f"{wanted} (the source checkpoint)", actual=f"{found} (the plan)", allowed="exact",
             hint="look at what casts, drops or renames tensors between the export and the plan",
             absent=want is None or got is None,

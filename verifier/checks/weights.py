@@ -86,8 +86,8 @@ def replica_differs(trace: Trace) -> Iterator[Comparison]:
                 for item in group[1:]:
                     same = item.digest == first.digest
                     yield Comparison(
-                        what=item.name, same=same, stage=kind.stage, version=version, badness=0.0 if same else 0.5,
-                        sentence="" if same else (
+                        what=item.name, same=same, stage=kind.stage, version=version, badness=0.5,
+                        sentence=(
                             f"two copies of `{item.name}` differ: {owner_of(item)} and {owner_of(first)}"
                         ),
                         owner=owner_of(item),

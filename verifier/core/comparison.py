@@ -35,7 +35,8 @@ class Comparison:
     stage: Stage
     version: int = 0
     badness: float = 0.0
-    """Orders mismatches of one check: 1 is "absent", otherwise a fraction or a multiple of the allowed bound."""
+    """Orders mismatches of one check: 1 is "absent", otherwise a fraction or a multiple of the allowed bound. Like the
+    texts below it is read of mismatches only."""
     sentence: str = ""
     """Sentence that says what is wrong, numbers included, understandable alone."""
     owner: str = ""
