@@ -1,16 +1,16 @@
 """The checks. Importing this package fills the registry in `verifier.core.check`."""
 
-from verifier.checks import adapter, logprobs, moves, packing, routes, sampling, step, synced_engine, transfer, weights
+from verifier.checks import adapter, delivery, logprobs, moves, packing, routes, samples, step, synced_engine, weights
 
 __all__ = [
     "adapter",
+    "delivery",
     "logprobs",
     "moves",
     "packing",
     "routes",
-    "sampling",
+    "samples",
     "step",
     "synced_engine",
-    "transfer",
     "weights",
 ]
