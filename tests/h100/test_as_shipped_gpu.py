@@ -48,6 +48,7 @@ def expected_of(name):
     return {"LSS001": "cuDNN before 9.19"} if "deepseek" in name and cudnn_version() < CUDNN_MENDED else {}
 
 
+@pytest.mark.own_process
 @pytest.mark.parametrize("name", CASES)
 def test_family_as_shipped(name, runner, measured, tmp_path):
     config = RoundtripConfig(

@@ -6,10 +6,10 @@ What this does not exercise: trainer and engine against the floor (test_roundtri
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.h100.conftest import RESULTS
 from tests.h100.models import model
