@@ -72,10 +72,10 @@ class TrialResult:
 
 
 class Trials:
-    """Trials of any number of faults on the same resources; those of one subject share its clean run.
+    """Trials of any number of faults on the same resources; those of one config share its clean run.
 
     Args:
-        progress: told what runs.
+        progress: called with a line of text for each step.
         keep: folder for the traces; None throws them away.
     """
 
@@ -83,7 +83,7 @@ class Trials:
         self._progress = progress
         self._stack = contextlib.ExitStack()
         self._keep = keep
-        self._clean: dict[RoundtripConfig, tuple[Report, Trace]] = {}
+        self._clean: dict[tuple[str, RoundtripConfig], tuple[Report, Trace]] = {}
         self._num_folders = 0
 
     def __enter__(self) -> Trials:
@@ -99,14 +99,15 @@ class Trials:
         self._stack.close()
 
     def trial(self, fault: Fault) -> TrialResult:
-        """Run one fault: clean (once per subject), then faulted and healed in the same processes."""
+        """Run one fault: clean (once per config), then faulted and healed in the same processes."""
         began = time.monotonic()
         config = _config_of(fault)
-        if config not in self._clean:
+        key = (fault.engine, config)
+        if key not in self._clean:
             self._progress(f"clean run of {fault.model} on {fault.mesh.label()}, engine {fault.engine}")
             trace = self._run(config, fault, ["clean"])["clean"]
-            self._clean[config] = _judged(trace)
-        clean, clean_trace = self._clean[config]
+            self._clean[key] = _judged(trace)
+        clean, clean_trace = self._clean[key]
         self._progress(f"{fault.id}: faulted and healed")
         crashed = ""
         try:
@@ -170,7 +171,7 @@ def _config_of(fault: Fault) -> RoundtripConfig:
     """The round trip of a fault's trials, alike for those that share a clean run."""
     alone = fault.engine == NO_ENGINE
     return RoundtripConfig(
-        model=fault.model, trace=Path(fault.engine), mesh=fault.mesh, dtype=fault.dtype,
+        model=fault.model, trace=Path(), mesh=fault.mesh, dtype=fault.dtype,
         engine=EngineOptions(
             kind=fault.engine if not alone else "vllm" if fault.lora_rank else "hf",
             tp=fault.engine_tp, lora_rank=fault.lora_rank,

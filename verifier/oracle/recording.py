@@ -1,4 +1,4 @@
-"""What the oracle says of a run, from its evidence and the weights that it dumped, and from nothing else.
+"""Evidence of the oracle, from the run's own evidence and the weights that it dumped, and from nothing else.
 
 Weights lie in a folder: ``live-v``, the checkpoint of version v, joined without Megatron-Bridge; ``gradients-v``, the
 gradients of the step that made it; of an adapter ``matrices-v`` too.
@@ -79,7 +79,7 @@ def record_oracle(oracle: Oracle, trace: Path, weights: Path, source: Checkpoint
 
 
 class _Recording:
-    """See `record_oracle`."""
+    """State of one `record_oracle`."""
 
     def __init__(self, oracle: Oracle, trace: Path, weights: Path, source: Checkpoint, device: str) -> None:
         self._oracle, self._weights, self._source, self._device = oracle, weights, source, device
@@ -166,7 +166,7 @@ class _Recording:
         return [[next(rows[at]) for _, at in group] for group in groups]
 
     def _record_shaped(self, checkpoint: Path, item: ShapedTokens) -> None:
-        """What the engine should report; where rounding decides what truncation keeps, the nearest to what it did."""
+        """Score what the engine should report; the nearest value where rounding decides what truncation keeps."""
         rows = [list(row) for row in zip(item.prompts, item.tokens, item.asked, strict=True)]
         found = self._oracle.ask("logprob_hf:shaped_logprobs", [checkpoint], rows, self._slack, self._device)
         least, most = np.array([pair for row in found for pair in row], np.float64).T

@@ -1,4 +1,4 @@
-"""The oracle of replayed routes: transformers, whose routers are told which experts to choose."""
+"""Oracle of replayed routes: transformers, whose routers are given the experts to choose."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def score_routed(
         Per sequence, entry t is log p(token t + 1 | tokens 0..t), nats.
 
     Raises:
-        ContractError: a router does not choose by `torch.topk`, so that it cannot be told.
+        ContractError: a router does not choose by `torch.topk`, so that its choice cannot be given.
     """
     model = hold_model(path, getattr(torch, dtype), device)
     blocks = mixtures_of(model)
@@ -74,21 +74,21 @@ def choosing(blocks: Mapping[int, nn.Module], experts: Mapping[int, torch.Tensor
     What else a router chooses, such as groups of experts, it chooses by itself: the choice that counts comes last.
     """
     topk = torch.topk
-    told: list[tuple[int, torch.Tensor]] = []
+    given: list[tuple[int, torch.Tensor]] = []
     obeyed = set()
 
     def choose(scores: torch.Tensor, k: int, *rest: Any, **options: Any) -> Any:
-        if told and (scores.shape[-1], k) == (told[-1][0], told[-1][1].shape[-1]):
-            obeyed.add(id(told[-1][1]))
-            return scores.gather(-1, told[-1][1]), told[-1][1]
+        if given and (scores.shape[-1], k) == (given[-1][0], given[-1][1].shape[-1]):
+            obeyed.add(id(given[-1][1]))
+            return scores.gather(-1, given[-1][1]), given[-1][1]
         return topk(scores, k, *rest, **options)
 
     with contextlib.ExitStack() as hooks:
         for layer, chosen in experts.items():
             block = blocks[layer]
             entry = (int(block.gate.weight.shape[0]), chosen)
-            hooks.callback(block.register_forward_pre_hook(lambda *_, entry=entry: told.append(entry)).remove)
-            hooks.callback(block.register_forward_hook(lambda *_: told.pop() and None).remove)
+            hooks.callback(block.register_forward_pre_hook(lambda *_, entry=entry: given.append(entry)).remove)
+            hooks.callback(block.register_forward_hook(lambda *_: given.pop() and None).remove)
         hooks.callback(setattr, torch, "topk", topk)
         setattr(torch, "topk", choose)  # noqa: B010 - a module's function has no other type
         yield

@@ -44,7 +44,7 @@ def judge_steps(
             ``matrices-v`` too, also for version 0.
         batches: the sequences of each step.
         rule: the fields of `OptimizerRule` and of `Objective`, by name; of an adapter also "scaling", of the product.
-        routes: of each step, what its routers are told; nothing where they choose by themselves.
+        routes: of each step, the routes that its routers are given; nothing where they choose by themselves.
         adapter: of each A that is the same for several tensors, its name to those of all; None trains all weights.
 
     Returns:
@@ -54,14 +54,14 @@ def judge_steps(
     records = []
     folder = Path(work)
     adam = _Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
-    for version, (batch, told) in enumerate(zip(batches, routes, strict=True), start=1):
+    for version, (batch, given) in enumerate(zip(batches, routes, strict=True), start=1):
         before = folder / f"live-{version - 1}" if version > 1 else Path(source)
         held = [folder / f"matrices-{v}" if adapter else folder / f"live-{v}" for v in (version - 1, version)]
         if not (folder / f"gradients-{version}").is_dir() or not held[1].is_dir():
             break
         old, new = _tensors(held[0] if adapter else before), _tensors(held[1])
-        nats, expected = gradients(before, batch, rule, told)
-        rounded_nats, rounded = _rounded(before, batch, rule, told, nats, expected)
+        nats, expected = gradients(before, batch, rule, given)
+        rounded_nats, rounded = _rounded(before, batch, rule, given, nats, expected)
         if adapter is not None:
             expected, rounded = (
                 adapter_gradients(found, old, rule["scaling"], adapter) for found in (expected, rounded)

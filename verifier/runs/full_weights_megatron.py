@@ -17,7 +17,7 @@ from verifier.launch.flight_recorder import label
 from verifier.model import provider_megatron
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.engine_state import record_poison
-from verifier.probes.transfer import TransferProbe
+from verifier.probes.weight_transfer import TransferProbe
 from verifier.probes.weights_megatron import (
     LiveWeights,
     join,
@@ -35,7 +35,7 @@ from verifier.train.gradients_megatron import whole_gradients
 DATA_PARALLEL = provider_megatron.DataParallel(
     distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
 )
-"""What teams train with, and where an export of stale weights is a real danger."""
+"""Data-parallel settings that teams train with, and under which an export of stale weights is a real danger."""
 
 
 class FullWeights:

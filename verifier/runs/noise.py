@@ -46,7 +46,7 @@ def measure(
         checkpoint: stored in bf16.
         tier: "cpu" or "cuda".
         score: by transformers.
-        progress: told what runs.
+        progress: called with a line of text for each bucket.
         why: kept with it.
         tokens: log-probabilities per bucket, at least.
 

@@ -1,4 +1,4 @@
-"""What every part of a session on one rank is given: spec, place in the mesh, recorder, source, link to the engine."""
+"""Context of a session on one rank: spec, place in the mesh, recorder, source checkpoint, link to the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest of a trace: which run this was, and which checks have a subject in it."""
+"""The manifest of a trace: identity of the run, and the checks that have a subject in it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
 from verifier.core.outputs import require_writable
 from verifier.engine.api import EngineConfig
-from verifier.errors import VerifierError
+from verifier.errors import InternalError, VerifierError
 from verifier.mesh import Mesh
 from verifier.oracle.noise_floor import Floor, floor_path, write_floor
 from verifier.oracle.recording import record_oracle
@@ -38,7 +38,7 @@ class Phase:
 
     trace: Path
     within: tuple[str, ...] = ()
-    """See `RunSpec.within`."""
+    """Context manager around the session; see `RunSpec.within`."""
 
 
 class Runner:
@@ -49,7 +49,7 @@ class Runner:
 
     Args:
         resources: cold or warm.
-        progress: told what runs.
+        progress: called with a line of text for each step.
     """
 
     def __init__(self, resources: Resources, progress: Progress) -> None:
@@ -126,21 +126,22 @@ class Runner:
                 )
                 for phase in phases
             ]  # fmt: skip
-            ranks_failed = failure = None
+            failure: VerifierError | None = None
             try:
                 self._run_ranks(specs, work, until)
             except VerifierError as problem:
                 if not warm:
                     raise
-                ranks_failed = failure = problem
+                failure = InternalError(str(problem))  # a usage error would leave no trace
             resources.release(asked)
+            ranks_failed = failure is not None
             for spec in specs:
                 try:
                     self._add_witnesses(spec, model, engine, asked, until)
                 except VerifierError as problem:  # of weights that the oracle cannot load, for one is missing
                     failure = failure or problem
                 else:
-                    if ranks_failed is None:
+                    if not ranks_failed:
                         complete(Path(spec.trace))
             if failure is not None:
                 raise failure
@@ -221,7 +222,7 @@ def run_once[C, R](run: Callable[[Runner, C], R], config: C, progress: Progress)
     Args:
         run: the method, such as `Runner.golden`.
         config: its argument.
-        progress: told what runs.
+        progress: called with a line of text for each step.
     """
     with Resources() as resources:
         return run(Runner(resources, progress), config)

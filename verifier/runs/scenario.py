@@ -45,10 +45,10 @@ RULE = OptimizerRule(
 a vector that decays and a matrix that does not show."""
 ADAPTER_RULE = replace(RULE, weight_decay=0.0, greatest_weight_decay=0.0)
 TRUNCATED, UNANSWERED, BRIEF, CURT = 4, 5, 6, 7
-"""Of eight rollouts, those that are not like the others: one whose answer was cut off, so that none of it is trained
+"""Exceptions among eight rollouts: one whose answer was cut off, so that none of it is trained
 on; one without an answer; one whose answer is of one token; one whose prompt is."""
 OUTLIER_NATS = -24.0
-"""Nats that the engine is said to have reported less for one token in eleven: a clamp of the ratio shows."""
+"""Nats added to the made-up report of the engine for one token in eleven: a clamp of the ratio shows."""
 
 
 def made_up(config: RoundtripConfig, sizes: Mapping[str, Any]) -> Workload:

@@ -12,10 +12,10 @@ from verifier.probes.tokens_megatron import TokenProbe
 from verifier.probes.trainer import record_rollouts, record_scored, record_step
 from verifier.probes.weights_megatron import record_source
 from verifier.runs.adapter_weights_megatron import AdapterWeights
+from verifier.runs.engine_requests import EngineRequests
 from verifier.runs.full_weights_megatron import FullWeights
 from verifier.runs.perturb import move
 from verifier.runs.rank_run_megatron import RankRun
-from verifier.runs.sampling import EngineRequests
 from verifier.runs.steps_megatron import Steps
 from verifier.runs.workload import RolloutRow, ScoringPass, Workload, expected_rollouts, policy_loss, rollouts_of
 from verifier.train import step_megatron
@@ -72,9 +72,10 @@ class Session:
         self._weights.finish()
 
     def _acts(self, version: int) -> list[Callable[[int], None]]:
-        """An update is recorded before the export, which must not change it; but to record it gathers what ranks share.
+        """Order of recording an update, exporting and scoring.
 
-        Then who needs it has to ask for it first: the export, and every second time the forward pass.
+        An update is recorded before the export, which must not change it. Where recording gathers what ranks share, the
+        export, and every second time the forward pass, come first: each has to gather by itself.
         """
         weights = self._weights
         if not weights.recording_gathers:

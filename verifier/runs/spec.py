@@ -43,7 +43,7 @@ class RunSpec:
     within: Sequence[str] = ()
     """"package.module:function" and its further arguments: a context manager, entered around the session."""
     workload: Workload | None = None
-    """What is scored, sampled and trained on; None for golden."""
+    """Rollouts to score and train on, and prompts; None for golden."""
     gradients: bool = False
     """Hand each step's gradients to the oracle."""
     chunk_bytes: int = CHUNK_BYTES

@@ -1,4 +1,4 @@
-"""What a session scores, samples and trains on, as data: rollouts, prompts, the objective, the optimizer's rule.
+"""Data that a session scores, samples and trains on: rollouts, prompts, objective, the optimizer's rule.
 
 `verifier.runs.scenario` makes one up; a trainer's real batch has the same form.
 """

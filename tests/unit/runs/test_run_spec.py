@@ -8,9 +8,10 @@ from verifier.config import EngineOptions, GoldenConfig, RoundtripConfig
 from verifier.engine.api import EngineConfig
 from verifier.knob import entries
 from verifier.mesh import Mesh
-from verifier.runs.scenario import made_up
+from verifier.runs.scenario import workload
 from verifier.runs.spec import RunSpec
 
+WORKLOAD = workload([[1, 2, 3]], [[[4, 5, 6, 7]]] * 2, [[1, 2]], [3, 4, 5, 6], adapter=True)
 TOLD = {"checkpoint": "c", "tier": "cpu", "trace": "t", "work": "w"}
 
 
@@ -25,8 +26,8 @@ def test_a_round_trip_survives_json():
         model="m", trace=Path("t"), mesh=Mesh(tp=2, pp=2), dtype="bfloat16", seed=3, fixes=("miles-975",),
         engine=EngineOptions(lora_rank=8),
     )  # fmt: skip
-    spec = RunSpec(config=config, program="roundtrip", workload=made_up(config, {"vocab_size": 64}), **TOLD)
-    assert sent(spec).config == spec.config
+    spec = RunSpec(config=config, program="roundtrip", workload=WORKLOAD, **TOLD)
+    assert (sent(spec).config, sent(spec).workload) == (config, WORKLOAD)
     assert (sent(spec).roundtrip, sent(spec).lora_rank, sent(spec).fixes) == (config, 8, ["miles-975"])
 
 

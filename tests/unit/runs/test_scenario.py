@@ -1,17 +1,12 @@
 """What a run trains on: made one way and expected another, and in nothing so uniform that a mix-up would not show."""
 
 import dataclasses
-import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from verifier.config import EngineOptions, RoundtripConfig
 from verifier.data.rollout import Rollout
-from verifier.mesh import Mesh
-from verifier.runs.scenario import LONG, LONG_LOGITS, long_one, rollout_rows, workload
-from verifier.runs.spec import RunSpec
+from verifier.runs.scenario import LONG, LONG_LOGITS, long_one, rollout_rows
 from verifier.runs.workload import expected_rollouts, rollouts_of
 
 LENGTHS = (145, 16, 48, 33, 17, 20, 31, 40, 16)
@@ -37,17 +32,6 @@ def test_no_field_is_like_another_or_the_same_everywhere() -> None:
     assert {np.sign(rollout.reward) for rollout in batch} == {-1, 0, 1}
     assert any(np.float32(rollout.reward).view(np.uint32) & 0xFFFF for rollout in batch)
     assert len(set(batch[0].versions.tolist())) == 4
-
-
-def test_a_spec_comes_back_from_json_as_it_was() -> None:
-    mesh = Mesh(pp=2, first_stage_layers=1, last_stage_layers=3)
-    spec = RunSpec(
-        config=RoundtripConfig(model="m", mesh=mesh, engine=EngineOptions(lora_rank=8), trace=Path("t")),
-        program="roundtrip", checkpoint="c", tier="cpu", trace="t", work="w", within=("module:function", "argument"),
-        workload=workload(SEQUENCES, [SEQUENCES] * 2, [[1, 2]], [3, 4], adapter=True),
-    )  # fmt: skip
-    found = RunSpec.from_json(json.loads(json.dumps(spec.to_json())))
-    assert dataclasses.replace(found, within=tuple(found.within)) == spec
 
 
 def tokens(seed: int = 1, **sizes: int) -> list[int]:
