@@ -5,6 +5,7 @@ What this does not exercise: a forger who makes the digests anew.
 
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -103,6 +104,22 @@ def test_damage_never_ends_in_holds(tmp_path, records, complete, code):
         file.write_bytes(kept)
     assert not complete or codes.count(4) > 0.9 * DAMAGES
     assert judged(path) == right
+
+
+def test_damage_of_a_trace_of_a_real_run(tmp_path):
+    """`verifier golden --model tiny:qwen3 --tp 2` left it."""
+    path = Path(shutil.copytree(Path(__file__).with_name("golden-trace"), tmp_path / "trace"))
+    code, right = judged(path)
+    assert code == 0
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    draw = random.Random("golden")
+    for _ in range(200):
+        file = draw.choice(files)
+        kept = file.read_bytes()
+        draw.choice([flip, cut, lose_a_line, delete, empty])(draw, file)
+        found, content = judged(path)
+        assert found == 4 or content == right
+        file.write_bytes(kept)
 
 
 def test_a_trace_of_another_run_is_not_mixed_in(tmp_path):
