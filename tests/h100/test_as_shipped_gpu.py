@@ -37,7 +37,6 @@ CASES = {
     "qwen3-moe": EngineOptions(),
     "deepseek-v3": EngineOptions(sleep_level=2),
     "nemotron-h": EngineOptions(),
-    "wide:nemotron-3-nano": EngineOptions(),
 }
 
 
