@@ -27,8 +27,15 @@ NOT_QUICK = (
     "unit/model/test_tiny.py::test_transformers_loads_every_tensor_as_written",
     "unit/plan/test_digest.py::test_gpu_kernel_equals_reference_when_interpreted",
     "unit/plan/test_digest.py::test_no_collision_among_structured_variations",
+    "unit/core/test_damage.py",
+    "unit/core/test_without_torch.py",
+    "unit/launch/test_fork_job.py",
+    "unit/launch/test_fork_server.py",
+    "unit/test_pytest_plugin.py",
+    "meta/test_gpu_run.py",
+    "meta/test_tiers.py",
 )
-"""Files and tests that import transformers, start a process that imports torch, or compute for seconds."""
+"""Files and tests that import transformers, start processes, or compute for seconds."""
 MARKERS = (
     "quick: needs no ranks and no engine; `pytest -m quick` runs these in under 90 s (set by folder in tests/tiers.py)",
     "slow: takes minutes; left out unless asked for by `-m slow`",
