@@ -24,7 +24,7 @@ Shape = tuple[Count, ...]
 Lengths = tuple[Count, ...]
 """Tokens of each sequence, in the order in which an array holds them one after another."""
 Role = Literal["trainer", "engine", "cold", "oracle", "source"]
-"""Whose rank; "cold" is an engine that loaded the weights at its start."""
+"""Process that recorded; "cold" is an engine that loaded the weights at its start."""
 Real = float | Literal["nan", "inf", "-inf"]
 """A float of which JSON may have no number; `float` takes both forms."""
 ArrayKey = Annotated[str, Meta(pattern=r"^(|[a-z]+-\d{4,8}-\d{6,10})$")]
