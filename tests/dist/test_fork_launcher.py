@@ -14,7 +14,7 @@ import pytest
 from verifier.errors import InternalError, UsageError
 from verifier.launch.failures import CollectiveTimeout, JobTimeout, RankFailed
 from verifier.launch.fork_launcher import ForkLauncher
-from verifier.launch.launcher import JobSpec
+from verifier.launch.rank import JobSpec
 from verifier.mesh.mesh import Mesh
 
 HERE = Path(__file__).parent
@@ -140,8 +140,8 @@ def test_a_collective_that_hangs_names_who_did_not_come(launcher, tmp_path, how,
             "launch_functions:absent", world_size=4, run_dir=tmp_path, args={"how": how}, collective_deadline_s=1.0
         )
     error = caught.value
-    assert (error.op, error.group, error.arrived) == (op, (0, 1, 2, 3), (0, 1, 2))
-    assert error.tensor == f"`model.layers.3.mlp.experts.12.down_proj.weight` {tensor}"
+    assert (error.stall.op, error.stall.group, error.stall.arrived) == (op, (0, 1, 2, 3), (0, 1, 2))
+    assert error.stall.tensor == f"`model.layers.3.mlp.experts.12.down_proj.weight` {tensor}"
     assert [state.rank for state in error.missing] == [3]
     assert error.missing[0].frame.startswith("dist/launch_functions.py:")
     assert error.missing[0].frame.endswith("in absent")
@@ -156,7 +156,7 @@ def test_a_receive_that_hangs_names_the_sender(launcher, tmp_path, how):
             "launch_functions:absent", world_size=2, run_dir=tmp_path, args={"how": how}, collective_deadline_s=1.0
         )
     error = caught.value
-    assert (error.op, error.arrived, error.missing[0].rank) == ("recv", (0,), 1)
+    assert (error.stall.op, error.stall.arrived, error.missing[0].rank) == ("recv", (0,), 1)
 
 
 def test_making_a_group_that_hangs(launcher, tmp_path):
@@ -168,14 +168,14 @@ def test_making_a_group_that_hangs(launcher, tmp_path):
             args={"how": "new_group"},
             collective_deadline_s=1.0,
         )
-    assert (caught.value.op, caught.value.tensor, caught.value.arrived) == ("new_group", "`experts`", (0,))
+    assert (caught.value.stall.op, caught.value.stall.tensor, caught.value.stall.arrived) == ("new_group", "`experts`", (0,))
 
 
 def test_of_a_chain_of_waits_the_root_is_named(launcher, tmp_path):
     with pytest.raises(CollectiveTimeout) as caught:
         launcher.run("launch_functions:chain", world_size=3, run_dir=tmp_path, collective_deadline_s=1.0)
     error = caught.value
-    assert (error.group, error.arrived, error.missing[0].rank) == ((1, 2), (1,), 2)
+    assert (error.stall.group, error.stall.arrived, error.missing[0].rank) == ((1, 2), (1,), 2)
 
 
 def test_crossed_groups_say_where_the_other_waits(launcher, tmp_path):

@@ -57,40 +57,42 @@ class RankState:
         return f"rank {self.rank}{_in_brackets(self.place)}: {self.doing}{at}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """A collective that waited longer than its deadline."""
+
+    op: str
+    """"all_reduce", for instance."""
+    tensor: str
+    """What it carried: label, shape and dtype, as far as known."""
+    group: tuple[int, ...]
+    """Global ranks of its process group."""
+    arrived: tuple[int, ...]
+    """Ranks of the group that had entered this very collective."""
+    missing: tuple[int, ...]
+    waited_s: float
+    """Seconds that the longest waiting rank had waited."""
+
+    def __str__(self) -> str:
+        of_tensor = f" of {self.tensor}" if self.tensor else ""
+        what = "every rank arrived, yet it did not complete"
+        if self.missing:
+            what = f"{_ranks(self.arrived)} arrived, {_ranks(self.missing)} did not"
+        where = f"in a group of {len(self.group)} ranks {_ranks(self.group)}"
+        return f"{self.op}{of_tensor} waited {self.waited_s:.1f} s {where}: {what}"
+
+
 class CollectiveTimeout(LaunchError):
     """A collective waited longer than its deadline.
 
     Attributes:
-        op: the collective, for instance "all_reduce".
-        tensor: what it carried: label, shape and dtype, as far as known.
-        group: global ranks of its process group.
-        arrived: ranks of the group that had entered this very collective.
-        missing: the others, each with where it is instead.
-        waited_s: how long the longest waiting rank had waited.
+        stall: the collective.
+        missing: ranks that did not arrive, each with where it is instead.
     """
 
-    def __init__(
-        self,
-        *,
-        op: str,
-        tensor: str,
-        group: Sequence[int],
-        arrived: Sequence[int],
-        missing: Sequence[RankState],
-        waited_s: float,
-    ) -> None:
-        self.op, self.tensor, self.group = op, tensor, tuple(group)
-        self.arrived, self.missing, self.waited_s = tuple(arrived), tuple(missing), waited_s
-        absent = tuple(state.rank for state in missing)
-        of_tensor = f" of {tensor}" if tensor else ""
-        group_text = f"group of {len(self.group)} ranks {_ranks(self.group)}"
-        if missing:
-            what = f"{_ranks(self.arrived)} arrived, {_ranks(absent)} did not"
-        else:
-            what = "every rank arrived, yet it did not complete"
-        lines = [f"{op}{of_tensor} waited {waited_s:.1f} s in a {group_text}: {what}"]
-        lines += _states(missing)
-        super().__init__("\n".join(lines))
+    def __init__(self, stall: Stall, missing: Sequence[RankState]) -> None:
+        self.stall, self.missing = stall, missing
+        super().__init__("\n".join([str(stall), *_states(missing)]))
 
 
 class JobTimeout(LaunchError):

@@ -1,19 +1,258 @@
-"""A launcher on one host: ranks are forked from a process that has imported what they need."""
+"""A launcher on one host: ranks are forked from a process that has imported what they need. Light: loads no torch.
+
+    with ForkLauncher(preload="verifier.model.provider_megatron:preload") as launcher:
+        results = launcher.run("package.module:function", world_size=4, args={"seed": 1}, run_dir=path, deadline_s=300)
+
+`function` gets a `RankContext` and returns something that JSON can carry; `results` has one such value per rank.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
-from typing import Self
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import connection
+from typing import Any, Self
 
-from verifier.errors import UsageError
-from verifier.launch.flight_recorder import MAX_RANKS
-from verifier.launch.fork_job import ForkJob
+from verifier.errors import InternalError, UsageError, VerifierError
+from verifier.launch import flight_recorder as flight
+from verifier.launch import watchdog
+from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
+from verifier.launch.child import Child
+from verifier.launch.failures import (
+    CollectiveTimeout,
+    JobTimeout,
+    LaunchError,
+    RankFailed,
+    RankState,
+    known_error,
+    to_record,
+)
 from verifier.launch.fork_server import ForkServer
-from verifier.launch.launcher import JobSpec, Launcher
+from verifier.launch.rank import JobSpec, log_path, stack_path
+
+JSON = Any
+_HOST = "127.0.0.1"
+"""Interface at which ranks of one host meet."""
+_TURN_S = 0.25
+"""Longest sleep between two looks at the flight recorder."""
+_HASTY_TURN_S = 0.02
+"""The same after the first failure."""
+_GRACE_S = 0.2
+"""Seconds from the first failure to the verdict: a peer's lost connection may be seen before its cause."""
+_REPORT_S = 10.0
+"""Seconds that a rank may stop in the middle of a report."""
+_STACK_S = 0.5
+_TAIL_BYTES = 8192
+_MAX_STACKS = 8
+_PEER_LOST = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
 
 
-class ForkLauncher(ForkServer, Launcher):
+class ForkJob:
+    """A function under way on its ranks. Nothing is watched, and no progress shown, but in `wait` and `done`.
+
+    Args:
+        server: forks the ranks; all of them share the memory of what it has imported.
+        spec: the job.
+        on_progress: called with (rank, text) for each `context.progress`.
+    """
+
+    def __init__(
+        self, server: ForkServer, spec: JobSpec, on_progress: Callable[[int, str], None] | None = None
+    ) -> None:
+        self._server, self._spec, self._on_progress = server, spec, on_progress
+        self._ranks: list[tuple[Child, Channel]] = []
+        self._watched: dict[Channel | Child, int] = {}
+        self._results: dict[int, JSON] = {}
+        self._failures: dict[int, Mapping[str, JSON]] = {}
+        self._failed_at = math.inf
+        self._outcome: list[JSON] | VerifierError | None = None
+        self._start()
+        self._deadline_at = time.monotonic() + spec.deadline_s
+
+    @property
+    def done(self) -> bool:
+        """True if `wait` would return or raise at once."""
+        if self._outcome is None:
+            self._turn(0.0)
+        return self._outcome is not None
+
+    def wait(self) -> list[JSON]:
+        """Wait for all ranks to return.
+
+        Returns:
+            Each rank's result, in rank order.
+
+        Raises:
+            RankFailed: a rank raised (other than below), exited or was killed; all others were killed at once.
+            CollectiveTimeout: a collective waited longer than its deadline; names the ranks that did not come.
+            JobTimeout: the job passed its deadline.
+            UsageError, ContractError: a rank raised it; the RankFailed is its cause.
+            InternalError: the fork server is gone or answers no more.
+        """
+        while self._outcome is None:
+            self._turn(_HASTY_TURN_S if self._failures else _TURN_S)
+        if isinstance(self._outcome, VerifierError):
+            raise self._outcome
+        return self._outcome
+
+    def kill(self) -> None:
+        """End all ranks, and what they have started."""
+        if not self.done:
+            self._end(LaunchError(f"`{self._spec.function}` was ended on request"))
+
+    def _start(self) -> None:
+        """Fork the ranks, with the socket at which they will meet and the memory of the flight recorder."""
+        spec = self._spec
+        spec.run_dir.mkdir(parents=True, exist_ok=True)
+        memory_fd = os.memfd_create("flight-recorder")
+        self._slots = flight.slots_for(spec.world_size, memory_fd)
+        try:
+            with socket.create_server((_HOST, 0), backlog=flight.MAX_RANKS) as store:
+                shared = {
+                    "function": spec.function, "world_size": spec.world_size, "args": dict(spec.args),
+                    "run_dir": str(spec.run_dir.absolute()), "collective_deadline_s": spec.collective_deadline_s,
+                    "num_gpus": spec.num_gpus, "rendezvous": (_HOST, store.getsockname()[1]),
+                }  # fmt: skip
+                for rank in range(spec.world_size):
+                    log = log_path(spec.run_dir.absolute(), rank)
+                    log.write_bytes(b"")
+                    fds = [memory_fd] if rank > 0 else [memory_fd, store.fileno()]
+                    arguments = {**shared, "rank": rank}
+                    child, reports = self._server.fork(
+                        "verifier.launch.rank:run_rank", arguments, log_path=log, fds=fds
+                    )
+                    self._ranks.append((child, reports))
+                    self._watched |= {reports: rank, child: rank}
+        except BaseException:  # nobody else will end the ranks that are there
+            self._end(None)
+            raise
+        finally:
+            os.close(memory_fd)
+
+    def _turn(self, turn_s: float) -> None:
+        """Wait for something to happen, at most so many seconds, and deal with it."""
+        for ready in connection.wait(self._watched, turn_s):  # type: ignore[arg-type]  # they have a fileno
+            rank = self._watched.get(ready)  # type: ignore[call-overload]
+            if rank is not None:
+                self._read_reports(rank)
+                if isinstance(ready, Child):
+                    self._bury(rank)
+        if self._outcome is None and (verdict := self._verdict()) is not None:
+            self._end(verdict)
+
+    def _read_reports(self, rank: int) -> None:
+        """Deal with what a rank has reported so far: progress, its result, or its failure."""
+        reports = self._ranks[rank][1]
+        while reports in self._watched and reports.wire.poll():
+            try:
+                message = reports.receive(_REPORT_S)
+            except ChannelClosed:
+                del self._watched[reports]
+                return
+            except DeadlinePassed:
+                del self._watched[reports]
+                message = {"failure": to_record(InternalError(f"stopped {_REPORT_S:g} s in the middle of a report"))}
+            if "failure" in message:
+                self._fail(rank, message["failure"])
+            elif "result" in message:
+                self._results[rank] = message["result"]
+            elif self._on_progress is not None:
+                self._on_progress(rank, message["progress"])
+
+    def _bury(self, rank: int) -> None:
+        """Note that a rank has ended before the job has: a failure, whatever its exit status."""
+        child = self._ranks[rank][0]
+        del self._watched[child]
+        cause = child.cause_of_death()
+        if cause is None:
+            self._end(self._server.death())
+        else:
+            self._fail(rank, {"kinds": [], "message": cause, "cause": cause, "traceback": ""})
+
+    def _fail(self, rank: int, record: Mapping[str, JSON]) -> None:
+        """Note the failure of a rank, unless it has told a reason before."""
+        self._failed_at = min(self._failed_at, time.monotonic())
+        self._failures.setdefault(rank, record)
+
+    def _verdict(self) -> list[JSON] | VerifierError | None:
+        """Results or error once the job is over, for any reason; None while it runs."""
+        now, everyone = time.monotonic(), range(self._spec.world_size)
+        if self._failures:
+            return self._failed() if now - self._failed_at > _GRACE_S else None
+        if len(self._results) == len(everyone):
+            return [self._results[rank] for rank in everyone]
+        if now > self._deadline_at:
+            states = self._states(everyone, now)
+            return JobTimeout(function=self._spec.function, deadline_s=self._spec.deadline_s, states=states)
+        slots = [flight.read_slot(slot) for slot in self._slots]
+        stall = watchdog.find_stall(slots, now, self._spec.collective_deadline_s)
+        return None if stall is None else CollectiveTimeout(stall, self._states(stall.missing, now))
+
+    def _failed(self) -> VerifierError:
+        """The first failure, but a cause before a connection that was lost by it; a rank's own errors as themselves."""
+
+        def peer_lost(rank: int) -> bool:
+            return any(symptom in self._failures[rank]["message"].lower() for symptom in _PEER_LOST)
+
+        first = min(self._failures, key=peer_lost)
+        record = self._failures[first]
+        failed = RankFailed(
+            rank=first, place=self._spec.place(first), cause=record["cause"], traceback=record["traceback"],
+            log_tail=self._tail(first),
+        )  # fmt: skip
+        error = known_error(record)
+        if error is None:
+            return failed
+        error.__cause__ = failed
+        return error
+
+    def _states(self, ranks: Sequence[int], now: float) -> list[RankState]:
+        """Occupation of each of these ranks; for the first few with the Python frame that it is in."""
+        asked = [rank for rank in ranks[:_MAX_STACKS] if rank not in self._results]
+        for rank in asked:
+            self._ranks[rank][0].send_signal(signal.SIGUSR1)
+        give_up_at = time.monotonic() + _STACK_S
+        while time.monotonic() < give_up_at and not all(self._stack(rank) for rank in asked):
+            time.sleep(0.02)
+        states = []
+        for rank in ranks:
+            doing = watchdog.doing(flight.read_slot(self._slots[rank]), now)
+            if rank in self._results:
+                doing = "has returned its result"
+            frame = watchdog.innermost_frame(self._stack(rank)) if rank in asked else ""
+            states.append(RankState(rank=rank, place=self._spec.place(rank), doing=doing, frame=frame))
+        return states
+
+    def _stack(self, rank: int) -> str:
+        path = stack_path(self._spec.run_dir, rank)
+        return path.read_text() if path.exists() else ""
+
+    def _tail(self, rank: int) -> str:
+        """The last lines of a rank's log; its traceback, if any, is put below them for whoever opens the file."""
+        with suppress(FileNotFoundError), log_path(self._spec.run_dir, rank).open("rb+") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            tail = log.read().decode("utf-8", "replace")
+            log.write(self._failures[rank]["traceback"].encode())
+            return tail
+        return ""
+
+    def _end(self, outcome: list[JSON] | VerifierError | None) -> None:
+        """Kill every rank and whatever it started, and wait until they are gone."""
+        for child, _ in self._ranks:
+            child.send_signal(signal.SIGKILL)
+        for child, reports in self._ranks:
+            child.stop()
+            reports.close()
+        self._watched.clear()
+        self._outcome = outcome
+
+
+class ForkLauncher(ForkServer):
     """Starts the ranks of any number of jobs. Imports begin at `with`, while the caller goes on; the first job waits.
 
     Args:
@@ -35,9 +274,24 @@ class ForkLauncher(ForkServer, Launcher):
         return self
 
     def submit(self, spec: JobSpec, on_progress: Callable[[int, str], None] | None = None) -> ForkJob:
-        """See `Launcher.submit`; 1 to 128 ranks."""
+        """Start a job. Several may be alive at once.
+
+        Args:
+            spec: the job.
+            on_progress: called with (rank, text) for each `context.progress`, while the job is waited for.
+
+        Raises:
+            UsageError: more ranks than can be started, or a library that is not supported.
+            InternalError: the fork server is gone or did not load.
+        """
         require_ranks(spec.world_size)
         return ForkJob(self, spec, on_progress)
+
+    def run(
+        self, function: str, *, on_progress: Callable[[int, str], None] | None = None, **options: Any
+    ) -> list[JSON]:
+        """Submit a `JobSpec` of these fields, and wait."""
+        return self.submit(JobSpec(function=function, **options), on_progress).wait()
 
 
 def require_ranks(world_size: int) -> None:
@@ -46,5 +300,5 @@ def require_ranks(world_size: int) -> None:
     Raises:
         UsageError: fewer than one, or more than the flight recorder has room for.
     """
-    if not 1 <= world_size <= MAX_RANKS:
-        raise UsageError(f"{world_size} ranks asked for: this machine's launcher starts 1 to {MAX_RANKS}")
+    if not 1 <= world_size <= flight.MAX_RANKS:
+        raise UsageError(f"{world_size} ranks asked for: this machine's launcher starts 1 to {flight.MAX_RANKS}")

@@ -1,28 +1,64 @@
-"""A forked rank, from the fork to its last breath, and the imports that it needs."""
+"""A job of ranks, and a forked rank from the fork to its last breath, with the imports that it needs."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import faulthandler
+import functools
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from verifier.errors import UsageError
 from verifier.launch import flight_recorder as flight
 from verifier.launch.channel import Channel, ChannelClosed
 from verifier.launch.child import resolve
 from verifier.launch.failures import to_record
-from verifier.launch.launcher import JobSpec, Rendezvous
+from verifier.mesh.mesh import Mesh
 
 JSON = Any
 _STORE_GRACE_S = 30.0
 """Seconds that gloo itself waits beyond the watchdog, so that the watchdog, which can say more, speaks first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """A function, and the ranks that call it.
+
+    Raises:
+        UsageError: a number of ranks that is not the mesh's.
+    """
+
+    function: str
+    """"package.module:function", called with a RankContext on every rank; returns what JSON can carry."""
+    world_size: int
+    run_dir: Path
+    """Gets a log per rank; made if absent."""
+    args: Mapping[str, JSON] = field(default_factory=dict)
+    """JSON values; `context.args` on the ranks."""
+    deadline_s: float = 600.0
+    """Seconds for the whole job."""
+    collective_deadline_s: float = 120.0
+    """Seconds that any rank may wait in one collective."""
+    mesh: Mesh | None = None
+    """Names each rank's coordinates in errors."""
+    num_gpus: int = 0
+    """Number of a host's GPUs, which its ranks take in turn; 0: all."""
+
+    def __post_init__(self) -> None:
+        if self.mesh is not None and self.mesh.world_size != self.world_size:
+            has = f"mesh {self.mesh.label()} has {self.mesh.world_size} ranks"
+            raise UsageError(f"{has}, but {self.world_size} were asked for")
+
+    def place(self, rank: int) -> str:
+        """Coordinates of a rank; empty where no mesh is known."""
+        return "" if self.mesh is None else str(self.mesh.coordinate(rank))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +103,7 @@ def run_rank(
     store_fd: int | None = None,
     *,
     rank: int,
-    rendezvous: Sequence[Any],
+    rendezvous: tuple[str, int],
     run_dir: str,
     **shared: Any,
 ) -> NoReturn:
@@ -89,14 +125,10 @@ def run_rank(
         stack = open(stack_path(job.run_dir, rank), "w")  # noqa: SIM115 - stays open for the signal handler
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         call = resolve(job.function)
-        flight.activate(flight.FlightRecorder(flight.memory_for(job.world_size, memory_fd), rank))
-        _join(job, rank, Rendezvous(*rendezvous), store_fd)
+        flight.RECORDER.slot = flight.slots_for(job.world_size, memory_fd)[rank]
+        _join(job, rank, rendezvous, store_fd)
         context = RankContext(
-            rank=rank,
-            world_size=job.world_size,
-            run_dir=job.run_dir,
-            args=job.args,
-            report=reports.send,
+            rank=rank, world_size=job.world_size, run_dir=job.run_dir, args=job.args, report=reports.send
         )
         result = call(context)
         sys.stdout.flush()
@@ -124,12 +156,11 @@ def take_gpu(rank: int, world_size: int, num_gpus: int) -> int:
     return rank % num_gpus
 
 
-def _join(job: JobSpec, rank: int, rendezvous: Rendezvous, store_fd: int | None) -> None:
+def _join(job: JobSpec, rank: int, rendezvous: tuple[str, int], store_fd: int | None) -> None:
     """Initialise torch.distributed on the store whose socket was bound before the fork; with GPUs, over NCCL too."""
     import torch
     import torch.distributed as dist
 
-    from verifier.launch.gloo_device import share_device
     from verifier.platform import select
 
     backends, gpu, world_size = "gloo", rank, job.world_size
@@ -137,18 +168,42 @@ def _join(job: JobSpec, rank: int, rendezvous: Rendezvous, store_fd: int | None)
         backends = "cpu:gloo,cuda:nccl"
         gpu = take_gpu(rank, world_size, job.num_gpus or torch.cuda.device_count())
         torch.cuda.set_device(gpu)
+    host, port = rendezvous
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(gpu),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR=rendezvous.host,
-        MASTER_PORT=str(rendezvous.port),
-    )
+        RANK=str(rank), LOCAL_RANK=str(gpu), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR=host, MASTER_PORT=str(port),
+    )  # fmt: skip
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    share_device()
+    _share_gloo_device()
     everyone = flight.group_key("init_process_group", range(world_size))
-    with flight.blocked(everyone, b"init_process_group"):
+    with flight.blocked(flight.RECORDER.enter(everyone, "init_process_group")):
         timeout = datetime.timedelta(seconds=job.collective_deadline_s + _STORE_GRACE_S)
-        store = dist.TCPStore(*rendezvous, world_size, store_fd is not None, timeout, master_listen_fd=store_fd)
+        store = dist.TCPStore(host, port, world_size, store_fd is not None, timeout, master_listen_fd=store_fd)
         dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _share_gloo_device() -> None:
+    """Give every gloo group that this process makes from now on the same device, which serves any number of them.
+
+    Gloo gives every group a device of its own, and every device a thread that looks for work a hundred times a second.
+    Megatron makes about twenty groups, so 64 ranks on two cores spent more than half of their time waking up for
+    nothing. It starts a thread: fork before.
+
+    Source:
+        gloo/transport/tcp/loop.cc: `epoll_wait` with a timeout of 10 ms. torch 2.11, `ProcessGroupGloo::Options`.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    original = ProcessGroupGloo.__init__
+    device = ProcessGroupGloo.create_default_device()
+
+    @functools.wraps(original)
+    def init(group: Any, *args: Any, timeout: datetime.timedelta | None = None, **kwargs: Any) -> None:
+        if timeout is None:  # made with options of its own
+            original(group, *args, **kwargs)
+            return
+        options = ProcessGroupGloo._Options()
+        options._devices, options._timeout = [device], timeout
+        original(group, *args, options, **kwargs)
+
+    ProcessGroupGloo.__init__ = init

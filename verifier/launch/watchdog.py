@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
+from verifier.launch.failures import Stall
 from verifier.launch.flight_recorder import Slot
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stall:
-    """A collective that waits for longer than its deadline."""
-
-    slot: Slot
-    """The longest waiting rank in it."""
-    arrived: tuple[int, ...]
-    missing: tuple[int, ...]
-    waited_s: float
 
 
 def find_stall(slots: Sequence[Slot | None], now_s: float, deadline_s: float) -> Stall | None:
@@ -32,26 +21,17 @@ def find_stall(slots: Sequence[Slot | None], now_s: float, deadline_s: float) ->
         now_s: the recorder's clock.
         deadline_s: seconds that a rank may wait.
     """
-    by_rank = {slot.rank: slot for slot in slots if slot is not None}
-    overdue = [slot for slot in by_rank.values() if slot.waiting and now_s - slot.since_s > deadline_s]
-    if not overdue:
-        return None
-    stalls = [_stall(slot, by_rank, now_s) for slot in overdue]
+    waiting = {rank for rank, slot in enumerate(slots) if slot is not None and slot.since_s > 0}
 
-    def order(stall: Stall) -> tuple[bool, float]:
-        idle = any(rank not in by_rank or not by_rank[rank].waiting for rank in stall.missing)
-        return (not idle, stall.slot.since_s)
+    def stall_of(overdue: Slot) -> Stall:
+        arrived = [r for r in overdue.ranks if (it := slots[r]) and it.entered(overdue.code) >= overdue.count]
+        return Stall(
+            op=overdue.op, tensor=overdue.tensor, group=overdue.ranks, arrived=tuple(arrived),
+            missing=tuple(rank for rank in overdue.ranks if rank not in arrived), waited_s=now_s - overdue.since_s,
+        )  # fmt: skip
 
-    return min(stalls, key=order)
-
-
-def _stall(slot: Slot, by_rank: Mapping[int, Slot], now_s: float) -> Stall:
-    arrived: list[int] = []
-    missing: list[int] = []
-    for rank in slot.group.ranks:
-        entered = by_rank[rank].counts.get(slot.group.code, 0) if rank in by_rank else 0
-        (arrived if entered >= slot.count else missing).append(rank)
-    return Stall(slot=slot, arrived=tuple(arrived), missing=tuple(missing), waited_s=now_s - slot.since_s)
+    stalls = [stall_of(slot) for slot in slots if slot is not None and 0 < slot.since_s < now_s - deadline_s]
+    return min(stalls, key=lambda stall: (waiting.issuperset(stall.missing), -stall.waited_s), default=None)
 
 
 def doing(slot: Slot | None, now_s: float) -> str:
@@ -59,9 +39,9 @@ def doing(slot: Slot | None, now_s: float) -> str:
     if slot is None:
         return "in no collective yet"
     carried = f" of {slot.tensor}" if slot.tensor else ""
-    gone_s = max(0.0, now_s - slot.since_s)  # it may have moved on since the look at the clock
+    gone_s = max(0.0, now_s - abs(slot.since_s))  # it may have moved on since the look at the clock
     what = f"{slot.op}{carried} (its collective {slot.num_entered:,})"
-    if slot.waiting:
+    if slot.since_s > 0:
         return f"waits {gone_s:.1f} s in {what}"
     since = f" since {gone_s:.1f} s" if slot.since_s else ""
     return f"in no collective{since}, the last was {what}"

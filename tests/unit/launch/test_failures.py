@@ -12,6 +12,7 @@ from verifier.launch.failures import (
     JobTimeout,
     RankFailed,
     RankState,
+    Stall,
     error_from,
     known_error,
     to_record,
@@ -53,11 +54,11 @@ class RankRefused(ContractError):
 
 def test_collective_timeout():
     missing = RankState(rank=3, place="tp=1 pp=1", doing="in no collective yet", frame="train/step.py:7 in step")
-    error = CollectiveTimeout(
-        op="all_reduce", tensor="`model.norm.weight` [64] float32", group=range(4), arrived=range(3), missing=[missing],
+    stall = Stall(
+        op="all_reduce", tensor="`model.norm.weight` [64] float32", group=(0, 1, 2, 3), arrived=(0, 1, 2), missing=(3,),
         waited_s=61.25,
     )  # fmt: skip
-    assert str(error) == (
+    assert str(CollectiveTimeout(stall, [missing])) == (
         "all_reduce of `model.norm.weight` [64] float32 waited 61.2 s in a group of 4 ranks [0-3]: "
         "[0-2] arrived, [3] did not\n"
         "  rank 3 (tp=1 pp=1): in no collective yet, at train/step.py:7 in step"
@@ -65,8 +66,8 @@ def test_collective_timeout():
 
 
 def test_collective_timeout_in_which_all_arrived():
-    error = CollectiveTimeout(op="barrier", tensor="", group=[0, 2], arrived=[0, 2], missing=[], waited_s=5.0)
-    assert str(error) == (
+    stall = Stall(op="barrier", tensor="", group=(0, 2), arrived=(0, 2), missing=(), waited_s=5.0)
+    assert str(CollectiveTimeout(stall, [])) == (
         "barrier waited 5.0 s in a group of 2 ranks [0, 2]: every rank arrived, yet it did not complete"
     )
 

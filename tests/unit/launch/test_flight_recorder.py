@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verifier.launch import flight_recorder as flight
-from verifier.launch.flight_recorder import FlightRecorder, group_key, memory_for, read_slot, waiting_since
+from verifier.launch.flight_recorder import FlightRecorder, group_key, read_slot, slots_for
 from verifier.launch.watchdog import doing, find_stall
 
 PAIR, ALL = group_key("tp", [2, 3]), group_key("world", range(4))
@@ -17,143 +17,131 @@ NOW = 1000.0
 
 
 @pytest.fixture
-def memory():
-    return memory_for(4)
+def slots():
+    return slots_for(4)
 
 
-def slots_of(memory, num_ranks=4):
-    return [read_slot(memory, rank) for rank in range(num_ranks)]
-
-
-def set_since(memory, rank, since_s):
-    flight._STATE.pack_into(memory, rank * flight.SLOT_BYTES + flight._STATE_AT, since_s)
-
-
-def test_a_rank_that_entered_nothing(memory):
-    assert read_slot(memory, 1) is None
-    assert waiting_since(memory, 1) is None
+def test_a_rank_that_entered_nothing(slots):
+    assert read_slot(slots[1]) is None
     assert doing(None, NOW) == "in no collective yet"
 
 
-def test_what_is_written_is_read_back(memory):
-    recorder = FlightRecorder(memory, 3)
-    recorder.label_text = b"model.norm.weight"
-    record = recorder.enter(PAIR, b"all_reduce", b"bfloat16", (2, 3))
-    assert waiting_since(memory, 3) is None
+def test_what_is_written_is_read_back(slots):
+    recorder = FlightRecorder(slots[3])
+    recorder.label = "model.norm.weight"
+    record = recorder.enter(PAIR, "all_reduce", "bfloat16", (2, 3))
+    assert read_slot(slots[3]).since_s == 0
     recorder.wait(record)
-    slot = read_slot(memory, 3)
-    assert (slot.rank, slot.num_entered, slot.count, slot.group, slot.op) == (3, 1, 1, PAIR, "all_reduce")
+    slot = read_slot(slots[3])
+    assert (slot.num_entered, slot.count, slot.code, slot.ranks, slot.op) == (1, 1, PAIR.code, (2, 3), "all_reduce")
     assert slot.tensor == "`model.norm.weight` [2, 3] bfloat16"
-    assert slot.waiting
-    assert slot.since_s == waiting_since(memory, 3)
-    assert slot.counts == {PAIR.code: 1}
+    assert slot.since_s > 0
+    assert (slot.entered(PAIR.code), slot.entered(ALL.code)) == (1, 0)
     recorder.leave()
-    assert not read_slot(memory, 3).waiting
-    assert waiting_since(memory, 3) is None
-    assert read_slot(memory, 2) is None
+    assert read_slot(slots[3]).since_s < 0
+    assert read_slot(slots[2]) is None
 
 
-def test_waiting_for_an_older_collective_shows_that_one(memory):
-    recorder = FlightRecorder(memory, 0)
-    first = recorder.enter(ALL, b"all_reduce", b"float32", (4,))
-    recorder.enter(PAIR, b"broadcast", b"int64", (5,))
+def test_waiting_for_an_older_collective_shows_that_one(slots):
+    recorder = FlightRecorder(slots[0])
+    first = recorder.enter(ALL, "all_reduce", "float32", (4,))
+    recorder.enter(PAIR, "broadcast", "int64", (5,))
     recorder.wait(first)
-    slot = read_slot(memory, 0)
-    assert (slot.op, slot.shape, slot.num_entered) == ("all_reduce", (4,), 1)
-    assert slot.counts == {ALL.code: 1, PAIR.code: 1}
+    slot = read_slot(slots[0])
+    assert (slot.op, slot.tensor, slot.num_entered) == ("all_reduce", "[4] float32", 1)
+    assert (slot.entered(ALL.code), slot.entered(PAIR.code)) == (1, 1)
 
 
 @given(shape=st.lists(st.integers(0, 2**40), max_size=5).map(tuple))
 def test_any_shape_of_up_to_five_dims(shape):
-    memory = memory_for(1)
-    FlightRecorder(memory, 0).enter(ALL, b"broadcast", b"int8", shape)
-    assert read_slot(memory, 0).shape == shape
+    slots = slots_for(1)
+    FlightRecorder(slots[0]).enter(ALL, "broadcast", "int8", shape)
+    assert read_slot(slots[0]).tensor == f"{list(shape)} int8"
 
 
-def test_no_tensor_is_not_a_scalar(memory):
-    FlightRecorder(memory, 0).enter(ALL, b"barrier", b"", None)
-    FlightRecorder(memory, 1).enter(ALL, b"all_reduce", b"float32", ())
-    assert read_slot(memory, 0).tensor == ""
-    assert read_slot(memory, 1).tensor == "[] float32"
+def test_no_tensor_is_not_a_scalar(slots):
+    FlightRecorder(slots[0]).enter(ALL, "barrier")
+    FlightRecorder(slots[1]).enter(ALL, "all_reduce", "float32", ())
+    assert read_slot(slots[0]).tensor == ""
+    assert read_slot(slots[1]).tensor == "[] float32"
 
 
-def test_more_shapes_and_groups_than_are_kept(memory):
-    recorder = FlightRecorder(memory, 0)
-    for number in range(flight._MAX_SHAPES + 2):
-        recorder.enter(group_key(f"g{number}", [0]), b"all_reduce", b"float32", (number,))
-    slot = read_slot(memory, 0)
-    assert slot.shape == (flight._MAX_SHAPES + 1,)
-    assert len(slot.counts) == flight.MAX_GROUPS
+def test_more_groups_and_dims_than_are_kept(slots):
+    recorder = FlightRecorder(slots[0])
+    groups = [group_key(f"g{number}", [0]) for number in range(flight.MAX_GROUPS + 2)]
+    for group in groups:
+        recorder.enter(group, "all_gather_into_tensor_coalesced", "float32", range(9))
+    slot = read_slot(slots[0])
+    assert (slot.op, slot.tensor) == ("all_gather_into_tensor_coalesced", "[0, 1, 2, 3, 4] float32")
+    assert [slot.entered(group.code) for group in groups] == [1] * flight.MAX_GROUPS + [0, 0]
 
 
 def test_groups_of_the_same_ranks_are_told_apart():
-    assert group_key("a", [0, 1]).code != group_key("b", [0, 1]).code
+    assert group_key("a", [0, 1]).code != group_key("", [0, 1]).code
     assert group_key("a", [0, 1]).code != group_key("a", [0, 2]).code
-    assert group_key("a", [5, 0, 127]).ranks == (0, 5, 127)
 
 
-def test_label_nests_and_does_nothing_outside_of_a_rank(memory):
-    with flight.label("ignored"):
-        assert flight.active() is None
-    recorder = FlightRecorder(memory, 0)
-    flight.activate(recorder)
-    try:
-        with flight.label("outer"):
-            with flight.label("x" * 500):
-                assert recorder.label_text == b"x" * 200
-            assert recorder.label_text == b"outer"
-        assert recorder.label_text == b""
-    finally:
-        flight._Active.recorder = None
+def test_ranks_of_a_group(slots):
+    FlightRecorder(slots[0]).enter(group_key("a", [5, 0, 127, 63, 64]), "barrier")
+    assert read_slot(slots[0]).ranks == (0, 5, 63, 64, 127)
 
 
-def test_recording_is_quick(memory):
-    recorder = FlightRecorder(memory, 0)
+def test_label_nests_and_is_cut(slots, monkeypatch):
+    monkeypatch.setattr(flight.RECORDER, "slot", slots[0])
+    with flight.label("outer"):
+        with flight.label("\u00e9" * 500):
+            flight.RECORDER.enter(ALL, "barrier")
+        assert read_slot(slots[0]).tensor == f"`{'\u00e9' * 100}`"
+        assert flight.RECORDER.label == "outer"
+    assert flight.RECORDER.label == ""
+
+
+def test_recording_is_quick(slots):
+    recorder = FlightRecorder(slots[0])
     begin = time.perf_counter()
     for _ in range(2000):
-        recorder.wait(recorder.enter(ALL, b"all_reduce", b"float32", (64,)))
+        recorder.wait(recorder.enter(ALL, "all_reduce", "float32", (64,)))
         recorder.leave()
     assert time.perf_counter() - begin < 0.2
 
 
-def test_within_the_deadline_nothing_stalls(memory):
-    recorder = FlightRecorder(memory, 0)
-    recorder.wait(recorder.enter(ALL, b"all_reduce", b"float32", (1,)))
-    set_since(memory, 0, NOW - 5)
-    assert find_stall(slots_of(memory), NOW, 5.1) is None
-    assert find_stall(slots_of(memory), NOW, 4.9).missing == (1, 2, 3)
+def test_within_the_deadline_nothing_stalls(slots):
+    recorder = FlightRecorder(slots[0])
+    recorder.wait(recorder.enter(ALL, "all_reduce", "float32", (1,)))
+    slots[0].since_s = NOW - 5
+    assert find_stall(list(map(read_slot, slots)), NOW, 5.1) is None
+    assert find_stall(list(map(read_slot, slots)), NOW, 4.9).missing == (1, 2, 3)
 
 
-def test_a_rank_that_has_gone_past_had_arrived(memory):
-    recorders = [FlightRecorder(memory, rank) for rank in range(4)]
+def test_a_rank_that_has_gone_past_had_arrived(slots):
+    recorders = [FlightRecorder(slots[rank]) for rank in range(4)]
     for rank in (0, 1):
-        recorders[rank].wait(recorders[rank].enter(ALL, b"all_reduce", b"float32", (1,)))
-        set_since(memory, rank, NOW - 10 - rank)
-    recorders[2].enter(ALL, b"all_reduce", b"float32", (1,))
-    recorders[2].enter(PAIR, b"broadcast", b"float32", (9,))
-    stall = find_stall(slots_of(memory), NOW, 5)
-    assert (stall.arrived, stall.missing, stall.slot.rank, stall.waited_s) == ((0, 1, 2), (3,), 1, 11)
+        recorders[rank].wait(recorders[rank].enter(ALL, "all_reduce", "float32", (1,)))
+        slots[rank].since_s = NOW - 10 - rank
+    recorders[2].enter(ALL, "all_reduce", "float32", (1,))
+    recorders[2].enter(PAIR, "broadcast", "float32", (9,))
+    stall = find_stall(list(map(read_slot, slots)), NOW, 5)
+    assert (stall.arrived, stall.missing, stall.waited_s) == ((0, 1, 2), (3,), 11)
 
 
-def test_the_root_of_a_chain_is_named_not_the_oldest(memory):
-    recorders = [FlightRecorder(memory, rank) for rank in range(4)]
-    recorders[0].wait(recorders[0].enter(group_key("pp", [0, 2]), b"recv", b"float32", (1,)))
-    set_since(memory, 0, NOW - 30)
-    recorders[2].wait(recorders[2].enter(PAIR, b"all_reduce", b"float32", (1,)))
-    set_since(memory, 2, NOW - 20)
-    stall = find_stall(slots_of(memory), NOW, 5)
-    assert (stall.slot.group, stall.missing) == (PAIR, (3,))
+def test_the_root_of_a_chain_is_named_not_the_oldest(slots):
+    recorders = [FlightRecorder(slots[rank]) for rank in range(4)]
+    recorders[0].wait(recorders[0].enter(group_key("pp", [0, 2]), "recv", "float32", (1,)))
+    slots[0].since_s = NOW - 30
+    recorders[2].wait(recorders[2].enter(PAIR, "all_reduce", "float32", (1,)))
+    slots[2].since_s = NOW - 20
+    stall = find_stall(list(map(read_slot, slots)), NOW, 5)
+    assert (stall.group, stall.missing) == ((2, 3), (3,))
 
 
-def test_what_a_rank_does_in_words(memory):
-    recorder = FlightRecorder(memory, 0)
-    record = recorder.enter(ALL, b"all_gather", b"float32", (7,))
+def test_what_a_rank_does_in_words(slots):
+    recorder = FlightRecorder(slots[0])
+    record = recorder.enter(ALL, "all_gather", "float32", (7,))
     assert (
-        doing(read_slot(memory, 0), NOW)
-        == "in no collective, the last was all_gather of [7] float32 (its collective 1)"
+        doing(read_slot(slots[0]), NOW) == "in no collective, the last was all_gather of [7] float32 (its collective 1)"
     )
     recorder.wait(record)
-    set_since(memory, 0, NOW - 2)
-    assert doing(read_slot(memory, 0), NOW) == "waits 2.0 s in all_gather of [7] float32 (its collective 1)"
-    set_since(memory, 0, -(NOW - 3))
-    assert doing(read_slot(memory, 0), NOW).startswith("in no collective since 3.0 s, the last was all_gather")
+    slots[0].since_s = NOW - 2
+    assert doing(read_slot(slots[0]), NOW) == "waits 2.0 s in all_gather of [7] float32 (its collective 1)"
+    slots[0].since_s = -(NOW - 3)
+    assert doing(read_slot(slots[0]), NOW).startswith("in no collective since 3.0 s, the last was all_gather")

@@ -20,10 +20,9 @@ from verifier.errors import ContractError, InternalError
 from verifier.launch import flight_recorder as flight
 from verifier.launch import rank
 from verifier.launch.failures import CollectiveTimeout, JobTimeout, LaunchError, RankFailed
-from verifier.launch.fork_job import ForkJob
+from verifier.launch.fork_launcher import ForkJob
 from verifier.launch.fork_server import ForkServer
-from verifier.launch.launcher import JobSpec
-from verifier.launch.rank import RankContext
+from verifier.launch.rank import JobSpec, RankContext
 from verifier.mesh.mesh import Mesh
 
 OURS = "test_fork_job"
@@ -66,12 +65,10 @@ def lose_peers(context: RankContext) -> None:
 
 def hang(context: RankContext) -> None:
     """All but the last wait in a collective."""
-    recorder = flight.active()
-    assert recorder is not None
     everyone = flight.group_key("world", range(context.world_size))
     if context.rank < context.world_size - 1:
         with flight.label("w"):
-            recorder.wait(recorder.enter(everyone, b"all_reduce", b"float32", (2, 3)))
+            flight.RECORDER.wait(flight.RECORDER.enter(everyone, "all_reduce", "float32", (2, 3)))
     time.sleep(60)
 
 
@@ -164,7 +161,7 @@ def test_a_hang_names_who_did_not_come_and_where_it_is(server, tmp_path):
     with pytest.raises(CollectiveTimeout) as caught:
         job(server, "hang", tmp_path, world_size=3, collective_deadline_s=0.5).wait()
     error = caught.value
-    assert (error.op, error.tensor, error.arrived) == ("all_reduce", "`w` [2, 3] float32", (0, 1))
+    assert (error.stall.op, error.stall.tensor, error.stall.arrived) == ("all_reduce", "`w` [2, 3] float32", (0, 1))
     (state,) = error.missing
     assert (state.rank, state.doing) == (2, "in no collective yet")
     assert state.frame.endswith("in hang")
@@ -190,7 +187,7 @@ def test_a_job_that_is_killed_takes_grandchildren_along_and_leaves_others_alone(
 
 def test_a_function_that_is_not_there(server, tmp_path):
     with pytest.raises(RankFailed, match="No module named 'no_such_module'"):
-        ForkJob(server, JobSpec(function="no_such_module:f", world_size=1, run_dir=tmp_path), None).wait()
+        ForkJob(server, JobSpec(function="no_such_module:f", world_size=1, run_dir=tmp_path)).wait()
 
 
 def test_the_death_of_the_fork_server_ends_the_job(tmp_path, monkeypatch):
