@@ -37,6 +37,8 @@ def _engine(model: Sizes, run: RunFacts) -> Iterator[str]:
         yield "a confirmed weight transfer for vLLM's"
         if run.tier == "cpu":
             yield "the host for the device that vLLM's CPU worker lacks"
+            if any(model.get(size) for size in ("num_experts", "num_local_experts", "n_routed_experts")):
+                yield "a function for the activation module that vLLM's CPU experts make in each pass (vllm #45447)"
     if run.engine == "hf":
         yield "transformers for vLLM"
         if run.dtype != "float32":

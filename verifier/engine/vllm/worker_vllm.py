@@ -26,6 +26,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.model_loader.reload.layerwise import (
     LAYERWISE_INFO,
     _place_kernel_tensors,
@@ -232,6 +234,12 @@ def _memory(tensor: torch.Tensor) -> int:
 
 def _install() -> None:
     WeightTransferEngineFactory._registry[BACKEND] = lambda: ChunkTransferEngine
+    if not torch.cuda.is_available():
+        # Where its grouped kernel does not compute the experts (no AVX-512, or AMX), vLLM 0.21 makes a module of the
+        # activation in each forward pass, where there is no config to make it with (vllm #45447).
+        from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+
+        cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = SiluAndMul.forward_native
 
 
 _install()
