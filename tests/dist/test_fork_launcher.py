@@ -280,6 +280,7 @@ def test_no_orphan_when_the_parent_is_killed_while_it_loads(functions):
 def test_recording_costs_little(launcher, tmp_path):
     args = {"repeats": 15, "calls": 500}
     pairs = launcher.run("launch_functions:time_collectives", world_size=1, run_dir=tmp_path, args=args)[0]
-    added_us = (min(recorded for recorded, _ in pairs) - min(bare for _, bare in pairs)) * 1e6
-    print(f"recording adds {added_us:.2f} us to a collective of one rank, {min(pairs)[1] * 1e6:.1f} us")
-    assert added_us < 20, "on idle cores it adds about 4 us, and a gloo all_reduce of two ranks takes over 100"
+    bare_us = min(bare for _, bare in pairs) * 1e6
+    added_us = min(recorded for recorded, _ in pairs) * 1e6 - bare_us
+    print(f"recording adds {added_us:.2f} us to a collective of one rank, {bare_us:.1f} us")
+    assert added_us < bare_us, "a gloo all_reduce of two ranks takes several times as long as that of one"

@@ -150,9 +150,14 @@ print("LOADED", found)
     assert done.stdout.splitlines()[-1] == "LOADED []", done.stdout
 
 
-def test_help_needs_less_than_half_a_second():
-    """Processor time, so that a machine busy with something else does not decide; on an idle one that is the wait."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "verifier", "--help"], capture_output=True, timeout=60, cwd=ROOT, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+def test_help_is_light():
+    """Processor time beside that of the libraries it is made with; on an idle machine of 2024 that is 0.3 of 0.2 s."""
+
+    def seconds(*command):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *command], capture_output=True, timeout=60, cwd=ROOT, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    libraries = min(seconds("-c", "import msgspec, typer.main") for _ in range(3))
+    assert min(seconds("-m", "verifier", "--help") for _ in range(3)) < 3 * libraries

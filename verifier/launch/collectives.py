@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from verifier.errors import UsageError
-from verifier.launch.flight_recorder import RECORDER, GroupKey, Record, blocked, group_key, label
+from verifier.launch.flight_recorder import RECORDER, Entry, GroupKey, blocked, group_key, label
 
 _OPS = {
     "allreduce": "all_reduce",
@@ -44,7 +44,7 @@ _OPS = {
 _NO_GROUP = group_key("not registered with torch.distributed", ())
 _keys: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], GroupKey]] = weakref.WeakKeyDictionary()
 """Keys of a group: the whole group's under (), each direction of each pair's under (source, target, tag)."""
-_records: dict[int, Record] = {}
+_records: dict[int, Entry] = {}
 """The record of each Work that is under way, by its id."""
 
 
@@ -70,10 +70,11 @@ def install() -> None:
 
 def _watched(method: Callable[..., Any], op: str) -> Callable[..., Any]:
     """Wrap a method whose first argument holds tensors, if it has tensors at all."""
+    between_two = op in ("send", "recv")
 
     @functools.wraps(method)
     def watched(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        pair = _direction(op, group.rank(), *args[1:], **kwargs) if op in ("send", "recv") else ()
+        pair = _direction(op, group.rank(), *args[1:], **kwargs) if between_two else ()
         record = RECORDER.enter(_key(group, pair), op, *_first_tensor(args))
         work = method(group, *args, **kwargs)
         _records[id(work)] = record
@@ -85,8 +86,11 @@ def _watched(method: Callable[..., Any], op: str) -> Callable[..., Any]:
 def _watched_wait(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def watched(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-        with blocked(_records.pop(id(work), RECORDER.last)):
+        RECORDER.wait(_records.pop(id(work), RECORDER.last))
+        try:
             return method(work, *args, **kwargs)
+        finally:
+            RECORDER.leave()
 
     return watched
 
@@ -114,7 +118,7 @@ def _direction(op: str, me: int, peer: int, tag: int = 0) -> tuple[int, ...]:
 
 def _first_tensor(held: Any) -> tuple[str, torch.Size] | tuple[()]:
     """Dtype and shape of the first of these nested tensors, if there is one."""
-    while isinstance(held, list | tuple):
+    while isinstance(held, (list, tuple)):
         held = held[0] if held else None
     return (_dtype_name(held.dtype), held.shape) if isinstance(held, torch.Tensor) else ()
 
@@ -125,7 +129,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _key(group: dist.ProcessGroup, pair: tuple[int, ...]) -> GroupKey:
-    keys = _keys.setdefault(group, {})
+    keys = _keys.get(group)
+    if keys is None:
+        keys = _keys[group] = {}
     if pair not in keys:
         if group not in dist.distributed_c10d._world.pg_group_ranks:
             return _NO_GROUP

@@ -64,7 +64,7 @@ class Stall:
     op: str
     """"all_reduce", for instance."""
     tensor: str
-    """What it carried: label, shape and dtype, as far as known."""
+    """The tensor that it carried: label, shape and dtype, as far as known."""
     group: tuple[int, ...]
     """Global ranks of its process group."""
     arrived: tuple[int, ...]

@@ -107,7 +107,7 @@ def read_slot(slot: Slot) -> Slot | None:
     return copy if copy.num_entered else None
 
 
-class Record(NamedTuple):
+class Entry(NamedTuple):
     """One collective that a rank entered; see `Slot`."""
 
     num_entered: int
@@ -124,27 +124,34 @@ class FlightRecorder:
     """Writes one rank's slot."""
 
     def __init__(self, slot: Slot) -> None:
-        self.slot = slot
         self.label = ""
-        self.last = Record(0, GroupKey(0, 0), 0, "", "", None, "")
+        self.use(slot)
+
+    def use(self, slot: Slot) -> None:
+        """Write to this slot from now on; nothing that was entered before is carried over."""
+        self.slot, self._slot_counts = slot, slot.counts
+        self.last = Entry(0, GroupKey(0, 0), 0, "", "", None, "")
         self._num_entered = 0
         self._counts: dict[int, int] = {}
         self._places: dict[int, int] = {}
 
-    def enter(self, group: GroupKey, op: str, dtype: str = "", shape: Sequence[int] | None = None) -> Record:
+    def enter(self, group: GroupKey, op: str, dtype: str = "", shape: Sequence[int] | None = None) -> Entry:
         """Record that the rank enters a collective; the record is for `wait`."""
         code = group.code
         self._num_entered += 1
         count = self._counts[code] = self._counts.get(code, 0) + 1
-        record = Record(self._num_entered, group, count, op, dtype, shape, self.label)
+        record = Entry(self._num_entered, group, count, op, dtype, shape, self.label)
         self._show(record)
-        place = self._places.setdefault(code, len(self._places))
+        place = self._places.get(code)
+        if place is None:
+            place = self._places[code] = len(self._places)
+            if place < MAX_GROUPS:
+                self.slot.codes[place] = code
         if place < MAX_GROUPS:
-            self.slot.codes[place] = code
-            self.slot.counts[place] = count
+            self._slot_counts[place] = count
         return record
 
-    def wait(self, record: Record) -> None:
+    def wait(self, record: Entry) -> None:
         """Record that the rank blocks from now on, in a collective that it has entered."""
         if record is not self.last:
             self._show(record)
@@ -154,16 +161,18 @@ class FlightRecorder:
         """Record that the rank goes on."""
         self.slot.since_s = -monotonic()
 
-    def _show(self, record: Record) -> None:
-        slot, shape = self.slot, record.shape
+    def _show(self, record: Entry) -> None:
+        slot, last, shape = self.slot, self.last, record.shape
         slot.num_entered, slot.count = record.num_entered, record.nth
+        self.last = record
+        if record[3:] == last[3:] and record.group is last.group:
+            return  # it runs around every collective: what did not change is not written again
         slot.code, slot.low_ranks, slot.high_ranks = record.group.code, record.group.mask, record.group.mask >> 64
         slot.num_dims = -1 if shape is None else min(len(shape), _MAX_DIMS)
         if shape:
             slot.dims[: slot.num_dims] = shape[:_MAX_DIMS]
         slot.op_text, slot.dtype_text = record.op.encode()[:32], record.dtype.encode()[:16]
         slot.label_text = record.label.encode()[:200]
-        self.last = record
 
 
 RECORDER = FlightRecorder(Slot())
@@ -171,7 +180,7 @@ RECORDER = FlightRecorder(Slot())
 
 
 @contextlib.contextmanager
-def blocked(record: Record) -> Iterator[None]:
+def blocked(record: Entry) -> Iterator[None]:
     """Record that this rank waits for the members of a group that it has entered."""
     RECORDER.wait(record)
     try:

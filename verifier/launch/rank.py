@@ -125,7 +125,7 @@ def run_rank(
         stack = open(stack_path(job.run_dir, rank), "w")  # noqa: SIM115 - stays open for the signal handler
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         call = resolve(job.function)
-        flight.RECORDER.slot = flight.slots_for(job.world_size, memory_fd)[rank]
+        flight.RECORDER.use(flight.slots_for(job.world_size, memory_fd)[rank])
         _join(job, rank, rendezvous, store_fd)
         context = RankContext(
             rank=rank, world_size=job.world_size, run_dir=job.run_dir, args=job.args, report=reports.send
