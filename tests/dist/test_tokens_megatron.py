@@ -92,9 +92,7 @@ def test_packing_splitting_and_sharding_leave_logprobs_loss_and_every_gradient(
 def test_rows_are_those_of_megatrons_own_slicing(cp, trainer_launcher, tmp_path):
     rng = np.random.default_rng(0)
     alignment = Alignment(cp=cp, tp=2)
-    layouts = [
-        lay_out(rng.integers(1, 40, rng.integers(1, 6)), alignment).cu_seqlens_padded.tolist() for _ in range(20)
-    ]
+    layouts = [lay_out(rng.integers(1, 40, rng.integers(1, 6)), alignment)[1].tolist() for _ in range(20)]
     results = trainer_launcher.run(
         "tokens_functions:megatron_slices", world_size=cp, run_dir=tmp_path, args={"cu_seqlens_padded": layouts}
     )

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 from tests.left_padding import left_pad, remove_left_padding, response_of
 from tests.unit.train.test_token_ledger import audit as misplaced
+from tests.unpacking import unpack, unpack_labels, unshard_cp
 from verifier.data.rollout import Rollout
 from verifier.data.trajectories import check_steps, join_steps
 from verifier.errors import ContractError, UsageError
 from verifier.strategies import Packing, packings, rollouts, shards, step_lists
-from verifier.train.microbatch import split_by_count, split_by_tokens
-from verifier.train.pack import IGNORE_LABEL, PADDING, pack, shard_cp, unpack, unpack_labels, unshard_cp
-from verifier.train.token_layout import cp_rows, sp_slice
-from verifier.train.token_ledger import LEDGER, loss_rows, sentinels
+from verifier.train.pack import IGNORE_LABEL, PADDING, loss_rows, pack, shard_cp
+from verifier.train.token_layout import cp_rows, sp_slice, split_by_count
 
 FIELDS = ("tokens", "sampled", "mask", "roles", "logprobs", "versions")
 
@@ -116,42 +115,24 @@ def test_label_aligned_values_come_back_at_their_token(case: Packing) -> None:
         assert values[1:].tolist() == item.tokens[1:].tolist()
 
 
-@given(
-    case=packings(without_sp=True, max_rollouts=12),
-    dp=st.integers(1, 6),
-    multiple=st.integers(1, 3),
-    room=st.integers(1, 4),
-)
+@given(num_rollouts=st.integers(1, 12), dp=st.integers(1, 6), multiple=st.integers(1, 3), room=st.integers(1, 4))
 def test_schedules_lose_nothing_and_give_every_rank_as_many_micro_batches(
-    case: Packing, dp: int, multiple: int, room: int
+    num_rollouts: int, dp: int, multiple: int, room: int
 ) -> None:
-    budget = int(case.alignment.padded(np.array([40])).item()) * room
-    for schedule in (
-        split_by_count(len(case.rollouts), dp=dp, micro_batch_size=room, multiple=multiple),
-        split_by_tokens(case.rollouts, dp=dp, max_tokens=budget, alignment=case.alignment, multiple=multiple),
-    ):
-        assert len(schedule.ranks) == dp
-        assert {len(batches) for batches in schedule.ranks} == {schedule.num_micro_batches}
-        assert schedule.num_micro_batches % multiple == 0
-        dealt = sorted(index for batches in schedule.ranks for batch in batches for index in batch)
-        assert dealt == list(range(len(case.rollouts)))
-    for dp_rank in range(dp):
-        for batch in schedule.of(dp_rank, case.rollouts):
-            assert pack(batch, case.alignment).num_rows <= budget
+    ranks = split_by_count(num_rollouts, dp=dp, micro_batch_size=room, multiple=multiple)
+    assert len(ranks) == dp
+    assert {len(batches) % multiple for batches in ranks} == {0}
+    assert len({len(batches) for batches in ranks}) == 1
+    assert [index for batches in ranks for batch in batches for index in batch] == list(range(num_rollouts))
+    assert all(len(batch) <= room for batches in ranks for batch in batches)
 
 
 @given(case=packings(without_sp=True, max_rollouts=12), dp=st.integers(1, 4))
 def test_the_ledger_is_clean_through_split_pack_and_shard(case: Packing, dp: int) -> None:
-    schedule = split_by_count(len(case.rollouts), dp=dp, micro_batch_size=2)
-    carried = sentinels(case.rollouts)
     parts = []
-    for batches in schedule.ranks:
+    for batches in split_by_count(len(case.rollouts), dp=dp, micro_batch_size=2):
         for batch in batches:
-            packed = pack(
-                [case.rollouts[index] for index in batch],
-                case.alignment,
-                extra={LEDGER: [carried[index] for index in batch]},
-            )
+            packed = pack([case.rollouts[index] for index in batch], case.alignment, batch)
             parts += [shard_cp(packed, cp_rank) for cp_rank in range(case.alignment.cp)]
     assert misplaced(case.rollouts, loss_rows(parts)) == []
 

@@ -38,11 +38,11 @@ def test_every_route_is_replayed_once_in_its_own_layer(
     for cp in range(mesh.cp):
         shard = shard_cp(packed, cp)
         for tp in range(mesh.tp if case.alignment.sp else 1):
-            held = packed_rows_of(shard, mesh, tp)
+            held = packed_rows_of(shard, tp)
             for pp in range(mesh.pp):
                 for chunk in range(mesh.vpp):
                     replay = replay_routes(
-                        shard, mesh=mesh, pp=pp, chunk=chunk, tp=tp, num_layers=num_layers, moe_layers=moe_layers,
+                        shard, tp=tp, layers=mesh.layers_of(pp, chunk, num_layers), moe_layers=moe_layers,
                         num_experts=NUM_EXPERTS, topk=TOPK,
                     )  # fmt: skip
                     assert replay.free_T[shard.segments_T[held] == PADDING].all()
@@ -66,9 +66,7 @@ def test_every_route_is_replayed_once_in_its_own_layer(
 
 
 def _replay(packed, **changes):
-    settings = {
-        "mesh": Mesh(), "pp": 0, "chunk": 0, "tp": 0, "num_layers": 1, "moe_layers": [0], "num_experts": 8, "topk": 2
-    }  # fmt: skip
+    settings = {"tp": 0, "layers": range(1), "moe_layers": [0], "num_experts": 8, "topk": 2}
     return replay_routes(packed, **{**settings, **changes})
 
 

@@ -7,10 +7,8 @@ from verifier.data.rollout import Rollout
 from verifier.mesh import Mesh
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.strategies import chunk_plans, length_profiles, meshes, packings, rollouts, stages
-from verifier.train.microbatch import split_by_tokens
-from verifier.train.pack import pack, shard_cp
-from verifier.train.token_layout import Alignment, sp_slice
-from verifier.train.token_ledger import LEDGER, loss_rows, sentinels
+from verifier.train.pack import loss_rows, pack, shard_cp
+from verifier.train.token_layout import Alignment, sp_slice, split_by_count
 
 CI = settings.get_profile("ci")
 
@@ -43,13 +41,10 @@ def test_plans_survive_the_wire(plan: ChunkPlan) -> None:
 def test_on_any_mesh_of_64_ranks_every_token_reaches_the_loss_once(mesh: Mesh, batch: list[Rollout]) -> None:
     """Split over dp, packed, sharded over cp, sliced over tp: the ledger finds each token once, with all its fields."""
     alignment = Alignment(tp=mesh.tp, cp=mesh.cp)
-    budget = 2 * int(alignment.padded(max(len(item) for item in batch)))
-    schedule = split_by_tokens(batch, dp=mesh.dp, max_tokens=budget, alignment=alignment, multiple=mesh.vpp)
-    carried = dict(zip([item.id for item in batch], sentinels(batch), strict=True))
     parts = []
-    for dp_rank in range(mesh.dp):
-        for members in schedule.of(dp_rank, batch):
-            packed = pack(members, alignment, extra={LEDGER: [carried[item.id] for item in members]})
+    for batches in split_by_count(len(batch), dp=mesh.dp, micro_batch_size=2, multiple=mesh.vpp):
+        for members in batches:
+            packed = pack([batch[index] for index in members], alignment, members)
             for cp_rank in range(mesh.cp):
                 shard = shard_cp(packed, cp_rank)
                 slices = [sp_slice(shard.num_rows, mesh.tp, tp_rank) for tp_rank in range(mesh.tp)]

@@ -16,21 +16,13 @@ from hypothesis import find, settings
 
 from tests.left_padding import left_pad
 from tests.unit.train.test_token_ledger import audit as misplaced
+from tests.unpacking import unpack_labels, unpack_rows
 from verifier.data.rollout import MISSING_ROUTE
 from verifier.errors import ContractError
-from verifier.mesh import Mesh
 from verifier.strategies import Packing, packings
-from verifier.train.pack import (
-    IGNORE_LABEL,
-    PackedBatch,
-    pack,
-    shard_cp,
-    unpack_labels,
-    unpack_rows,
-)
+from verifier.train.pack import IGNORE_LABEL, PackedBatch, loss_rows, pack, shard_cp
 from verifier.train.router_replay import replay_routes
 from verifier.train.token_layout import cp_rows
-from verifier.train.token_ledger import LEDGER, loss_rows, sentinels
 
 Shows = Callable[[Packing], bool]
 
@@ -48,7 +40,7 @@ class Planted:
 
 
 def whole(case: Packing) -> PackedBatch:
-    return pack(case.rollouts, case.alignment, extra={LEDGER: sentinels(case.rollouts)})
+    return pack(case.rollouts, case.alignment)
 
 
 def shards(case: Packing) -> list[PackedBatch]:
@@ -224,9 +216,7 @@ def padded_to_longest_prompt_plus_longest_response(case: Packing) -> bool:
 def remainder_dropped(case: Packing) -> bool:
     """Micro-batches of two; what does not fill one is left out."""
     full = len(case.rollouts) // 2 * 2
-    return arrives_wrong(
-        case, [pack(case.rollouts[:full], case.alignment, extra={LEDGER: sentinels(case.rollouts)[:full]})]
-    )
+    return arrives_wrong(case, [pack(case.rollouts[:full], case.alignment)])
 
 
 def _routes_differ(case: Packing, routes_TMK: torch.Tensor) -> bool:
@@ -254,10 +244,7 @@ def missing_routes_filled_with_zeros(case: Packing) -> bool:
     filled = [replace(item, routes=np.where(item.routes == MISSING_ROUTE, 0, item.routes)) for item in case.rollouts]
     packed = pack(filled, case.alignment)
     try:
-        replay_routes(
-            shard_cp(packed, 0), mesh=Mesh(cp=case.alignment.cp, tp=case.alignment.tp), pp=0, chunk=0, tp=0,
-            num_layers=1, moe_layers=[0], num_experts=8, topk=2,
-        )  # fmt: skip
+        replay_routes(shard_cp(packed, 0), tp=0, layers=range(1), moe_layers=[0], num_experts=8, topk=2)
     except ContractError:
         return True
     return False
@@ -265,9 +252,7 @@ def missing_routes_filled_with_zeros(case: Packing) -> bool:
 
 def counts_include_padding(case: Packing) -> bool:
     """Expert counts over all rows instead of live ones."""
-    replay = replay_routes(
-        whole(case), mesh=Mesh(tp=1), pp=0, chunk=0, tp=0, num_layers=1, moe_layers=[0], num_experts=8, topk=2
-    )
+    replay = replay_routes(whole(case), tp=0, layers=range(1), moe_layers=[0], num_experts=8, topk=2)
     live = sum(len(item) - 1 for item in case.rollouts)
     return replay.experts[0].numel() != live * 2
 

@@ -13,10 +13,10 @@ from verifier.mesh import Mesh
 
 STEP = "verifier.train.step_megatron"
 LOGPROB = (
-    "verifier.train.vocab_logprob:vocab_parallel_logprob("
+    f"{STEP}:vocab_parallel_logprob("
     "logits_TV, labels_T, vocab_start, vocab_size, group, temperature, chunk_tokens, entropy)"
 )
-SCORE = f"{STEP}:score(trainer, rollouts, micro_batch_size, temperature, on_shards, on_chunk)"
+SCORE = f"{STEP}:score(trainer, rollouts, micro_batch_size, temperature, on_shards)"
 CONFIG = "megatron.bridge.models.conversion.model_bridge:MegatronModelBridge.hf_config_to_provider_kwargs"
 EMBEDDINGS = "megatron.core.models.common.embeddings"
 PACKED_SEQUENCES = (

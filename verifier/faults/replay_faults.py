@@ -45,7 +45,7 @@ def on_layers(**row: Any) -> Callable[[Callable[..., int]], Fault]:
                 packed = dataclasses.replace(packed, routes_TMK=packed.routes_TMK.roll(columns, dims=1))
             return original(packed, **where)
 
-        target = f"{REPLAY}:replay_routes(packed, mesh, pp, chunk, tp, num_layers, moe_layers, num_experts, topk)"
+        target = f"{REPLAY}:replay_routes(packed, tp, layers, moe_layers, num_experts, topk)"
         on_stages = {**BOTH, "model": "tiny:deepseek-v3", "mesh": Mesh(pp=2)}
         return fault(target, **on_stages, **row)(replay_routes)
 
@@ -76,12 +76,9 @@ def routes_count_dense_layers(*, moe_layers: Any, **where: Any) -> int:
 
 
 @on_layers(id="routes-counted-from-the-stage", reproduces="verl-project/verl#7106")
-def routes_counted_from_the_stage(
-    *, mesh: Mesh, pp: int, chunk: int, moe_layers: Any, num_layers: int, **where: Any
-) -> int:
+def routes_counted_from_the_stage(*, layers: range, moe_layers: Any, **where: Any) -> int:
     """Layers are numbered within their pipeline stage, so the second stage gets the first one's routes."""
-    begin = mesh.layers_of(pp, chunk, num_layers).start
-    return sum(layer < begin for layer in moe_layers)
+    return sum(layer < layers.start for layer in moe_layers)
 
 
 @on_shards(id="routes-not-cut-in-zigzag", reproduces="THUDM/slime#2175", **BOTH)
@@ -106,13 +103,13 @@ def routes_without_inner_padding(packed: PackedBatch) -> PackedBatch | None:
 
 
 @fault(
-    "verifier.train.router_replay:packed_rows_of(packed, mesh, tp)",
+    "verifier.train.router_replay:packed_rows_of(packed, tp)",
     id="routes-of-the-first-slice", reproduces="verl-project/verl#7106", **BOTH,
 )  # fmt: skip
-def routes_of_the_first_slice(original: Any, fire: FireCounter, packed: Any, mesh: Any, tp: int) -> Any:
+def routes_of_the_first_slice(original: Any, fire: FireCounter, packed: Any, tp: int) -> Any:
     """Under sequence parallelism every rank replays the first rank's slice of the routes."""
     fire()
-    return original(packed, mesh, 0)
+    return original(packed, 0)
 
 
 @on_rollouts(id="routes-suffix-stale", reproduces="THUDM/slime#1052", **BOTH)

@@ -11,7 +11,7 @@ from verifier.faults.fault import Fault, FireCounter, fault
 from verifier.mesh import Mesh
 
 MAKE_OPTIMIZER = "verifier.train.optimizer_megatron:make_optimizer(trainer, learning_rate, clip_grad)"
-SCORE = "verifier.train.step_megatron:score(trainer, rollouts, micro_batch_size, temperature, on_shards, on_chunk)"
+SCORE = "verifier.train.step_megatron:score(trainer, rollouts, micro_batch_size, temperature, on_shards)"
 STEP = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads(self)"
 LOAD_SCHEDULER = "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict(self, state_dict)"
 BIAS_UPDATE_RATE = 1e-3

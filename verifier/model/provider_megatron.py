@@ -261,7 +261,7 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_bias_update_rate": 0.0,
-        # Granularity of activation recomputation (verifier/train/recompute_megatron.py): with two layers at a time the
+        # Granularity of activation recomputation (`step_megatron.recomputed`): with two layers at a time the
         # second one's input is not kept. Adapters read these fields when they are attached.
         "recompute_method": "uniform",
         "recompute_num_layers": 2,

@@ -16,8 +16,7 @@ from verifier.core.records_tokens import GivenRoutes, UsedRoutes
 from verifier.data.rollout import MISSING_ROUTE, Rollout
 from verifier.model.provider_megatron import TrainerModel
 from verifier.train.pack import PackedBatch
-from verifier.train.router_replay import sentinel_routes
-from verifier.train.router_replay_megatron import Routing
+from verifier.train.router_replay_megatron import RouterPass, Routing
 from verifier.train.step_megatron import OnShards, score
 
 
@@ -75,10 +74,10 @@ def replaying_every_second(
         return
     routing = Routing(trainer)
     made_up = _made_up(routing, rollouts)
-    with routing.replaying(made_up) as (follow, watch):
+    with RouterPass(routing, made_up) as watch:
 
         def both(shards: list[PackedBatch]) -> Callable[[], None] | None:
-            follow(shards)
+            watch.on_shards(shards)
             return on_shards(shards)
 
         yield made_up, both
@@ -86,17 +85,18 @@ def replaying_every_second(
 
 
 def _made_up(routing: Routing, rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts with sentinel routes."""
-    return [
-        replace(
-            rollout,
-            routes=sentinel_routes(
-                key, len(rollout), num_moe_layers=len(routing.moe_layers), num_experts=routing.num_experts,
-                topk=routing.topk,
-            ),
-        )
-        for key, rollout in enumerate(rollouts)
-    ]  # fmt: skip
+    """The rollouts with random routes that no router would choose by itself; the last token has none, as an engine's.
+
+    They are different for every rollout, token and layer, and distinct within each token's layer.
+    """
+    found = []
+    for key, rollout in enumerate(rollouts):
+        draw = np.random.default_rng([key, len(rollout)])
+        order = draw.random((len(rollout), len(routing.moe_layers), routing.num_experts)).argsort(-1)
+        routes = order[..., : routing.topk].astype(np.int32)
+        routes[-1] = MISSING_ROUTE
+        found.append(replace(rollout, routes=routes))
+    return found
 
 
 def _record_choices(

@@ -15,8 +15,7 @@ from verifier.data.rollout import Rollout
 from verifier.mesh import Mesh
 from verifier.plan.digest import digest_tensor, raw_bytes
 from verifier.probes.trainer import record_rollouts
-from verifier.train.pack import PackedBatch
-from verifier.train.token_ledger import loss_rows
+from verifier.train.pack import PackedBatch, loss_rows
 
 
 class TokenProbe:
@@ -79,8 +78,7 @@ def _everything(shards: Sequence[PackedBatch]) -> torch.Tensor:
     """
     parts = []
     for shard in shards:
-        values = [getattr(shard, field.name) for field in fields(shard) if field.name != "extra"]
-        values += [shard.extra[name] for name in sorted(shard.extra)]
+        values = [getattr(shard, field.name) for field in fields(shard)]
         plain = [value for value in values if not isinstance(value, torch.Tensor)]
         parts.append(torch.frombuffer(bytearray(repr(plain).encode()), dtype=torch.uint8))
         parts += [raw_bytes(value) for value in values if isinstance(value, torch.Tensor)]

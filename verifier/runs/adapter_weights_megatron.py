@@ -25,9 +25,10 @@ from verifier.export.save import save_checkpoint
 from verifier.launch.flight_recorder import label
 from verifier.model import provider_megatron
 from verifier.probes.weights_megatron import LiveWeights, record_tensors, recorded
-from verifier.runs.full_weights_megatron import DATA_PARALLEL, joined, named_gradients, record_exported
+from verifier.runs.full_weights_megatron import DATA_PARALLEL, joined, record_exported
 from verifier.runs.rank_run_megatron import RankRun
 from verifier.train import lora_megatron, step_megatron
+from verifier.train.optimizer_megatron import named_gradients
 
 
 class AdapterWeights:

@@ -30,7 +30,7 @@ from verifier.probes.weights_megatron import (
 )
 from verifier.runs.rank_run_megatron import RankRun
 from verifier.train import router_replay_megatron, step_megatron
-from verifier.train.gradients_megatron import whole_gradients
+from verifier.train.optimizer_megatron import named_gradients
 
 DATA_PARALLEL = provider_megatron.DataParallel(
     distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
@@ -199,9 +199,3 @@ def record_exported(run: RankRun, trainer: TrainerModel, live: LiveWeights, vers
         record_config(run.probe, run.source, folder, version)
         if whole:
             record_saved(run.probe, folder, version)
-
-
-def named_gradients(trainer: TrainerModel) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """This rank's reduced gradients, as `LiveWeights.tensors` names parameters."""
-    for chunk, values in enumerate(whole_gradients(trainer)):
-        yield from ((chunk, name, value) for name, value in values.items())

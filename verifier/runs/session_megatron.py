@@ -19,7 +19,6 @@ from verifier.runs.rank_run_megatron import RankRun
 from verifier.runs.steps_megatron import Steps
 from verifier.runs.workload import RolloutRow, ScoringPass, Workload, expected_rollouts, policy_loss, rollouts_of
 from verifier.train import step_megatron
-from verifier.train.recompute_megatron import recomputed
 
 RESUMED = 2
 """Version before whose step the optimizer is written, made anew and read again."""
@@ -159,7 +158,7 @@ class Session:
         batch = workload.batches[version - 1]
         look = self._token_probe("trained", version, batch)
         replaying = replaying_every_second(run.probe, self._trainer, rollouts_of(batch), version, look)
-        with recomputed(self._trainer, on=version % 2 == 0), replaying as (rollouts, follow):
+        with step_megatron.recomputed(self._trainer, on=version % 2 == 0), replaying as (rollouts, follow):
             result = self._steps.take(
                 rollouts, loss=policy_loss(workload.objective), temperature=workload.objective.temperature,
                 on_shards=follow, on_gradients=lambda: self._hand_on_gradients(version),

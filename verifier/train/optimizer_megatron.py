@@ -1,4 +1,4 @@
-"""Megatron's optimizer and scheduler: construction, and saving and loading of their checkpoints."""
+"""Megatron's optimizer and scheduler: construction, reduced gradients, and saving and loading of their checkpoints."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from verifier.errors import ContractError
-from verifier.model.provider_megatron import TrainerModel
+from verifier.model.provider_megatron import DataParallel, TrainerModel
 from verifier.platform.upstream_fixes import MEGATRON_INDEX
 from verifier.platform.upstream_fixes_megatron import index_states
 
@@ -28,9 +31,7 @@ def make_optimizer(trainer: TrainerModel, *, learning_rate: float, clip_grad: fl
     Raises:
         ContractError: the trainer was built for forward passes only.
     """
-    if trainer.data_parallel is None:
-        raise ContractError("this trainer was built for forward passes only: build it with `data_parallel`")
-    import torch
+    options = _trained(trainer)
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.utils import get_model_config
 
@@ -43,11 +44,11 @@ def make_optimizer(trainer: TrainerModel, *, learning_rate: float, clip_grad: fl
         clip_grad=clip_grad,
         bf16=trainer.provider.bf16,
         params_dtype=torch.bfloat16 if trainer.provider.bf16 else torch.float32,
-        use_distributed_optimizer=trainer.data_parallel.distributed_optimizer,
-        overlap_param_gather=trainer.data_parallel.overlap_param_gather,
+        use_distributed_optimizer=options.distributed_optimizer,
+        overlap_param_gather=options.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(config, trainer.chunks, use_gloo_process_groups=False)
-    if trainer.data_parallel.distributed_optimizer and MEGATRON_INDEX in trainer.fixes:
+    if options.distributed_optimizer and MEGATRON_INDEX in trainer.fixes:
         index_states(optimizer)
     get_model_config(trainer.chunks[0]).grad_scale_func = optimizer.scale_loss
     return optimizer
@@ -91,6 +92,44 @@ def make_scheduler(
     )
 
 
+def named_gradients(trainer: TrainerModel) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Copy the reduced gradients, between backward pass and step; a distributed optimizer's are gathered. A collective.
+
+    Yields:
+        (model chunk, local parameter name without wrappers, float32 tensor of the parameter's shape).
+
+    Raises:
+        ContractError: the trainer was built for forward passes only.
+
+    Source:
+        megatron-core 0.19.2, core/distributed/param_and_grad_buffer.py: a bucket's gradient is reduce-scattered over
+        the buffer's data-parallel group in equal consecutive shards (`shard_buffer`), rank by rank.
+    """
+    sharded = _trained(trainer).distributed_optimizer
+    for at, chunk in enumerate(trainer.chunks):
+        names = {parameter: name.replace("module.", "") for name, parameter in chunk.named_parameters()}
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            whole = _gathered(buffer) if sharded and buffer.data_parallel_world_size > 1 else buffer.grad_data
+            for parameter, (begin, end, _) in buffer.param_index_map.items():
+                yield at, names[parameter], whole[begin:end].view(parameter.shape).clone()
+
+
+def _gathered(buffer: Any) -> torch.Tensor:
+    whole = torch.empty_like(buffer.grad_data)
+    rank = dist.get_rank(buffer.data_parallel_group)
+    for bucket in buffer.buckets:
+        mine = bucket.grad_data.chunk(buffer.data_parallel_world_size)[rank]
+        gathered = whole[bucket.offset : bucket.offset + bucket.grad_data.numel()]
+        dist.all_gather_into_tensor(gathered, mine, group=buffer.data_parallel_group)
+    return whole
+
+
+def _trained(trainer: TrainerModel) -> DataParallel:
+    if trainer.data_parallel is None:
+        raise ContractError("this trainer was built for forward passes only: build it with `data_parallel`")
+    return trainer.data_parallel
+
+
 def save(optimizer: Any, scheduler: Any, folder: Path) -> None:
     """Write the state that a run needs to continue: masters, moments, rates. A collective.
 
@@ -126,11 +165,23 @@ def _writing_here() -> Iterator[None]:
 
 
 def load(optimizer: Any, scheduler: Any, folder: Path) -> None:
-    """Load what `save` wrote into a new optimizer and scheduler. A collective."""
-    import torch
+    """Load what `save` wrote into a new optimizer and scheduler. A collective.
+
+    torch's Adam, which replaces Transformer Engine's on the CPU tier, has a step per parameter, where megatron-core
+    loads one per group: it reads the step of an optimizer before it loads into it, so one must exist, and then all
+    parameters share one step, which it overwrites.
+
+    Source:
+        megatron-core 0.19.2, core/optimizer/distrib_optimizer.py: `state_dict` and `load_state_dict`, each without
+        `HAVE_APEX_OR_TE`, and `_set_main_param_and_optimizer_states`.
+    """
     from megatron.core import dist_checkpointing
 
-    steps = [_TorchSteps(part.optimizer) for part in optimizer.chained_optimizers if _is_torchs(part.optimizer)]
+    every_adam = [part.optimizer for part in optimizer.chained_optimizers]
+    torchs = [adam for adam in every_adam if isinstance(adam, torch.optim.Adam)]
+    for adam, _, parameter in _parameters_of(torchs):
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        adam.state[parameter] = {"step": torch.zeros(()), **moments}
     state = {
         "optimizer": optimizer.sharded_state_dict({}, is_loading=True, metadata=FORMAT),
         "scheduler": scheduler.state_dict(),
@@ -139,41 +190,11 @@ def load(optimizer: Any, scheduler: Any, folder: Path) -> None:
     with torch.no_grad():
         optimizer.load_state_dict(found["optimizer"])
     scheduler.load_state_dict(found["scheduler"])
-    for loaded in steps:
-        loaded.restore()
+    for adam, group, parameter in _parameters_of(torchs):
+        adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
 
-def _is_torchs(adam: Any) -> bool:
-    """Return whether an Adam is torch's, which replaces Transformer Engine's on the CPU tier."""
-    import torch
-
-    return isinstance(adam, torch.optim.Adam)
-
-
-class _TorchSteps:
-    """Step counts of torch's Adam, which has one per parameter, where megatron-core loads one per group.
-
-    megatron-core reads the step of an optimizer before it loads into it, so one must exist. Then all parameters share
-    one step, which it overwrites.
-
-    Source:
-        megatron-core 0.19.2, core/optimizer/distrib_optimizer.py: `state_dict` and `load_state_dict`, each without
-        `HAVE_APEX_OR_TE`, and `_set_main_param_and_optimizer_states`.
-    """
-
-    def __init__(self, adam: Any) -> None:
-        import torch
-
-        self._adam = adam
+def _parameters_of(adams: list[torch.optim.Adam]) -> Iterator[tuple[torch.optim.Adam, dict[str, Any], torch.Tensor]]:
+    for adam in adams:
         for group in adam.param_groups:
-            for parameter in group["params"]:
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                adam.state[parameter] = {"step": torch.zeros(()), **moments}
-
-    def restore(self) -> None:
-        """Set every parameter's step to that of its group."""
-        import torch
-
-        for group in self._adam.param_groups:
-            for parameter in group["params"]:
-                self._adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
+            yield from ((adam, group, parameter) for parameter in group["params"])

@@ -1,24 +1,25 @@
-"""Packing of rollouts into one batch and back; the only place where labels are shifted by one.
+"""Packing of rollouts into one batch; the only place where labels are shifted by one.
 
 Shape suffixes: T rows of the pack (or of one context-parallel shard), S sub-sequences, N real tokens, L tokens of one
 rollout, M mixture-of-experts layers, K experts per token.
 
 A packed batch has two kinds of rows. *Row-aligned* tensors (tokens, positions, roles, routes) describe the token that
-enters the model at a row. *Label-aligned* tensors (labels, loss mask, engine log-probabilities, versions, extras)
+enters the model at a row. *Label-aligned* tensors (labels, loss mask, engine log-probabilities, versions, ledger)
 describe the token that the row's logits predict: the next one of the same sub-sequence.
 """
 # ruff: noqa: N815 - field names carry shape suffixes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 from numpy.typing import DTypeLike
 
-from verifier.data.rollout import MISSING_ROUTE, PROMPT_VALUES, Role, Rollout
+from verifier.data.rollout import MISSING_ROUTE, PROMPT_VALUES, Rollout, make_rollout
 from verifier.errors import ContractError
 from verifier.train.token_layout import Alignment, cp_rows, lay_out
 
@@ -26,6 +27,7 @@ IGNORE_LABEL = -100
 """Label of a row that predicts nothing: a padding row, or the last row of a sub-sequence."""
 PADDING = -1
 """Segment of padding rows."""
+_POSITION_BITS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,7 +52,7 @@ class PackedBatch:
     rows_T: torch.Tensor
     """int64, index of each row in the whole pack."""
     tokens_T: torch.Tensor
-    """int64, input token ids."""
+    """int64, input token ids; 0 in padding."""
     positions_T: torch.Tensor
     """int64, position within the sub-sequence; 0 in padding."""
     segments_T: torch.Tensor
@@ -67,10 +69,11 @@ class PackedBatch:
     """float32, the engine's log-probability of the label, nats; NaN where it was not sampled."""
     versions_T: torch.Tensor
     """int32, version of the weights that sampled the label."""
+    ledger_T: torch.Tensor
+    """int64, sentinel of the label: (number of its rollout + 1) * 2^32 + its position; 0 where there is none. An
+    off-by-one, a wrong chunk order or a swapped field keeps all shapes, but not the sentinels (PCK001)."""
     routes_TMK: torch.Tensor | None
     """int32, experts of the input token; `MISSING_ROUTE` in padding and where the engine reported none."""
-    extra: Mapping[str, torch.Tensor]
-    """Label-aligned tensors of the caller; NaN, or 0 for integers, without a label. A filler has float32 NaN."""
 
     @property
     def num_rows(self) -> int:
@@ -83,43 +86,32 @@ class PackedBatch:
         return int(self.cu_seqlens_padded[-1])
 
 
-_ROW_FIELDS = tuple(field.name for field in fields(PackedBatch) if field.name.endswith(("_T", "_TMK")))
-_LABEL_FIELDS = {
-    "mask": "loss_mask_T",
-    "sampled": "sampled_T",
-    "logprobs": "engine_logprobs_T",
-    "versions": "versions_T",
-}
-"""Per-token field of a rollout -> label-aligned field of the pack; both have the value of a prompt token in padding."""
-
-
-def pack(
-    rollouts: Sequence[Rollout],
-    alignment: Alignment,
-    *,
-    pad_token: int = 0,
-    extra: Mapping[str, Sequence[np.ndarray]] | None = None,
-) -> PackedBatch:
+def pack(rollouts: Sequence[Rollout], alignment: Alignment, numbers: Sequence[int] | None = None) -> PackedBatch:
     """Concatenate rollouts, each padded on its own, and shift labels and masks within each.
 
     Args:
         rollouts: sub-sequences of the pack, in order. None at all gives a filler: one sub-sequence of padding that
             predicts nothing, for a data-parallel rank with fewer micro-batches than others.
         alignment: multiples to pad to.
-        pad_token: token id of padding rows.
-        extra: name -> one [L] array per rollout, further per-token values.
+        numbers: of each rollout in the whole step, for the ledger; by default 0, 1 and so on.
 
     Returns:
         The whole pack; `shard_cp` returns one context-parallel rank's shard.
 
     Raises:
-        ContractError: an extra array disagrees with its rollout's length, or only some rollouts carry routes.
+        ContractError: only some rollouts carry routes, or they are of several shapes.
     """
-    extra = extra or {}
     if not rollouts:
-        return _filler(alignment, pad_token, sorted(extra))
-    layout = lay_out(np.array([len(rollout) for rollout in rollouts]), alignment)
-    gaps = (layout.padded_S - layout.lengths_S).tolist()
+        blank = pack([make_rollout("filler", np.zeros(alignment.total_multiple, np.int64))], alignment)
+        return replace(
+            blank, ids=(), groups=(), rewards=(), prompt_lengths=(),
+            segments_T=torch.full_like(blank.segments_T, PADDING),
+            labels_T=torch.full_like(blank.labels_T, IGNORE_LABEL), ledger_T=torch.zeros_like(blank.ledger_T),
+        )  # fmt: skip
+    lengths_S = np.array([len(rollout) for rollout in rollouts])
+    cu_seqlens, cu_seqlens_padded = lay_out(lengths_S, alignment)
+    padded_S = np.diff(cu_seqlens_padded)
+    lengths, gaps = lengths_S.tolist(), (padded_S - lengths_S).tolist()
 
     def by_row(values: Sequence[np.ndarray], fill: np.generic) -> torch.Tensor:
         padding = np.full((max(gaps), *values[0].shape[1:]), fill)
@@ -129,30 +121,34 @@ def pack(
         padding = np.full(max(gaps) + 1, fill)
         return _joined([array[1:] for array in values], [padding[: gap + 1] for gap in gaps], fill.dtype)
 
-    lengths = layout.lengths_S.tolist()
+    def answers(name: str) -> torch.Tensor:
+        return by_label([getattr(rollout, name) for rollout in rollouts], PROMPT_VALUES[name])
+
     position = np.arange(max(lengths))
     segment = np.arange(len(rollouts), dtype=np.int32)
+    numbers = range(len(rollouts)) if numbers is None else numbers
+    marks = [((number + 1) << _POSITION_BITS) + position[:size] for number, size in zip(numbers, lengths, strict=True)]
     return PackedBatch(
         ids=tuple(rollout.id for rollout in rollouts),
         groups=tuple(rollout.group for rollout in rollouts),
         rewards=tuple(rollout.reward for rollout in rollouts),
         prompt_lengths=tuple(rollout.prompt_length for rollout in rollouts),
         alignment=alignment,
-        cu_seqlens=torch.from_numpy(layout.cu_seqlens),
-        cu_seqlens_padded=torch.from_numpy(layout.cu_seqlens_padded),
-        max_seqlen=int(layout.padded_S.max()),
-        rows_T=torch.arange(layout.num_rows),
-        tokens_T=by_row([rollout.tokens for rollout in rollouts], np.int64(pad_token)),
+        cu_seqlens=torch.from_numpy(cu_seqlens),
+        cu_seqlens_padded=torch.from_numpy(cu_seqlens_padded),
+        max_seqlen=int(padded_S.max()),
+        rows_T=torch.arange(int(cu_seqlens_padded[-1])),
+        tokens_T=by_row([rollout.tokens for rollout in rollouts], np.int64(0)),
         positions_T=by_row([position[:length] for length in lengths], np.int64(0)),
-        segments_T=by_row(np.split(np.repeat(segment, lengths), layout.cu_seqlens[1:-1]), np.int32(PADDING)),
+        segments_T=by_row(np.split(np.repeat(segment, lengths), cu_seqlens[1:-1]), np.int32(PADDING)),
         roles_T=by_row([rollout.roles for rollout in rollouts], PROMPT_VALUES["roles"]),
         labels_T=by_label([rollout.tokens for rollout in rollouts], np.int64(IGNORE_LABEL)),
-        **{
-            field: by_label([getattr(rollout, name) for rollout in rollouts], PROMPT_VALUES[name])
-            for name, field in _LABEL_FIELDS.items()
-        },
+        loss_mask_T=answers("mask"),
+        sampled_T=answers("sampled"),
+        engine_logprobs_T=answers("logprobs"),
+        versions_T=answers("versions"),
+        ledger_T=by_label(marks, np.int64(0)),
         routes_TMK=_routes(rollouts, by_row),
-        extra={name: by_label(*_extra_values(name, values, rollouts)) for name, values in sorted(extra.items())},
     )
 
 
@@ -165,80 +161,45 @@ def shard_cp(packed: PackedBatch, cp_rank: int) -> PackedBatch:
     if packed.num_rows != packed.num_whole_rows:
         raise ContractError("a shard of a pack cannot be sharded again")
     rows = torch.from_numpy(cp_rows(packed.cu_seqlens_padded.numpy(), packed.alignment.cp, cp_rank))
-    held = {name: getattr(packed, name)[rows] for name in _ROW_FIELDS if getattr(packed, name) is not None}
-    return replace(packed, **held, extra={name: values[rows] for name, values in packed.extra.items()})
+    names = [field.name for field in fields(packed) if field.name.endswith(("_T", "_TMK"))]
+    return replace(packed, **{name: getattr(packed, name)[rows] for name in names if getattr(packed, name) is not None})
 
 
-def unshard_cp(shards: Sequence[torch.Tensor], cu_seqlens_padded: torch.Tensor) -> torch.Tensor:
-    """Join values of all context-parallel ranks to those of the whole pack; inverse of `shard_cp`.
+def loss_rows(batches: Sequence[PackedBatch]) -> dict[str, np.ndarray]:
+    """Rows as the loss gets them from these packs or shards: the arrays of `verifier.core.records_tokens.TokenLedger`.
 
-    Args:
-        shards: one [T / cp, ...] tensor per rank, in rank order.
-        cu_seqlens_padded: [S + 1] of the whole pack.
-
-    Returns:
-        [T, ...] in the shards' dtype, on their device.
+    Nothing is shared with the batches.
     """
-    whole = torch.empty((int(cu_seqlens_padded[-1]), *shards[0].shape[1:]), dtype=shards[0].dtype).to(shards[0].device)
-    for cp_rank, values in enumerate(shards):
-        rows = torch.from_numpy(cp_rows(cu_seqlens_padded.cpu().numpy(), len(shards), cp_rank))
-        if len(rows) != len(values):
-            raise ContractError(f"context-parallel rank {cp_rank} gave {len(values)} rows, {len(rows)} are expected")
-        whole[rows.to(whole.device)] = values
-    return whole
 
+    def cat(name: str) -> np.ndarray:
+        return torch.cat([getattr(batch, name) for batch in batches]).numpy()
 
-def unpack_rows(values_T: torch.Tensor, packed: PackedBatch) -> list[torch.Tensor]:
-    """Split row-aligned values of the whole pack into one [L, ...] tensor per rollout, without padding.
-
-    Raises:
-        ContractError: there are not as many values as rows of the whole pack.
-    """
-    if len(values_T) != packed.num_whole_rows:
-        raise ContractError(
-            f"{len(values_T)} values for a pack of {packed.num_whole_rows} rows: gather shards with `unshard_cp` first"
+    def by_rollout(values: Sequence[Sequence[float]], fill: float, dtype: DTypeLike) -> np.ndarray:
+        return np.concatenate(
+            [
+                np.array([*own, fill], dtype)[batch.segments_T.numpy()]  # padding's -1 takes the last entry
+                for own, batch in zip(values, batches, strict=True)
+            ]
         )
-    starts = packed.cu_seqlens_padded.tolist()
-    lengths = torch.diff(packed.cu_seqlens).tolist()
-    return [values_T[starts[at] : starts[at] + lengths[at]] for at in range(len(packed.ids))]
 
+    def checksums(names: Sequence[Sequence[str]]) -> np.ndarray:
+        return by_rollout([[zlib.crc32(name.encode()) for name in own] for own in names], 0, np.int64)
 
-def unpack_labels(values_T: torch.Tensor, packed: PackedBatch, *, first: float = float("nan")) -> list[torch.Tensor]:
-    """Split label-aligned values of the whole pack by rollout and shift them so that entry t belongs to token t.
-
-    Args:
-        values_T: one value per row of the whole pack, such as the trainer's log-probabilities.
-        packed: the pack.
-        first: entry 0 of each result, as no row predicts the first token.
-
-    Returns:
-        One [L] tensor per rollout.
-    """
-    rows = unpack_rows(values_T, packed)
-    return [torch.cat([torch.full_like(values[:1], first), values[:-1]]) for values in rows]
-
-
-def unpack(packed: PackedBatch) -> list[Rollout]:
-    """Return the rollouts that were packed, equal in every field."""
-    tokens, roles = unpack_rows(packed.tokens_T, packed), unpack_rows(packed.roles_T, packed)
-    routes = None if packed.routes_TMK is None else unpack_rows(packed.routes_TMK, packed)
-    labels = {
-        name: unpack_labels(getattr(packed, field), packed, first=PROMPT_VALUES[name].item())
-        for name, field in _LABEL_FIELDS.items()
+    return {
+        "sentinel": cat("ledger_T"),
+        "input": cat("tokens_T"),
+        "position": cat("positions_T"),
+        "role": cat("roles_T"),
+        "label": cat("labels_T"),
+        "mask": cat("loss_mask_T"),
+        "sampled": cat("sampled_T"),
+        "engine_logprob": cat("engine_logprobs_T"),
+        "version": cat("versions_T"),
+        "reward": by_rollout([batch.rewards for batch in batches], np.nan, np.float64),
+        "group": checksums([batch.groups for batch in batches]),
+        "id": checksums([batch.ids for batch in batches]),
+        "prompt": by_rollout([batch.prompt_lengths for batch in batches], 0, np.int64),
     }
-    return [
-        Rollout(
-            id=packed.ids[at],
-            group=packed.groups[at],
-            tokens=tokens[at].numpy(),
-            prompt_length=packed.prompt_lengths[at],
-            roles=roles[at].numpy(),
-            reward=packed.rewards[at],
-            routes=None if routes is None else routes[at].numpy(),
-            **{name: values[at].numpy() for name, values in labels.items()},
-        )
-        for at in range(len(packed.ids))
-    ]
 
 
 def _joined(values: Sequence[np.ndarray], paddings: Sequence[np.ndarray], dtype: DTypeLike) -> torch.Tensor:
@@ -258,39 +219,3 @@ def _routes(rollouts: Sequence[Rollout], by_row: Callable[..., torch.Tensor]) ->
                 f"others of the same pack have {list(wanted)}"
             )
     return by_row([rollout.routes for rollout in rollouts], np.int32(MISSING_ROUTE))
-
-
-def _extra_values(
-    name: str, values: Sequence[np.ndarray], rollouts: Sequence[Rollout]
-) -> tuple[Sequence[np.ndarray], np.generic]:
-    for rollout, array in zip(rollouts, values, strict=True):
-        if array.shape != (len(rollout),):
-            raise ContractError(
-                f"rollout `{rollout.id}`: `{name}` has shape {list(array.shape)} for {len(rollout)} tokens"
-            )
-    dtype = values[0].dtype
-    return values, dtype.type(np.nan if dtype.kind == "f" else 0)
-
-
-def _filler(alignment: Alignment, pad_token: int, names: Sequence[str]) -> PackedBatch:
-    num_rows = alignment.total_multiple
-    ends = torch.tensor([0, num_rows], dtype=torch.int32)
-    return PackedBatch(
-        ids=(),
-        groups=(),
-        rewards=(),
-        prompt_lengths=(),
-        alignment=alignment,
-        cu_seqlens=ends,
-        cu_seqlens_padded=ends.clone(),
-        max_seqlen=num_rows,
-        rows_T=torch.arange(num_rows),
-        tokens_T=torch.full((num_rows,), pad_token),
-        positions_T=torch.arange(num_rows),
-        segments_T=torch.full((num_rows,), PADDING, dtype=torch.int32),
-        roles_T=torch.full((num_rows,), int(Role.PROMPT), dtype=torch.int8),
-        labels_T=torch.full((num_rows,), IGNORE_LABEL),
-        **{field: torch.from_numpy(np.full(num_rows, PROMPT_VALUES[name])) for name, field in _LABEL_FIELDS.items()},
-        routes_TMK=None,
-        extra={name: torch.full((num_rows,), float("nan")) for name in names},
-    )

@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from verifier.data.rollout import MISSING_ROUTE
 from verifier.errors import ContractError
-from verifier.mesh.mesh import Mesh
 from verifier.train.pack import PADDING, PackedBatch
 from verifier.train.token_layout import sp_slice
 
@@ -36,11 +34,8 @@ class Replay:
 def replay_routes(
     packed: PackedBatch,
     *,
-    mesh: Mesh,
-    pp: int,
-    chunk: int,
     tp: int,
-    num_layers: int,
+    layers: range,
     moe_layers: Sequence[int],
     num_experts: int,
     topk: int,
@@ -52,17 +47,11 @@ def replay_routes(
 
     Args:
         packed: shard of this context-parallel rank.
-        mesh: parallel sizes.
-        pp: pipeline stage.
-        chunk: virtual stage within the pipeline stage.
         tp: tensor-parallel rank; with sequence parallelism it routes its slice of the rows.
-        num_layers: number of layers of the model, dense ones included.
+        layers: global indices of the stage's layers, dense ones included.
         moe_layers: global indices of the layers with routers, ascending, in the order of the routes' M axis.
         num_experts: number of experts of each such layer.
         topk: number of experts per token, K.
-
-    Returns:
-        Experts and stand-in rows.
 
     Raises:
         ContractError: the pack has no routes or routes of another shape; or a needed route is missing, repeats an
@@ -72,62 +61,29 @@ def replay_routes(
         SkyRL, utils/replay_utils.py: global layer numbers, because dense layers have no router (verl #5037 counted them
         and was off by one); distinct stand-ins for padding rows, because dropless dispatch counts them.
     """
-    held = packed_rows_of(packed, mesh, tp)
-    free_T = _free_rows(packed)[held]
-    stand_in = torch.arange(topk)
-    experts = {}
-    stage = mesh.layers_of(pp, chunk, num_layers)
-    for column, layer in enumerate(moe_layers):
-        if layer not in stage:
-            continue
-        if not packed.ids:
-            experts[layer] = stand_in.repeat(len(free_T), 1)
-            continue
-        routes_TK = _routes_of(packed, column, len(moe_layers), topk)[held]
-        replaced_T = free_T & (routes_TK == MISSING_ROUTE).any(-1)
-        routes_TK = torch.where(replaced_T.unsqueeze(-1), stand_in, routes_TK)
+    held = packed_rows_of(packed, tp)
+    segments_T = packed.segments_T[held].long()
+    padding_T = segments_T == PADDING
+    last_T = packed.positions_T[held] == torch.diff(packed.cu_seqlens)[segments_T.clamp(min=0)] - 1
+    if packed.ids:
+        routes_TMK = _routes_of(packed, len(moe_layers), topk)[held].long()
+    else:
+        routes_TMK = torch.full((len(segments_T), len(moe_layers), topk), MISSING_ROUTE)
+    missing_TM = (routes_TMK == MISSING_ROUTE).any(-1)
+    stood_in_TM = missing_TM & (padding_T | last_T).unsqueeze(-1)
+    routes_TMK = torch.where(stood_in_TM.unsqueeze(-1), torch.arange(topk), routes_TMK)
+    experts = {layer: routes_TMK[:, column] for column, layer in enumerate(moe_layers) if layer in layers}
+    for layer, routes_TK in experts.items():
         _refuse_unusable(packed, held, routes_TK, layer, num_experts)
-        experts[layer] = routes_TK
-    unrouted_T = torch.zeros_like(free_T) if packed.routes_TMK is None else _missing(packed.routes_TMK[held])
-    return Replay(experts=experts, free_T=(packed.segments_T[held] == PADDING) | (free_T & unrouted_T))
+    return Replay(experts=experts, free_T=padding_T | (last_T & missing_TM.any(-1)))
 
 
-def sentinel_routes(key: int, num_tokens: int, *, num_moe_layers: int, num_experts: int, topk: int) -> np.ndarray:
-    """Return random routes, different for every (key, token, layer), that no router would choose by itself.
-
-    Args:
-        key: number of the rollout.
-        num_tokens: number of tokens, L.
-        num_moe_layers: number of layers with routers, M.
-        num_experts: number of experts of each layer.
-        topk: number of experts per token, K; at most `num_experts`.
-
-    Returns:
-        [L, M, K] int32, distinct within each K; the last token has `MISSING_ROUTE`, as from an engine.
-    """
-    draw = np.random.default_rng([key, num_tokens])
-    routes = draw.random((num_tokens, num_moe_layers, num_experts)).argsort(-1)[..., :topk].astype(np.int32)
-    routes[-1] = MISSING_ROUTE
-    return routes
-
-
-def packed_rows_of(packed: PackedBatch, mesh: Mesh, tp: int) -> slice:
+def packed_rows_of(packed: PackedBatch, tp: int) -> slice:
     """Return the rows of a context-parallel shard that one tensor-parallel rank's routers see."""
-    return sp_slice(packed.num_rows, mesh.tp, tp) if packed.alignment.sp else slice(0, packed.num_rows)
+    return sp_slice(packed.num_rows, packed.alignment.tp, tp) if packed.alignment.sp else slice(0, packed.num_rows)
 
 
-def _free_rows(packed: PackedBatch) -> torch.Tensor:
-    """Return [T] bool, True for padding and for the last token of each sub-sequence."""
-    lengths_S = torch.diff(packed.cu_seqlens).long()
-    last_T = packed.positions_T == lengths_S[packed.segments_T.clamp(min=0).long()] - 1
-    return (packed.segments_T == PADDING) | last_T
-
-
-def _missing(routes_TMK: torch.Tensor) -> torch.Tensor:
-    return (routes_TMK == MISSING_ROUTE).flatten(1).any(-1)
-
-
-def _routes_of(packed: PackedBatch, column: int, num_moe_layers: int, topk: int) -> torch.Tensor:
+def _routes_of(packed: PackedBatch, num_moe_layers: int, topk: int) -> torch.Tensor:
     if packed.routes_TMK is None:
         raise ContractError(f"rollout `{packed.ids[0]}` has no routes to replay: the engine must report routed experts")
     if packed.routes_TMK.shape[1:] != (num_moe_layers, topk):
@@ -135,14 +91,13 @@ def _routes_of(packed: PackedBatch, column: int, num_moe_layers: int, topk: int)
             f"rollout `{packed.ids[0]}` has routes of [layers, experts per token] = "
             f"{list(packed.routes_TMK.shape[1:])}, the model has {[num_moe_layers, topk]}: dense layers have no routes"
         )
-    return packed.routes_TMK[:, column].long()
+    return packed.routes_TMK
 
 
 def _refuse_unusable(packed: PackedBatch, held: slice, routes_TK: torch.Tensor, layer: int, num_experts: int) -> None:
     ordered_TK = routes_TK.sort(-1).values
-    wrong_T = (
-        (routes_TK < 0).any(-1) | (routes_TK >= num_experts).any(-1) | (ordered_TK[:, 1:] == ordered_TK[:, :-1]).any(-1)
-    )
+    outside_T = (ordered_TK[:, 0] < 0) | (ordered_TK[:, -1] >= num_experts)
+    wrong_T = outside_T | (ordered_TK.diff(dim=-1) == 0).any(-1)
     if not wrong_T.any():
         return
     row = int(wrong_T.int().argmax())

@@ -9,27 +9,23 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from verifier.data.rollout import Rollout
 from verifier.errors import ContractError, UsageError
+from verifier.mesh import Coordinate
 from verifier.model.provider_megatron import TrainerModel
-from verifier.train.microbatch import Schedule, split_by_count
 from verifier.train.pack import PackedBatch, pack, shard_cp
-from verifier.train.token_layout import Alignment
-from verifier.train.token_ledger import LEDGER, sentinels
-
-if TYPE_CHECKING:
-    import torch
-
-    from verifier.mesh import Coordinate
+from verifier.train.token_layout import Alignment, split_by_count
+from verifier.train.vocab_logprob import vocab_parallel_logprob
 
 OnShards = Callable[[list[PackedBatch]], Callable[[], None] | None]
 """Viewer of a rank's micro-batches, called before they are used; it changes nothing. It may return a function for the
 rest of its work, without collectives, which is called when the device has its work."""
-OnChunk = Callable[[int, PackedBatch], None]
-"""Viewer called with a virtual stage of this rank and the micro-batch that the stage runs next."""
-TokenLoss = Callable[["torch.Tensor", "torch.Tensor", PackedBatch], "torch.Tensor"]
+TokenLoss = Callable[[torch.Tensor, torch.Tensor, PackedBatch], torch.Tensor]
 """(logprob_T, entropy_T, shard) -> [T] loss per row; rows outside of the loss mask are dropped afterwards."""
 
 
@@ -57,7 +53,6 @@ def score(
     micro_batch_size: int = 4,
     temperature: float = 1.0,
     on_shards: OnShards | None = None,
-    on_chunk: OnChunk | None = None,
 ) -> list[torch.Tensor]:
     """Score given tokens without gradients. A collective.
 
@@ -67,35 +62,26 @@ def score(
         micro_batch_size: greatest number of rollouts of a packed micro-batch.
         temperature: divisor of the logits.
         on_shards: see `OnShards`.
-        on_chunk: see `OnChunk`; router replay sets routes there (verifier/train/router_replay_megatron.py).
 
     Returns:
         One float32 tensor [len - 1] per rollout, on every rank's host: entry t is the log-probability of token t + 1
         given all earlier tokens, nats.
     """
-    import torch
-    import torch.distributed as dist
-
-    schedule = _schedule(trainer, rollouts, micro_batch_size)
-    shards = _shards(trainer, schedule, rollouts, with_ledger=on_shards is not None)
-    forward = partial(
-        _forward, trainer=trainer, temperature=temperature, entropy=False, finish=_detached, on_chunk=on_chunk
-    )
+    batches, shards = _micro_batches(trainer, rollouts, micro_batch_size)
+    forward = partial(_forward, trainer=trainer, temperature=temperature, entropy=False, finish=_detached)
     with _seen(shards, on_shards), torch.no_grad(), _mode(trainer, training=False):
         scored = _run(trainer, forward, shards, forward_only=True, collect_non_loss_data=True)
-    ends = torch.tensor([len(rollout) - 1 for rollout in rollouts]).cumsum(0).tolist()
-    starts = [0, *ends[:-1]]
+    sizes = [len(rollout) - 1 for rollout in rollouts]
+    starts = torch.tensor([0, *sizes]).cumsum(0)
     # Each entry has one owner: the rank of the last stage with that row, of tensor rank 0. All others add zeros.
-    total = torch.zeros(ends[-1], dtype=torch.float32, device=_device(trainer))
+    total = torch.zeros(sum(sizes), dtype=torch.float32, device=_device(trainer))
     if scored and _coordinate(trainer).tp == 0:
-        mine = schedule.ranks[_coordinate(trainer).dp]
-        for members, shard, logprob_T in zip(mine, shards, scored, strict=True):
-            start_S = torch.tensor([starts[index] for index in members], dtype=torch.int64)
+        for members, shard, logprob_T in zip(batches, shards, scored, strict=True):
             kept = shard.labels_T >= 0
-            rows = start_S[shard.segments_T[kept].long()] + shard.positions_T[kept]
+            rows = starts[members][shard.segments_T[kept].long()] + shard.positions_T[kept]
             total[rows.to(total.device)] = logprob_T[kept.to(logprob_T.device)]
     dist.all_reduce(total)
-    return list(total.cpu().split([len(rollout) - 1 for rollout in rollouts]))
+    return list(total.cpu().split(sizes))
 
 
 def train_step(
@@ -163,18 +149,13 @@ def backward(
     Raises:
         UsageError: no token of any rollout is in the loss mask.
     """
-    import torch
-    import torch.distributed as dist
-
     if not any(rollout.mask.any() for rollout in rollouts):
         raise UsageError("no token of any rollout is in the loss mask: there is nothing to train on")
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
-    schedule = _schedule(trainer, rollouts, micro_batch_size)
-    shards = _shards(trainer, schedule, rollouts, with_ledger=on_shards is not None)
-    forward = partial(
-        _forward, trainer=trainer, temperature=temperature, entropy=True, finish=partial(_sum_loss, loss=loss)
-    )
+    _, shards = _micro_batches(trainer, rollouts, micro_batch_size)
+    finish = partial(_sum_loss, loss=loss)
+    forward = partial(_forward, trainer=trainer, temperature=temperature, entropy=True, finish=finish)
     with _seen(shards, on_shards), _mode(trainer, training=True):
         parts = _run(trainer, forward, shards, forward_only=False)
     total = torch.zeros(2, dtype=torch.float64, device=_device(trainer))
@@ -182,6 +163,22 @@ def backward(
         total += torch.stack(parts).sum(0)
     dist.all_reduce(total)
     return float(total[0] / total[1]), int(total[1])
+
+
+@contextlib.contextmanager
+def recomputed(trainer: TrainerModel, *, on: bool) -> Iterator[None]:
+    """If `on`, keep only the input of every second layer in training steps and recompute the other activations.
+
+    Source:
+        megatron-core 0.19.2, core/transformer/transformer_block.py, `TransformerBlock.forward`, and
+        core/models/hybrid/hybrid_block.py: both ask the configuration in every pass.
+    """
+    before = trainer.provider.recompute_granularity
+    trainer.provider.recompute_granularity = "full" if on else before
+    try:
+        yield
+    finally:
+        trainer.provider.recompute_granularity = before
 
 
 @contextlib.contextmanager
@@ -196,35 +193,25 @@ def params_synced(trainer: TrainerModel) -> Iterator[None]:
     """
     options = trainer.data_parallel
     overlapped = trainer.mesh.has_copies and options is not None and options.overlap_param_gather
-    if overlapped:
-        for chunk in trainer.chunks:
-            chunk.disable_forward_pre_hook(param_sync=True)
+    for chunk in trainer.chunks if overlapped else ():
+        chunk.disable_forward_pre_hook(param_sync=True)
     try:
         yield
     finally:
-        if overlapped:
-            for chunk in trainer.chunks:
-                chunk.enable_forward_pre_hook()
+        for chunk in trainer.chunks if overlapped else ():
+            chunk.enable_forward_pre_hook()
 
 
-def _schedule(trainer: TrainerModel, rollouts: Sequence[Rollout], micro_batch_size: int) -> Schedule:
-    mesh = trainer.mesh
+def _micro_batches(
+    trainer: TrainerModel, rollouts: Sequence[Rollout], micro_batch_size: int
+) -> tuple[list[list[int]], list[PackedBatch]]:
+    """Return this rank's micro-batches, as indices of rollouts and as its context-parallel shards of the packs."""
+    mesh, at = trainer.mesh, _coordinate(trainer)
+    alignment = Alignment(tp=mesh.tp, cp=mesh.cp, sp=trainer.provider.sequence_parallel)
     multiple = mesh.pp if mesh.vpp > 1 else 1
-    return split_by_count(len(rollouts), dp=mesh.dp, micro_batch_size=micro_batch_size, multiple=multiple)
-
-
-def _shards(
-    trainer: TrainerModel, schedule: Schedule, rollouts: Sequence[Rollout], *, with_ledger: bool
-) -> list[PackedBatch]:
-    """Pack this rank's micro-batches, with the token ledger if somebody looks at them, and return its shards."""
-    at = _coordinate(trainer)
-    alignment = Alignment(tp=trainer.mesh.tp, cp=trainer.mesh.cp, sp=trainer.provider.sequence_parallel)
-    marks = dict(zip((rollout.id for rollout in rollouts), sentinels(rollouts), strict=True)) if with_ledger else {}
-    shards = []
-    for batch in schedule.of(at.dp, rollouts):
-        extra = {LEDGER: [marks[rollout.id] for rollout in batch]} if with_ledger else None
-        shards.append(shard_cp(pack(batch, alignment, extra=extra), at.cp))
-    return shards
+    batches = split_by_count(len(rollouts), dp=mesh.dp, micro_batch_size=micro_batch_size, multiple=multiple)[at.dp]
+    packs = [pack([rollouts[index] for index in batch], alignment, batch) for batch in batches]
+    return batches, [shard_cp(packed, at.cp) for packed in packs]
 
 
 @contextlib.contextmanager
@@ -272,17 +259,15 @@ def _forward(
     temperature: float,
     entropy: bool,
     finish: Callable[..., Any],
-    on_chunk: OnChunk | None = None,
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Run one packed micro-batch through one model chunk: Megatron's forward step.
 
     The iterator yields each micro-batch twice: on the host and on the device.
     """
+    from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
     shard, moved = next(data_iterator)
-    if on_chunk is not None:
-        on_chunk(next(at for at, chunk in enumerate(trainer.chunks) if chunk is model), shard)
     output = model(
         input_ids=moved.tokens_T[None],
         position_ids=moved.positions_T[None],
@@ -303,36 +288,19 @@ def _forward(
         # In bf16 Megatron would widen all logits and their gradient; `vocab_parallel_logprob` widens chunk by chunk.
         **({"fp32_output": False} if trainer.provider.bf16 else {}),
     )
-    on_logits = partial(
-        _logprobs, shard=moved, trainer=trainer, temperature=temperature, entropy=entropy, finish=finish
-    )
+
+    def on_logits(logits: torch.Tensor, *, non_loss_data: bool = False) -> Any:
+        logprob_T, entropy_T = vocab_parallel_logprob(
+            logits[0],
+            moved.labels_T,
+            vocab_start=_coordinate(trainer).tp * logits.shape[-1],
+            group=parallel_state.get_tensor_model_parallel_group() if trainer.mesh.tp > 1 else None,
+            temperature=temperature,
+            entropy=entropy,
+        )
+        return finish(logprob_T, entropy_T, moved)
+
     return output, on_logits
-
-
-def _logprobs(
-    logits: torch.Tensor,
-    *,
-    shard: PackedBatch,
-    trainer: TrainerModel,
-    temperature: float,
-    entropy: bool,
-    finish: Callable[..., Any],
-    non_loss_data: bool = False,
-) -> Any:
-    from megatron.core import parallel_state
-
-    from verifier.train.vocab_logprob import vocab_parallel_logprob
-
-    logits_TV = logits[0]
-    logprob_T, entropy_T = vocab_parallel_logprob(
-        logits_TV,
-        shard.labels_T,
-        vocab_start=_coordinate(trainer).tp * logits_TV.shape[1],
-        group=parallel_state.get_tensor_model_parallel_group() if trainer.mesh.tp > 1 else None,
-        temperature=temperature,
-        entropy=entropy,
-    )
-    return finish(logprob_T, entropy_T, shard)
 
 
 def _detached(logprob_T: torch.Tensor, entropy_T: torch.Tensor | None, shard: PackedBatch) -> torch.Tensor:
@@ -343,8 +311,6 @@ def _sum_loss(
     logprob_T: torch.Tensor, entropy_T: torch.Tensor, shard: PackedBatch, *, loss: TokenLoss
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return Megatron's loss triple: the sum to differentiate, the number of tokens to divide by, and the report."""
-    import torch
-
     mask_T = shard.loss_mask_T.to(logprob_T.device)
     total = torch.where(mask_T, loss(logprob_T, entropy_T, shard), 0).sum()
     num_tokens = mask_T.sum().int()
@@ -364,12 +330,8 @@ def _mode(trainer: TrainerModel, *, training: bool) -> Iterator[None]:
 
 
 def _coordinate(trainer: TrainerModel) -> Coordinate:
-    import torch.distributed as dist
-
     return trainer.mesh.coordinate(dist.get_rank())
 
 
 def _device(trainer: TrainerModel) -> torch.device:
-    import torch
-
     return torch.device("cpu") if trainer.tier == "cpu" else torch.device("cuda", torch.cuda.current_device())

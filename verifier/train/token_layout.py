@@ -1,8 +1,7 @@
-"""Layout of a packed batch: alignment, cumulative lengths, context-parallel and sequence-parallel rows.
+"""Layout of packed batches: micro-batches, alignment, cumulative lengths, context- and sequence-parallel rows.
 
 Integers only. Shape suffixes: S sub-sequences of a pack, N real tokens, T rows of the pack (real and padding).
 """
-# ruff: noqa: N815 - field names carry shape suffixes
 
 from __future__ import annotations
 
@@ -76,41 +75,45 @@ class Alignment:
         return -(-lengths_S // self.sequence_multiple) * self.sequence_multiple
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenLayout:
-    """Length and first row of each sub-sequence of a pack."""
+def split_by_count(num_rollouts: int, *, dp: int, micro_batch_size: int, multiple: int = 1) -> list[list[list[int]]]:
+    """Split rollouts, in order, into micro-batches whose sizes differ by at most one.
 
-    lengths_S: np.ndarray
-    """[S] int64, number of real tokens."""
-    padded_S: np.ndarray
-    """[S] int64, number of rows, real tokens and the padding behind them."""
-    cu_seqlens: np.ndarray
-    """[S + 1] int32, cumulative real lengths."""
-    cu_seqlens_padded: np.ndarray
-    """[S + 1] int32, cumulative padded lengths: first row of each sub-sequence; the last entry is T."""
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows T, real tokens and padding."""
-        return int(self.cu_seqlens_padded[-1])
-
-
-def lay_out(lengths_S: np.ndarray, alignment: Alignment) -> TokenLayout:
-    """Place sub-sequences one after another, each padded on its own.
+    Every rank gets as many micro-batches as the others, because collectives involve all ranks. Where rollouts do not
+    suffice some are empty, and `pack` makes fillers of them.
 
     Args:
-        lengths_S: [S] number of real tokens of each, at least 1.
-        alignment: multiples to pad to.
+        num_rollouts: number of rollouts of the whole step.
+        dp: number of data-parallel ranks.
+        micro_batch_size: greatest number of rollouts of a micro-batch.
+        multiple: divisor of the number of micro-batches of a rank; pp for interleaved pipeline stages.
+
+    Returns:
+        Per data-parallel rank and micro-batch, the indices of its rollouts.
+
+    Raises:
+        UsageError: nothing to split, or a size below 1.
     """
-    lengths_S = np.asarray(lengths_S, np.int64)
+    if num_rollouts < 1:
+        raise UsageError("there are no rollouts to split into micro-batches")
+    for name, size in (("dp", dp), ("micro_batch_size", micro_batch_size), ("multiple", multiple)):
+        if size < 1:
+            raise UsageError(f"{name} is {size}, it must be at least 1")
+    per_rank = -(-num_rollouts // (micro_batch_size * dp * multiple)) * multiple
+    batches = [part.tolist() for part in np.array_split(np.arange(num_rollouts), dp * per_rank)]
+    return [batches[rank * per_rank : (rank + 1) * per_rank] for rank in range(dp)]
+
+
+def lay_out(lengths_S: np.ndarray, alignment: Alignment) -> tuple[np.ndarray, np.ndarray]:
+    """Place sub-sequences of the given numbers of tokens, each at least 1, one after another, each padded on its own.
+
+    Returns:
+        [S + 1] int32, cumulative real lengths; [S + 1] int32, cumulative padded lengths: first row of each
+        sub-sequence, then T.
+    """
     padded_S = alignment.padded(lengths_S)
     padded_S[-1] += -int(padded_S.sum()) % alignment.total_multiple
-    return TokenLayout(
-        lengths_S=lengths_S,
-        padded_S=padded_S,
-        cu_seqlens=np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32),
-        cu_seqlens_padded=np.concatenate([[0], np.cumsum(padded_S)]).astype(np.int32),
-    )
+    real, padded = (np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32) for sizes in (lengths_S, padded_S))
+    return real, padded
 
 
 def cp_rows(cu_seqlens_padded: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:

@@ -17,7 +17,6 @@ from verifier.probes.tokens_megatron import TokenProbe
 from verifier.train.pack import pack
 from verifier.train.step_megatron import _seen
 from verifier.train.token_layout import Alignment
-from verifier.train.token_ledger import LEDGER, sentinels
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def seen(tmp_path):
 
 
 def packed():
-    return [pack(rollouts(), Alignment(), extra={LEDGER: sentinels(rollouts())})]
+    return [pack(rollouts(), Alignment())]
 
 
 def misplaced(path):

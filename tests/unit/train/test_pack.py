@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-import torch
 
+from tests.unpacking import unpack
 from verifier.data.rollout import make_rollout
 from verifier.errors import ContractError
 from verifier.train.pack import IGNORE_LABEL as X
-from verifier.train.pack import pack, shard_cp, unpack, unpack_rows, unshard_cp
+from verifier.train.pack import pack, shard_cp
 from verifier.train.token_layout import Alignment
 
 A = make_rollout("a", [11, 12], [13, 14, 15], sampled=[True, False, True], logprobs=[-1, -2, -3], versions=[4, 4, 5])
@@ -16,50 +16,43 @@ NAN = float("nan")
 
 
 def test_two_rollouts_over_two_context_parallel_ranks() -> None:
-    packed = pack([A, B], Alignment(cp=2), pad_token=9, extra={"advantage": [np.arange(5.0), np.array([8.0, 9.0])]})
+    packed = pack([A, B], Alignment(cp=2), [3, 1])
     assert packed.ids == ("a", "b")
     assert packed.cu_seqlens.tolist() == [0, 5, 7]
     assert packed.cu_seqlens_padded.tolist() == [0, 8, 12]
     assert packed.max_seqlen == 8
-    assert packed.tokens_T.tolist() == [11, 12, 13, 14, 15, 9, 9, 9, 21, 22, 9, 9]
+    assert packed.tokens_T.tolist() == [11, 12, 13, 14, 15, 0, 0, 0, 21, 22, 0, 0]
     assert packed.positions_T.tolist() == [0, 1, 2, 3, 4, 0, 0, 0, 0, 1, 0, 0]
     assert packed.segments_T.tolist() == [0, 0, 0, 0, 0, -1, -1, -1, 1, 1, -1, -1]
     assert packed.roles_T.tolist() == [0, 0, 1, 2, 1, 0, 0, 0, 0, 1, 0, 0]
     assert packed.labels_T.tolist() == [12, 13, 14, 15, X, X, X, X, 22, X, X, X]
     assert packed.loss_mask_T.tolist() == [False, True, False, True] + 4 * [False] + [True] + 3 * [False]
     assert packed.versions_T.tolist() == [-1, 4, -1, 5, -1, -1, -1, -1, 7, -1, -1, -1]
-    assert packed.extra["advantage"].nan_to_num(-1).tolist() == [1, 2, 3, 4, -1, -1, -1, -1, 9, -1, -1, -1]
+    a, b = 4 << 32, 2 << 32
+    assert packed.ledger_T.tolist() == [a + 1, a + 2, a + 3, a + 4, 0, 0, 0, 0, b + 1, 0, 0, 0]
     assert packed.engine_logprobs_T.nan_to_num(0).tolist() == [0, -1, 0, -3, 0, 0, 0, 0, -9, 0, 0, 0]
 
     second = shard_cp(packed, 1)
     assert second.rows_T.tolist() == [2, 3, 4, 5, 9, 10]
     assert second.labels_T.tolist() == [14, 15, X, X, X, X]
     assert second.cu_seqlens_padded.tolist() == [0, 8, 12]
-    assert second.extra["advantage"].nan_to_num(-1).tolist() == [3, 4, -1, -1, -1, -1]
+    assert second.ledger_T.tolist() == [a + 3, a + 4, 0, 0, 0, 0]
 
 
 def test_a_filler_predicts_nothing_and_unpacks_to_nothing() -> None:
-    packed = pack([], Alignment(tp=2, cp=2), pad_token=9, extra={"advantage": []})
+    packed = pack([], Alignment(tp=2, cp=2))
     assert packed.num_rows == 8
-    assert packed.tokens_T.tolist() == [9] * 8
+    assert packed.tokens_T.tolist() == [0] * 8
     assert not packed.loss_mask_T.any()
     assert (packed.labels_T == X).all()
-    assert packed.extra["advantage"].isnan().all()
+    assert (packed.segments_T == -1).all()
+    assert packed.engine_logprobs_T.isnan().all()
+    assert not packed.ledger_T.any()
     assert unpack(packed) == []
     assert shard_cp(packed, 1).num_rows == 4
 
 
-def test_shards_cannot_be_unpacked_and_must_be_whole() -> None:
-    packed = pack([A, B], Alignment(cp=2))
-    with pytest.raises(ContractError, match="6 values for a pack of 12 rows: gather shards with `unshard_cp` first"):
-        unpack_rows(shard_cp(packed, 0).tokens_T, packed)
-    with pytest.raises(ContractError, match="context-parallel rank 1 gave 5 rows, 6 are expected"):
-        unshard_cp([torch.zeros(6), torch.zeros(5)], packed.cu_seqlens_padded)
-
-
-def test_extra_arrays_and_routes_must_fit() -> None:
-    with pytest.raises(ContractError, match="rollout `b`: `advantage` has shape \\[3\\] for 2 tokens"):
-        pack([A, B], Alignment(), extra={"advantage": [np.zeros(5), np.zeros(3)]})
+def test_routes_must_fit() -> None:
     routed = make_rollout("r", [1], [2], routes=np.zeros((2, 3, 2), np.int16))
     with pytest.raises(
         ContractError, match=r"rollout `b` has routes of .* = None, others of the same pack have \[3, 2\]"

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verifier.train.recompute_megatron import recomputed
+from verifier.train.step_megatron import recomputed
 
 
 def trainer():

@@ -1,4 +1,4 @@
-"""The alignment rules, against those of the other trainers as they state them."""
+"""The alignment rules, against those of the other trainers as they state them; micro-batches; what is refused."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from verifier.errors import ContractError, UsageError
-from verifier.train.token_layout import Alignment, cp_rows, lay_out, sp_slice
+from verifier.train.token_layout import Alignment, cp_rows, lay_out, sp_slice, split_by_count
 
 SIZES = [(tp, cp) for tp in (1, 2, 3, 4, 8) for cp in (1, 2, 4, 8)]
 
@@ -45,9 +45,9 @@ def test_without_sequence_parallelism_tensor_parallelism_does_not_pad() -> None:
 
 
 def test_the_last_subsequence_takes_the_rest_of_the_whole() -> None:
-    layout = lay_out(np.array([5, 3]), Alignment(fp8="blockwise"))
-    assert layout.cu_seqlens.tolist() == [0, 5, 8]
-    assert layout.cu_seqlens_padded.tolist() == [0, 16, 128]
+    real, padded = lay_out(np.array([5, 3]), Alignment(fp8="blockwise"))
+    assert real.tolist() == [0, 5, 8]
+    assert padded.tolist() == [0, 16, 128]
 
 
 def test_zigzag_rows_of_two_subsequences() -> None:
@@ -73,3 +73,26 @@ def test_rows_that_do_not_divide_are_refused() -> None:
 def test_impossible_alignments_are_refused(sizes: dict, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Alignment(**sizes)
+
+
+def test_micro_batches_keep_neighbours_and_even_sizes() -> None:
+    assert split_by_count(10, dp=2, micro_batch_size=3) == [[[0, 1, 2], [3, 4, 5]], [[6, 7], [8, 9]]]
+
+
+def test_fewer_rollouts_than_ranks_leave_empty_micro_batches() -> None:
+    assert split_by_count(1, dp=2, micro_batch_size=4) == [[[0]], [[]]]
+
+
+def test_interleaved_stages_get_a_multiple() -> None:
+    assert [len(batches) for batches in split_by_count(3, dp=1, micro_batch_size=1, multiple=2)] == [4]
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 0}, {"micro_batch_size": 0}, {"multiple": 0}])
+def test_sizes_below_one_are_refused(sizes: dict) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(sizes))} is 0, it must be at least 1"):
+        split_by_count(4, **{"dp": 1, "micro_batch_size": 1, **sizes})
+
+
+def test_nothing_to_split_is_refused() -> None:
+    with pytest.raises(UsageError, match="there are no rollouts to split"):
+        split_by_count(0, dp=1, micro_batch_size=1)

@@ -11,9 +11,8 @@ from verifier.checks import token_audit
 from verifier.checks.token_audit import Misplacement
 from verifier.data.rollout import Rollout, make_rollout
 from verifier.probes.trainer import rollouts_of
-from verifier.train.pack import PackedBatch, pack
+from verifier.train.pack import PackedBatch, loss_rows, pack
 from verifier.train.token_layout import Alignment
-from verifier.train.token_ledger import LEDGER, loss_rows, sentinels
 
 ROLLOUTS = [
     make_rollout("a", [11, 12], [13, 14], logprobs=[-1, -2], versions=[4, 5]),
@@ -29,12 +28,12 @@ def audit(rollouts: Sequence[Rollout], rows: dict[str, np.ndarray]) -> list[Misp
 
 
 def packed() -> PackedBatch:
-    return pack(ROLLOUTS, Alignment(cp=2), extra={LEDGER: sentinels(ROLLOUTS)})
+    return pack(ROLLOUTS, Alignment(cp=2))
 
 
 def test_in_place() -> None:
     assert audit(ROLLOUTS, loss_rows([packed()])) == []
-    assert audit(ROLLOUTS, loss_rows([packed(), pack([], Alignment(), extra={LEDGER: []})])) == []
+    assert audit(ROLLOUTS, loss_rows([packed(), pack([], Alignment())])) == []
 
 
 @pytest.mark.parametrize(
@@ -58,9 +57,9 @@ def test_one_wrong_value_is_named(name: str, row: int, value: float, expected: M
 
 
 def test_lost_and_repeated_tokens_are_counted() -> None:
-    marks = packed().extra[LEDGER].clone()
+    marks = packed().ledger_T.clone()
     marks[2] = marks[1]
-    found = audit(ROLLOUTS, loss_rows([replace(packed(), extra={LEDGER: marks})]))
+    found = audit(ROLLOUTS, loss_rows([replace(packed(), ledger_T=marks)]))
     assert Misplacement(rollout="a", rank=0, position=2, field="row", expected=1, actual=2) in found
     assert Misplacement(rollout="a", position=3, field="row", expected=1, actual=0) in found
     assert Misplacement(rollout="a", rank=0, position=2, field="label", expected=13, actual=14) in found
@@ -69,7 +68,7 @@ def test_lost_and_repeated_tokens_are_counted() -> None:
 def test_swapped_fields_of_two_rollouts_of_one_shape() -> None:
     batch = [make_rollout(name, [1], [2, 3], logprobs=[-at, -at - 0.5]) for at, name in enumerate("xy")]
     swapped = [replace(batch[0], logprobs=batch[1].logprobs), replace(batch[1], logprobs=batch[0].logprobs)]
-    rows = loss_rows([pack(swapped, Alignment(), extra={LEDGER: sentinels(batch)})])
+    rows = loss_rows([pack(swapped, Alignment())])
     assert {(item.rollout, item.field) for item in audit(batch, rows)} == {
         ("x", "engine_logprob"),
         ("y", "engine_logprob"),
@@ -84,7 +83,7 @@ def test_not_a_number_equals_itself_only() -> None:
 
 def test_a_field_of_another_rollout_is_named() -> None:
     batch = [replace(rollout, reward=float(at), group=f"g{at}") for at, rollout in enumerate(ROLLOUTS)]
-    right = pack(batch, Alignment(cp=2), extra={LEDGER: sentinels(batch)})
+    right = pack(batch, Alignment(cp=2))
     assert audit(batch, loss_rows([right])) == []
     for field, wrong in (
         ("reward", {"rewards": (0.0, 0.0)}),
@@ -100,4 +99,4 @@ def test_tokens_of_no_rollout_are_named_too() -> None:
     rows = loss_rows([packed()])
     shorter = [make_rollout("a", [11, 12], [13], logprobs=[-1], versions=4)]
     stray = [item.actual for item in audit(shorter, rows) if (item.rollout, item.field) == ("", "row")]
-    assert stray == [float(sentinels(ROLLOUTS)[0][3]), float(sentinels(ROLLOUTS)[1][1])]
+    assert stray == [float((1 << 32) + 3), float((2 << 32) + 1)]
