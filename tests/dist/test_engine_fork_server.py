@@ -43,7 +43,7 @@ def test_engines_of_one_fork_server(checkpoint: Path, tmp_path: Path) -> None:
                 client = process.client(START_S)
                 scores.append(client.logprobs([[1, 2, 3, 4]])[0])
                 assert len(client.state()) == tp
-                assert client.call("verifier.platform.upstream_fixes_vllm", "installed") == [list(fixes)] * tp
+                assert client.call("verifier.platform.upstream_fixes_vllm:installed") == [list(fixes)] * tp
                 client.close()
                 servers.append(process.pid)
                 folder = process.socket_path.parent

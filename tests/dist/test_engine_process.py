@@ -87,7 +87,7 @@ def test_nobody_listens(tmp_path: Path) -> None:
 def test_deadline_names_the_request(engine: EngineProcess) -> None:
     client = engine.client()
     with pytest.raises(EngineTimeout, match=r"did not answer `call` within 0.2 s"):
-        client.ask("call", deadline_s=0.2, module="tests.dist.test_engine_process", function="sleep", arguments=[2])
+        client.ask("call", deadline_s=0.2, function=f"{__name__}:sleep", arguments=[2])
     with pytest.raises(EngineGone, match="was closed before"):
         client.reset_prefix_cache()
     assert engine.client().reset_prefix_cache()
@@ -95,7 +95,7 @@ def test_deadline_names_the_request(engine: EngineProcess) -> None:
 
 def test_call_runs_beside_the_model(engine: EngineProcess) -> None:
     held = [item.kind for rank in engine.client().state() for item in rank]
-    assert engine.client().call("tests.dist.test_engine_process", "parameter_count") == [held.count("parameter")]
+    assert engine.client().call(f"{__name__}:parameter_count") == [held.count("parameter")]
 
 
 def test_out_of_vocabulary_is_refused_and_the_engine_lives(engine: EngineProcess) -> None:
@@ -109,7 +109,7 @@ def test_update_before_a_group_is_refused(engine: EngineProcess) -> None:
     client = engine.client()
     plan = build_plan([TensorMeta(name="w", dtype="float32", shape=(2,))], chunk_bytes=64)
     with pytest.raises(ContractError, match="before the engine joined a transfer group"):
-        client.begin_update(plan).result()
+        client.begin_update(plan)()
 
 
 def test_absent_sender_is_named(engine: EngineProcess) -> None:
@@ -118,7 +118,7 @@ def test_absent_sender_is_named(engine: EngineProcess) -> None:
     client = engine.client()
     plan = build_plan([TensorMeta(name="w", dtype="float32", shape=(2,))], chunk_bytes=64)
     with pytest.raises(TransferFailed, match="transfer rank 1 waited up to 1 s with the sender"):
-        client.begin_update(plan).result()
+        client.begin_update(plan)()
     group.close()
 
 

@@ -53,10 +53,10 @@ def run(runner, measured, config, **said):
 def test_graphs_are_replayed_after_sleep_and_sync(level, runner, measured, tmp_path):
     config = config_of(tmp_path / "trace", cuda_graphs=True, sleep_level=level)
     client = client_of(runner, config)
-    client.call(FUNCTIONS, "count_replays")
-    before = client.call(FUNCTIONS, "replays")[0]
+    client.call(f"{FUNCTIONS}:count_replays")
+    before = client.call(f"{FUNCTIONS}:replays")[0]
     run(runner, measured, config, cuda_graphs=True, sleep_level=level)
-    replays = client.call(FUNCTIONS, "replays")[0] - before
+    replays = client.call(f"{FUNCTIONS}:replays")[0] - before
     client.close()
     measured(replays=replays)
     assert replays >= 2 * (CYCLES + 1), "scoring and sampling did not go through captured graphs"
@@ -68,11 +68,11 @@ def test_fault_is_caught_where_it_sits(fault, runner, measured, tmp_path):
     options = {"cuda_graphs": True, "sleep_level": 2}
     config = config_of(tmp_path / "faulted", fault.model.removeprefix("tiny:"), **options)
     client = client_of(runner, config)
-    client.call("verifier.faults.engine_side", "inject", [fault.id])
+    client.call("verifier.faults.engine_side:inject", fault.id)
     try:
         trace = runner.roundtrip(config)
     finally:
-        fired = sum(client.call("verifier.faults.engine_side", "heal"))
+        fired = sum(client.call("verifier.faults.engine_side:heal"))
         client.close()
     caught, first = verdicts(trace)
     measured(fault=fault.id, fired=fired, caught=caught, first_bad_stage=first)

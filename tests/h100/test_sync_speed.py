@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 
@@ -27,6 +28,7 @@ from verifier.runs.spec import GPU_CHUNK_BYTES
 from verifier.transport import buffer
 from verifier.transport.gloo import Listener
 from verifier.transport.groups import bulk_group
+from verifier.transport.wire import Receipt
 
 ROUNDS = 7
 LEAST_SHARE = 0.97
@@ -64,10 +66,13 @@ class PipeEngine:
 
     def receive(self, chunk):
         self._conn.send(chunk)
-        return self
+        return lambda: self.read(self.result())
 
     def result(self):
         return self._conn.recv()
+
+    def read(self, records):
+        return msgspec.convert(records, list[Receipt])
 
 
 class Alone:
@@ -168,10 +173,10 @@ def _ours(conn, group, plan, tensors, how):
         for delivery in update.deliver(PipeEngine(conn), group, plan, tensors):
             (receipt,) = delivery.receipts
             assert receipt.refused is None
-            planned = delivery.chunk
+            planned = delivery.packed.chunk
             assert (receipt.names, receipt.dtypes, receipt.shapes) == (planned.names, planned.dtypes, planned.shapes)
             if how != "undigested":
-                assert list(receipt.digests) == delivery.digests()
+                assert list(receipt.digests) == delivery.packed.digests()
         return time.perf_counter() - began
 
 
@@ -181,7 +186,7 @@ def _broken_down(conn, group, plan, tensors):
     places = {
         "begin": (group, "begin"), "pack": (update._Sending, "pack_next"), "say": (group, "offer"),
         "hear and send": (update._Sending, "_send_offered"), "wait for receipts": (PipeEngine, "result"),
-        "read receipts": (update, "receipts"), "finish digests": (update.Delivery, "digests"),
+        "read receipts": (PipeEngine, "read"), "finish digests": (buffer.Packed, "digests"),
     }  # fmt: skip
     with profiled(kernels), spans.over(**places):
         total = _ours(conn, group, plan, tensors, "broken down")

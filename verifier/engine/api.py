@@ -1,16 +1,21 @@
-"""Interface of an engine: its requests and the plain types of its answers. Torch-free."""
+"""Interface of an engine: its requests, the plain types of its answers, and their way between processes. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import msgspec
+
 from verifier.config import EngineOptions
-from verifier.errors import UsageError
+from verifier.errors import ContractError, InternalError, UsageError, VerifierError
+from verifier.launch import failures
+from verifier.launch.child import resolve
 from verifier.model.families import num_experts_of
 from verifier.plan.chunk_plan import ChunkPlan
-from verifier.transport.wire import Address, Agreement, Receipt
+from verifier.transport.wire import Address, Agreement, Receipt, TransferFailed
 
 Box = tuple[tuple[int, int], ...]
 """[begin, end) in each dim of a checkpoint tensor."""
@@ -33,14 +38,6 @@ class EngineConfig(EngineOptions):
     seed: int = 0
     gpus: str = ""
     """GPUs of the engine's ranks, such as "2,3"; empty lets the engine choose."""
-    cuda_graphs: bool = False
-    """Switch: capture and replay CUDA graphs; otherwise the engine runs eagerly."""
-    sleep_mode: bool = False
-    """Switch: allocate memory such that the engine can sleep."""
-    quantization: str | None = None
-    """vLLM's name of a quantization that is applied to the weights while they are loaded."""
-    lora_rank: int = 0
-    """Greatest rank of an adapter that can be loaded; 0 for none."""
     fixes: tuple[str, ...] = ()
     """Ids of the upstream fixes that are installed in the engine's processes."""
 
@@ -51,10 +48,6 @@ class EngineConfig(EngineOptions):
             raise UsageError(f"the engine cannot run in {self.dtype}; choose one of {', '.join(DTYPES)}")
         if self.tp not in (1, 2, 4, 8):
             raise UsageError(f"--engine-tp {self.tp} is not one of 1, 2, 4, 8")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the keyword arguments that rebuild this config."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,23 +151,23 @@ class Sample:
     """Number of prompt tokens whose keys and values came from the prefix cache."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """All samples of one prompt."""
-
-    prompt: tuple[int, ...]
-    samples: tuple[Sample, ...] = field(default=())
-
-
 class Engine(Protocol):
-    """Requests that every engine answers. Lists per engine rank are in rank order."""
+    """Requests that every engine answers, by default as one rank does that holds nothing but its weights.
 
-    num_ranks: int
+    Answers per engine rank are in rank order. Arguments and answers of `call` and `call_driver` are JSON values.
+    """
+
+    library: str
+    """Name of its library, for errors."""
+
+    def num_ranks(self) -> int:
+        """Return the number of engine ranks."""
+        return 1
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Score sequences: entry t of each is log p(token t+1 | tokens 0..t), float32 nats, length len-1."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Generation]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
         """Sample continuations of each prompt."""
 
     def state(self) -> list[list[EngineTensor]]:
@@ -197,24 +190,72 @@ class Engine(Protocol):
 
     def finish_update(self) -> None:
         """Process the loaded weights; they are in use afterwards."""
+        return
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached keys and values; return whether it was done."""
+        return True
 
     def load_adapter(self, path: str) -> None:
         """Use the adapter of a PEFT directory from now on; its memory is poisoned first."""
+        raise ContractError(f"the engine of {self.library} takes no adapters")
 
     def sleep(self, level: int) -> None:
         """Free the GPU's memory: level 1 keeps the weights on the host, level 2 drops them."""
+        raise ContractError(f"the engine of {self.library} does not sleep")
 
     def wake_up(self, tag: str) -> None:
         """Allocate the memory of "weights" or "kv_cache" again; its contents are undefined after level 2."""
+        raise ContractError(f"the engine of {self.library} does not sleep")
 
-    def call(self, module: str, function: str, arguments: Sequence[Any]) -> list[Any]:
-        """Run ``function(worker, *arguments)`` on each rank and return the results, which must be JSON values."""
+    def call(self, function: str, arguments: Sequence[Any]) -> list[Any]:
+        """Return what ``function(worker, *arguments)`` returns on each rank; it is named "package.module:function"."""
+        return [self.call_driver(function, arguments)]
+
+    def call_driver(self, function: str, arguments: Sequence[Any]) -> Any:
+        """Return what ``function(engine, *arguments)`` returns in the engine's own process, which asks the ranks."""
+        return resolve(function)(self, *arguments)
 
     def shutdown(self) -> None:
         """Leave the transfer group and free the model."""
+
+
+CARRIED = (
+    VerifierError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    AssertionError,
+    OSError,
+)
+"""Errors that upstream code raises at a request that it cannot serve: reported to the client, and survived."""
+_MAX_CAUSE = 600
+
+
+def reply_of(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Call a function, and return its result or its error as JSON values; see `value_of`."""
+    try:
+        return {"value": msgspec.to_builtins(function(**arguments), enc_hook=lambda number: number.item())}  # numpy's
+    except CARRIED as error:
+        traceback.print_exc()
+        return {"error": failures.to_record(error)}
+
+
+def value_of(reply: dict[str, Any], doing: str, otherwise: type[VerifierError] = InternalError) -> Any:
+    """Return the result in another process's reply, or raise its error.
+
+    Args:
+        reply: see `reply_of`.
+        doing: begins the sentence about an error that is not one of ours.
+        otherwise: raised for such an error.
+    """
+    if "error" in reply:
+        cause = " ".join(reply["error"]["cause"].split())[:_MAX_CAUSE]
+        known = failures.known_error(reply["error"], (TransferFailed, *failures.OURS))
+        raise known or otherwise(f"{doing}: {cause}")
+    return reply["value"]
 
 
 def check_sequences(sequences: Sequence[Sequence[int]], *, vocab_size: int, max_len: int, least: int = 2) -> None:

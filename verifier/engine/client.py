@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from verifier.engine.api import EngineSlice, EngineTensor, Generation, Poisoned, Sampling
-from verifier.engine.error_records import raise_record
+from verifier.engine.api import EngineSlice, EngineTensor, Poisoned, Sample, Sampling, value_of
 from verifier.errors import InternalError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
 from verifier.launch.child import last_lines
@@ -27,124 +27,91 @@ class EngineTimeout(InternalError):
     """The engine did not answer before the request's deadline."""
 
 
-class Pending:
-    """A request under way. Between `EngineClient.start` and `result` the caller may feed the engine by other means."""
-
-    def __init__(self, client: EngineClient, request: str, deadline_s: float) -> None:
-        self._client = client
-        self._request = request
-        self._deadline_s = deadline_s
-
-    def result(self) -> Any:
-        """The engine's answer, or its error raised here."""
-        return self._client.answer(self._request, self._deadline_s)
-
-
 class EngineClient:
     """One connection to an engine server. Requests are answered in their order; not for several threads.
 
     Args:
-        socket_path: where the server listens.
-        log_path: the server's log, quoted in errors.
+        socket_path: where the server listens; its log is beside it, and quoted in errors.
         deadline_s: for each request that names none.
         name: what errors call it.
     """
 
-    def __init__(
-        self,
-        socket_path: Path | str,
-        log_path: Path | str | None = None,
-        deadline_s: float = 300,
-        name: str = "the engine",
-    ) -> None:
-        self._name = name
-        self.socket_path = Path(socket_path)
-        self.log_path = Path(log_path) if log_path else self.socket_path.with_name("engine.log")
-        self.deadline_s = deadline_s
+    def __init__(self, socket_path: Path | str, deadline_s: float = 300, name: str = "the engine") -> None:
+        self._name, self._deadline_s = name, deadline_s
+        self._log = Path(socket_path).with_name("engine.log")
         self._channel: Channel | None = None
         try:
-            self._channel = Channel(connection.Client(str(self.socket_path), "AF_UNIX"))
+            self._channel = Channel(connection.Client(str(socket_path), "AF_UNIX"))
         except OSError as error:
-            why = f"{error.strerror}{last_lines(self.log_path)}"
-            raise EngineGone(f"{name} does not listen at {self.socket_path}: {why}") from error
+            why = f"{error.strerror}{last_lines(self._log)}"
+            raise EngineGone(f"{name} does not listen at {socket_path}: {why}") from error
 
-    def start(self, request: str, *, deadline_s: float | None = None, **arguments: Any) -> Pending:
-        """Send a request and return at once; results are taken in the order of the requests."""
-        if self._channel is None:
-            raise EngineGone(f"the connection to {self._name} was closed before the request `{request}`")
+    def start(
+        self, request: str, kind: Any = None, *, deadline_s: float | None = None, **arguments: Any
+    ) -> Callable[[], Any]:
+        """Send a request and return at once, so that the engine can be fed by other means meanwhile.
+
+        Args:
+            request: one of the methods of `Engine`.
+            kind: type of its answer.
+            deadline_s: for the answer.
+            arguments: JSON values.
+
+        Returns:
+            Function that waits for the answer, as `ask` does; to be called in the order of the requests.
+        """
         try:
-            self._channel.send({"request": request, "arguments": arguments})
+            self._connected(f"before the request `{request}`").send({"request": request, "arguments": arguments})
         except ChannelClosed as error:
             raise self._gone(request) from error
-        return Pending(self, request, deadline_s or self.deadline_s)
+        return partial(self._answer, request, kind, deadline_s or self._deadline_s)
 
-    def ask(self, request: str, *, deadline_s: float | None = None, **arguments: Any) -> Any:
-        """Send a request and wait for its answer.
+    def ask(self, request: str, kind: Any = None, *, deadline_s: float | None = None, **arguments: Any) -> Any:
+        """Send a request, as `start` does, and wait for its answer.
 
         Raises:
             EngineTimeout: no answer in time.
             EngineGone: the engine's process died.
             VerifierError: what the engine refused, as it raised it.
         """
-        return self.start(request, deadline_s=deadline_s, **arguments).result()
-
-    def answer(self, request: str, deadline_s: float) -> Any:
-        """Wait for the answer to the request under way."""
-        if self._channel is None:
-            raise EngineGone(f"the connection to {self._name} was closed during the request `{request}`")
-        try:
-            reply = self._channel.receive(deadline_s)
-        except DeadlinePassed as error:
-            self.close()
-            raise EngineTimeout(
-                f"{self._name} did not answer `{request}` within {deadline_s:g} s{last_lines(self.log_path)}"
-            ) from error
-        except ChannelClosed as error:
-            raise self._gone(request) from error
-        raise_record(reply, f"{self._name} failed in `{request}`")
-        return reply["value"]
+        return self.start(request, kind, deadline_s=deadline_s, **arguments)()
 
     def wait_ready(self, deadline_s: float) -> int:
         """Wait until the model is loaded; the number of engine ranks."""
-        return msgspec.convert(self.ask("num_ranks", deadline_s=deadline_s), int)
+        return self.ask("num_ranks", int, deadline_s=deadline_s)
 
-    def logprobs(self, sequences: Sequence[Sequence[int]], *, deadline_s: float | None = None) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """See `Engine.logprobs`."""
-        rows = self.ask("logprobs", deadline_s=deadline_s, sequences=[list(item) for item in sequences])
-        return msgspec.convert(rows, list[list[float]])
+        return self.ask("logprobs", list[list[float]], sequences=[list(item) for item in sequences])
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, deadline_s: float | None = None
-    ) -> list[Generation]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
         """See `Engine.generate`."""
-        rows = self.ask(
-            "generate", deadline_s=deadline_s, prompts=[list(item) for item in prompts], sampling=asdict(sampling)
-        )
-        return msgspec.convert(rows, list[Generation])
+        tokens = [list(item) for item in prompts]
+        return self.ask("generate", list[list[Sample]], prompts=tokens, sampling=asdict(sampling))
 
     def state(self) -> list[list[EngineTensor]]:
         """See `Engine.state`."""
-        return msgspec.convert(self.ask("state"), list[list[EngineTensor]])
+        return self.ask("state", list[list[EngineTensor]])
 
     def checkpoint_view(self) -> list[list[EngineSlice]]:
         """See `Engine.checkpoint_view`."""
-        return msgspec.convert(self.ask("checkpoint_view"), list[list[EngineSlice]])
+        return self.ask("checkpoint_view", list[list[EngineSlice]])
 
     def poison(self) -> list[list[Poisoned]]:
         """See `Engine.poison`."""
-        return msgspec.convert(self.ask("poison"), list[list[Poisoned]])
+        return self.ask("poison", list[list[Poisoned]])
 
-    def connect(self, address: Address) -> Pending:
-        """See `Engine.connect`; take the `result` after the sender has accepted."""
+    def connect(self, address: Address) -> Callable[[], None]:
+        """See `Engine.connect`; take the answer after the sender has accepted."""
         return self.start("connect", deadline_s=address.deadline_s + 30, address=asdict(address))
 
-    def begin_update(self, plan: ChunkPlan) -> Pending:
-        """See `Engine.begin_update`; the `result` is for `agreements`, after the sender has agreed."""
-        return self.start("begin_update", plan=plan.to_json())
+    def begin_update(self, plan: ChunkPlan) -> Callable[[], list[Agreement]]:
+        """See `Engine.begin_update`; take the answer after the sender has agreed."""
+        return self.start("begin_update", list[Agreement], plan=plan.to_json())
 
-    def receive(self, chunk: int) -> Pending:
-        """See `Engine.receive`; the `result` is for `receipts`, after the sender has sent."""
-        return self.start("receive", chunk=chunk)
+    def receive(self, chunk: int) -> Callable[[], list[Receipt]]:
+        """See `Engine.receive`; take the answer after the sender has sent."""
+        return self.start("receive", list[Receipt], chunk=chunk)
 
     def finish_update(self) -> None:
         """See `Engine.finish_update`."""
@@ -152,7 +119,7 @@ class EngineClient:
 
     def reset_prefix_cache(self) -> bool:
         """See `Engine.reset_prefix_cache`."""
-        return msgspec.convert(self.ask("reset_prefix_cache"), bool)
+        return self.ask("reset_prefix_cache", bool)
 
     def load_adapter(self, path: Path) -> None:
         """See `Engine.load_adapter`."""
@@ -166,13 +133,13 @@ class EngineClient:
         """See `Engine.wake_up`."""
         self.ask("wake_up", tag=tag)
 
-    def call(self, module: str, function: str, arguments: Sequence[Any] = ()) -> list[Any]:
+    def call(self, function: str, *arguments: Any) -> list[Any]:
         """See `Engine.call`."""
-        return msgspec.convert(self.ask("call", module=module, function=function, arguments=list(arguments)), list[Any])
+        return self.ask("call", list[Any], function=function, arguments=arguments)
 
-    def call_driver(self, module: str, function: str, arguments: Sequence[Any] = ()) -> Any:
-        """Run ``function(engine, *arguments)`` in the engine's own process, which asks the ranks; a JSON value."""
-        return self.ask("call_driver", module=module, function=function, arguments=list(arguments))
+    def call_driver(self, function: str, *arguments: Any) -> Any:
+        """See `Engine.call_driver`."""
+        return self.ask("call_driver", Any, function=function, arguments=arguments)
 
     def close(self) -> None:
         """Close this connection; the engine stays."""
@@ -180,16 +147,24 @@ class EngineClient:
             self._channel.close()
             self._channel = None
 
+    def _answer(self, request: str, kind: Any, deadline_s: float) -> Any:
+        """Wait for the answer to the request under way."""
+        try:
+            reply = self._connected(f"during the request `{request}`").receive(deadline_s)
+        except DeadlinePassed as error:
+            self.close()
+            raise EngineTimeout(
+                f"{self._name} did not answer `{request}` within {deadline_s:g} s{last_lines(self._log)}"
+            ) from error
+        except ChannelClosed as error:
+            raise self._gone(request) from error
+        return msgspec.convert(value_of(reply, f"{self._name} failed in `{request}`"), kind)
+
+    def _connected(self, when: str) -> Channel:
+        if self._channel is None:
+            raise EngineGone(f"the connection to {self._name} was closed {when}")
+        return self._channel
+
     def _gone(self, request: str) -> EngineGone:
         self.close()
-        return EngineGone(f"{self._name}'s process ended during the request `{request}`{last_lines(self.log_path)}")
-
-
-def agreements(rows: list[dict[str, Any]]) -> list[Agreement]:
-    """The answer to `begin_update`, one agreement per engine rank."""
-    return msgspec.convert(rows, list[Agreement])
-
-
-def receipts(rows: list[dict[str, Any]]) -> list[Receipt]:
-    """The answer to `receive`, one receipt per engine rank."""
-    return msgspec.convert(rows, list[Receipt])
+        return EngineGone(f"{self._name}'s process ended during the request `{request}`{last_lines(self._log)}")

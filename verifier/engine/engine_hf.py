@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from verifier.engine.api import (
+    Engine,
     EngineConfig,
     EngineSlice,
     EngineTensor,
-    Generation,
     Poisoned,
     Sample,
     Sampling,
@@ -28,10 +26,10 @@ from verifier.transport.receiver import ChunkReceiver
 from verifier.transport.wire import Address, Agreement, Receipt
 
 
-class HfEngine:
+class HfEngine(Engine):
     """See `Engine`. Attention is eager; there is no prefix cache."""
 
-    num_ranks = 1
+    library = "transformers"
 
     def __init__(self, config: EngineConfig) -> None:
         checkpoint = open_checkpoint(config.checkpoint)
@@ -48,7 +46,7 @@ class HfEngine:
         check_sequences(sequences, vocab_size=self._vocab_size, max_len=self._max_len)
         return [token_logprobs(self.model, tokens, torch.float32).tolist() for tokens in sequences]
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Generation]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
         """See `Engine.generate`: one sample at a time; every token but the first recomputes its whole prefix."""
         requests = [sampling.of(index) for index in range(len(prompts))]
         longest = max((item.max_tokens for item in requests), default=0)
@@ -57,8 +55,7 @@ class HfEngine:
         for prompt, asked in zip(prompts, requests, strict=True):
             first = self._distribution(prompt, (), asked)
             seeds = (asked.seed + sample if asked.seeded else None for sample in range(asked.n))
-            samples = tuple(self._sample(prompt, first, self._generator(seed), asked) for seed in seeds)
-            found.append(Generation(prompt=tuple(prompt), samples=samples))
+            found.append([self._sample(prompt, first, self._generator(seed), asked) for seed in seeds])
         return found
 
     def state(self) -> list[list[EngineTensor]]:
@@ -114,29 +111,6 @@ class HfEngine:
         stored = stored_in_model(self.model)
         tied = {item.name for item in stored if item.kind == "parameter" and item.tensor.data_ptr() in written}
         return sorted(tied | {places[name][0] for name, _ in tensors})
-
-    def finish_update(self) -> None:
-        """Do nothing: nothing is packed or derived."""
-
-    def reset_prefix_cache(self) -> bool:
-        """Return True: there is no cache."""
-        return True
-
-    def load_adapter(self, path: str) -> None:
-        """Refuse: an adapter would be merged weights, which an update brings."""
-        raise ContractError("the engine of transformers takes no adapters")
-
-    def sleep(self, level: int) -> None:
-        """Refuse: there is no GPU memory to free."""
-        raise ContractError("the engine of transformers does not sleep")
-
-    def wake_up(self, tag: str) -> None:
-        """Refuse: the engine never sleeps."""
-        raise ContractError("the engine of transformers does not sleep")
-
-    def call(self, module: str, function: str, arguments: Sequence[Any]) -> list[Any]:
-        """See `Engine.call`; the worker is this engine."""
-        return [getattr(importlib.import_module(module), function)(self, *arguments)]
 
     def shutdown(self) -> None:
         """Leave the transfer group."""

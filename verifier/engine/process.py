@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
+
+import msgspec
 
 from verifier.engine.api import EngineConfig
 from verifier.engine.client import EngineClient, EngineGone
@@ -62,39 +62,29 @@ class EngineProcess:
 
     Args:
         config: of the engine.
-        log_path: receives the output of the server and its workers; in the socket's directory if not given.
         fork_server: forks the server, if that is vLLM's; without one it gets an interpreter of its own.
         name: what errors call it.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        log_path: Path | None = None,
-        fork_server: ForkServer | None = None,
-        name: str = "the engine",
-    ) -> None:
+    def __init__(self, config: EngineConfig, fork_server: ForkServer | None = None, name: str = "the engine") -> None:
         self.config, self._name = config, name
-        self._directory = Path(tempfile.mkdtemp(prefix="verifier-engine-"))
-        self.socket_path = self._directory / "socket"
-        self.log_path = log_path or self._directory / "engine.log"
+        folder = Path(tempfile.mkdtemp(prefix="verifier-engine-"))
+        self.socket_path, self._log = folder / "socket", folder / "engine.log"
+        arguments = {"socket_path": str(self.socket_path), "config": msgspec.json.encode(config).decode()}
         with contextlib.ExitStack() as undo:
-            undo.callback(shutil.rmtree, self._directory, ignore_errors=True)
-            if len(os.fsencode(self._directory)) > _MAX_DIRECTORY:
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            if len(os.fsencode(folder)) > _MAX_DIRECTORY:
                 raise UsageError(
-                    f"the folder for temporary files, `{self._directory.parent}`, has too long a name for sockets: set "
+                    f"the folder for temporary files, `{folder.parent}`, has too long a name for sockets: set "
                     "TMPDIR to another"
                 )
-            arguments = {"socket_path": str(self.socket_path), "config": json.dumps(config.to_json())}
             if fork_server is None or config.kind != "vllm":
-                with self.log_path.open("wb") as log:
-                    self._server = spawn(
-                        "verifier.engine.server:main", list(arguments.values()), log, death_signal=signal.SIGKILL
-                    )
+                main = "verifier.engine.server:main"
+                with self._log.open("wb") as log:
+                    self._server = spawn(main, list(arguments.values()), log, death_signal=signal.SIGKILL)
             else:
-                self._server, channel = fork_server.fork(
-                    "verifier.engine.server:forked", arguments, log_path=self.log_path
-                )
+                forked = "verifier.engine.server:forked"
+                self._server, channel = fork_server.fork(forked, arguments, log_path=self._log)
                 channel.close()
             undo.pop_all()
 
@@ -116,23 +106,21 @@ class EngineProcess:
         while True:
             if self.socket_path.exists():
                 with contextlib.suppress(EngineGone):  # it may not listen yet, or have died since
-                    return EngineClient(self.socket_path, self.log_path, deadline_s, self._name)
+                    return EngineClient(self.socket_path, deadline_s, self._name)
             if self._server.ended():
                 why = f"ended before it listened ({self._server.cause_of_death()})"
-                raise EngineGone(f"{self._name}'s process {why}{last_lines(self.log_path)}")
+                raise EngineGone(f"{self._name}'s process {why}{last_lines(self._log)}")
             if time.monotonic() > until:
-                raise EngineGone(f"{self._name} did not listen within {_LISTEN_S:g} s{last_lines(self.log_path)}")
+                raise EngineGone(f"{self._name} did not listen within {_LISTEN_S:g} s{last_lines(self._log)}")
             time.sleep(0.02)
 
     def stop(self) -> None:
         """End the server and all its workers; nothing is left, whatever state they are in."""
         self._server.stop(_GRACE_S)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.socket_path.parent, ignore_errors=True)
 
     def __enter__(self) -> EngineProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()

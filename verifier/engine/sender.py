@@ -6,13 +6,12 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice, zip_longest
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from verifier.engine.client import EngineClient, Pending, agreements, receipts
+from verifier.engine.client import EngineClient
 from verifier.errors import ContractError, VerifierError
-from verifier.plan.chunk_plan import Chunk, ChunkPlan
+from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.buffer import Packed, pack
 from verifier.transport.wire import AHEAD, STOPPED, Agreement, Receipt, TransferFailed, chunk_message, disagreement
 
@@ -24,113 +23,12 @@ if TYPE_CHECKING:
     from verifier.transport.group import TransferGroup
 
 
-class PlanRefused(ContractError):
-    """Sender and engine ranks have different chunk plans, so no byte was sent."""
-
-    def __init__(self, agreement: Agreement) -> None:
-        self.agreement = agreement
-        ranks = ", ".join(str(rank - 1) for rank in agreement.dissenters)
-        super().__init__(f"engine rank {ranks} has another chunk plan than the sender, so no byte was sent")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
     """One chunk as sent and as confirmed by every engine rank; later chunks overwrite its memory."""
 
-    chunk: Chunk
     packed: Packed
-    receipts: tuple[Receipt, ...]
-
-    @property
-    def buffer(self) -> torch.Tensor:
-        """Sent bytes, [num_bytes] uint8."""
-        return self.packed.buffer
-
-    def digests(self) -> list[str]:
-        """Return the digests of the packed tensors in plan order."""
-        return self.packed.digests()
-
-
-def connect(engine: EngineClient, listener: Listener, rounds: TrainerRounds | None = None) -> TransferGroup:
-    """Connect the engine's ranks to the sender; once, before the first update.
-
-    Args:
-        engine: client of the engine.
-        listener: listening socket; the kind of its address selects the transport.
-        rounds: exchange among trainer ranks; for CUDA IPC only.
-    """
-    from verifier.transport.groups import bulk_group
-
-    pending = engine.connect(listener.address)
-    group = bulk_group(_while_engine(pending.result, listener.accept), rounds)
-    pending.result()
-    return group
-
-
-def agree(engine: EngineClient, group: TransferGroup, plan: ChunkPlan) -> Agreement:
-    """Open an update: compare the plan digests of all members before any byte is sent.
-
-    Raises:
-        PlanRefused: the digests differ; the engine is unchanged.
-        ContractError: the bytes cannot reach every engine rank; the engine is unchanged.
-    """
-    pending = engine.begin_update(plan)
-    agreement = _while_engine(pending.result, lambda: group.begin(plan))
-    agreements(pending.result())
-    if not agreement.reached:
-        raise PlanRefused(agreement)
-    return agreement
-
-
-def deliver(
-    engine: EngineClient, group: TransferGroup, plan: ChunkPlan, tensors: Iterable[tuple[str, torch.Tensor]]
-) -> Iterator[Delivery]:
-    """Send the stream chunk by chunk; call `EngineClient.finish_update` when it is exhausted.
-
-    While the engine loads a chunk, the next `AHEAD` chunks are being sent or agreed on, and one more is packed. If the
-    group does not overwrite memory, the engine has the next request already. `AHEAD` + 1 chunks are in memory, and the
-    one that was yielded last.
-
-    Args:
-        engine: client of the engine.
-        group: group from `connect`.
-        plan: plan that `agree` was called with.
-        tensors: (checkpoint name, tensor) in plan order.
-
-    Raises:
-        ContractError: the stream departs from the plan, or the members are not all at the same chunk; every sent chunk
-            has been confirmed by then.
-        TransferFailed: a member did not arrive before the deadline.
-    """
-    sending = _Sending(engine, group, plan, iter(tensors))
-    sending.pack_next()
-    if sending.problem is not None:
-        raise sending.problem
-    sending.ask()
-    for chunk in plan.chunks:
-        sending.send()
-        sending.pack_next()
-        follows = len(sending.in_transfer) > 1
-        if follows and not group.refills:  # the engine goes on with it at once
-            sending.ask()
-        answer = sending.answer()
-        packed = sending.in_transfer.popleft()
-        if follows and group.refills:
-            sending.ask()
-        try:
-            yield Delivery(chunk=chunk, packed=packed, receipts=tuple(receipts(answer)))
-        except GeneratorExit:  # the engine's pending answer must not be taken for that of a later request
-            if follows:
-                sending.send()
-                sending.answer()
-            raise
-        if not follows:
-            break
-    if sending.problem is not None:
-        raise sending.problem
-    if (extra := next(sending.stream, None)) is not None:
-        raise ContractError(f"the stream brings `{extra[0]}` after the plan's end")
-    group.end()
+    receipts: list[Receipt]
 
 
 class TransferWatch(Protocol):
@@ -161,11 +59,7 @@ def transfer(
     if rounds is not None:
         rounds.begin()
     try:
-        try:
-            watch.agreed(agree(engine, group, plan))
-        except PlanRefused as problem:
-            watch.agreed(problem.agreement)
-            raise
+        agree(engine, group, plan, watch)
         for delivery in deliver(engine, group, plan, tensors):
             watch.delivered(delivery)
         if rounds is not None:
@@ -179,12 +73,94 @@ def transfer(
     return ""
 
 
+def connect(engine: EngineClient, listener: Listener, rounds: TrainerRounds | None = None) -> TransferGroup:
+    """Connect the engine's ranks to the sender; once, before the first update.
+
+    Args:
+        engine: client of the engine.
+        listener: listening socket; the kind of its address selects the transport.
+        rounds: exchange among trainer ranks; for CUDA IPC only.
+    """
+    from verifier.transport.groups import bulk_group
+
+    answer = engine.connect(listener.address)
+    with _engine_first(answer):
+        control = listener.accept()
+    group = bulk_group(control, rounds)
+    answer()
+    return group
+
+
+def agree(engine: EngineClient, group: TransferGroup, plan: ChunkPlan, watch: TransferWatch | None = None) -> None:
+    """Open an update: compare the plan digests of all members before any byte is sent.
+
+    Raises:
+        ContractError: the digests differ, or the bytes cannot reach every engine rank; the engine is unchanged.
+    """
+    answer = engine.begin_update(plan)
+    with _engine_first(answer):
+        agreement = group.begin(plan)
+    answer()
+    if watch is not None:
+        watch.agreed(agreement)
+    if not agreement.reached:
+        ranks = ", ".join(str(rank - 1) for rank in agreement.dissenters)
+        raise ContractError(f"engine rank {ranks} has another chunk plan than the sender, so no byte was sent")
+
+
+def deliver(
+    engine: EngineClient, group: TransferGroup, plan: ChunkPlan, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[Delivery]:
+    """Send the stream chunk by chunk; call `EngineClient.finish_update` when it is exhausted.
+
+    While the engine loads a chunk, the next `AHEAD` chunks are being sent or agreed on, and one more is packed. If the
+    group does not overwrite memory, the engine has the next request already. `AHEAD` + 1 chunks are in memory, and the
+    one that was yielded last.
+
+    Args:
+        engine: client of the engine.
+        group: group from `connect`.
+        plan: plan that `agree` was called with.
+        tensors: (checkpoint name, tensor) in plan order.
+
+    Raises:
+        ContractError: the stream departs from the plan, or the members are not all at the same chunk; every sent chunk
+            has been confirmed by then.
+        TransferFailed: a member did not arrive before the deadline.
+    """
+    sending = _Sending(engine, group, plan, iter(tensors))
+    sending.pack_next()
+    sending.raise_problem()
+    sending.ask()
+    follows = True
+    while follows:
+        sending.send()
+        sending.pack_next()
+        follows = len(sending.in_transfer) > 1
+        if follows and not group.refills:  # the engine goes on with it at once
+            sending.ask()
+        receipts = sending.answer()
+        packed = sending.in_transfer.popleft()
+        if follows and group.refills:
+            sending.ask()
+        try:
+            yield Delivery(packed=packed, receipts=receipts)
+        except GeneratorExit:  # the engine's pending answer must not be taken for that of a later request
+            if follows:
+                sending.send()
+                sending.answer()
+            raise
+    sending.raise_problem()
+    if (extra := next(sending.stream, None)) is not None:
+        raise ContractError(f"the stream brings `{extra[0]}` after the plan's end")
+    group.end()
+
+
 class _Sending:
     """State of one update: chunks from the stream to the group.
 
     Attributes:
         stream: tensors that have not been drawn.
-        problem: reason why no further chunk is offered; None if there is none.
         in_transfer: chunks that are offered and not confirmed; a refused chunk is the last.
     """
 
@@ -192,18 +168,23 @@ class _Sending:
         self, engine: EngineClient, group: TransferGroup, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]]
     ) -> None:
         self.stream = stream
-        self.problem: ContractError | None = None
         self.in_transfer: deque[Packed] = deque()
         self._engine, self._group, self._plan = engine, group, plan
+        self._problem: ContractError | None = None
         self._ready: deque[Packed] = deque()
-        self._asked: deque[Pending] = deque()
+        self._asked: deque[Callable[[], list[Receipt]]] = deque()
         self._num_packed = self._num_offered = self._num_asked = 0
         self._offered: tuple[Packed, Callable[[], Agreement]] | None = None
         self._stopped = False
 
+    def raise_problem(self) -> None:
+        """Raise the reason why no further chunk is offered, if there is one."""
+        if self._problem is not None:
+            raise self._problem
+
     def pack_next(self) -> None:
         """Draw the next chunk's tensors, compare them with the plan and pack; ranks draw in lockstep even on errors."""
-        if self.problem is not None or self._num_packed == len(self._plan.chunks):
+        if self._problem is not None or self._num_packed == len(self._plan.chunks):
             return
         chunk = self._plan.chunks[self._num_packed]
         drawn = list(islice(self.stream, len(chunk.entries)))
@@ -215,55 +196,54 @@ class _Sending:
                     raise ContractError(f"the stream brings {what} where the plan says `{planned}`")
             self._ready.append(pack(chunk, dict(drawn), self._group.place(chunk.num_bytes)))
         except ContractError as problem:
-            self.problem = problem
+            self._problem = problem
 
     def ask(self) -> None:
         """Ask the engine for the next chunk and offer chunks up to `AHEAD` later; the last one is not sent yet."""
-        chunk = self._num_asked
-        self._asked.append(self._engine.receive(chunk))
+        last = min(self._num_asked + AHEAD, len(self._plan.chunks) - 1)
+        self._asked.append(self._engine.receive(self._num_asked))
         self._num_asked += 1
-        _while_engine(self._answer_all, partial(self._offer_through, min(chunk + AHEAD, len(self._plan.chunks) - 1)))
+        with _engine_first(self._answer_all):
+            while not self._stopped and self._num_offered <= last:
+                self._send_offered()
+                if not self._stopped and not self._offer_next():
+                    self._stopped = True
+                    self._group.agree(STOPPED)
 
     def send(self) -> None:
         """Send the chunk that was offered last, once the engine has agreed on it."""
-        _while_engine(self._answer_all, self._send_offered)
+        with _engine_first(self._answer_all):
+            self._send_offered()
 
-    def answer(self) -> Any:
+    def answer(self) -> list[Receipt]:
         """Return the engine's answer about the oldest requested chunk; after an error, drain the other answers."""
         try:
-            return self._asked.popleft().result()
+            return self._asked.popleft()()
         except VerifierError:
             while self._asked:
                 with contextlib.suppress(VerifierError):
-                    self._asked.popleft().result()
+                    self._asked.popleft()()
             raise
 
     def _answer_all(self) -> None:
         while self._asked:
             self.answer()
 
-    def _offer_through(self, last: int) -> None:
-        while not self._stopped and self._num_offered <= last:
-            self._send_offered()
-            if not self._stopped:
-                self._offer_next()
-
-    def _offer_next(self) -> None:
+    def _offer_next(self) -> bool:
+        """Start to offer the next chunk; False if the stream or the group has none."""
         if not self._ready:
             self.pack_next()
         if not self._ready:
-            self._stop()
-            return
+            return False
         packed = self._ready.popleft()
-        message = chunk_message(self._plan.digest, self._num_offered)
-        what = self._named(self._num_offered)
+        message = chunk_message(self._plan.digest, packed.chunk.index)
         try:
-            self._offered = packed, self._group.offer(message, packed.buffer, what)
+            self._offered = packed, self._group.offer(message, packed.buffer, self._named(packed))
         except ContractError as problem:
-            self.problem = problem
-            self._stop()
-            return
+            self._problem = problem
+            return False
         self._num_offered += 1
+        return True
 
     def _send_offered(self) -> None:
         if self._offered is None:
@@ -273,20 +253,17 @@ class _Sending:
         self.in_transfer.append(packed)
         if not agreement.reached:
             self._stopped = True
-            self.problem = ContractError(f"{self._named(packed.chunk.index)} was refused: {disagreement(agreement)}")
+            self._problem = ContractError(f"{self._named(packed)} was refused: {disagreement(agreement)}")
 
-    def _named(self, chunk: int) -> str:
-        return f"chunk {chunk} of {len(self._plan.chunks)}"
-
-    def _stop(self) -> None:
-        self._stopped = True
-        self._group.agree(STOPPED)
+    def _named(self, packed: Packed) -> str:
+        return f"chunk {packed.chunk.index} of {len(self._plan.chunks)}"
 
 
-def _while_engine[T](answer: Callable[[], Any], act: Callable[[], T]) -> T:
-    """Run the sender's part of a step; on failure raise the engine's own error, if it has one."""
+@contextlib.contextmanager
+def _engine_first(answer: Callable[[], object]) -> Iterator[None]:
+    """If the sender's part of a step fails, raise the engine's own error, if it has one."""
     try:
-        return act()
+        yield
     except (TransferFailed, ContractError):
         answer()
         raise

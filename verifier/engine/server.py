@@ -6,23 +6,18 @@ One thread accepts, reads and answers: one request at a time touches the engine.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import importlib.util
-import json
 import os
 import selectors
 import signal
 import socket
 import sys
-import traceback
-from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any, NoReturn
 
 import msgspec
 
-from verifier.engine.api import Engine, EngineConfig, Sampling, refuse_unsupported
-from verifier.engine.error_records import CARRIED, to_record
+from verifier.engine.api import Engine, EngineConfig, Sampling, refuse_unsupported, reply_of
 from verifier.engine.process import VLLM_ENVIRONMENT
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
@@ -42,11 +37,13 @@ _MAX_WAITING = 128
 """Clients that may connect before the engine is loaded."""
 _REQUEST_S = 60.0
 """Seconds that a client may stop in the middle of a request."""
-_AS_THEY_ARE = (
-    "logprobs", "state", "checkpoint_view", "poison", "receive", "finish_update", "reset_prefix_cache", "load_adapter",
-    "sleep", "wake_up", "call",
-)  # fmt: skip
-"""Requests that are methods of the engine with JSON values as arguments."""
+_REQUESTS = frozenset(name for name in vars(Engine) if not name.startswith("_")) - {"shutdown"}
+_READ = {
+    "sampling": lambda found: msgspec.convert(found, Sampling),
+    "address": lambda found: msgspec.convert(found, Address),
+    "plan": ChunkPlan.from_json,
+}
+"""Arguments of requests that are no JSON values -> function of their JSON form."""
 
 
 def preload() -> None:
@@ -136,64 +133,41 @@ class EngineServer:
         self._door.listen(_MAX_WAITING)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._door, selectors.EVENT_READ)
-        self._answers: dict[str, Callable[..., Any]] = {}
-        self._failure: VerifierError | None = None
+        self._engine: Engine | VerifierError
 
     def run(self, config: EngineConfig) -> NoReturn:
         """Load the engine, and answer until terminated; an engine that could not be loaded answers with the reason."""
         try:
-            engine = load(config)
+            self._engine = load(config)
         except VerifierError as error:
-            self._failure = error
-            self._serve()
-        self._answers = answers(engine)
+            self._engine = error
         try:
-            self._serve()
+            while True:
+                for key, _ in self._selector.select():
+                    if key.data is None:
+                        client = Channel(connection.Connection(self._door.accept()[0].detach()))
+                        self._selector.register(client, selectors.EVENT_READ, client)
+                    else:
+                        self._serve(key.data)
         finally:
-            engine.shutdown()
+            if not isinstance(self._engine, VerifierError):
+                self._engine.shutdown()
 
-    def _serve(self) -> NoReturn:
-        while True:
-            for key, _ in self._selector.select():
-                if key.data is None:
-                    client = Channel(connection.Connection(self._door.accept()[0].detach()))
-                    self._selector.register(client, selectors.EVENT_READ, client)
-                else:
-                    self._serve_client(key.data)
-
-    def _serve_client(self, client: Channel) -> None:
+    def _serve(self, client: Channel) -> None:
         try:
             message = client.receive(_REQUEST_S)
-            client.send(self._reply(message["request"], message["arguments"]))
+            client.send(reply_of(self._answer, **message))
         except (ChannelClosed, DeadlinePassed):  # it went away, or gave up waiting
             self._selector.unregister(client)
             client.close()
 
-    def _reply(self, request: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        if self._failure is not None:
-            return to_record(self._failure)
-        if request not in self._answers:
-            return to_record(InternalError(f"the engine knows no request `{request}`"))
-        try:
-            answer = self._answers[request](**arguments)
-            return {"value": msgspec.to_builtins(answer, enc_hook=lambda number: number.item())}  # numpy's scalars
-        except CARRIED as error:
-            traceback.print_exc()
-            return to_record(error)
-
-
-def answers(engine: Engine) -> dict[str, Callable[..., Any]]:
-    """Request name -> function of its arguments."""
-    return {
-        **{name: getattr(engine, name) for name in _AS_THEY_ARE},
-        "num_ranks": lambda: engine.num_ranks,
-        "generate": lambda prompts, sampling: engine.generate(prompts, msgspec.convert(sampling, Sampling)),
-        "connect": lambda address: engine.connect(Address(**address)),
-        "begin_update": lambda plan: engine.begin_update(ChunkPlan.from_json(plan)),
-        "call_driver": lambda module, function, arguments: getattr(importlib.import_module(module), function)(
-            engine, *arguments
-        ),
-    }
+    def _answer(self, request: str, arguments: dict[str, Any]) -> Any:
+        if isinstance(self._engine, VerifierError):
+            raise self._engine
+        if request not in _REQUESTS:
+            raise InternalError(f"the engine knows no request `{request}`")
+        given = {name: _READ[name](value) if name in _READ else value for name, value in arguments.items()}
+        return getattr(self._engine, request)(**given)
 
 
 def forked(channel: Channel, socket_path: str, config: str) -> NoReturn:
@@ -214,4 +188,4 @@ def main(socket_path: str, config: str) -> NoReturn:
     folder = os.path.dirname(socket_path)
     if len(os.fsencode(folder)) <= _MAX_FOLDER:
         os.environ["VLLM_RPC_BASE_PATH"] = folder  # vLLM leaves its sockets there; they go with the folder
-    server.run(EngineConfig(**json.loads(config)))
+    server.run(msgspec.json.decode(config, type=EngineConfig))

@@ -15,9 +15,9 @@ _HERE = "verifier.faults.engine_side"
 def begin(client: EngineClient, fault: Fault) -> None:
     """Inject a fault into the engine's process in which the bug lives."""
     if fault.side is Side.DRIVER:
-        client.call_driver(_HERE, "inject", [fault.id])
+        client.call_driver(f"{_HERE}:inject", fault.id)
     else:
-        client.call(_HERE, "inject", [fault.id])
+        client.call(f"{_HERE}:inject", fault.id)
 
 
 def end(client: EngineClient, fault: Fault) -> int:
@@ -26,8 +26,8 @@ def end(client: EngineClient, fault: Fault) -> int:
     Returns:
         Number of times that the injected code ran there.
     """
-    counts = client.call(_HERE, "heal")
-    return int(sum(counts) + (client.call_driver(_HERE, "heal") if fault.side is Side.DRIVER else 0))
+    counts = client.call(f"{_HERE}:heal")
+    return int(sum(counts) + (client.call_driver(f"{_HERE}:heal") if fault.side is Side.DRIVER else 0))
 
 
 def inject(worker: Any, fault_id: str) -> bool:

@@ -11,7 +11,7 @@ from verifier.faults.fault import FireCounter, Side, fault
 SAMPLER = "vllm.v1.sample.sampler:Sampler"
 FORWARD = f"{SAMPLER}.forward(self, logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)"
 CLIENT = "verifier.engine.client:EngineClient"
-GENERATE = f"{CLIENT}.generate(self, prompts, sampling, deadline_s)"
+GENERATE = f"{CLIENT}.generate(self, prompts, sampling)"
 PENALTY = 1.05
 """Repetition penalty in the published generation_config of Qwen2.5, the report's model."""
 NUCLEUS = 0.95
@@ -21,12 +21,10 @@ WORKER: dict[str, Any] = {**ROW, "side": Side.ENGINE}
 
 
 @fault(GENERATE, id="seeds-counted-per-request", reproduces="modelscope/ms-swift#7858", caught_by=("LGP005",), **ROW)
-def seeds_counted_per_request(
-    original: Any, fire: FireCounter, self: Any, prompts: Any, sampling: Any, **options: Any
-) -> Any:
+def seeds_counted_per_request(original: Any, fire: FireCounter, self: Any, prompts: Any, sampling: Any) -> Any:
     """A request's seed is its place in its own chunk, so requests of different chunks repeat each other."""
     fire()
-    return [found for prompt in prompts for found in original(self, [prompt], sampling, **options)]
+    return [found for prompt in prompts for found in original(self, [prompt], sampling)]
 
 
 @fault(
@@ -43,13 +41,11 @@ def block_of_the_row_before(original: Any, fire: FireCounter, self: Any, src: in
 
 
 @fault(GENERATE, id="first-stop-token-only", reproduces="NovaSky-AI/SkyRL#1319", caught_by=("LGP006",), **ROW)
-def first_stop_token_only(
-    original: Any, fire: FireCounter, self: Any, prompts: Any, sampling: Any, **options: Any
-) -> Any:
+def first_stop_token_only(original: Any, fire: FireCounter, self: Any, prompts: Any, sampling: Any) -> Any:
     """Only the first of several stop tokens ends an answer, and samples run on past the others."""
     if len(sampling.stop) > 1:
         fire()
-    return original(self, prompts, dataclasses.replace(sampling, stop=sampling.stop[:1]), **options)
+    return original(self, prompts, dataclasses.replace(sampling, stop=sampling.stop[:1]))
 
 
 @fault(

@@ -71,8 +71,7 @@ class Oracle:
         key = hashlib.blake2b(json.dumps([function, contents, arguments]).encode()).hexdigest() if known else ""
         if key in self._answers:
             return json.loads(self._answers[key])
-        module, _, name = function.partition(":")
-        found = self._client.call(f"verifier.oracle.{module}", name, [*map(str, paths), *arguments])[0]
+        found = self._client.call(f"verifier.oracle.{function}", *map(str, paths), *arguments)[0]
         if known:
             self._answers[key] = json.dumps(found)
         return found

@@ -81,7 +81,7 @@ class EngineState:
 
 def held_by(client: EngineClient) -> EngineState:
     """Ask an engine."""
-    return EngineState(tensors=client.state(), settings=client.call("verifier.engine.settings", "read_settings", []))
+    return EngineState(tensors=client.state(), settings=client.call("verifier.engine.settings:read_settings"))
 
 
 def record_poison(probe: Probe, rank: int, outcomes: Sequence[Poisoned], version: int) -> None:

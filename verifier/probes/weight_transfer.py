@@ -39,6 +39,7 @@ class TransferProbe:
 
     def delivered(self, delivery: Delivery) -> None:
         """Record every engine rank's receipt of a chunk."""
-        self.sent |= {name: tensor.clone() for name, tensor in unpack(delivery.chunk, delivery.buffer.cpu())}
+        packed = delivery.packed
+        self.sent |= {name: tensor.clone() for name, tensor in unpack(packed.chunk, packed.buffer.cpu())}
         for receipt in delivery.receipts:
             record_receipt(self._ranks[receipt.rank], receipt, self.version)

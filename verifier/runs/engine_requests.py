@@ -108,12 +108,12 @@ class EngineRequests:
         found = self._client.generate(prompts, sampling)
         rows = [
             (prompt, sampling.of(index), sample)
-            for index, (prompt, request) in enumerate(zip(prompts, found, strict=True))
-            for sample in request.samples
+            for index, (prompt, samples) in enumerate(zip(prompts, found, strict=True))
+            for sample in samples
         ]
         record_sampled(self._probe, name, rows, self._version, shaped=shaped)
         return [sample for _, _, sample in rows]
 
     def _draw(self, name: str, prompt: Sequence[int], sampling: Sampling) -> None:
-        found = [sample for request in self._client.generate([prompt, prompt], sampling) for sample in request.samples]
+        found = [sample for samples in self._client.generate([prompt, prompt], sampling) for sample in samples]
         record_drawn(self._probe, name, prompt, found, sampling.temperature, self._version)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from verifier.engine import server
-from verifier.engine.api import EngineConfig, Generation, Poisoned, Sample, Sampling
+from verifier.engine.api import EngineConfig, Poisoned, Sample, Sampling
 from verifier.engine.client import EngineClient, EngineGone, EngineTimeout
 from verifier.errors import InternalError, UsageError
 from verifier.transport.wire import TransferFailed
@@ -25,22 +25,20 @@ CONFIG = EngineConfig(kind="hf", checkpoint="none")
 class StillEngine:
     """Answers with what it was asked."""
 
-    num_ranks = 2
-
     def __init__(self) -> None:
         self.may_go_on = threading.Event()
         self.asked: list[str] = []
+
+    def num_ranks(self) -> int:
+        return 2
 
     def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """NaN for every token."""
         return [[math.nan for _ in tokens] for tokens in sequences]
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Generation]:
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Sample]]:
         """Each prompt as its own sample."""
-        return [
-            Generation(prompt=tuple(tokens), samples=(Sample(tokens=tuple(tokens), logprobs=(-0.5,), cached_tokens=3),))
-            for tokens in prompts
-        ]
+        return [[Sample(tokens=tuple(tokens), logprobs=(-0.5,), cached_tokens=3)] for tokens in prompts]
 
     def poison(self) -> list[list[Poisoned]]:
         """Fail in the transport."""
@@ -50,7 +48,7 @@ class StillEngine:
         """Fail as upstream code does."""
         raise RuntimeError("shape '[2]' is\n  invalid")
 
-    def call(self, module: str, function: str, arguments: list[Any]) -> list[Any]:
+    def call(self, function: str, arguments: list[Any]) -> list[Any]:
         """Wait until told to go on."""
         self.asked.append(function)
         assert self.may_go_on.wait(20)
@@ -83,8 +81,8 @@ def test_answers_come_back_typed(socket_path: Path) -> None:
     client = EngineClient(socket_path, deadline_s=20)
     assert client.wait_ready(20) == 2
     assert math.isnan(client.logprobs([[1], [2, 3]])[1][1])
-    (generation,) = client.generate([[7, 8]], Sampling(max_tokens=4, seed=0))
-    assert (generation.prompt, generation.samples[0].logprobs) == ((7, 8), (-0.5,))
+    ((sample,),) = client.generate([[7, 8]], Sampling(max_tokens=4, seed=0))
+    assert (sample.tokens, sample.logprobs) == ((7, 8), (-0.5,))
 
 
 def test_errors_come_back_as_themselves_and_the_engine_lives(socket_path: Path) -> None:
@@ -100,17 +98,17 @@ def test_errors_come_back_as_themselves_and_the_engine_lives(socket_path: Path) 
 
 def test_requests_of_a_connection_are_answered_in_their_order(socket_path: Path, engine: StillEngine) -> None:
     client, other = EngineClient(socket_path, deadline_s=20), EngineClient(socket_path, deadline_s=20)
-    pending = [client.start("call", module="m", function=str(number), arguments=[number]) for number in range(3)]
+    pending = [client.start("call", list[int], function=str(number), arguments=[number]) for number in range(3)]
     engine.may_go_on.set()
-    assert other.call("m", "other") == []
-    assert [item.result() for item in pending] == [[0], [1], [2]]
+    assert other.call("other") == []
+    assert [answer() for answer in pending] == [[0], [1], [2]]
     assert [name for name in engine.asked if name != "other"] == ["0", "1", "2"]
 
 
 def test_who_gives_up_waiting_disturbs_nobody(socket_path: Path, engine: StillEngine) -> None:
     client = EngineClient(socket_path, deadline_s=0.2, name="the oracle")
     with pytest.raises(EngineTimeout, match=r"^the oracle did not answer `call` within 0.2 s$"):
-        client.call("m", "f")
+        client.call("f")
     with pytest.raises(EngineGone, match="was closed before the request"):
         client.wait_ready(1)
     engine.may_go_on.set()

@@ -191,7 +191,7 @@ def test_a_rank_without_a_ring_is_refused_before_a_byte_is_loaded(host: dict[str
     assert ranks.held == [{}, {}, {}]
     assert sorted(host["released"]) == ["GPU-0", "GPU-1"]
     with pytest.raises(ContractError, match="before a chunk plan was agreed on"):
-        ranks.receive(0).result()
+        ranks.receive(0)()
     host["gpu_of"]["engine rank 2_0"] = "GPU-1"
     send(sender, rounds, 2)
     sender.group.close()
@@ -282,7 +282,7 @@ def test_a_plan_that_is_refused_tells_the_other_trainer_ranks(host: dict[str, An
     follower = Follower(1)
     answer = ranks.begin_update(plan_of(turned))
     assert not sender.group.begin(plan_of(tensors)).reached
-    answer.result()
+    answer()
     rounds.stop()
     follower.join()
     assert follower.drawn == len(tensors)

@@ -48,7 +48,7 @@ def test_the_next_chunks_travel_while_one_is_loaded(ranks: Ranks) -> None:
     ranks.load = load
     update.agree(ranks, sender.group, plan)
     for delivery in update.deliver(ranks, sender.group, plan, (drawn.append(n) or (n, t) for n, t in tensors.items())):
-        behind = plan.chunks[: delivery.chunk.index + AHEAD + 2]
+        behind = plan.chunks[: delivery.packed.chunk.index + AHEAD + 2]
         assert len(drawn) == sum(len(chunk.entries) for chunk in behind)
     chunks = range(len(plan.chunks))
     assert said == [list(chunks[chunk + AHEAD : chunk + AHEAD + 1]) for chunk in chunks]
@@ -71,7 +71,7 @@ def test_a_stream_that_departs_from_the_plan_ends_the_update(ranks: Ranks) -> No
         with pytest.raises(ContractError, match=r"the stream brings `another\.weight` where the plan says"):  # noqa: PT012
             for delivery in update.deliver(ranks, sender.group, plan, iter(stream)):
                 assert all(receipt.refused is None and receipt.received for receipt in delivery.receipts)
-                confirmed.append(delivery.chunk.index)
+                confirmed.append(delivery.packed.chunk.index)
         assert confirmed == list(range(wrong))
         assert time.monotonic() - began < 5
         ranks.held = [{} for _ in ranks.held]
@@ -101,7 +101,7 @@ def test_a_rank_at_another_chunk_stops_all_alike(ranks: Ranks) -> None:
     refused = []
     with pytest.raises(ContractError, match="is at another chunk than the sender"):  # noqa: PT012
         for delivery in sender.deliver(plan, tensors):
-            refused += [(delivery.chunk.index, receipt.rank, receipt.refused) for receipt in delivery.receipts]
+            refused += [(delivery.packed.chunk.index, receipt.rank, receipt.refused) for receipt in delivery.receipts]
     said = f"engine rank {astray} is at another chunk than the sender"
     assert [item for item in refused if item[2]] == [
         *((chunk, astray, said) for chunk in range(2, 2 + AHEAD)),
@@ -125,7 +125,7 @@ def test_a_loader_that_fails_says_so_and_the_rest_goes_on(ranks: Ranks) -> None:
     ranks.load = load
     refusals = []
     for delivery in sender.deliver(plan_of(tensors), tensors):
-        assert [item.digest for item in delivery.receipts[0].received] == delivery.digests()
+        assert [item.digest for item in delivery.receipts[0].received] == delivery.packed.digests()
         refusals += [(receipt.rank, receipt.refused) for receipt in delivery.receipts if receipt.refused]
     assert refusals == [(0, "ValueError while loading: it does not fit")]
     ranks.load = ranks.keep
@@ -152,10 +152,10 @@ def test_other_plans_are_refused_before_a_byte_moves(ranks: Ranks) -> None:
     plan, turned = plan_of(tensors), plan_of(dict(reversed(tensors.items())))
     answer = ranks.begin_update(turned)
     agreement = sender.group.begin(plan)
-    answer.result()
+    answer()
     assert agreement.dissenters == tuple(range(1, len(ranks.receivers) + 1))
     with pytest.raises(ContractError, match="chunk 0 was announced before a chunk plan was agreed on"):
-        ranks.receive(0).result()
+        ranks.receive(0)()
     sender.send(2)
     sender.group.close()
 
@@ -165,7 +165,7 @@ def test_a_chunk_that_is_not_planned_is_refused(ranks: Ranks) -> None:
     plan = plan_of(weights(1))
     update.agree(ranks, sender.group, plan)
     with pytest.raises(ContractError, match="chunk 99 was announced, the agreed plan has"):
-        ranks.receive(99).result()
+        ranks.receive(99)()
     sender.group.close()
 
 
@@ -175,6 +175,6 @@ def test_a_sender_that_goes_silent_is_given_up(ranks: Ranks) -> None:
     update.agree(ranks, sender.group, plan_of(tensors))
     began = time.monotonic()
     with pytest.raises(TransferFailed, match=r"waited up to 1 s with the sender"):
-        ranks.receive(0).result()
+        ranks.receive(0)()
     assert time.monotonic() - began < 10
     sender.group.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -15,7 +14,7 @@ from verifier.plan.chunk_plan import ChunkPlan, TensorMeta, build_plan
 from verifier.transport.buffer import dtype_name
 from verifier.transport.gloo import Listener
 from verifier.transport.receiver import ChunkReceiver
-from verifier.transport.wire import Address
+from verifier.transport.wire import Address, Receipt
 
 DEADLINE_S = 20
 
@@ -26,7 +25,7 @@ class Answer:
     def __init__(self, futures: list[Future[Any]]) -> None:
         self._futures = futures
 
-    def result(self) -> Any:
+    def __call__(self) -> Any:
         return [future.result(DEADLINE_S + 10) for future in self._futures]
 
 
@@ -51,7 +50,7 @@ class Ranks:
         return self._ask(lambda receiver: receiver.connect(address))
 
     def begin_update(self, plan: ChunkPlan) -> Answer:
-        return self._ask(lambda receiver: {"messages": receiver.agree(plan).messages})
+        return self._ask(lambda receiver: receiver.agree(plan))
 
     def receive(self, chunk: int) -> Answer:
         return self._ask(lambda receiver: self._received(receiver, chunk))
@@ -59,7 +58,7 @@ class Ranks:
     def _received(self, receiver: ChunkReceiver, chunk: int) -> Any:
         chunk = self.asked(receiver.engine_rank, chunk)
         receipt = receiver.receive(chunk, lambda tensors: self.load(receiver.engine_rank, tensors))
-        return json.loads(json.dumps(msgspec.to_builtins(receipt)))
+        return msgspec.json.decode(msgspec.json.encode(receipt), type=Receipt)
 
     def close(self) -> None:
         for receiver, thread in zip(self.receivers, self._threads, strict=True):
@@ -87,12 +86,13 @@ class Sender:
         tensors = weights(version)
         deliveries = []
         for delivery in self.deliver(plan_of(tensors), tensors):
-            digests = delivery.digests()
+            digests = delivery.packed.digests()
             for receipt in delivery.receipts:
                 assert receipt.refused is None
                 assert [item.digest for item in receipt.received] == digests
                 assert [(item.name, item.dtype, item.shape) for item in receipt.received] == [
-                    (entry.tensor.name, entry.tensor.dtype, entry.tensor.shape) for entry in delivery.chunk.entries
+                    (entry.tensor.name, entry.tensor.dtype, entry.tensor.shape)
+                    for entry in delivery.packed.chunk.entries
                 ]
                 assert list(receipt.loaded) == sorted(item.name for item in receipt.received)
             deliveries.append(delivery)

@@ -16,16 +16,16 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from verifier.engine.api import (
+    Engine,
     EngineConfig,
     EngineSlice,
     EngineTensor,
-    Generation,
     Poisoned,
     Sample,
     Sampling,
     check_sequences,
+    value_of,
 )
-from verifier.engine.error_records import raise_record
 from verifier.engine.vllm.worker_vllm import BACKEND
 from verifier.errors import ContractError, InternalError, VerifierError
 from verifier.model.checkpoint import open_checkpoint
@@ -62,12 +62,14 @@ def preload() -> None:
         ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """See `Engine`. Prefix caching is on; nothing is compiled; log-probabilities are of the shaped distribution."""
+
+    library = "vLLM"
 
     def __init__(self, config: EngineConfig) -> None:
         checkpoint = open_checkpoint(config.checkpoint)
-        self.num_ranks = config.tp
+        self._num_ranks = config.tp
         self._max_len = config.max_model_len
         self._vocab_size = int(checkpoint.config["vocab_size"])
         self._carried = checkpoint.names()
@@ -99,6 +101,10 @@ class VllmEngine:
         )
         self._rpc("verifier_unlink_shared")
 
+    def num_ranks(self) -> int:
+        """See `Engine.num_ranks`."""
+        return self._num_ranks
+
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """See `Engine.logprobs`: one prefill per sequence; vLLM does not read the prefix cache for it."""
         check_sequences(sequences, vocab_size=self._vocab_size, max_len=self._max_len - 1)
@@ -109,7 +115,7 @@ class VllmEngine:
             for tokens, output in zip(sequences, outputs, strict=True)
         ]
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Generation]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
         """See `Engine.generate`. Seeded samples do not depend on batching.
 
         vLLM seeds sample k of a request with the request's seed plus k. On a CPU it ignores seeds if a request of the
@@ -121,22 +127,19 @@ class VllmEngine:
         asked = [_params(item) for item in requests]
         self._rpc("verifier_seed", seed=sampling.seed)
         outputs = self._llm.generate(_prompts(prompts), asked, use_tqdm=False, lora_request=self._adapter)
-        return [
-            Generation(prompt=tuple(prompt), samples=tuple(_sample(item, output) for item in output.outputs))
-            for prompt, output in zip(prompts, outputs, strict=True)
-        ]
+        return [[_sample(item, output) for item in output.outputs] for output in outputs]
 
     def state(self) -> list[list[EngineTensor]]:
         """See `Engine.state`."""
-        return msgspec.convert(self._rpc("verifier_state"), list[list[EngineTensor]])
+        return self._rpc("verifier_state", list[EngineTensor])
 
     def checkpoint_view(self) -> list[list[EngineSlice]]:
         """See `Engine.checkpoint_view`."""
-        return msgspec.convert(self._rpc("verifier_view", carried=self._carried), list[list[EngineSlice]])
+        return self._rpc("verifier_view", list[EngineSlice], carried=self._carried)
 
     def poison(self) -> list[list[Poisoned]]:
         """See `Engine.poison`."""
-        return msgspec.convert(self._rpc("verifier_poison", carried=self._carried), list[list[Poisoned]])
+        return self._rpc("verifier_poison", list[Poisoned], carried=self._carried)
 
     def connect(self, address: Address) -> None:
         """See `Engine.connect`; by the worker's `init_weight_transfer_engine`."""
@@ -144,7 +147,7 @@ class VllmEngine:
 
     def begin_update(self, plan: ChunkPlan) -> list[Agreement]:
         """See `Engine.begin_update`; by the worker's `start_weight_update`, once all members have the same plan."""
-        agreements = [Agreement(messages=tuple(row)) for row in self._rpc("verifier_begin", plan=plan.to_json())]
+        agreements = self._rpc("verifier_begin", Agreement, plan=plan.to_json())
         if all(agreement.reached for agreement in agreements):
             self._rpc("start_weight_update", is_checkpoint_format=True)
         return agreements
@@ -152,7 +155,7 @@ class VllmEngine:
     def receive(self, chunk: int) -> list[Receipt]:
         """See `Engine.receive`; by the worker's `update_weights`."""
         self._rpc("update_weights", update_info={"chunk": chunk})
-        return msgspec.convert(self._rpc("verifier_receipt"), list[Receipt])
+        return self._rpc("verifier_receipt", Receipt)
 
     def finish_update(self) -> None:
         """See `Engine.finish_update`; by the worker's `finish_weight_update`.
@@ -189,24 +192,27 @@ class VllmEngine:
         """See `Engine.wake_up`."""
         self._llm.wake_up(tags=[tag])
 
-    def call(self, module: str, function: str, arguments: Sequence[Any]) -> list[Any]:
+    def call(self, function: str, arguments: Sequence[Any]) -> list[Any]:
         """See `Engine.call`."""
-        return self._rpc("verifier_call", module=module, function=function, arguments=list(arguments))
+        return self._rpc("verifier_call", function=function, arguments=arguments)
 
     def shutdown(self) -> None:
         """End the workers."""
         self._llm.llm_engine.engine_core.shutdown()
 
-    def _rpc(self, method: str, *, otherwise: type[VerifierError] = InternalError, **arguments: Any) -> list[Any]:
-        """Call a method on every worker; raises the error of the first rank that failed."""
+    def _rpc(
+        self, method: str, kind: Any = Any, *, otherwise: type[VerifierError] = InternalError, **arguments: Any
+    ) -> list[Any]:
+        """Call a method on every worker, and convert what each returns; the first rank that failed speaks for all."""
         asked = {"method": method, "arguments": arguments}
         try:
             replies = self._llm.collective_rpc("verifier_request", timeout=_RPC_DEADLINE_S, kwargs=asked)
         except TimeoutError as error:
             raise InternalError(f"vLLM's workers did not answer `{method}` within {_RPC_DEADLINE_S} s") from error
-        for rank, reply in enumerate(replies):
-            raise_record(reply, f"engine rank {rank} failed in `{method}`", otherwise)
-        return [reply["value"] for reply in replies]
+        return [
+            msgspec.convert(value_of(reply, f"engine rank {rank} failed in `{method}`", otherwise), kind)
+            for rank, reply in enumerate(replies)
+        ]
 
 
 def _nats(row: Mapping[int, Any], token: int) -> float:

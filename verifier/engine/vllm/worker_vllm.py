@@ -6,16 +6,13 @@ weight-transfer engine. The import registers `ChunkTransferEngine`.
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 from vllm.config.parallel import ParallelConfig
@@ -34,16 +31,16 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
 )
 
-from verifier.engine.error_records import CARRIED, to_record
+from verifier.engine.api import EngineSlice, EngineTensor, Poisoned, reply_of
 from verifier.engine.stored_tensors import adapter_places, restore
 from verifier.engine.vllm.stored_tensors_vllm import model_tensors, poison_model
 from verifier.engine.vllm.view_vllm import checkpoint_slices
 from verifier.errors import ContractError
-from verifier.launch.child import die_with_parent
+from verifier.launch.child import die_with_parent, resolve
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.platform import upstream_fixes_vllm
 from verifier.transport.receiver import ChunkReceiver
-from verifier.transport.wire import Address, Receipt
+from verifier.transport.wire import Address, Agreement, Receipt
 
 BACKEND = "ipc"
 """Backend name that `ChunkTransferEngine` replaces; `WeightTransferConfig.backend` accepts only "nccl" and "ipc"."""
@@ -100,34 +97,28 @@ class ChunkTransferEngine(WeightTransferEngine[AddressInfo, ChunkInfo]):
 
 
 class VerifierWorker:
-    """Methods mixed into vLLM's worker and called by ``collective_rpc``; all results are JSON values."""
+    """Methods mixed into vLLM's worker and called by ``collective_rpc`` through `verifier_request`."""
 
     def verifier_request(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Call a method of this worker, vLLM's or one below, and never raise.
+        """Call a method of this worker, vLLM's or one below, and never raise; see `reply_of`.
 
         vLLM's driver stops reading at the first rank that fails. Other answers would stay in the ranks' queues and be
         taken for those of later requests.
         """
-        try:
-            return {"value": getattr(self, method)(**arguments)}
-        except CARRIED as error:
-            traceback.print_exc()
-            return to_record(error)
+        return reply_of(getattr(self, method), **arguments)
 
-    def verifier_state(self) -> list[dict[str, Any]]:
-        """Return this rank's `EngineTensor` records."""
-        return [msgspec.to_builtins(item.describe()) for item in model_tensors(self.model_runner.get_model())]
+    def verifier_state(self) -> list[EngineTensor]:
+        """See `Engine.state`."""
+        return [item.describe() for item in model_tensors(self.model_runner.get_model())]
 
-    def verifier_view(self, carried: Sequence[str]) -> list[dict[str, Any]]:
-        """Return this rank's `EngineSlice` records."""
-        slices = checkpoint_slices(self.model_runner.get_model(), frozenset(carried))
-        return [msgspec.to_builtins(item.describe()) for item in slices]
+    def verifier_view(self, carried: Sequence[str]) -> list[EngineSlice]:
+        """See `Engine.checkpoint_view`."""
+        return [item.describe() for item in checkpoint_slices(self.model_runner.get_model(), frozenset(carried))]
 
-    def verifier_poison(self, carried: Sequence[str]) -> list[dict[str, Any]]:
-        """Poison this rank and return its `Poisoned` records; an update that was left open is abandoned."""
+    def verifier_poison(self, carried: Sequence[str]) -> list[Poisoned]:
+        """See `Engine.poison`; an update that was left open is abandoned."""
         self._verifier_abandon()
-        done = poison_model(self.model_runner.get_model(), frozenset(carried), self._verifier_saved())
-        return [msgspec.to_builtins(item) for item in done]
+        return list(poison_model(self.model_runner.get_model(), frozenset(carried), self._verifier_saved()))
 
     def verifier_poison_adapter(self) -> None:
         """Fill the memory of adapters with NaN; loading one must overwrite all of it."""
@@ -135,12 +126,8 @@ class VerifierWorker:
             for tensor in adapter_places(module).values():
                 tensor.fill_(float("nan"))
 
-    def verifier_begin(self, plan: list[Any]) -> list[str]:
-        """Agree on the plan; if reached, abandon an update that was left open and restore the saved tensors.
-
-        Returns:
-            Messages of the agreement.
-        """
+    def verifier_begin(self, plan: list[Any]) -> Agreement:
+        """Agree on the plan; if reached, abandon an update that was left open and restore the saved tensors."""
         agreement = self.weight_transfer_engine.receiver.agree(ChunkPlan.from_json(plan))
         if agreement.reached:
             if self.device is None:  # vLLM 0.21 sets it for accelerators only, and start_weight_update reads it
@@ -148,13 +135,13 @@ class VerifierWorker:
             self._verifier_abandon()
             restore(self.model_runner.get_model(), self._verifier_saved())
             self._verifier_aliases = aliases(self.model_runner.get_model())
-        return list(agreement.messages)
+        return agreement
 
-    def verifier_receipt(self) -> dict[str, Any]:
+    def verifier_receipt(self) -> Receipt:
         """Return the receipt of the last chunk; a parameter of two modules counts as loaded under both names."""
-        record = msgspec.to_builtins(self.weight_transfer_engine.receipt)
-        names = {alias for name in record["loaded"] for alias in self._verifier_aliases.get(name, (name,))}
-        return {**record, "loaded": sorted(names)}
+        receipt = self.weight_transfer_engine.receipt
+        names = {alias for name in receipt.loaded for alias in self._verifier_aliases.get(name, (name,))}
+        return replace(receipt, loaded=tuple(sorted(names)))
 
     def verifier_clear_cache(self) -> None:
         """Zero every block of the KV cache, used or free.
@@ -189,9 +176,9 @@ class VerifierWorker:
     def _verifier_saved(self) -> dict[str, torch.Tensor]:
         return self.__dict__.setdefault("_verifier_kept", {})
 
-    def verifier_call(self, module: str, function: str, arguments: Sequence[Any]) -> Any:
-        """Run ``function(worker, *arguments)`` of a module here."""
-        return getattr(importlib.import_module(module), function)(self, *arguments)
+    def verifier_call(self, function: str, arguments: Sequence[Any]) -> Any:
+        """See `Engine.call`."""
+        return resolve(function)(self, *arguments)
 
 
 def aliases(model: nn.Module) -> dict[str, list[str]]:
