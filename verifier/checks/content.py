@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
 from verifier.core.comparison import Comparison
 from verifier.core.record import Record, TensorRecord
@@ -19,86 +19,9 @@ def owner_of(item: Record) -> str:
     return f"{item.role} rank {item.rank}" + (f" ({where})" if where else "")
 
 
-def describe(item: TensorRecord) -> str:
+def describe(item: TensorRecord | None) -> str:
     """Digest, dtype and shape of one recorded tensor; the text renderer cuts the digest."""
-    return f"{item.digest} {item.dtype} {list(item.shape)}"
-
-
-class Twins:
-    """Finds what a wrong content equals instead: digest to the names that rightly hold it."""
-
-    def __init__(self, expected: Mapping[str, TensorRecord]) -> None:
-        self._names: dict[str, list[str]] = {}
-        for name, item in expected.items():
-            self._names.setdefault(item.digest, []).append(name)
-
-    def of(self, item: TensorRecord) -> str:
-        """Name of what it equals instead; empty if it equals nothing known."""
-        return next((name for name in self._names.get(item.digest, ()) if name != item.name), "")
-
-
-def compare_contents(
-    actual: Mapping[str, TensorRecord],
-    expected: Mapping[str, TensorRecord],
-    *,
-    stage: Stage,
-    version: int,
-    actual_says: str,
-    expected_says: str,
-    allowed: str,
-    hint: str,
-) -> Iterator[Comparison]:
-    """Names as sets both ways, then dtype, shape and digest of every common name.
-
-    Args:
-        actual: by name, what the stage holds.
-        expected: by name, what its predecessor handed over.
-        stage: where a mismatch would have arisen.
-        version: weight version.
-        actual_says: who reports the actual side, for the failure text ("the export").
-        expected_says: who says so on the expected side.
-        allowed: tolerance with its source.
-        hint: what to look at next.
-    """
-    twins = Twins(expected)
-    for name in list(expected) + [name for name in actual if name not in expected]:
-        got, want = actual.get(name), expected.get(name)
-        if got is None or want is None:
-            present = want or got
-            assert present is not None
-            sentence = (
-                f"`{name}` is absent from {actual_says}"
-                if got is None
-                else f"`{name}` is in {actual_says} but not in {expected_says}"
-            )
-            yield Comparison(
-                what=name, same=False, stage=stage, version=version, badness=1.0, sentence=sentence,
-                owner=owner_of(present),
-                expected=f"{describe(want)} ({expected_says})" if want else f"absent ({expected_says})",
-                actual=f"{describe(got)} ({actual_says})" if got else f"absent ({actual_says})",
-                allowed=allowed, hint=hint, absent=True,
-            )  # fmt: skip
-            continue
-        same = (got.digest, got.dtype, got.shape) == (want.digest, want.dtype, want.shape)
-        if same:
-            yield Comparison(what=name, same=True, stage=stage, version=version)
-            continue
-        twin = twins.of(got)
-        if got.dtype != want.dtype:
-            what = f"has dtype {got.dtype} in {actual_says}, {want.dtype} in {expected_says}"
-        elif got.shape != want.shape:
-            what = f"has shape {list(got.shape)} in {actual_says}, {list(want.shape)} in {expected_says}"
-        elif twin:
-            what = f"holds in {actual_says} what `{twin}` should hold"
-        else:
-            what = f"holds other bits in {actual_says} than in {expected_says}"
-        yield Comparison(
-            what=name, same=False, stage=stage, version=version, badness=0.5,
-            sentence=f"`{name}` {what}", owner=owner_of(got),
-            expected=f"{describe(want)} ({expected_says})",
-            actual=f"{describe(got)} ({actual_says}" + (f"; equals what `{twin}` should hold)" if twin else ")"),
-            allowed=allowed, hint=hint,
-        )  # fmt: skip
+    return f"{item.digest} {item.dtype} {list(item.shape)}" if item else "absent"
 
 
 def by_name[R: Record](items: Iterable[R]) -> dict[str, R]:
@@ -112,24 +35,75 @@ def by_name[R: Record](items: Iterable[R]) -> dict[str, R]:
     return found
 
 
-def ranks_of(trace: Trace, kind: type[Record], version: int) -> list[int]:
-    """Recorders that have anything of this kind."""
-    return sorted({item.rank for item in trace.of(kind, version=version)})
+def compare_contents(
+    actual: Iterable[TensorRecord],
+    expected: Iterable[TensorRecord],
+    *,
+    stage: Stage,
+    version: int,
+    actual_says: str,
+    expected_says: str,
+    allowed: str,
+    hint: str,
+) -> Iterator[Comparison]:
+    """Names as sets both ways, then dtype, shape and digest of every common name.
+
+    Args:
+        actual: what the stage holds.
+        expected: what its predecessor handed over.
+        stage: where a mismatch would have arisen.
+        version: weight version.
+        actual_says: who reports the actual side, for the failure text ("the export").
+        expected_says: who says so on the expected side.
+        allowed: tolerance with its source.
+        hint: what to look at next.
+    """
+    held, wanted = by_name(actual), by_name(expected)
+    rightful: dict[str, list[str]] = {}
+    for name, item in wanted.items():
+        rightful.setdefault(item.digest, []).append(name)
+    for name, present in (wanted | held).items():
+        got, want = held.get(name), wanted.get(name)
+        twin = next((other for other in rightful.get(present.digest, ()) if got and want and other != got.name), "")
+        if got is None:
+            what = f"is absent from {actual_says}"
+        elif want is None:
+            what = f"is in {actual_says} but not in {expected_says}"
+        elif got.dtype != want.dtype:
+            what = f"has dtype {got.dtype} in {actual_says}, {want.dtype} in {expected_says}"
+        elif got.shape != want.shape:
+            what = f"has shape {list(got.shape)} in {actual_says}, {list(want.shape)} in {expected_says}"
+        elif got.digest == want.digest:
+            yield Comparison(what=name, same=True, stage=stage, version=version)
+            continue
+        elif twin:
+            what = f"holds in {actual_says} what `{twin}` should hold"
+        else:
+            what = f"holds other bits in {actual_says} than in {expected_says}"
+        absent = got is None or want is None
+        yield Comparison(
+            what=name, same=False, stage=stage, version=version, badness=1.0 if absent else 0.5,
+            sentence=f"`{name}` {what}", owner=owner_of(present), expected=f"{describe(want)} ({expected_says})",
+            actual=f"{describe(got)} ({actual_says}" + (f"; equals what `{twin}` should hold)" if twin else ")"),
+            allowed=allowed, hint=hint, absent=absent,
+        )  # fmt: skip
 
 
-def compare_moments(trace: Trace, after: Moment, before: Moment, **says: str) -> Iterator[Comparison]:
-    """Everything that each rank held at one moment against what it held at an earlier one.
+def compare_moments(
+    trace: Trace, kind: type[TensorRecord], before: Callable[[int], Moment], **says: str
+) -> Iterator[Comparison]:
+    """Everything that each rank held at the moments of one kind against what it held at earlier ones.
 
     Args:
         trace: of the run.
-        after: the later moment, where a mismatch arose.
-        before: the earlier moment.
+        kind: what was recorded at the later moments, where a mismatch arose.
+        before: the earlier moment of each version.
         says: the texts of `compare_contents`.
     """
-    kind, version = after
-    for rank in ranks_of(trace, kind, version):
-        yield from compare_contents(
-            by_name(trace.of(kind, version=version, rank=rank)),
-            by_name(trace.of(before[0], version=before[1], rank=rank)),
-            stage=kind.stage, version=version, **says,
-        )  # fmt: skip
+    for version in trace.versions(kind):
+        earlier, then = before(version)
+        for rank in sorted({item.rank for item in trace.of(kind, version=version)}):
+            yield from compare_contents(
+                trace.of(kind, version=version, rank=rank), trace.of(earlier, version=then, rank=rank),
+                stage=kind.stage, version=version, **says,
+            )  # fmt: skip

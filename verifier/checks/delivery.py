@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
-from verifier.checks.content import by_name, compare_contents
+from verifier.checks.content import by_name, compare_contents, owner_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_engine import Handover, ReceivedTensor
@@ -27,15 +28,11 @@ def plan_differs_between_ranks(trace: Trace) -> Iterator[Comparison]:
     plans = list(trace.of(PlanDigest))
     first = next(item for item in plans if item.role == "trainer" and item.rank == 0)
     for item in plans:
-        same = item.digest == first.digest
         yield Comparison(
-            what=f"plan of {item.role} rank {item.rank}", same=same, stage=Stage.PLAN, version=item.version,
-            badness=0.9,
-            sentence=(
-                f"{item.role} rank {item.rank} holds another chunk plan than trainer rank 0{_sizes(item, first)}"
-            ),
-            owner=f"{item.role} rank {item.rank}", expected=f"{first.digest} (trainer rank 0)",
-            actual=f"{item.digest} ({item.role} rank {item.rank})",
+            what=f"plan of {owner_of(item)}", same=item.digest == first.digest, stage=Stage.PLAN, version=item.version,
+            badness=0.9, owner=owner_of(item),
+            sentence=f"{owner_of(item)} holds another chunk plan than trainer rank 0{_sizes(item, first)}",
+            expected=f"{first.digest} (trainer rank 0)", actual=f"{item.digest} ({owner_of(item)})",
             allowed="exact (one plan is the only source of order)",
             hint="compare the export order, names and dtypes of the two ranks",
         )  # fmt: skip
@@ -64,20 +61,17 @@ def planned_tensor_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: wrong contents under right names (WGT004, WGT005, TPT001).
     References: RL#3540, prime-rl#3524, SkyRL#1581.
     """
-    source = by_name(trace.of(SourceTensor))
-    entries = by_name(trace.of(PlannedTensor))
-    for name in list(source) + [name for name in entries if name not in source]:
-        want, got = source.get(name), entries.get(name)
-        same = want is not None and got is not None and (want.dtype, want.shape) == (got.dtype, got.shape)
-        wanted = f"{want.dtype} {list(want.shape)}" if want else "absent"
-        found = f"{got.dtype} {list(got.shape)}" if got else "absent"
+    source, entries = by_name(trace.of(SourceTensor)), by_name(trace.of(PlannedTensor))
+    for name in source | entries:
+        wanted, found = (
+            f"{item.dtype} {list(item.shape)}" if item else "absent" for item in (source.get(name), entries.get(name))
+        )
+        absent = "absent" in (wanted, found)
         yield Comparison(
-            what=name, same=same, stage=Stage.PLAN,
-            badness=(1.0 if "absent" in (wanted, found) else 0.5),
+            what=name, same=found == wanted, stage=Stage.PLAN, badness=1.0 if absent else 0.5,
             sentence=f"`{name}` is planned as {found}, the source checkpoint has {wanted}",
             expected=f"{wanted} (the source checkpoint)", actual=f"{found} (the plan)", allowed="exact",
-            hint="look at what casts, drops or renames tensors between the export and the plan",
-            absent=want is None or got is None,
+            hint="look at what casts, drops or renames tensors between the export and the plan", absent=absent,
         )  # fmt: skip
 
 
@@ -93,16 +87,13 @@ def received_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: what the engine makes of it (ENG001, ENG002).
     References: SkyRL#1581, slime#929, RL#3651, RL#3540.
     """
-    engine_ranks = range(trace.manifest.engine_ranks)
-    for version in trace.versions(ReceivedTensor):
-        expected = by_name(trace.of(ExportedTensor, version=version, rank=0))
-        for rank in engine_ranks:
-            yield from compare_contents(
-                by_name(trace.of(ReceivedTensor, version=version, rank=rank)), expected,
-                stage=Stage.TRANSPORT, version=version, actual_says=f"what engine rank {rank} received",
-                expected_says="the export", allowed="bitwise (a transport copies)",
-                hint="look at the buffer's life between pack and receive, and at casts on the sender's side",
-            )  # fmt: skip
+    for version, rank in product(trace.versions(ReceivedTensor), range(trace.manifest.engine_ranks)):
+        yield from compare_contents(
+            trace.of(ReceivedTensor, version=version, rank=rank), trace.of(ExportedTensor, version=version, rank=0),
+            stage=Stage.TRANSPORT, version=version, actual_says=f"what engine rank {rank} received",
+            expected_says="the export", allowed="bitwise (a transport copies)",
+            hint="look at the buffer's life between pack and receive, and at casts on the sender's side",
+        )  # fmt: skip
 
 
 @check("TPT003", needs=(Handover,), scope="transport")
@@ -118,11 +109,11 @@ def transfer_refused(trace: Trace) -> Iterator[Comparison]:
     References: SkyRL#1581, SkyRL#1471.
     """
     for item in trace.of(Handover):
-        refused = item.refused
         yield Comparison(
-            what=item.name, same=not refused, stage=Stage.TRANSPORT, version=item.version, badness=float(bool(refused)),
-            sentence=f"the {item.name} was refused: {refused}", expected="every planned tensor, in order",
-            actual=refused, allowed="exact", hint="the first bad stage of the other findings says where it began",
+            what=item.name, same=not item.refused, stage=Stage.TRANSPORT, version=item.version, badness=1.0,
+            sentence=f"the {item.name} was refused: {item.refused}", expected="every planned tensor, in order",
+            actual=item.refused, allowed="exact",
+            hint="the first bad stage of the other findings says where it began",
         )  # fmt: skip
 
 
@@ -137,19 +128,15 @@ def export_not_transferred(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: wrong contents (TPT001).
     References: verl#4248, verl#7495.
     """
-    for version in trace.manifest.synced_versions:
+    for version, rank in product(trace.manifest.synced_versions, range(trace.manifest.engine_ranks)):
         want = sum(1 for _ in trace.of(ExportedTensor, version=version, rank=0))
-        for rank in range(trace.manifest.engine_ranks):
-            got = sum(1 for _ in trace.of(ReceivedTensor, version=version, rank=rank))
-            yield Comparison(
-                what=f"version {version}", same=got == want and want > 0, stage=Stage.TRANSPORT, version=version,
-                badness=1.0, owner=f"engine rank {rank}",
-                sentence=(
-                    f"engine rank {rank} confirmed {got} of the {want} tensors of version {version}"
-                    if want else f"version {version} was never exported"
-                ),
-                expected=f"{want} confirmed" if want else "an export to confirm", actual=f"{got} confirmed",
-                allowed="exact counts",
-                hint="look at what gates the sync, and at the chunks that the receiver refused",
-                absent=got < want or not want,
-            )  # fmt: skip
+        got = sum(1 for _ in trace.of(ReceivedTensor, version=version, rank=rank))
+        yield Comparison(
+            what=f"version {version}", same=got == want and want > 0, stage=Stage.TRANSPORT, version=version,
+            badness=1.0, owner=f"engine rank {rank}",
+            sentence=f"engine rank {rank} confirmed {got} of the {want} tensors of version {version}"
+            if want else f"version {version} was never exported",
+            expected=f"{want} confirmed" if want else "an export to confirm", actual=f"{got} confirmed",
+            allowed="exact counts", hint="look at what gates the sync, and at the chunks that the receiver refused",
+            absent=got < want or not want,
+        )  # fmt: skip

@@ -9,6 +9,7 @@ from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.record import TensorRecord
 from verifier.core.records_weights import (
+    FrozenShard,
     JoinedTensor,
     LiveAdapterMatrix,
     LoadedShard,
@@ -43,15 +44,16 @@ def idle_step_moved_weight(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: masters that hold the right weights but wrong moments.
     References: SkyRL#2149, RL#2371.
     """
-    for version in trace.versions(ShardAfterIdleStep):
-        before = _shards(version)
-        if version in trace.versions(ShardAfterExport):  # what the export left, whatever it left
-            before = (ShardAfterExport, version)
-        yield from compare_moments(
-            trace, (ShardAfterIdleStep, version), before, actual_says="the model after an lr = 0 step",
-            expected_says="the model before it", allowed="bitwise (a step of zero moves nothing)",
-            hint="compare the optimizer's master weights with the parameters right after the load",
-        )  # fmt: skip
+    exported = trace.versions(ShardAfterExport)
+
+    def before(version: int) -> Moment:  # what an export left, whatever it left
+        return (ShardAfterExport, version) if version in exported else _shards(version)
+
+    return compare_moments(
+        trace, ShardAfterIdleStep, before, actual_says="the model after an lr = 0 step",
+        expected_says="the model before it", allowed="bitwise (a step of zero moves nothing)",
+        hint="compare the optimizer's master weights with the parameters right after the load",
+    )  # fmt: skip
 
 
 @check("WGT008", needs=(Update,), scope="update")
@@ -75,12 +77,9 @@ def update_moved_nothing(trace: Trace) -> Iterator[Comparison]:
         floats = sum("float" in tensor.dtype for tensor in after.values())
         least = {"step": 1, "noise": floats, "adapter step": total}[item.how]
         yield Comparison(
-            what=item.name, same=moved >= least, stage=Stage.TRAIN, version=item.version,
-            badness=1.0,
-            sentence=(
-                f"the update changed {moved or 'none'} of the model's {total} tensors"
-                + (f", at least {least} had to change" if moved else "")
-            ),
+            what=item.name, same=moved >= least, stage=Stage.TRAIN, version=item.version, badness=1.0,
+            sentence=f"the update changed {moved or 'none'} of the model's {total} tensors"
+            + (f", at least {least} had to change" if moved else ""),
             expected=f"{least} or more tensors changed", actual=f"{moved} changed", allowed="exact counts",
             hint="look at whether the optimizer stepped and whether its parameters are the model's",
         )  # fmt: skip
@@ -107,12 +106,11 @@ def scoring_moved_weight(trace: Trace) -> Iterator[Comparison]:
     and what it moves then is taken for the update's (TRN001).
     References: RL#1012, ms-swift#10154.
     """
-    for version in trace.versions(ShardAfterScoring):
-        yield from compare_moments(
-            trace, (ShardAfterScoring, version), _shards(version), actual_says="the model after scoring",
-            expected_says="the model before it", allowed="bitwise (a forward pass writes no weight)",
-            hint="look at what else the evaluation calls: an optimizer step, a hook, a counter",
-        )  # fmt: skip
+    return compare_moments(
+        trace, ShardAfterScoring, _shards, actual_says="the model after scoring", expected_says="the model before it",
+        allowed="bitwise (a forward pass writes no weight)",
+        hint="look at what else the evaluation calls: an optimizer step, a hook, a counter",
+    )  # fmt: skip
 
 
 @check("WGT010", needs=(LoadedShard, ShardAfterExport), scope="export")
@@ -128,9 +126,28 @@ def export_moved_weight(trace: Trace) -> Iterator[Comparison]:
     parallelism: their update is complete only once an export or a forward asks for it (TRN001 sees it).
     References: ms-swift#10154, verl#2029, AReaL#1546.
     """
-    for version in trace.versions(ShardAfterExport):
-        yield from compare_moments(
-            trace, (ShardAfterExport, version), _shards(version), actual_says="the model after the export",
-            expected_says="the model before it", allowed="bitwise (an export reads)",
-            hint="look for what the export writes in place: casts, transposes, merged adapters",
-        )  # fmt: skip
+    return compare_moments(
+        trace, ShardAfterExport, _shards, actual_says="the model after the export", expected_says="the model before it",
+        allowed="bitwise (an export reads)",
+        hint="look for what the export writes in place: casts, transposes, merged adapters",
+    )  # fmt: skip
+
+
+@check("WGT012", needs=(LoadedShard, FrozenShard), scope="adapter")
+def frozen_weight_moved(trace: Trace) -> Iterator[Comparison]:
+    """No step moves the base of an adapter that is trained.
+
+    What it checks: each rank's parameters and persistent buffers outside of the adapters, after every step, against
+    those after load.
+    Why it matters: what is synced is the adapter alone, so a norm or a router that was not frozen trains away from the
+    base that the engine holds.
+    Evidence: load/shard, train/frozen.
+    Tolerance and its source: bitwise; no optimizer has them.
+    What it does not catch: a base that was loaded wrongly (WGT001).
+    References: NeMo-RL#2754, ms-swift#10154.
+    """
+    return compare_moments(
+        trace, FrozenShard, lambda version: (LoadedShard, 0), actual_says="the base after a step of the adapter",
+        expected_says="the base after load", allowed="bitwise (no optimizer has it)",
+        hint="look at what is frozen, and at what the optimizer was given",
+    )  # fmt: skip

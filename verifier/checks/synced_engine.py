@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import product
 
 from verifier.checks.content import by_name, compare_contents
 from verifier.core.check import check
@@ -35,15 +37,13 @@ def engine_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     (ENG002, LGP002).
     References: vllm#42821, SkyRL#1680, prime-rl#2714, verl#7986.
     """
-    for version in trace.versions(CheckpointView):
-        for rank in range(trace.manifest.engine_ranks):
-            yield from compare_contents(
-                by_name(trace.of(CheckpointView, version=version, rank=rank)),
-                by_name(trace.of(ExpectedView, version=version, rank=rank)),
-                stage=Stage.ENGINE, version=version, actual_says=f"engine rank {rank}",
-                expected_says="the export, cut to this rank", allowed="bitwise (loading copies)",
-                hint="look at the engine's weight loader and at its processing after this version's reload",
-            )  # fmt: skip
+    for version, rank in product(trace.versions(CheckpointView), range(trace.manifest.engine_ranks)):
+        yield from compare_contents(
+            trace.of(CheckpointView, version=version, rank=rank), trace.of(ExpectedView, version=version, rank=rank),
+            stage=Stage.ENGINE, version=version, actual_says=f"engine rank {rank}",
+            expected_says="the export, cut to this rank", allowed="bitwise (loading copies)",
+            hint="look at the engine's weight loader and at its processing after this version's reload",
+        )  # fmt: skip
 
 
 @check("ENG002", needs=(SyncedTensor, ColdTensor), scope="cold")
@@ -58,28 +58,26 @@ def engine_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: an engine that loads wrongly both cold and live (ENG001, LGP002).
     References: vllm#44371, vllm#16564, vllm#48284, RFC vllm#48312.
     """
-    for version in sorted({*trace.versions(SyncedTensor), *trace.versions(ColdTensor)}):
-        for rank in range(trace.manifest.engine_ranks):
-            cold = by_name(trace.of(ColdTensor, version=version, rank=rank))
-            state = by_name(trace.of(SyncedTensor, version=version, rank=rank))
-            if not cold:
-                cold = _never_loaded(trace, rank)
-                state = {name: item for name, item in state.items() if name in cold}
-            yield from compare_contents(
-                state, cold,
-                stage=Stage.ENGINE, version=version, actual_says=f"synced engine rank {rank}",
-                expected_says="an engine that loaded them cold", allowed="bitwise (a function of the same bits)",
-                hint="look at what the reload does with tensors that are in no checkpoint",
-            )  # fmt: skip
+    versions = sorted({*trace.versions(SyncedTensor), *trace.versions(ColdTensor)})
+    for version, rank in product(versions, range(trace.manifest.engine_ranks)):
+        cold = list(trace.of(ColdTensor, version=version, rank=rank))
+        state = list(trace.of(SyncedTensor, version=version, rank=rank))
+        if not cold:  # the buffers that no update brings, views of parameters apart
+            loaded = _loaded(trace.of(LoadedNames, rank=rank))
+            cold = [item for item in trace.of(ColdTensor, rank=rank, sort="buffer") if item.name not in loaded]
+            kept = {item.name for item in cold}
+            state = [item for item in state if item.name in kept]
+        yield from compare_contents(
+            state, cold,
+            stage=Stage.ENGINE, version=version, actual_says=f"synced engine rank {rank}",
+            expected_says="an engine that loaded them cold", allowed="bitwise (a function of the same bits)",
+            hint="look at what the reload does with tensors that are in no checkpoint",
+        )  # fmt: skip
 
 
-def _never_loaded(trace: Trace, rank: int) -> dict[str, ColdTensor]:
-    """Buffers of an engine that started cold, without those that an update brings, and without views of parameters."""
-    loaded: set[str] = set()
-    for item in trace.of(LoadedNames, rank=rank):
-        loaded.update(item.names)
-    buffers = (item for item in trace.of(ColdTensor, rank=rank) if item.sort == "buffer")
-    return {name: item for name, item in by_name(buffers).items() if name not in loaded}
+def _loaded(reports: Iterable[LoadedNames]) -> set[str]:
+    """Names that the engine's loader reported as loaded."""
+    return {name for item in reports for name in item.names}
 
 
 @check("ENG003", needs=(Poison,), scope="engine")
@@ -96,13 +94,12 @@ def poison_left_tensor_intact(trace: Trace) -> Iterator[Comparison]:
     """
     for item in trace.of(Poison):
         intact = [name for name, outcome in item.outcomes.items() if outcome == "left"]
+        owner = f"engine rank {item.rank}"
         yield Comparison(
-            what=intact[0] if intact else f"engine rank {item.rank}", same=not intact, stage=Stage.ENGINE,
-            version=item.version, badness=float(bool(intact)), owner=f"engine rank {item.rank}",
-            sentence="" if not intact else (
-                f"`{intact[0]}` was still finite after the poison "
-                f"({len(intact)} of {len(item.outcomes)} tensors were)"
-            ),
+            what=intact[0] if intact else owner, same=not intact, stage=Stage.ENGINE, version=item.version,
+            badness=1.0, owner=owner,
+            sentence=f"`{', '.join(intact[:1])}` was still finite after the poison "
+            f"({len(intact)} of {len(item.outcomes)} tensors were)",
             expected="every tensor NaN", actual=f"{len(intact)} finite", allowed="exact",
             hint="a tensor that poison cannot reach is one that a sync may not reach either",
         )  # fmt: skip
@@ -121,21 +118,15 @@ def engine_parameter_not_loaded(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: a parameter that was loaded with wrong contents (ENG001).
     References: vLLM `receive_weights`, prime-rl#2326, slime debugging guide.
     """
-    for version in trace.versions(LoadedNames):
-        for rank in range(trace.manifest.engine_ranks):
-            loaded: set[str] = set()
-            for item in trace.of(LoadedNames, version=version, rank=rank):
-                loaded.update(item.names)
-            for held in trace.of(SyncedTensor, version=version, rank=rank):
-                if held.sort != "parameter":
-                    continue
-                same = held.name in loaded
-                yield Comparison(
-                    what=held.name, same=same, stage=Stage.ENGINE, version=version, badness=1.0,
-                    sentence=f"engine rank {rank} never loaded its parameter `{held.name}`",
-                    owner=f"engine rank {rank}", expected="loaded once", actual="not reported by the loader",
-                    allowed="exact", hint="compare the received names with the engine's own mapping of names",
-                )  # fmt: skip
+    for version, rank in product(trace.versions(LoadedNames), range(trace.manifest.engine_ranks)):
+        loaded = _loaded(trace.of(LoadedNames, version=version, rank=rank))
+        for held in trace.of(SyncedTensor, version=version, rank=rank, sort="parameter"):
+            yield Comparison(
+                what=held.name, same=held.name in loaded, stage=Stage.ENGINE, version=version, badness=1.0,
+                sentence=f"engine rank {rank} never loaded its parameter `{held.name}`",
+                owner=f"engine rank {rank}", expected="loaded once", actual="not reported by the loader",
+                allowed="exact", hint="compare the received names with the engine's own mapping of names",
+            )  # fmt: skip
 
 
 @check("ENG005", needs=(SyncedSettings, ColdSettings), scope="settings")
@@ -152,32 +143,24 @@ def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     engine has not is not judged: a forward that does without it does not read it. On GPUs it has no subject yet.
     References: vllm#44371, vllm#48284, RL#1046, slime#1734.
     """
-    for rank in range(trace.manifest.engine_ranks):
-        cold = by_name(trace.of(ColdSettings, rank=rank))
-        for version in trace.versions(SyncedSettings):
-            live = by_name(trace.of(SyncedSettings, version=version, rank=rank))
-            for module, item in cold.items():
-                yield _compare_settings(module, live.get(module), item, rank, version)
-
-
-def _compare_settings(
-    module: str, live: SyncedSettings | None, cold: ColdSettings, rank: int, version: int
-) -> Comparison:
-    """The settings of one module of the synced engine and of the cold one; of those that differ the first is shown."""
-    got, want = live.values if live else {}, cold.values
-    other = [name for name in want if got.get(name) != want[name]]
-    if not other:
-        return Comparison(what=module, same=True, stage=Stage.ENGINE, version=version)
-    name = f"{module}.{other[0]}"
-    is_there, was_there = got.get(other[0], "absent"), want[other[0]]
-    return Comparison(
-        what=name, same=False, stage=Stage.ENGINE, version=version, badness=1.0, owner=f"engine rank {rank}",
-        sentence=f"`{name}` is {is_there} in the synced engine and {was_there} in one that loaded cold",
-        expected=f"{was_there} (an engine that loaded cold)", actual=f"{is_there} (synced engine rank {rank})",
-        mismatched=f"{len(other)} of the {len(want)} settings of this module",
-        allowed="exact (a reload changes weights and nothing else)",
-        hint="look at what the reload builds or processes anew in this module",
-    )  # fmt: skip
+    for rank, version in product(range(trace.manifest.engine_ranks), trace.versions(SyncedSettings)):
+        live = by_name(trace.of(SyncedSettings, version=version, rank=rank))
+        for module, cold in by_name(trace.of(ColdSettings, rank=rank)).items():
+            got, want = live[module].values if module in live else {}, cold.values
+            other = [name for name in want if got.get(name) != want[name]]
+            if not other:
+                yield Comparison(what=module, same=True, stage=Stage.ENGINE, version=version)
+                continue
+            name = f"{module}.{other[0]}"
+            is_there, was_there = got.get(other[0], "absent"), want[other[0]]
+            yield Comparison(
+                what=name, same=False, stage=Stage.ENGINE, version=version, badness=1.0, owner=f"engine rank {rank}",
+                sentence=f"`{name}` is {is_there} in the synced engine and {was_there} in one that loaded cold",
+                expected=f"{was_there} (an engine that loaded cold)", actual=f"{is_there} (synced engine rank {rank})",
+                mismatched=f"{len(other)} of the {len(want)} settings of this module",
+                allowed="exact (a reload changes weights and nothing else)",
+                hint="look at what the reload builds or processes anew in this module",
+            )  # fmt: skip
 
 
 @check("ENG006", needs=(CheckpointView, ExpectedView), scope="held")
@@ -194,10 +177,10 @@ def engine_part_held_by_no_rank(trace: Trace) -> Iterator[Comparison]:
     """
     for version in trace.versions(CheckpointView):
         wholes = {item.name: item.whole for item in trace.of(ExpectedView, version=version)}
-        parts: dict[tuple[str, str], set[tuple[tuple[int, int], ...]]] = {}
+        parts: dict[tuple[str, str], set[tuple[tuple[int, int], ...]]] = defaultdict(set)
         for item in trace.of(CheckpointView, version=version):
             if item.tensor in wholes:
-                parts.setdefault((item.tensor, item.holder), set()).add(item.box)
+                parts[item.tensor, item.holder].add(item.box)
         for (name, holder), boxes in parts.items():
             whole = math.prod(wholes[name])
             held = sum(math.prod(end - begin for begin, end in box) for box in boxes)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 
-from verifier.checks.content import (
-    by_name,
-    compare_contents,
-    describe,
-    owner_of,
-    ranks_of,
-)
+from verifier.checks.content import by_name, compare_contents, describe, owner_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_weights import (
     ExpectedShard,
+    ExportedAdapterMatrix,
+    ExportedAdapterScaling,
     ExportedConfig,
     ExportedTensor,
     ExportStream,
     JoinedTensor,
+    LiveAdapterMatrix,
+    LiveAdapterScaling,
     LoadedShard,
     SavedCheckpoint,
     SavedTensor,
@@ -51,20 +51,12 @@ def loaded_shard_differs(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: a wrong forward on right weights (LGP001); families without a layout row.
     References: Megatron-Bridge#3743, prime-rl#1145, prime-rl#3333, verl#2029.
     """
-    for rank in ranks_of(trace, ExpectedShard, 0):
+    for rank in sorted({item.rank for item in trace.of(ExpectedShard, version=0)}):
         yield from compare_contents(
-            by_name(trace.of(LoadedShard, version=0, rank=rank)),
-            by_name(trace.of(ExpectedShard, version=0, rank=rank)),
+            trace.of(LoadedShard, version=0, rank=rank), trace.of(ExpectedShard, version=0, rank=rank),
             stage=Stage.LOAD, version=0, actual_says="the live model", expected_says="the checkpoint, cut by layout",
             allowed=COPIES, hint="look at the import mapping of this parameter and at what ran after the load",
         )  # fmt: skip
-
-
-def _replica_groups(trace: Trace, kind: type[ShardRecord], version: int) -> dict[str, list[ShardRecord]]:
-    groups: dict[str, list[ShardRecord]] = {}
-    for item in trace.of(kind, version=version):
-        groups.setdefault(item.replica, []).append(item)
-    return groups
 
 
 @check("WGT002", needs=(LoadedShard,), scope="replicas")
@@ -79,22 +71,20 @@ def replica_differs(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: copies that are all wrong alike (WGT001, LSS001).
     References: verl#5702, RL#3716, RL#666, Megatron-Bridge `broadcast_from_pp_rank`.
     """
-    for kind, versions in ((LoadedShard, [0]), (UpdatedShard, trace.versions(UpdatedShard))):
-        for version in versions:
-            for group in _replica_groups(trace, kind, version).values():
-                first = group[0]
-                for item in group[1:]:
-                    same = item.digest == first.digest
-                    yield Comparison(
-                        what=item.name, same=same, stage=kind.stage, version=version, badness=0.5,
-                        sentence=(
-                            f"two copies of `{item.name}` differ: {owner_of(item)} and {owner_of(first)}"
-                        ),
-                        owner=owner_of(item),
-                        expected=f"{describe(first)} ({owner_of(first)} holds the other copy as `{first.name}`)",
-                        actual=describe(item), allowed="bitwise (replicas do the same arithmetic)",
-                        hint="look at the gradient reduction of this parameter over the axes that replicate it",
-                    )  # fmt: skip
+    groups: dict[tuple[Stage, int, str], list[ShardRecord]] = defaultdict(list)
+    for kind in (LoadedShard, UpdatedShard):
+        for item in trace.of(kind):
+            groups[item.stage, item.version, item.replica].append(item)
+    for (stage, version, _), (first, *others) in groups.items():
+        for item in others:
+            yield Comparison(
+                what=item.name, same=item.digest == first.digest, stage=stage, version=version, badness=0.5,
+                sentence=f"two copies of `{item.name}` differ: {owner_of(item)} and {owner_of(first)}",
+                owner=owner_of(item),
+                expected=f"{describe(first)} ({owner_of(first)} holds the other copy as `{first.name}`)",
+                actual=describe(item), allowed="bitwise (replicas do the same arithmetic)",
+                hint="look at the gradient reduction of this parameter over the axes that replicate it",
+            )  # fmt: skip
 
 
 @check("WGT004", needs=(SourceTensor, ExportedTensor), scope="export")
@@ -111,8 +101,7 @@ def export_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     """
     for version in trace.manifest.untouched_versions:
         yield from compare_contents(
-            by_name(trace.of(ExportedTensor, version=version, rank=0)),
-            by_name(trace.of(SourceTensor)),
+            trace.of(ExportedTensor, version=version, rank=0), trace.of(SourceTensor),
             stage=Stage.EXPORT, version=version, actual_says="the export", expected_says="the source checkpoint",
             allowed=COPIES, hint="look at the export mapping of this tensor and at the axes that shard it",
         )  # fmt: skip
@@ -133,8 +122,7 @@ def export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     """
     for version in trace.versions(JoinedTensor):
         yield from compare_contents(
-            by_name(trace.of(ExportedTensor, version=version, rank=0)),
-            by_name(trace.of(JoinedTensor, version=version)),
+            trace.of(ExportedTensor, version=version, rank=0), trace.of(JoinedTensor, version=version),
             stage=Stage.EXPORT, version=version, actual_says="the export", expected_says="the live shards",
             allowed=COPIES, hint="compare with version 0: what was cached, or not yet gathered, when the export ran",
         )  # fmt: skip
@@ -153,57 +141,45 @@ def export_ranks_disagree(trace: Trace) -> Iterator[Comparison]:
     References: SkyRL#1581, SkyRL#1816.
     """
     for version in trace.versions(ExportedTensor):
-        streams: dict[int, list[ExportedTensor]] = {}
-        for item in trace.of(ExportedTensor, version=version):
-            streams.setdefault(item.rank, []).append(item)
-        first = streams.get(0, [])
         for rank in range(trace.manifest.world_size):
             yield _compare_streams(
-                streams.get(rank, []), first, version, contents=True, allowed=COPIES,
+                trace, (version, rank), (version, 0), attrgetter("name", "dtype", "shape", "digest"), allowed=COPIES,
                 got_says=f"the export of trainer rank {rank}", want_says="rank 0's",
                 hint="look at what orders and gathers the conversion tasks on this rank",
             )  # fmt: skip
 
 
 def _compare_streams(
-    got: list[ExportedTensor],
-    want: list[ExportedTensor],
-    version: int,
+    trace: Trace,
+    actual: tuple[int, int],
+    expected: tuple[int, int],
+    facts: Callable[[ExportedTensor], object],
     *,
-    contents: bool,
-    allowed: str,
     got_says: str,
     want_says: str,
+    allowed: str,
     hint: str,
 ) -> Comparison:
-    """One export stream against another, with their contents or without: where they part, and how."""
-    pairs = list(itertools.zip_longest(got, want))
-    place = next((i for i, pair in enumerate(pairs) if not _same_tensor(*pair, contents=contents)), None)
-    if place is None:
-        return Comparison(what=got_says, same=True, stage=Stage.EXPORT, version=version)
-    ours, theirs = pairs[place]
-    if ours is None or theirs is None:
-        how = f"ends after {len(got)} tensors, {want_says} after {len(want)}"
-    elif ours.name != theirs.name:
-        how = f"has `{ours.name}` in place {place}, {want_says} has `{theirs.name}`"
-    else:
-        how = f"has another `{ours.name}` than {want_says}"
-    present = theirs or ours
-    assert present is not None
-    return Comparison(
-        what=present.name, same=False, stage=Stage.EXPORT, version=version, badness=0.9,
-        absent=ours is None or theirs is None, sentence=f"{got_says} {how}",
-        owner=owner_of(ours or present),
-        expected=f"`{theirs.name}` {describe(theirs)} ({want_says})" if theirs else f"the end ({want_says})",
-        actual=f"`{ours.name}` {describe(ours)} ({got_says})" if ours else f"the end ({got_says})",
-        allowed=allowed, hint=hint,
-    )  # fmt: skip
-
-
-def _same_tensor(left: ExportedTensor | None, right: ExportedTensor | None, *, contents: bool) -> bool:
-    if left is None or right is None or (contents and left.digest != right.digest):
-        return False
-    return (left.name, left.dtype, left.shape) == (right.name, right.dtype, right.shape)
+    """The export stream of one (version, rank) against another's: where they part in some facts, and how."""
+    got, want = (list(trace.of(ExportedTensor, version=version, rank=rank)) for version, rank in (actual, expected))
+    stage, version = Stage.EXPORT, actual[0]
+    for place, (ours, theirs) in enumerate(itertools.zip_longest(got, want)):
+        if ours is None or theirs is None:
+            how = f"ends after {len(got)} tensors, {want_says} after {len(want)}"
+        elif ours.name != theirs.name:
+            how = f"has `{ours.name}` in place {place}, {want_says} has `{theirs.name}`"
+        elif facts(ours) != facts(theirs):
+            how = f"has another `{ours.name}` than {want_says}"
+        else:
+            continue
+        return Comparison(
+            what=(theirs or ours).name, same=False, stage=stage, version=version, badness=0.9,
+            absent=ours is None or theirs is None, sentence=f"{got_says} {how}", owner=owner_of(ours or theirs),
+            expected=f"`{theirs.name}` {describe(theirs)} ({want_says})" if theirs else f"the end ({want_says})",
+            actual=f"`{ours.name}` {describe(ours)} ({got_says})" if ours else f"the end ({got_says})",
+            allowed=allowed, hint=hint,
+        )  # fmt: skip
+    return Comparison(what=got_says, same=True, stage=stage, version=version)
 
 
 @check("WGT015", needs=(ExportedTensor,), scope="plan")
@@ -220,9 +196,9 @@ def export_order_changes(trace: Trace) -> Iterator[Comparison]:
     """
     first, *later = trace.versions(ExportedTensor)
     for version in later:
-        got, want = (list(trace.of(ExportedTensor, version=each, rank=0)) for each in (version, first))
         yield _compare_streams(
-            got, want, version, contents=False, allowed="exact (training changes values only)",
+            trace, (version, 0), (first, 0), attrgetter("name", "dtype", "shape"),
+            allowed="exact (training changes values only)",
             got_says=f"the export of version {version}", want_says=f"that of version {first}",
             hint="look at what orders the conversion tasks, and what they skip",
         )  # fmt: skip
@@ -245,10 +221,8 @@ def exported_tensor_overwritten(trace: Trace) -> Iterator[Comparison]:
         yield Comparison(
             what=overwritten[0] if overwritten else item.name, same=not overwritten, stage=Stage.EXPORT,
             version=item.version, badness=0.9, owner=owner_of(item),
-            sentence=(
-                f"{len(overwritten)} of {item.num_tensors} exported tensors were written over while they were held, "
-                f"`{', '.join(overwritten[:1])}` the first"
-            ),
+            sentence=f"{len(overwritten)} of {item.num_tensors} exported tensors were written over while they were "
+            f"held, `{', '.join(overwritten[:1])}` the first",
             expected="none written over", actual=f"{len(overwritten)} written over", allowed="exact",
             hint="look at what the export gathers and converts into, and at whether it is used again",
         )  # fmt: skip
@@ -270,7 +244,7 @@ def exported_config_differs(trace: Trace) -> Iterator[Comparison]:
     for version in trace.versions(ExportedConfig):
         got = next(trace.of(ExportedConfig, version=version)).values
         want = next(trace.of(SourceConfig, version=version)).values
-        for key in list(want) + [key for key in got if key not in want]:
+        for key in want | got:
             if key in NOT_OF_THE_MODEL:
                 continue
             is_there, was_there = got.get(key, "absent"), want.get(key, "absent")
@@ -279,6 +253,42 @@ def exported_config_differs(trace: Trace) -> Iterator[Comparison]:
                 sentence=f"`{key}` is {is_there} in the exported config.json and {was_there} in the source's",
                 expected=f"{was_there} (the source's config.json)", actual=f"{is_there} (the exported one)",
                 allowed="exact", hint="look for what sets options on the model's own configuration",
+            )  # fmt: skip
+
+
+@check(
+    "WGT013",
+    needs=(LiveAdapterMatrix, ExportedAdapterMatrix, LiveAdapterScaling, ExportedAdapterScaling),
+    scope="adapter",
+)
+def exported_adapter_differs_from_live(trace: Trace) -> Iterator[Comparison]:
+    """The adapter that an engine is given is the one that the trainer's ranks hold.
+
+    What it checks: at each version above 0, names, dtypes, shapes and bits of the matrices in the adapter's file, and
+    alpha over rank in its configuration, against the live adapters of all ranks, joined without megatron-bridge
+    (`verifier/export/adapters.py`).
+    Why it matters: fused linears have one pair of matrices, the published form one for each projection; parts in
+    another order have the right shapes, and an adapter is small enough that rewards still move.
+    Evidence: train/adapter, export/adapter, train/adapter-scaling, export/adapter-scaling.
+    Tolerance and its source: bitwise, the factor to six digits; export copies.
+    What it does not catch: an adapter whose effect in the trainer is another one (LGP001).
+    References: miles#1792, TensorRT-LLM#8063, vllm#55545.
+    """
+    for version in trace.versions(LiveAdapterScaling):
+        yield from compare_contents(
+            trace.of(ExportedAdapterMatrix, version=version), trace.of(LiveAdapterMatrix, version=version),
+            stage=Stage.EXPORT, version=version, actual_says="the exported adapter",
+            expected_says="the live adapters", allowed="bitwise (export copies)",
+            hint="look at how fused adapters are split, and at the axes that shard them",
+        )  # fmt: skip
+        for live in trace.of(LiveAdapterScaling, version=version):
+            exported = next(trace.of(ExportedAdapterScaling, version=version), None)
+            want, got = f"{float(live.scaling):g}", f"{float(exported.scaling):g}" if exported else "absent"
+            yield Comparison(
+                what="alpha / rank", same=got == want, stage=Stage.EXPORT, version=version, badness=1.0,
+                sentence=f"the exported adapter is multiplied by {got}, the live ones by {want}",
+                expected=f"{want} (the live adapters)", actual=f"{got} (the exported adapter)", allowed="six digits",
+                hint="look at alpha and rank in the adapter's configuration", absent=exported is None,
             )  # fmt: skip
 
 
@@ -300,7 +310,7 @@ def saved_checkpoint_differs_from_export(trace: Trace) -> Iterator[Comparison]:
     for files in trace.of(SavedCheckpoint):
         exported = by_name(trace.of(ExportedTensor, version=files.version, rank=0))
         yield from compare_contents(
-            by_name(trace.of(SavedTensor, version=files.version)), exported,
+            trace.of(SavedTensor, version=files.version), exported.values(),
             stage=Stage.EXPORT, version=files.version, actual_says="the saved checkpoint", expected_says="the export",
             allowed="bitwise (a file is a copy)", hint="look at which tensors share a shard, and at the index",
         )  # fmt: skip

@@ -62,7 +62,7 @@ def test_what_a_broken_run_did_not_reach_is_no_mismatch(complete, last, verdict)
 
     def judge(trace: Trace):
         yield from compare_contents(
-            {}, {"a": source}, stage=Stage.EXPORT, version=0, actual_says="the export", expected_says="the source",
+            [], [source], stage=Stage.EXPORT, version=0, actual_says="the export", expected_says="the source",
             allowed="bitwise", hint="",
         )  # fmt: skip
 
