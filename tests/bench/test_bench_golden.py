@@ -17,7 +17,7 @@ import torch
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.config import GoldenConfig
 from verifier.core import store
-from verifier.core.gate import ExitCode
+from verifier.core.finding import ExitCode
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.mesh import Mesh

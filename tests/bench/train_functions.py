@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from verifier.core import store
-from verifier.core.manifest import Manifest, MeshSizes, replace
+from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, StepReport
 from verifier.data.rollout import Rollout
 from verifier.export.names import layout_of

@@ -11,7 +11,7 @@ from tests.meta import whats_here
 from tests.meta.sources import ROOT, python_files, tracked, where
 from verifier.cli.app import app
 from verifier.core.check import REGISTRY
-from verifier.core.gate import ExitCode
+from verifier.core.finding import ExitCode
 from verifier.faults.catalog import CATALOG
 from verifier.model.tiny import TINY
 from verifier.model.wide import WIDE

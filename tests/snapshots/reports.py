@@ -1,8 +1,10 @@
 """Hand-written reports, one for each way in which a run can end."""
 
+from msgspec.structs import replace
+
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Finding, Outcome
-from verifier.core.manifest import Manifest, MeshSizes, replace
+from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.stage import Stage
 from verifier.mesh import Mesh
 from verifier.report import Report

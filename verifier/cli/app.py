@@ -19,7 +19,7 @@ from verifier.cli import faults as cli_faults
 from verifier.cli.command import configured
 from verifier.cli.results import JsonOption, JunitOption, judge_trace, require_results, run_and_judge, show
 from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
-from verifier.core.gate import ExitCode
+from verifier.core.finding import ExitCode
 from verifier.errors import Stopped, UsageError, VerifierError
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

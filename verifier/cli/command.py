@@ -13,7 +13,7 @@ import typer
 from verifier.cli.results import show
 from verifier.config.load import load
 from verifier.config.show import resolved
-from verifier.core.gate import ExitCode
+from verifier.core.finding import ExitCode
 from verifier.knob import KnobEntry, entries
 
 _CONFIG = Annotated[

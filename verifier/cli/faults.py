@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from verifier.cli.results import show
-from verifier.core.gate import ExitCode
+from verifier.core.finding import ExitCode
 from verifier.core.outputs import require_empty, require_writable, write_whole
 
 app = typer.Typer(

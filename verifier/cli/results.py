@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from verifier.core.gate import ExitCode
+from verifier.core.finding import ExitCode
 from verifier.core.outputs import require_writable, write_whole
 from verifier.errors import UsageError, VerifierError
 from verifier.report.progress import Progress, shown_progress

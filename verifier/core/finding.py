@@ -1,4 +1,4 @@
-"""Verdict, finding and outcome: what a check's comparisons fold into."""
+"""Finding, outcome, verdict and exit code: what a check's comparisons fold into, and whether that stops the line."""
 
 from __future__ import annotations
 
@@ -10,12 +10,32 @@ from verifier.core.comparison import Comparison
 from verifier.core.stage import Stage
 
 
+class ExitCode(enum.IntEnum):
+    """Exit codes of every command."""
+
+    HOLDS = 0
+    """Everything compared, nothing differs."""
+    VIOLATED = 1
+    """At least one check found a mismatch."""
+    INCONCLUSIVE = 2
+    """Nothing differs, but something that had to be compared was not."""
+    INTERNAL = 3
+    """Verifier itself, or a process that it started, broke."""
+    USAGE = 4
+    """The command, the input or the machine cannot do what was asked."""
+
+
 class Verdict(enum.IntEnum):
     """Ordered by dominance, so that composing verdicts is ``max``."""
 
     HOLDS = 0
     INCONCLUSIVE = 1
     VIOLATED = 2
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Exit code of a command that comes to it: inconclusive stops the line as a violation does."""
+        return ExitCode[self.name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +86,8 @@ class Outcome:
         if self.error is not None or self.not_recorded or not self.num_compared:
             return Verdict.INCONCLUSIVE
         return Verdict.HOLDS
+
+
+def verdict_of(outcomes: Sequence[Outcome]) -> Verdict:
+    """The dominant verdict; no outcome at all is inconclusive."""
+    return max((item.verdict for item in outcomes), default=Verdict.INCONCLUSIVE)

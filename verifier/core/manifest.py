@@ -11,26 +11,9 @@ from verifier.core.record import Count
 
 FORMAT: Literal[2] = 2
 Scope = Literal[
-    "adapter",
-    "cold",
-    "engine",
-    "export",
-    "forced",
-    "gradient",
-    "held",
-    "layout",
-    "logprob",
-    "plan",
-    "replay",
-    "replicas",
-    "rollout",
-    "saved",
-    "settings",
-    "step",
-    "tokens",
-    "transport",
-    "update",
-]
+    "adapter", "cold", "engine", "export", "forced", "gradient", "held", "layout", "logprob", "plan",
+    "replay", "replicas", "rollout", "saved", "settings", "step", "tokens", "transport", "update",
+]  # fmt: skip
 """Part of a run's declaration; every check belongs to one."""
 Ranks = Annotated[int, Meta(ge=0, le=1 << 16)]
 """More than any run has; each is looked for."""
@@ -67,7 +50,7 @@ class UpstreamBug(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Identity of a run. `replace` makes a changed copy."""
+    """Identity of a run."""
 
     format: Literal[2] = FORMAT
     command: str = "run"
@@ -110,8 +93,3 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Digest of every other file of the trace, by its path within; of a complete trace only."""
     digest: str = ""
     """Digest of this manifest without this field."""
-
-
-def replace(manifest: Manifest, **changes: Any) -> Manifest:
-    """A copy with other values of some fields."""
-    return msgspec.structs.replace(manifest, **changes)

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
-from verifier.core.manifest import FORMAT, Manifest, replace
+from verifier.core.manifest import FORMAT, Manifest
 from verifier.core.record import ArrayRecord, Record, kind_of
 from verifier.core.records import decode
 from verifier.core.trace import Trace

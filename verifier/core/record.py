@@ -34,12 +34,19 @@ ONLY = "array"
 """Key of an array that is its record's only one."""
 
 
+class _StageOf:
+    """The stage that the tag of a class of records begins with."""
+
+    def __get__(self, record: Record | None, kind: type[Record]) -> Stage:
+        return Stage[kind_of(kind).partition("/")[0].upper()]
+
+
 class Record(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind"
 ):
     """One immutable fact. Never an opinion: only checks compare."""
 
-    stage: ClassVar[Stage]
+    stage: ClassVar[_StageOf] = _StageOf()
     name: str
     """Checkpoint spelling of a tensor, Megatron's of a shard, or the name of a sequence, of a pass or of a party."""
     version: Count = 0

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from verifier.core.record import Count, Record, Shape, TensorRecord
-from verifier.core.stage import Stage
 
 
 class ReceivedTensor(TensorRecord, frozen=True, kw_only=True, tag="transport/receipt"):
     """One tensor as an engine rank received it, before its loader saw it."""
 
-    stage: ClassVar[Stage] = Stage.TRANSPORT
     chunk: Count
     """Index of the chunk that brought it."""
 
@@ -19,7 +17,6 @@ class ReceivedTensor(TensorRecord, frozen=True, kw_only=True, tag="transport/rec
 class Handover(Record, frozen=True, kw_only=True, tag="transport/handover"):
     """End of the transfer of one version."""
 
-    stage: ClassVar[Stage] = Stage.TRANSPORT
     refused: str
     """Why it was refused; empty if it was not."""
 
@@ -27,7 +24,6 @@ class Handover(Record, frozen=True, kw_only=True, tag="transport/handover"):
 class LoadedNames(Record, frozen=True, kw_only=True, tag="engine/loaded"):
     """Report of the engine's own loader on one chunk."""
 
-    stage: ClassVar[Stage] = Stage.ENGINE
     names: tuple[str, ...]
     """Parameters, in the engine's spelling."""
     refused: str
@@ -44,35 +40,29 @@ class HeldTensorRecord(TensorRecord, frozen=True, kw_only=True):
 class SyncedTensor(HeldTensorRecord, frozen=True, kw_only=True, tag="engine/state"):
     """Held by an engine that was synced."""
 
-    stage: ClassVar[Stage] = Stage.ENGINE
-
 
 class ColdTensor(HeldTensorRecord, frozen=True, kw_only=True, tag="engine/cold"):
     """Held by an engine that loaded the weights at its start."""
 
-    stage: ClassVar[Stage] = Stage.ENGINE
+
+class SettingsRecord(Record, frozen=True, kw_only=True):
+    """Plain attributes that one module of an engine computes with."""
+
+    values: dict[str, str]
+    """Number, flag or name, by attribute."""
 
 
-class SyncedSettings(Record, frozen=True, kw_only=True, tag="engine/settings"):
+class SyncedSettings(SettingsRecord, frozen=True, kw_only=True, tag="engine/settings"):
     """Plain attributes that one module of a synced engine computes with."""
 
-    stage: ClassVar[Stage] = Stage.ENGINE
-    values: dict[str, str]
-    """Number, flag or name, by attribute."""
 
-
-class ColdSettings(Record, frozen=True, kw_only=True, tag="engine/cold-settings"):
+class ColdSettings(SettingsRecord, frozen=True, kw_only=True, tag="engine/cold-settings"):
     """Plain attributes that one module computes with in an engine that loaded the weights at its start."""
-
-    stage: ClassVar[Stage] = Stage.ENGINE
-    values: dict[str, str]
-    """Number, flag or name, by attribute."""
 
 
 class CheckpointView(TensorRecord, frozen=True, kw_only=True, tag="engine/view"):
     """The part of one checkpoint tensor that an engine rank holds, read back from what it computes with."""
 
-    stage: ClassVar[Stage] = Stage.ENGINE
     tensor: str
     """Checkpoint spelling. The record's name adds the holder where several hold the same."""
     holder: str
@@ -84,7 +74,6 @@ class CheckpointView(TensorRecord, frozen=True, kw_only=True, tag="engine/view")
 class ExpectedView(TensorRecord, frozen=True, kw_only=True, tag="engine/view-expected"):
     """Sent tensor, cut to the part that an engine rank holds; all of it where the rank holds none."""
 
-    stage: ClassVar[Stage] = Stage.ENGINE
     whole: Shape
     """Shape of the checkpoint tensor."""
 
@@ -92,14 +81,12 @@ class ExpectedView(TensorRecord, frozen=True, kw_only=True, tag="engine/view-exp
 class QuantizedNames(Record, frozen=True, kw_only=True, tag="engine/view-quantized"):
     """Checkpoint tensors that an engine rank quantized, so that their bits cannot be what was sent."""
 
-    stage: ClassVar[Stage] = Stage.ENGINE
     names: tuple[str, ...]
 
 
 class Poison(Record, frozen=True, kw_only=True, tag="engine/poison"):
     """Effect of the poison before an update on each tensor of one engine rank."""
 
-    stage: ClassVar[Stage] = Stage.ENGINE
     outcomes: dict[str, str]
     """State per tensor: "nan"; "nan, restored before the update", where no checkpoint carries it; "left", still finite;
     "left: " and a reason, which the engine declares."""

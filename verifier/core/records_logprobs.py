@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from verifier.core.record import ArrayRecord, Count, Digest, Lengths, Real, Record
-from verifier.core.stage import Stage
 
 Tokens = tuple[int, ...]
 
@@ -19,7 +18,6 @@ class LogprobRecord(ArrayRecord, frozen=True, kw_only=True):
 class TrainerLogprobs(LogprobRecord, frozen=True, kw_only=True, tag="logprob/trainer"):
     """Teacher-forced, by the trainer; float32."""
 
-    stage: ClassVar[Stage] = Stage.LOGPROB
     temperature: float = 1.0
     """Divisor of the logits."""
 
@@ -27,7 +25,6 @@ class TrainerLogprobs(LogprobRecord, frozen=True, kw_only=True, tag="logprob/tra
 class ReturnedLogprobs(Record, frozen=True, kw_only=True, tag="logprob/returned"):
     """Digest of the log-probabilities that one trainer rank got back."""
 
-    stage: ClassVar[Stage] = Stage.LOGPROB
     digest: Digest
 
 
@@ -41,25 +38,17 @@ class OracleRecord(LogprobRecord, frozen=True, kw_only=True):
 class OracleLogprobs(OracleRecord, frozen=True, kw_only=True, tag="logprob/oracle"):
     """Teacher-forced, by the oracle."""
 
-    stage: ClassVar[Stage] = Stage.LOGPROB
-
 
 class OracleOfSampled(OracleRecord, frozen=True, kw_only=True, tag="logprob/sampled-oracle"):
     """Log-probabilities by the oracle of tokens that the engine sampled."""
-
-    stage: ClassVar[Stage] = Stage.LOGPROB
 
 
 class OracleOfShaped(OracleRecord, frozen=True, kw_only=True, tag="logprob/shaped-oracle"):
     """Oracle's log-probabilities of shaped requests; the nearest value where rounding decides what truncation keeps."""
 
-    stage: ClassVar[Stage] = Stage.LOGPROB
-
 
 class OracleOfNext(ArrayRecord, frozen=True, kw_only=True, tag="logprob/next"):
     """Distribution of the next token by the oracle; the array [vocabulary] float64 is in nats."""
-
-    stage: ClassVar[Stage] = Stage.LOGPROB
 
 
 class NoiseRecord(Record, frozen=True, kw_only=True):
@@ -73,19 +62,14 @@ class NoiseRecord(Record, frozen=True, kw_only=True):
 class DtypeNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/noise"):
     """Noise of transformers in the run's dtype against float32, or of float32 against float64."""
 
-    stage: ClassVar[Stage] = Stage.LOGPROB
-
 
 class EngineNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/engine-noise"):
     """Noise of a quantizing engine at version 0 against transformers in float32."""
-
-    stage: ClassVar[Stage] = Stage.LOGPROB
 
 
 class StoredFloor(NoiseRecord, frozen=True, kw_only=True, tag="logprob/floor"):
     """Noise of a checkpoint in bf16 that was measured once and stored, for sequences of one range of lengths."""
 
-    stage: ClassVar[Stage] = Stage.LOGPROB
     longest: Count
     """Tokens of the longest sequence that it speaks of."""
     tokens: Count
@@ -99,8 +83,6 @@ class StoredFloor(NoiseRecord, frozen=True, kw_only=True, tag="logprob/floor"):
 
 class EngineLogprobs(LogprobRecord, frozen=True, kw_only=True, tag="rollout/engine"):
     """Teacher-forced, by the engine; float32."""
-
-    stage: ClassVar[Stage] = Stage.ROLLOUT
 
 
 class SampleRecord(LogprobRecord, frozen=True, kw_only=True):
@@ -120,13 +102,10 @@ class SampleRecord(LogprobRecord, frozen=True, kw_only=True):
 class SampledTokens(SampleRecord, frozen=True, kw_only=True, tag="rollout/sampled"):
     """Sampled from the whole distribution."""
 
-    stage: ClassVar[Stage] = Stage.ROLLOUT
-
 
 class ShapedTokens(SampleRecord, frozen=True, kw_only=True, tag="rollout/shaped"):
     """Sampled with penalties, biases, allowed tokens or truncation."""
 
-    stage: ClassVar[Stage] = Stage.ROLLOUT
     asked: tuple[dict[str, Any], ...]
     """Each request's `Sampling`."""
 
@@ -134,7 +113,6 @@ class ShapedTokens(SampleRecord, frozen=True, kw_only=True, tag="rollout/shaped"
 class DrawnTokens(ArrayRecord, frozen=True, kw_only=True, tag="rollout/drawn"):
     """Many samples of the one token after a prompt; the array [samples] float32 is what was reported, nats."""
 
-    stage: ClassVar[Stage] = Stage.ROLLOUT
     prompt: Tokens
     tokens: Tokens
     temperature: float
@@ -150,22 +128,14 @@ class RouteLogprobs(LogprobRecord, frozen=True, kw_only=True):
 class NaturalRouteLogprobs(RouteLogprobs, frozen=True, kw_only=True, tag="replay/natural"):
     """Trainer's log-probabilities by routes that the routers chose by themselves."""
 
-    stage: ClassVar[Stage] = Stage.REPLAY
-
 
 class ReplayedRouteLogprobs(RouteLogprobs, frozen=True, kw_only=True, tag="replay/scored"):
     """Trainer's log-probabilities by natural routes replayed, or by none after a replay."""
-
-    stage: ClassVar[Stage] = Stage.REPLAY
 
 
 class ForcedRouteLogprobs(RouteLogprobs, frozen=True, kw_only=True, tag="replay/forced"):
     """Trainer's log-probabilities by routes that no router would choose."""
 
-    stage: ClassVar[Stage] = Stage.REPLAY
-
 
 class OracleOfForced(OracleRecord, frozen=True, kw_only=True, tag="replay/oracle"):
     """Oracle's log-probabilities by those routes."""
-
-    stage: ClassVar[Stage] = Stage.REPLAY

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from verifier.core.record import ArrayRecord, Count, Digest, Dtype, Lengths, Measurement, Real, Record
-from verifier.core.stage import Stage
 
 
 class Rollouts(ArrayRecord, frozen=True, kw_only=True, tag="pack/rollouts"):
@@ -16,7 +13,6 @@ class Rollouts(ArrayRecord, frozen=True, kw_only=True, tag="pack/rollouts"):
     engine's, NaN where not sampled; ``versions`` int32, the weights that sampled the token, -1 where none did.
     """
 
-    stage: ClassVar[Stage] = Stage.PACK
     ids: tuple[str, ...]
     groups: tuple[str, ...]
     """Rollouts of one prompt share it."""
@@ -28,7 +24,6 @@ class Rollouts(ArrayRecord, frozen=True, kw_only=True, tag="pack/rollouts"):
 class PackedBatchDigest(Record, frozen=True, kw_only=True, tag="pack/batch"):
     """One digest over every field of all micro-batches of a rank."""
 
-    stage: ClassVar[Stage] = Stage.PACK
     coordinate: str
     """Mesh coordinate of the rank."""
     digest: Digest
@@ -38,7 +33,6 @@ class PackedBatchDigest(Record, frozen=True, kw_only=True, tag="pack/batch"):
 class PackLayout(ArrayRecord, frozen=True, kw_only=True, tag="pack/layout"):
     """Cut of one micro-batch. The array [rows] int64 is the row of the whole pack that each row of the shard is."""
 
-    stage: ClassVar[Stage] = Stage.PACK
     cp_rank: Count
     cu_seqlens: tuple[int, ...]
     """Cumulative lengths, tokens."""
@@ -62,7 +56,6 @@ class TokenLedger(ArrayRecord, frozen=True, kw_only=True, tag="pack/ledger"):
     length.
     """
 
-    stage: ClassVar[Stage] = Stage.PACK
     coordinate: str
     """Mesh coordinate of the rank."""
 
@@ -70,7 +63,6 @@ class TokenLedger(ArrayRecord, frozen=True, kw_only=True, tag="pack/ledger"):
 class GivenRoutes(ArrayRecord, frozen=True, kw_only=True, tag="replay/routes"):
     """Routes that rollouts carry. The array [N, 3 + K] int32 holds rollout, position, global layer, K experts."""
 
-    stage: ClassVar[Stage] = Stage.REPLAY
     rollouts: tuple[str, ...]
     """Ids, in the order of the rows' first column."""
 
@@ -78,7 +70,6 @@ class GivenRoutes(ArrayRecord, frozen=True, kw_only=True, tag="replay/routes"):
 class UsedRoutes(ArrayRecord, frozen=True, kw_only=True, tag="replay/choice"):
     """Experts that one rank's routers used. The array [N, 3 + K] int32 is as that of `GivenRoutes`."""
 
-    stage: ClassVar[Stage] = Stage.REPLAY
     coordinate: str
     """Mesh coordinate of the rank."""
 
@@ -89,7 +80,6 @@ class Objective(Record, frozen=True, kw_only=True, tag="loss/objective"):
     -reward * logprob - entropy_weight * entropy + drift_weight / 2 * (logprob - the engine's logprob)**2
     """
 
-    stage: ClassVar[Stage] = Stage.LOSS
     temperature: float
     """Divisor of the logits."""
     entropy_weight: float
@@ -99,7 +89,6 @@ class Objective(Record, frozen=True, kw_only=True, tag="loss/objective"):
 class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
     """One checkpoint tensor's gradient in one step, and what Adam makes of it, measured by the oracle."""
 
-    stage: ClassVar[Stage] = Stage.LOSS
     gradient_scale: Real
     """Greatest element of transformers' gradient."""
     gradient: Measurement | None = None

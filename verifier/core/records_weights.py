@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import msgspec
 
 from verifier.core.record import Count, Digest, Real, Record, Shape, TensorRecord
-from verifier.core.stage import Stage
 
 
 class SourceTensor(TensorRecord, frozen=True, kw_only=True, tag="load/source"):
     """One tensor of the source checkpoint, or of a manifest that `golden --record` wrote."""
 
-    stage: ClassVar[Stage] = Stage.LOAD
-
 
 class ExpectedShard(TensorRecord, frozen=True, kw_only=True, tag="load/expected"):
     """Tensor that a rank must hold by the independent layout, cut from the source checkpoint."""
 
-    stage: ClassVar[Stage] = Stage.LOAD
     coordinate: str
     """Mesh coordinate of the rank, such as "tp=0 pp=1 ep=0 etp=0 cp=0 dp=0"."""
     sources: tuple[str, ...]
@@ -38,43 +34,30 @@ class ShardRecord(TensorRecord, frozen=True, kw_only=True):
 class LoadedShard(ShardRecord, frozen=True, kw_only=True, tag="load/shard"):
     """A live shard right after the load."""
 
-    stage: ClassVar[Stage] = Stage.LOAD
-
 
 class UpdatedShard(ShardRecord, frozen=True, kw_only=True, tag="train/shard"):
     """A live shard after the update that made its version."""
-
-    stage: ClassVar[Stage] = Stage.TRAIN
 
 
 class FrozenShard(ShardRecord, frozen=True, kw_only=True, tag="train/frozen"):
     """A live shard of the base of an adapter, after a step of the adapter."""
 
-    stage: ClassVar[Stage] = Stage.TRAIN
-
 
 class ShardAfterIdleStep(ShardRecord, frozen=True, kw_only=True, tag="train/idle"):
     """A live shard after an optimizer step of learning rate 0."""
-
-    stage: ClassVar[Stage] = Stage.TRAIN
 
 
 class ShardAfterScoring(ShardRecord, frozen=True, kw_only=True, tag="train/scored"):
     """A live shard after a pass that scores tokens."""
 
-    stage: ClassVar[Stage] = Stage.TRAIN
-
 
 class ShardAfterExport(ShardRecord, frozen=True, kw_only=True, tag="export/exported"):
     """A live shard after an export."""
-
-    stage: ClassVar[Stage] = Stage.EXPORT
 
 
 class Update(Record, frozen=True, kw_only=True, tag="train/update"):
     """Change from the weights of the version before to those of a version."""
 
-    stage: ClassVar[Stage] = Stage.TRAIN
     how: Literal["step", "noise", "adapter step"]
     """"noise" moves every tensor of floats; a step of an adapter moves nothing else."""
 
@@ -82,27 +65,25 @@ class Update(Record, frozen=True, kw_only=True, tag="train/update"):
 class JoinedTensor(TensorRecord, frozen=True, kw_only=True, tag="train/live"):
     """A checkpoint tensor joined from the live shards of all ranks by the independent layout."""
 
-    stage: ClassVar[Stage] = Stage.TRAIN
-
 
 class LiveAdapterMatrix(TensorRecord, frozen=True, kw_only=True, tag="train/adapter"):
     """A matrix of an adapter, joined from the live shards of all ranks by the independent layout."""
 
-    stage: ClassVar[Stage] = Stage.TRAIN
 
+class ScalingRecord(Record, frozen=True, kw_only=True):
+    """The factor of an adapter's product."""
 
-class LiveAdapterScaling(Record, frozen=True, kw_only=True, tag="train/adapter-scaling"):
-    """The factor of an adapter's product in the live model."""
-
-    stage: ClassVar[Stage] = Stage.TRAIN
     scaling: Real
     """Alpha over rank."""
+
+
+class LiveAdapterScaling(ScalingRecord, frozen=True, kw_only=True, tag="train/adapter-scaling"):
+    """The factor of an adapter's product in the live model."""
 
 
 class StepReport(Record, frozen=True, kw_only=True, tag="train/step"):
     """Report of one rank's training step."""
 
-    stage: ClassVar[Stage] = Stage.TRAIN
     loss: Real
     """Mean over the tokens in the loss, nats."""
     num_tokens: Count
@@ -114,7 +95,6 @@ class StepReport(Record, frozen=True, kw_only=True, tag="train/step"):
 class OptimizerRule(Record, frozen=True, kw_only=True, tag="train/rule"):
     """Rule of each step: Adam, with rates on straight lines from the first step's to the last's."""
 
-    stage: ClassVar[Stage] = Stage.TRAIN
     learning_rate: float
     """Learning rate of the first step."""
     least_learning_rate: float
@@ -134,23 +114,19 @@ class OptimizerRule(Record, frozen=True, kw_only=True, tag="train/rule"):
 class ExportedTensor(TensorRecord, frozen=True, kw_only=True, tag="export/tensor"):
     """One tensor of a rank's export stream; the order of the records is the order of the stream."""
 
-    stage: ClassVar[Stage] = Stage.EXPORT
-
 
 class Reread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tensor that its reader still held when a later one came in memory that both share."""
 
     name: str
     handed_over: Digest
-    """Digest of the tensor when it was exported."""
+    """Its digest when it was exported."""
     still_held: Digest
-    """Digest of the tensor later."""
 
 
 class ExportStream(Record, frozen=True, kw_only=True, tag="export/stream"):
     """One rank's export stream as a whole."""
 
-    stage: ClassVar[Stage] = Stage.EXPORT
     num_tensors: Count
     reread: tuple[Reread, ...] = ()
 
@@ -158,37 +134,29 @@ class ExportStream(Record, frozen=True, kw_only=True, tag="export/stream"):
 class ExportedAdapterMatrix(TensorRecord, frozen=True, kw_only=True, tag="export/adapter"):
     """A matrix in the file of an exported adapter."""
 
-    stage: ClassVar[Stage] = Stage.EXPORT
 
-
-class ExportedAdapterScaling(Record, frozen=True, kw_only=True, tag="export/adapter-scaling"):
+class ExportedAdapterScaling(ScalingRecord, frozen=True, kw_only=True, tag="export/adapter-scaling"):
     """The factor of an adapter's product in its exported configuration."""
 
-    stage: ClassVar[Stage] = Stage.EXPORT
-    scaling: Real
-    """Alpha over rank."""
+
+class ConfigRecord(Record, frozen=True, kw_only=True):
+    """A checkpoint's config.json as transformers reads it."""
+
+    values: dict[str, str]
+    """JSON of each value, by key."""
 
 
-class SourceConfig(Record, frozen=True, kw_only=True, tag="load/config"):
+class SourceConfig(ConfigRecord, frozen=True, kw_only=True, tag="load/config"):
     """The source's config.json as transformers reads it."""
 
-    stage: ClassVar[Stage] = Stage.LOAD
-    values: dict[str, str]
-    """JSON of each value, by key."""
 
-
-class ExportedConfig(Record, frozen=True, kw_only=True, tag="export/config"):
+class ExportedConfig(ConfigRecord, frozen=True, kw_only=True, tag="export/config"):
     """The config.json that megatron-bridge wrote with an export, as transformers reads it."""
-
-    stage: ClassVar[Stage] = Stage.EXPORT
-    values: dict[str, str]
-    """JSON of each value, by key."""
 
 
 class SavedTensor(TensorRecord, frozen=True, kw_only=True, tag="export/saved"):
     """A tensor that a reader finds in a saved checkpoint: in the file where the index says that it is."""
 
-    stage: ClassVar[Stage] = Stage.EXPORT
     shard: str
     """File that holds it."""
 
@@ -196,7 +164,6 @@ class SavedTensor(TensorRecord, frozen=True, kw_only=True, tag="export/saved"):
 class SavedCheckpoint(Record, frozen=True, kw_only=True, tag="export/saved-files"):
     """The files of a saved checkpoint."""
 
-    stage: ClassVar[Stage] = Stage.EXPORT
     shards: Count
     """Number of files."""
     missing: tuple[str, ...] = ()
@@ -206,17 +173,14 @@ class SavedCheckpoint(Record, frozen=True, kw_only=True, tag="export/saved-files
 class PlanDigest(Record, frozen=True, kw_only=True, tag="plan/plan"):
     """Digest of the chunk plan that one trainer or engine rank holds."""
 
-    stage: ClassVar[Stage] = Stage.PLAN
     digest: Digest
     num_tensors: Count | None = None
-    """Known of trainer ranks."""
     num_chunks: Count | None = None
-    """Known of trainer ranks."""
+    """Known of trainer ranks, as is the number of tensors."""
 
 
 class PlannedTensor(Record, frozen=True, kw_only=True, tag="plan/entry"):
     """One tensor of the chunk plan; it has no contents yet."""
 
-    stage: ClassVar[Stage] = Stage.PLAN
     dtype: str
     shape: Shape

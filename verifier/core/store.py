@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-import msgspec
+from msgspec.structs import replace
 
-from verifier.core.manifest import Manifest, replace
+from verifier.core.manifest import Manifest
 from verifier.core.reader import MANIFEST, digests_of, read, sealed
 from verifier.core.record import ONLY, Array, ArrayRecord, Record, Role, as_numpy
 from verifier.core.records import encode
@@ -56,14 +56,14 @@ class Recorder:
 
     def emit(self, record: Record, array: Array | Mapping[str, Array] | None = None) -> None:
         """Record one fact, stamped with this recorder's role and rank, with its array, or with several by name."""
-        record = msgspec.structs.replace(record, role=self.role, rank=self.rank)
+        record = replace(record, role=self.role, rank=self.rank)
         try:
             if isinstance(record, ArrayRecord):
                 assert array is not None, f"a record of {type(record).__name__} has an array"
                 key = f"{self.role}-{self.rank:04d}-{self._arrays:06d}"
                 self._arrays += 1
                 _write_arrays(self.path / "arrays" / f"{key}.safetensors", array)
-                record = msgspec.structs.replace(record, array=key)
+                record = replace(record, array=key)
             self._file.write(encode(record) + b"\n")
             self._file.flush()
         except OSError as problem:

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verifier.core.gate import ExitCode
+from verifier.core.finding import ExitCode
 from verifier.core.stage import Stage
 from verifier.errors import UsageError
 from verifier.faults import matrix_ledger as ledgers

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from verifier.core.check import REGISTRY, Check, run_check
 from verifier.core.comparison import Comparison
-from verifier.core.finding import Outcome, Verdict
-from verifier.core.gate import ExitCode, exit_code, verdict_of
+from verifier.core.finding import ExitCode, Outcome, Verdict, verdict_of
 from verifier.core.manifest import Manifest
 from verifier.core.trace import Trace
 
@@ -35,7 +34,7 @@ class Report:
     @property
     def exit_code(self) -> ExitCode:
         """Exit code of the command."""
-        return ExitCode.INCONCLUSIVE if self.verdict is Verdict.INCONCLUSIVE else exit_code(self.outcomes)
+        return self.verdict.exit_code
 
     @property
     def is_complete(self) -> bool:

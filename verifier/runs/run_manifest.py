@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.core import store
-from verifier.core.manifest import Manifest, MeshSizes, Scope, replace
+from verifier.core.manifest import Manifest, MeshSizes, Scope
 from verifier.errors import Stopped, UsageError, VerifierError
 from verifier.knob import flat
 from verifier.model.families import num_experts_of

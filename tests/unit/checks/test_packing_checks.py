@@ -1,10 +1,12 @@
 """What the checks of the token path take for wrong, beside what the snapshots show."""
 
+from msgspec.structs import replace
+
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import ARRAYS, AT, MANIFEST, change, clean, having, make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.manifest import MeshSizes, replace
+from verifier.core.manifest import MeshSizes
 from verifier.core.records_logprobs import ReturnedLogprobs
 from verifier.core.records_tokens import PackedBatchDigest, PackLayout, TokenLedger
 from verifier.core.trace import Trace

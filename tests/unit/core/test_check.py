@@ -6,8 +6,7 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.checks.content import compare_contents
 from verifier.core.check import Check, check, run_check
 from verifier.core.comparison import Comparison
-from verifier.core.finding import Verdict
-from verifier.core.gate import ExitCode, exit_code
+from verifier.core.finding import ExitCode, Verdict, verdict_of
 from verifier.core.manifest import Manifest
 from verifier.core.records_weights import ExportedTensor, PlanDigest, SourceTensor, Update
 from verifier.core.stage import Stage
@@ -47,7 +46,7 @@ def outcome_of(*comparisons: Comparison, then: Exception | None = None, needs=(E
     ids=["holds", "violated", "nothing-compared", "broke", "broke-after-a-mismatch", "not-recorded"],
 )
 def test_verdict(outcome, verdict, code):
-    assert (outcome.verdict, exit_code([outcome])) == (verdict, code)
+    assert (outcome.verdict, verdict_of([outcome]).exit_code) == (verdict, code)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,7 @@ def test_what_a_broken_run_shows_to_differ_is_a_mismatch():
 
 
 def test_no_outcome_at_all_is_inconclusive():
-    assert exit_code([]) is ExitCode.INCONCLUSIVE
+    assert verdict_of([]).exit_code is ExitCode.INCONCLUSIVE
 
 
 def test_the_first_bad_stage_is_the_earliest_by_version_and_then_by_stage():

@@ -8,12 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import BROKEN, MANIFEST, arrays_of, clean
 from verifier.core import store
 from verifier.core.check import REGISTRY
-from verifier.core.manifest import replace
 from verifier.errors import UsageError
 from verifier.report import report_of
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Finding, Outcome
-from verifier.core.manifest import Manifest, UpstreamBug, replace
+from verifier.core.manifest import Manifest, UpstreamBug
 from verifier.core.stage import Stage
 from verifier.report import Report, render_json, render_junit, render_text
 from verifier.report.known_bugs import explanation, stack_lines, why_it_ended

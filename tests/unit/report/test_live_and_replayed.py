@@ -1,12 +1,12 @@
 """A trace judged from memory and the same trace read back from disk give the same text, to the byte."""
 
 import pytest
+from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import ARRAYS, BROKEN, MANIFEST, arrays_of, clean
 from verifier.core import store
 from verifier.core.check import REGISTRY
-from verifier.core.manifest import replace
 from verifier.core.trace import Trace
 from verifier.report import render_junit, render_text, report_of
 

@@ -6,8 +6,7 @@ import pytest
 
 from verifier.core.check import Check
 from verifier.core.comparison import Comparison
-from verifier.core.finding import Verdict
-from verifier.core.gate import ExitCode
+from verifier.core.finding import ExitCode, Verdict
 from verifier.core.manifest import Manifest, MeshSizes, Scope
 from verifier.core.records_weights import ExportedTensor
 from verifier.core.stage import Stage
