@@ -73,7 +73,7 @@ class Case:
         for delivery in deliveries:
             for receipt in delivery.receipts:
                 assert receipt.refused is None
-                metas = [entry.tensor for entry in delivery.packed.chunk.entries]
+                metas = delivery.packed.chunk.tensors
                 assert [(item.name, item.dtype, item.shape) for item in receipt.received] == [
                     (meta.name, meta.dtype, meta.shape) for meta in metas
                 ]

@@ -192,7 +192,7 @@ def test_update_refused_midway_can_be_poisoned_and_mended(pair: Pair) -> None:
     case = Case.open(engine, pair.tp)
     checkpoint = open_checkpoint(pair.versions[0])
     plan = plan_of(checkpoint, 60_000)
-    departing = plan.chunks[3].entries[0].tensor.name
+    departing = plan.chunks[3].names[0]
     stream = ((f"{name}.other" if name == departing else name, tensor) for name, tensor in read(checkpoint, plan))
     agree(engine, case.group, plan)
     confirmed = []

@@ -187,7 +187,7 @@ class _Sending:
         if self._problem is not None or self._num_packed == len(self._plan.chunks):
             return
         chunk = self._plan.chunks[self._num_packed]
-        drawn = list(islice(self.stream, len(chunk.entries)))
+        drawn = list(islice(self.stream, len(chunk.names)))
         self._num_packed += 1
         try:
             for name, planned in zip_longest([name for name, _ in drawn], chunk.names):

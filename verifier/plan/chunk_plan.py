@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from verifier.errors import ContractError
@@ -38,49 +39,28 @@ class TensorMeta:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkEntry:
-    """Place of one tensor in a chunk: bytes ``[begin, begin + tensor.num_bytes)`` of the buffer."""
-
-    tensor: TensorMeta
-    begin: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Consecutive tensors that travel in one buffer of `num_bytes` bytes.
-
-    The cached columns hold one value per tensor, in the order of `entries`; every transfer reads them.
-    """
+    """Consecutive tensors that travel in one buffer of `num_bytes` bytes; every column has one value per tensor."""
 
     index: int
-    entries: tuple[ChunkEntry, ...]
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    begins: tuple[int, ...]
+    """Byte offset of each tensor in the buffer."""
     num_bytes: int
 
     @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """Name of each tensor."""
-        return tuple(entry.tensor.name for entry in self.entries)
-
-    @functools.cached_property
-    def dtypes(self) -> tuple[str, ...]:
-        """Dtype of each tensor."""
-        return tuple(entry.tensor.dtype for entry in self.entries)
-
-    @functools.cached_property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of each tensor."""
-        return tuple(entry.tensor.shape for entry in self.entries)
-
-    @functools.cached_property
-    def begins(self) -> tuple[int, ...]:
-        """Byte offset of each tensor in the buffer."""
-        return tuple(entry.begin for entry in self.entries)
+    def tensors(self) -> tuple[TensorMeta, ...]:
+        """Each tensor."""
+        columns = zip(self.names, self.dtypes, self.shapes, strict=True)
+        return tuple(TensorMeta(name=name, dtype=dtype, shape=shape) for name, dtype, shape in columns)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """Size of each tensor, in bytes."""
-        return tuple(entry.tensor.num_bytes for entry in self.entries)
+        return tuple(tensor.num_bytes for tensor in self.tensors)
 
     @functools.cached_property
     def places(self) -> tuple[tuple[str, str, tuple[int, ...], tuple[int, ...], int], ...]:
@@ -104,7 +84,7 @@ class ChunkPlan:
     @property
     def tensors(self) -> Iterator[TensorMeta]:
         """All tensors in transfer order."""
-        return (entry.tensor for chunk in self.chunks for entry in chunk.entries)
+        return (tensor for chunk in self.chunks for tensor in chunk.tensors)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -112,28 +92,24 @@ class ChunkPlan:
         text = json.dumps(self.to_json(), separators=(",", ":"))
         return "blake2:" + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def to_json(self) -> list[list[Any]]:
-        """Return [bytes of the chunk, list of [name, dtype, shape, begin]] of each chunk; inverse of `from_json`."""
+    def to_json(self) -> list[tuple[int, list[tuple[Any, ...]]]]:
+        """Return (bytes of the chunk, list of (name, dtype, shape, begin)) of each chunk; inverse of `from_json`."""
         return [
-            [chunk.num_bytes, [[e.tensor.name, e.tensor.dtype, list(e.tensor.shape), e.begin] for e in chunk.entries]]
+            (chunk.num_bytes, list(zip(chunk.names, chunk.dtypes, chunk.shapes, chunk.begins, strict=True)))
             for chunk in self.chunks
         ]
 
     @classmethod
     def from_json(cls, record: Sequence[Sequence[Any]]) -> ChunkPlan:
         """Rebuild and validate a plan from its JSON form."""
-        chunks = tuple(
-            Chunk(
-                index=index,
-                num_bytes=num_bytes,
-                entries=tuple(
-                    ChunkEntry(tensor=TensorMeta(name=name, dtype=dtype, shape=tuple(shape)), begin=begin)
-                    for name, dtype, shape, begin in entries
-                ),
+        chunks = []
+        for index, (num_bytes, tensors) in enumerate(record):
+            names, dtypes, shapes, begins = zip(*tensors, strict=True)
+            shapes = tuple(map(tuple, shapes))
+            chunks.append(
+                Chunk(index=index, names=names, dtypes=dtypes, shapes=shapes, begins=begins, num_bytes=num_bytes)
             )
-            for index, (num_bytes, entries) in enumerate(record)
-        )
-        plan = cls(chunks=chunks)
+        plan = cls(chunks=tuple(chunks))
         plan.validate()
         return plan
 
@@ -146,15 +122,14 @@ class ChunkPlan:
         seen: set[str] = set()
         for chunk in self.chunks:
             at = 0
-            for entry in chunk.entries:
-                name = entry.tensor.name
+            for name, begin, size in zip(chunk.names, chunk.begins, chunk.sizes, strict=True):
                 if name in seen:
                     raise ContractError(f"`{name}` stands twice in the chunk plan")
                 seen.add(name)
-                if entry.begin != at:
-                    kind = "hole" if entry.begin > at else "overlap"
-                    raise ContractError(f"chunk {chunk.index}: {kind} at byte {min(at, entry.begin)}, before `{name}`")
-                at = _aligned(at + entry.tensor.num_bytes)
+                if begin != at:
+                    kind = "hole" if begin > at else "overlap"
+                    raise ContractError(f"chunk {chunk.index}: {kind} at byte {min(at, begin)}, before `{name}`")
+                at += _aligned(size)
             if at != chunk.num_bytes:
                 raise ContractError(f"chunk {chunk.index} holds {chunk.num_bytes} bytes, its tensors fill {at}")
 
@@ -185,26 +160,29 @@ def build_plan(tensors: Iterable[TensorMeta], *, chunk_bytes: int) -> ChunkPlan:
     """
     metas = list(tensors)
     left = sum(_aligned(meta.num_bytes) for meta in metas)
-    before = 0
-    chunks: list[Chunk] = []
-    entries: list[ChunkEntry] = []
-    at = 0
-
-    def close() -> None:
-        nonlocal entries, at, before, left
-        if entries:
-            chunks.append(Chunk(index=len(chunks), entries=tuple(entries), num_bytes=at))
-        before, left = before + at, left - at
-        entries, at = [], 0
-
+    before = at = 0
+    chunks: list[list[TensorMeta]] = [[]]
     for meta in metas:
-        if entries and at + meta.num_bytes > min(chunk_bytes, max(END_BYTES, min(before, left // 2))):
-            close()
-        entries.append(ChunkEntry(tensor=meta, begin=at))
-        at = _aligned(at + meta.num_bytes)
-    close()
-    if not chunks:
+        if chunks[-1] and at + meta.num_bytes > min(chunk_bytes, max(END_BYTES, min(before, left // 2))):
+            chunks.append([])
+            before, left, at = before + at, left - at, 0
+        chunks[-1].append(meta)
+        at += _aligned(meta.num_bytes)
+    if not metas:
         raise ContractError("nothing was exported: a chunk plan needs at least one tensor")
-    plan = ChunkPlan(chunks=tuple(chunks))
+    plan = ChunkPlan(chunks=tuple(_chunk(index, tensors) for index, tensors in enumerate(chunks)))
     plan.validate()
     return plan
+
+
+def _chunk(index: int, tensors: Sequence[TensorMeta]) -> Chunk:
+    """Return the chunk with these tensors, one after another."""
+    *begins, num_bytes = accumulate((_aligned(tensor.num_bytes) for tensor in tensors), initial=0)
+    return Chunk(
+        index=index,
+        names=tuple(tensor.name for tensor in tensors),
+        dtypes=tuple(tensor.dtype for tensor in tensors),
+        shapes=tuple(tensor.shape for tensor in tensors),
+        begins=tuple(begins),
+        num_bytes=num_bytes,
+    )

@@ -9,29 +9,26 @@ import numba
 import numpy as np
 import torch
 
-from verifier.plan.digest_definition import BLOCK_BYTES, COLUMNS, GOLDEN, KEYS, MIX_1, MIX_2, ROWS
+from verifier.plan.digest import BLOCK_BYTES, COLUMNS, GOLDEN, KEYS, MIX_1, MIX_2, ROWS
 
-_KEYS = np.array(KEYS, dtype=np.uint32)
-_GOLDEN = np.uint64(GOLDEN)
-_MIX_1 = np.uint64(MIX_1)
-_MIX_2 = np.uint64(MIX_2)
+_GOLDEN, _MIX_1, _MIX_2 = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
 _WORDS_PER_LINE = 16
 _WORDS_AHEAD = 1024
 """Distance, in words, at which one word of each cache line is read ahead (7 to 11 GB/s)."""
 
 
 def lane_sums_numba(data: torch.Tensor) -> tuple[int, int]:
-    """Return both lanes' sums of a CPU uint8 vector [num_bytes]; the same bits as `lane_sums_torch`."""
+    """Return both lanes' sums of a CPU uint8 vector [num_bytes]; the same bits as `lane_sums_numpy`."""
     array = data.numpy()
     whole = array.size // BLOCK_BYTES
     low = high = 0
     if whole:
-        low, high, _ = _block_sums(array[: whole * BLOCK_BYTES].view(np.uint32), np.uint64(0), _KEYS)
+        low, high, _ = _block_sums(array[: whole * BLOCK_BYTES].view(np.uint32), np.uint64(0), KEYS)
     rest = array[whole * BLOCK_BYTES :]
     if rest.size:
         padded = np.zeros(BLOCK_BYTES, dtype=np.uint8)
         padded[: rest.size] = rest
-        tail_low, tail_high, _ = _block_sums(padded.view(np.uint32), np.uint64(whole), _KEYS)
+        tail_low, tail_high, _ = _block_sums(padded.view(np.uint32), np.uint64(whole), KEYS)
         low, high = low + tail_low, high + tail_high
     return low, high
 

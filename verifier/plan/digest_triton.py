@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from verifier.plan.digest_definition import BLOCK_BYTES, COLUMNS, GOLDEN, KEYS, MIX_1, MIX_2, ROWS
+from verifier.plan.digest import BLOCK_BYTES, COLUMNS, GOLDEN, KEYS, MIX_1, MIX_2, ROWS
 
 BLOCKS_PER_STEP = 4
 """Number of blocks that a program digests at once, one per warp."""
@@ -35,11 +35,8 @@ _STEPS = tl.constexpr(STEPS_PER_UNIT)
 _LINE_BYTES = tl.constexpr(LINE_BYTES)
 _AHEAD = tl.constexpr(8)
 """Number of rows that are loaded ahead of the row being digested."""
-_GOLDEN = tl.constexpr(GOLDEN)
-_MIX_1 = tl.constexpr(MIX_1)
-_MIX_2 = tl.constexpr(MIX_2)
-_KEYS_0 = tl.constexpr(KEYS[0])
-_KEYS_1 = tl.constexpr(KEYS[1])
+_GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
+_KEYS_0, _KEYS_1 = (tl.constexpr(tuple(lane)) for lane in KEYS.tolist())
 
 
 @triton.jit

@@ -264,7 +264,7 @@ def plan_of(stream: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int) -> Chu
 
 def record_plan(probe: Probe, plan: ChunkPlan, version: int, *, entries: bool) -> None:
     """The plan's digest and, from one rank, its entries."""
-    num_tensors = sum(len(chunk.entries) for chunk in plan.chunks)
+    num_tensors = sum(len(chunk.names) for chunk in plan.chunks)
     probe.emit(
         PlanDigest(
             name="chunk plan", version=version, digest=plan.digest, num_chunks=len(plan.chunks), num_tensors=num_tensors

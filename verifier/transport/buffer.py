@@ -100,8 +100,7 @@ def _planned(chunk: Chunk, tensors: Mapping[str, torch.Tensor]) -> list[torch.Te
     found = [tensors[name] for name in chunk.names]
     dtypes, shapes = [_NAME_OF.get(tensor.dtype) for tensor in found], [tensor.shape for tensor in found]
     if dtypes != list(chunk.dtypes) or shapes != list(chunk.shapes):
-        for entry, tensor in zip(chunk.entries, found, strict=True):
-            meta = entry.tensor
+        for meta, tensor in zip(chunk.tensors, found, strict=True):
             if dtype_name(tensor.dtype) != meta.dtype or tensor.shape != meta.shape:
                 raise ContractError(
                     f"`{meta.name}` is {dtype_name(tensor.dtype)} {list(tensor.shape)}, "

@@ -147,7 +147,7 @@ def follow(rounds: TrainerRounds, plan: ChunkPlan, stream: Iterator[tuple[str, t
         rounds.exchange(ring.describe())
         is_read = rounds.rank in rounds.exchange({})[0]["read"]
         for chunk in plan.chunks:
-            drawn = dict(islice(stream, len(chunk.entries)))
+            drawn = dict(islice(stream, len(chunk.names)))
             if is_read:
                 pack(chunk, drawn, ring.place(chunk.num_bytes))
                 ring.fill(chunk.index)

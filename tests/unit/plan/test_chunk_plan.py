@@ -1,4 +1,4 @@
-"""How a plan fills its chunks, and that the columns of a chunk are its entries."""
+"""How a plan fills its chunks, and that the columns of a chunk are its tensors."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def test_bounds_hold_for_any_plan(sizes: list[int], chunk_bytes: int, end_bytes:
     total = sum(chunk.num_bytes for chunk in plan.chunks)
     before = [0, *accumulate(chunk.num_bytes for chunk in plan.chunks)]
     for chunk, sent in zip(plan.chunks, before, strict=False):
-        if len(chunk.entries) > 1:
-            filled = chunk.entries[-1].begin + chunk.entries[-1].tensor.num_bytes
+        if len(chunk.names) > 1:
+            filled = chunk.begins[-1] + chunk.sizes[-1]
             assert filled <= chunk_bytes
             assert filled <= max(end_bytes, sent)
             assert filled <= max(end_bytes, (total - sent) // 2)
 
 
-def test_columns_are_the_entries() -> None:
+def test_columns_are_the_tensors() -> None:
     shapes = {"a": ("float32", (3,)), "b": ("bfloat16", (2, 5)), "c": ("int64", ()), "d": ("bool", (0, 4))}
     metas = [TensorMeta(name=name, dtype=dtype, shape=shape) for name, (dtype, shape) in shapes.items()]
     plan = build_plan(metas, chunk_bytes=END_BYTES)
@@ -79,3 +79,4 @@ def test_columns_are_the_entries() -> None:
         ("c", "int64", (), (), 6), ("d", "bool", (0, 4), (4, 1), 64),
     )  # fmt: skip
     assert chunk == plan.chunks[0]
+    assert list(chunk.tensors) == metas

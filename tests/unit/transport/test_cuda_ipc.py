@@ -298,12 +298,12 @@ def test_a_slot_is_filled_again_only_when_it_was_confirmed(host: dict[str, Any])
     furthest: list[int] = []
     follower_of: list[Follower] = []
     plan = plan_of(weights(1))
-    chunk_of = {entry.tensor.name: chunk.index for chunk in plan.chunks for entry in chunk.entries}
+    chunk_of = {name: chunk.index for chunk in plan.chunks for name in chunk.names}
 
     def slow(rank: int, tensors: list[tuple[str, torch.Tensor]]) -> list[str]:
         threading.Event().wait(0.03)
         drawn = follower_of[0].drawn
-        packed = sum(1 for chunk in plan.chunks if sum(len(c.entries) for c in plan.chunks[: chunk.index + 1]) <= drawn)
+        packed = sum(1 for chunk in plan.chunks if sum(len(c.names) for c in plan.chunks[: chunk.index + 1]) <= drawn)
         furthest.append(packed - 1 - chunk_of[tensors[0][0]])
         return ranks.keep(rank, tensors)
 

@@ -49,7 +49,7 @@ def test_the_next_chunks_travel_while_one_is_loaded(ranks: Ranks) -> None:
     update.agree(ranks, sender.group, plan)
     for delivery in update.deliver(ranks, sender.group, plan, (drawn.append(n) or (n, t) for n, t in tensors.items())):
         behind = plan.chunks[: delivery.packed.chunk.index + AHEAD + 2]
-        assert len(drawn) == sum(len(chunk.entries) for chunk in behind)
+        assert len(drawn) == sum(len(chunk.names) for chunk in behind)
     chunks = range(len(plan.chunks))
     assert said == [list(chunks[chunk + AHEAD : chunk + AHEAD + 1]) for chunk in chunks]
     assert posted == [list(chunks[chunk + 1 : chunk + AHEAD]) for chunk in chunks]
@@ -63,7 +63,7 @@ def test_a_stream_that_departs_from_the_plan_ends_the_update(ranks: Ranks) -> No
     plan = plan_of(tensors)
     for wrong in range(len(plan.chunks)):
         stream = list(tensors.items())
-        at = sum(len(chunk.entries) for chunk in plan.chunks[:wrong])
+        at = sum(len(chunk.names) for chunk in plan.chunks[:wrong])
         stream[at] = ("another.weight", stream[at][1])
         update.agree(ranks, sender.group, plan)
         confirmed = []

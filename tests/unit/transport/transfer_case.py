@@ -91,8 +91,7 @@ class Sender:
                 assert receipt.refused is None
                 assert [item.digest for item in receipt.received] == digests
                 assert [(item.name, item.dtype, item.shape) for item in receipt.received] == [
-                    (entry.tensor.name, entry.tensor.dtype, entry.tensor.shape)
-                    for entry in delivery.packed.chunk.entries
+                    (meta.name, meta.dtype, meta.shape) for meta in delivery.packed.chunk.tensors
                 ]
                 assert list(receipt.loaded) == sorted(item.name for item in receipt.received)
             deliveries.append(delivery)
