@@ -142,7 +142,7 @@ def golden_peak_bytes(launcher: ForkLauncher, checkpoint: Path, folder: Path, dt
     )  # fmt: skip
     with PeakMemory(launcher.pid) as peak:
         launcher.run(
-            "verifier.runs.ranks_megatron:run", world_size=1, run_dir=folder / "ranks",
+            "verifier.runs.session_megatron:run", world_size=1, run_dir=folder / "ranks",
             args={"sessions": [spec.to_json()]}, mesh=Mesh(),
         )  # fmt: skip
     return peak.num_bytes

@@ -23,10 +23,10 @@ from verifier.mesh import Mesh
 from verifier.model import provider_megatron
 from verifier.model.families import FAMILIES, Content, tensors_of
 from verifier.model.tiny import TINY
-from verifier.probes.tokens_megatron import TokenProbe
+from verifier.probes.trainer import TokenProbe
 from verifier.probes.weights_megatron import LiveWeights
-from verifier.runs.full_weights_megatron import DATA_PARALLEL
 from verifier.runs.scenario import rollout_rows
+from verifier.runs.trained_weights_megatron import DATA_PARALLEL
 from verifier.runs.workload import rollouts_of
 from verifier.train import optimizer_megatron, step_megatron
 from verifier.train.pack import PackedBatch, pack

@@ -16,9 +16,9 @@ VOCAB = 512
 
 def preload() -> None:
     """The CPU tier, whatever the machine has."""
-    from verifier.runs.ranks_megatron import preload_cpu
+    from verifier.runs import session_megatron
 
-    preload_cpu()
+    session_megatron.preload("cpu")
 
 
 def rollouts(seed: int = 0, num: int = 8, shortest: int = 16, longest: int = 48) -> list[Rollout]:

@@ -25,7 +25,7 @@ def on_stream(**row: Any) -> Callable[[Callable[[Stream, FireCounter], Stream]],
         def plan_of(original: Any, fire: FireCounter, stream: Any, chunk_bytes: int) -> Any:
             return original(change(iter(stream), fire), chunk_bytes)
 
-        target = "verifier.runs.full_weights_megatron:plan_of(stream, chunk_bytes)"
+        target = "verifier.runs.trained_weights_megatron:plan_of(stream, chunk_bytes)"
         return fault(target, stage=Stage.PLAN, **row)(plan_of)
 
     return register

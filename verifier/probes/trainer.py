@@ -1,46 +1,33 @@
-"""Probes of a trainer's tokens and steps: rollouts, log-probabilities, what a step reported."""
+"""Probes of a trainer's tokens: its rollouts, the token that every row of every shard is, log-probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 
 import numpy as np
+import torch
 
-from verifier.core.record import Probe, real
+from verifier.core.record import Probe
 from verifier.core.records_logprobs import ReturnedLogprobs, TrainerLogprobs
-from verifier.core.records_tokens import Rollouts
-from verifier.core.records_weights import StepReport
+from verifier.core.records_tokens import PackedBatchDigest, PackLayout, Rollouts, TokenLedger
 from verifier.data.rollout import Rollout
-
-if TYPE_CHECKING:
-    import torch
-
-    from verifier.train.step_megatron import StepResult
+from verifier.mesh import Mesh
+from verifier.plan.digest import digest_tensor, raw_bytes
+from verifier.train.pack import PackedBatch, loss_rows
 
 
-def rollouts_of(name: str, version: int, rollouts: Sequence[Rollout]) -> tuple[Rollouts, dict[str, np.ndarray]]:
-    """The record of a pass's rollouts, and its arrays.
-
-    Args:
-        name: of the pass, such as "scored" or "trained".
-        version: weight version.
-        rollouts: in the order in which the pass gets them.
-    """
+def record_of_rollouts(name: str, version: int, rollouts: Sequence[Rollout]) -> tuple[Rollouts, dict[str, np.ndarray]]:
+    """The record of a pass's rollouts, in the order in which the pass gets them, and its arrays."""
     record = Rollouts(
         name=name, version=version, ids=tuple(item.id for item in rollouts),
         groups=tuple(item.group for item in rollouts), lengths=tuple(len(item) for item in rollouts),
         prompt_lengths=tuple(item.prompt_length for item in rollouts),
         rewards=tuple(float(item.reward) for item in rollouts),
     )  # fmt: skip
-    fields = ("tokens", "sampled", "mask", "roles", "logprobs", "versions")
-    return record, {field: np.concatenate([getattr(item, field) for item in rollouts]) for field in fields}
-
-
-def record_rollouts(probe: Probe, name: str, version: int, rollouts: Sequence[Rollout]) -> None:
-    """Record the rollouts of a pass; see `rollouts_of`."""
-    record, arrays = rollouts_of(name, version, rollouts)
-    probe.emit(record, arrays)
+    kept = ("tokens", "sampled", "mask", "roles", "logprobs", "versions")
+    return record, {field: np.concatenate([getattr(item, field) for item in rollouts]) for field in kept}
 
 
 def record_scored(
@@ -56,10 +43,6 @@ def record_scored(
         temperature: divisor of the logits.
         whole: record the values too, as one rank has to.
     """
-    import torch
-
-    from verifier.plan.digest import digest_tensor
-
     values = torch.cat(list(scored))
     probe.emit(ReturnedLogprobs(name=name, version=version, digest=digest_tensor(values)))
     if whole:
@@ -67,11 +50,69 @@ def record_scored(
         probe.emit(TrainerLogprobs(name=name, version=version, lengths=lengths, temperature=temperature), values)
 
 
-def record_step(probe: Probe, version: int, result: StepResult) -> None:
-    """Record what one rank's training step reported."""
-    probe.emit(
-        StepReport(
-            name="step", version=version, loss=real(result.loss), num_tokens=result.num_tokens,
-            grad_norm=real(result.grad_norm),
-        )
-    )  # fmt: skip
+class TokenProbe:
+    """Records what this rank's micro-batches hold, and on rank 0 what the run says of their tokens.
+
+    Args:
+        probe: this rank's recorder.
+        mesh: parallel sizes.
+        rank: this rank.
+        name: of the pass over the tokens, such as "scored" or "trained".
+        version: weight version.
+        rollouts: what has to be handed to packing, the same on every rank, and made by no code that makes that.
+    """
+
+    def __init__(
+        self, probe: Probe, mesh: Mesh, rank: int, name: str, version: int, rollouts: Sequence[Rollout]
+    ) -> None:
+        self._probe, self._rank, self._at = probe, rank, mesh.coordinate(rank)
+        self._name, self._version, self._rollouts = name, version, rollouts
+
+    def __call__(self, shards: Sequence[PackedBatch]) -> Callable[[], None]:
+        """Look at this rank's shards, in the order of its micro-batches; returns what writes down what was seen."""
+        at = self._at
+        self._probe.emit(
+            PackedBatchDigest(
+                name=f"{self._name} dp={at.dp} cp={at.cp}", version=self._version, coordinate=str(at),
+                digest=digest_tensor(_everything(shards)), micro_batches=len(shards),
+            )
+        )  # fmt: skip
+        rows = None
+        if at.tp == 0 and at.pp == 0:
+            self._record_layout(shards)
+            rows = loss_rows(shards)
+        return partial(self._record, rows)
+
+    def _record_layout(self, shards: Sequence[PackedBatch]) -> None:
+        lengths = {rollout.id: len(rollout) for rollout in self._rollouts}
+        for number, shard in enumerate(shards):
+            self._probe.emit(
+                PackLayout(
+                    name=f"{self._name} micro-batch {number}", version=self._version, cp_rank=self._at.cp,
+                    cu_seqlens=tuple(shard.cu_seqlens.tolist()),
+                    cu_seqlens_padded=tuple(shard.cu_seqlens_padded.tolist()), max_seqlen=shard.max_seqlen,
+                    lengths=tuple(lengths.get(name, 0) for name in shard.ids), filler=not shard.ids,
+                ),
+                shard.rows_T,
+            )  # fmt: skip
+
+    def _record(self, rows: Mapping[str, np.ndarray] | None) -> None:
+        if self._rank == 0:
+            self._probe.emit(*record_of_rollouts(self._name, self._version, self._rollouts))
+        if rows is not None:
+            self._probe.emit(TokenLedger(name=self._name, version=self._version, coordinate=str(self._at)), rows)
+
+
+def _everything(shards: Sequence[PackedBatch]) -> torch.Tensor:
+    """The bytes of every field of all shards in one vector, so that one digest stands for a rank's whole batch.
+
+    On this rank's GPU, if it has started one: a digest costs less there than on the host.
+    """
+    parts = []
+    for shard in shards:
+        values = [getattr(shard, field.name) for field in fields(shard)]
+        plain = [value for value in values if not isinstance(value, torch.Tensor)]
+        parts.append(torch.frombuffer(bytearray(repr(plain).encode()), dtype=torch.uint8))
+        parts += [raw_bytes(value) for value in values if isinstance(value, torch.Tensor)]
+    whole = torch.cat(parts)
+    return whole.cuda() if torch.cuda.is_initialized() else whole

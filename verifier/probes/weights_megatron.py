@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verifier.core.record import Probe, TensorRecord
 from verifier.core.records_weights import (
@@ -44,12 +44,21 @@ IGNORED_BUFFERS = frozenset({"local_tokens_per_expert"})
 """Counters of one step that no checkpoint carries."""
 
 
+def described(tensor: torch.Tensor, digest: str = "") -> dict[str, Any]:
+    """Fields of a `TensorRecord`: digest, if it is not known yet, dtype and shape."""
+    shape = tuple(tensor.shape)
+    return {"digest": digest or digest_tensor(tensor), "dtype": dtype_name(tensor.dtype), "shape": shape}
+
+
 class LiveWeights:
     """The parameters and checkpointed buffers that one rank's model chunks hold right now.
 
     Args:
         chunks: the rank's model chunks in virtual-stage order, wrapped for training or not.
         layout: where checkpoint tensors live, or None where the family has no row.
+        mesh: parallel sizes.
+        rank: this rank.
+        part: local name -> the name that a tensor goes by, or None for one that is left out.
     """
 
     def __init__(
@@ -58,21 +67,22 @@ class LiveWeights:
         layout: ModelLayout | AdapterLayout | None,
         mesh: Mesh,
         rank: int,
+        part: Callable[[str], str | None] = str,
     ) -> None:
         self._chunks = [_unwrapped(chunk) for chunk in chunks]
         self._stored = [frozenset(chunk.state_dict(keep_vars=True)) for chunk in self._chunks]
         self._places: dict[tuple[int, str], ParamPlacement] | None = None
-        self.layout, self.mesh, self.rank = layout, mesh, rank
+        self.layout, self.mesh, self.rank, self._part = layout, mesh, rank, part
         self.at = str(mesh.coordinate(rank))
 
     def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
         """(chunk, local name, live tensor) of every parameter and every checkpointed buffer."""
         for index, (chunk, stored) in enumerate(zip(self._chunks, self._stored, strict=True)):
-            for name, parameter in chunk.named_parameters():
-                yield index, name, parameter.detach()
-            for name, buffer in chunk.named_buffers():
-                if name in stored and name.rpartition(".")[2] not in IGNORED_BUFFERS:
-                    yield index, name, buffer.detach()
+            buffers = chunk.named_buffers()
+            kept = (item for item in buffers if item[0] in stored and item[0].rpartition(".")[2] not in IGNORED_BUFFERS)
+            for local, tensor in (*chunk.named_parameters(), *kept):
+                if name := self._part(local):
+                    yield index, name, tensor.detach()
 
     def placements(self) -> dict[tuple[int, str], ParamPlacement]:
         """(chunk, local name) to what must be there, stated once; empty without a layout."""
@@ -100,22 +110,18 @@ class LiveWeights:
             for kind in kinds:
                 probe.emit(
                     kind(
-                        name=place.global_name if place else f"{name} (chunk {chunk})", version=version, digest=digest,
-                        dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), coordinate=self.at,
-                        replica=place.group if place else f"rank {self.rank} {chunk} {name}",
+                        name=place.global_name if place else f"{name} (chunk {chunk})", version=version,
+                        coordinate=self.at, replica=place.group if place else f"rank {self.rank} {chunk} {name}",
+                        **described(tensor, digest),
                     )
                 )  # fmt: skip
 
     def record_expected(self, probe: Probe, source: Checkpoint) -> None:
         """Digest, for every placement, what the checkpoint says must be there."""
         for place in self.placements().values():
-            tensor = place.shard(source.read)
-            probe.emit(
-                ExpectedShard(
-                    name=place.global_name, digest=digest_tensor(tensor), dtype=dtype_name(tensor.dtype),
-                    shape=tuple(tensor.shape), coordinate=self.at, sources=tuple(place.sources),
-                )
-            )  # fmt: skip
+            facts = described(place.shard(source.read))
+            sources = tuple(place.sources)
+            probe.emit(ExpectedShard(name=place.global_name, coordinate=self.at, sources=sources, **facts))
 
     def dump(self, path: Path, tensors: Iterable[tuple[int, str, torch.Tensor]]) -> None:
         """Write what this rank owns of every group of replicas, so that the shards of all ranks can be joined.
@@ -168,12 +174,7 @@ def record_tensors(
 ) -> None:
     """Digest named tensors one by one."""
     for name, tensor in tensors:
-        probe.emit(
-            kind(
-                name=name, version=version, digest=digest_tensor(tensor), dtype=dtype_name(tensor.dtype),
-                shape=tuple(tensor.shape),
-            )
-        )  # fmt: skip
+        probe.emit(kind(name=name, version=version, **described(tensor)))
 
 
 def record_source(probe: Probe, source: Checkpoint) -> None:
@@ -190,11 +191,7 @@ def recorded(
     count = 0
     for name, tensor in stream:
         digest = digest_tensor(tensor)
-        probe.emit(
-            ExportedTensor(
-                name=name, version=version, digest=digest, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape)
-            )
-        )
+        probe.emit(ExportedTensor(name=name, version=version, **described(tensor, digest)))
         neighbours = held.setdefault(tensor.untyped_storage().data_ptr(), [])
         neighbours[:] = [item for item in neighbours if item[2]() is not None]
         for earlier, was, reference in neighbours:
@@ -244,13 +241,8 @@ def record_saved(probe: Probe, folder: Path, version: int) -> None:
                 if listed and listed.get(name) != path.name:
                     continue
                 absent.discard(name)
-                tensor = file.get_tensor(name)
-                probe.emit(
-                    SavedTensor(
-                        name=name, version=version, digest=digest_tensor(tensor), dtype=dtype_name(tensor.dtype),
-                        shape=tuple(tensor.shape), shard=path.name,
-                    )
-                )  # fmt: skip
+                facts = described(file.get_tensor(name))
+                probe.emit(SavedTensor(name=name, version=version, shard=path.name, **facts))
     probe.emit(SavedCheckpoint(name="shards", version=version, shards=len(shards), missing=tuple(sorted(absent))))
 
 
@@ -262,13 +254,9 @@ def plan_of(stream: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int) -> Chu
     )
 
 
-def record_plan(probe: Probe, plan: ChunkPlan, version: int, *, entries: bool) -> None:
+def record_plan(probe: Probe, plan: ChunkPlan, *, entries: bool) -> None:
     """The plan's digest and, from one rank, its entries."""
     num_tensors = sum(len(chunk.names) for chunk in plan.chunks)
-    probe.emit(
-        PlanDigest(
-            name="chunk plan", version=version, digest=plan.digest, num_chunks=len(plan.chunks), num_tensors=num_tensors
-        )
-    )
+    probe.emit(PlanDigest(name="chunk plan", digest=plan.digest, num_chunks=len(plan.chunks), num_tensors=num_tensors))
     for tensor in plan.tensors if entries else ():
-        probe.emit(PlannedTensor(name=tensor.name, version=version, dtype=tensor.dtype, shape=tuple(tensor.shape)))
+        probe.emit(PlannedTensor(name=tensor.name, dtype=tensor.dtype, shape=tuple(tensor.shape)))

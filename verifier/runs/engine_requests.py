@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
+
 from verifier.core.record import Probe
+from verifier.core.records_logprobs import DrawnTokens, EngineLogprobs, SampledTokens, ShapedTokens
 from verifier.engine.api import Sample, Sampling, Shape
 from verifier.engine.client import EngineClient
-from verifier.probes.engine_state import record_drawn, record_sampled, record_scored
 
 SAMPLING_TEMPERATURE = 2.0
 """Temperature of one more set of samples at version 0: at 1, a temperature that nobody applies does not show, nor
@@ -61,8 +63,10 @@ class EngineRequests:
         self._client, self._probe, self._version, self._seed = client, probe, version, seed + version
 
     def score(self, name: str, sequences: Sequence[Sequence[int]]) -> None:
-        """Teacher-forced log-probabilities."""
-        record_scored(self._probe, name, self._client.logprobs(sequences), self._version)
+        """Teacher-forced log-probabilities, one row a sequence, nats."""
+        rows = self._client.logprobs(sequences)
+        lengths = tuple(len(row) for row in rows)
+        self._probe.emit(EngineLogprobs(name=name, version=self._version, lengths=lengths), _flat(rows))
 
     def sample(self, prompts: Sequence[Sequence[int]]) -> None:
         """Tokens sampled from prompts that the prefix cache may know, with the log-probabilities reported for them.
@@ -107,13 +111,35 @@ class EngineRequests:
     ) -> list[Sample]:
         found = self._client.generate(prompts, sampling)
         rows = [
-            (prompt, sampling.of(index), sample)
-            for index, (prompt, samples) in enumerate(zip(prompts, found, strict=True))
-            for sample in samples
+            (tuple(prompt), sampling.of(index), sample)
+            for index, (prompt, answers) in enumerate(zip(prompts, found, strict=True))
+            for sample in answers
         ]
-        record_sampled(self._probe, name, rows, self._version, shaped=shaped)
-        return [sample for _, _, sample in rows]
+        asked, samples = [request for _, request, _ in rows], [sample for _, _, sample in rows]
+        facts: dict[str, Any] = {
+            "name": name, "version": self._version, "lengths": tuple(len(sample.tokens) for sample in samples),
+            "prompts": tuple(prompt for prompt, _, _ in rows),
+            "tokens": tuple(tuple(sample.tokens) for sample in samples),
+            "cached": tuple(sample.cached_tokens for sample in samples),
+            "stops": tuple(tuple(request.stop) for request in asked),
+            "limits": tuple(request.max_tokens for request in asked),
+            "temperatures": tuple(float(request.temperature) for request in asked),
+        }  # fmt: skip
+        record: SampledTokens | ShapedTokens = SampledTokens(**facts)
+        if shaped:
+            record = ShapedTokens(**facts, asked=tuple(asdict(request) for request in asked))
+        self._probe.emit(record, _flat([sample.logprobs for sample in samples]))
+        return samples
 
     def _draw(self, name: str, prompt: Sequence[int], sampling: Sampling) -> None:
         found = [sample for samples in self._client.generate([prompt, prompt], sampling) for sample in samples]
-        record_drawn(self._probe, name, prompt, found, sampling.temperature, self._version)
+        record = DrawnTokens(
+            name=name, version=self._version, prompt=tuple(prompt), temperature=sampling.temperature,
+            tokens=tuple(sample.tokens[0] for sample in found),
+        )  # fmt: skip
+        self._probe.emit(record, _flat([sample.logprobs for sample in found]))
+
+
+def _flat(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    """[sum of lengths] float32."""
+    return np.array([value for row in rows for value in row], dtype=np.float32)

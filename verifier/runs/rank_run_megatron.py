@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,15 +11,82 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from verifier.core.record import Role
 from verifier.core.store import Recorder
+from verifier.engine import sender
+from verifier.engine.client import EngineClient
 from verifier.export.names import ModelLayout, layout_of
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
-from verifier.runs.engine_link_megatron import EngineLink
+from verifier.plan.chunk_plan import ChunkPlan
+from verifier.probes.engine_state import TransferProbe
 from verifier.runs.spec import RunSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from verifier.launch.rank import RankContext
+    from verifier.transport.cuda_ipc import TrainerRounds
+    from verifier.transport.group import TransferGroup
+
+
+@dataclass(kw_only=True)
+class EngineLink:
+    """Link of one rank to the engine: rank 0 talks to it, and by CUDA IPC every rank shows it a buffer.
+
+    Without an engine it has nothing.
+    """
+
+    client: EngineClient | None = None
+    """A connection of its own; rank 0's only."""
+    group: TransferGroup | None = None
+    """Transfer group that the engine has joined; rank 0's only."""
+    rounds: TrainerRounds | None = None
+    """Rounds in which buffers are shown to the engine; every rank's, by CUDA IPC only."""
+    ranks: Sequence[Recorder] = ()
+    """A recorder for each engine rank; rank 0's only."""
+    refused: str = ""
+    """Why the last transfer was refused: layers whose weights never came are left open, and cannot score."""
+    sleep_level: int = 0
+    """Level at which the engine sleeps while the trainer steps; 0: never."""
+    asleep: EngineClient | None = None
+    """The client of an engine that sleeps."""
+
+    def rest(self) -> None:
+        """Have the engine give up its GPU memory until the next transfer. A collective.
+
+        The engine counts the memory that it frees, so no rank takes any meanwhile.
+        """
+        if self.sleep_level:
+            if self.client is not None:
+                self.client.sleep(self.sleep_level)
+                self.asleep = self.client
+            dist.barrier()
+
+    @contextlib.contextmanager
+    def _awake(self) -> Iterator[None]:
+        """The engine has memory for its weights within, and for its caches afterwards."""
+        sleeper, self.asleep = self.asleep, None
+        if sleeper is not None:
+            sleeper.wake_up("weights")
+        try:
+            yield
+        finally:
+            if sleeper is not None:
+                sleeper.wake_up("kv_cache")
+
+    def transfer(self, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]], watch: TransferProbe) -> None:
+        """Poison the engine, draw the stream on every rank, which is a collective, and send it from rank 0."""
+        with self._awake():
+            if self.client is not None and self.group is not None:
+                watch.poisoned(self.client.poison())
+                self.refused = sender.transfer(self.client, self.group, plan, stream, watch, self.rounds)
+            elif self.rounds is not None:
+                from verifier.transport.cuda_ipc import follow
+
+                follow(self.rounds, plan, stream)
+            for _ in stream:
+                pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,3 +135,30 @@ class RankRun:
             path.mkdir()
         dist.barrier()
         return path
+
+
+@contextlib.contextmanager
+def rank_run(spec: RunSpec, context: RankContext) -> Iterator[RankRun]:
+    """A session's context, open until the session ends; a collective with the engine's ranks."""
+    link, trace, deadline_s = EngineLink(), Path(spec.trace), spec.deadline_s
+    with contextlib.ExitStack() as stack:
+
+        def recorder(role: Role, rank: int) -> Recorder:
+            return stack.enter_context(contextlib.closing(Recorder(trace, role, rank)))
+
+        probe = recorder("trainer", context.rank)
+        if spec.engine_socket is not None:
+            link.sleep_level = spec.roundtrip.engine.sleep_level
+            if spec.transport == "ipc":
+                from verifier.transport.cuda_ipc import TrainerRounds
+
+                link.rounds = TrainerRounds()
+            if context.rank == 0:
+                from verifier.transport.gloo import Listener
+
+                client = EngineClient(spec.engine_socket, deadline_s=deadline_s)
+                link.client = stack.enter_context(contextlib.closing(client))
+                link.ranks = [recorder("engine", rank) for rank in range(spec.engine_ranks)]
+                listener = Listener(spec.engine_ranks, deadline_s=deadline_s, kind=spec.transport)
+                link.group = stack.enter_context(contextlib.closing(sender.connect(client, listener, link.rounds)))
+        yield RankRun(spec=spec, context=context, probe=probe, link=link)

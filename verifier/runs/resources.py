@@ -14,16 +14,10 @@ from verifier.errors import InternalError
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.fork_server import ForkServer
 from verifier.oracle.oracle import Oracle
-from verifier.platform import select
 from verifier.probes.engine_state import EngineState, held_by
 
 COLLECTIVE_DEADLINE_S = 180.0
 """All ranks wait for rank 0 while it asks the engine, whose first request may compile kernels: 75 s were seen."""
-PRELOADS = {
-    "cpu": "verifier.runs.ranks_megatron:preload_cpu",
-    "cuda": "verifier.runs.ranks_megatron:preload_cuda",
-}
-"""Tier -> what the launcher imports before it forks ranks."""
 
 
 class Deadline:
@@ -99,7 +93,9 @@ class Resources:
     def launcher(self, until: Deadline) -> ForkLauncher:
         """The process that ranks are forked from; it imports Megatron while the caller goes on."""
         if self._launcher is None:
-            launcher = ForkLauncher(preload=PRELOADS[select()], load_deadline_s=until.left("importing Megatron"))
+            launcher = ForkLauncher(
+                preload="verifier.runs.session_megatron:preload", load_deadline_s=until.left("importing Megatron")
+            )
             self._launcher = self._stack.enter_context(launcher)
         return self._launcher
 

@@ -171,7 +171,7 @@ class Runner:
 
     def _run_ranks(self, specs: Sequence[RunSpec], work: Path, until: Deadline) -> None:
         self.resources.launcher(until).run(
-            "verifier.runs.ranks_megatron:run",
+            "verifier.runs.session_megatron:run",
             world_size=specs[0].config.mesh.world_size,
             run_dir=work / "ranks",
             args={"sessions": [spec.to_json() for spec in specs]},

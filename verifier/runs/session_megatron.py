@@ -2,34 +2,71 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import resource
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, ShardAfterScoring
-from verifier.platform.cuda import another_cudnn
+import torch
+
+from verifier.core.record import real
+from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, ShardAfterScoring, StepReport
+from verifier.launch.child import resolve
+from verifier.model import provider_megatron
+from verifier.plan.digest import digest_tensor
+from verifier.platform import Tier, select
+from verifier.platform.cuda import another_cudnn, require_not_started
 from verifier.probes.engine_state import held_by, record_views
 from verifier.probes.routes_megatron import record_replay, replaying_every_second
-from verifier.probes.tokens_megatron import TokenProbe
-from verifier.probes.trainer import record_rollouts, record_scored, record_step
+from verifier.probes.trainer import TokenProbe, record_of_rollouts, record_scored
 from verifier.probes.weights_megatron import record_source
-from verifier.runs.adapter_weights_megatron import AdapterWeights
 from verifier.runs.engine_requests import EngineRequests
-from verifier.runs.full_weights_megatron import FullWeights
-from verifier.runs.perturb import move
-from verifier.runs.rank_run_megatron import RankRun
-from verifier.runs.steps_megatron import Steps
-from verifier.runs.workload import RolloutRow, ScoringPass, Workload, expected_rollouts, policy_loss, rollouts_of
+from verifier.runs.rank_run_megatron import RankRun, rank_run
+from verifier.runs.spec import RunSpec
+from verifier.runs.steps_megatron import Steps, move
+from verifier.runs.trained_weights_megatron import AdapterWeights, FullWeights
+from verifier.runs.workload import RolloutRow, Workload, expected_rollouts, policy_loss, rollouts_of
 from verifier.train import step_megatron
+
+if TYPE_CHECKING:
+    from verifier.launch.rank import RankContext
 
 RESUMED = 2
 """Version before whose step the optimizer is written, made anew and read again."""
+
+
+def preload(tier: Tier | None = None) -> None:
+    """Import everything before ranks are forked, by default for this machine's tier; the digest's compiled path too."""
+    tier = tier or select()
+    provider_megatron.preload(tier)
+    if tier == "cpu":
+        digest_tensor(torch.zeros(1))
+    else:
+        require_not_started()
+
+
+def run(context: RankContext) -> dict[str, float]:
+    """Rank function of every run: its sessions, one after another."""
+    for number, record in enumerate(context.args["sessions"]):
+        spec = RunSpec.from_json(record)
+        if number:
+            provider_megatron.teardown()
+        with contextlib.ExitStack() as stack:
+            if spec.within:
+                function, *arguments = spec.within
+                stack.enter_context(resolve(function)(spec, context, *arguments))
+            session = Session(stack.enter_context(rank_run(spec, context)))
+            (session.golden if spec.program == "golden" else session.cycles)()
+    return {"peak_gib": math.ceil(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20 * 100) / 100}
 
 
 class Session:
     """One session of the trainer on this rank."""
 
     def __init__(self, run: RankRun) -> None:
-        self._run, self._full = run, FullWeights(run)
-        self._weights = AdapterWeights(run) if run.spec.lora_rank else self._full
+        self._run = run
+        self._weights = AdapterWeights(run) if run.spec.lora_rank else FullWeights(run)
 
     @property
     def _workload(self) -> Workload:
@@ -38,36 +75,27 @@ class Session:
 
     def golden(self) -> None:
         """Load and export, nothing else."""
-        self.load(training=False)
+        self._load(training=False)
         self._run.say("exporting")
-        self._full.export_only(0)
+        assert isinstance(self._weights, FullWeights)
+        self._weights.export_only(0)
 
-    def tokens(self) -> None:
-        """The token path alone: nothing is exported, no engine takes part."""
-        self.load()
-        self.score(0)
-        self.replay()
-        self.idle_step()
-        for version in range(1, self._run.spec.cycles + 1):
-            self.update(version)
-            self.score(version)
-            self._weights.record_update(version)
-
-    def roundtrip(self) -> None:
-        """Everything, in the order of the data flow."""
-        self.load()
-        self.score(0)
-        self.replay()
-        if not self._weights.begin():
+    def cycles(self) -> None:
+        """Everything, in the order of the data flow; of the token path alone what needs no export and no engine."""
+        run, exports = self._run, self._run.spec.program == "roundtrip"
+        self._load()
+        self._score(0)
+        self._replay()
+        if exports and not self._weights.begin():
             return
-        self.observe_engine(0)
-        self.idle_step()
-        for version in range(1, self._run.spec.cycles + 1):
-            self._run.link.rest()
-            self.update(version)
-            for act in self._acts(version):
+        self._observe_engine(0)
+        self._idle_step()
+        for version in range(1, run.spec.cycles + 1):
+            run.link.rest()
+            self._update(version)
+            for act in self._acts(version) if exports else (self._score, self._weights.record_update):
                 act(version)
-            self.observe_engine(version)
+            self._observe_engine(version)
         self._weights.finish()
 
     def _acts(self, version: int) -> list[Callable[[int], None]]:
@@ -78,12 +106,12 @@ class Session:
         """
         weights = self._weights
         if not weights.recording_gathers:
-            return [weights.record_update, self.score, weights.sync]
+            return [weights.record_update, self._score, weights.sync]
         if version % 2 == 0:
-            return [self.score, weights.sync, weights.record_update]
-        return [weights.sync, weights.record_update, self.score]
+            return [self._score, weights.sync, weights.record_update]
+        return [weights.sync, weights.record_update, self._score]
 
-    def load(self, *, training: bool = True) -> None:
+    def _load(self, *, training: bool = True) -> None:
         """Build and load the trainer; record what every rank holds, what it must hold, and what its steps have to do.
 
         Args:
@@ -104,41 +132,38 @@ class Session:
             run.probe.emit(spec.workload.rule)
             run.probe.emit(spec.workload.objective)
 
-    def score(self, version: int) -> None:
+    def _score(self, version: int) -> None:
         """Teacher-forced log-probabilities by the trainer."""
         run, (first, *others) = self._run, self._workload.passes
         run.say(f"version {version}: trainer scores {len(first.rollouts)} sequences")
-        self._score(first, version, look=self._token_probe(first.name, version, first.rollouts))
-        for item in others if version == 0 else ():
-            if run.rank == 0:
-                record_rollouts(run.probe, item.name, version, expected_rollouts(item.rollouts))
-            self._score(item, version)
+        for item in (first, *others) if version == 0 else (first,):
+            look = self._token_probe(item.name, version, item.rollouts) if item is first else None
+            if look is None and run.rank == 0:
+                run.probe.emit(*record_of_rollouts(item.name, version, expected_rollouts(item.rollouts)))
+            rollouts = rollouts_of(item.rollouts)
+            found = step_megatron.score(self._trainer, rollouts, temperature=item.temperature, on_shards=look)
+            record_scored(run.probe, item.name, version, found, item.temperature, whole=run.rank == 0)
         with step_megatron.params_synced(self._trainer):
             self._weights.live.record(run.probe, version, ShardAfterScoring)
-
-    def _score(self, item: ScoringPass, version: int, look: TokenProbe | None = None) -> None:
-        rollouts = rollouts_of(item.rollouts)
-        found = step_megatron.score(self._trainer, rollouts, temperature=item.temperature, on_shards=look)
-        record_scored(self._run.probe, item.name, version, found, item.temperature, whole=self._run.rank == 0)
 
     def _token_probe(self, name: str, version: int, rows: tuple[RolloutRow, ...]) -> TokenProbe:
         run = self._run
         return TokenProbe(run.probe, run.mesh, run.rank, name, version, expected_rollouts(rows))
 
-    def replay(self) -> None:
+    def _replay(self) -> None:
         """Record that the routers of a mixture of experts use the routes that rollouts carry."""
         provider = self._trainer.provider
         if provider.num_moe_experts and provider.moe_enable_routing_replay:
             self._run.say("replaying routes")
             record_replay(self._run.probe, self._trainer, rollouts_of(self._workload.passes[0].rollouts))
 
-    def idle_step(self) -> None:
+    def _idle_step(self) -> None:
         """An optimizer step of learning rate 0, which must move nothing; of fewer micro-batches than those after it."""
         if self._run.spec.roundtrip.update != "step":
             return
         if self._weights.idles:
             batch = self._workload.batches[0]
-            self._new_steps().idle(rollouts_of(batch[: len(batch) // 2]))
+            self._new_steps().take(rollouts_of(batch[: len(batch) // 2]), learning_rate=0.0)
             with step_megatron.params_synced(self._trainer):
                 self._weights.live.record(self._run.probe, 0, ShardAfterIdleStep)
         self._steps = self._new_steps()
@@ -146,7 +171,7 @@ class Session:
     def _new_steps(self) -> Steps:
         return Steps(self._trainer, self._workload.rule, self._workload.micro_batch_size)
 
-    def update(self, version: int) -> None:
+    def _update(self, version: int) -> None:
         """Move the weights: a real optimizer step, or noise on every tensor."""
         run, workload = self._run, self._workload
         run.say(f"version {version}: update by {run.spec.roundtrip.update}")
@@ -161,15 +186,17 @@ class Session:
         with step_megatron.recomputed(self._trainer, on=version % 2 == 0), replaying as (rollouts, follow):
             result = self._steps.take(
                 rollouts, loss=policy_loss(workload.objective), temperature=workload.objective.temperature,
-                on_shards=follow, on_gradients=lambda: self._hand_on_gradients(version),
+                on_shards=follow,
+                on_gradients=(lambda: self._weights.hand_on_gradients(version)) if run.spec.gradients else None,
             )  # fmt: skip
-        record_step(run.probe, version, result)
+        run.probe.emit(
+            StepReport(
+                name="step", version=version, loss=real(result.loss), num_tokens=result.num_tokens,
+                grad_norm=real(result.grad_norm),
+            )
+        )  # fmt: skip
 
-    def _hand_on_gradients(self, version: int) -> None:
-        if self._run.spec.gradients:
-            self._weights.hand_on_gradients(version)
-
-    def observe_engine(self, version: int) -> None:
+    def _observe_engine(self, version: int) -> None:
         """Record what the engine holds, scores and samples at a version, unless it refused it."""
         run, link, workload = self._run, self._run.link, self._workload
         if link.client is None or link.refused:

@@ -1,16 +1,25 @@
-"""The training steps of a run, on this rank: the optimizer and the scheduler that take them."""
+"""Updates of a run's weights, on this rank: optimizer steps, or noise on every tensor."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from verifier.core.records_weights import OptimizerRule
 from verifier.data.rollout import Rollout
+from verifier.errors import UsageError
+from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
+from verifier.probes.weights_megatron import LiveWeights
 from verifier.train import optimizer_megatron, step_megatron
 from verifier.train.step_megatron import StepResult
+
+RELATIVE_SIZE = 0.05
 
 
 class Steps:
@@ -43,12 +52,6 @@ class Steps:
             micro_batch_size=self._micro_batch_size, **options,
         )  # fmt: skip
 
-    def idle(self, rollouts: Sequence[Rollout]) -> None:
-        """A step of learning rate 0. A collective."""
-        step_megatron.train_step(
-            self._trainer, self._optimizer, rollouts, learning_rate=0.0, micro_batch_size=self._micro_batch_size
-        )
-
     def resume(self, folder: Path) -> None:
         """Go on as a run does that was stopped: with what was written, in an optimizer made anew. A collective.
 
@@ -58,3 +61,28 @@ class Steps:
         optimizer_megatron.save(self._optimizer, self._scheduler, folder)
         self._begin()
         optimizer_megatron.load(self._optimizer, self._scheduler, folder)
+
+
+def move(live: LiveWeights, source: Checkpoint, seed: str) -> None:
+    """Make every live tensor of a rank what the source holds there, moved: the same on every rank and machine.
+
+    Raises:
+        UsageError: a family without a layout row, of which nobody says what is where.
+    """
+    places = live.placements()
+    if not places:
+        raise UsageError("--update noise needs a model family with a layout row; use --update step")
+    for chunk, name, tensor in live.tensors():
+        whole = places[chunk, name].shard(lambda tensor_name: _moved(source.read(tensor_name), tensor_name, seed))
+        tensor.copy_(whole.to(tensor.device))
+
+
+def _moved(tensor: torch.Tensor, name: str, seed: str) -> torch.Tensor:
+    """Every element times ``1 + 0.05 u``, u uniform in [-1, 1) from a stream keyed by name and seed; integers stay."""
+    if not tensor.is_floating_point():
+        return tensor
+    key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), "little")
+    raw = np.random.Philox(key=key).random_raw(tensor.numel())
+    unit = (raw >> np.uint64(40)).astype(np.float64) / 2.0**23 - 1.0
+    factor = torch.from_numpy(1.0 + RELATIVE_SIZE * unit).view(tensor.shape)
+    return (tensor.double() * factor).to(tensor.dtype)

@@ -28,7 +28,7 @@ from verifier.data.rollout import make_rollout
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.tiny import write_tiny
 from verifier.oracle.recording import record_oracle
-from verifier.probes.trainer import record_rollouts
+from verifier.probes.trainer import record_of_rollouts
 
 ROLLOUTS = [
     make_rollout("math/7", [5, 6, 7], [8, 9, 3], mask=[True, False, True], logprobs=[-1.5, -2.5, -3.5], reward=0.25),
@@ -77,11 +77,11 @@ def record(trace: Path, source: Checkpoint) -> Asked:
     )
     trainer = store.Recorder(trace, "trainer", 0)
     for name, temperature in (("policy", 1.0), ("policy, warm", 2.0)):
-        record_rollouts(trainer, name, 0, ROLLOUTS)
+        trainer.emit(*record_of_rollouts(name, 0, ROLLOUTS))
         lengths = tuple(len(rollout) - 1 for rollout in ROLLOUTS)
         scored = TrainerLogprobs(name=name, lengths=lengths, temperature=temperature)
         trainer.emit(scored, np.zeros(sum(lengths), np.float32))
-    record_rollouts(trainer, "trained", 1, ROLLOUTS)
+    trainer.emit(*record_of_rollouts("trained", 1, ROLLOUTS))
     trainer.emit(RULE)
     trainer.emit(OBJECTIVE)
     trainer.close()

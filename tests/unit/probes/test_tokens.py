@@ -13,7 +13,7 @@ from verifier.core import store
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.records_tokens import Rollouts, TokenLedger
 from verifier.mesh import Mesh
-from verifier.probes.tokens_megatron import TokenProbe
+from verifier.probes.trainer import TokenProbe
 from verifier.train.pack import pack
 from verifier.train.step_megatron import _seen
 from verifier.train.token_layout import Alignment

@@ -10,7 +10,7 @@ import torch
 from verifier.checks import token_audit
 from verifier.checks.token_audit import Misplacement
 from verifier.data.rollout import Rollout, make_rollout
-from verifier.probes.trainer import rollouts_of
+from verifier.probes.trainer import record_of_rollouts
 from verifier.train.pack import PackedBatch, loss_rows, pack
 from verifier.train.token_layout import Alignment
 
@@ -24,7 +24,7 @@ LOGPROB_OF_A3 = Misplacement(rollout="a", rank=0, position=3, field="engine_logp
 
 
 def audit(rollouts: Sequence[Rollout], rows: dict[str, np.ndarray]) -> list[Misplacement]:
-    return token_audit.audit(*rollouts_of("trained", 0, rollouts), token_audit.joined([rows], [0]))
+    return token_audit.audit(*record_of_rollouts("trained", 0, rollouts), token_audit.joined([rows], [0]))
 
 
 def packed() -> PackedBatch:

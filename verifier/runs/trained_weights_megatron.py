@@ -1,0 +1,299 @@
+"""Weights that a run trains and syncs: all of them, sent chunk by chunk, or an adapter, handed over as a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verifier.core.record import real
+from verifier.core.records_engine import Handover
+from verifier.core.records_weights import (
+    ExportedAdapterMatrix,
+    ExportedAdapterScaling,
+    FrozenShard,
+    JoinedTensor,
+    LiveAdapterMatrix,
+    LiveAdapterScaling,
+    ShardAfterExport,
+    Update,
+    UpdatedShard,
+)
+from verifier.export import gather_megatron
+from verifier.export.adapters import adapters_of
+from verifier.export.save import save_checkpoint
+from verifier.launch.flight_recorder import label
+from verifier.model import provider_megatron
+from verifier.model.provider_megatron import TrainerModel
+from verifier.probes.engine_state import TransferProbe
+from verifier.probes.weights_megatron import (
+    LiveWeights,
+    join,
+    plan_of,
+    record_config,
+    record_plan,
+    record_saved,
+    record_tensors,
+    recorded,
+)
+from verifier.runs.rank_run_megatron import RankRun
+from verifier.train import lora_megatron, router_replay_megatron
+from verifier.train.optimizer_megatron import named_gradients
+from verifier.train.step_megatron import params_synced
+
+DATA_PARALLEL = provider_megatron.DataParallel(
+    distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+)
+"""Data-parallel settings that teams train with, and under which an export of stale weights is a real danger."""
+
+
+class TrainedWeights:
+    """Acts that all weights and an adapter have in common.
+
+    Attributes:
+        trainer: the model, once `build` has made it.
+        live: its weights, without adapters.
+        trained: those of them that steps change.
+    """
+
+    trainer: TrainerModel
+    live: LiveWeights
+    trained: LiveWeights
+
+    def __init__(self, run: RankRun) -> None:
+        self._run = run
+
+    def _build(self, *, training: bool = True, **options: Any) -> None:
+        spec = self._run.spec
+        self.trainer = provider_megatron.build(
+            spec.checkpoint, spec.config.mesh, dtype=spec.config.dtype, tier=spec.tier,
+            data_parallel=DATA_PARALLEL if training else None, deadline_s=spec.deadline_s, fixes=spec.fixes, **options,
+        )  # fmt: skip
+
+    def hand_on_gradients(self, version: int) -> None:
+        """Join the shards of all ranks' reduced gradients by the layout, for the oracle. A collective."""
+        named = named_gradients(self.trainer)
+        self._save(f"gradients-{version}", self._joined(f"gradient-shards-{version}", self.trained, named))
+
+    def _joined(
+        self, folder: str, live: LiveWeights, tensors: Iterable[tuple[int, str, torch.Tensor]] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """On rank 0, tensors of all ranks by their published names, each once; a collective.
+
+        Args:
+            folder: new, for the shards.
+            live: by whose layout they are joined; without one there is nothing to join.
+            tensors: this rank's gradients, in place of `live.tensors()`.
+        """
+        if live.layout is None:
+            return {}
+        shards = self._run.folder(folder)
+        live.dump(shards, live.tensors() if tensors is None else tensors)
+        dist.barrier()
+        return join(shards, live.layout, self._run.mesh) if self._run.rank == 0 else {}
+
+    def _save(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Hand tensors on to other processes; who holds none hands on nothing."""
+        if tensors:
+            save_checkpoint(self._run.work / folder, self._run.source.config, tensors.items())
+
+    def _record_exported(self, version: int) -> None:
+        """Record what an export leaves behind: the weights that it read, and the config.json that goes with it.
+
+        Ranks gather here, so all have to be done with the export: while rank 0 sends, the others wait for it.
+        """
+        run = self._run
+        with params_synced(self.trainer):
+            self.live.record(run.probe, version, ShardAfterExport)
+        folder, whole = run.work / f"files-{version}", run.spec.saves and version == run.spec.cycles
+        gather_megatron.save(self.trainer, folder, whole=whole)
+        if run.rank == 0:
+            record_config(run.probe, run.source, folder, version)
+            if whole:
+                record_saved(run.probe, folder, version)
+
+
+class FullWeights(TrainedWeights):
+    """All weights: exported whole, sent chunk by chunk by a plan that all ranks agree on.
+
+    Attributes:
+        idles: a step of learning rate 0 is taken first.
+        recording_gathers: recording an update gathers what ranks share, so that a stale export would not show after it.
+    """
+
+    idles = True
+
+    def __init__(self, run: RankRun) -> None:
+        super().__init__(run)
+        self.recording_gathers = run.layout is None or run.mesh.has_copies
+        self._sent: dict[str, torch.Tensor] = {}
+
+    def build(self, *, training: bool) -> None:
+        """Build the model with Megatron-Bridge, and load the source.
+
+        Args:
+            training: with room for gradients, which take several times the model's own memory.
+        """
+        self._build(training=training, overrides=router_replay_megatron.PROVIDER_FIELDS)
+        self.live = self.trained = LiveWeights(self.trainer.chunks, self._run.layout, self._run.mesh, self._run.rank)
+
+    def export(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """The export stream, recorded; the tensor under way is named if a collective of it waits too long."""
+        with label("export"):
+            yield from recorded(self._run.probe, gather_megatron.export(self.trainer), version)
+
+    def export_only(self, version: int) -> None:
+        """Export, and send nothing."""
+        for _ in self.export(version):
+            pass
+        self._record_exported(version)
+
+    def begin(self) -> bool:
+        """Derive the chunk plan from an export of version 0, and compare its digest over all ranks.
+
+        Without a plan that all ranks hold nothing is sent; the export that they derived it from is recorded.
+        """
+        run, restores = self._run, self._run.spec.restore_first
+        if run.link.client is not None:
+            self._sent = {name: run.source.read(name) for name in run.source.names()}
+        # A run that sends version 0 records its export then, and not twice.
+        stream = gather_megatron.export(self.trainer) if restores else self.export(0)
+        self._plan = plan_of(stream, run.spec.chunk_bytes)
+        if not restores:
+            self._record_exported(0)
+        record_plan(run.probe, self._plan, entries=run.rank == 0)
+        digests: list[str] = [""] * run.mesh.world_size
+        dist.all_gather_object(digests, self._plan.digest)
+        agreed = len(set(digests)) == 1
+        if not agreed:
+            run.say("the ranks hold different chunk plans: nothing is sent")
+            if restores:
+                self.export_only(0)
+        elif restores:
+            run.link.rest()
+            self.sync(0)
+        return agreed
+
+    def sync(self, version: int) -> None:
+        """Poison everything that the engine holds, then export and transfer."""
+        run, link = self._run, self._run.link
+        run.say(f"version {version}: export and transfer")
+        watch = TransferProbe(link.ranks, version)
+        link.transfer(self._plan, self.export(version), watch)
+        if link.client is not None:
+            run.probe.emit(Handover(name=f"transfer of version {version}", version=version, refused=link.refused))
+            self._sent = {} if link.refused else watch.sent
+        self._record_exported(version)
+
+    def record_update(self, version: int) -> None:
+        """Record every rank's shards, and the checkpoint that they are joined to.
+
+        A family without a layout row has no such join: the oracle then gets what was exported.
+        """
+        run, how = self._run, self._run.spec.roundtrip.update
+        with params_synced(self.trainer):
+            self.live.record(run.probe, version, UpdatedShard)
+            whole = self._joined(f"shards-{version}", self.live)
+        self._save(f"live-{version}", whole or self._sent)
+        if whole:
+            record_tensors(run.probe, JoinedTensor, whole.items(), version)
+            run.probe.emit(
+                Update(name=f"version {version}", version=version, how="noise" if how == "noise" else "step")
+            )
+
+    def expected_in_engine(self, version: int) -> dict[str, torch.Tensor]:
+        """Tensors as they were sent, or the source's before any were."""
+        return self._sent
+
+    def finish(self) -> None:
+        """Write what was sent last as a checkpoint."""
+        self._save("exported", self._sent)
+
+
+class AdapterWeights(TrainedWeights):
+    """An adapter, see `FullWeights`; the base stays as it is on both sides, and none of it is sent."""
+
+    idles = recording_gathers = False
+
+    def build(self, *, training: bool) -> None:
+        """Build the model, load the source, put adapters on it, and record them before any step."""
+        run, rank = self._run, self._run.spec.lora_rank
+        self._build(adapt=partial(lora_megatron.attach, rank=rank))
+        self._layout = None if run.layout is None else adapters_of(run.layout, lora_megatron.TARGETS, rank)
+        self.live = LiveWeights(self.trainer.chunks, run.layout, run.mesh, run.rank, _in_base)
+        self.trained = LiveWeights(self.trainer.chunks, self._layout, run.mesh, run.rank, _in_adapter)
+        self._record_matrices(0, self._joined("adapter-shards-0", self.trained))
+
+    def begin(self) -> bool:
+        """Export base and adapter as they are loaded."""
+        self.sync(0)
+        return True
+
+    def sync(self, version: int) -> None:
+        """Export base and adapter; the engine loads the adapter from a file."""
+        run = self._run
+        run.say(f"version {version}: export base and adapter")
+        with label("export"):
+            for _ in recorded(run.probe, lora_megatron.export_base(self.trainer), version):
+                pass
+            self._adapter = lora_megatron.export_adapter(self.trainer)
+        self._record_exported(version)
+        if version and run.rank == 0:
+            path = run.work / f"adapter-{version}"
+            lora_megatron.save_adapter(path, self._adapter, run.spec.lora_rank)
+            found, scaling = lora_megatron.read_adapter(path)
+            record_tensors(run.probe, ExportedAdapterMatrix, found.items(), version)
+            run.probe.emit(ExportedAdapterScaling(name="alpha / rank", version=version, scaling=real(scaling)))
+            if self._layout is None:
+                self._save_merged(self._adapter, version)
+            if run.link.client is not None:
+                run.link.client.load_adapter(path)
+        dist.barrier()
+
+    def record_update(self, version: int) -> None:
+        """Record base and adapter of all ranks after an update."""
+        run = self._run
+        with params_synced(self.trainer):
+            self.live.record(run.probe, version, UpdatedShard, FrozenShard)
+            base = self._joined(f"shards-{version}", self.live)
+            matrices = self._joined(f"adapter-shards-{version}", self.trained)
+        if base:
+            record_tensors(run.probe, JoinedTensor, base.items(), version)
+            found = self._record_matrices(version, matrices)
+            scaling = real(lora_megatron.scaling_of(self.trainer))
+            run.probe.emit(LiveAdapterScaling(name="alpha / rank", version=version, scaling=scaling))
+            run.probe.emit(Update(name=f"adapter {version}", version=version, how="adapter step"))
+            self._save_merged(found, version)
+
+    def _record_matrices(self, version: int, matrices: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Hand on and record the joined matrices; returns them under each of their published names."""
+        self._save(f"matrices-{version}", matrices)
+        found = {} if self._layout is None else dict(self._layout.spread(matrices))
+        record_tensors(self._run.probe, LiveAdapterMatrix, found.items(), version)
+        return found
+
+    def expected_in_engine(self, version: int) -> dict[str, torch.Tensor]:
+        """The source and the adapter as an engine holds it; before the first sync its place is empty."""
+        source, adapter = self._run.source, lora_megatron.held_by_engine(self._adapter)
+        if version == 0:
+            adapter = {name: torch.zeros_like(tensor) for name, tensor in adapter.items()}
+        return {**{name: source.read(name) for name in source.names()}, **adapter}
+
+    def finish(self) -> None:
+        """Nothing: the adapter's file is there already."""
+
+    def _save_merged(self, adapter: Mapping[str, torch.Tensor], version: int) -> None:
+        source = self._run.source
+        save_checkpoint(self._run.work / f"live-{version}", source.config, lora_megatron.merged(source, adapter))
+
+
+def _in_adapter(name: str) -> str | None:
+    return name if ".adapter." in name else None
+
+
+def _in_base(name: str) -> str | None:
+    """The name that a frozen parameter has without adapters."""
+    return None if ".adapter." in name else name.replace(".to_wrap.", ".")
