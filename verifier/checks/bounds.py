@@ -18,8 +18,8 @@ FP32_NOISES = 2
 """Times the greatest noise of fp32 that a token may differ by: each of two sides may be off by it."""
 FEW_TOKENS = 100
 """Below this many tokens a mean says less than the greatest difference does, and is not judged."""
-FLOORS = 2
-"""Noise floors that are allowed."""
+NOISES = 2
+"""Times all other noises that are allowed: a stored floor's, and the mean of a run's own."""
 GREATEST_NOISES = 3
 """Times the run's own greatest noise that a token may differ by: it is the greatest of a few hundred."""
 
@@ -60,42 +60,34 @@ def bounds_of(
     """
     if trace.manifest.dtype == "float32":
         return Bounds(greatest=(_fp32(trace, name),) * len(lengths))
+    measured: list[NoiseRecord] = []
+    floors: list[StoredFloor] = []
     if stage is Stage.ROLLOUT:
-        for own in trace.of(EngineNoise, version=version, name=name):
-            return _by_noise(own, lengths, "the quantized engine, cold,")
-    floors = _floors(trace, whole)
-    if floors and stage is not Stage.REPLAY:  # a floor is of routers that flip; those that are told do not
-        return _by_floors(floors, lengths)
-    for noise in trace.of(DtypeNoise, version=version, name=name):
-        return _by_noise(noise, lengths, "transformers in the run's dtype")
-    raise LookupError(f"no measured noise of `{name}` for version {version}")
+        measured += trace.of(EngineNoise, version=version, name=name)
+    if not measured and stage is not Stage.REPLAY:  # a floor is of routers that flip; those that are told do not
+        floors = _floors(trace, whole)
+    measured += trace.of(DtypeNoise, version=version, name=name)
+    if not floors and not measured:
+        raise LookupError(f"no measured noise of `{name}` for version {version}")
+    noises: Sequence[NoiseRecord] = floors or measured[:1] * len(lengths)
+    body = {}
+    if sum(lengths) >= FEW_TOKENS:
+        for statistic in ("mean", "median") if floors else ("mean",):
+            noisiest = max(noises, key=lambda noise: float(getattr(noise, statistic)))
+            body[statistic] = _bound(noisiest, statistic, sum(lengths))
+    return Bounds(greatest=tuple(_bound(noise, "greatest") for noise in noises), body=body)
+
+
+def times(value: float, allowed: float) -> float:
+    """Return the ratio to what is allowed; infinite where nothing is, or where the value is not finite."""
+    return value / allowed if allowed and math.isfinite(value) else math.inf
 
 
 def _fp32(trace: Trace, name: str) -> Tolerance:
-    measured = trace.of(DtypeNoise, version=0)
-    noises = [float(item.greatest) for item in measured if item.name in (name, "scored")]
+    noises = [float(item.greatest) for item in trace.of(DtypeNoise, version=0) if item.name in (name, "scored")]
     bound = FP32_NOISES * max(noises, default=0.0)
-    if bound <= FP32.absolute:
-        return FP32
     source = f"this run's noise: transformers in fp32 against itself in float64, times {FP32_NOISES}"
-    return Tolerance(absolute=bound, unit=FP32.unit, source=source)
-
-
-def _by_noise(noise: NoiseRecord, lengths: Sequence[int], measured_on: str) -> Bounds:
-    """Three times the greatest of a token; twice the mean and three standard errors, since a mean of few scatters.
-
-    Measured on a DeepSeek-V3 with 16 experts, whose router flips in bf16: 0.06 nats on the mean of 262 tokens, and 0.18
-    on that of 8 sampled ones of the same weights; so a mean of few is not judged at all.
-    """
-    source = f"this run's noise: {measured_on} against transformers in fp32, times {{}}"
-    greatest = Tolerance(
-        absolute=GREATEST_NOISES * float(noise.greatest), unit="nats", source=source.format(GREATEST_NOISES)
-    )
-    body = {}
-    if sum(lengths) >= FEW_TOKENS:
-        mean = 2 * float(noise.mean) + _three_errors(noise, sum(lengths))
-        body["mean"] = Tolerance(absolute=mean, unit="nats", source=source.format("2 and three standard errors"))
-    return Bounds(greatest=(greatest,) * len(lengths), body=body)
+    return FP32 if bound <= FP32.absolute else Tolerance(absolute=bound, unit=FP32.unit, source=source)
 
 
 def _floors(trace: Trace, whole: Sequence[int]) -> list[StoredFloor]:
@@ -106,28 +98,24 @@ def _floors(trace: Trace, whole: Sequence[int]) -> list[StoredFloor]:
     return [next(floor for floor in buckets if length <= floor.longest) for length in whole]
 
 
-def _by_floors(floors: list[StoredFloor], lengths: Sequence[int]) -> Bounds:
-    """Twice the floor: of a token its greatest, of all tokens its mean and its median.
+def _bound(noise: NoiseRecord, statistic: str, num_tokens: int = 0) -> Tolerance:
+    """Bound on the greatest of a sequence, or on the mean or the median of all tokens.
 
-    Not of upper quantiles, which lie where a mixture's router begins to flip: on clean runs of 262 tokens nine tenths
-    lay between 0.3 and 2.2 times the floor's, the median between 0.6 and 1.3 times.
+    A mean of few scatters, so it gets three standard errors more. Measured on a DeepSeek-V3 with 16 experts, whose
+    router flips in bf16: 0.06 nats on the mean of 262 tokens, and 0.18 on that of 8 sampled ones of the same weights;
+    so a mean of few is not judged at all.
+
+    There is none on upper quantiles, which lie where a mixture's router begins to flip: on clean runs of 262 tokens
+    nine tenths lay between 0.3 and 2.2 times the floor's, the median between 0.6 and 1.3 times.
     """
-
-    def twice(value: float, of: str, floor: StoredFloor, more: str = "") -> Tolerance:
-        source = f"{FLOORS} x the {of} of the noise floor for up to {floor.longest:,} tokens{more}, {floor.stored}"
-        return Tolerance(absolute=value, unit="nats", source=source)
-
-    greatest = tuple(twice(FLOORS * float(floor.greatest), "greatest", floor) for floor in floors)
-    body = {}
-    if sum(lengths) >= FEW_TOKENS:
-        for name in ("mean", "median"):
-            values = [float(getattr(floor, name)) for floor in floors]
-            floor, bound, more = floors[values.index(max(values))], FLOORS * max(values), ""
-            if name == "mean":
-                bound, more = bound + _three_errors(floor, sum(lengths)), " and three standard errors"
-            body[name] = twice(bound, name, floor, more)
-    return Bounds(greatest=greatest, body=body)
-
-
-def _three_errors(noise: NoiseRecord, num_tokens: int) -> float:
-    return 3 * float(noise.deviation) / math.sqrt(num_tokens)
+    allowed = NOISES if statistic != "greatest" or isinstance(noise, StoredFloor) else GREATEST_NOISES
+    bound, more = allowed * float(getattr(noise, statistic)), ""
+    if statistic == "mean":
+        bound, more = bound + 3 * float(noise.deviation) / math.sqrt(num_tokens), " and three standard errors"
+    if isinstance(noise, StoredFloor):
+        floor = f"the {statistic} of the noise floor for up to {noise.longest:,} tokens"
+        source = f"{allowed} x {floor}{more}, {noise.stored}"
+    else:
+        by = "the quantized engine, cold," if isinstance(noise, EngineNoise) else "transformers in the run's dtype"
+        source = f"this run's noise: {by} against transformers in fp32, times {allowed}{more}"
+    return Tolerance(absolute=bound, unit="nats", source=source)

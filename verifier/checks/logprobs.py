@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from verifier.checks.bounds import bounds_of
+from verifier.checks.bounds import bounds_of, times
+from verifier.checks.content import owner_of
 from verifier.core.check import check
-from verifier.core.comparison import Comparison, Difference, Tolerance, describe_difference
+from verifier.core.comparison import Comparison, Tolerance, describe_difference
 from verifier.core.record import Record
 from verifier.core.records_logprobs import (
     DrawnTokens,
@@ -31,68 +33,79 @@ LEAST_NATS = 0.5
 """Below this a log-probability is a small difference of great numbers, and has few bits by itself."""
 FEW_VALUES = 4
 """Fewer values than these may all have few bits by chance."""
-STATISTICS = {"mean": "on the mean", "median": "on the median"}
-"""Statistic of the differences of all tokens, and its words in a sentence."""
+STATISTICS: dict[str, Callable[[np.ndarray], np.floating]] = {"mean": np.mean, "median": np.median}
+"""Statistics of the differences of all tokens."""
+ORACLE = "the fp32 oracle"
+SAMPLER = "the engine's sampler"
 
 
-def compare_logprobs(
+def compare_with_oracle(
     trace: Trace,
-    actual: LogprobRecord,
-    expected: LogprobRecord,
-    stage: Stage,
+    kind: type[LogprobRecord],
+    oracle: type[OracleRecord],
     actual_says: str,
-    expected_says: str,
-    hint: str,
+    *,
+    hint: str = "",
+    expected_says: str = ORACLE,
+    version: int | None = None,
 ) -> Iterator[Comparison]:
-    """One comparison per sequence, token by token, within the bounds of that stage."""
-    got, want = trace.array(actual), trace.array(expected)
-    lengths = expected.lengths
-    if actual.lengths != lengths or got.size != sum(lengths) or want.size != sum(lengths):
-        yield Comparison(
-            what=actual.name, same=False, stage=stage, version=actual.version, badness=1.0,
-            sentence=f"{actual_says} scored other numbers of tokens than {expected_says}",
-            expected=str(list(lengths)), actual=str(list(actual.lengths)), allowed="exact",
-        )  # fmt: skip
-        return
-    whole = expected.whole if isinstance(expected, OracleRecord) else ()
-    bounds = bounds_of(trace, stage, expected.name, expected.version, lengths, whole)
-    begin = 0
-    for number, (length, worst_bound) in enumerate(zip(lengths, bounds.greatest, strict=True)):
-        left, right = got[begin : begin + length], want[begin : begin + length]
-        begin += length
-        what = f"sequence {number}"
-        yield _compare_one(actual, what, left, right, worst_bound, stage, actual_says, expected_says, hint)
-    if trace.manifest.dtype != "float32":  # where it is, the bound on each token says so
-        yield _rounded(actual, got, actual_says)
-    for name, bound in bounds.body.items():
-        value = _statistic(name, np.abs(got.astype(np.float64) - want.astype(np.float64)))
-        same = value <= bound.absolute
-        yield Comparison(
-            what=f"{actual.name} {name}", same=same, stage=stage, version=actual.version,
-            badness=_times(value, bound),
-            sentence=f"log-probabilities of {actual_says} and {expected_says} differ by {value:.3g} nats "
-            f"{STATISTICS[name]}, {bound.absolute:.3g} is allowed",
-            owner=f"{actual.role} rank {actual.rank}", allowed=str(bound), hint=hint,
-        )  # fmt: skip
+    """One comparison per sequence of every scoring, token by token, within the bounds of the actual side's stage.
+
+    Raises:
+        LookupError: the oracle did not score what the actual side did.
+    """
+    partners = {(item.name, item.version): item for item in trace.of(oracle)}
+    for actual in trace.of(kind, version=version):
+        expected = partners.get((actual.name, actual.version))
+        if expected is None:
+            raise LookupError(f"nobody else scored `{actual.name}` of version {actual.version}")
+        got, want, lengths = trace.array(actual), trace.array(expected), expected.lengths
+        if actual.lengths != lengths or got.size != sum(lengths) or want.size != sum(lengths):
+            yield Comparison(
+                what=actual.name, same=False, stage=actual.stage, version=actual.version, badness=1.0,
+                sentence=f"{actual_says} scored other numbers of tokens than {expected_says}",
+                expected=str(list(lengths)), actual=str(list(actual.lengths)), allowed="exact",
+            )  # fmt: skip
+            continue
+        bounds = bounds_of(trace, actual.stage, expected.name, expected.version, lengths, expected.whole)
+        rows = zip(split(got, lengths), split(want, lengths), bounds.greatest, strict=True)
+        for number, (left, right, bound) in enumerate(rows):
+            yield _compare_one(actual, f"sequence {number}", left, right, bound, actual_says, expected_says, hint)
+        if trace.manifest.dtype != "float32":  # where it is, the bound on each token says so
+            yield _rounded(actual, got, actual_says)
+        for name, bound in bounds.body.items():
+            value = float(STATISTICS[name](np.abs(got.astype(np.float64) - want.astype(np.float64))))
+            yield Comparison(
+                what=f"{actual.name} {name}", same=value <= bound.absolute, stage=actual.stage, version=actual.version,
+                badness=times(value, bound.absolute),
+                sentence=f"log-probabilities of {actual_says} and {expected_says} differ by {value:.3g} nats "
+                f"on the {name}, {bound.absolute:.3g} is allowed",
+                owner=owner_of(actual), allowed=str(bound), hint=hint,
+            )  # fmt: skip
+
+
+def split(values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    """Each sequence's part of an array."""
+    return np.split(values, np.cumsum(lengths, dtype=np.int64))[:-1]
 
 
 def _compare_one(
-    actual: Record, what: str, left: np.ndarray, right: np.ndarray, bound: Tolerance, stage: Stage,
+    actual: Record, what: str, left: np.ndarray, right: np.ndarray, bound: Tolerance,
     actual_says: str, expected_says: str, hint: str,
 ) -> Comparison:  # fmt: skip
     """Two sides' values of one sequence."""
     found = describe_difference(left, right)
-    same = found.greatest <= bound.absolute and not found.num_not_finite
-    if found.num_not_finite:
-        sentence = _not_finite(left, what, actual_says) or _not_finite(right, what, expected_says)
-    else:
-        sentence = (
-            f"log-probabilities of {actual_says} and {expected_says} differ by up to {found.greatest:.3g} nats "
-            f"on {what}, {bound.absolute:.3g} is allowed"
-        )
+    sentence = (
+        f"log-probabilities of {actual_says} and {expected_says} differ by up to {found.greatest:.3g} nats "
+        f"on {what}, {bound.absolute:.3g} is allowed"
+    )
+    for values, says in ((right, expected_says), (left, actual_says)):
+        if count := int((~np.isfinite(values)).sum()):
+            sentence = f"{count:,} of {values.size:,} log-probabilities that {says} gives for {what} are not finite"
     return Comparison(
-        what=f"{actual.name} {what}", same=same, stage=stage, version=actual.version,
-        badness=_badness(found, bound), sentence=sentence, owner=f"{actual.role} rank {actual.rank}",
+        what=f"{actual.name} {what}", same=found.greatest <= bound.absolute and not found.num_not_finite,
+        stage=actual.stage, version=actual.version, sentence=sentence, owner=owner_of(actual),
+        badness=math.inf if found.num_not_finite else times(found.greatest, bound.absolute),
         expected=f"{_head(right)} ({expected_says})", actual=f"{_head(left)} ({actual_says})",
         mismatched=found.text, allowed=str(bound), hint=hint,
     )  # fmt: skip
@@ -108,49 +121,15 @@ def _rounded(actual: Record, got: np.ndarray, actual_says: str) -> Comparison:
     coarse = len(values) >= FEW_VALUES and not (values.view(np.uint32) & 0xFFFF).any()
     return Comparison(
         what=f"{actual.name} precision", same=not coarse, stage=actual.stage, version=actual.version,
-        badness=float(coarse), owner=f"{actual.role} rank {actual.rank}",
+        badness=1.0, owner=owner_of(actual),
         sentence=f"all {len(values):,} log-probabilities of {actual_says} are rounded to bfloat16",
         expected="float32, as they are computed", actual=f"{_head(values)}, 8 bits each", allowed="not all of them",
         hint="look at the dtype of the logits' softmax, and of what hands its result on",
     )  # fmt: skip
 
 
-def _statistic(name: str, gaps: np.ndarray) -> float:
-    return float(gaps.mean() if name == "mean" else np.median(gaps))
-
-
-def _not_finite(values: np.ndarray, what: str, says: str) -> str:
-    """Clause that counts one side's values that are not finite; empty if all are."""
-    count = int((~np.isfinite(values)).sum())
-    if not count:
-        return ""
-    return f"{count:,} of {values.size:,} log-probabilities that {says} gives for {what} are not finite"
-
-
-def _badness(found: Difference, bound: Tolerance) -> float:
-    if found.num_not_finite:
-        return float("inf")
-    return 0.0 if found.greatest <= bound.absolute else _times(found.greatest, bound)
-
-
-def _times(value: float, bound: Tolerance) -> float:
-    """Ratio to the bound; infinite for a bound of zero."""
-    return value / bound.absolute if bound.absolute else float("inf")
-
-
 def _head(values: np.ndarray) -> str:
     return "[" + ", ".join(f"{float(v):.5g}" for v in values[:3]) + (", ..." if values.size > 3 else "") + "]"
-
-
-def logprob_pairs(
-    trace: Trace, actual: type[LogprobRecord], expected: type[LogprobRecord]
-) -> Iterator[tuple[LogprobRecord, LogprobRecord]]:
-    """Records of the same name and version from two sides; the actual side must have its partner."""
-    partners = {(item.name, item.version): item for item in trace.of(expected)}
-    for item in trace.of(actual):
-        if (item.name, item.version) not in partners:
-            raise LookupError(f"nobody else scored `{item.name}` of version {item.version}")
-        yield item, partners[item.name, item.version]
 
 
 def following(trace: Trace, drawn: DrawnTokens) -> OracleOfNext:
@@ -177,28 +156,20 @@ def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: what no scored token exercises (an expert that none is routed to: WGT001).
     References: Megatron-Bridge#3743, slime#1734, RL#1046, verl#4250, vllm and trl rows of the catalogue.
     """
-    for actual, expected in logprob_pairs(trace, TrainerLogprobs, OracleLogprobs):
-        yield from compare_logprobs(
-            trace, actual, expected, Stage.LOGPROB, "the trainer", "the fp32 oracle",
-            "if the loaded shards are right, look at the forward: rope, epsilon, scaling, masks, label alignment",
-        )  # fmt: skip
-    yield from _returned(trace)
-
-
-def _returned(trace: Trace) -> Iterator[Comparison]:
-    """One comparison per further rank and scoring: each rank goes on with what it got, not with what rank 0 did."""
-    first: dict[tuple[str, int], str | None] = {}
-    for item in trace.of(ReturnedLogprobs):
-        key = (item.name, item.version)
-        if key not in first:
-            first[key] = item.digest
+    yield from compare_with_oracle(
+        trace, TrainerLogprobs, OracleLogprobs, "the trainer",
+        hint="if the loaded shards are right, look at the forward: rope, epsilon, scaling, masks, label alignment",
+    )  # fmt: skip
+    first: dict[tuple[str, int], ReturnedLogprobs] = {}
+    for item in trace.of(ReturnedLogprobs):  # each rank goes on with what it got, not with what rank 0 did
+        expected = first.setdefault((item.name, item.version), item)
+        if expected is item:
             continue
-        same = item.digest == first[key]
         yield Comparison(
-            what=f"{item.name} on rank {item.rank}", same=same, stage=Stage.LOGPROB, version=item.version,
-            badness=1.0, owner=f"{item.role} rank {item.rank}",
-            sentence=f"{item.role} rank {item.rank} got other log-probabilities than the first rank",
-            expected=f"{first[key]} (the first rank)", actual=str(item.digest), allowed="exact (they are copied)",
+            what=f"{item.name} on rank {item.rank}", same=item.digest == expected.digest, stage=Stage.LOGPROB,
+            version=item.version, badness=1.0, owner=owner_of(item),
+            sentence=f"{owner_of(item)} got other log-probabilities than the first rank",
+            expected=f"{expected.digest} (the first rank)", actual=item.digest, allowed="exact (they are copied)",
             hint="look at the groups over which scores are gathered from the last stage",
         )  # fmt: skip
 
@@ -215,11 +186,10 @@ def engine_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: what no scored token exercises (ENG001).
     References: SkyRL#1680, trl#5312, vllm#44371, vllm#42019.
     """
-    for actual, expected in logprob_pairs(trace, EngineLogprobs, OracleLogprobs):
-        yield from compare_logprobs(
-            trace, actual, expected, Stage.ROLLOUT, "the engine", "the fp32 oracle",
-            "if the engine's tensors are right, look at what its forward reads besides: caches, buffers, config",
-        )  # fmt: skip
+    return compare_with_oracle(
+        trace, EngineLogprobs, OracleLogprobs, "the engine",
+        hint="if the engine's tensors are right, look at what its forward reads besides: caches, buffers, config",
+    )  # fmt: skip
 
 
 @check("LGP003", needs=(SampledTokens, OracleOfSampled), scope="rollout")
@@ -242,22 +212,19 @@ def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     another token that is reported as the likeliest.
     References: vLLM `reset_prefix_cache`, SkyRL#1212, verl#7511, vllm#394, vllm#14301, vllm#16863, RL#3497.
     """
-    for actual, expected in logprob_pairs(trace, SampledTokens, OracleOfSampled):
-        yield from compare_logprobs(
-            trace, actual, expected, Stage.ROLLOUT, "the engine's sampler", "the fp32 oracle",
-            "look at caches that were filled before the sync: prefix blocks, graphs",
-        )  # fmt: skip
+    yield from compare_with_oracle(
+        trace, SampledTokens, OracleOfSampled, SAMPLER,
+        hint="look at caches that were filled before the sync: prefix blocks, graphs",
+    )  # fmt: skip
     if trace.manifest.dtype != "float32":  # noise moves the edge of a truncated distribution
         return
-    for actual, expected in logprob_pairs(trace, ShapedTokens, OracleOfShaped):
-        yield from compare_logprobs(
-            trace, actual, expected, Stage.ROLLOUT, "the engine's sampler", "the fp32 oracle",
-            "look at penalties, biases and truncation, and at which request of a batch they belong to",
-        )  # fmt: skip
+    yield from compare_with_oracle(
+        trace, ShapedTokens, OracleOfShaped, SAMPLER,
+        hint="look at penalties, biases and truncation, and at which request of a batch they belong to",
+    )  # fmt: skip
     for item in trace.of(DrawnTokens):
-        bound = bounds_of(trace, Stage.ROLLOUT, item.name, item.version, [len(item.tokens)]).greatest[0]
-        right = trace.array(following(trace, item))[list(item.tokens)]
+        bound = bounds_of(trace, item.stage, item.name, item.version, [len(item.tokens)]).greatest[0]
         yield _compare_one(
-            item, "samples", trace.array(item), right, bound, Stage.ROLLOUT, "the engine's sampler", "the fp32 oracle",
-            "look at how the samples of one request are told apart, and who is given whose log-probabilities",
+            item, "samples", trace.array(item), trace.array(following(trace, item))[list(item.tokens)], bound, SAMPLER,
+            ORACLE, "look at how the samples of one request are told apart, and who is given whose log-probabilities",
         )  # fmt: skip

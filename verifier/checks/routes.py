@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from verifier.checks.logprobs import compare_logprobs, logprob_pairs
+from verifier.checks.logprobs import ORACLE, compare_with_oracle, split
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, describe_difference
 from verifier.core.records_logprobs import (
@@ -21,8 +22,8 @@ from verifier.core.records_tokens import GivenRoutes, UsedRoutes
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
-Place = tuple[int, int]
-"""Position in the rollout, global layer."""
+Place = tuple[int, int, int]
+"""Rollout, position in it, global layer."""
 
 
 @check("RPL001", needs=(GivenRoutes, UsedRoutes), scope="replay")
@@ -41,40 +42,40 @@ def replayed_route_differs(trace: Trace) -> Iterator[Comparison]:
     """
     for item in trace.of(GivenRoutes):
         wanted: dict[int, dict[Place, list[int]]] = defaultdict(dict)
-        for rollout, position, layer, *experts in trace.array(item).tolist():
-            wanted[rollout][position, layer] = sorted(experts)
-        used: dict[int, dict[Place, list[tuple[int, list[int]]]]] = defaultdict(lambda: defaultdict(list))
+        for place, experts in _routes(trace, item):
+            wanted[place[0]][place] = experts
+        used: dict[Place, list[tuple[int, list[int]]]] = defaultdict(list)
         for choice in trace.of(UsedRoutes, name=item.name, version=item.version):
-            for rollout, position, layer, *experts in trace.array(choice).tolist():
-                used[rollout][position, layer].append((choice.rank, sorted(experts)))
+            for place, experts in _routes(trace, choice):
+                used[place].append((choice.rank, experts))
         for rollout, name in enumerate(item.rollouts):
-            places = wanted[rollout]
-            bad = [(place, _wrong(used[rollout][place], experts)) for place, experts in sorted(places.items())]
-            bad = [(place, found) for place, found in bad if found is not None]
+            bad = []
+            for place, experts in sorted(wanted[rollout].items()):
+                wrong = [(rank, found) for rank, found in used[place] if found != experts]
+                if wrong or not used[place]:
+                    bad.append((place, str(experts), wrong))
             sentence = want = got = owner = ""
             if bad:
-                (position, layer), found = bad[0]
-                rank, experts = found or (0, [])
-                want = str(places[position, layer])
-                got = f"{experts}" if experts else "no rank routed it"
-                owner = f"trainer rank {rank}" if experts else "no rank"
-                said = f"uses experts {experts}, its route says {want}" if experts else "was routed by no rank"
+                (_, position, layer), want, wrong = bad[0]
+                owner, got, said = "no rank", "no rank routed it", "was routed by no rank"
+                if wrong:
+                    owner, got = f"trainer rank {wrong[0][0]}", str(wrong[0][1])
+                    said = f"uses experts {got}, its route says {want}"
                 sentence = f"token {position} of `{name}` {said} in layer {layer}"
+            num_places = len(wanted[rollout])
             yield Comparison(
-                what=str(name), same=not bad, stage=Stage.REPLAY, version=item.version,
-                badness=len(bad) / max(len(places), 1), sentence=sentence, owner=owner, expected=want, actual=got,
-                mismatched=f"places (token, layer): {len(bad):,} of {len(places):,}",
+                what=name, same=not bad, stage=Stage.REPLAY, version=item.version,
+                badness=len(bad) / max(num_places, 1), sentence=sentence, owner=owner, expected=want, actual=got,
+                mismatched=f"places (token, layer): {len(bad):,} of {num_places:,}",
                 allowed="exact (routes are copied)",
                 hint="compare the experts with those of the next token, layer or shard: the shift names the slice",
-                absent=not any(found and found[1] for _, found in bad),
+                absent=not any(wrong for _, _, wrong in bad),
             )  # fmt: skip
 
 
-def _wrong(sightings: list[tuple[int, list[int]]], wanted: list[int]) -> tuple[int, list[int]] | None:
-    """The first wrong sighting (rank, experts), (-1, []) where there is none at all; None if all are right."""
-    if not sightings:
-        return -1, []
-    return next(((rank, experts) for rank, experts in sightings if experts != wanted), None)
+def _routes(trace: Trace, item: GivenRoutes | UsedRoutes) -> Iterator[tuple[Place, list[int]]]:
+    for rollout, position, layer, *experts in trace.array(item).tolist():
+        yield (rollout, position, layer), sorted(experts)
 
 
 @check("RPL002", needs=(NaturalRouteLogprobs, ReplayedRouteLogprobs), scope="replay")
@@ -92,21 +93,17 @@ def replay_changed_logprob(trace: Trace) -> Iterator[Comparison]:
     References: miles#2722, SkyRL#1908.
     """
     for natural in trace.of(NaturalRouteLogprobs):
-        expected = trace.array(natural)
+        expected = split(trace.array(natural), natural.lengths)
         for item in trace.of(ReplayedRouteLogprobs, version=natural.version):
-            actual, begin = trace.array(item), 0
-            for name, length in zip(natural.rollouts, natural.lengths, strict=True):
-                left, right = actual[begin : begin + length], expected[begin : begin + length]
-                begin += length
+            actual = split(trace.array(item), natural.lengths)
+            for name, left, right in zip(natural.rollouts, actual, expected, strict=True):
                 found = describe_difference(left, right)
-                same = found.greatest == 0.0 and not found.num_not_finite
                 yield Comparison(
-                    what=f"{name}, {item.name}", same=same, stage=Stage.REPLAY, version=item.version,
-                    badness=float("inf") if found.num_not_finite else found.greatest,
-                    sentence=(
-                        f"log-probabilities of `{name}` with {item.name} differ from the natural ones "
-                        + (f"by up to {found.greatest:.3g} nats" if found.greatest else "and are not finite")
-                    ),
+                    what=f"{name}, {item.name}", same=found.greatest == 0.0 and not found.num_not_finite,
+                    stage=Stage.REPLAY, version=item.version,
+                    badness=math.inf if found.num_not_finite else found.greatest,
+                    sentence=f"log-probabilities of `{name}` with {item.name} differ from the natural ones "
+                    + (f"by up to {found.greatest:.3g} nats" if found.greatest else "and are not finite"),
                     mismatched=found.text, allowed="bitwise (the same experts, in the same order)",
                     hint="look at what replay does to the experts' weights, and at what it leaves behind",
                 )  # fmt: skip
@@ -126,22 +123,11 @@ def replayed_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: gradients under replay (LSS001).
     References: ISEEKYAN/Megatron-LM#79, miles#2722, SkyRL#1908.
     """
-    stage = Stage.REPLAY if _scores_naturally(trace) else Stage.LOGPROB
-    for expected in trace.of(OracleOfForced):
-        for actual in trace.of(ForcedRouteLogprobs, name=expected.name, version=expected.version):
-            for found in compare_logprobs(
-                trace, actual, expected, Stage.REPLAY, "the replaying trainer", "the fp32 oracle on the same routes",
-                "if the experts are the routes' (RPL001), look at their gate weights, and at rows that have no route",
-            ):  # fmt: skip
-                yield replace(found, stage=stage)
-
-
-def _scores_naturally(trace: Trace) -> bool:
-    """Test for a trainer that is right by its routers' own choice; if it is not, replay is not what is wrong."""
-    pairs = logprob_pairs(trace, TrainerLogprobs, OracleLogprobs)
-    return all(
-        found.same
-        for actual, expected in pairs
-        if actual.version == 0
-        for found in compare_logprobs(trace, actual, expected, Stage.LOGPROB, "the trainer", "the fp32 oracle", "")
-    )
+    natural = compare_with_oracle(trace, TrainerLogprobs, OracleLogprobs, "the trainer", version=0)
+    stage = Stage.REPLAY if all(found.same for found in natural) else Stage.LOGPROB
+    for found in compare_with_oracle(
+        trace, ForcedRouteLogprobs, OracleOfForced, "the replaying trainer",
+        expected_says=f"{ORACLE} on the same routes",
+        hint="if the experts are the routes' (RPL001), look at their gate weights, and at rows that have no route",
+    ):  # fmt: skip
+        yield replace(found, stage=stage)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from verifier.checks.content import owner_of
 from verifier.checks.logprobs import following
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.records_logprobs import DrawnTokens, OracleOfNext, SampledTokens, ShapedTokens
-from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
@@ -25,11 +25,16 @@ def _distribution(trace: Trace, drawn: DrawnTokens) -> np.ndarray:
     return np.exp(trace.array(following(trace, drawn)).astype(np.float64))
 
 
-def _chance(cases: int) -> Tolerance:
-    """Bound in nats that the greatest of so many numbers exceeds once in a million runs."""
-    return Tolerance(
-        absolute=math.log(cases / RARE), unit="nats",
-        source=f"Chernoff's bound on a binomial, exceeded by chance once in a million over {cases:,} counts",
+def _compare_with_chance(
+    item: DrawnTokens, nats: float, cases: int, *, sentence: str, expected: str, actual: str, hint: str
+) -> Comparison:
+    """The unlikeliest of so many counts against what one run in a million exceeds."""
+    source = f"Chernoff's bound on a binomial, exceeded by chance once in a million over {cases:,} counts"
+    allowed = Tolerance(absolute=math.log(cases / RARE), unit="nats", source=source)
+    return Comparison(
+        what=item.name, same=nats <= allowed.absolute, stage=item.stage, version=item.version,
+        badness=nats / allowed.absolute, owner=owner_of(item), sentence=sentence, expected=expected, actual=actual,
+        mismatched=f"{nats:.3g} nats", allowed=str(allowed), hint=hint,
     )  # fmt: skip
 
 
@@ -61,24 +66,17 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
     References: verl#1949, trl#6945, vllm#42259, RL#3497.
     """
     for item in trace.of(DrawnTokens):
-        tokens = item.tokens
-        counts = list(_beyond(_distribution(trace, item), tokens))
-        allowed = _chance(2 * max(len(counts), 1))
-        share, count, nats = max(
-            ((share, count, _nats(count, len(tokens), share)) for share, count in counts), key=lambda row: row[2],
-            default=(0.0, 0, 0.0),
+        total, counts = len(item.tokens), list(_beyond(_distribution(trace, item), item.tokens))
+        nats, share, count = max(
+            ((_nats(count, total, share), share, count) for share, count in counts), key=lambda row: row[0],
+            default=(0.0, 0.0, 0),
         )  # fmt: skip
-        same = nats <= allowed.absolute
-        yield Comparison(
-            what=item.name, same=same, stage=Stage.ROLLOUT, version=item.version,
-            badness=nats / allowed.absolute, owner=f"{item.role} rank {item.rank}",
-            sentence=(
-                f"{len(tokens):,} sampled tokens are not spread as the policy's distribution: {count:,} are among its "
-                f"least likely tokens, which have a share of {share:.3g}: {share * len(tokens):.0f} are expected"
-            ),
-            expected=f"{_shown(share * len(tokens) for share, _ in counts)} beyond each share (the fp32 oracle)",
+        yield _compare_with_chance(
+            item, nats, 2 * max(len(counts), 1),
+            sentence=f"{total:,} sampled tokens are not spread as the policy's distribution: {count:,} are among its "
+            f"least likely tokens, which have a share of {share:.3g}: {share * total:.0f} are expected",
+            expected=f"{_shown(share * total for share, _ in counts)} beyond each share (the fp32 oracle)",
             actual=f"{_shown(count for _, count in counts)} (the engine)",
-            mismatched=f"{nats:.3g} nats", allowed=str(allowed),
             hint="look at temperature, top-p, top-k and penalties of the sampler",
         )  # fmt: skip
 
@@ -114,18 +112,12 @@ def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
         tokens = np.array(item.tokens)
         by_chance = max(float(np.square(_distribution(trace, item)).sum()), _share_alike(tokens))
         found = [row for places in range(1, len(tokens)) for row in _alike(tokens, places, by_chance)]
-        allowed = _chance(2 * len(tokens))
         nats, places, count, pairs = max(found, default=(0.0, 0, 0, 0))
-        same = nats <= allowed.absolute
-        yield Comparison(
-            what=item.name, same=same, stage=Stage.ROLLOUT, version=item.version,
-            badness=nats / allowed.absolute, owner=f"{item.role} rank {item.rank}",
-            sentence=(
-                f"{count:,} of {pairs:,} samples equal the one {places:,} places later, {by_chance * pairs:.1f} are "
-                f"expected to"
-            ),
+        yield _compare_with_chance(
+            item, nats, 2 * len(tokens),
+            sentence=f"{count:,} of {pairs:,} samples equal the one {places:,} places later, {by_chance * pairs:.1f} "
+            "are expected to",
             expected=f"{by_chance:.3g} of them, as of any two", actual=f"{count:,} of {pairs:,} (the engine)",
-            mismatched=f"{nats:.3g} nats", allowed=str(allowed),
             hint="look at what the seed of each request and of each of its samples is made of",
         )  # fmt: skip
 
@@ -166,14 +158,12 @@ def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
         rows = zip(item.tokens, item.stops, item.limits, strict=True)
         for number, (tokens, stop, limit) in enumerate(rows):
             right = next((at + 1 for at, token in enumerate(tokens) if token in stop), limit)
-            same = len(tokens) == right
             yield Comparison(
-                what=f"{item.name} sample {number}", same=same, stage=Stage.ROLLOUT, version=item.version,
-                badness=1.0, owner=f"{item.role} rank {item.rank}",
+                what=f"{item.name} sample {number}", same=len(tokens) == right, stage=item.stage,
+                version=item.version, badness=1.0, owner=owner_of(item),
                 sentence=f"sample {number} has {len(tokens):,} tokens and should end after {right:,}",
                 expected=f"up to the first of {sorted(stop)}, or {limit:,} tokens", actual=str(list(tokens)),
-                allowed="exact",
-                hint="look at which stop tokens reach the engine, and at what it compares with them",
+                allowed="exact", hint="look at which stop tokens reach the engine, and at what it compares with them",
             )  # fmt: skip
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator
 
+from verifier.checks.bounds import times
+from verifier.checks.content import owner_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.record import Measurement
@@ -16,15 +19,13 @@ from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 GRADIENT = Tolerance(
-    absolute=3e-5,
-    unit="of the tensor's greatest gradient",
+    absolute=3e-5, unit="of the tensor's greatest gradient",
     source="fp32 on CPU, measured on clean runs of every family and mesh: docs/numerics.md",
-)
+)  # fmt: skip
 NORM = Tolerance(
-    absolute=1e-5,
-    unit="of the norm",
+    absolute=1e-5, unit="of the norm",
     source="fp32 sums of squares in another order: a trainer's norm was measured within 4e-6 of one rank's",
-)
+)  # fmt: skip
 GRADIENT_NOISES = 5
 """Times the greatest noise of any tensor that a gradient may be off by, in a run of less than fp32."""
 LENGTH_NOISES = 2
@@ -33,15 +34,13 @@ LOSS_NOISES = 2
 """Times the mean noise of a token's loss that the loss may be off by, in a run of less than fp32."""
 NOISE_OF_A_LOSS = "the mean noise of a token's loss (this run's: transformers in its dtype against itself in fp32)"
 LOSS = Tolerance(
-    absolute=1e-6,
-    unit="of the mean magnitude of a token's loss",
+    absolute=1e-6, unit="of the mean magnitude of a token's loss",
     source="fp32 on CPU, measured on clean runs of every family and mesh: docs/numerics.md",
-)
+)  # fmt: skip
 STEP = Tolerance(
-    absolute=1e-3,
-    unit="learning rates",
+    absolute=1e-3, unit="learning rates",
     source="fp32 rounding: half an ulp of a weight near 1 is 6e-5 of a learning rate of 1e-3",
-)
+)  # fmt: skip
 
 
 @check("LSS001", needs=(GradientRecord,), scope="gradient")
@@ -63,47 +62,46 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     References: verl#5702, RL#3716, SkyRL#1751, SkyRL#1296, AReaL#1273, slime#987.
     """
     for item in trace.of(GradientRecord):
-        gap = None if item.gradient is None else float(item.gradient.value)
-        scale, dtype = float(item.gradient_scale), item.gradient_dtype
-        bound = _gradient_bound(float(item.gradient_noise))
+        gap = math.inf if item.gradient is None else float(item.gradient.value)
+        scale, noise, dtype = float(item.gradient_scale), float(item.gradient_noise), item.gradient_dtype
+        bound = GRADIENT
+        if noise:
+            source = (
+                f"this run's noise: transformers in the run's dtype against itself in fp32, times {GRADIENT_NOISES}"
+            )
+            bound = Tolerance(absolute=GRADIENT_NOISES * noise, unit=GRADIENT.unit, source=source)
         allowed = bound.absolute * scale
-        same = gap is not None and gap <= allowed and dtype == "float32"
-        found = "absent" if gap is None else f"off by up to {gap:.3g}" if math.isfinite(gap) else "not finite"
+        found = f"off by up to {gap:.3g}" if math.isfinite(gap) else "not finite" if item.gradient else "absent"
         found += "" if dtype == "float32" else f", summed in {dtype}"
-        owner, place = _placed(item.gradient)
+        owner, place, mismatched = _measured(item.gradient)
         yield Comparison(
-            what=item.name, same=same, stage=Stage.LOSS, version=item.version,
-            badness=_badness(gap, allowed),
-            sentence=(
-                f"the gradient of `{item.name}` is {found}{place}, its greatest element should be {scale:.3g}"
-            ),
-            owner=owner, mismatched=_measured(item.gradient),
+            what=item.name, same=item.gradient is not None and gap <= allowed and dtype == "float32",
+            stage=Stage.LOSS, version=item.version, badness=times(gap, allowed),
+            sentence=f"the gradient of `{item.name}` is {found}{place}, its greatest element should be {scale:.3g}",
+            owner=owner, mismatched=mismatched,
             expected=f"greatest element {scale:.3g} (transformers' gradient, fp32)",
             actual=f"{found} (the trainer's, reduced over all ranks)",
             allowed=f"{allowed:.3g} in float32, {bound}",
             hint="look at the reduction of this parameter's gradient and at what divides the loss",
         )  # fmt: skip
-
     yield from _lengths(trace)
 
 
 def _lengths(trace: Trace) -> Iterator[Comparison]:
     """One comparison per group of tensors and version, where the run has noise: how long the gradient is."""
     groups = {(item.version, item.group): item for item in trace.of(GradientRecord) if item.group and item.group_noise}
-    layers: dict[tuple[int, str], list[float]] = {}
+    layers: dict[tuple[int, str], list[float]] = defaultdict(list)
     for (version, name), item in groups.items():
-        layers.setdefault((version, _layer(name)), []).append(float(item.group_noise))
+        layers[version, _layer(name)].append(float(item.group_noise))
     for (version, name), item in groups.items():
         noise = max(float(item.group_noise), statistics.median(layers[version, _layer(name)]))
-        bound = Tolerance(
-            absolute=LENGTH_NOISES * noise, unit="of the gradient's length",
-            source=f"the noise of this tensor in this run, or the median of its layer's, times {LENGTH_NOISES}",
-        )  # fmt: skip
+        source = f"the noise of this tensor in this run, or the median of its layer's, times {LENGTH_NOISES}"
+        bound = Tolerance(absolute=LENGTH_NOISES * noise, unit="of the gradient's length", source=source)
         length = float(item.group_length)
-        same = abs(length - 1) <= bound.absolute
+        gap = abs(length - 1)
         yield Comparison(
-            what=f"{name} (length)", same=same, stage=Stage.LOSS, version=version,
-            badness=_badness(abs(length - 1), bound.absolute),
+            what=f"{name} (length)", same=gap <= bound.absolute, stage=Stage.LOSS, version=version,
+            badness=times(gap, bound.absolute),
             sentence=f"the gradient of `{name}` is {length:.3g} times as long as it should be",
             expected="1 (along transformers' gradient, fp32)",
             actual=f"{length:.3g} (the trainer's, reduced over all ranks)", allowed=str(bound),
@@ -117,35 +115,21 @@ def _layer(name: str) -> str:
     return found[0] if found else name
 
 
-def _gradient_bound(noise: float) -> Tolerance:
-    """Bound on a gradient's error, where the run's dtype alone makes transformers' gradients differ by `noise`."""
-    if not noise:
-        return GRADIENT
-    return Tolerance(
-        absolute=GRADIENT_NOISES * noise,
-        unit=GRADIENT.unit,
-        source=f"this run's noise: transformers in the run's dtype against itself in fp32, times {GRADIENT_NOISES}",
-    )
-
-
-def _placed(measured: Measurement | None) -> tuple[str, str]:
-    """Owner of the element with the greatest gap, and its place, as the end of a clause."""
-    if measured is None or measured.rank is None:
-        return "", ""
-    return f"trainer rank {measured.rank} ({measured.coordinate})", f" at {list(measured.index)}"
-
-
-def _measured(measured: Measurement | None) -> str:
-    """The "mismatched" line of a gap that was measured where both tensors were."""
+def _measured(measured: Measurement | None) -> tuple[str, str, str]:
+    """Owner of the element with the greatest gap, its place as the end of a clause, and the "mismatched" line."""
     if measured is None:
-        return ""
-    return f"greatest gap {float(measured.value):.3g} at {list(measured.index)}, measured as {measured.how}"
+        return "", "", ""
+    at = f" at {list(measured.index)}"
+    mismatched = f"greatest gap {float(measured.value):.3g}{at}, measured as {measured.how}"
+    if measured.rank is None:
+        return "", "", mismatched
+    return f"trainer rank {measured.rank} ({measured.coordinate})", at, mismatched
 
 
-def _badness(gap: float | None, allowed: float) -> float:
-    if gap is None or not math.isfinite(gap):
-        return float("inf")
-    return gap / allowed if allowed else float("inf")
+def _reports(trace: Trace) -> Iterator[tuple[StepReport, GradientRecord]]:
+    """Each rank's report of a step, with a record of what the oracle says of that step."""
+    measured = {item.version: item for item in trace.of(GradientRecord)}
+    return ((report, measured[report.version]) for report in trace.of(StepReport) if report.version in measured)
 
 
 @check("TRN001", needs=(GradientRecord, StepReport), scope="gradient")
@@ -169,28 +153,23 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
         if item.step is None:
             continue
         gap = float(item.step.value)
-        owner, place = _placed(item.step)
-        same = gap <= STEP.absolute
+        owner, place, mismatched = _measured(item.step)
         found = f"{gap:.3g} learning rates off" if math.isfinite(gap) else "not finite, unlike"
         yield Comparison(
-            what=item.name, same=same, stage=Stage.TRAIN, version=item.version,
-            badness=_badness(gap, STEP.absolute),
+            what=item.name, same=gap <= STEP.absolute, stage=Stage.TRAIN, version=item.version,
+            badness=times(gap, STEP.absolute),
             sentence=f"`{item.name}` is {found} what Adam makes of its gradient{place}",
-            owner=owner, mismatched=_measured(item.step),
+            owner=owner, mismatched=mismatched,
             expected="the weight before, moved by Adam (float64, with the trainer's own gradient)",
             actual=f"{found} it (the live weight after the step)", allowed=str(STEP),
             hint="look at masters, moments and the clip factor",
         )  # fmt: skip
-    norms = {item.version: float(item.gradient_norm) for item in trace.of(GradientRecord)}
-    for report in trace.of(StepReport):
-        if report.version not in norms:
-            continue
-        actual, right = float(report.grad_norm), norms[report.version]
-        allowed = NORM.absolute * right
-        same = abs(actual - right) <= allowed
+    for report, item in _reports(trace):
+        actual, right = float(report.grad_norm), float(item.gradient_norm)
+        gap, allowed = abs(actual - right), NORM.absolute * right
         yield Comparison(
-            what=f"gradient norm on rank {report.rank}", same=same, stage=Stage.TRAIN, version=report.version,
-            badness=_badness(abs(actual - right), allowed), owner=f"{report.role} rank {report.rank}",
+            what=f"gradient norm on rank {report.rank}", same=gap <= allowed, stage=Stage.TRAIN,
+            version=report.version, badness=times(gap, allowed), owner=owner_of(report),
             sentence=f"the optimizer clipped by a gradient norm of {actual:.6g}, which is {right:.6g}",
             expected=f"{right:.6g} (of all reduced gradients, float64)",
             actual=f"{actual:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {NORM}",
@@ -210,25 +189,20 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: gradients of another loss than the reported one (LSS001).
     References: SkyRL#1420, verl#3294, slime#987.
     """
-    expected = {item.version: item for item in trace.of(GradientRecord)}
-    for item in trace.of(StepReport):
-        if item.version not in expected:
-            continue
-        right = expected[item.version]
-        loss, noise = float(item.loss), float(right.loss_noise)
-        allowed, why = LOSS.absolute * float(right.loss_scale), str(LOSS)
-        if allowed < LOSS_NOISES * noise:
-            allowed, why = LOSS_NOISES * noise, f"{LOSS_NOISES} times {NOISE_OF_A_LOSS}"
-        gap = abs(loss - float(right.loss))
-        same = gap <= allowed and item.num_tokens == right.num_tokens
+    for report, item in _reports(trace):
+        loss, right = float(report.loss), float(item.loss)
+        by_noise = LOSS_NOISES * float(item.loss_noise)
+        allowed, why = LOSS.absolute * float(item.loss_scale), str(LOSS)
+        if allowed < by_noise:
+            allowed, why = by_noise, f"{LOSS_NOISES} times {NOISE_OF_A_LOSS}"
+        gap = abs(loss - right)
         yield Comparison(
-            what=f"reported loss on rank {item.rank}", same=same, stage=Stage.LOSS, version=item.version,
-            badness=_badness(gap, allowed), owner=f"{item.role} rank {item.rank}",
-            sentence=(
-                f"the step reports a loss of {loss:.6g} over {item.num_tokens:,} tokens, "
-                f"it is {float(right.loss):.6g} over {right.num_tokens:,}"
-            ),
-            expected=f"{float(right.loss):.6g} over {right.num_tokens:,} tokens (transformers)",
-            actual=f"{loss:.6g} over {item.num_tokens:,} tokens (the trainer)",
+            what=f"reported loss on rank {report.rank}",
+            same=gap <= allowed and report.num_tokens == item.num_tokens, stage=Stage.LOSS,
+            version=report.version, badness=times(gap, allowed), owner=owner_of(report),
+            sentence=f"the step reports a loss of {loss:.6g} over {report.num_tokens:,} tokens, "
+            f"it is {right:.6g} over {item.num_tokens:,}",
+            expected=f"{right:.6g} over {item.num_tokens:,} tokens (transformers)",
+            actual=f"{loss:.6g} over {report.num_tokens:,} tokens (the trainer)",
             allowed=f"{allowed:.3g}, {why}", hint="look at the groups over which loss and tokens are summed",
         )  # fmt: skip
