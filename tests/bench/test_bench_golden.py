@@ -22,7 +22,7 @@ from verifier.core.manifest import Manifest, MeshSizes
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
-from verifier.model.tiny import write_family, write_tiny
+from verifier.model.tiny import write_tiny
 from verifier.plan.digest import digest_tensor
 from verifier.probes.weights_megatron import record_source, recorded
 from verifier.report.report import report_of
@@ -50,7 +50,7 @@ MANIFEST = Manifest(
 def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint]:
     """A Qwen3 of 1.1 billion bfloat16 weights, in the page cache since it has just been written."""
     folder = tmp_path_factory.mktemp("large")
-    found = open_checkpoint(write_family("qwen3", folder, SIZES, dtype="bfloat16"))
+    found = open_checkpoint(write_tiny("qwen3", folder, "bfloat16", changes=SIZES))
     assert sum(meta.num_bytes for meta in found.metas.values()) >= LEAST_BYTES
     yield found
     shutil.rmtree(folder)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from verifier.model.tiny import write_family
+from verifier.model.tiny import write_tiny
 from verifier.model.transformers_hf import load_model
 from verifier.platform.upstream_fixes import TRANSFORMERS_SCAN
 
@@ -20,7 +20,7 @@ ROWS = 40
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory):
     sizes = {"hybrid_override_pattern": "M", "num_hidden_layers": 1, "chunk_size": CHUNK, "vocab_size": 64}
-    return write_family("nemotron-h", tmp_path_factory.mktemp("tiny"), sizes)
+    return write_tiny("nemotron-h", tmp_path_factory.mktemp("tiny"), changes=sizes)
 
 
 def test_transformers_still_loses_the_state_between_chunks(path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verifier.errors import ContractError
-from verifier.model.tiny import write_family
+from verifier.model.tiny import write_tiny
 from verifier.model.transformers_hf import load_model, token_logprobs
 from verifier.oracle.routes_hf import choosing, experts_of, mixtures_of, score_routed
 from verifier.oracle.step_hf import gradients
@@ -17,7 +17,7 @@ TOKENS = [(7 * at) % 61 for at in range(12)]
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory):
-    return {name: write_family(name, tmp_path_factory.mktemp(name), {}) for name in FAMILIES}
+    return {name: write_tiny(name, tmp_path_factory.mktemp(name)) for name in FAMILIES}
 
 
 def natural_routes(model):

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from verifier.cli.app import run
-from verifier.model.tiny import write_family, write_tiny
+from verifier.model.tiny import write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 KNOWN = (
@@ -203,7 +203,7 @@ def test_a_damaged_checkpoint_is_refused(shell: Shell, copy: Path, damage: Calla
 
 
 def test_a_vocabulary_that_tp_does_not_divide_is_refused(shell: Shell, tmp_path: Path) -> None:
-    odd = write_family("qwen3", tmp_path / "odd", {"vocab_size": 511})
+    odd = write_tiny("qwen3", tmp_path / "odd", changes={"vocab_size": 511})
     sentence = "tp = 2 does not divide the 511 vocabulary entries of Qwen3ForCausalLM"
     assert shell.refused("golden", "--model", str(odd), "--tp", "2", "--trace", "trace") == sentence
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verifier.model.tiny import write_family
+from verifier.model.tiny import write_tiny
 from verifier.runs.model_under_test import cache_folder
 
 LATENT = {
@@ -32,5 +32,5 @@ def fixes(name: str) -> tuple[str, ...]:
 def model(name: str) -> str:
     """What `--model` takes: a tiny checkpoint, a larger one of the same family, or the full name of another."""
     if name in LARGER:
-        return str(write_family(name, cache_folder(), LARGER[name], "bfloat16"))
+        return str(write_tiny(name, cache_folder(), "bfloat16", changes=LARGER[name]))
     return name if ":" in name else f"tiny:{name}"

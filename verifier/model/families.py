@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from verifier.errors import UsageError
@@ -58,21 +59,22 @@ class TensorRow:
 _EMBEDDING = TensorRow("model.embed_tokens.weight", ("vocab", "hidden"), Scope.MODEL)
 _FINAL_NORM = TensorRow("model.norm.weight", ("hidden",), Scope.MODEL, Content.NORM)
 _LM_HEAD = TensorRow("lm_head.weight", ("vocab", "hidden"), Scope.MODEL)
+_NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None), "quantization_config": (None,)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Family:
     """One row of the table: an architecture, its tensors, and the settings that the row requires."""
 
     name: str
-    architecture: str
-    """``architectures[0]`` in config.json."""
     model_type: str
     """``model_type`` in config.json."""
+    architecture: str
+    """``architectures[0]`` in config.json."""
     tensors: tuple[TensorRow, ...]
     embedding: TensorRow = _EMBEDDING
     final_norm: TensorRow = _FINAL_NORM
-    requires: Mapping[str, tuple[JSON, ...]] = field(default_factory=dict)
+    requires: Mapping[str, tuple[JSON, ...]] = field(default_factory=lambda: _NO_BIAS)
     """Key of config.json -> values under which this row describes the checkpoint; an absent key counts as None."""
     needs: tuple[str, ...] = ()
     """Keys of config.json that must not be None."""
@@ -87,89 +89,69 @@ class TensorSpec:
     content: Content
 
 
-def _layer(leaf: str, *dims: str, scope: Scope = Scope.LAYER, content: Content = Content.MATRIX) -> TensorRow:
-    return TensorRow(f"model.layers.{{layer}}.{leaf}", dims, scope, content)
+def _rows(
+    pattern: str,
+    scope: Scope = Scope.LAYER,
+    content: Content = Content.MATRIX,
+    prefix: str = "model.layers.{layer}.",
+    **dims: str,
+) -> tuple[TensorRow, ...]:
+    """Rows of like tensors of a layer: each keyword replaces the pattern's ``*`` and names the sizes of its dims."""
+    return tuple(
+        TensorRow(prefix + pattern.replace("*", leaf), tuple(sizes.split()), scope, content)
+        for leaf, sizes in dims.items()
+    )
 
 
-_LAYER_NORMS = (
-    _layer("input_layernorm.weight", "hidden", content=Content.NORM),
-    _layer("post_attention_layernorm.weight", "hidden", content=Content.NORM),
-)
-_FRAME = (_EMBEDDING, *_LAYER_NORMS, _FINAL_NORM, _LM_HEAD)
+def _gated_mlp(pattern: str, scope: Scope, width: str) -> tuple[TensorRow, ...]:
+    return _rows(pattern, scope, gate=f"{width} hidden", up=f"{width} hidden", down=f"hidden {width}")
 
-_GQA = (
-    _layer("self_attn.q_proj.weight", "q", "hidden"),
-    _layer("self_attn.k_proj.weight", "kv", "hidden"),
-    _layer("self_attn.v_proj.weight", "kv", "hidden"),
-    _layer("self_attn.o_proj.weight", "hidden", "q"),
+
+_FRAME = (
+    _EMBEDDING,
+    *_rows("*_layernorm.weight", content=Content.NORM, input="hidden", post_attention="hidden"),
+    _FINAL_NORM,
+    _LM_HEAD,
 )
-_QKV_BIAS = (
-    _layer("self_attn.q_proj.bias", "q", content=Content.BIAS),
-    _layer("self_attn.k_proj.bias", "kv", content=Content.BIAS),
-    _layer("self_attn.v_proj.bias", "kv", content=Content.BIAS),
-)
-_QK_NORM = (
-    _layer("self_attn.q_norm.weight", "head_dim", content=Content.NORM),
-    _layer("self_attn.k_norm.weight", "head_dim", content=Content.NORM),
-)
+_GQA = _rows("self_attn.*_proj.weight", q="q hidden", k="kv hidden", v="kv hidden", o="hidden q")
+_QKV_BIAS = _rows("self_attn.*_proj.bias", content=Content.BIAS, q="q", k="kv", v="kv")
+_QK_NORM = _rows("self_attn.*_norm.weight", content=Content.NORM, q="head_dim", k="head_dim")
 _MLA = (
-    _layer("self_attn.q_a_proj.weight", "q_lora", "hidden"),
-    _layer("self_attn.q_a_layernorm.weight", "q_lora", content=Content.NORM),
-    _layer("self_attn.q_b_proj.weight", "mla_q", "q_lora"),
-    _layer("self_attn.kv_a_proj_with_mqa.weight", "mla_kv_down", "hidden"),
-    _layer("self_attn.kv_a_layernorm.weight", "kv_lora", content=Content.NORM),
-    _layer("self_attn.kv_b_proj.weight", "mla_kv_up", "kv_lora"),
-    _layer("self_attn.o_proj.weight", "hidden", "mla_out"),
+    *_rows("self_attn.*.weight", q_a_proj="q_lora hidden"),
+    *_rows("self_attn.*.weight", content=Content.NORM, q_a_layernorm="q_lora"),
+    *_rows("self_attn.*.weight", q_b_proj="mla_q q_lora", kv_a_proj_with_mqa="mla_kv_down hidden"),
+    *_rows("self_attn.*.weight", content=Content.NORM, kv_a_layernorm="kv_lora"),
+    *_rows("self_attn.*.weight", kv_b_proj="mla_kv_up kv_lora", o_proj="hidden mla_out"),
 )
-_DENSE_MLP = (
-    _layer("mlp.gate_proj.weight", "ffn", "hidden", scope=Scope.DENSE),
-    _layer("mlp.up_proj.weight", "ffn", "hidden", scope=Scope.DENSE),
-    _layer("mlp.down_proj.weight", "hidden", "ffn", scope=Scope.DENSE),
-)
+_DENSE_MLP = _gated_mlp("mlp.*_proj.weight", Scope.DENSE, "ffn")
 _EXPERTS = (
-    _layer("mlp.gate.weight", "experts", "hidden", scope=Scope.MOE),
-    _layer("mlp.experts.{expert}.gate_proj.weight", "moe_ffn", "hidden", scope=Scope.EXPERT),
-    _layer("mlp.experts.{expert}.up_proj.weight", "moe_ffn", "hidden", scope=Scope.EXPERT),
-    _layer("mlp.experts.{expert}.down_proj.weight", "hidden", "moe_ffn", scope=Scope.EXPERT),
+    *_rows("mlp.*.weight", Scope.MOE, gate="experts hidden"),
+    *_gated_mlp("mlp.experts.{expert}.*_proj.weight", Scope.EXPERT, "moe_ffn"),
 )
-_SCORE_BIAS = _layer("mlp.gate.e_score_correction_bias", "experts", scope=Scope.MOE, content=Content.SCORE_BIAS)
 _SHARED_EXPERTS = (
-    _layer("mlp.shared_experts.gate_proj.weight", "shared_ffn", "hidden", scope=Scope.MOE),
-    _layer("mlp.shared_experts.up_proj.weight", "shared_ffn", "hidden", scope=Scope.MOE),
-    _layer("mlp.shared_experts.down_proj.weight", "hidden", "shared_ffn", scope=Scope.MOE),
+    *_rows("mlp.gate.*", Scope.MOE, Content.SCORE_BIAS, e_score_correction_bias="experts"),
+    *_gated_mlp("mlp.shared_experts.*_proj.weight", Scope.MOE, "shared_ffn"),
 )
 
 _HYBRID_EMBEDDING = TensorRow("backbone.embeddings.weight", ("vocab", "hidden"), Scope.MODEL)
 _HYBRID_FINAL_NORM = TensorRow("backbone.norm_f.weight", ("hidden",), Scope.MODEL, Content.NORM)
-
-
-def _mixer(leaf: str, dims: tuple[str, ...], scope: Scope, content: Content = Content.MATRIX) -> TensorRow:
-    return TensorRow(f"backbone.layers.{{layer}}.mixer.{leaf}", dims, scope, content)
-
-
+_mixer = partial(_rows, prefix="backbone.layers.{layer}.mixer.")
 _HYBRID = (
     _HYBRID_EMBEDDING,
     TensorRow("backbone.layers.{layer}.norm.weight", ("hidden",), content=Content.NORM),
-    _mixer("in_proj.weight", ("mamba_in", "hidden"), Scope.MAMBA),
-    _mixer("conv1d.weight", ("mamba_conv", "one", "conv_width"), Scope.MAMBA),
-    _mixer("conv1d.bias", ("mamba_conv",), Scope.MAMBA, Content.BIAS),
-    _mixer("dt_bias", ("mamba_heads",), Scope.MAMBA, Content.BIAS),
-    _mixer("A_log", ("mamba_heads",), Scope.MAMBA, Content.DECAY),
-    _mixer("D", ("mamba_heads",), Scope.MAMBA, Content.NORM),
-    _mixer("norm.weight", ("mamba_inner",), Scope.MAMBA, Content.NORM),
-    _mixer("out_proj.weight", ("hidden", "mamba_inner"), Scope.MAMBA),
-    _mixer("q_proj.weight", ("q", "hidden"), Scope.ATTENTION),
-    _mixer("k_proj.weight", ("kv", "hidden"), Scope.ATTENTION),
-    _mixer("v_proj.weight", ("kv", "hidden"), Scope.ATTENTION),
-    _mixer("o_proj.weight", ("hidden", "q"), Scope.ATTENTION),
-    _mixer("up_proj.weight", ("ffn", "hidden"), Scope.DENSE),
-    _mixer("down_proj.weight", ("hidden", "ffn"), Scope.DENSE),
-    _mixer("gate.weight", ("experts", "hidden"), Scope.MOE),
-    _mixer("gate.e_score_correction_bias", ("experts",), Scope.MOE, Content.SCORE_BIAS),
-    _mixer("experts.{expert}.up_proj.weight", ("moe_ffn", "hidden"), Scope.EXPERT),
-    _mixer("experts.{expert}.down_proj.weight", ("hidden", "moe_ffn"), Scope.EXPERT),
-    _mixer("shared_experts.up_proj.weight", ("shared_ffn", "hidden"), Scope.MOE),
-    _mixer("shared_experts.down_proj.weight", ("hidden", "shared_ffn"), Scope.MOE),
+    *_mixer("*.weight", Scope.MAMBA, in_proj="mamba_in hidden", conv1d="mamba_conv one conv_width"),
+    *_mixer("conv1d.*", Scope.MAMBA, Content.BIAS, bias="mamba_conv"),
+    *_mixer("*", Scope.MAMBA, Content.BIAS, dt_bias="mamba_heads"),
+    *_mixer("*", Scope.MAMBA, Content.DECAY, A_log="mamba_heads"),
+    *_mixer("*", Scope.MAMBA, Content.NORM, D="mamba_heads"),
+    *_mixer("*.weight", Scope.MAMBA, Content.NORM, norm="mamba_inner"),
+    *_mixer("*.weight", Scope.MAMBA, out_proj="hidden mamba_inner"),
+    *_mixer("*_proj.weight", Scope.ATTENTION, q="q hidden", k="kv hidden", v="kv hidden", o="hidden q"),
+    *_mixer("*_proj.weight", Scope.DENSE, up="ffn hidden", down="hidden ffn"),
+    *_mixer("*.weight", Scope.MOE, gate="experts hidden"),
+    *_mixer("gate.*", Scope.MOE, Content.SCORE_BIAS, e_score_correction_bias="experts"),
+    *_mixer("experts.{expert}.*_proj.weight", Scope.EXPERT, up="moe_ffn hidden", down="hidden moe_ffn"),
+    *_mixer("shared_experts.*_proj.weight", Scope.MOE, up="shared_ffn hidden", down="hidden shared_ffn"),
     _HYBRID_FINAL_NORM,
     _LM_HEAD,
 )
@@ -182,54 +164,40 @@ _HYBRID_LAYERS = {
 }
 """Letter of ``hybrid_override_pattern`` -> scopes of the rows that such a layer has."""
 
-_NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None), "quantization_config": (None,)}
-
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 FAMILIES: dict[str, Family] = {
     row.name: row
     for row in (
+        Family("qwen3", "qwen3", "Qwen3ForCausalLM", (*_FRAME, *_GQA, *_QK_NORM, *_DENSE_MLP)),
         Family(
-            name="qwen3",
-            architecture="Qwen3ForCausalLM",
-            model_type="qwen3",
-            tensors=(*_FRAME, *_GQA, *_QK_NORM, *_DENSE_MLP),
-            requires=_NO_BIAS,
-        ),
-        Family(
-            name="qwen2",
-            architecture="Qwen2ForCausalLM",
-            model_type="qwen2",
-            tensors=(*_FRAME, *_GQA, *_QKV_BIAS, *_DENSE_MLP),
+            "qwen2",
+            "qwen2",
+            "Qwen2ForCausalLM",
+            (*_FRAME, *_GQA, *_QKV_BIAS, *_DENSE_MLP),
             requires={"quantization_config": (None,)},
         ),
+        Family("llama", "llama", "LlamaForCausalLM", (*_FRAME, *_GQA, *_DENSE_MLP)),
         Family(
-            name="llama",
-            architecture="LlamaForCausalLM",
-            model_type="llama",
-            tensors=(*_FRAME, *_GQA, *_DENSE_MLP),
-            requires=_NO_BIAS,
-        ),
-        Family(
-            name="qwen3-moe",
-            architecture="Qwen3MoeForCausalLM",
-            model_type="qwen3_moe",
-            tensors=(*_FRAME, *_GQA, *_QK_NORM, *_EXPERTS),
+            "qwen3-moe",
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            (*_FRAME, *_GQA, *_QK_NORM, *_EXPERTS),
             requires={**_NO_BIAS, "decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
         ),
         Family(
-            name="deepseek-v3",
-            architecture="DeepseekV3ForCausalLM",
-            model_type="deepseek_v3",
-            tensors=(*_FRAME, *_MLA, *_DENSE_MLP, *_EXPERTS, _SCORE_BIAS, *_SHARED_EXPERTS),
+            "deepseek-v3",
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            (*_FRAME, *_MLA, *_DENSE_MLP, *_EXPERTS, *_SHARED_EXPERTS),
             requires={**_NO_BIAS, "num_nextn_predict_layers": (0, None), "moe_layer_freq": (1, None)},
             needs=("q_lora_rank", "n_shared_experts"),
         ),
         Family(
-            name="nemotron-h",
-            architecture="NemotronHForCausalLM",
-            model_type="nemotron_h",
-            tensors=_HYBRID,
+            "nemotron-h",
+            "nemotron_h",
+            "NemotronHForCausalLM",
+            _HYBRID,
             embedding=_HYBRID_EMBEDDING,
             final_norm=_HYBRID_FINAL_NORM,
             requires={
@@ -300,52 +268,48 @@ def layer_scopes(config: Mapping[str, JSON]) -> tuple[frozenset[Scope], ...]:
 
 
 def sizes_of(config: Mapping[str, JSON]) -> dict[str, int]:
-    """Return the sizes that tensor rows and Megatron placements refer to by name, in elements.
-
-    Sizes that do not apply to the family are absent.
+    """Return the sizes that tensor rows and Megatron placements refer to by name; absent where none applies.
 
     Args:
         config: config.json of a checkpoint that has a family row.
     """
-    heads = _size(config, "num_attention_heads")
-    kv_heads = _size(config, "num_key_value_heads", heads)
-    layers = _size(config, "num_hidden_layers")
+    size = partial(_size, config)
+    heads = size("num_attention_heads")
     sizes = {
-        "vocab": _size(config, "vocab_size"),
-        "hidden": _size(config, "hidden_size"),
-        "layers": layers,
+        "vocab": size("vocab_size"),
+        "hidden": size("hidden_size"),
+        "layers": size("num_hidden_layers"),
         "heads": heads,
-        "kv_heads": kv_heads,
-        "ffn": _size(config, "intermediate_size"),
+        "kv_heads": size("num_key_value_heads", heads),
+        "ffn": size("intermediate_size"),
     }
     if config.get("kv_lora_rank") is not None:
-        nope, rope = _size(config, "qk_nope_head_dim"), _size(config, "qk_rope_head_dim")
-        value = _size(config, "v_head_dim")
+        nope, rope, value = size("qk_nope_head_dim"), size("qk_rope_head_dim"), size("v_head_dim")
         sizes |= {
-            "q_lora": _size(config, "q_lora_rank"),
-            "kv_lora": _size(config, "kv_lora_rank"),
+            "q_lora": size("q_lora_rank"),
+            "kv_lora": size("kv_lora_rank"),
             "mla_q": heads * (nope + rope),
-            "mla_kv_down": _size(config, "kv_lora_rank") + rope,
+            "mla_kv_down": size("kv_lora_rank") + rope,
             "mla_kv_up": heads * (nope + value),
             "mla_out": heads * value,
         }
     else:
-        head_dim = _size(config, "head_dim", sizes["hidden"] // heads)
-        sizes |= {"head_dim": head_dim, "q": heads * head_dim, "kv": kv_heads * head_dim}
+        head_dim = size("head_dim", sizes["hidden"] // heads)
+        sizes |= {"head_dim": head_dim, "q": heads * head_dim, "kv": sizes["kv_heads"] * head_dim}
     if experts := num_experts_of(config):
-        width = _size(config, "moe_intermediate_size")
-        shared = _size(config, "moe_shared_expert_intermediate_size", width * _size(config, "n_shared_experts", 0))
+        width = size("moe_intermediate_size")
+        shared = size("moe_shared_expert_intermediate_size", width * size("n_shared_experts", 0))
         sizes |= {"experts": experts, "moe_ffn": width, "shared_ffn": shared}
     if config.get("mamba_num_heads") is not None:
-        mamba_heads, groups = _size(config, "mamba_num_heads"), _size(config, "n_groups")
-        inner, state = mamba_heads * _size(config, "mamba_head_dim"), groups * _size(config, "ssm_state_size")
+        inner = size("mamba_num_heads") * size("mamba_head_dim")
+        state = size("n_groups") * size("ssm_state_size")
         sizes |= {
-            "mamba_heads": mamba_heads,
+            "mamba_heads": size("mamba_num_heads"),
             "mamba_inner": inner,
             "mamba_state": state,
             "mamba_conv": inner + 2 * state,
-            "mamba_in": 2 * inner + 2 * state + mamba_heads,
-            "conv_width": _size(config, "conv_kernel", 4),
+            "mamba_in": 2 * inner + 2 * state + size("mamba_num_heads"),
+            "conv_width": size("conv_kernel", 4),
             "one": 1,
         }
     return sizes

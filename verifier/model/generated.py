@@ -14,11 +14,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verifier.errors import UsageError
-from verifier.model.checkpoint import write_shard
+from verifier.model.checkpoint import INDEX, write_shard
 from verifier.model.families import FAMILIES, JSON, Content, TensorSpec, family_of, tensors_of
 
 if TYPE_CHECKING:
@@ -32,111 +34,68 @@ _WRITERS = 4
 
 Values = Callable[[TensorSpec, str, str], "torch.Tensor"]
 """(spec, dtype, stream) -> tensor, a function of the tensor's name and the stream only, exact on every machine."""
+Models = Mapping[str, tuple[str, Mapping[str, JSON]]]
+"""Full model id -> (key of `FAMILIES`, keys of config.json besides the architecture and the dtype)."""
 
-DECODER: Mapping[str, JSON] = {
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": None,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-"""Keys of config.json that all generated decoders share."""
-QWEN3_MOE: Mapping[str, JSON] = {
-    **DECODER,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "router_aux_loss_coef": 0.001,
+DECODER: dict[str, JSON] = {
+    "hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-6, "rope_scaling": None,
+    "attention_bias": False, "attention_dropout": 0.0, "tie_word_embeddings": False, "use_cache": True,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+"""Keys of config.json that all generated decoders share; below, those of a family, without its sizes."""
+QWEN3_MOE: dict[str, JSON] = {
+    **DECODER, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001,
     "output_router_logits": False,
-}
-"""Keys of config.json, besides sizes, of generated Qwen3-MoE checkpoints."""
-DEEPSEEK_V3: Mapping[str, JSON] = {
-    **DECODER,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "num_nextn_predict_layers": 0,
-}
-"""Keys of config.json, besides sizes, of generated DeepSeek-V3 checkpoints."""
-NEMOTRON_H: Mapping[str, JSON] = {
+}  # fmt: skip
+DEEPSEEK_V3: dict[str, JSON] = {
+    **DECODER, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc", "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+NEMOTRON_H: dict[str, JSON] = {
     **{key: value for key, value in DECODER.items() if key not in ("hidden_act", "rms_norm_eps", "rope_scaling")},
-    "conv_kernel": 4,
-    "expand": 2,
-    "chunk_size": 128,
-    "use_conv_bias": True,
-    "mamba_hidden_act": "silu",
-    "mamba_proj_bias": False,
-    "mamba_ssm_cache_dtype": "float32",
-    "use_mamba_kernels": False,
-    "time_step_floor": 1e-4,
-    "time_step_max": 0.1,
-    "time_step_min": 0.001,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "mlp_hidden_act": "relu2",
-    "mlp_bias": False,
-    "use_bias": False,
-    "hidden_dropout": 0.0,
-    "layer_norm_epsilon": 1e-5,
-    "residual_in_fp32": False,
-    "rescale_prenorm_residual": True,
-    "num_logits_to_keep": 1,
-}
-"""Keys of config.json, besides sizes, of generated Nemotron-H checkpoints."""
+    "conv_kernel": 4, "expand": 2, "chunk_size": 128, "use_conv_bias": True, "mamba_hidden_act": "silu",
+    "mamba_proj_bias": False, "mamba_ssm_cache_dtype": "float32", "use_mamba_kernels": False,
+    "time_step_floor": 1e-4, "time_step_max": 0.1, "time_step_min": 0.001,
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "mlp_hidden_act": "relu2", "mlp_bias": False, "use_bias": False, "hidden_dropout": 0.0,
+    "layer_norm_epsilon": 1e-5, "residual_in_fp32": False, "rescale_prenorm_residual": True, "num_logits_to_keep": 1,
+}  # fmt: skip
 
 
 def write_checkpoint(
-    label: str,
-    family_name: str,
-    sizes: Mapping[str, JSON],
-    directory: Path,
-    dtype: str,
-    seed: int,
-    values: Values,
-) -> Path:
+    model: str, known: Models, directory: Path, *, dtype: str, seed: int, values: Values,
+    changes: Mapping[str, JSON] | None = None,
+) -> Path:  # fmt: skip
     """Write a checkpoint under `directory` unless it is there already, and return its path.
 
     Args:
-        label: start of the checkpoint's folder name, which ends in the key of its contents.
-        family_name: a key of `FAMILIES`.
-        sizes: keys of config.json besides the architecture and the dtype.
-        directory: cache of generated checkpoints.
+        model: a key of `known`.
+        known: models of that kind.
+        directory: cache; the checkpoint becomes a subdirectory whose name ends in the key of its contents.
         dtype: "float32" or "bfloat16"; what families keep in float32 stays float32.
         seed: seed of the weights.
         values: generator of each tensor.
+        changes: other values in config.json, for example ``{"hidden_size": 1024}``.
 
     Raises:
-        UsageError: unknown dtype, a config that leaves the family's row, or a folder that cannot be written.
+        UsageError: unknown model or dtype, a config that leaves the family's row, or a folder that cannot be written.
     """
+    if model not in known:
+        raise UsageError(f"unknown model `{model}`: known are {', '.join(known)}")
     if dtype not in DTYPES:
         raise UsageError(f"generated checkpoints come in {' and '.join(DTYPES)}, not {dtype}")
+    family_name, sizes = known[model]
     family = FAMILIES[family_name]
-    config: dict[str, JSON] = {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        "dtype": dtype,
-        **sizes,
-    }
+    config: dict[str, JSON] = {"architectures": [family.architecture], "model_type": family.model_type, "dtype": dtype}
+    config |= {**sizes, **(changes or {})}
     if family_of(config) is not family:
         raise UsageError(f"this config.json is not of family `{family_name}`: see `requires` and `needs` of the family")
     key = hashlib.blake2b(json.dumps([_GENERATOR, seed, config], sort_keys=True).encode(), digest_size=6).hexdigest()
-    target = directory / f"{label}-{dtype}-{key}"
+    target = Path(directory) / f"{model.replace(':', '-')}-{dtype}-{key}"
     if target.is_dir():
         return target
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=directory))
     except OSError as error:
         raise UsageError(f"cannot write a checkpoint under {directory}: {error.strerror}") from error
@@ -159,29 +118,21 @@ def _write_files(
     sizes = [math.prod(spec.shape) * (2 if stored_dtype(spec, dtype) == "bfloat16" else 4) for spec in specs]
     total = sum(sizes)
     num_shards = max(2, -(-total // _MAX_SHARD_BYTES))
-    shards: list[list[TensorSpec]] = [[] for _ in range(num_shards)]
-    begin = 0
-    for spec, size in zip(specs, sizes, strict=True):
-        shards[min(num_shards - 1, begin * num_shards // total)].append(spec)
-        begin += size
-    shards = [shard for shard in shards if shard]
-    weight_map: dict[str, str] = {}
+    places = [min(num_shards - 1, begin * num_shards // total) for begin in accumulate(sizes[:-1], initial=0)]
+    groups = [list(group) for _, group in groupby(zip(places, specs, strict=True), key=itemgetter(0))]
+    names = [f"model-{index:05d}-of-{len(groups):05d}.safetensors" for index in range(1, len(groups) + 1)]
+    shards = {name: [spec for _, spec in group] for name, group in zip(names, groups, strict=True)}
 
-    def write(file_name: str, shard: list[TensorSpec]) -> None:
-        write_shard(path / file_name, {spec.name: values(spec, dtype, stream) for spec in shard})
-        (path / file_name).chmod(0o644)
+    def write(name: str) -> None:
+        write_shard(path / name, {spec.name: values(spec, dtype, stream) for spec in shards[name]})
+        (path / name).chmod(0o644)
 
     with ThreadPoolExecutor(_WRITERS) as pool:
-        pending = []
-        for index, shard in enumerate(shards, start=1):
-            file_name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-            weight_map |= {spec.name: file_name for spec in shard}
-            pending.append(pool.submit(write, file_name, shard))
-        for written in pending:
-            written.result()
-    index_json = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=1) + "\n")
-    (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        list(pool.map(write, shards))
+    weight_map = {spec.name: name for name, shard in shards.items() for spec in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    for name, content in ((INDEX, index), ("config.json", config)):
+        (path / name).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def generate(spec: TensorSpec, dtype: str, stream: str) -> torch.Tensor:
@@ -192,11 +143,8 @@ def generate(spec: TensorSpec, dtype: str, stream: str) -> torch.Tensor:
 
     Args:
         spec: name, shape and content.
-        dtype: "float32" or "bfloat16".
+        dtype: "float32" or "bfloat16", dtype of the checkpoint.
         stream: part of the key besides the name.
-
-    Returns:
-        Tensor of spec.shape in its stored dtype.
     """
     import numpy
     import torch

@@ -9,24 +9,19 @@ from verifier.model import tiny, wide
 
 
 def resolve_model(model: str, cache: Path, dtype: str = "float32") -> Path:
-    """Return the directory of a model by its name; generate the checkpoint if it is ``tiny:NAME`` or ``wide:NAME``.
-
-    Args:
-        model: "tiny:NAME", "wide:NAME" or the path of a checkpoint directory.
-        cache: directory in which generated checkpoints are kept between runs.
-        dtype: "float32" or "bfloat16"; used for generated checkpoints only.
+    """Return the directory of a model; ``tiny:NAME`` and ``wide:NAME`` are generated under `cache`, in `dtype`.
 
     Raises:
         UsageError: no such generated model, no such directory, or a dtype that the generated model does not have.
     """
     if model.startswith(tiny.PREFIX):
-        return tiny.write_tiny(model.removeprefix(tiny.PREFIX), cache, dtype=dtype)
+        return tiny.write_tiny(model.removeprefix(tiny.PREFIX), cache, dtype)
     if model.startswith(wide.PREFIX):
-        return wide.write_wide(model.removeprefix(wide.PREFIX), cache, dtype=dtype)
+        return wide.write_wide(model.removeprefix(wide.PREFIX), cache, dtype)
     path = Path(model)
     if not path.is_dir():
-        generated = [tiny.PREFIX + name for name in tiny.TINY] + [wide.PREFIX + name for name in wide.WIDE]
-        known = ", ".join(f"`{name}`" for name in generated)
+        tables = ((tiny.PREFIX, tiny.TINY), (wide.PREFIX, wide.WIDE))
+        known = ", ".join(f"`{prefix}{name}`" for prefix, table in tables for name in table)
         raise UsageError(f"unknown model `{model}`: it is neither a local checkpoint directory nor one of {known}")
     return path
 

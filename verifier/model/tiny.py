@@ -9,145 +9,67 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from verifier.errors import UsageError
 from verifier.model.families import JSON
 from verifier.model.generated import DECODER, DEEPSEEK_V3, NEMOTRON_H, QWEN3_MOE, generate, write_checkpoint
 
 PREFIX = "tiny:"
 
 _SIZES: dict[str, JSON] = {
-    "vocab_size": 512,
-    "hidden_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 128,
-    "max_position_embeddings": 1024,
-}
+    "vocab_size": 512, "hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "intermediate_size": 128, "max_position_embeddings": 1024,
+}  # fmt: skip
 _ROPE = {"rope_theta": 50000.0}
 _GQA: dict[str, JSON] = {**_SIZES, **_ROPE, "head_dim": 32}
 _EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 4}
-
 _LATENT: dict[str, JSON] = {
-    **DEEPSEEK_V3,
+    **DEEPSEEK_V3, **_SIZES, **_ROPE, **_EXPERTS, "num_key_value_heads": 8,
+    "q_lora_rank": 72, "kv_lora_rank": 40, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 40,
+    "n_routed_experts": 16, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
+_HYBRID: dict[str, JSON] = {
+    **NEMOTRON_H, **_SIZES, **_EXPERTS, "head_dim": 32, "num_hidden_layers": 8, "hybrid_override_pattern": "ME*-M-E*",
+    "mamba_num_heads": 16, "mamba_head_dim": 8, "n_groups": 8, "ssm_state_size": 8,
+    "n_routed_experts": 16, "moe_shared_expert_intermediate_size": 128,
+}  # fmt: skip
+_LLAMA3_ROPE: dict[str, JSON] = {
+    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+_YARN: dict[str, JSON] = {
+    "type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+# A Qwen2 has no key for its heads' size, which is hidden_size / num_attention_heads: q_proj and o_proj are square.
+_QWEN2: dict[str, JSON] = {
     **_SIZES,
     **_ROPE,
-    **_EXPERTS,
-    "num_key_value_heads": 8,
-    "q_lora_rank": 72,
-    "kv_lora_rank": 40,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 40,
-    "n_routed_experts": 16,
-    "n_shared_experts": 2,
-    "n_group": 4,
-    "topk_group": 2,
+    "hidden_size": 384,
+    "num_attention_heads": 12,
+    "use_sliding_window": False,
 }
-
-_HYBRID: dict[str, JSON] = {
-    **NEMOTRON_H,
-    **_SIZES,
-    **_EXPERTS,
-    "head_dim": 32,
-    "num_hidden_layers": 8,
-    "hybrid_override_pattern": "ME*-M-E*",
-    "mamba_num_heads": 16,
-    "mamba_head_dim": 8,
-    "n_groups": 8,
-    "ssm_state_size": 8,
-    "n_routed_experts": 16,
-    "moe_shared_expert_intermediate_size": 128,
-}
+_LLAMA: dict[str, JSON] = {**_GQA, "mlp_bias": False, "max_position_embeddings": 16384, "rope_scaling": _LLAMA3_ROPE}
 
 TINY: dict[str, tuple[str, dict[str, JSON]]] = {
     "qwen3": ("qwen3", {**DECODER, **_GQA}),
     "qwen3-tied": ("qwen3", {**DECODER, **_GQA, "tie_word_embeddings": True}),
-    # A Qwen2 has no key for its heads' size, which is hidden_size / num_attention_heads: q_proj and o_proj are square.
-    "qwen2": (
-        "qwen2",
-        {
-            **DECODER,
-            **_SIZES,
-            **_ROPE,
-            "hidden_size": 384,
-            "num_attention_heads": 12,
-            "use_sliding_window": False,
-        },
-    ),
-    "llama": (
-        "llama",
-        {
-            **DECODER,
-            **_GQA,
-            "mlp_bias": False,
-            "max_position_embeddings": 16384,
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": 32.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-        },
-    ),
+    "qwen2": ("qwen2", {**DECODER, **_QWEN2}),
+    "llama": ("llama", {**DECODER, **_LLAMA}),
     "qwen3-moe": ("qwen3-moe", {**QWEN3_MOE, **_GQA, **_EXPERTS, "num_experts": 16}),
     "deepseek-v3": ("deepseek-v3", _LATENT),
-    "deepseek-v3-yarn": (
-        "deepseek-v3",
-        {
-            **_LATENT,
-            "rope_scaling": {
-                "type": "yarn",
-                "factor": 16.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "original_max_position_embeddings": 64,
-            },
-        },
-    ),
+    "deepseek-v3-yarn": ("deepseek-v3", {**_LATENT, "rope_scaling": _YARN}),
     "nemotron-h": ("nemotron-h", _HYBRID),
 }
 """Model id without "tiny:" -> (family, keys of config.json)."""
 
 
-def write_tiny(name: str, directory: Path, dtype: str = "float32", seed: int = 1) -> Path:
-    """Write the tiny checkpoint `name` under `directory` unless it is there already, and return its path.
-
-    Args:
-        name: a key of `TINY`.
-        directory: cache; the checkpoint becomes a subdirectory whose name ends in the key of its contents.
-        dtype: "float32" or "bfloat16"; what families keep in float32 stays float32.
-        seed: seed of the weights.
-
-    Raises:
-        UsageError: unknown name or dtype.
-    """
-    if name not in TINY:
-        raise UsageError(f"unknown model `{PREFIX}{name}`: known are {', '.join(PREFIX + known for known in TINY)}")
-    family, config = TINY[name]
-    return write_checkpoint(name, family, config, Path(directory), dtype, seed, generate)
-
-
-def write_family(
-    family: str, directory: Path, config_overrides: Mapping[str, JSON], dtype: str = "float32", seed: int = 1
+def write_tiny(
+    name: str,
+    directory: Path,
+    dtype: str = "float32",
+    seed: int = 1,
+    *,
+    changes: Mapping[str, JSON] | None = None,
 ) -> Path:
-    """Write the tiny checkpoint of a family with other sizes in its config.json, and return its path.
-
-    Args:
-        family: a key of `TINY`.
-        directory: see `write_tiny`.
-        config_overrides: key of config.json -> value, for example ``{"hidden_size": 1024}``.
-        dtype: see `write_tiny`.
-        seed: see `write_tiny`.
-
-    Raises:
-        UsageError: unknown family or dtype, or a config that leaves the family's row.
-    """
-    if family not in TINY:
-        raise UsageError(f"unknown family `{family}`: known are {', '.join(TINY)}")
-    row, config = TINY[family]
-    sizes = {**config, **config_overrides}
-    return write_checkpoint(f"{family}-custom", row, sizes, Path(directory), dtype, seed, generate)
+    """Write the tiny checkpoint `name`, a key of `TINY`; see `write_checkpoint`."""
+    known = {PREFIX + item: row for item, row in TINY.items()}
+    return write_checkpoint(PREFIX + name, known, directory, dtype=dtype, seed=seed, values=generate, changes=changes)

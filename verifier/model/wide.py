@@ -28,96 +28,42 @@ _PIECE = 1 << 22
 
 WIDE: dict[str, tuple[str, dict[str, JSON]]] = {
     # 2 of 48 layers: 3.7 GB.
-    "qwen3-30b-a3b": (
-        "qwen3-moe",
-        {
-            **QWEN3_MOE,
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "rope_theta": 1000000.0,
-            "max_position_embeddings": 40960,
-        },
-    ),
+    "qwen3-30b-a3b": ("qwen3-moe", {
+        **QWEN3_MOE, "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 2,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+        "rope_theta": 1000000.0, "max_position_embeddings": 40960,
+    }),
     # 1 of 3 dense layers, 1 of 58 with experts, and 64 of its 256 experts, 8 in each of the 8 groups: 11 GB.
-    "deepseek-v3": (
-        "deepseek-v3",
-        {
-            **DEEPSEEK_V3,
-            "vocab_size": 129280,
-            "hidden_size": 7168,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 128,
-            "num_key_value_heads": 128,
-            "q_lora_rank": 1536,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "intermediate_size": 18432,
-            "moe_intermediate_size": 2048,
-            "n_routed_experts": 64,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-            "n_group": 8,
-            "topk_group": 4,
-            "rope_theta": 10000.0,
-            "max_position_embeddings": 4096,
-        },
-    ),
+    "deepseek-v3": ("deepseek-v3", {
+        **DEEPSEEK_V3, "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 2,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 18432,
+        "moe_intermediate_size": 2048, "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "n_group": 8, "topk_group": 4, "rope_theta": 10000.0, "max_position_embeddings": 4096,
+    }),
     # 4 of 52 layers: one of each kind that the model has, and a second state-space layer: 4.3 GB.
-    "nemotron-3-nano": (
-        "nemotron-h",
-        {
-            **NEMOTRON_H,
-            "vocab_size": 131072,
-            "hidden_size": 2688,
-            "num_hidden_layers": 4,
-            "hybrid_override_pattern": "MEM*",
-            "num_attention_heads": 32,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "intermediate_size": 1856,
-            "mamba_num_heads": 64,
-            "mamba_head_dim": 64,
-            "n_groups": 8,
-            "ssm_state_size": 128,
-            "n_routed_experts": 128,
-            "num_experts_per_tok": 6,
-            "moe_intermediate_size": 1856,
-            "moe_shared_expert_intermediate_size": 3712,
-            "max_position_embeddings": 262144,
-        },
-    ),
-}
+    "nemotron-3-nano": ("nemotron-h", {
+        **NEMOTRON_H, "vocab_size": 131072, "hidden_size": 2688, "num_hidden_layers": 4,
+        "hybrid_override_pattern": "MEM*", "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
+        "intermediate_size": 1856, "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128,
+        "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712, "max_position_embeddings": 262144,
+    }),
+}  # fmt: skip
 """Model id without "wide:" -> (family, keys of config.json)."""
 
 
-def write_wide(name: str, directory: Path, dtype: str = DTYPE, seed: int = 1) -> Path:
-    """Write the wide checkpoint `name` under `directory` unless it is there already, and return its path.
-
-    Args:
-        name: a key of `WIDE`.
-        directory: cache; the checkpoint becomes a subdirectory whose name ends in the key of its contents.
-        dtype: "bfloat16" only.
-        seed: seed of the weights.
+def write_wide(name: str, directory: Path, dtype: str = DTYPE) -> Path:
+    """Write the wide checkpoint `name`, a key of `WIDE`; see `write_checkpoint`.
 
     Raises:
-        UsageError: unknown name, or another dtype.
+        UsageError: as there, and another dtype than bfloat16.
     """
-    if name not in WIDE:
-        raise UsageError(f"unknown model `{PREFIX}{name}`: known are {', '.join(PREFIX + known for known in WIDE)}")
-    if dtype != DTYPE:
+    if name in WIDE and dtype != DTYPE:
         raise UsageError(f"`{PREFIX}{name}` has the published dtype, so it takes --dtype bf16")
-    family, config = WIDE[name]
-    return write_checkpoint(f"wide-{name}", family, config, Path(directory), dtype, seed, hashed)
+    known = {PREFIX + item: row for item, row in WIDE.items()}
+    return write_checkpoint(PREFIX + name, known, directory, dtype=dtype, seed=1, values=hashed)
 
 
 def hashed(spec: TensorSpec, dtype: str, stream: str) -> torch.Tensor:

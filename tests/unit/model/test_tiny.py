@@ -11,7 +11,7 @@ import torch
 from verifier.errors import UsageError
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.named import resolve_model
-from verifier.model.tiny import TINY, write_family, write_tiny
+from verifier.model.tiny import TINY, write_tiny
 
 DTYPES = ("float32", "bfloat16")
 GOLDEN = {
@@ -121,7 +121,7 @@ def test_seed_and_dtype_have_their_own_directory(tmp_path: Path) -> None:
 
 
 def test_other_sizes_of_a_family(tmp_path: Path) -> None:
-    path = write_family("qwen3-moe", tmp_path, {"num_experts": 8, "num_hidden_layers": 2})
+    path = write_tiny("qwen3-moe", tmp_path, changes={"num_experts": 8, "num_hidden_layers": 2})
     assert len(open_checkpoint(path).names()) == 3 + 2 * (9 + 3 * 8)
 
 
@@ -159,10 +159,9 @@ def test_resolve_model_takes_an_id_or_a_directory(tmp_path: Path) -> None:
             "generated checkpoints come in float32 and bfloat16, not float16",
         ),
         (
-            lambda path: write_family("llama", path, {"mlp_bias": True}),
+            lambda path: write_tiny("llama", path, changes={"mlp_bias": True}),
             "this config.json is not of family `llama`: see `requires` and `needs` of the family",
         ),
-        (lambda path: write_family("gpt2", path, {}), "unknown family `gpt2`: known are " + ", ".join(TINY)),
     ],
 )
 def test_bad_requests_are_one_sentence(act, message: str, tmp_path: Path) -> None:
