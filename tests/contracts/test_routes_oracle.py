@@ -8,7 +8,7 @@ import torch
 from verifier.errors import ContractError
 from verifier.model.tiny import write_tiny
 from verifier.model.transformers_hf import load_model, token_logprobs
-from verifier.oracle.routes_hf import choosing, experts_of, mixtures_of, score_routed
+from verifier.oracle.logprob_hf import choosing, mixtures_of, score
 from verifier.oracle.step_hf import gradients
 
 FAMILIES = ("qwen3-moe", "deepseek-v3", "nemotron-h")
@@ -40,9 +40,9 @@ def test_natural_routes_change_no_bit_and_others_do(paths, family) -> None:
     model = load_model(paths[family], torch.float32)
     free = token_logprobs(model, TOKENS, torch.float64).tolist()
     natural = natural_routes(model)
-    assert score_routed(None, str(paths[family]), [TOKENS], [natural], "float32") == [free]
+    assert score(None, str(paths[family]), [TOKENS], "float32", routes=[natural]) == [free]
     others = [[at, layer, *sorted((expert + 1) % 8 for expert in chosen)] for at, layer, *chosen in natural]
-    (told,) = score_routed(None, str(paths[family]), [TOKENS], [others], "float32")
+    (told,) = score(None, str(paths[family]), [TOKENS], "float32", routes=[others])
     assert max(abs(one - other) for one, other in zip(told, free, strict=True)) > 1e-3
     assert token_logprobs(model, TOKENS, torch.float64).tolist() == free
 
@@ -69,6 +69,6 @@ def test_a_router_that_is_not_asked_is_refused(paths) -> None:
     rows = natural_routes(model)
     with (
         pytest.raises(ContractError, match="1 of 2 routers"),
-        choosing(mixtures_of(model), experts_of([row for row in rows if row[1] == rows[0][1]] + [rows[-1]], 12, "cpu")),
+        choosing(model, [row for row in rows if row[1] == rows[0][1]] + [rows[-1]], 12),
     ):
         mixtures_of(model)[rows[0][1]](torch.zeros(1, 12, model.config.hidden_size))

@@ -1,27 +1,43 @@
 """The independent oracle of logprobs: transformers, float32 weights, float64 log-softmax, one sequence at a time.
 
 On a GPU float32 means float32: no TF32, and of state-space layers transformers' own operations, not the kernels that
-the trainer and the engine call.
+the trainer and the engine call. Routers of a mixture can be given the experts to choose. Functions whose first argument
+is unused are requests of an engine server.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from verifier.engine.api import Sampling
 from verifier.engine.shaping import shaped
+from verifier.errors import ContractError
 from verifier.model.transformers_hf import hold_model, token_logprobs
+
+Route = Sequence[int]
+"""Position, global layer and experts of one token in one layer. A token without, such as a last one, gets the first
+experts: nothing that is scored depends on it."""
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def score(
-    _: object, path: str, sequences: Sequence[Sequence[int]], dtype: str, device: str = "cpu", temperature: float = 1.0
+    _: object,
+    path: str,
+    sequences: Sequence[Sequence[int]],
+    dtype: str,
+    device: str = "cpu",
+    temperature: float = 1.0,
+    routes: Sequence[Sequence[Route]] = (),
 ) -> list[list[float]]:
-    """Teacher-forced log-probabilities, nats; a request of an engine server.
+    """Teacher-forced log-probabilities, nats.
 
     Args:
         path: the checkpoint; its weights are brought to the dtype before anything is computed.
@@ -29,31 +45,29 @@ def score(
         dtype: "float32"; "bfloat16" to measure what that dtype alone costs, "float64" what "float32" does.
         device: "cpu", or "cuda".
         temperature: divisor of the logits; 0 as `token_logprobs` has it.
+        routes: of each sequence, what its routers choose; none where they choose by themselves.
 
     Returns:
         Per sequence, entry t is log p(token t + 1 | tokens 0..t).
 
     Raises:
-        ContractError: transformers finds a tensor missing or superfluous.
+        ContractError: transformers finds a tensor missing or superfluous, or see `choosing`.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     model = hold_model(path, getattr(torch, dtype), device)
-    return [token_logprobs(model, tokens, torch.float64, temperature).tolist() for tokens in sequences]
+    found = []
+    for tokens, rows in zip(sequences, routes or [()] * len(sequences), strict=True):
+        with choosing(model, rows, len(tokens)):
+            found.append(token_logprobs(model, tokens, torch.float64, temperature).tolist())
+    return found
 
 
 @torch.inference_mode()
 def next_token(
     _: object, path: str, tokens: Sequence[int], device: str = "cpu", temperature: float = 1.0
 ) -> list[float]:
-    """Log-probability of every token of the vocabulary after these, nats; a request of an engine server.
-
-    Args:
-        path: the checkpoint; its weights are brought to float32.
-        tokens: token ids, at least 1.
-        device: "cpu", or "cuda".
-        temperature: divisor of the logits.
-    """
+    """Log-probability of every token of the vocabulary after these, at least 1, by float32 weights, nats."""
     model = hold_model(path, torch.float32, device)
     logits = model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False).logits[0, -1]
     return torch.log_softmax(logits.double() / temperature, dim=-1).tolist()
@@ -63,12 +77,12 @@ def next_token(
 def shaped_logprobs(
     _: object, path: str, rows: Sequence[Sequence[Any]], slack: float, device: str = "cpu"
 ) -> list[list[tuple[float, float]]]:
-    """Bounds of the log-probabilities of sampled tokens, nats, as their requests shape them; a server's request.
+    """Bounds of the log-probabilities of sampled tokens by float32 weights, nats, as their requests shape them.
 
     They lie apart only where rounding decides whether truncation keeps a token.
 
     Args:
-        path: the checkpoint; its weights are brought to float32.
+        path: the checkpoint.
         rows: [prompt, sampled tokens, the request's `Sampling`] each.
         slack: by how much rounding may move the edge of a truncated distribution.
         device: "cpu", or "cuda".
@@ -87,3 +101,49 @@ def shaped_logprobs(
             row.append((least, most if math.isfinite(most) else least))
         found.append(row)
     return found
+
+
+def mixtures_of(model: nn.Module) -> dict[int, nn.Module]:
+    """The blocks that hold a router and experts, by global layer index."""
+    found = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "experts") and hasattr(module, "gate") and (layer := _LAYER.search(f".{name}.")):
+            found[int(layer[1])] = module
+    return found
+
+
+@contextlib.contextmanager
+def choosing(model: Any, rows: Sequence[Route], num_tokens: int) -> Iterator[None]:
+    """Within, the choice of each layer's router is what the rows say: of all experts, the best K.
+
+    What else a router chooses, such as groups of experts, it chooses by itself: the choice that counts comes last.
+    Layers without rows choose by themselves.
+
+    Raises:
+        ContractError: a router does not choose by `torch.topk`, so that its choice cannot be given.
+    """
+    experts: dict[int, torch.Tensor] = {}
+    for position, layer, *chosen in rows:
+        first = torch.arange(len(chosen)).repeat(num_tokens, 1)
+        experts.setdefault(layer, first)[position] = torch.tensor(chosen)
+    blocks, topk = mixtures_of(model), torch.topk
+    given: list[tuple[int, torch.Tensor]] = []
+    obeyed = set()
+
+    def choose(scores: torch.Tensor, k: int, *rest: Any, **options: Any) -> Any:
+        if given and (scores.shape[-1], k) == (given[-1][0], given[-1][1].shape[-1]):
+            obeyed.add(id(given[-1][1]))
+            return scores.gather(-1, given[-1][1]), given[-1][1]
+        return topk(scores, k, *rest, **options)
+
+    with contextlib.ExitStack() as hooks:
+        for layer, chosen_TK in experts.items():
+            block = blocks[layer]
+            entry = (int(block.gate.weight.shape[0]), chosen_TK.to(model.device))
+            hooks.callback(block.register_forward_pre_hook(lambda *_, entry=entry: given.append(entry)).remove)
+            hooks.callback(block.register_forward_hook(lambda *_: given.pop() and None).remove)
+        hooks.callback(setattr, torch, "topk", topk)
+        setattr(torch, "topk", choose)  # noqa: B010 - a module's function has no other type
+        yield
+    if len(obeyed) < len(experts):
+        raise ContractError(f"{len(experts) - len(obeyed)} of {len(experts)} routers of transformers took no routes")

@@ -91,7 +91,7 @@ def weights_digest(checkpoint: Checkpoint) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of the packages that do the arithmetic, without the build's local label."""
-    return {name: (installed(name) or "").partition("+")[0] for name in ARITHMETIC}
+    return {name: installed(name) or "" for name in ARITHMETIC}
 
 
 def label_of(model: str) -> str:
@@ -130,12 +130,9 @@ def stored_floor(model: str, checkpoint: Checkpoint, dtype: str, tier: str) -> F
     if not path.is_file():
         return None
     floor = read_floor(path)
-    same = (
-        (floor.dtype, floor.tier, floor.versions) == (dtype, tier, versions())
-        and floor.config == config_digest(checkpoint)
-        and floor.weights == weights_digest(checkpoint)
-    )
-    return floor if same else None
+    here = (dtype, tier, versions(), config_digest(checkpoint))
+    same = (floor.dtype, floor.tier, floor.versions, floor.config) == here
+    return floor if same and floor.weights == weights_digest(checkpoint) else None
 
 
 def record_floor(probe: Probe, floor: Floor) -> None:

@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from verifier.engine.api import EngineConfig
@@ -29,21 +28,18 @@ class Oracle:
 
     def __init__(self, checkpoint: Path, deadline_s: float) -> None:
         config = EngineConfig(kind="hf", checkpoint=str(checkpoint), dtype="float32")
-        self._process = EngineProcess(config, name="the fp32 oracle")
         self._answers: dict[str, str] = {}
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._process.stop)
-            self._client = self._process.client(deadline_s=deadline_s)
-            undo.pop_all()
+        with contextlib.ExitStack() as started:
+            process = started.enter_context(EngineProcess(config, name="the fp32 oracle"))
+            self._client = process.client(deadline_s=deadline_s)
+            started.callback(self._client.close)
+            self._started = started.pop_all()
 
     def __enter__(self) -> Oracle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._client.close()
-        self._process.stop()
+    def __exit__(self, *error: object) -> None:
+        self._started.close()
 
     def score(
         self,
@@ -52,10 +48,11 @@ class Oracle:
         dtype: str = "float32",
         device: str = "cpu",
         temperature: float = 1.0,
+        routes: Sequence[Any] = (),
     ) -> Scored:
-        """Per sequence, entry t is log p(token t + 1 | tokens 0..t) at the temperature, nats."""
+        """See `verifier.oracle.logprob_hf.score`."""
         tokens = [list(sequence) for sequence in sequences]
-        return self.ask("logprob_hf:score", [checkpoint], tokens, dtype, device, temperature)
+        return self.ask("logprob_hf:score", [checkpoint], tokens, dtype, device, temperature, routes)
 
     def ask(self, function: str, paths: Sequence[Path], *arguments: Any, read: Sequence[Path] = ()) -> Any:
         """Ask, unless the same was asked before.

@@ -6,8 +6,10 @@ gradients of the step that made it; of an adapter ``matrices-v`` too.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import numpy as np
 from verifier.core import store
 from verifier.core.manifest import MeshSizes
 from verifier.core.reader import read
-from verifier.core.record import real
+from verifier.core.record import Measurement, Record, real
 from verifier.core.records_logprobs import (
     DrawnTokens,
     DtypeNoise,
@@ -35,15 +37,15 @@ from verifier.core.records_logprobs import (
     ShapedTokens,
     TrainerLogprobs,
 )
-from verifier.core.records_tokens import GivenRoutes, Objective, Rollouts
+from verifier.core.records_tokens import GivenRoutes, GradientRecord, Objective, Rollouts
 from verifier.core.records_weights import OptimizerRule
+from verifier.core.trace import Trace
 from verifier.export.adapters import adapters_of
 from verifier.export.names import layout_of
 from verifier.export.owners import Owners
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.named import is_generated
-from verifier.oracle.gradients import gradient_record
 from verifier.oracle.noise_floor import record_floor, stored_floor
 from verifier.oracle.oracle import Oracle, Scored
 
@@ -53,6 +55,11 @@ FP32_NOISES = 2
 """Times what fp32 alone costs a checkpoint that was not generated, if that is more."""
 DUMPED = ("live", "gradients", "matrices")
 """Kinds of weights and gradients that a run dumps; see above."""
+GAPS = {
+    "gradient": "|the trainer's reduced gradient - transformers' in float32|, in float64",
+    "step": "|the live weight - Adam's in float64, less half a step of its dtype|, in learning rates",
+}
+"""Measurements of `GradientRecord`, and how they are made."""
 Group = Sequence[tuple[Sequence[int], float]]
 """Token ids of sequences, and the temperature of each."""
 
@@ -71,52 +78,47 @@ def record_oracle(oracle: Oracle, trace: Path, weights: Path, source: Checkpoint
         source: checkpoint of version 0.
         device: where log-probabilities are computed.
     """
-    recording = _Recording(oracle, trace, weights, source, device)
-    try:
-        recording.record()
-    finally:
-        recording.close()
+    seen = read(trace)
+    with contextlib.closing(store.Recorder(trace, "oracle", 0)) as recorder:
+        _Recording(oracle, seen, recorder, weights, source, device).record()
 
 
+@dataclass
 class _Recording:
     """State of one `record_oracle`."""
 
-    def __init__(self, oracle: Oracle, trace: Path, weights: Path, source: Checkpoint, device: str) -> None:
-        self._oracle, self._weights, self._source, self._device = oracle, weights, source, device
-        self._seen = read(trace)
-        self._manifest = self._seen.manifest
-        self._recorder = store.Recorder(trace, "oracle", 0)
-        self._engine_gaps: list[float] = []
-        self._slack = SLACK
-        self._rollouts = {(item.name, item.version): item for item in self._seen.of(Rollouts)}
-
-    def close(self) -> None:
-        """Close the recorder."""
-        self._recorder.close()
+    oracle: Oracle
+    seen: Trace
+    recorder: store.Recorder
+    weights: Path
+    source: Checkpoint
+    device: str
+    slack: float = SLACK
+    engine_gaps: list[float] = field(default_factory=list)
 
     def record(self) -> None:
         """Everything."""
-        manifest = self._manifest
-        floor = stored_floor(manifest.model, self._source, manifest.dtype, manifest.tier)
+        manifest = self.seen.manifest
+        floor = stored_floor(manifest.model, self.source, manifest.dtype, manifest.tier)
         if floor is not None:
-            record_floor(self._recorder, floor)
-        for version in self._seen.versions(TrainerLogprobs):
-            checkpoint = self._source.path if version == 0 else self._weights / f"live-{version}"
+            record_floor(self.recorder, floor)
+        for version in self.seen.versions(TrainerLogprobs):
+            checkpoint = self.source.path if version == 0 else self.weights / f"live-{version}"
             if checkpoint.is_dir():
                 self._record_version(checkpoint, version)
         if "layout" in manifest.scopes:
-            for item in self._seen.of(GivenRoutes, version=0):
+            for item in self.seen.of(GivenRoutes, version=0):
                 self._record_routed(item)
         if manifest.config["engine"]["quantization"]:
-            for version in self._seen.versions(EngineLogprobs):
-                for name in ("scored", *(item.name for item in self._seen.of(SampledTokens, version=version))):
-                    self._emit_gaps(EngineNoise, name, version, self._engine_gaps)
+            for version in self.seen.versions(EngineLogprobs):
+                for name in ("scored", *(item.name for item in self.seen.of(SampledTokens, version=version))):
+                    self._emit_gaps(EngineNoise, name, version, self.engine_gaps)
         if "gradient" in manifest.scopes:
             self._record_steps()
 
     def _record_version(self, checkpoint: Path, version: int) -> None:
         """Everything that was scored or sampled with the weights of one version."""
-        seen = self._seen
+        seen = self.seen
         passes = list(seen.of(TrainerLogprobs, version=version))
         samples = list(seen.of(SampledTokens, version=version))
         scored: list[Group] = [
@@ -126,63 +128,61 @@ class _Recording:
         exact = self._score(checkpoint, groups, "float32")
         for item, rows in zip(passes, exact, strict=False):
             self._emit(OracleLogprobs, item.name, version, rows)
-        if self._manifest.dtype != "float32":
-            rounded = self._score(checkpoint, groups, self._manifest.dtype)
+        if self.seen.manifest.dtype != "float32":
+            rounded = self._score(checkpoint, groups, self.seen.manifest.dtype)
             for record, low, high in zip([*passes, *samples], rounded, exact, strict=True):
                 self._emit_noise(record.name, version, low, high)
-        elif version == 0 and not is_generated(self._manifest.model):
+        elif version == 0 and not is_generated(self.seen.manifest.model):
             for item, low, high in zip(passes, exact, self._score(checkpoint, scored, "float64"), strict=False):
                 noise = self._emit_noise(item.name, version, low, high)
                 if item is passes[0]:
-                    self._slack = max(self._slack, FP32_NOISES * noise)
+                    self.slack = max(self.slack, FP32_NOISES * noise)
         for drawn in seen.of(DrawnTokens, version=version):
-            nats = self._oracle.ask(
-                "logprob_hf:next_token", [checkpoint], drawn.prompt, self._device, drawn.temperature
-            )
-            self._recorder.emit(OracleOfNext(name=drawn.name, version=version), np.array(nats, np.float64))
+            nats = self.oracle.ask("logprob_hf:next_token", [checkpoint], drawn.prompt, self.device, drawn.temperature)
+            self.recorder.emit(OracleOfNext(name=drawn.name, version=version), np.array(nats, np.float64))
         for shaped in seen.of(ShapedTokens, version=version):
             self._record_shaped(checkpoint, shaped)
         if version == 0 and version in seen.versions(EngineLogprobs):  # a refused version was not scored
-            self._engine_gaps += self._gaps(EngineLogprobs, passes[0].name, exact[0])
+            self.engine_gaps += self._gaps(EngineLogprobs, passes[0].name, exact[0])
         for sampled, rows in zip(samples, exact[len(passes) :], strict=True):
             tails = [row[-length:] for row, length in zip(rows, sampled.lengths, strict=True)]
             self._emit(OracleOfSampled, sampled.name, version, tails, [len(row) + 1 for row in rows])
             if any(seen.of(EngineLogprobs, name=sampled.name, version=version)):  # scored from end to end
                 self._emit(OracleLogprobs, sampled.name, version, rows)
             if version == 0:
-                self._engine_gaps += self._gaps(SampledTokens, sampled.name, tails)
+                self.engine_gaps += self._gaps(SampledTokens, sampled.name, tails)
 
     def _tokens(self, name: str, version: int) -> list[list[int]]:
         """Token ids of a pass's rollouts."""
-        record = self._rollouts[name, version]
-        return [part.tolist() for part in _split(self._seen.arrays(record)["tokens"], record.lengths)]
+        record = next(self.seen.of(Rollouts, name=name, version=version))
+        return [part.tolist() for part in _split(self.seen.arrays(record)["tokens"], record.lengths)]
 
     def _score(self, checkpoint: Path, groups: Sequence[Group], dtype: str) -> list[Scored]:
         """Log-probabilities of groups of sequences, each at its temperature; the checkpoint is loaded for each."""
         rows = {}
         for temperature in {at for group in groups for _, at in group}:
             asked = [tokens for group in groups for tokens, at in group if at == temperature]
-            rows[temperature] = iter(self._oracle.score(checkpoint, asked, dtype, self._device, temperature))
+            rows[temperature] = iter(self.oracle.score(checkpoint, asked, dtype, self.device, temperature))
         return [[next(rows[at]) for _, at in group] for group in groups]
 
     def _record_shaped(self, checkpoint: Path, item: ShapedTokens) -> None:
         """Score what the engine should report; the nearest value where rounding decides what truncation keeps."""
         rows = [list(row) for row in zip(item.prompts, item.tokens, item.asked, strict=True)]
-        found = self._oracle.ask("logprob_hf:shaped_logprobs", [checkpoint], rows, self._slack, self._device)
+        found = self.oracle.ask("logprob_hf:shaped_logprobs", [checkpoint], rows, self.slack, self.device)
         least, most = np.array([pair for row in found for pair in row], np.float64).T
         record = OracleOfShaped(
             name=item.name, version=item.version, lengths=tuple(len(row) for row in found),
             whole=tuple(len(row[0]) + len(row[1]) for row in rows),
         )  # fmt: skip
-        self._recorder.emit(record, np.clip(self._seen.array(item).astype(np.float64), least, most))
+        self.recorder.emit(record, np.clip(self.seen.array(item).astype(np.float64), least, most))
 
     def _record_routed(self, item: GivenRoutes) -> None:
         """Score by the routes that the trainer's routers were given."""
-        name = next(self._seen.of(TrainerLogprobs, version=0)).name
-        tokens, dtype = self._tokens(name, 0), self._manifest.dtype
+        name = next(self.seen.of(TrainerLogprobs, version=0)).name
+        tokens, dtype = self._tokens(name, 0), self.seen.manifest.dtype
         routes = self._routes(item, len(tokens))
         scored = {
-            each: self._oracle.ask("routes_hf:score_routed", [self._source.path], tokens, routes, each, self._device)
+            each: self.oracle.score(self.source.path, tokens, each, self.device, routes=routes)
             for each in {"float32", dtype}
         }
         self._emit(OracleOfForced, item.name, 0, scored["float32"], [])
@@ -191,24 +191,20 @@ class _Recording:
 
     def _record_steps(self) -> None:
         """Judge the gradients and the new weights of every step."""
-        seen = self._seen
-        rules, objectives = list(seen.of(OptimizerRule)), list(seen.of(Objective))
-        if not rules or not objectives:
+        seen = self.seen
+        rule, objective = next(seen.of(OptimizerRule), None), next(seen.of(Objective), None)
+        if rule is None or objective is None:
             return
         given = {item.version: item for item in seen.of(GivenRoutes)}
-        trained = [self._rollouts[key] for key in sorted(self._rollouts) if key[0] == "trained"]
+        trained = sorted(seen.of(Rollouts, name="trained"), key=lambda record: record.version)
         batches = [self._batch(record) for record in trained]
         routes = [
             self._routes(given[record.version], len(record.ids)) if record.version in given else []
             for record in trained
         ]  # fmt: skip
-        rule, objective = rules[0], objectives[0]
-        numbers = {
-            **{field: getattr(rule, field) for field in rule.__struct_fields__ if field not in _IDENTITY},
-            **{field: getattr(objective, field) for field in objective.__struct_fields__ if field not in _IDENTITY},
-        }
+        numbers = {**_content(rule), **_content(objective)}
         arguments: list[Any] = [batches, numbers, routes]
-        rank, layout = self._manifest.config["engine"]["lora_rank"], layout_of(self._source.config)
+        rank, layout = self.seen.manifest.config["engine"]["lora_rank"], layout_of(self.source.config)
         adapter = None
         if rank and layout is not None:
             from verifier.train.lora_megatron import SCALING, TARGETS
@@ -216,17 +212,17 @@ class _Recording:
             numbers["scaling"] = SCALING
             adapter = adapters_of(layout, TARGETS, rank)
             arguments.append(adapter.names())
-        dumped = [path for kind in DUMPED for path in sorted(self._weights.glob(f"{kind}-*"))]
-        folders = [self._source.path, self._weights]
-        rows = self._oracle.ask("step_hf:judge_steps", folders, *arguments, read=[self._source.path, *dumped])
-        mesh = Mesh(**msgspec.structs.asdict(self._manifest.mesh or MeshSizes()))
+        dumped = [path for kind in DUMPED for path in sorted(self.weights.glob(f"{kind}-*"))]
+        folders = [self.source.path, self.weights]
+        rows = self.oracle.ask("step_hf:judge_steps", folders, *arguments, read=[self.source.path, *dumped])
+        mesh = Mesh(**msgspec.structs.asdict(self.seen.manifest.mesh or MeshSizes()))
         owners = Owners(adapter or layout, mesh) if layout else None
         for row in rows:
-            self._recorder.emit(gradient_record(row, owners, mesh))
+            self.recorder.emit(_gradient_record(row, owners, mesh))
 
     def _batch(self, record: Rollouts) -> list[list[Any]]:
         """The rollouts of a step as `verifier.oracle.step_hf` takes them."""
-        arrays = self._seen.arrays(record)
+        arrays = self.seen.arrays(record)
         columns = [_split(arrays[name], record.lengths) for name in ("tokens", "mask", "logprobs")]
         return [
             [tokens.tolist(), mask.tolist(), reward, np.nan_to_num(nats).tolist()]
@@ -236,23 +232,18 @@ class _Recording:
     def _routes(self, item: GivenRoutes, num_sequences: int) -> list[list[list[int]]]:
         """Per sequence, rows of position, layer and experts."""
         routes: list[list[list[int]]] = [[] for _ in range(num_sequences)]
-        for sequence, *row in self._seen.array(item).tolist():
+        for sequence, *row in self.seen.array(item).tolist():
             routes[sequence].append(row)
         return routes
 
     def _emit(
-        self,
-        kind: type[OracleRecord],
-        name: str,
-        version: int,
-        rows: Scored,
-        whole: Sequence[int] | None = None,
+        self, kind: type[OracleRecord], name: str, version: int, rows: Scored, whole: Sequence[int] | None = None
     ) -> None:
         """Log-probabilities, with the length of each sequence, by default one more than it has of them."""
         lengths = tuple(len(row) for row in rows)
         whole = [length + 1 for length in lengths] if whole is None else whole
         record = kind(name=name, version=version, lengths=lengths, whole=tuple(whole))
-        self._recorder.emit(record, np.array([value for row in rows for value in row], np.float64))
+        self.recorder.emit(record, np.array([value for row in rows for value in row], np.float64))
 
     def _emit_noise(self, name: str, version: int, rounded: Scored, exact: Scored) -> float:
         """The distances of what one dtype gives from the exact; the greatest of them, nats."""
@@ -263,16 +254,32 @@ class _Recording:
     def _emit_gaps(self, kind: type[NoiseRecord], name: str, version: int, gaps: Sequence[float]) -> None:
         mean, deviation = real(statistics.fmean(gaps)), real(statistics.pstdev(gaps))
         record = kind(name=name, version=version, greatest=real(max(gaps)), mean=mean, deviation=deviation)
-        self._recorder.emit(record)
+        self.recorder.emit(record)
 
     def _gaps(self, kind: type[LogprobRecord], name: str, exact: Scored) -> list[float]:
         """Distances of what the engine reported at version 0 from the oracle, nats."""
-        found = [value for item in self._seen.of(kind, version=0, name=name) for value in self._seen.array(item)]
+        found = [value for item in self.seen.of(kind, version=0, name=name) for value in self.seen.array(item)]
         return [abs(float(x) - y) for x, y in zip(found, (value for row in exact for value in row), strict=True)]
 
 
-_IDENTITY = frozenset({"name", "version", "rank", "role"})
-"""Fields of a record that say whose it is."""
+def _gradient_record(row: Mapping[str, Any], owners: Owners | None, mesh: Mesh) -> GradientRecord:
+    """Record of one row of `step_hf.judge_steps`; `owners` is None where the family has no layout."""
+    fields: dict[str, Any] = {key: real(item) if isinstance(item, float) else item for key, item in row.items()}
+    for key, how in GAPS.items():
+        if key not in row:
+            continue
+        value, index = row[key]
+        rank = owners.rank_of(row["name"], index) if owners else None
+        fields[key] = Measurement(
+            value=real(value), scale=fields["gradient_scale"], index=tuple(index), rank=rank,
+            coordinate="" if rank is None else str(mesh.coordinate(rank)), how=how,
+        )  # fmt: skip
+    return GradientRecord(**fields)
+
+
+def _content(record: Record) -> dict[str, Any]:
+    """Fields of a record besides those that say whose it is."""
+    return {name: getattr(record, name) for name in record.__struct_fields__ if name not in Record.__struct_fields__}
 
 
 def _continued(sampled: SampledTokens) -> Group:

@@ -12,13 +12,13 @@ import torch
 
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.transformers_hf import checkpoint_places, load_model, release_model
-from verifier.oracle.routes_hf import choosing, experts_of, mixtures_of
+from verifier.oracle.logprob_hf import Route, choosing
 from verifier.transport.buffer import dtype_name
 
 Batch = Sequence[tuple[Sequence[int], Sequence[bool], float, Sequence[float]]]
 """Per sequence: token ids; for each token whether it is in the loss; the reward; for each token the engine's nats."""
-Routes = Sequence[Sequence[Sequence[int]]]
-"""Per sequence, one row for each token and layer that has a route: position, global layer, experts; or nothing."""
+Routes = Sequence[Sequence[Route]]
+"""Per sequence the routes of its tokens; or nothing."""
 Greatest = tuple[float, list[int]]
 """A value and the index of its element."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -171,18 +171,17 @@ def gradients(
     """
     release_model()
     model = load_model(checkpoint, dtype).requires_grad_(True)
-    blocks = mixtures_of(model)
     num_tokens = sum(sum(mask) for _, mask, _, _ in batch)
     found = []
     for (tokens, mask, reward, engine), rows in zip(batch, routes or [[]] * len(batch), strict=True):
         ids = torch.tensor([list(tokens)])
-        with choosing(blocks, experts_of(rows, len(tokens), "cpu")):
+        with choosing(model, rows, len(tokens)):
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double() / rule["temperature"]
-        every = torch.log_softmax(logits, dim=-1)[torch.tensor(mask[1:])]
-        kept = ids[0, 1:][torch.tensor(mask[1:])]
-        logprob = every.gather(1, kept[:, None])[:, 0]
+        kept = torch.tensor(mask[1:])
+        every = torch.log_softmax(logits, dim=-1)[kept]
+        logprob = every.gather(1, ids[0, 1:][kept][:, None])[:, 0]
         entropy = -(every.exp() * every).sum(-1)
-        reported = torch.tensor(list(engine)[1:], dtype=torch.float32)[torch.tensor(mask[1:])].double()
+        reported = torch.tensor(list(engine)[1:], dtype=torch.float32)[kept].double()
         drift = rule["drift_weight"] / 2 * (logprob - reported).square()
         nats = -reward * logprob - rule["entropy_weight"] * entropy + drift
         found.append(nats.detach())

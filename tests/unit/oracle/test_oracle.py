@@ -20,8 +20,8 @@ class Client:
     def __init__(self) -> None:
         self.asked: list[list[Any]] = []
 
-    def call(self, name: str, function: str, arguments: list[Any]) -> list[Any]:
-        self.asked.append([name, function, *arguments])
+    def call(self, function: str, *arguments: Any) -> list[Any]:
+        self.asked.append([function, *arguments])
         return [[[float(len(self.asked))]]]
 
 
@@ -71,7 +71,7 @@ def test_steps_are_judged_by_all_that_was_dumped(oracle: Oracle, client: Client,
     for name in ("one", "one", "two"):
         read = [source, *sorted((tmp_path / name).iterdir())]
         oracle.ask("step_hf:judge_steps", [source, tmp_path / name], [], {}, [], read=read)
-    assert [asked[3] for asked in client.asked] == [str(tmp_path / "one"), str(tmp_path / "two")]
+    assert [asked[2] for asked in client.asked] == [str(tmp_path / "one"), str(tmp_path / "two")]
 
 
 def test_large_weights_are_not_recognised(oracle: Oracle, client: Client, tmp_path: Path, monkeypatch: Any) -> None:
