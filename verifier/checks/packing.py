@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
+from verifier.checks.content import owner_of
 from verifier.checks.token_audit import Misplacement, audit, joined
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
@@ -74,16 +75,17 @@ def _audited(trace: Trace, item: Rollouts, ledgers: list[TokenLedger]) -> Iterat
     sizes = {**dict(zip(item.ids, item.lengths, strict=True)), "": int((rows["sentinel"] == 0).sum())}
     for name, tokens in sizes.items():
         misplaced = found[name]
-        text = "; ".join(f"token {each.position} has {each.field} {each.actual:.9g}, not {each.expected:.9g}"
-                         for each in misplaced[:SHOWN])  # fmt: skip
+        text = "; ".join(
+            f"token {each.position} has {each.field} {each.actual:.9g}, not {each.expected:.9g}"
+            for each in misplaced[:SHOWN]
+        )
         rank = misplaced[0].rank if misplaced else None
         what = f"{item.name} {name or 'padding'}"
         yield Comparison(
-            what=what, same=not misplaced, stage=Stage.PACK, version=item.version,
+            what=what, same=not misplaced, stage=item.stage, version=item.version,
             badness=len(misplaced) / max(tokens, 1),
-            sentence="" if not misplaced else (
-                f"in `{what}` {text}" + (f"; {len(misplaced):,} fields are misplaced" if len(misplaced) > 1 else "")
-            ),
+            sentence=f"in `{what}` {text}"
+            + (f"; {len(misplaced):,} fields are misplaced" if len(misplaced) > 1 else ""),
             owner="" if rank is None else f"trainer rank {rank} ({coordinates[rank]})",
             expected="each token once, with its own fields", actual=text,
             mismatched=f"fields: {len(misplaced):,}, in {tokens:,} tokens",
@@ -114,12 +116,8 @@ def _zigzag(padded: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
     """
     if cp == 1:
         return np.arange(padded[0], padded[-1])
-    rows: list[np.ndarray] = []
-    for begin, end in itertools.pairwise(padded):
-        size = (end - begin) // (2 * cp)
-        for chunk in (cp_rank, 2 * cp - 1 - cp_rank):
-            rows.append(np.arange(begin + chunk * size, begin + (chunk + 1) * size))
-    return np.concatenate(rows)
+    chunks = (np.arange(begin, end).reshape(2 * cp, (end - begin) // (2 * cp)) for begin, end in pairwise(padded))
+    return np.concatenate([rows[[cp_rank, -1 - cp_rank]] for rows in chunks], axis=None)
 
 
 @check("PCK002", needs=(PackLayout,), scope="tokens")
@@ -141,8 +139,8 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
     multiple = tp * 2 * cp if cp > 1 else tp
     for item in trace.of(PackLayout):
         real, padded = item.cu_seqlens, item.cu_seqlens_padded
-        lengths = [b - a for a, b in itertools.pairwise(real)]
-        room = [b - a for a, b in itertools.pairwise(padded)]
+        lengths = [b - a for a, b in pairwise(real)]
+        room = [b - a for a, b in pairwise(padded)]
         rows = trace.array(item)
         wrong = ""
         if not item.filler and lengths != list(item.lengths):
@@ -156,10 +154,10 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
         elif not np.array_equal(rows, _zigzag(padded, cp, item.cp_rank)):
             wrong = f"rows {rows[:6].tolist()}... on context-parallel rank {item.cp_rank}"
         yield Comparison(
-            what=item.name, same=not wrong, stage=Stage.PACK, version=item.version, badness=float(bool(wrong)),
-            sentence="" if not wrong else f"{item.name} of trainer rank {item.rank} has {wrong}",
-            owner=f"trainer rank {item.rank}", expected=f"multiples of {multiple}, zigzag chunks of cp {cp}",
-            actual=wrong, allowed="exact", hint="look at the alignment rule and the order of context-parallel chunks",
+            what=item.name, same=not wrong, stage=item.stage, version=item.version, badness=1.0,
+            sentence=f"{item.name} of {owner_of(item)} has {wrong}", owner=owner_of(item),
+            expected=f"multiples of {multiple}, zigzag chunks of cp {cp}", actual=wrong, allowed="exact",
+            hint="look at the alignment rule and the order of context-parallel chunks",
         )  # fmt: skip
 
 
@@ -176,25 +174,21 @@ def ranks_see_different_batch(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: the same wrong batch on all of them (PCK001).
     References: siiRL#69, RL#4079.
     """
-    first: dict[tuple[int, str], str] = {}
-    count: dict[tuple[int, str], int] = {}
-    ranks: dict[tuple[int, str], set[int]] = {}
+    first: dict[tuple[int, str], PackedBatchDigest] = {}
+    passes: dict[tuple[int, str], list[PackedBatchDigest]] = defaultdict(list)
     for item in trace.of(PackedBatchDigest):
-        whole = (item.version, item.name.split(" ")[0])
-        ranks.setdefault(whole, set()).add(item.rank)
-        key = (item.version, item.name)
-        expected = first.setdefault(key, item.digest)
-        micro_batches = count.setdefault(whole, item.micro_batches)
-        same = item.digest == expected and item.micro_batches == micro_batches
+        peer = first.setdefault((item.version, item.name), item)
+        seen = passes[item.version, item.name.split(" ")[0]]
+        seen.append(item)
         yield Comparison(
-            what=f"{item.name} on rank {item.rank}", same=same, stage=Stage.PACK, version=item.version,
-            badness=1.0, owner=f"trainer rank {item.rank} ({item.coordinate})",
+            what=f"{item.name} on rank {item.rank}", stage=item.stage, version=item.version, badness=1.0,
+            same=item.digest == peer.digest and item.micro_batches == seen[0].micro_batches, owner=owner_of(item),
             sentence=f"trainer rank {item.rank} works on another batch than its {item.name} peers",
-            expected=expected, actual=item.digest, allowed="exact",
+            expected=peer.digest, actual=item.digest, allowed="exact",
             hint="look at which groups the batch is handed to, and at what splits it",
         )  # fmt: skip
-    for (version, name), seen in ranks.items():
-        for rank in sorted(set(range(trace.manifest.world_size)) - seen):
+    for (version, name), seen in passes.items():
+        for rank in sorted(set(range(trace.manifest.world_size)) - {item.rank for item in seen}):
             yield Comparison(
                 what=f"{name} on rank {rank}", same=False, stage=Stage.PACK, version=version, badness=1.0, absent=True,
                 sentence=f"trainer rank {rank} works on no batch that is {name} at version {version}",

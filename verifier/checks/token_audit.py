@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,7 @@ Rows = Mapping[str, np.ndarray]
 """Arrays of `TokenLedger`, and ``rank`` [T] int64, the trainer rank that had the row."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Misplacement:
+class Misplacement(NamedTuple):
     """One token that did not arrive at the loss as the run has it."""
 
     rollout: str
@@ -65,12 +64,9 @@ def audit(rollouts: Rollouts, tokens: Mapping[str, np.ndarray], rows: Rows) -> l
     position = sentinel & ((1 << POSITION_BITS) - 1)
     known = (which >= 0) & (which < len(lengths))
     known[known] = position[known] < lengths[which[known]]
-    found = [
-        Misplacement(
-            rollout="", position=-1, field="row", expected=0, actual=float(sentinel[at]), rank=int(rows["rank"][at])
-        )
-        for at in np.flatnonzero(real & ~known)
-    ]
+    found = list(_strays(rows, real & ~known, "row", "sentinel", 0))
+    for field, value in (("label", NO_LABEL), ("mask", False), ("sampled", False), ("version", NO_VERSION)):
+        found += _strays(rows, ~real & (rows[field] != value), field, field, value)
     which, position, ranks = which[known], position[known], rows["rank"][known]
     flat = starts[which] + position
     found += _not_once(rollouts, starts, flat, ranks)
@@ -86,34 +82,27 @@ def audit(rollouts: Rollouts, tokens: Mapping[str, np.ndarray], rows: Rows) -> l
         "version": tokens["versions"][flat],
         "position": position - 1,
         "reward": np.array(rollouts.rewards, np.float64)[which],
-        "group": np.array([checksum(group) for group in rollouts.groups], np.int64)[which],
-        "id": np.array([checksum(name) for name in rollouts.ids], np.int64)[which],
+        "group": _checksums(rollouts.groups)[which],
+        "id": _checksums(rollouts.ids)[which],
         "prompt": np.array(rollouts.prompt_lengths, np.int64)[which],
     }
     for field, want in expected.items():
         got = rows[field][known]
-        for at in np.flatnonzero(_differs(got, want)):
-            found.append(
-                Misplacement(
-                    rollout=rollouts.ids[int(which[at])], position=int(position[at]), field=field,
-                    expected=float(want[at]), actual=float(got[at]), rank=int(ranks[at]),
-                )
-            )  # fmt: skip
-    found += _stray_rows(rows, ~real)
-    return sorted(found, key=lambda item: (item.rollout, item.position, item.field))
+        for at in np.flatnonzero((got != want) & ((got == got) | (want == want))):  # a NaN is right for a NaN
+            name = rollouts.ids[which[at]]
+            found.append(Misplacement(name, int(position[at]), field, float(want[at]), float(got[at]), int(ranks[at])))
+    return sorted(found, key=lambda item: item[:3])
 
 
-def checksum(text: str) -> int:
-    """CRC-32 of an id or a group."""
-    return zlib.crc32(text.encode())
+def _checksums(texts: Sequence[str]) -> np.ndarray:
+    """CRC-32 of each id or group."""
+    return np.array([zlib.crc32(text.encode()) for text in texts], np.int64)
 
 
-def _differs(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """[N] bool; a NaN is in its place where a NaN was expected."""
-    differs: np.ndarray = got != want
-    if differs.any():
-        differs &= ~((got != got) & (want != want))
-    return differs
+def _strays(rows: Rows, wrong: np.ndarray, field: str, column: str, expected: float) -> Iterator[Misplacement]:
+    """Rows that predict no token of any rollout and yet take part, by the field that says so."""
+    for at in np.flatnonzero(wrong):
+        yield Misplacement("", -1, field, float(expected), float(rows[column][at]), int(rows["rank"][at]))
 
 
 def _not_once(rollouts: Rollouts, starts: np.ndarray, flat: np.ndarray, ranks: np.ndarray) -> Iterator[Misplacement]:
@@ -124,17 +113,6 @@ def _not_once(rollouts: Rollouts, starts: np.ndarray, flat: np.ndarray, ranks: n
     for at in np.flatnonzero(arrived != expected):
         owner = int(np.searchsorted(starts, at, side="right")) - 1
         holders = ranks[flat == at]
-        yield Misplacement(
-            rollout=rollouts.ids[owner], position=int(at - starts[owner]), field="row", expected=float(expected[at]),
-            actual=float(arrived[at]), rank=int(holders[-1]) if len(holders) else None,
-        )  # fmt: skip
-
-
-def _stray_rows(rows: Rows, idle: np.ndarray) -> Iterator[Misplacement]:
-    """Rows that predict nothing and yet take part."""
-    for field, expected in (("label", NO_LABEL), ("mask", False), ("sampled", False), ("version", NO_VERSION)):
-        for row in np.flatnonzero(idle & (rows[field] != expected)):
-            yield Misplacement(
-                rollout="", position=-1, field=field, expected=float(expected), actual=float(rows[field][row]),
-                rank=int(rows["rank"][row]),
-            )  # fmt: skip
+        rank = int(holders[-1]) if len(holders) else None
+        position = int(at - starts[owner])
+        yield Misplacement(rollouts.ids[owner], position, "row", float(expected[at]), float(arrived[at]), rank)

@@ -193,16 +193,12 @@ def check_rollouts(
                 f"rollout `{rollout.id}` has {len(rollout):,} tokens, more than the budget of {max_tokens:,} per "
                 "micro-batch: raise the budget or shorten the rollout"
             )
-    if vocab_size is not None and rollouts:
-        tokens_N = np.concatenate([rollout.tokens for rollout in rollouts])
-        outside = (tokens_N < 0) | (tokens_N >= vocab_size)
-        if outside.any():
-            at = int(outside.argmax())
-            ends = np.cumsum([len(rollout) for rollout in rollouts])
-            which = int(np.searchsorted(ends, at, side="right"))
-            position = at - int(ends[which] - len(rollouts[which]))
+        if vocab_size is None:
+            continue
+        outside = np.flatnonzero((rollout.tokens < 0) | (rollout.tokens >= vocab_size))
+        if len(outside):
             raise UsageError(
-                f"rollout `{rollouts[which].id}`: token {position} has id {int(tokens_N[at])}, "
+                f"rollout `{rollout.id}`: token {outside[0]} has id {rollout.tokens[outside[0]]}, "
                 f"outside of the vocabulary of {vocab_size:,}"
             )
 

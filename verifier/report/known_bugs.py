@@ -11,20 +11,15 @@ from verifier.core.manifest import Manifest, UpstreamBug
 
 def stack_lines(manifest: Manifest) -> list[tuple[str, str]]:
     """Name and value of each line on what replaced upstream code; none for a trace that does not say."""
-    lines = []
-    if manifest.stand_ins:
-        lines.append(("stands in", ", ".join(manifest.stand_ins)))
+    lines = [("stands in", ", ".join(manifest.stand_ins))] if manifest.stand_ins else []
     if manifest.upstream_bugs is not None:
-        lines.append(_fixes(manifest.upstream_bugs))
+        on = ", ".join(bug.id for bug in manifest.upstream_bugs if bug.fixed)
+        left = ", ".join(bug.issue for bug in manifest.upstream_bugs if not bug.fixed)
+        if on:
+            lines.append(("fixes on", on + (f"; not fixed: {left}" if left else "")))
+        else:
+            lines.append(("as shipped; known upstream bugs that apply", left or "none"))
     return lines
-
-
-def _fixes(bugs: Sequence[UpstreamBug]) -> tuple[str, str]:
-    on = [bug.id for bug in bugs if bug.fixed]
-    left = ", ".join(bug.issue for bug in bugs if not bug.fixed)
-    if on:
-        return "fixes on", ", ".join(on) + (f"; not fixed: {left}" if left else "")
-    return "as shipped; known upstream bugs that apply", left or "none"
 
 
 def explanation(outcome: Outcome, manifest: Manifest) -> str:

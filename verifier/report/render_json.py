@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import fields, is_dataclass
-from enum import Enum
 from typing import Any
 
 import msgspec
@@ -22,31 +21,19 @@ FORMAT = 1
 
 def render_json(report: Report) -> str:
     """One JSON object; numbers that JSON cannot spell (infinity, NaN) become strings."""
-    return (
-        json.dumps(
-            {
-                "format": FORMAT,
-                "verdict": report.verdict.name.lower(),
-                "exit_code": int(report.exit_code),
-                "trace": report.trace,
-                "run": _run(report.manifest),
-                "outcomes": [_outcome(item, report.manifest) for item in report.outcomes],
-                "ended_by": why_it_ended(report.manifest),
-                "switched_off": list(report.switched_off),
-                "out_of_scope": list(report.out_of_scope),
-            },
-            indent=1,
-            allow_nan=False,
-        )
-        + "\n"
-    )
-
-
-def _run(manifest: Manifest) -> dict[str, Any]:
-    """The manifest without the digests of the trace's files; its own stands for them."""
-    found: dict[str, Any] = msgspec.to_builtins(manifest)
-    del found["files"]
-    return found
+    found = {
+        "format": FORMAT,
+        "verdict": report.verdict.name.lower(),
+        "exit_code": int(report.exit_code),
+        "trace": report.trace,
+        "run": msgspec.to_builtins(report.manifest),
+        "outcomes": [_outcome(item, report.manifest) for item in report.outcomes],
+        "ended_by": why_it_ended(report.manifest),
+        "switched_off": list(report.switched_off),
+        "out_of_scope": list(report.out_of_scope),
+    }
+    del found["run"]["files"]  # digests of the trace's files; the manifest's own stands for them
+    return json.dumps(found, indent=1, allow_nan=False) + "\n"
 
 
 def _outcome(outcome: Outcome, manifest: Manifest) -> dict[str, Any]:
@@ -66,14 +53,8 @@ def _outcome(outcome: Outcome, manifest: Manifest) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Stage):
         return value.label
-    if isinstance(value, Enum):
-        return value.name.lower()
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(value):
         return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, tuple):
         return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

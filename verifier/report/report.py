@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from verifier.core.check import REGISTRY, Check, run_check
-from verifier.core.comparison import Comparison
 from verifier.core.finding import ExitCode, Outcome, Verdict, verdict_of
 from verifier.core.manifest import Manifest
 from verifier.core.trace import Trace
@@ -72,11 +71,5 @@ def report_of(
 
 
 def _restricted(item: Check, names: str) -> Check:
-    """The same check over fewer subjects."""
-    if not names:
-        return item
-
-    def some(trace: Trace) -> Iterator[Comparison]:
-        return (comparison for comparison in item.fn(trace) if names in comparison.what)
-
-    return replace(item, fn=some)
+    """The same check over the subjects whose name contains a text."""
+    return replace(item, fn=lambda trace: (found for found in item.fn(trace) if names in found.what))

@@ -9,13 +9,5 @@ from verifier.strategies.plans import chunk_plans, shards
 from verifier.strategies.rollouts import length_profiles, rollouts, step_lists
 
 __all__ = [
-    "Packing",
-    "chunk_plans",
-    "length_profiles",
-    "meshes",
-    "packings",
-    "rollouts",
-    "shards",
-    "stages",
-    "step_lists",
-]
+    "Packing", "chunk_plans", "length_profiles", "meshes", "packings", "rollouts", "shards", "stages", "step_lists",
+]  # fmt: skip
