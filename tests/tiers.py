@@ -57,6 +57,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two workers for a whole tier without GPUs, each with a file at a time; none for tests that are named."""
+    whole_tier = config.args == config.getini("testpaths") and config.getoption("gpus") is None
+    return min(2, os.cpu_count() or 1) if whole_tier and not config.getoption("collectonly") else 0
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers; in a quick run search less long, with one thread."""
     for line in MARKERS:
