@@ -37,14 +37,7 @@ class AdapterLayout:
 
     def placements(self, mesh: Mesh, rank: int, chunk: int = 0) -> list[ParamPlacement]:
         """List the adapter matrices of one model chunk of a rank; see `ModelLayout.placements`."""
-        at = mesh.coordinate(rank)
-        layers = mesh.layers_of(at.pp, chunk, self.layout.sizes["layers"])
-        return [
-            self.layout.place(row, mesh, at, {"layer": local, "expert": 0}, {"layer": layer, "expert": 0})
-            for local, layer in enumerate(layers)
-            for row in self.rows
-            if row.scope in self.layout.layers[layer]
-        ]
+        return self.layout.in_layers(self.rows, mesh, rank, chunk)
 
     def names(self) -> dict[str, list[str]]:
         """Map the name of each joined A to all of its published names: parts of a fused linear share one A."""

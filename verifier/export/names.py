@@ -17,9 +17,10 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate, pairwise
 
 from verifier.errors import UsageError
 from verifier.export.sharding import Box, ParamPlacement
@@ -53,10 +54,10 @@ class ParamRow:
 
 
 Rows = tuple[ParamRow, ...]
+Numbers = tuple[int, int]
+"""Layer and expert; 0 where a row has none."""
 
-_EMBEDDING = "embedding.word_embeddings.weight"
-_OUTPUT = ParamRow("output_layer.weight", Cut.ROWS, ("lm_head.weight",), Scope.MODEL)
-
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 _CONVOLVED = ("mamba_inner", "mamba_state", "mamba_state")
 _RUNS = {
@@ -200,129 +201,106 @@ class ModelLayout:
         Raises:
             UsageError: the mesh does not divide the layers, the experts or a tensor.
         """
-        return list(self._placements(mesh, mesh.coordinate(rank), chunk))
-
-    def _placements(self, mesh: Mesh, at: Coordinate, chunk: int) -> Iterator[ParamPlacement]:
+        at = mesh.coordinate(rank)
         is_first = at.pp == 0 and chunk == 0
         is_last = at.pp == mesh.pp - 1 and chunk == mesh.vpp - 1
-        embedding = (self.family.embedding.pattern,)
+        embedding, final_norm = (self.family.embedding.pattern,), (self.family.final_norm.pattern,)
+        found = []
         if is_first:
-            yield self.place(ParamRow(_EMBEDDING, Cut.ROWS, embedding, Scope.MODEL), mesh, at)
-        layers = mesh.layers_of(at.pp, chunk, self.sizes["layers"])
-        for local_layer, layer in enumerate(layers):
-            for row in PARAMS[self.family.name]:
-                if row.scope not in self.layers[layer]:
-                    continue
-                for local_expert, expert in self._experts(row, mesh, at):
-                    local = {"layer": local_layer, "expert": local_expert}
-                    yield self.place(row, mesh, at, local, {"layer": layer, "expert": expert})
+            found.append(self._place(ParamRow(_EMBEDDING, Cut.ROWS, embedding, Scope.MODEL), mesh, at))
+        found += self.in_layers(PARAMS[self.family.name], mesh, rank, chunk)
         if is_last:
-            final_norm = (self.family.final_norm.pattern,)
-            yield self.place(ParamRow(_FINAL_NORMS[self.family.name], Cut.WHOLE, final_norm, Scope.MODEL), mesh, at)
-            if not self.tied:
-                yield self.place(_OUTPUT, mesh, at)
-            elif not is_first:
-                yield self.place(ParamRow(_OUTPUT.pattern, Cut.ROWS, embedding, Scope.MODEL), mesh, at)
+            norm = ParamRow(_FINAL_NORMS[self.family.name], Cut.WHOLE, final_norm, Scope.MODEL)
+            found.append(self._place(norm, mesh, at))
+        if is_last and not (is_first and self.tied):
+            output = ParamRow(_OUTPUT, Cut.ROWS, embedding if self.tied else ("lm_head.weight",), Scope.MODEL)
+            found.append(self._place(output, mesh, at))
+        return found
 
-    def _experts(self, row: ParamRow, mesh: Mesh, at: Coordinate) -> list[tuple[int, int]]:
-        """Return (local, global) numbers of the experts of a rank; one (0, 0) for a row that is no expert."""
-        if row.scope is not Scope.EXPERT:
-            return [(0, 0)]
+    def in_layers(self, rows: Rows, mesh: Mesh, rank: int, chunk: int) -> list[ParamPlacement]:
+        """List what rows of this layout's family make of the layers of one model chunk of a rank; see `placements`."""
+        at, found = mesh.coordinate(rank), []
+        for local_layer, layer in enumerate(mesh.layers_of(at.pp, chunk, self.sizes["layers"])):
+            for row in rows:
+                if row.scope in self.layers[layer]:
+                    experts = self._experts(mesh, at) if row.scope is Scope.EXPERT else [(0, 0)]
+                    found += [
+                        self._place(row, mesh, at, local=(local_layer, local), whole=(layer, expert))
+                        for local, expert in experts
+                    ]
+        return found
+
+    def _experts(self, mesh: Mesh, at: Coordinate) -> list[tuple[int, int]]:
+        """Return (local, global) numbers of the experts of a rank."""
         if self.sizes["experts"] % mesh.ep:
             raise UsageError(f"ep = {mesh.ep} does not divide the model's {self.sizes['experts']} experts")
         num_local = self.sizes["experts"] // mesh.ep
         return [(index, at.ep * num_local + index) for index in range(num_local)]
 
-    def place(
-        self,
-        row: ParamRow,
-        mesh: Mesh,
-        at: Coordinate,
-        local: Mapping[str, int] | None = None,
-        whole: Mapping[str, int] | None = None,
+    def _place(
+        self, row: ParamRow, mesh: Mesh, at: Coordinate, local: Numbers = (0, 0), whole: Numbers = (0, 0)
     ) -> ParamPlacement:
-        """Return the placement of one row's parameter on one rank.
-
-        Args:
-            row: a row whose sources are tensors of this layout's family.
-            mesh: parallel sizes.
-            at: coordinate of the rank.
-            local: layer and expert in the rank's numbering; None where the row has neither.
-            whole: layer and expert in the checkpoint's numbering.
-
-        Raises:
-            UsageError: the mesh does not divide the tensor.
-        """
+        """Return the placement of a parameter; its layer and expert as numbered by the rank and by the checkpoint."""
         is_expert = row.scope is Scope.EXPERT
         axis, index, parts = ("etp", at.etp, mesh.etp) if is_expert else ("tp", at.tp, mesh.tp)
-        if row.cut is Cut.WHOLE:
-            index, parts = 0, 1
-        dims = {tensor.pattern: tensor.dims for tensor in self.family.tensors}
-        names = [source.format(**(whole or {})) for source in row.sources]
-        shapes = [tuple(self.sizes[dim] for dim in dims[source]) for source in row.sources]
-        dim = 1 if row.cut is Cut.COLUMNS else 0
-        lengths = [shape[dim] for shape in shapes]
-        global_name = row.pattern.format(**(whole or {}))
-        undivided = [length for length in lengths if length % parts]
-        if row.cut not in (Cut.QKV, Cut.RUNS) and undivided:
-            raise UsageError(f"{axis} = {parts} does not divide the {undivided[0]} indices of `{global_name}`")
-        if row.cut is Cut.RUNS:
-            runs = [self.sizes[run] for run in row.runs]
-            boxes = _cut_runs(names[0], runs, index, parts, global_name)
-        elif row.cut is Cut.QKV:
-            boxes = _cut_interleaved(names, lengths, self.sizes["kv_heads"], index, parts, global_name)
-        else:
-            boxes = tuple(
-                Box(name, index * (length // parts), (index + 1) * (length // parts))
-                for name, length in zip(names, lengths, strict=True)
-            )
         replicated_over = ("edp",) if is_expert else ("cp", "dp")
         if row.cut is Cut.WHOLE:
-            replicated_over = (axis, *replicated_over)
+            index, parts, replicated_over = 0, 1, (axis, *replicated_over)
+        dims = {tensor.pattern: tensor.dims for tensor in self.family.tensors}
+        shapes = {_named(source, whole): tuple(self.sizes[dim] for dim in dims[source]) for source in row.sources}
+        dim = 1 if row.cut is Cut.COLUMNS else 0
+        lengths = {name: shape[dim] for name, shape in shapes.items()}
+        global_name = _named(row.pattern, whole)
         canonical = _EMBEDDING if row.sources == (self.family.embedding.pattern,) else global_name
         return ParamPlacement(
-            param_name=row.pattern.format(**(local or {})),
+            param_name=_named(row.pattern, local),
             global_name=global_name,
             is_buffer=row.is_buffer,
             dim=dim,
-            boxes=boxes,
-            source_shapes=dict(zip(names, shapes, strict=True)),
+            boxes=self._boxes(row, lengths, index, parts, f"{axis} = {parts} does not divide the", f"`{global_name}`"),
+            source_shapes=shapes,
             group=f"{canonical} {axis} {index}/{parts}",
             replicated_over=replicated_over,
         )
 
+    def _boxes(
+        self, row: ParamRow, lengths: Mapping[str, int], index: int, parts: int, refusal: str, name: str
+    ) -> tuple[Box, ...]:
+        """Return the boxes of part `index` of `parts` of a parameter, from the lengths of its sources along the dim."""
+        wholes, where = [[Box(source, 0, length)] for source, length in lengths.items()], f"indices of {name}"
+        if row.cut is Cut.RUNS:
+            ends = accumulate((self.sizes[run] for run in row.runs), initial=0)
+            (source,) = lengths
+            wholes = [[Box(source, begin, end)] for begin, end in pairwise(ends)]
+            where = f"rows of a run of {name}"
+        elif row.cut is Cut.QKV:  # q0 k0 v0 q1 k1 v1 ...
+            groups = self.sizes["kv_heads"]
+            if any(length % groups for length in lengths.values()):
+                raise UsageError(f"{groups} groups do not divide the {sum(lengths.values())} rows of {name}")
+            sizes = [(source, length // groups) for source, length in lengths.items()]
+            wholes = [[Box(source, at * size, (at + 1) * size) for at in range(groups) for source, size in sizes]]
+            where = f"rows of {name} in {groups} groups"
+        found: list[Box] = []
+        for boxes in wholes:
+            total = sum(box.size for box in boxes)
+            if total % parts:
+                raise UsageError(f"{refusal} {total} {where}")
+            found += _between(boxes, index * (total // parts), (index + 1) * (total // parts))
+        return tuple(found)
 
-def _cut_interleaved(
-    names: list[str], lengths: list[int], num_groups: int, index: int, parts: int, global_name: str
-) -> tuple[Box, ...]:
-    """Return the boxes of part `index` of `parts` of query, key and value, interleaved per group: q0 k0 v0 q1 k1 v1 ...
 
-    With more parts than groups a part holds a piece of one group, as in Megatron-Core.
-    """
-    total = sum(lengths)
-    if total % parts or any(length % num_groups for length in lengths):
-        raise UsageError(f"tp = {parts} does not divide the {total} rows of `{global_name}` in {num_groups} groups")
-    begin, end = index * (total // parts), (index + 1) * (total // parts)
-    boxes = []
+def _between(boxes: Sequence[Box], begin: int, end: int) -> Iterator[Box]:
+    """Yield what lies at indices [begin, end) of boxes laid end to end; of a box, it may be a piece."""
     at = 0
-    for group in range(num_groups):
-        for name, length in zip(names, lengths, strict=True):
-            size = length // num_groups
-            first, last = max(begin, at), min(end, at + size)
-            if first < last:
-                boxes.append(Box(name, group * size + first - at, group * size + last - at))
-            at += size
-    return tuple(boxes)
+    for box in boxes:
+        first, last = max(begin, at), min(end, at + box.size)
+        if first < last:
+            yield Box(box.source, box.begin + first - at, box.begin + last - at)
+        at += box.size
 
 
-def _cut_runs(name: str, runs: list[int], index: int, parts: int, global_name: str) -> tuple[Box, ...]:
-    """Return the boxes of part `index` of `parts` of every run of rows, in the order of the runs."""
-    undivided = [run for run in runs if run % parts]
-    if undivided:
-        raise UsageError(f"tp = {parts} does not divide the {undivided[0]} rows of a run of `{global_name}`")
-    begins = [sum(runs[:at]) for at in range(len(runs))]
-    pieces = [(begin, run // parts) for begin, run in zip(begins, runs, strict=True)]
-    return tuple(Box(name, begin + index * size, begin + (index + 1) * size) for begin, size in pieces)
+def _named(pattern: str, numbers: Numbers) -> str:
+    return pattern.format(layer=numbers[0], expert=numbers[1])
 
 
 def layout_of(config: Mapping[str, JSON]) -> ModelLayout | None:

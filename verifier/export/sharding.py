@@ -7,11 +7,13 @@ and proves that the shards of all owners tile every checkpoint tensor without ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verifier.errors import ContractError
+from verifier.mesh import Mesh
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +26,11 @@ class Box:
     source: str
     begin: int
     end: int
+
+    @property
+    def size(self) -> int:
+        """Number of indices."""
+        return self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +62,7 @@ class ParamPlacement:
     def shape(self) -> tuple[int, ...]:
         """Shape of the local tensor."""
         shape = list(self.source_shapes[self.boxes[0].source])
-        shape[self.dim] = sum(box.end - box.begin for box in self.boxes)
+        shape[self.dim] = sum(box.size for box in self.boxes)
         return tuple(shape)
 
     def shard(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
@@ -81,7 +88,7 @@ class ParamPlacement:
         if len({tensor.dtype for tensor in whole.values()}) != 1:
             dtypes = ", ".join(f"`{name}` {tensor.dtype}" for name, tensor in whole.items())
             raise ContractError(f"`{self.global_name}` is made of tensors of unequal dtype: {dtypes}")
-        pieces = [whole[box.source].narrow(self.dim, box.begin, box.end - box.begin) for box in self.boxes]
+        pieces = [whole[box.source].narrow(self.dim, box.begin, box.size) for box in self.boxes]
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim=self.dim)
 
 
@@ -110,14 +117,11 @@ def unshard(shards: Iterable[tuple[ParamPlacement, torch.Tensor]]) -> dict[str, 
                 f"`{placement.global_name}` ({placement.group}) has shape {list(tensor.shape)}, "
                 f"its placement says {list(placement.shape)}"
             )
-        at = 0
-        for box in placement.boxes:
+        pieces = tensor.detach().split([box.size for box in placement.boxes], dim=placement.dim)
+        for box, piece in zip(placement.boxes, pieces, strict=True):
             if box.source not in whole:
                 whole[box.source] = torch.empty(placement.source_shapes[box.source], dtype=tensor.dtype)
-            size = box.end - box.begin
-            piece = tensor.detach().narrow(placement.dim, at, size)
-            whole[box.source].narrow(placement.dim, box.begin, size).copy_(piece)
-            at += size
+            whole[box.source].narrow(placement.dim, box.begin, box.size).copy_(piece)
     return whole
 
 
@@ -127,23 +131,45 @@ def tiling_error(placements: Iterable[ParamPlacement]) -> str | None:
     Args:
         placements: one of each group of replicas.
     """
-    boxes: dict[str, list[tuple[int, int]]] = {}
-    length: dict[str, int] = {}
-    dims: dict[str, set[int]] = {}
+    held: dict[str, list[tuple[int, int, int]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for placement in placements:
+        shapes |= placement.source_shapes
         for box in placement.boxes:
-            boxes.setdefault(box.source, []).append((box.begin, box.end))
-            length[box.source] = placement.source_shapes[box.source][placement.dim]
-            dims.setdefault(box.source, set()).add(placement.dim)
-    for source, ranges in boxes.items():
-        if len(dims[source]) != 1:
-            return f"`{source}` is cut along dims {sorted(dims[source])} at once"
+            held.setdefault(box.source, []).append((placement.dim, box.begin, box.end))
+    for source, boxes in held.items():
+        dims = sorted({dim for dim, _, _ in boxes})
+        if len(dims) != 1:
+            return f"`{source}` is cut along dims {dims} at once"
         at = 0
-        for begin, end in sorted(ranges):
+        for _, begin, end in sorted(boxes):
             if begin != at or end <= begin:
                 kind = "hole" if begin > at else "overlap or empty box"
                 return f"`{source}`: {kind} at index {min(at, begin)} (next box begins at {begin})"
             at = end
-        if at != length[source]:
-            return f"`{source}`: boxes cover {at:,} of {length[source]:,} indices"
+        if at != shapes[source][dims[0]]:
+            return f"`{source}`: boxes cover {at:,} of {shapes[source][dims[0]]:,} indices"
     return None
+
+
+class Owners:
+    """Owner of every element of every checkpoint tensor; of several copies the lowest rank.
+
+    Args:
+        placements: placements of a model or an adapter, by mesh, rank and virtual chunk, as those of a layout.
+        mesh: parallel sizes.
+    """
+
+    def __init__(self, placements: Callable[[Mesh, int, int], list[ParamPlacement]], mesh: Mesh) -> None:
+        self._boxes: dict[str, list[tuple[int, Box, int]]] = {}
+        for rank, chunk in itertools.product(range(mesh.world_size), range(mesh.vpp)):
+            for place in placements(mesh, rank, chunk):
+                for box in place.boxes:
+                    self._boxes.setdefault(box.source, []).append((place.dim, box, rank))
+
+    def rank_of(self, name: str, index: Sequence[int]) -> int | None:
+        """Rank that holds an element; None for a tensor that the layout does not have."""
+        for dim, box, rank in self._boxes.get(name, ()):
+            if not index or box.begin <= index[dim] < box.end:
+                return rank
+        return None

@@ -42,7 +42,7 @@ from verifier.core.records_weights import OptimizerRule
 from verifier.core.trace import Trace
 from verifier.export.adapters import adapters_of
 from verifier.export.names import layout_of
-from verifier.export.owners import Owners
+from verifier.export.sharding import Owners
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.named import is_generated
@@ -216,7 +216,7 @@ class _Recording:
         folders = [self.source.path, self.weights]
         rows = self.oracle.ask("step_hf:judge_steps", folders, *arguments, read=[self.source.path, *dumped])
         mesh = Mesh(**msgspec.structs.asdict(self.seen.manifest.mesh or MeshSizes()))
-        owners = Owners(adapter or layout, mesh) if layout else None
+        owners = Owners((adapter or layout).placements, mesh) if layout else None
         for row in rows:
             self.recorder.emit(_gradient_record(row, owners, mesh))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verifier.export.names import layout_of
-from verifier.export.owners import Owners
+from verifier.export.sharding import Owners
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
@@ -17,7 +17,7 @@ from verifier.oracle.step_hf import greatest
 def test_the_owner_of_an_element_holds_it(mesh, tmp_path):
     source = open_checkpoint(write_tiny("qwen3-moe", tmp_path))
     layout = layout_of(source.config)
-    owners = Owners(layout, mesh)
+    owners = Owners(layout.placements, mesh)
     for name in source.names():
         for index in ([0] * len(source.read(name).shape), [size - 1 for size in source.read(name).shape]):
             rank = owners.rank_of(name, index)
