@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 from verifier.core.comparison import Comparison
@@ -22,6 +23,11 @@ def owner_of(item: Record) -> str:
 def describe(item: TensorRecord | None) -> str:
     """Digest, dtype and shape of one recorded tensor; the text renderer cuts the digest."""
     return f"{item.digest} {item.dtype} {list(item.shape)}" if item else "absent"
+
+
+def times(value: float, allowed: float) -> float:
+    """Return the ratio to what is allowed; infinite where nothing is, or where the value is not finite."""
+    return value / allowed if allowed and math.isfinite(value) else math.inf
 
 
 def by_name[R: Record](items: Iterable[R]) -> dict[str, R]:

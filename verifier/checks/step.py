@@ -8,8 +8,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 
-from verifier.checks.bounds import times
-from verifier.checks.content import owner_of
+from verifier.checks.content import owner_of, times
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.record import Measurement

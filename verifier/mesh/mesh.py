@@ -61,6 +61,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         check(self)
+        uneven = self.first_stage_layers is not None or self.last_stage_layers is not None
         if self.dense_size % self.expert_size:
             raise UsageError(
                 f"ep * etp = {self.ep} * {self.etp} = {self.expert_size} does not divide tp * cp * dp = "
@@ -69,9 +70,9 @@ class Mesh:
             )
         if self.vpp > 1 and self.pp == 1:
             raise UsageError(f"vpp = {self.vpp} needs pp > 1: virtual stages interleave pipeline stages")
-        if self.pp == 1 and (self.first_stage_layers is not None or self.last_stage_layers is not None):
+        if uneven and self.pp == 1:
             raise UsageError("uneven stages need pp > 1: there is only one pipeline stage")
-        if self.vpp > 1 and (self.first_stage_layers is not None or self.last_stage_layers is not None):
+        if uneven and self.vpp > 1:
             raise UsageError("uneven stages with vpp > 1 are not supported: give either")
 
     @classmethod
@@ -117,7 +118,7 @@ class Mesh:
         return self.dense_size * self.pp
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Return the coordinates of a rank; inverse of `rank_at` on the dense axes."""
+        """Return the coordinates of a rank."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside of the mesh's {self.world_size} ranks")
         pp, within = divmod(rank, self.dense_size)
@@ -131,10 +132,6 @@ class Mesh:
             edp=within // self.expert_size,
         )
 
-    def rank_at(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """Return the rank at dense coordinates."""
-        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
-
     def stage_sizes(self, num_layers: int) -> list[int]:
         """Return the number of layers of each pipeline stage, in stage order.
 
@@ -142,41 +139,37 @@ class Mesh:
             UsageError: the layers cannot be divided as asked.
         """
         first, last = self.first_stage_layers, self.last_stage_layers
-        if first is None and last is None:
+        ends = [size for size in (first, last) if size is not None]
+        if not ends:
             if num_layers % (self.pp * self.vpp):
                 raise UsageError(
                     f"{num_layers} layers do not divide over pp * vpp = {self.pp} * {self.vpp} chunks: "
                     "give --first-stage-layers or --last-stage-layers, or other sizes"
                 )
             return [num_layers // self.pp] * self.pp
-        middle_stages = self.pp - (first is not None) - (last is not None)
-        middle = num_layers - (first or 0) - (last or 0)
-        if middle < 0 or (first is not None and first < 1) or (last is not None and last < 1):
+        middle_stages, middle = self.pp - len(ends), num_layers - sum(ends)
+        if middle < 0 or min(ends) < 1:
             raise UsageError(f"first stage {first} and last stage {last} layers do not fit into {num_layers} layers")
-        if (middle_stages == 0 and middle) or (middle_stages and (middle % middle_stages or not middle)):
+        if middle_stages == 0 < middle or (middle_stages and (middle % middle_stages or not middle)):
             raise UsageError(
                 f"{middle} layers are left for {middle_stages} pipeline stages after first {first} and last {last} "
                 f"of {num_layers}: they must divide evenly"
             )
-        sizes = [middle // middle_stages] * middle_stages if middle_stages else []
-        return ([first] if first is not None else []) + sizes + ([last] if last is not None else [])
+        sizes = [middle // max(middle_stages, 1)] * self.pp
+        sizes[0], sizes[-1] = first or sizes[0], last or sizes[-1]
+        return sizes
 
     def layers_of(self, pp: int, chunk: int, num_layers: int) -> range:
         """Return the global indices of the layers of chunk `chunk` (0 <= chunk < vpp) of stage `pp`."""
         sizes = self.stage_sizes(num_layers)
-        if self.vpp > 1:
-            size = num_layers // (self.pp * self.vpp)
-            begin = (chunk * self.pp + pp) * size
-            return range(begin, begin + size)
-        begin = sum(sizes[:pp])
-        return range(begin, begin + sizes[pp])
+        begin = (chunk * num_layers + sum(sizes[:pp])) // self.vpp
+        return range(begin, begin + sizes[pp] // self.vpp)
 
     def label(self) -> str:
         """Return the sizes above one in canonical order, such as "tp2 ep2"; "1 rank" if there are none."""
-        parts = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
-        for name, size in (("first", self.first_stage_layers), ("last", self.last_stage_layers)):
-            if size is not None:
-                parts.append(f"{name}{size}")
+        sizes = [(axis, getattr(self, axis)) for axis in AXES if getattr(self, axis) > 1]
+        sizes += [("first", self.first_stage_layers), ("last", self.last_stage_layers)]
+        parts = [f"{name}{size}" for name, size in sizes if size is not None]
         return " ".join(parts) or "1 rank"
 
     def to_dict(self) -> dict[str, int | None]:

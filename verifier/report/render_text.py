@@ -51,36 +51,30 @@ def first_line(outcome: Outcome) -> str:
 
 def render_outcome(outcome: Outcome, trace: str, manifest: Manifest) -> str:
     """The block of one outcome, in the fixed order of lines; lines that do not apply are left out."""
-    finding = outcome.finding
-    lines = [first_line(outcome)]
-    if finding is not None:
-        lines += _finding_lines(finding)
-    lines.append(_line("coverage", _coverage(outcome)))
-    only = f" --only {finding.first.what}" if finding is not None and " " not in finding.first.what else ""
-    lines.append(_line("replay", f"`verifier replay {trace} --check {outcome.code}{only}`"))
-    if finding is not None and (hint := explanation(outcome, manifest) or finding.first.hint):
-        lines += ["", f"  hint: {hint}"]
-    return "\n".join(lines)
-
-
-def _finding_lines(finding: Finding) -> list[str]:
-    first = finding.first
-    fields = [
-        ("where", f"{finding.first_bad_stage.label}, version {first.version}, {_subject(first)}"),
-        ("owner", first.owner),
-        ("expected", _cut(first.expected)),
-        ("actual", _cut(first.actual)),
-        ("mismatched", first.mismatched),
-        ("allowed", first.allowed),
-        ("spread", _spread(finding)),
-    ]
-    return [_line(name, value) for name, value in fields if value]
+    only, fields, hint = "", [], ""
+    if finding := outcome.finding:
+        first = finding.first
+        only = "" if " " in first.what else f" --only {first.what}"
+        hint = explanation(outcome, manifest) or first.hint
+        fields = [
+            ("where", f"{finding.first_bad_stage.label}, version {first.version}, `{first.what}`"),
+            ("owner", first.owner),
+            ("expected", _cut(first.expected)),
+            ("actual", _cut(first.actual)),
+            ("mismatched", first.mismatched),
+            ("allowed", first.allowed),
+            ("spread", _spread(finding)),
+        ]
+    fields.append(("coverage", _coverage(outcome)))
+    fields.append(("replay", f"`verifier replay {trace} --check {outcome.code}{only}`"))
+    lines = [first_line(outcome), *(f"  {name:<10}: {value}" for name, value in fields if value)]
+    return "\n".join([*lines, "", f"  hint: {hint}"] if hint else lines)
 
 
 def _sentence(outcome: Outcome) -> str:
     if outcome.finding is not None:
         first = outcome.finding.first
-        sentence = _cut(first.sentence) or f"{_subject(first)} is not what was expected"
+        sentence = _cut(first.sentence) or f"`{first.what}` is not what was expected"
         count = outcome.finding.count
         return sentence + (f" (the first of {count:,})" if count > 1 else "")
     if outcome.error is not None:
@@ -98,13 +92,9 @@ def _spread(finding: Finding) -> str:
     roles: dict[int, tuple[list[str], Comparison]] = {}
     for role, item in (("first", finding.first), ("worst", finding.worst), ("last", finding.last)):
         roles.setdefault(id(item), ([], item))[0].append(role)
-    shown = [f"{' and '.join(names)} {_subject(item)} in version {item.version}" for names, item in roles.values()]
+    shown = [f"{' and '.join(names)} `{item.what}` in version {item.version}" for names, item in roles.values()]
     left = finding.count - len(shown)
     return ", ".join(shown) + (f"; {left:,} more of the same kind" if left else "")
-
-
-def _subject(item: Comparison) -> str:
-    return f"`{item.what}`"
 
 
 def _coverage(outcome: Outcome) -> str:
@@ -114,10 +104,6 @@ def _coverage(outcome: Outcome) -> str:
     if outcome.error is not None and outcome.finding is not None:
         text += f"; then the check itself broke: {outcome.error}"
     return text
-
-
-def _line(name: str, value: str) -> str:
-    return f"  {name:<10}: {value}"
 
 
 def _cut(text: str) -> str:
@@ -136,9 +122,11 @@ def _identity(manifest: Manifest) -> str:
     lines = [f"verifier {manifest.command} {config.get('model', '')}".rstrip()]
     if manifest.mesh is not None:
         mesh = Mesh(**msgspec.structs.asdict(manifest.mesh))
-        label = mesh.label()
-        ranks = "" if mesh.world_size == 1 else f" ({mesh.world_size} ranks{_shared(manifest)})"
-        lines[0] += f" on {label}{ranks}"
+        lines[0] += f" on {mesh.label()}"
+        if mesh.world_size > 1:
+            gpus = manifest.num_gpus
+            shared = f" on {gpus} {'GPU' if gpus == 1 else 'GPUs'}" if 0 < gpus < manifest.world_size else ""
+            lines[0] += f" ({mesh.world_size} ranks{shared})"
     stated = [f"tier {manifest.tier}"] if manifest.tier else []
     knobs = flat(config)
     stated += [f"{label} {knobs[key]}" for label, key in _CONFIG_KEYS.items() if knobs.get(key) is not None]
@@ -148,12 +136,6 @@ def _identity(manifest: Manifest) -> str:
         lines.append("  " + ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())))
     lines += (f"  {name}: {value}" for name, value in stack_lines(manifest))
     return "\n".join(lines)
-
-
-def _shared(manifest: Manifest) -> str:
-    """Number of GPUs, where ranks share them."""
-    gpus, ranks = manifest.num_gpus, manifest.world_size
-    return f" on {gpus} {'GPU' if gpus == 1 else 'GPUs'}" if 0 < gpus < ranks else ""
 
 
 def _table(report: Report) -> str:

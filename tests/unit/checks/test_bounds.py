@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from verifier.checks.bounds import Bounds, bounds_of
-from verifier.checks.logprobs import trainer_logprob_differs_from_oracle
+from verifier.checks.logprobs import Bounds, bounds_of, trainer_logprob_differs_from_oracle
 from verifier.core.manifest import Manifest
 from verifier.core.record import Record
 from verifier.core.records_logprobs import DtypeNoise, EngineNoise, OracleLogprobs, StoredFloor, TrainerLogprobs

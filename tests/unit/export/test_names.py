@@ -190,8 +190,8 @@ def test_a_tied_output_layer_is_a_copy_on_the_last_stage_only() -> None:
     layout = _layout("qwen3-tied")
     assert "output_layer.weight" not in _by_name(layout, Mesh(tp=2), rank=1)
     mesh = Mesh(tp=2, pp=2)
-    embedding = _by_name(layout, mesh, mesh.rank_at(tp=1))["embedding.word_embeddings.weight"]
-    output = _by_name(layout, mesh, mesh.rank_at(tp=1, pp=1))["output_layer.weight"]
+    embedding = _by_name(layout, mesh, rank=1)["embedding.word_embeddings.weight"]
+    output = _by_name(layout, mesh, rank=3)["output_layer.weight"]
     assert output.boxes == embedding.boxes
     assert output.group == embedding.group == "embedding.word_embeddings.weight tp 1/2"
 

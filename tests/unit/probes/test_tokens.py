@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.dist.tokens_functions import rollouts
-from verifier.checks.token_audit import audit, joined
+from verifier.checks.packing import audit, joined
 from verifier.core import store
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.records_tokens import Rollouts, TokenLedger

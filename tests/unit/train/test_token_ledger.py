@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from verifier.checks import token_audit
-from verifier.checks.token_audit import Misplacement
+from verifier.checks import packing
+from verifier.checks.packing import Misplacement
 from verifier.data.rollout import Rollout, make_rollout
 from verifier.probes.trainer import record_of_rollouts
 from verifier.train.pack import PackedBatch, loss_rows, pack
@@ -24,7 +24,7 @@ LOGPROB_OF_A3 = Misplacement(rollout="a", rank=0, position=3, field="engine_logp
 
 
 def audit(rollouts: Sequence[Rollout], rows: dict[str, np.ndarray]) -> list[Misplacement]:
-    return token_audit.audit(*record_of_rollouts("trained", 0, rollouts), token_audit.joined([rows], [0]))
+    return packing.audit(*record_of_rollouts("trained", 0, rollouts), packing.joined([rows], [0]))
 
 
 def packed() -> PackedBatch:
