@@ -17,7 +17,7 @@ from verifier.engine.api import (
     check_sequences,
 )
 from verifier.engine.shaping import shaped
-from verifier.engine.stored_tensors import poison_stored, restore, stored_in_model, whole_slice
+from verifier.engine.stored_tensors import poison_stored, restore, slice_of, stored_in_model
 from verifier.errors import ContractError
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.transformers_hf import checkpoint_places, load_model, token_logprobs
@@ -67,12 +67,11 @@ class HfEngine(Engine):
         places = [(name, holder, tensor) for name, (holder, tensor) in checkpoint_places(self.model).items()]
         for name, source in self.model.all_tied_weights_keys.items():
             places.append((source, name, self.model.get_parameter(name).data))
-        return [[whole_slice(*place).describe() for place in places]]
+        return [[slice_of(*place) for place in places]]
 
     def poison(self) -> list[list[Poisoned]]:
         """See `Engine.poison`."""
-        stored = stored_in_model(self.model)
-        return [[Poisoned(name=item.name, how=poison_stored(item, self._carried, self._saved)) for item in stored]]
+        return [[poison_stored(item, self._carried, self._saved) for item in stored_in_model(self.model)]]
 
     def connect(self, address: Address) -> None:
         """See `Engine.connect`."""

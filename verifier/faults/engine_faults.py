@@ -80,7 +80,7 @@ def on_loaded(chosen: str, **row: Any) -> Callable[[Callable[[Any, Any], Any]], 
 
 @fault(
     f"{LAYERS}.utils:dispatch_cpu_unquantized_gemm(layer, remove_weight)",
-    "verifier.engine.vllm.packed_vllm:dispatch_cpu_unquantized_gemm(layer, remove_weight)",
+    "verifier.engine.vllm.stored_tensors_vllm:dispatch_cpu_unquantized_gemm(layer, remove_weight)",
     id="packing-latched", reproduces="sgl-project/sglang#30761", caught_by=("ENG001", "ENG003", "LGP002"), **VLLM,
 )  # fmt: skip
 def packing_latched(original: Any, fire: FireCounter, layer: Any, remove_weight: bool) -> None:

@@ -7,12 +7,9 @@ from torch import nn
 
 from verifier.engine.stored_tensors import (
     adapter_places,
-    parameter_storages,
     poison_stored,
     restore,
     stored_in_model,
-    stored_in_module,
-    with_views,
 )
 
 
@@ -48,8 +45,12 @@ class Adapted(nn.Module):
 def test_poison_reaches_8_bit_floats_and_restores_what_no_checkpoint_carries():
     model = Quantized()
     table, aside = model.table.clone(), {}
-    done = {held.name: poison_stored(held, {"weight"}, aside) for held in stored_in_module("", model)}
-    assert done == {"weight": "nan", "weight_scale": "nan", "table": "nan, restored before the update"}
+    done = [poison_stored(held, {"weight"}, aside) for held in stored_in_model(model)]
+    assert {item.name: item.how for item in done} == {
+        "weight": "nan",
+        "weight_scale": "nan",
+        "table": "nan, restored before the update",
+    }
     assert model.weight.float().isnan().all()
     restore(model, aside)
     assert torch.equal(model.table, table)
@@ -58,12 +59,11 @@ def test_poison_reaches_8_bit_floats_and_restores_what_no_checkpoint_carries():
 def test_views_of_parameters_are_poisoned_with_them():
     """Put aside and brought back, a view would undo the poison of its parameter."""
     model, aside = Viewed(), {}
-    places = parameter_storages(model)
-    held = list(with_views(stored_in_model(model), places))
+    held = list(stored_in_model(model))
     assert {item.name: item.kind for item in held} == {
         "conv_weights": "view", "table": "buffer", "conv1d.weight": "parameter"
     }  # fmt: skip
-    assert {item.name: poison_stored(item, (), aside) for item in held}["conv_weights"] == "nan"
+    assert {item.name: poison_stored(item, (), aside).how for item in held}["conv_weights"] == "nan"
     restore(model, aside)
     assert model.conv1d.weight.isnan().all()
     assert not model.table.isnan().any()
@@ -73,6 +73,8 @@ def test_places_of_adapters_are_held():
     model = Adapted()
     names = ["lora_a_stacked[0]", "lora_a_stacked[1]", "lora_b_stacked[0]", "lora_b_stacked[1]"]
     assert list(adapter_places(model)) == names
-    assert [held.name for held in stored_in_module("linear.", model)] == [f"linear.{name}" for name in names]
+    assert [held.name for held in stored_in_model(nn.ModuleDict({"linear": model}))] == [
+        f"linear.{name}" for name in names
+    ]
     adapter_places(model)["lora_b_stacked[1]"].fill_(1)
     assert model.lora_b_stacked[1].all()

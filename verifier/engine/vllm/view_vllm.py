@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,22 +19,30 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from verifier.engine.api import Box
-from verifier.engine.stored_tensors import CheckpointSlice, adapter_places, whole_slice
-from verifier.engine.vllm.packed_vllm import packed_linears, unpack_experts
-from verifier.engine.vllm.view_hybrid_vllm import (
-    FusedPart,
-    is_mixer,
-    is_mixer_norm,
-    mixer_slices,
-    published_name,
-    runs,
-)
+from verifier.engine.api import EngineSlice
+from verifier.engine.stored_tensors import adapter_places, slice_of
+from verifier.engine.vllm.stored_tensors_vllm import packed_linears, unpack_experts
 from verifier.errors import ContractError
 
+_SPELLINGS = {"NemotronHForCausalLM": (("model.embed_tokens.", "backbone.embeddings."), ("model.", "backbone."))}
+"""Model class -> (prefix of vLLM's names, prefix in checkpoints); the first match counts."""
+_RUNS = ("in_proj", "conv1d")
+"""Last names of merged linears whose runs of rows (z, x, B, C, dt of a state-space layer) are one checkpoint tensor."""
 
-def checkpoint_slices(model: nn.Module, carried: Collection[str]) -> Iterator[CheckpointSlice]:
-    """Yield this rank's part of every checkpoint tensor, once per tensor that holds it.
+
+class Part(NamedTuple):
+    """Run of rows of a linear, of columns in a row-parallel one, that belongs to one checkpoint tensor."""
+
+    name: str
+    """Checkpoint tensor without ``.weight``."""
+    size: int
+    """Number of them on this rank."""
+    begin: int
+    """First one in the checkpoint tensor."""
+
+
+def checkpoint_slices(model: nn.Module, carried: Collection[str]) -> Iterator[EngineSlice]:
+    """Describe this rank's part of every checkpoint tensor, once per tensor that holds it.
 
     Args:
         model: vLLM's model.
@@ -43,10 +53,18 @@ def checkpoint_slices(model: nn.Module, carried: Collection[str]) -> Iterator[Ch
             read back.
     """
     for part in _slices(model, carried):
-        yield replace(part, name=published_name(model, part.name))
+        yield replace(part, name=_published(model, part.name))
 
 
-def _slices(model: nn.Module, carried: Collection[str]) -> Iterator[CheckpointSlice]:
+def _published(model: nn.Module, name: str) -> str:
+    """Return the checkpoint's name of one of vLLM's names."""
+    for ours, published in _SPELLINGS.get(type(model).__name__, ()):
+        if name.startswith(ours):
+            return published + name.removeprefix(ours)
+    return name
+
+
+def _slices(model: nn.Module, carried: Collection[str]) -> Iterator[EngineSlice]:
     """Yield slices as `checkpoint_slices`, under vLLM's names."""
     modules = [(path.removesuffix(".base_layer"), module) for path, module in model.named_modules()]
     embedding = next((path for path, module in modules if type(module) is VocabParallelEmbedding), "model.embed_tokens")
@@ -57,19 +75,16 @@ def _slices(model: nn.Module, carried: Collection[str]) -> Iterator[CheckpointSl
             yield from _experts(path, module)
         elif isinstance(module, VocabParallelEmbedding):
             tied = isinstance(module, ParallelLMHead) and f"{path}.weight" not in carried
-            yield from _vocabulary(path, embedding if tied else path, module)
+            begin, end = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
+            for holder, tensor in _weights(path, module):
+                yield slice_of(f"{embedding if tied else path}.weight", holder, tensor[: end - begin], begin=begin)
         elif isinstance(module, LinearBase):
             yield from _linear(path, module, model)
             for name, tensor in module._parameters.items():
-                published = published_name(model, f"{path}.{name}")
-                if name not in ("weight", "bias") and published in carried:  # a router's score bias
-                    yield whole_slice(f"{path}.{name}", f"{path}.{name}", tensor)
-        elif is_mixer(module) or is_mixer_norm(module):
-            yield from mixer_slices(path, module)
+                if name not in ("weight", "bias") and _published(model, f"{path}.{name}") in carried:
+                    yield slice_of(f"{path}.{name}", f"{path}.{name}", tensor)  # a router's score bias
         else:
-            for name, tensor in module._parameters.items():
-                if tensor is not None:
-                    yield whole_slice(f"{path}.{name}", f"{path}.{name}", tensor)
+            yield from _others(path, module)
 
 
 def _weights(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -80,61 +95,50 @@ def _weights(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
         yield f"{path}.{packed.holder}", packed.read()
 
 
-def _linear(path: str, module: LinearBase, model: nn.Module) -> Iterator[CheckpointSlice]:
-    bias = getattr(module, "bias", None)
-    rounded = _rounded(module.weight)
-    if isinstance(module, ColumnParallelLinear):
-        parts = _parts(path, module, model)
-        sources = [] if rounded else [(holder, tensor, "weight") for holder, tensor in _weights(path, module)]
-        if rounded:
-            yield from (_quantized(f"{part.name}.weight", f"{path}.weight", module.weight) for part in parts)
-        if bias is not None:
-            sources.append((f"{path}.bias", bias, "bias"))
-        for holder, tensor, leaf in sources:
-            at = 0
-            for part in parts:
-                rows = tensor[at : at + part.rows]
-                box = ((part.begin, part.begin + part.rows), *((0, size) for size in tensor.shape[1:]))
-                yield CheckpointSlice(name=f"{part.name}.{leaf}", holder=holder, box=box, tensor=rows)
-                at += part.rows
-        return
-    begin = module.tp_rank * module.input_size_per_partition if isinstance(module, RowParallelLinear) else 0
-    if rounded:
-        yield _quantized(f"{path}.weight", f"{path}.weight", module.weight)
-    for holder, tensor in () if rounded else _weights(path, module):
-        box = ((0, tensor.shape[0]), (begin, begin + tensor.shape[1]))
-        yield CheckpointSlice(name=f"{path}.weight", holder=holder, box=box, tensor=tensor)
-    if bias is not None:
-        yield whole_slice(f"{path}.bias", f"{path}.bias", bias)
+def _linear(path: str, module: LinearBase, model: nn.Module) -> Iterator[EngineSlice]:
+    parts = _parts(path, module, model)
+    dim = 1 if isinstance(module, RowParallelLinear) else 0  # so its bias, which has one dim, is whole
+    tensors = []
+    if _rounded(module.weight):
+        for part in parts:
+            yield slice_of(f"{part.name}.weight", f"{path}.weight", module.weight, quantized=True)
+    else:
+        tensors += [(holder, tensor, "weight") for holder, tensor in _weights(path, module)]
+    if getattr(module, "bias", None) is not None:
+        tensors.append((f"{path}.bias", module.bias, "bias"))
+    for holder, tensor, leaf in tensors:
+        pieces = [tensor] if len(parts) == 1 else tensor.split([part.size for part in parts])
+        for part, piece in zip(parts, pieces, strict=True):
+            yield slice_of(f"{part.name}.{leaf}", holder, piece, dim, part.begin)
 
 
-def _parts(path: str, module: ColumnParallelLinear, model: nn.Module) -> list[FusedPart]:
+def _parts(path: str, module: LinearBase, model: nn.Module) -> list[Part]:
     parent, _, leaf = path.rpartition(".")
-    fused = getattr(model, "packed_modules_mapping", {}).get(leaf)
     rank = module.tp_rank
+    names = [f"{parent}.{name}" for name in getattr(model, "packed_modules_mapping", {}).get(leaf, ())]
     if isinstance(module, QKVParallelLinear):
-        query = module.num_heads * module.head_size
-        key = module.num_kv_heads * module.head_size
-        value = module.num_kv_heads * module.v_head_size
         group = rank // module.num_kv_head_replicas
+        query, key = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
+        value = module.num_kv_heads * module.v_head_size
         spans = [(query, rank * query), (key, group * key), (value, group * value)]
     elif isinstance(module, MergedColumnParallelLinear):
-        if of_one := runs(path, module):
-            return of_one
         sizes = [size // module.tp_size for size in module.output_sizes]
-        spans = [(size, rank * size) for size in sizes]
+        starts = [0] * len(sizes)
+        if leaf in _RUNS:
+            names, starts = [path] * len(sizes), list(accumulate(module.output_sizes[:-1], initial=0))
+        spans = [(size, start + rank * size) for size, start in zip(sizes, starts, strict=True)]
+    elif isinstance(module, ColumnParallelLinear):
+        names, spans = [path], [(module.output_size_per_partition, rank * module.output_size_per_partition)]
+    elif isinstance(module, RowParallelLinear):
+        names, spans = [path], [(module.input_size_per_partition, rank * module.input_size_per_partition)]
     else:
-        rows = module.output_size_per_partition
-        return [FusedPart(name=path, rows=rows, begin=rank * rows)]
-    if fused is None or len(fused) != len(spans):
+        names, spans = [path], [(module.output_size, 0)]
+    if len(names) != len(spans):
         raise ContractError(f"`{path}` fuses {len(spans)} checkpoint tensors whose names vLLM does not list")
-    return [
-        FusedPart(name=f"{parent}.{name}", rows=rows, begin=begin)
-        for name, (rows, begin) in zip(fused, spans, strict=True)
-    ]
+    return [Part(name, *span) for name, span in zip(names, spans, strict=True)]
 
 
-def _adapter(path: str, module: nn.Module, model: nn.Module) -> Iterator[CheckpointSlice]:
+def _adapter(path: str, module: nn.Module, model: nn.Module) -> Iterator[EngineSlice]:
     """Yield the first slot's adapter, part by part of a fused layer; vLLM stores B times the adapter's scaling."""
     if not isinstance(module.base_layer, LinearBase):
         return  # embeddings and logits have adapter memory too, which adapters of linears leave empty
@@ -142,56 +146,36 @@ def _adapter(path: str, module: nn.Module, model: nn.Module) -> Iterator[Checkpo
     names = getattr(model, "packed_modules_mapping", {}).get(leaf, [leaf])
     for matrix, stacks in (("lora_A", module.lora_a_stacked), ("lora_B", module.lora_b_stacked)):
         for name, stack in zip(names, stacks, strict=True):
-            yield whole_slice(f"{parent}.{name}.{matrix}.weight", f"{path}.{matrix}", stack[0, 0])
+            yield slice_of(f"{parent}.{name}.{matrix}.weight", f"{path}.{matrix}", stack[0, 0])
 
 
-def _vocabulary(path: str, canonical: str, module: VocabParallelEmbedding) -> Iterator[CheckpointSlice]:
-    begin, end = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
-    for holder, tensor in _weights(path, module):
-        rows = tensor[: end - begin]
-        yield CheckpointSlice(
-            name=f"{canonical}.weight", holder=holder, box=((begin, end), (0, tensor.shape[1])), tensor=rows
-        )
-
-
-def _experts(path: str, module: FusedMoE) -> Iterator[CheckpointSlice]:
+def _experts(path: str, module: FusedMoE) -> Iterator[EngineSlice]:
     places = range(module.global_num_experts) if module.expert_map is None else module.expert_map.tolist()
     firsts = ("gate_proj", "up_proj") if module.moe_config.is_act_and_mul else ("up_proj",)
-    if _rounded(module.w13_weight):
-        for expert in (expert for expert, place in enumerate(places) if place >= 0):
-            for leaf, holder in (*((leaf, "w13_weight") for leaf in firsts), ("down_proj", "w2_weight")):
-                yield _quantized(f"{path}.{expert}.{leaf}.weight", f"{path}.{holder}", getattr(module, holder))
-        return
+    rounded = _rounded(module.w13_weight)
     copies = list(_expert_weights(path, module))
     for expert, place in enumerate(places):
-        if place < 0:
-            continue
-        for holder, fc1, fc2 in copies:
-            width = fc1.shape[1] // len(firsts)
-            begin = module.tp_rank * width
-            rows: Box = ((begin, begin + width), (0, fc1.shape[2]))
-            cols: Box = ((0, fc2.shape[1]), (begin, begin + width))
-            prefix, first, second = f"{path}.{expert}", *holder
-            for leaf, tensor in zip(firsts, fc1[place].split(width), strict=True):
-                yield CheckpointSlice(name=f"{prefix}.{leaf}.weight", holder=first, box=rows, tensor=tensor)
-            yield CheckpointSlice(name=f"{prefix}.down_proj.weight", holder=second, box=cols, tensor=fc2[place])
+        for (first, fc1), (second, fc2) in copies if place >= 0 else ():
+            rows = zip(firsts, fc1[place].chunk(len(firsts)), strict=True)
+            pieces = [(leaf, first, fc1, piece, 0) for leaf, piece in rows]
+            for leaf, holder, whole, piece, dim in [*pieces, ("down_proj", second, fc2, fc2[place], 1)]:
+                name, begin = f"{path}.{expert}.{leaf}.weight", module.tp_rank * piece.shape[dim]
+                yield slice_of(name, holder, whole if rounded else piece, dim, begin, quantized=rounded)
 
 
-def _expert_weights(path: str, module: FusedMoE) -> Iterator[tuple[tuple[str, str], torch.Tensor, torch.Tensor]]:
-    """Yield ((holders), [experts, 2*width, hidden], [experts, hidden, width]) of every copy of the experts."""
+def _expert_weights(path: str, module: FusedMoE) -> Iterator[tuple[tuple[str, torch.Tensor], tuple[str, torch.Tensor]]]:
+    """Yield ((holder, [experts, 2*width, hidden]), (holder, [experts, hidden, width])) of each copy of the experts."""
     if module.w13_weight.numel():
-        yield (
-            (f"{path}.w13_weight", f"{path}.w2_weight"),
-            unpack_experts(module, module.w13_weight),
-            unpack_experts(module, module.w2_weight),
+        plain = _rounded(module.w13_weight)
+        yield tuple(
+            (f"{path}.{name}", weight if plain else unpack_experts(module, weight))
+            for name, weight in (("w13_weight", module.w13_weight), ("w2_weight", module.w2_weight))
         )
-    packed = list(packed_linears(module))
-    if packed:
+    if packed := [item.read() for item in packed_linears(module)]:
         half = len(packed) // 2
         yield (
-            (f"{path}.gate_up_linear", f"{path}.down_linear"),
-            torch.stack([item.read() for item in packed[:half]]),
-            torch.stack([item.read() for item in packed[half:]]),
+            (f"{path}.gate_up_linear", torch.stack(packed[:half])),
+            (f"{path}.down_linear", torch.stack(packed[half:])),
         )
 
 
@@ -199,5 +183,20 @@ def _rounded(weight: torch.Tensor) -> bool:
     return weight.dtype.itemsize == 1
 
 
-def _quantized(name: str, holder: str, tensor: torch.Tensor) -> CheckpointSlice:
-    return CheckpointSlice(name=name, holder=holder, box=(), tensor=tensor, quantized=True)
+def _others(path: str, module: nn.Module) -> Iterator[EngineSlice]:
+    """Yield the own parameters of any other module: whole, but a run of rows in a state-space mixer and its norm.
+
+    The mixer is known by its name, as its class cannot be imported without Triton. vLLM keeps ``-exp(A_log)``, whose
+    bits differ from those sent; only the comparison with a cold engine covers it.
+    """
+    kind, rank = type(module).__name__, 0
+    if kind in ("MambaMixer2", "Mixer2RMSNormGated"):
+        rank = getattr(module, "conv1d", module).tp_rank
+    for name, tensor in module._parameters.items():
+        if tensor is None:
+            continue
+        if kind == "MambaMixer2" and name == "A":
+            yield slice_of(f"{path}.A_log", f"{path}.A", tensor, quantized=True)
+        else:
+            begin = rank * tensor.shape[0] if rank else 0
+            yield slice_of(f"{path}.{name}", f"{path}.{name}", tensor, begin=begin)

@@ -113,7 +113,7 @@ class VerifierWorker:
 
     def verifier_view(self, carried: Sequence[str]) -> list[EngineSlice]:
         """See `Engine.checkpoint_view`."""
-        return [item.describe() for item in checkpoint_slices(self.model_runner.get_model(), frozenset(carried))]
+        return list(checkpoint_slices(self.model_runner.get_model(), frozenset(carried)))
 
     def verifier_poison(self, carried: Sequence[str]) -> list[Poisoned]:
         """See `Engine.poison`; an update that was left open is abandoned."""
