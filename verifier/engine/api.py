@@ -220,16 +220,7 @@ class Engine(Protocol):
         """Leave the transfer group and free the model."""
 
 
-CARRIED = (
-    VerifierError,
-    RuntimeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    TypeError,
-    AssertionError,
-    OSError,
-)
+CARRIED = (VerifierError, RuntimeError, ValueError, LookupError, AttributeError, TypeError, AssertionError, OSError)
 """Errors that upstream code raises at a request that it cannot serve: reported to the client, and survived."""
 _MAX_CAUSE = 600
 
@@ -244,13 +235,7 @@ def reply_of(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
 
 
 def value_of(reply: dict[str, Any], doing: str, otherwise: type[VerifierError] = InternalError) -> Any:
-    """Return the result in another process's reply, or raise its error.
-
-    Args:
-        reply: see `reply_of`.
-        doing: begins the sentence about an error that is not one of ours.
-        otherwise: raised for such an error.
-    """
+    """Return the result in another process's reply, or raise its error; one that is not ours becomes `otherwise`."""
     if "error" in reply:
         cause = " ".join(reply["error"]["cause"].split())[:_MAX_CAUSE]
         known = failures.known_error(reply["error"], (TransferFailed, *failures.OURS))
@@ -258,39 +243,48 @@ def value_of(reply: dict[str, Any], doing: str, otherwise: type[VerifierError] =
     return reply["value"]
 
 
-def check_sequences(sequences: Sequence[Sequence[int]], *, vocab_size: int, max_len: int, least: int = 2) -> None:
-    """Refuse token sequences that an engine cannot score or continue.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Token sequences that an engine takes."""
 
-    Args:
-        sequences: token ids.
-        vocab_size: size of the vocabulary.
-        max_len: greatest length, in tokens.
-        least: least length, in tokens.
+    vocab_size: int
+    max_len: int
+    """Greatest length of prompt and continuation together, in tokens."""
 
-    Raises:
-        UsageError: a sequence is too short or too long, or a token is outside of the vocabulary.
-    """
-    for index, tokens in enumerate(sequences):
-        if not least <= len(tokens) <= max_len:
-            raise UsageError(f"sequence {index} has {len(tokens)} tokens; the engine takes {least} to {max_len}")
-        for position, token in enumerate(tokens):
-            if not 0 <= token < vocab_size:
-                raise UsageError(
-                    f"sequence {index} has token {token} at position {position}, outside the vocabulary "
-                    f"[0, {vocab_size})"
-                )
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any], config: EngineConfig) -> Limits:
+        """Return the limits of a checkpoint, by its config.json, in an engine."""
+        return cls(int(checkpoint["vocab_size"]), config.max_model_len)
+
+    def requests(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Sampling]:
+        """Return the sampling parameters of each prompt, once all are checked."""
+        found = [sampling.of(index) for index in range(len(prompts))]
+        self.check(prompts, least=1, spare=max((item.max_tokens for item in found), default=0))
+        return found
+
+    def check(self, sequences: Sequence[Sequence[int]], least: int = 2, spare: int = 0) -> None:
+        """Refuse sequences of fewer tokens, or that leave too few to spare, and tokens outside of the vocabulary.
+
+        Raises:
+            UsageError: names the sequence.
+        """
+        for index, tokens in enumerate(sequences):
+            if not least <= len(tokens) <= self.max_len - spare:
+                most = self.max_len - spare
+                raise UsageError(f"sequence {index} has {len(tokens)} tokens; the engine takes {least} to {most}")
+            for position, token in enumerate(tokens):
+                if not 0 <= token < self.vocab_size:
+                    raise UsageError(
+                        f"sequence {index} has token {token} at position {position}, outside the vocabulary "
+                        f"[0, {self.vocab_size})"
+                    )
 
 
 def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1) -> None:
-    """Refuse before vLLM starts what would fail a minute into its start.
-
-    Args:
-        config: the checkpoint's config.json.
-        on_cpu: whether vLLM would run on its CPU kernels.
-        tp: tensor-parallel size of the engine.
+    """Refuse a checkpoint, by its config.json, with which vLLM would fail a minute into its start.
 
     Raises:
-        UsageError: vLLM has no CPU kernels for this architecture, or `tp` does not divide its heads.
+        UsageError: vLLM has no CPU kernels for it, or the tensor-parallel size does not divide its heads.
     """
     heads = config.get("num_attention_heads")
     if heads is not None and heads % tp:
@@ -302,10 +296,7 @@ def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1) 
 
 
 def refuse_adapters(config: Mapping[str, Any]) -> None:
-    """Refuse architectures whose adapters trainer and engine divide differently.
-
-    Args:
-        config: the checkpoint's config.json.
+    """Refuse a checkpoint, by its config.json, whose adapters trainer and engine divide differently.
 
     Raises:
         UsageError: experts, latent attention, or layers without attention.

@@ -49,16 +49,10 @@ class EngineClient:
     def start(
         self, request: str, kind: Any = None, *, deadline_s: float | None = None, **arguments: Any
     ) -> Callable[[], Any]:
-        """Send a request and return at once, so that the engine can be fed by other means meanwhile.
-
-        Args:
-            request: one of the methods of `Engine`.
-            kind: type of its answer.
-            deadline_s: for the answer.
-            arguments: JSON values.
+        """Send a request, one of the methods of `Engine`, and return at once, so that the engine can be fed meanwhile.
 
         Returns:
-            Function that waits for the answer, as `ask` does; to be called in the order of the requests.
+            Function that waits for the answer, of type `kind`, as `ask` does; to be called in the order of requests.
         """
         try:
             self._connected(f"before the request `{request}`").send({"request": request, "arguments": arguments})

@@ -6,16 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from verifier.engine.api import (
-    Engine,
-    EngineConfig,
-    EngineSlice,
-    EngineTensor,
-    Poisoned,
-    Sample,
-    Sampling,
-    check_sequences,
-)
+from verifier.engine.api import Engine, EngineConfig, EngineSlice, EngineTensor, Limits, Poisoned, Sample, Sampling
 from verifier.engine.shaping import shaped
 from verifier.engine.stored_tensors import poison_stored, restore, slice_of, stored_in_model
 from verifier.errors import ContractError
@@ -32,30 +23,28 @@ class HfEngine(Engine):
     library = "transformers"
 
     def __init__(self, config: EngineConfig) -> None:
-        checkpoint = open_checkpoint(config.checkpoint)
         self.model = load_model(config.checkpoint, getattr(torch, config.dtype), fixes=config.fixes)
         self.receiver = ChunkReceiver(0)
-        self._max_len = config.max_model_len
-        self._vocab_size = int(checkpoint.config["vocab_size"])
+        self._limits = Limits.of(open_checkpoint(config.checkpoint).config, config)
         self._carried = frozenset(holder for holder, _ in checkpoint_places(self.model).values())
         self._saved: dict[str, torch.Tensor] = {}
         self._unseeded = torch.Generator().manual_seed(config.seed)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """See `Engine.logprobs`: one forward per sequence, log-softmax in float32."""
-        check_sequences(sequences, vocab_size=self._vocab_size, max_len=self._max_len)
+        self._limits.check(sequences)
         return [token_logprobs(self.model, tokens, torch.float32).tolist() for tokens in sequences]
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
         """See `Engine.generate`: one sample at a time; every token but the first recomputes its whole prefix."""
-        requests = [sampling.of(index) for index in range(len(prompts))]
-        longest = max((item.max_tokens for item in requests), default=0)
-        check_sequences(prompts, vocab_size=self._vocab_size, max_len=self._max_len - longest, least=1)
         found = []
-        for prompt, asked in zip(prompts, requests, strict=True):
+        for prompt, asked in zip(prompts, self._limits.requests(prompts, sampling), strict=True):
             first = self._distribution(prompt, (), asked)
-            seeds = (asked.seed + sample if asked.seeded else None for sample in range(asked.n))
-            found.append([self._sample(prompt, first, self._generator(seed), asked) for seed in seeds])
+            generators = [
+                torch.Generator().manual_seed(asked.seed + sample) if asked.seeded else self._unseeded
+                for sample in range(asked.n)
+            ]
+            found.append([self._sample(prompt, first, generator, asked) for generator in generators])
         return found
 
     def state(self) -> list[list[EngineTensor]]:
@@ -121,17 +110,9 @@ class HfEngine(Engine):
         logits = self.model(input_ids=torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0, -1]
         return shaped(logits.float(), prompt, answer, sampling)
 
-    def _generator(self, seed: int | None) -> torch.Generator:
-        """Return a seeded generator, or the engine's own."""
-        return self._unseeded if seed is None else torch.Generator().manual_seed(seed)
-
     @torch.inference_mode()
     def _sample(
-        self,
-        prompt: Sequence[int],
-        first: torch.Tensor,
-        generator: torch.Generator,
-        sampling: Sampling,
+        self, prompt: Sequence[int], first: torch.Tensor, generator: torch.Generator, sampling: Sampling
     ) -> Sample:
         tokens: list[int] = []
         logprobs: list[float] = []

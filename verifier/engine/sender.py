@@ -74,13 +74,7 @@ def transfer(
 
 
 def connect(engine: EngineClient, listener: Listener, rounds: TrainerRounds | None = None) -> TransferGroup:
-    """Connect the engine's ranks to the sender; once, before the first update.
-
-    Args:
-        engine: client of the engine.
-        listener: listening socket; the kind of its address selects the transport.
-        rounds: exchange among trainer ranks; for CUDA IPC only.
-    """
+    """Connect the engine's ranks to the sender, once, by the kind of the listener's address; `rounds` for CUDA IPC."""
     from verifier.transport.groups import bulk_group
 
     answer = engine.connect(listener.address)
@@ -111,17 +105,11 @@ def agree(engine: EngineClient, group: TransferGroup, plan: ChunkPlan, watch: Tr
 def deliver(
     engine: EngineClient, group: TransferGroup, plan: ChunkPlan, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[Delivery]:
-    """Send the stream chunk by chunk; call `EngineClient.finish_update` when it is exhausted.
+    """Send (checkpoint name, tensor) in the order of the agreed plan; then call `EngineClient.finish_update`.
 
     While the engine loads a chunk, the next `AHEAD` chunks are being sent or agreed on, and one more is packed. If the
     group does not overwrite memory, the engine has the next request already. `AHEAD` + 1 chunks are in memory, and the
     one that was yielded last.
-
-    Args:
-        engine: client of the engine.
-        group: group from `connect`.
-        plan: plan that `agree` was called with.
-        tensors: (checkpoint name, tensor) in plan order.
 
     Raises:
         ContractError: the stream departs from the plan, or the members are not all at the same chunk; every sent chunk

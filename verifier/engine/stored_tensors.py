@@ -34,15 +34,9 @@ class StoredTensor:
 def slice_of(
     name: str, holder: str, tensor: torch.Tensor, dim: int = 0, begin: int = 0, *, quantized: bool = False
 ) -> EngineSlice:
-    """Describe one rank's part of a checkpoint tensor: the whole, but for one dim.
+    """Describe one rank's part of a checkpoint tensor: all of it, but in one dim a run from `begin`.
 
-    Args:
-        name: of the checkpoint tensor.
-        holder: engine's name of the tensor that the part was read from.
-        tensor: the part.
-        dim: the dim of which it may be a part.
-        begin: place in that dim of the checkpoint tensor.
-        quantized: `tensor` is the whole rounded weight that contains the part, so nothing is said about its place.
+    If `quantized`, `tensor` is the whole rounded weight that contains the part, and nothing is said about its place.
     """
     sizes = [] if quantized else tensor.shape
     box = tuple((begin, begin + size) if at == dim else (0, size) for at, size in enumerate(sizes))
@@ -94,13 +88,9 @@ def prefixed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def poison_stored(stored: StoredTensor, carried: Collection[str], saved: dict[str, torch.Tensor]) -> Poisoned:
     """Fill one tensor with NaN, in place.
 
-    Tensors that no checkpoint carries (RoPE tables, attention scales) are saved first, because no update restores them.
-    An engine that frees its memory between steps saves its buffers too.
-
-    Args:
-        stored: tensor to poison.
-        carried: names that a checkpoint carries; parameters and views of them count as carried.
-        saved: name -> clean contents of tensors that are not carried; an existing entry is kept.
+    A tensor that no checkpoint carries (RoPE tables, attention scales) is saved first, unless it was before, because no
+    update restores it; parameters and views of them count as carried. An engine that frees its memory between steps
+    saves its buffers too.
 
     Source:
         vllm/v1/worker/gpu_worker.py `Worker.sleep` at level 2, which saves ``named_buffers``.

@@ -10,9 +10,9 @@ import pytest
 
 from verifier.engine.api import (
     EngineConfig,
+    Limits,
     Sampling,
     Shape,
-    check_sequences,
     refuse_adapters,
     refuse_unsupported,
 )
@@ -74,7 +74,7 @@ def test_sampling_of_one_prompt() -> None:
 )
 def test_sequences_are_refused_by_name(sequences: list[list[int]], sentence: str) -> None:
     with pytest.raises(UsageError) as caught:
-        check_sequences(sequences, vocab_size=10, max_len=4)
+        Limits(vocab_size=10, max_len=4).check(sequences)
     assert str(caught.value) == sentence
 
 

@@ -20,10 +20,10 @@ from verifier.engine.api import (
     EngineConfig,
     EngineSlice,
     EngineTensor,
+    Limits,
     Poisoned,
     Sample,
     Sampling,
-    check_sequences,
     value_of,
 )
 from verifier.engine.vllm.worker_vllm import BACKEND
@@ -70,8 +70,7 @@ class VllmEngine(Engine):
     def __init__(self, config: EngineConfig) -> None:
         checkpoint = open_checkpoint(config.checkpoint)
         self._num_ranks = config.tp
-        self._max_len = config.max_model_len
-        self._vocab_size = int(checkpoint.config["vocab_size"])
+        self._limits = Limits.of(checkpoint.config, config)
         self._carried = checkpoint.names()
         self._adapter: LoRARequest | None = None
         self._llm = LLM(
@@ -107,9 +106,9 @@ class VllmEngine(Engine):
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """See `Engine.logprobs`: one prefill per sequence; vLLM does not read the prefix cache for it."""
-        check_sequences(sequences, vocab_size=self._vocab_size, max_len=self._max_len - 1)
+        self._limits.check(sequences, spare=1)
         asked = SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0, detokenize=False)
-        outputs = self._llm.generate(_prompts(sequences), asked, use_tqdm=False, lora_request=self._adapter)
+        outputs = self._sampled(sequences, asked)
         return [
             [_nats(row, token) for token, row in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
             for tokens, output in zip(sequences, outputs, strict=True)
@@ -121,12 +120,9 @@ class VllmEngine(Engine):
         vLLM seeds sample k of a request with the request's seed plus k. On a CPU it ignores seeds if a request of the
         batch has none or is greedy (vllm #51226), so the generator that serves all requests is seeded too.
         """
-        requests = [sampling.of(index) for index in range(len(prompts))]
-        longest = max((item.max_tokens for item in requests), default=0)
-        check_sequences(prompts, vocab_size=self._vocab_size, max_len=self._max_len - longest, least=1)
-        asked = [_params(item) for item in requests]
+        asked = [_params(item) for item in self._limits.requests(prompts, sampling)]
         self._rpc("verifier_seed", seed=sampling.seed)
-        outputs = self._llm.generate(_prompts(prompts), asked, use_tqdm=False, lora_request=self._adapter)
+        outputs = self._sampled(prompts, asked)
         return [[_sample(item, output) for item in output.outputs] for output in outputs]
 
     def state(self) -> list[list[EngineTensor]]:
@@ -143,19 +139,15 @@ class VllmEngine(Engine):
 
     def connect(self, address: Address) -> None:
         """See `Engine.connect`; by the worker's `init_weight_transfer_engine`."""
-        self._rpc("init_weight_transfer_engine", init_info={"address": asdict(address)})
+        self._rpc("init_weight_transfer_engine", init_info=asdict(address))
 
     def begin_update(self, plan: ChunkPlan) -> list[Agreement]:
         """See `Engine.begin_update`; by the worker's `start_weight_update`, once all members have the same plan."""
-        agreements = self._rpc("verifier_begin", Agreement, plan=plan.to_json())
-        if all(agreement.reached for agreement in agreements):
-            self._rpc("start_weight_update", is_checkpoint_format=True)
-        return agreements
+        return self._rpc("verifier_begin", Agreement, plan=plan.to_json())
 
     def receive(self, chunk: int) -> list[Receipt]:
         """See `Engine.receive`; by the worker's `update_weights`."""
-        self._rpc("update_weights", update_info={"chunk": chunk})
-        return self._rpc("verifier_receipt", Receipt)
+        return self._rpc("verifier_receive", Receipt, chunk=chunk)
 
     def finish_update(self) -> None:
         """See `Engine.finish_update`; by the worker's `finish_weight_update`.
@@ -199,6 +191,10 @@ class VllmEngine(Engine):
     def shutdown(self) -> None:
         """End the workers."""
         self._llm.llm_engine.engine_core.shutdown()
+
+    def _sampled(self, prompts: Sequence[Sequence[int]], asked: SamplingParams | list[SamplingParams]) -> list[Any]:
+        tokens = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return self._llm.generate(tokens, asked, use_tqdm=False, lora_request=self._adapter)
 
     def _rpc(
         self, method: str, kind: Any = Any, *, otherwise: type[VerifierError] = InternalError, **arguments: Any
@@ -248,7 +244,3 @@ def _params(sampling: Sampling) -> SamplingParams:
         logprobs=0,
         detokenize=False,
     )
-
-
-def _prompts(sequences: Sequence[Sequence[int]]) -> list[dict[str, list[int]]]:
-    return [{"prompt_token_ids": list(tokens)} for tokens in sequences]

@@ -131,14 +131,7 @@ def _closures(module: nn.Module) -> Iterator[tuple[str, Callable[..., torch.Tens
 
 
 def unpack_experts(module: nn.Module, packed: torch.Tensor) -> torch.Tensor:
-    """Undo the expert kernel's permutation.
-
-    Args:
-        module: vLLM's fused experts.
-        packed: ``w13_weight`` or ``w2_weight``, [experts, out, in].
-
-    Returns:
-        Weight in checkpoint order, [experts, out, in]; `packed` itself if the kernel keeps that order.
+    """Return fused experts' ``w13_weight`` or ``w2_weight``, [experts, out, in], in the order of the checkpoint.
 
     Raises:
         ContractError: the kernel does more than permute within an expert.

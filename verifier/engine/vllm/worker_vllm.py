@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,11 @@ import torch
 from torch import nn
 from vllm.config.parallel import ParallelConfig
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.model_loader.reload.layerwise import (
-    LAYERWISE_INFO,
-    _place_kernel_tensors,
-    get_layerwise_info,
-)
+from vllm.model_executor.model_loader.reload import layerwise
 
 from verifier.engine.api import EngineSlice, EngineTensor, Poisoned, reply_of
 from verifier.engine.stored_tensors import adapter_places, restore
@@ -46,25 +38,14 @@ BACKEND = "ipc"
 """Backend name that `ChunkTransferEngine` replaces; `WeightTransferConfig.backend` accepts only "nccl" and "ipc"."""
 
 
-@dataclass
-class AddressInfo(WeightTransferInitInfo):
-    """The sender's `Address` as JSON values."""
+class ChunkTransferEngine(WeightTransferEngine[Address, dict[str, int]]):
+    """vLLM's weight-transfer API over a transfer group of gloo, NCCL or CUDA IPC.
 
-    address: dict[str, Any]
+    An update carries the index of the next chunk; names, dtypes and shapes are in the plan.
+    """
 
-
-@dataclass
-class ChunkInfo(WeightTransferUpdateInfo):
-    """Index of the next chunk; names, dtypes and shapes are in the plan."""
-
-    chunk: int
-
-
-class ChunkTransferEngine(WeightTransferEngine[AddressInfo, ChunkInfo]):
-    """vLLM's weight-transfer API over a transfer group of gloo, NCCL or CUDA IPC."""
-
-    init_info_cls = AddressInfo
-    update_info_cls = ChunkInfo
+    init_info_cls = Address
+    update_info_cls = dict
 
     def __init__(self, config: WeightTransferConfig, parallel_config: ParallelConfig) -> None:
         super().__init__(config, parallel_config)
@@ -76,15 +57,15 @@ class ChunkTransferEngine(WeightTransferEngine[AddressInfo, ChunkInfo]):
         )
         self.receipt: Receipt | None = None
 
-    def init_transfer_engine(self, init_info: AddressInfo) -> None:
+    def init_transfer_engine(self, init_info: Address) -> None:
         """Join the sender's group."""
-        self.receiver.connect(Address(**init_info.address))
+        self.receiver.connect(init_info)
 
     def receive_weights(
-        self, update_info: ChunkInfo, load_weights: Callable[[list[tuple[str, torch.Tensor]]], set[str] | None]
+        self, update_info: dict[str, int], load_weights: Callable[[list[tuple[str, torch.Tensor]]], set[str] | None]
     ) -> None:
         """Receive and load one chunk and keep its `receipt`."""
-        self.receipt = self.receiver.receive(update_info.chunk, lambda tensors: load_weights(tensors) or ())
+        self.receipt = self.receiver.receive(update_info["chunk"], lambda tensors: load_weights(tensors) or ())
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -127,7 +108,7 @@ class VerifierWorker:
                 tensor.fill_(float("nan"))
 
     def verifier_begin(self, plan: list[Any]) -> Agreement:
-        """Agree on the plan; if reached, abandon an update that was left open and restore the saved tensors."""
+        """See `Engine.begin_update`; abandons an update that was left open, and restores the saved tensors."""
         agreement = self.weight_transfer_engine.receiver.agree(ChunkPlan.from_json(plan))
         if agreement.reached:
             if self.device is None:  # vLLM 0.21 sets it for accelerators only, and start_weight_update reads it
@@ -135,10 +116,12 @@ class VerifierWorker:
             self._verifier_abandon()
             restore(self.model_runner.get_model(), self._verifier_saved())
             self._verifier_aliases = aliases(self.model_runner.get_model())
+            self.start_weight_update(is_checkpoint_format=True)
         return agreement
 
-    def verifier_receipt(self) -> Receipt:
-        """Return the receipt of the last chunk; a parameter of two modules counts as loaded under both names."""
+    def verifier_receive(self, chunk: int) -> Receipt:
+        """See `Engine.receive`; a parameter of two modules counts as loaded under both names."""
+        self.update_weights({"chunk": chunk})
         receipt = self.weight_transfer_engine.receipt
         names = {alias for name in receipt.loaded for alias in self._verifier_aliases.get(name, (name,))}
         return replace(receipt, loaded=tuple(sorted(names)))
@@ -195,9 +178,9 @@ def abandon_reload(model: nn.Module) -> None:
     Finishing the reload instead would process half-loaded layers and fail again where loading failed.
     """
     for layer in model.modules():
-        info = get_layerwise_info(layer)
+        info = layerwise.get_layerwise_info(layer)
         if info.can_load():
-            _place_kernel_tensors(layer, info)
+            layerwise._place_kernel_tensors(layer, info)
         info.reset()
 
 
@@ -208,15 +191,12 @@ def copy_kept_views(buffer: torch.Tensor) -> None:
     the update is finished.
     """
     memory = buffer.untyped_storage().data_ptr()
-    for info in LAYERWISE_INFO.values():
+    for info in layerwise.LAYERWISE_INFO.values():
         for _, call in info.loaded_weights:
             for name, value in call.arguments.items():
-                if isinstance(value, torch.Tensor) and not value.is_meta and _memory(value) == memory:
+                is_real = isinstance(value, torch.Tensor) and not value.is_meta
+                if is_real and value.untyped_storage().data_ptr() == memory:
                     call.arguments[name] = value.clone()
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _install() -> None:
