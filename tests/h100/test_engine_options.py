@@ -68,11 +68,11 @@ def test_fault_is_caught_where_it_sits(fault, runner, measured, tmp_path):
     options = {"cuda_graphs": True, "sleep_level": 2}
     config = config_of(tmp_path / "faulted", fault.model.removeprefix("tiny:"), **options)
     client = client_of(runner, config)
-    client.call("verifier.faults.engine_side:inject", fault.id)
+    client.call("verifier.faults.injection:inject", fault.id)
     try:
         trace = runner.roundtrip(config)
     finally:
-        fired = sum(client.call("verifier.faults.engine_side:heal"))
+        fired = sum(client.call("verifier.faults.injection:heal"))
         client.close()
     caught, first = verdicts(trace)
     measured(fault=fault.id, fired=fired, caught=caught, first_bad_stage=first)

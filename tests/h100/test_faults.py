@@ -36,11 +36,11 @@ def test_reload_fault_is_caught_where_it_sits(name, runner, measured, tmp_path):
     fault = CATALOG[name]
     config = config_of(fault.model, tmp_path / "faulted")
     client = runner.engine(config).process.client()
-    client.call("verifier.faults.engine_side:inject", name)
+    client.call("verifier.faults.injection:inject", name)
     try:
         trace = runner.roundtrip(config)
     finally:
-        fired = sum(client.call("verifier.faults.engine_side:heal"))
+        fired = sum(client.call("verifier.faults.injection:heal"))
         client.close()
     caught, first = verdicts(trace)
     measured(fault=name, fired=fired, caught=caught, first_bad_stage=first)

@@ -10,7 +10,7 @@ from tests.meta.sources import ROOT
 from verifier.core.check import REGISTRY
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import fault
-from verifier.faults.matrix_ledger import latest, read
+from verifier.faults.matrix import latest, read
 from verifier.faults.matrix_pages import pages
 
 LEDGER = ROOT / "golden" / "kill-matrix.jsonl"
@@ -38,8 +38,8 @@ def test_every_fault_says_what_it_re_enacts():
 
 
 def test_every_fault_lies_in_a_file_of_its_stage():
-    """One file for a stage, but for the engine and the rollout, which have more."""
-    files = {"engine": {"engine", "reload", "engine_gpu"}, "rollout": {"sampling", "request", "engine_gpu"}}
+    """One file for a stage, but for the engine, and the plan in the file of the transport."""
+    files = {"engine": {"engine", "reload"}, "rollout": {"rollout", "reload"}, "plan": {"transport"}}
     for item in CATALOG.values():
         _, body = item.replacements[0]
         file = inspect.getmodule(body).__name__.removeprefix("verifier.faults.").removesuffix("_faults")
@@ -48,14 +48,13 @@ def test_every_fault_lies_in_a_file_of_its_stage():
 
 def test_a_fault_without_a_summary_and_a_second_of_one_id_are_refused():
     with pytest.raises(ValueError, match="write the docstring first"):
-        fault("os.path:join(a, p)", id="new-fault")(lambda original, fire: None)
+        fault("x/y#1", "os.path:join(a, p)")(lambda call: None)
 
-    def body(original, fire):
+    def groups_of_one(call):
         """Summary."""
 
-    fields = {"stage": None, "reproduces": "", "caught_by": ()}
     with pytest.raises(ValueError, match="`groups-of-one` is taken"):
-        fault("os.path:join(a, p)", id="groups-of-one", **fields)(body)
+        fault("x/y#1", "os.path:join(a, p)", stage=None, caught_by=())(groups_of_one)
 
 
 def test_every_fault_was_caught_in_its_own_stage_by_the_checks_that_must():

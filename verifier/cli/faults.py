@@ -40,7 +40,7 @@ def run(
     faults = chosen(ids)
     if keep is not None:
         require_empty(keep, "--keep")
-    return run_trials(faults, keep=keep, write=show)
+    return run_trials(faults, show, keep=keep)
 
 
 @app.command()
@@ -60,8 +60,7 @@ def matrix(
     ] = None,
 ) -> int:
     """Run trials, and draw which checks catch which faults."""
-    from verifier.faults import matrix_ledger as ledgers
-    from verifier.faults.matrix import fill, of_stages
+    from verifier.faults.matrix import append, fill, of_stages, read, rows_of_gpu_run
     from verifier.faults.matrix_pages import pages
 
     faults = of_stages(only or ())
@@ -74,9 +73,9 @@ def matrix(
     with tempfile.TemporaryDirectory() as folder:
         rows = ledger or Path(folder) / "ledger.jsonl"
         if gpu_results is not None:
-            ledgers.append(rows, ledgers.rows_of_gpu_run(gpu_results))
+            append(rows, rows_of_gpu_run(gpu_results))
         code = ExitCode.HOLDS if no_run else fill(rows, faults, show)
         if output is not None:
-            for name, text in pages(ledgers.read(rows)).items():
+            for name, text in pages(read(rows)).items():
                 write_whole(output / name, text)
     return code

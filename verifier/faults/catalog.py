@@ -2,17 +2,14 @@
 
 from verifier.faults import (  # noqa: F401
     engine_faults,
-    engine_gpu_faults,
     export_faults,
     load_faults,
     logprob_faults,
     loss_faults,
     pack_faults,
-    plan_faults,
     reload_faults,
     replay_faults,
-    request_faults,
-    sampling_faults,
+    rollout_faults,
     train_faults,
     transport_faults,
 )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.inject import replaced
+from verifier.errors import ContractError
 from verifier.mesh import Mesh
 
 
@@ -35,7 +37,8 @@ class FireCounter:
     """File that appears when the code runs for the first time, so that it is known of a process that died too."""
     state: dict[str, Any] = field(default_factory=dict)
     """Values that a fault keeps from one call to the next; empty again when the fault is healed."""
-    _undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    healing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Calls that undo what the fault left behind; the last one added comes first."""
 
     def __call__(self) -> None:
         """Count one run of the injected code."""
@@ -43,25 +46,90 @@ class FireCounter:
         if self.count == 1 and self.mark is not None:
             self.mark.touch()
 
+
+class Call:
+    """One call of a function that a fault stands in for. The arguments are attributes, by the function's own names."""
+
+    def __init__(self, function: Callable[..., Any], bound: inspect.BoundArguments, fire: FireCounter) -> None:
+        self._function, self._bound = function, bound
+        self.fire, self.state = fire, fire.state
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an argument, or its default."""
+        parameter = self._bound.signature.parameters.get(name)
+        if parameter is None:
+            raise AttributeError(name)
+        return self._bound.arguments.get(name, parameter.default)
+
+    def original(self, **changed: Any) -> Any:
+        """Call the function itself, with the same arguments but for those given."""
+        bound = inspect.BoundArguments(self._bound.signature, {**self._bound.arguments, **changed})
+        return self._function(*bound.args, **bound.kwargs)
+
+    def faulty(self, **changed: Any) -> Any:
+        """Call the function itself with wrong arguments, and count it."""
+        self.fire()
+        return self.original(**changed)
+
+    def instead(self, right: Any, wrong: Any) -> Any:
+        """Count a wrong value and return it, or the right one if the wrong one is None."""
+        if wrong is None:
+            return right
+        self.fire()
+        return wrong
+
     def undo(self, function: Callable[..., object], *args: Any) -> None:
         """Call a function when the fault is healed; the last one given is called first."""
-        self._undo.callback(function, *args)
-
-    @contextlib.contextmanager
-    def healing(self) -> Iterator[None]:
-        """Undo on exit, even on an error, what the fault left behind."""
-        try:
-            with self._undo:
-                yield
-        finally:
-            self.state.clear()
+        self.fire.healing.callback(function, *args)
 
 
+Body = Callable[[Call], Any]
+"""Replacement of a function."""
+Register = Callable[[Callable[..., Any]], "Fault"]
+"""Decorator that makes a fault of a function."""
 NO_ENGINE = "none"
 """Engine of a fault that is caught before anything is exported: its trials load, score, replay and train only."""
 
-Body = Callable[..., Any]
-"""Replacement of one function, called as ``body(original, fire, *args, **kwargs)``."""
+
+@contextlib.contextmanager
+def replaced(target: str, body: Body, fire: FireCounter | None = None) -> Iterator[None]:
+    """Let a function of a `Call` stand in for a target until exit, even on an error.
+
+    Args:
+        target: ``package.module:Owner.name(parameters)``, with the parameter names that it had when this was written.
+        body: what is called instead.
+        fire: counter of the fault.
+
+    Raises:
+        ContractError: the target is gone or has other parameters: the fault would patch nothing, or something else.
+    """
+    path, _, parameters = target.removesuffix(")").partition("(")
+    module, _, names = path.partition(":")
+    *parents, name = names.split(".")
+    owner: Any = importlib.import_module(module)
+    for parent in parents:
+        owner = getattr(owner, parent, None)
+    if owner is None or not hasattr(owner, name):
+        raise ContractError(f"`{path}` is not there in this version: the fault cannot be injected")
+    raw, inherited = inspect.getattr_static(owner, name), name not in vars(owner)
+    unbound = isinstance(raw, staticmethod | classmethod)
+    function = raw.__func__ if unbound else getattr(owner, name)
+    signature, counter = inspect.signature(function), fire or FireCounter()
+    if ", ".join(signature.parameters) != parameters:
+        found = ", ".join(signature.parameters)
+        raise ContractError(f"`{path}` has parameters ({found}), the fault was written for ({parameters})")
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        return body(Call(function, signature.bind(*args, **kwargs), counter))
+
+    setattr(owner, name, type(raw)(faulty) if unbound else faulty)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, raw)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +163,11 @@ class Fault:
     replacements: list[tuple[str, Body]] = field(default_factory=list, compare=False, repr=False)
     """Targets and what stands in for each while the fault is injected."""
 
-    def also(self, *targets: str) -> Callable[[Body], Body]:
-        """Replace further targets by the decorated function, which is called as the fault's own is."""
+    def also(self, target: str) -> Callable[[Body], Body]:
+        """Replace a further target by the decorated function."""
 
         def add(body: Body) -> Body:
-            self.replacements.extend((target, body) for target in targets)
+            self.replacements.append((target, body))
             return body
 
         return add
@@ -113,49 +181,81 @@ class Fault:
         """
         with contextlib.ExitStack() as stack:
             for target, body in self.replacements:
-                path, _, parameters = target.rstrip(")").partition("(")
-                stack.enter_context(replaced(path, parameters, functools.partial(_replacement, body, fire)))
-            stack.enter_context(fire.healing())
+                stack.enter_context(replaced(target, body, fire))
+            stack.callback(fire.state.clear)
+            stack.enter_context(fire.healing)
             yield
-
-
-def _replacement(body: Body, fire: FireCounter, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a plain function, since a method has to bind to its object."""
-
-    def faulty(*args: Any, **kwargs: Any) -> Any:
-        return body(original, fire, *args, **kwargs)
-
-    return faulty
 
 
 CATALOG: dict[str, Fault] = {}
 """Every registered fault by id; `verifier.faults.catalog` imports the files that register them."""
 
 
-def fault(*targets: str, **row: Any) -> Callable[[Body], Fault]:
-    """Register the decorated function as a fault.
+def fault(reproduces: str, *targets: str, **row: Any) -> Register:
+    """Register the decorated function, which stands in for each target while the fault is injected.
 
-    The function stands in for each target while the fault is injected: it is called with the original, the
-    `FireCounter` to call where the wrong thing happens, and then what the target is called with. The first line of its
-    docstring is the fault's summary.
+    Its name, with dashes, is the fault's id, and the first line of its docstring the summary. It calls `Call.fire`
+    where the wrong thing happens.
 
     Args:
-        targets: ``package.module:Owner.name(parameters)``, with the parameter names of the installed upstream version.
-            The fault is refused when they differ.
-        row: fields of `Fault`.
+        reproduces: repository and issue, pull request or commit of the bug that shipped.
+        targets: as in `replaced`.
+        row: other fields of `Fault`.
 
     Raises:
         ValueError: the id is taken, or the function has no docstring.
     """
 
     def register(body: Body) -> Fault:
+        name = body.__name__.replace("_", "-")
         if not body.__doc__:
-            raise ValueError(f"fault `{row['id']}` has no summary: write the docstring first")
-        found = Fault(summary=inspect.cleandoc(body.__doc__).splitlines()[0], **row)
-        if found.id in CATALOG:
-            raise ValueError(f"fault id `{found.id}` is taken")
-        found.also(*targets)(body)
-        CATALOG[found.id] = found
-        return found
+            raise ValueError(f"fault `{name}` has no summary: write the docstring first")
+        if name in CATALOG:
+            raise ValueError(f"fault id `{name}` is taken")
+        summary = inspect.cleandoc(body.__doc__).splitlines()[0]
+        replacements = [(target, body) for target in targets]
+        CATALOG[name] = Fault(id=name, reproduces=reproduces, summary=summary, replacements=replacements, **row)
+        return CATALOG[name]
 
     return register
+
+
+def kind(*targets: str, **common: Any) -> Callable[[Callable[..., Any]], Callable[..., Register]]:
+    """Make a decorator like `fault` for bugs of one kind, which share targets and some fields.
+
+    The function that this decorates is the body of all of them. It is called with the one function in which they
+    differ, and the `Call`.
+    """
+
+    def make(body: Callable[..., Any]) -> Callable[..., Register]:
+        def of_kind(reproduces: str, **row: Any) -> Register:
+            def register(part: Callable[..., Any]) -> Fault:
+                whole = functools.wraps(part)(functools.partial(body, part))
+                return fault(reproduces, *targets, **common | row)(whole)
+
+            return register
+
+        return of_kind
+
+    return make
+
+
+@contextlib.contextmanager
+def held(owner: Any, **values: Any) -> Iterator[None]:
+    """Give attributes other values for a while."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def tensors_named(chunks: Any, ending: str) -> Iterator[Any]:
+    """Parameters and buffers of these model chunks whose names end so."""
+    for chunk in chunks:
+        for name, tensor in itertools.chain(chunk.named_parameters(), chunk.named_buffers()):
+            if name.endswith(ending):
+                yield tensor

@@ -12,7 +12,7 @@ from verifier.core.check import REGISTRY
 from verifier.core.stage import Stage
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import Fault
-from verifier.faults.matrix_ledger import TrialRow, latest
+from verifier.faults.matrix import TrialRow, latest
 
 ISSUE = re.compile(r"^([\w.-]+/[\w.-]+)#(\d+)")
 HOW = """\

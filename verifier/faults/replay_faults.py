@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, Body, Fault, FireCounter, fault
+from verifier.faults.fault import NO_ENGINE, Body, Call, fault, kind
 from verifier.faults.pack_faults import on_packs, on_rollouts, on_shards
 from verifier.mesh import Mesh
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 REPLAY = "verifier.train.router_replay_megatron"
 UPSTREAM = "megatron.core.transformer.moe.router_replay:RouterReplay"
-CHOOSE = f"{UPSTREAM}.get_replay_topk(self, scores, topk, num_groups, group_topk, default_compute_topk)"
 UNCHOSEN = -1e4
 """Logit whose share in a softmax is nothing."""
 ROW: dict[str, Any] = {"stage": Stage.REPLAY, "engine": NO_ENGINE, "mesh": Mesh(tp=2, cp=2, ep=2)}
@@ -33,55 +31,45 @@ def _filled(routes: Any) -> Any:
     return torch.where(missing, torch.arange(routes.shape[-1], dtype=routes.dtype), routes)
 
 
-def on_layers(**row: Any) -> Callable[[Callable[..., int]], Fault]:
-    """Register a fault in the layer numbers of routes: the function returns by how many columns they are off."""
-
-    def register(columns_off: Callable[..., int]) -> Fault:
-        @functools.wraps(columns_off)
-        def replay_routes(original: Any, fire: FireCounter, packed: Any, **where: Any) -> Any:
-            columns = columns_off(**where)
-            if columns and packed.routes_TMK is not None:
-                fire()
-                packed = dataclasses.replace(packed, routes_TMK=packed.routes_TMK.roll(columns, dims=1))
-            return original(packed, **where)
-
-        target = f"{REPLAY}:replay_routes(packed, tp, layers, moe_layers, num_experts, topk)"
-        on_stages = {**BOTH, "model": "tiny:deepseek-v3", "mesh": Mesh(pp=2)}
-        return fault(target, **on_stages, **row)(replay_routes)
-
-    return register
+@kind(
+    f"{REPLAY}:replay_routes(packed, tp, layers, moe_layers, num_experts, topk)",
+    **{**BOTH, "model": "tiny:deepseek-v3", "mesh": Mesh(pp=2)},
+)
+def on_layers(columns_off: Callable[[Call], int], call: Call) -> Any:
+    """Number the layers of routes wrongly: the function returns by how many columns they are off."""
+    packed, columns = call.packed, columns_off(call)
+    if not columns or packed.routes_TMK is None:
+        return call.original()
+    return call.faulty(packed=dataclasses.replace(packed, routes_TMK=packed.routes_TMK.roll(columns, dims=1)))
 
 
-def on_replay(**row: Any) -> Callable[[Body], Fault]:
-    """Register a fault in a router's choice while it replays a forward pass; `chosen` has its right choice."""
+@kind(f"{UPSTREAM}.get_replay_topk(self, scores, topk, num_groups, group_topk, default_compute_topk)", **ROW)
+def on_replay(choose: Body, call: Call) -> Any:
+    """Choose wrongly in a router that replays a forward pass; the original has the right choice."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
-    def register(choose: Body) -> Fault:
-        @functools.wraps(choose)
-        def get_replay_topk(original: Any, fire: FireCounter, self: Any, *args: Any) -> Any:
-            from megatron.core.transformer.moe.router_replay import RouterReplayAction
-
-            if self.router_replay_action is not RouterReplayAction.REPLAY_FORWARD:
-                return original(self, *args)
-            return choose(original, fire, self, *args)
-
-        return fault(CHOOSE, **ROW, **row)(get_replay_topk)
-
-    return register
+    replays = call.self.router_replay_action is RouterReplayAction.REPLAY_FORWARD
+    return choose(call) if replays else call.original()
 
 
-@on_layers(id="routes-count-dense-layers", reproduces="verl-project/verl#5037")
-def routes_count_dense_layers(*, moe_layers: Any, **where: Any) -> int:
+def _own_choice(call: Call) -> Any:
+    """Values and experts that the router chooses by itself."""
+    return call.default_compute_topk(call.scores, call.topk, call.num_groups, call.group_topk)
+
+
+@on_layers("verl-project/verl#5037")
+def routes_count_dense_layers(call: Call) -> int:
     """Routes are numbered by layer and routers by router: each is off by one behind a dense layer."""
-    return -int(moe_layers[0])
+    return -int(call.moe_layers[0])
 
 
-@on_layers(id="routes-counted-from-the-stage", reproduces="verl-project/verl#7106")
-def routes_counted_from_the_stage(*, layers: range, moe_layers: Any, **where: Any) -> int:
+@on_layers("verl-project/verl#7106")
+def routes_counted_from_the_stage(call: Call) -> int:
     """Layers are numbered within their pipeline stage, so the second stage gets the first one's routes."""
-    return sum(layer < layers.start for layer in moe_layers)
+    return sum(layer < call.layers.start for layer in call.moe_layers)
 
 
-@on_shards(id="routes-not-cut-in-zigzag", reproduces="THUDM/slime#2175", **BOTH)
+@on_shards("THUDM/slime#2175", **BOTH)
 def routes_not_cut_in_zigzag(whole: PackedBatch, shard: PackedBatch, cp_rank: int) -> PackedBatch | None:
     """Routes are cut into contiguous parts while context parallelism cuts tokens in zigzag chunks."""
     if whole.routes_TMK is None:
@@ -90,7 +78,7 @@ def routes_not_cut_in_zigzag(whole: PackedBatch, shard: PackedBatch, cp_rank: in
     return dataclasses.replace(shard, routes_TMK=rows)
 
 
-@on_packs(id="routes-without-inner-padding", reproduces="verl-project/verl#7106", **BOTH)
+@on_packs("verl-project/verl#7106", **BOTH)
 def routes_without_inner_padding(packed: PackedBatch) -> PackedBatch | None:
     """Tokens are padded sample by sample and routes at the end of the pack, so later samples' routes are shifted."""
     if packed.routes_TMK is None:
@@ -102,17 +90,13 @@ def routes_without_inner_padding(packed: PackedBatch) -> PackedBatch | None:
     return dataclasses.replace(packed, routes_TMK=_filled(joined))
 
 
-@fault(
-    "verifier.train.router_replay:packed_rows_of(packed, tp)",
-    id="routes-of-the-first-slice", reproduces="verl-project/verl#7106", **BOTH,
-)  # fmt: skip
-def routes_of_the_first_slice(original: Any, fire: FireCounter, packed: Any, tp: int) -> Any:
+@fault("verl-project/verl#7106", "verifier.train.router_replay:packed_rows_of(packed, tp)", **BOTH)
+def routes_of_the_first_slice(call: Call) -> Any:
     """Under sequence parallelism every rank replays the first rank's slice of the routes."""
-    fire()
-    return original(packed, 0)
+    return call.faulty(tp=0)
 
 
-@on_rollouts(id="routes-suffix-stale", reproduces="THUDM/slime#1052", **BOTH)
+@on_rollouts("THUDM/slime#1052", **BOTH)
 def routes_suffix_stale(rollouts: list[Rollout]) -> list[Rollout] | None:
     """The last tokens, whose routes the engine did not report, get those of the token before them."""
     if rollouts[0].routes is None:
@@ -126,7 +110,7 @@ def routes_suffix_stale(rollouts: list[Rollout]) -> list[Rollout] | None:
     return found
 
 
-@on_rollouts(id="routes-of-rejected-sample", reproduces="NovaSky-AI/SkyRL#1908", **BOTH)
+@on_rollouts("NovaSky-AI/SkyRL#1908", **BOTH)
 def routes_of_rejected_sample(rollouts: list[Rollout]) -> list[Rollout] | None:
     """A sample is replaced, and keeps the routes of the one that was rejected."""
     if rollouts[0].routes is None:
@@ -142,60 +126,50 @@ def routes_of_rejected_sample(rollouts: list[Rollout]) -> list[Rollout] | None:
     return found
 
 
-@fault(f"{REPLAY}:routers_of(chunk)", id="routers-bound-in-another-order", reproduces="radixark/miles#2570", **BOTH)
-def routers_bound_in_another_order(original: Any, fire: FireCounter, chunk: Any) -> Any:
+@fault("radixark/miles#2570", f"{REPLAY}:routers_of(chunk)", **BOTH)
+def routers_bound_in_another_order(call: Call) -> Any:
     """Routes are handed to routers in the order of a list, which is not that of the layers."""
-    fire()
-    found = original(chunk)
+    found = call.faulty()
     return dict(zip(found, reversed(found.values()), strict=True))
 
 
-@on_replay(id="replay-outlives-its-pass", reproduces="NovaSky-AI/SkyRL#1908", caught_by=("RPL002",))
-def replay_outlives_its_pass(original: Any, fire: FireCounter, self: Any, scores: Any, topk: int, *rest: Any) -> Any:
+@on_replay("NovaSky-AI/SkyRL#1908", caught_by=("RPL002",))
+def replay_outlives_its_pass(call: Call) -> Any:
     """Routes of a pass that only scored are not cleared, and the next pass replays them where counts are equal."""
-    if len(self.target_topk_idx) != len(scores):  # with another number of rows it would not be silent
-        *groups, default = rest
-        return default(scores, topk, *groups)
-    return original(self, scores, topk, *rest)
+    if len(call.self.target_topk_idx) != len(call.scores):  # with another number of rows it would not be silent
+        return _own_choice(call)
+    return call.original()
 
 
-@replay_outlives_its_pass.also(f"{UPSTREAM}.clear_indices(self)", f"{UPSTREAM}.clear_router_replay_action(self)")
-def _keep(original: Any, fire: FireCounter, self: Any) -> None:
-    fire()
+@replay_outlives_its_pass.also(f"{UPSTREAM}.clear_router_replay_action(self)")
+@replay_outlives_its_pass.also(f"{UPSTREAM}.clear_indices(self)")
+def _keep(call: Call) -> None:
+    call.fire()
 
 
-@on_replay(id="experts-replayed-without-weights", reproduces="radixark/miles#2722", caught_by=("RPL002",))
-def experts_replayed_without_weights(original: Any, fire: FireCounter, *args: Any) -> Any:
+@on_replay("radixark/miles#2722", caught_by=("RPL002",))
+def experts_replayed_without_weights(call: Call) -> Any:
     """The experts are forced and their gate weights are those of another order."""
-    values, experts = original(*args)
-    fire()
+    values, experts = call.faulty()
     return values.sort(-1, descending=True).values, experts.sort(-1).values
 
 
-@on_replay(
-    id="gates-of-the-routers-own-choice", reproduces="ISEEKYAN/Megatron-LM#49 (found in review)",
-    caught_by=("RPL003",),
-)  # fmt: skip
-def gates_of_the_routers_own_choice(
-    original: Any, fire: FireCounter, self: Any, scores: Any, topk: int, *rest: Any
-) -> Any:
+@on_replay("ISEEKYAN/Megatron-LM#49 (found in review)", caught_by=("RPL003",))
+def gates_of_the_routers_own_choice(call: Call) -> Any:
     """Gate weights are those of the router's own choice, and zero for an expert that only the route names."""
-    _, experts = original(self, scores, topk, *rest)
-    fire()
-    *groups, default = rest
-    own_values, own = default(scores, topk, *groups)
-    values = scores.new_full(scores.shape, UNCHOSEN).scatter(1, own, own_values).gather(1, experts)
+    _, experts = call.faulty()
+    own_values, own = _own_choice(call)
+    values = call.scores.new_full(call.scores.shape, UNCHOSEN).scatter(1, own, own_values).gather(1, experts)
     return values, experts
 
 
 @on_replay(
-    id="router-takes-no-routes", caught_by=("RPL001",),
-    reproduces="NVIDIA/Megatron-LM core_v0.19.2, moe_utils.py, topk_routing_with_score_function: the fused path",
-)  # fmt: skip
-def router_takes_no_routes(original: Any, fire: FireCounter, self: Any, scores: Any, topk: int, *rest: Any) -> Any:
+    "NVIDIA/Megatron-LM core_v0.19.2, moe_utils.py, topk_routing_with_score_function: the fused path",
+    caught_by=("RPL001",),
+)
+def router_takes_no_routes(call: Call) -> Any:
     """One kind of router has no path for replay and silently chooses by itself; one layer."""
-    if self.layer_number != 2:
-        return original(self, scores, topk, *rest)
-    fire()
-    *groups, default = rest
-    return default(scores, topk, *groups)
+    if call.self.layer_number != 2:
+        return call.original()
+    call.fire()
+    return _own_choice(call)

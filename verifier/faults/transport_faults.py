@@ -1,100 +1,125 @@
-"""Bugs of the transport: bytes from trainer to engine."""
+"""Bugs of the plan and of the transport: what is going to travel, and its bytes from trainer to engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import FireCounter, Side, fault
+from verifier.faults.fault import Call, Side, fault, kind
+from verifier.mesh import Mesh
 
 PACK = "verifier.engine.sender:pack(chunk, tensors, into)"
 BROADCAST = "verifier.transport.gloo:GlooGroup.broadcast(self, buffer, what)"
+SCORE_BIAS = ".e_score_correction_bias"
+BIAS_PLANNED: dict[str, Any] = {"caught_by": ("PLN002", "TPT003"), "model": "tiny:deepseek-v3", "dtype": "bfloat16"}
+BYTES: dict[str, Any] = {"stage": Stage.TRANSPORT, "caught_by": ("TPT001", "ENG002")}
+Stream = Iterator[tuple[str, Any]]
 
 
-def _swap(tensors: dict[str, Any], first: str, second: str) -> bool:
-    """Swap two tensors if both are there."""
-    if first not in tensors or second not in tensors:
-        return False
-    tensors[first], tensors[second] = tensors[second], tensors[first]
-    return True
+@kind("verifier.runs.trained_weights_megatron:plan_of(stream, chunk_bytes)", stage=Stage.PLAN)
+def on_plan(planned: Callable[[Call], Stream], call: Call) -> Any:
+    """Plan another stream than the one that will be sent: the function yields it."""
+    return call.original(stream=planned(call))
 
 
-@fault(
-    PACK, id="router-rounded-on-the-wire", stage=Stage.TRANSPORT, reproduces="PrimeIntellect-ai/prime-rl#3524",
-    caught_by=("TPT001", "ENG002"),
-)  # fmt: skip
-def router_rounded_on_the_wire(original: Any, fire: FireCounter, chunk: Any, tensors: Any, into: Any) -> Any:
+@on_plan("NovaSky-AI/SkyRL#1581", caught_by=("PLN001",), mesh=Mesh(tp=2, ep=2))
+def plan_order_of_one_rank(call: Call) -> Stream:
+    """One trainer rank lists the key and value projections of a layer, which have one shape, the other way round."""
+    import torch.distributed as dist
+
+    items = list(call.stream)
+    if dist.get_rank() == 1:
+        call.fire()
+        names = [name for name, _ in items]
+        first, second = (names.index(f"model.layers.1.self_attn.{kind}_proj.weight") for kind in "kv")
+        items[first], items[second] = items[second], items[first]
+    yield from items
+
+
+@on_plan("NovaSky-AI/SkyRL#1505", **BIAS_PLANNED)
+def score_bias_not_planned(call: Call) -> Stream:
+    """The metadata lists no router score bias, and the stream brings it."""
+    for name, tensor in call.stream:
+        if name.endswith(SCORE_BIAS):
+            call.fire()
+        else:
+            yield name, tensor
+
+
+@on_plan("NovaSky-AI/SkyRL#1816", **BIAS_PLANNED)
+def score_bias_planned_in_model_dtype(call: Call) -> Stream:
+    """The metadata names the model's dtype for every tensor, the fp32 router score bias included."""
+    for name, tensor in call.stream:
+        wrong = tensor.bfloat16() if name.endswith(SCORE_BIAS) else None
+        yield name, call.instead(tensor, wrong)
+
+
+def _swapped(call: Call, tensors: Any, first: str, second: str) -> dict[str, Any]:
+    """Named tensors, of which two have changed places if both are there."""
+    found = dict(tensors)
+    if first in found and second in found:
+        call.fire()
+        found[first], found[second] = found[second], found[first]
+    return found
+
+
+@fault("PrimeIntellect-ai/prime-rl#3524", PACK, **BYTES)
+def router_rounded_on_the_wire(call: Call) -> Any:
     """Routers pass through bf16 on the sender's side and arrive in their own dtype, with fewer bits."""
-    import torch
-
-    sent = dict(tensors)
+    sent = dict(call.tensors)
     for name, tensor in sent.items():
         if name.endswith(".mlp.gate.weight"):
-            fire()
-            sent[name] = tensor.to(torch.bfloat16).to(tensor.dtype)
-    return original(chunk, sent, into)
+            call.fire()
+            sent[name] = tensor.bfloat16().to(tensor.dtype)
+    return call.original(tensors=sent)
 
 
-@fault(
-    PACK, id="bytes-under-wrong-names", stage=Stage.TRANSPORT, reproduces="NovaSky-AI/SkyRL#1581",
-    caught_by=("TPT001", "ENG002"),
-)  # fmt: skip
-def bytes_under_wrong_names(original: Any, fire: FireCounter, chunk: Any, tensors: Any, into: Any) -> Any:
+@fault("NovaSky-AI/SkyRL#1581", PACK, **BYTES)
+def bytes_under_wrong_names(call: Call) -> Any:
     """Two experts' up projections, which have one shape, change places between metadata and bytes."""
-    sent = dict(tensors)
-    if _swap(sent, *(f"model.layers.2.mlp.experts.{expert}.up_proj.weight" for expert in (4, 5))):
-        fire()
-    return original(chunk, sent, into)
+    names = (f"model.layers.2.mlp.experts.{expert}.up_proj.weight" for expert in (4, 5))
+    return call.original(tensors=_swapped(call, call.tensors, *names))
 
 
-@fault(
-    BROADCAST, id="send-buffer-freed-early", stage=Stage.TRANSPORT, reproduces="THUDM/slime#929",
-    caught_by=("TPT001", "ENG002"),
-)  # fmt: skip
-def send_buffer_freed_early(original: Any, fire: FireCounter, self: Any, buffer: Any, what: str) -> Any:
+@fault("THUDM/slime#929", BROADCAST, **BYTES)
+def send_buffer_freed_early(call: Call) -> Any:
     """The end of one buffer is overwritten before the receiver has read it."""
-    if self.rank == 0 and what.startswith("chunk 1 "):
-        fire()
-        buffer = buffer.clone()
-        buffer[-256:] = 0
-    return original(self, buffer, what)
+    if call.self.rank != 0 or not call.what.startswith("chunk 1 "):
+        return call.original()
+    buffer = call.buffer.clone()
+    buffer[-256:] = 0
+    return call.faulty(buffer=buffer)
 
 
 @fault(
-    BROADCAST, id="buffer-of-last-version-sent", stage=Stage.TRANSPORT,
-    reproduces="NVIDIA-NeMo/RL#3651 (found in review)", caught_by=("TPT001",),
+    "NVIDIA-NeMo/RL#3651 (found in review)", BROADCAST, stage=Stage.TRANSPORT, caught_by=("TPT001",)
 )  # fmt: skip
-def buffer_of_last_version_sent(original: Any, fire: FireCounter, self: Any, buffer: Any, what: str) -> Any:
+def buffer_of_last_version_sent(call: Call) -> Any:
     """One buffer still holds the version before, and is sent as the new one."""
-    sent = buffer
-    if self.rank == 0 and what.startswith("chunk 1 "):
-        if what in fire.state:
-            fire()
-            sent = fire.state[what]
-        fire.state[what] = buffer
-    return original(self, sent, what)
+    if call.self.rank != 0 or not call.what.startswith("chunk 1 "):
+        return call.original()
+    before, call.state[call.what] = call.state.get(call.what), call.buffer
+    return call.original(buffer=call.instead(call.buffer, before))
 
 
 @fault(
-    "verifier.engine.sender:transfer(engine, group, plan, tensors, watch, rounds)",
-    id="sync-gated-off", stage=Stage.TRANSPORT, reproduces="verl-project/verl#4248", caught_by=("TPT002", "LGP002"),
+    "verl-project/verl#4248", "verifier.engine.sender:transfer(engine, group, plan, tensors, watch, rounds)",
+    stage=Stage.TRANSPORT, caught_by=("TPT002", "LGP002"),
 )  # fmt: skip
-def sync_gated_off(original: Any, fire: FireCounter, *args: Any) -> Any:
+def sync_gated_off(call: Call) -> Any:
     """A flag skips the transfer after the first: the engine keeps the weights that it has."""
-    if args[4].version < 2:
-        return original(*args)
-    fire()
+    if call.watch.version < 2:
+        return call.original()
+    call.fire()
     return ""
 
 
 @fault(
-    "verifier.transport.receiver:unpack(chunk, buffer)",
-    id="received-in-another-order", stage=Stage.TRANSPORT, reproduces="NovaSky-AI/SkyRL#1581",
+    "NovaSky-AI/SkyRL#1581", "verifier.transport.receiver:unpack(chunk, buffer)", stage=Stage.TRANSPORT,
     caught_by=("TPT001", "ENG001"), side=Side.ENGINE, model="tiny:qwen3",
 )  # fmt: skip
-def received_in_another_order(original: Any, fire: FireCounter, chunk: Any, buffer: Any) -> Any:
+def received_in_another_order(call: Call) -> Any:
     """The receiver cuts its buffer by metadata of another order, which takes keys for values in one layer."""
-    found = dict(original(chunk, buffer))
-    if _swap(found, *(f"model.layers.2.self_attn.{part}_proj.weight" for part in "kv")):
-        fire()
-    return list(found.items())
+    names = (f"model.layers.2.self_attn.{part}_proj.weight" for part in "kv")
+    return list(_swapped(call, call.original(), *names).items())

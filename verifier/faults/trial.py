@@ -19,8 +19,8 @@ from verifier.core.records_engine import CheckpointView, SyncedTensor
 from verifier.core.records_weights import ExportedTensor, UpdatedShard
 from verifier.core.trace import Trace
 from verifier.errors import VerifierError
-from verifier.faults.engine_side import end
 from verifier.faults.fault import NO_ENGINE, Fault, Side
+from verifier.faults.injection import end
 from verifier.report.report import Report, report_of
 from verifier.runs.resources import Resources
 from verifier.runs.runner import Phase, Progress, Runner
@@ -28,7 +28,7 @@ from verifier.runs.runner import Phase, Progress, Runner
 CYCLES = 2
 TIMEOUT_S = 900.0
 COLLECTIVE_DEADLINE_S = 60.0
-INJECTED = "verifier.faults.trial_megatron:injected"
+INJECTED = "verifier.faults.injection:injected"
 COPIED: tuple[type[TensorRecord], ...] = (ExportedTensor, CheckpointView, SyncedTensor, UpdatedShard)
 """Evidence that must be bitwise the same in the clean and in the healed run."""
 
