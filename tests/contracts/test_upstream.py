@@ -9,6 +9,8 @@ from verifier.platform.pins import PINS, installed
 FACTS = (
     "calls_take_what_rooms_pass",
     "reference_modules_mirror_upstream",
+    "the_rest_is_taken_by_megatrons_own_linears",
+    "specs_name_the_reference_modules",
     "bridge_knows_the_sharding_of_every_reference_module",
     "ranks_are_laid_out_as_the_mesh_says",
     "layers_are_shared_out_as_the_mesh_says",

@@ -45,24 +45,59 @@ def reference_modules_mirror_upstream(context: RankContext) -> None:
     """Constructors of the reference modules, against upstream's source."""
     from megatron.core.extensions import transformer_engine as upstream
 
-    from verifier.platform import cpu_modules
-    from verifier.platform.cpu_attention import TEDotProductAttention
+    from verifier.platform.cpu_modules import REFERENCE_MODULES
 
     assert not upstream.HAVE_TE
-    for module in (*cpu_modules.REFERENCE_MODULES, TEDotProductAttention):
+    for module, takes in REFERENCE_MODULES.items():
         maker = "__new__" if module.__name__ == "TENorm" else "__init__"
-        assert parameters(module) == source_parameters(upstream, f"{module.__name__}.{maker}")
+        assert takes == source_parameters(upstream, f"{module.__name__}.{maker}")
+        assert set(parameters(module).split()) - {"options", "ignored"} <= set(takes.split())
         assert getattr(upstream, module.__name__) is module
+
+
+def the_rest_is_taken_by_megatrons_own_linears(context: RankContext) -> None:
+    """What the reference linears hand on, megatron-core's linears without Transformer Engine take."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from verifier.platform import cpu_modules
+
+    pairs = {
+        cpu_modules.TEColumnParallelLinear: ColumnParallelLinear,
+        cpu_modules.TELayerNormColumnParallelLinear: ColumnParallelLinear,
+        cpu_modules.TERowParallelLinear: RowParallelLinear,
+    }
+    for module, base in pairs.items():
+        handed_on = set(cpu_modules.REFERENCE_MODULES[module].split()) - {"tp_comm_buffer_name"}
+        assert handed_on <= set(parameters(base).split())
+
+
+def specs_name_the_reference_modules(context: RankContext) -> None:
+    """Upstream's own choice of Transformer Engine's modules finds the reference modules."""
+    from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
+
+    from verifier.platform.cpu_modules import REFERENCE_MODULES
+
+    assert gpt_layer_specs.TESpecProvider is moe_module_specs.TESpecProvider
+    provider = gpt_layer_specs.TESpecProvider()
+    grouped, single = (provider.grouped_mlp_modules(grouped).keywords["submodules"] for grouped in (True, False))
+    chosen = {
+        provider.linear(), provider.column_parallel_linear(), provider.row_parallel_linear(), provider.layer_norm(),
+        provider.layer_norm(for_qk=True), provider.column_parallel_layer_norm_linear(), provider.core_attention(),
+        grouped.linear_fc1, grouped.linear_fc2, single.linear_fc1, single.linear_fc2,
+    }  # fmt: skip
+    assert chosen == set(REFERENCE_MODULES)
+    assert provider.fuse_layernorm_and_linear()
+    assert provider.activation_func() is None
 
 
 def bridge_knows_the_sharding_of_every_reference_module(context: RankContext) -> None:
     """megatron-bridge decides by class name; TELinear has a branch of its own there."""
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
-    from verifier.platform import cpu_modules
+    from verifier.platform.cpu_modules import REFERENCE_MODULES, TEDotProductAttention
 
     known = set().union(*AutoMapping._MODULE_TYPE_REGISTRY.values()) | {"TELinear"}
-    named = {module.__name__ for module in cpu_modules.REFERENCE_MODULES}
+    named = {module.__name__ for module in REFERENCE_MODULES if module is not TEDotProductAttention}
     # Row-parallel grouped linears too: an unknown name would raise when weights are loaded.
     assert named <= known, named - known
 
@@ -123,7 +158,7 @@ def packer_and_attention_agree_on_context_parallel_rows(context: RankContext) ->
     """Two implementations of one rule, written apart: what the packer holds and what the attention assumes."""
     import numpy as np
 
-    from verifier.platform.cpu_attention import zigzag_positions
+    from verifier.platform.cpu_mamba import zigzag_positions
     from verifier.train.token_layout import cp_rows
 
     for cp in (1, 2, 3, 4):

@@ -60,7 +60,7 @@ def wrong(fault):
 def main(side):
     """Print how many faults were injected, and what is wrong, a line each."""
     if side == "trainer":
-        from verifier.platform.tier import install_for
+        from verifier.platform import install_for
 
         install_for("cpu")
     chosen = [fault for fault in CATALOG.values() if (fault.side is Side.TRAINER) == (side == "trainer")]

@@ -1,5 +1,34 @@
-"""The two tiers, stand-ins and upstream fixes, in place before Megatron is imported."""
+"""The two tiers, `cpu` (reference modules, gloo) and `cuda` (Transformer Engine, NCCL), with their stand-ins."""
 
-from verifier.platform.tier import Tier, install_for, select
+from __future__ import annotations
 
-__all__ = ["Tier", "install_for", "select"]
+from typing import Literal, get_args
+
+from verifier.errors import UsageError
+
+Tier = Literal["cpu", "cuda"]
+
+
+def select() -> Tier:
+    """Return the tier of this machine: `cuda` if torch sees a GPU, else `cpu`.
+
+    Loads torch and starts no CUDA context, so a fork afterwards is safe.
+    """
+    import torch
+
+    return "cuda" if torch.cuda.device_count() else "cpu"
+
+
+def install_for(tier: Tier) -> None:
+    """Prepare this process for a tier; call it once, before Megatron is imported.
+
+    Raises:
+        UsageError: an unknown tier, a GPU tier without a GPU, or an upstream version that is not supported.
+    """
+    if tier == "cpu":
+        from verifier.platform.cpu import install
+    elif tier == "cuda":
+        from verifier.platform.cuda import install
+    else:
+        raise UsageError(f"unknown tier `{tier}`: one of {', '.join(get_args(Tier))}")
+    install()

@@ -12,13 +12,12 @@ import logging
 import os
 import sys
 import warnings
-from functools import partial
 from types import ModuleType
 
 import torch
 
 from verifier.errors import UsageError
-from verifier.platform.patch import Patch, apply, require_parameters, source_parameters
+from verifier.platform.patch import Patch, apply, parameters, require_parameters, source_parameters
 from verifier.platform.pins import TRAINER, require_pins
 
 _DONE = "verifier.platform.cpu.installed"
@@ -68,80 +67,42 @@ def install() -> None:
 def _module_patches() -> list[Patch]:
     """Return the patches that put reference modules where megatron-core looks up Transformer Engine's."""
     from megatron.core.extensions import transformer_engine as upstream
+    from megatron.core.extensions import transformer_engine_spec_provider as specs
 
-    from verifier.platform import cpu_modules
-    from verifier.platform.cpu_attention import TEDotProductAttention
-    from verifier.platform.patch import parameters
+    from verifier.platform.cpu_modules import REFERENCE_MODULES, TEDotProductAttention, TENorm
 
-    classes = {module.__name__: module for module in (*cpu_modules.REFERENCE_MODULES, TEDotProductAttention)}
+    classes = {module.__name__: module for module in REFERENCE_MODULES}
     for name, module in classes.items():
-        maker = "__new__" if name == "TENorm" else "__init__"
-        require_parameters(
-            f"{upstream.__name__}:{name}", source_parameters(upstream, f"{name}.{maker}"), parameters(module)
-        )
+        maker = f"{name}.{'__new__' if module is TENorm else '__init__'}"
+        require_parameters(f"{upstream.__name__}:{name}", source_parameters(upstream, maker), REFERENCE_MODULES[module])
     attention_call = source_parameters(upstream, "TEDotProductAttention.forward")
     require_parameters("TEDotProductAttention.forward", attention_call, parameters(TEDotProductAttention.forward)[5:])
 
-    provider = _provider(classes)
-    norm = classes["TENorm"]
-    latent = "megatron.core.transformer.multi_latent_attention"
-    return [
-        *(Patch(target=f"{upstream.__name__}:{name}", replacement=module) for name, module in classes.items()),
-        Patch(target="megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider", replacement=provider),
-        Patch(target="megatron.core.models.gpt.gpt_layer_specs:TESpecProvider", replacement=provider),
-        Patch(target="megatron.core.models.gpt.gpt_layer_specs:TENorm", replacement=norm),
-        Patch(target="megatron.core.models.gpt.moe_module_specs:TESpecProvider", replacement=provider),
-        Patch(target="megatron.core.transformer.transformer_block:LayerNormImpl", replacement=norm),
+    core = "megatron.core"
+    places = [
+        *((f"{owner.__name__}:{name}", module) for owner in (upstream, specs) for name, module in classes.items()),
         *(
-            Patch(target=f"{latent}:{name}", replacement=classes[name])
+            (f"{core}.transformer.multi_latent_attention:{name}", classes[name])
             for name in ("TELinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear")
         ),
+        (f"{core}.models.gpt.gpt_layer_specs:TESpecProvider", specs.TESpecProvider),
+        (f"{core}.models.gpt.gpt_layer_specs:TENorm", TENorm),
+        (f"{core}.transformer.transformer_block:LayerNormImpl", TENorm),
+    ]
+    return [
+        *(Patch(target, module) for target, module in places),
+        Patch(f"{specs.__name__}:is_te_min_version", lambda version: True),
         Patch(
-            target="megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
-            replacement=_counts_on_host,
+            f"{core}.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+            _counts_on_host,
             takes="tensor as_numpy record_stream",
         ),
         Patch(
-            target="megatron.core.optimizer.clip_grads:l2_norm_impl",
-            replacement=_norm_of_all,
+            f"{core}.optimizer.clip_grads:l2_norm_impl",
+            _norm_of_all,
             takes="chunk_size noop_flag tensor_lists per_tensor args",
         ),
     ]
-
-
-def _provider(classes: dict[str, type]) -> type:
-    """Make a replacement of `TESpecProvider` that returns the reference modules.
-
-    Raises:
-        UsageError: upstream's provider has other methods.
-    """
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-    from megatron.core.transformer.mlp import MLPSubmodules
-    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP, TEGroupedMLP
-
-    def grouped_mlp_modules(self: object, moe_use_grouped_gemm: bool) -> partial:
-        if not moe_use_grouped_gemm:
-            linears = MLPSubmodules(
-                linear_fc1=classes["TEColumnParallelLinear"], linear_fc2=classes["TERowParallelLinear"]
-            )
-            return partial(SequentialMLP, submodules=linears)
-        column, row = classes["TEColumnParallelGroupedLinear"], classes["TERowParallelGroupedLinear"]
-        return partial(TEGroupedMLP, submodules=GroupedMLPSubmodules(linear_fc1=column, linear_fc2=row))
-
-    methods = {
-        "linear": lambda self: classes["TELinear"],
-        "column_parallel_linear": lambda self: classes["TEColumnParallelLinear"],
-        "row_parallel_linear": lambda self: classes["TERowParallelLinear"],
-        "fuse_layernorm_and_linear": lambda self: True,
-        "column_parallel_layer_norm_linear": lambda self: classes["TELayerNormColumnParallelLinear"],
-        "layer_norm": lambda self, rms_norm=False, for_qk=False, has_residual=False: classes["TENorm"],
-        "core_attention": lambda self: classes["TEDotProductAttention"],
-        "grouped_mlp_modules": grouped_mlp_modules,
-        "activation_func": lambda self: None,
-    }
-    upstream = sorted(name for name in vars(TESpecProvider) if not name.startswith("_"))
-    require_parameters("TESpecProvider", " ".join(upstream), " ".join(sorted(methods)))
-    return type("ReferenceSpecProvider", (), methods)
 
 
 def _counts_on_host(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> object:

@@ -19,6 +19,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from verifier.errors import UsageError
+from verifier.platform.cpu_mamba import zigzag_positions
 
 
 class TEDotProductAttention(torch.nn.Module):
@@ -34,13 +35,11 @@ class TEDotProductAttention(torch.nn.Module):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
+        *,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        num_splits: int | None = None,
-        cp_comm_type: str | None = "p2p",
         pg_collection: ProcessGroupCollection | None = None,
+        **ignored: object,
     ) -> None:
         super().__init__()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -75,7 +74,7 @@ class TEDotProductAttention(torch.nn.Module):
             query: [T, H, D] packed, or [rows, batch, H, D]; in zigzag order under context parallelism.
             key: [T, G, D] or [rows, batch, G, D].
             value: as `key`, with its own width.
-            attention_mask: ignored; attention is causal.
+            attention_mask: ignored.
             attn_mask_type: causal, or padding with causal.
             attention_bias: must be None.
             packed_seq_params: cumulative lengths of the whole packed batch, over all context-parallel ranks.
@@ -90,18 +89,13 @@ class TEDotProductAttention(torch.nn.Module):
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal) or attention_bias is not None:
             raise UsageError(f"the cpu tier's reference attention is causal without bias, not {attn_mask_type.name}")
         if packed_seq_params is not None:
-            return self._attend_packed(query, key, value, packed_seq_params).flatten(-2)
-        num_rows, num_batch = query.shape[:2]
-        whole = [num_rows * self.cp_group.size()]
-        columns = [
-            self._attend_all(query[:, b], key[:, b], value[:, b], lengths=whole, padded=whole) for b in range(num_batch)
-        ]
-        return torch.stack(columns, dim=1).flatten(-2)
-
-    def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
-        ends = packed.cu_seqlens_q
-        padded_ends = ends if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-        return self._attend_all(query, key, value, lengths=ends.diff().tolist(), padded=padded_ends.diff().tolist())
+            ends, padded_ends = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded
+            lengths = ends.diff().tolist()
+            padded = lengths if padded_ends is None else padded_ends.diff().tolist()
+            return self._attend_all(query, key, value, lengths, padded).flatten(-2)
+        whole = [query.shape[0] * self.cp_group.size()]
+        batch = zip(query.unbind(1), key.unbind(1), value.unbind(1), strict=True)
+        return torch.stack([self._attend_all(*column, whole, whole) for column in batch], dim=1).flatten(-2)
 
     def _attend_all(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], padded: list[int]) -> Tensor:
         """Attend sub-sequence by sub-sequence; padding rows and rows after the last sub-sequence are zeros."""
@@ -119,44 +113,18 @@ class TEDotProductAttention(torch.nn.Module):
             rows_of = (query[mine], key[order], value[order], home[real])
             attended = _causal(*rows_of, self.softmax_scale, self.rows_before)
             rows = attended.new_zeros(local, *attended.shape[1:])
-            outputs.append(rows.index_put((real.nonzero()[:, 0],), attended) if not real.all() else attended)
+            outputs.append(rows.index_put((real.nonzero()[:, 0],), attended))
             begin += local
         if begin < num_rows:
             outputs.append(query.new_zeros(num_rows - begin, query.shape[1], value.shape[-1]))
         return torch.cat(outputs)
 
 
-def zigzag_positions(length: int, cp_size: int, cp_rank: int) -> Tensor:
-    """Return the positions of a padded sub-sequence on one context-parallel rank, in the rank's order.
-
-    A sub-sequence is cut into 2 * cp_size chunks; rank r has chunk r and chunk 2 * cp_size - 1 - r.
-
-    Args:
-        length: padded length, a multiple of 2 * cp_size if cp_size > 1.
-        cp_size: number of context-parallel ranks.
-        cp_rank: context-parallel rank.
-
-    Returns:
-        [length / cp_size] int64.
-
-    Source:
-        megatron-core 0.19.2, megatron/core/utils.py, `get_batch_on_this_cp_rank`.
-    """
-    if cp_size == 1:
-        return torch.arange(length)
-    chunk = length // (2 * cp_size)
-    tail = 2 * cp_size - 1 - cp_rank
-    return torch.cat(
-        [torch.arange(cp_rank * chunk, (cp_rank + 1) * chunk), torch.arange(tail * chunk, (tail + 1) * chunk)]
-    )
-
-
 def _natural_order(length: int, cp_size: int, begin: int, num_rows: int) -> Tensor:
     """Return the index of each position of a sub-sequence in the gathered, rank-major rows, [length] int64."""
-    local = length // cp_size
     order = torch.empty(length, dtype=torch.int64)
     for rank in range(cp_size):
-        order[zigzag_positions(length, cp_size, rank)] = rank * num_rows + begin + torch.arange(local)
+        order[zigzag_positions(length, cp_size, rank)] = rank * num_rows + begin + torch.arange(length // cp_size)
     return order
 
 
@@ -167,8 +135,7 @@ def _causal(
     num_heads, width = query.shape[-2:]
     repeats = num_heads // key.shape[-2]
     q = query.float().transpose(0, 1)
-    k = key.float().repeat_interleave(repeats, dim=1).transpose(0, 1)
-    v = value.float().repeat_interleave(repeats, dim=1).transpose(0, 1)
+    k, v = (side.float().repeat_interleave(repeats, dim=1).transpose(0, 1) for side in (key, value))
     scores = torch.bmm(q, k.transpose(1, 2)) * (width**-0.5 if scale is None else scale)
     behind = positions[:, None] - torch.arange(key.shape[0])
     unseen = behind < 0 if rows_before is None else (behind < 0) | (behind > rows_before)

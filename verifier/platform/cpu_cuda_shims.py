@@ -47,22 +47,14 @@ class HostEvent:
     record = wait = synchronize = ignore
 
 
-class HostStream:
-    """CUDA stream of a device that is always synchronous."""
+class HostStream(HostEvent):
+    """CUDA stream of such a device."""
 
-    def __init__(self, *args: object, **kwargs: object) -> None: ...
-
-    def ignore(self, other: object = None) -> None:
-        """Do nothing."""
-
-    wait_stream = wait_event = synchronize = ignore
+    wait_stream = wait_event = HostEvent.ignore
 
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
         """Return an event for callers to wait for."""
         return event or HostEvent()
-
-
-THE_STREAM = HostStream()
 
 
 class HostTorch(ModuleType):
@@ -93,49 +85,37 @@ def _always(answer: object) -> object:
     return lambda *args, **kwargs: answer
 
 
-def _itself() -> object:
-    return lambda tensor, *args, **kwargs: tensor
-
-
 def _type_name(tensor: torch.Tensor, dtype: object = None, *args: object, **kwargs: object) -> object:
     if dtype is None and tensor.dtype in _TYPE_NAMES:
         return _TYPE_NAMES[tensor.dtype]
     return torch._C.TensorBase.type(tensor, dtype, *args, **kwargs)
 
 
-def _random_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_random_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
-    torch.set_rng_state(new_state)
-
-
 def torch_patches() -> list[Patch]:
     """Return the patches of torch, for use before megatron-core is imported."""
+    stream = HostStream()
     cuda = {
         "current_device": _always(HOST),
-        "current_stream": _always(THE_STREAM),
-        "default_stream": _always(THE_STREAM),
+        "current_stream": _always(stream),
+        "default_stream": _always(stream),
         "Stream": HostStream,
         "Event": HostEvent,
         "stream": lambda stream: contextlib.nullcontext(),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
         "manual_seed": lambda seed: torch.manual_seed(seed),
-        **{name: _always(None) for name in ("set_device", "synchronize", "empty_cache")},
-        **{name: _always(None) for name in ("nvtx.range_push", "nvtx.range_pop")},
-        **{name: _always(0) for name in ("memory_allocated", "memory_reserved")},
-        **{name: _always(0) for name in ("max_memory_allocated", "max_memory_reserved")},
+        **{
+            name: _always(None)
+            for name in ("set_device", "synchronize", "empty_cache", "nvtx.range_push", "nvtx.range_pop")
+        },
+        **{f"{most}memory_{kind}": _always(0) for most in ("", "max_") for kind in ("allocated", "reserved")},
     }
-    patches = [Patch(target=f"torch.cuda:{name}", replacement=value) for name, value in cuda.items()]
-    methods = {
-        "Tensor.cuda": _itself(),
-        "Tensor.pin_memory": _itself(),
-        "nn.Module.cuda": _itself(),
-        "Tensor.type": _type_name,
-    }
-    return patches + [Patch(target=f"torch:{name}", replacement=value) for name, value in methods.items()]
+    moves = ("Tensor.cuda", "Tensor.pin_memory", "nn.Module.cuda")
+    return [
+        *(Patch(f"torch.cuda:{name}", value) for name, value in cuda.items()),
+        *(Patch(f"torch:{name}", lambda self, *args, **kwargs: self) for name in moves),
+        Patch("torch:Tensor.type", _type_name),
+    ]
 
 
 def core_patches() -> list[Patch]:
@@ -143,9 +123,15 @@ def core_patches() -> list[Patch]:
     view = HostTorch()
     random = "megatron.core.tensor_parallel.random"
     return [
-        *(Patch(target=f"{module}:torch", replacement=view) for module in LITERAL_CUDA_MODULES),
-        Patch(target=f"{random}:_get_cuda_rng_state", replacement=_random_state, takes="device clone graph_safe"),
+        *(Patch(f"{module}:torch", view) for module in LITERAL_CUDA_MODULES),
         Patch(
-            target=f"{random}:_set_cuda_rng_state", replacement=_set_random_state, takes="new_state device graph_safe"
+            f"{random}:_get_cuda_rng_state",
+            lambda device=None, clone=False, graph_safe=False: torch.get_rng_state(),
+            takes="device clone graph_safe",
+        ),
+        Patch(
+            f"{random}:_set_cuda_rng_state",
+            lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
+            takes="new_state device graph_safe",
         ),
     ]

@@ -11,6 +11,7 @@ Source:
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def split_conv1d_scan(
         dt_bias: [heads].
         A: [heads], below 0.
         D: [heads], factor of the input that bypasses the state.
-        chunk_size: number of rows of a chunk of the fused kernel; ignored.
+        chunk_size: ignored; the fused kernel's.
         activation: "silu".
         headdim: inner / heads.
         ngroups: number of groups of heads that share B and C.
@@ -98,9 +99,8 @@ def _scan(
     convolved = functional.silu(convolved).transpose(1, 2)
     state = (weight_CW.shape[0] - inner) // 2
     x, B, C = convolved.split([inner, state, state], dim=-1)
-    x = x.reshape(batch, rows, heads, inner // heads)
-    B = B.reshape(batch, rows, groups, state // groups).repeat_interleave(heads // groups, dim=2)
-    C = C.reshape(batch, rows, groups, state // groups).repeat_interleave(heads // groups, dim=2)
+    x = x.unflatten(-1, (heads, -1))
+    B, C = (part.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, dim=2) for part in (B, C))
     dt = functional.softplus(dt_BLH + dt_bias_H)
     faded_BHL = (dt * A_H).transpose(1, 2).cumsum(-1)
     later = torch.ones(rows, rows, dtype=torch.bool, device=x.device).triu(1)
@@ -133,41 +133,44 @@ class GroupedRMSNorm(torch.nn.Module):
         return (normed * self.weight.float()).to(x.dtype)
 
 
-class PackedIndices:
-    """Replacement of Transformer Engine's extension: the rows of a context-parallel rank."""
+def zigzag_positions(length: int, cp_size: int, cp_rank: int) -> Tensor:
+    """Return the positions of a padded sub-sequence on one context-parallel rank, [length / cp_size] int64, in order.
 
-    @staticmethod
-    def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
-        """Return the rows of one rank: two of the 2 * cp_size chunks of every sequence.
+    A sub-sequence is cut into 2 * cp_size chunks, which divide it; rank r has chunk r and chunk 2 * cp_size - 1 - r.
 
-        Args:
-            cu_seqlens: [sequences + 1] padded boundaries; the last is `total_tokens`.
-            total_tokens: number of rows of all ranks.
-            cp_size: number of context-parallel ranks.
-            cp_rank: context-parallel rank.
+    Source:
+        megatron-core 0.19.2, megatron/core/utils.py, `get_batch_on_this_cp_rank`.
+    """
+    if cp_size == 1:
+        return torch.arange(length)
+    chunks = torch.arange(length).chunk(2 * cp_size)
+    return torch.cat([chunks[cp_rank], chunks[-1 - cp_rank]])
 
-        Returns:
-            [total_tokens / cp_size] int32, in the rank's order.
-        """
-        rows = []
-        for begin, end in itertools.pairwise(cu_seqlens.tolist()):
-            size = (end - begin) // (2 * cp_size)
-            for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
-                rows.append(torch.arange(begin + chunk * size, begin + (chunk + 1) * size, dtype=torch.int32))
-        return torch.cat(rows)
+
+def packed_rows(cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
+    """Return the rows of one context-parallel rank, [total_tokens / cp_size] int32, as Transformer Engine's extension.
+
+    Args:
+        cu_seqlens: [sequences + 1] padded boundaries; the last is `total_tokens`.
+        total_tokens: number of rows of all ranks.
+        cp_size: number of context-parallel ranks.
+        cp_rank: context-parallel rank.
+    """
+    runs = itertools.pairwise(cu_seqlens.tolist())
+    return torch.cat([begin + zigzag_positions(end - begin, cp_size, cp_rank) for begin, end in runs]).int()
 
 
 def mixer_patches() -> list[Patch]:
     """Return the patches that put the replacements where megatron-core's mixer looks up mamba-ssm."""
     return [
-        Patch(target=f"{MIXER}:HAVE_MAMBA_SSM", replacement=True),
-        Patch(target=f"{MIXER}:mamba_split_conv1d_scan_combined", replacement=split_conv1d_scan),
-        Patch(target=f"{MIXER}:ExtendedRMSNorm", replacement=GroupedRMSNorm),
+        Patch(f"{MIXER}:HAVE_MAMBA_SSM", True),
+        Patch(f"{MIXER}:mamba_split_conv1d_scan_combined", split_conv1d_scan),
+        Patch(f"{MIXER}:ExtendedRMSNorm", GroupedRMSNorm),
         Patch(
-            target=f"{MIXER}:_check_mamba_sequence_packing_support",
-            replacement=lambda for_inference_not_training=True: (True, None),
+            f"{MIXER}:_check_mamba_sequence_packing_support",
+            lambda for_inference_not_training=True: (True, None),
             takes="for_inference_not_training",
         ),
-        Patch(target=f"{SHARDED}:tex", replacement=PackedIndices),
-        Patch(target=f"{SHARDED}:is_te_min_version", replacement=lambda version: True),
+        Patch(f"{SHARDED}:tex", SimpleNamespace(thd_get_partitioned_indices=packed_rows)),
+        Patch(f"{SHARDED}:is_te_min_version", lambda version: True),
     ]

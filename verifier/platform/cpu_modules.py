@@ -1,7 +1,8 @@
 """Reference layers with Transformer Engine's parameter layout, in plain PyTorch.
 
 Class names are those of megatron-core's wrappers of Transformer Engine, because megatron-bridge derives a parameter's
-sharding from the class name of its owner. `verifier.platform.cpu` compares each constructor with upstream's.
+sharding from the class name of its owner. `verifier.platform.cpu` compares each constructor of upstream's with
+`REFERENCE_MODULES`; what a reference layer has no use for it ignores.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import Parameter, functional
 
 from verifier.errors import UsageError
+from verifier.platform.cpu_attention import TEDotProductAttention
 
 Init = Callable[[Tensor], object]
 BLOCK = 16
@@ -55,11 +56,10 @@ def norm_parameters(config: TransformerConfig, width: int) -> tuple[Parameter, P
     """Make norm weight and bias (None for RMSNorm), [width] each, marked for reduction over sequence shards."""
     gamma = torch.zeros if config.layernorm_zero_centered_gamma else torch.ones
     weight = Parameter(gamma(width, dtype=config.params_dtype))
-    weight.sequence_parallel = config.sequence_parallel
-    if config.normalization != "LayerNorm":
-        return weight, None
-    bias = Parameter(torch.zeros(width, dtype=config.params_dtype))
-    bias.sequence_parallel = config.sequence_parallel
+    bias = Parameter(torch.zeros(width, dtype=config.params_dtype)) if config.normalization == "LayerNorm" else None
+    for parameter in (weight, bias):
+        if parameter is not None:
+            parameter.sequence_parallel = config.sequence_parallel
     return weight, bias
 
 
@@ -84,53 +84,24 @@ class TENorm(torch.nn.Module):
 class TEColumnParallelLinear(ColumnParallelLinear):
     """Linear with output rows split over tensor-parallel ranks."""
 
-    has_norm = False
-
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: TransformerConfig,
-        init_method: Init,
-        gather_output: bool,
-        bias: bool,
-        skip_bias_add: bool,
-        is_expert: bool,
-        skip_weight_param_allocation: bool = False,
-        tp_comm_buffer_name: str | None = None,
-        tp_group: ProcessGroup | None = None,
-        stride: int = 1,
-        name: str | None = None,
+        self, input_size: int, output_size: int, *, tp_comm_buffer_name: str | None = None, **options: object
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            config=config,
-            init_method=init_method,
-            gather_output=gather_output,
-            bias=bias,
-            skip_bias_add=skip_bias_add,
-            is_expert=is_expert,
-            skip_weight_param_allocation=skip_weight_param_allocation,
-            tp_group=tp_group,
-            stride=stride,
-            name=name,
-        )
+        super().__init__(input_size, output_size, **options)
         self.in_features, self.out_features = self.input_size, self.output_size_per_partition  # read by adapters
-        if self.has_norm:
-            self.layer_norm_weight, self.layer_norm_bias = norm_parameters(config, input_size)
 
 
 class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
     """Norm and column-parallel linear; the norm's input is this rank's sequence shard, before it is gathered."""
 
-    has_norm = True
-
     return_layernorm_output = False
     """Switch: return the norm's output too; adapters set it."""
     ub_overlap_ag = True
     """Flag for adapters: the norm's output is a sequence shard, which they must gather."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: object) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        self.layer_norm_weight, self.layer_norm_bias = norm_parameters(config, input_size)
 
     def forward(self, x: Tensor) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor | None]:
         """Map [rows, batch, input] to [rows, batch, output / tp] and the bias, if it is not added here.
@@ -147,32 +118,9 @@ class TERowParallelLinear(RowParallelLinear):
     """Linear with input columns split over tensor-parallel ranks; outputs are summed."""
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: TransformerConfig,
-        init_method: Init,
-        bias: bool,
-        input_is_parallel: bool,
-        skip_bias_add: bool,
-        is_expert: bool,
-        tp_comm_buffer_name: str | None = None,
-        tp_group: ProcessGroup | None = None,
-        name: str | None = None,
+        self, input_size: int, output_size: int, *, tp_comm_buffer_name: str | None = None, **options: object
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            config=config,
-            init_method=init_method,
-            bias=bias,
-            input_is_parallel=input_is_parallel,
-            skip_bias_add=skip_bias_add,
-            is_expert=is_expert,
-            tp_group=tp_group,
-            name=name,
-        )
+        super().__init__(input_size, output_size, **options)
         self.in_features, self.out_features = self.input_size_per_partition, self.output_size  # read by adapters
 
 
@@ -192,14 +140,8 @@ class TELinear(torch.nn.Module):
         config: TransformerConfig,
         init_method: Init,
         bias: bool,
-        skip_bias_add: bool,
-        skip_weight_param_allocation: bool,
-        tp_comm_buffer_name: str | None = None,
         is_expert: bool = False,
-        symmetric_ar_type: str | None = None,
-        tp_group: ProcessGroup | None = None,
-        name: str | None = None,
-        gtp_remat_group: ProcessGroup | None = None,
+        **ignored: object,
     ) -> None:
         super().__init__()
         if parallel_mode != "duplicated" or bias or is_expert:
@@ -231,21 +173,15 @@ class _GroupedLinear(torch.nn.Module):
         config: ModelParallelConfig,
         init_method: Init,
         bias: bool,
-        skip_bias_add: bool,
-        is_expert: bool,
-        tp_comm_buffer_name: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        name: str | None = None,
+        **ignored: object,
     ) -> None:
         super().__init__()
         if bias:
             raise UsageError("the reference grouped linear has no bias: expert biases need the gpu tier")
         groups = ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
-        etp = groups.expt_tp.size()
-        if self.partition_dim == 0:
-            output_size = divide(output_size, etp)
-        else:
-            input_size = divide(input_size, etp)
+        shape = [output_size, input_size]
+        shape[self.partition_dim] = divide(shape[self.partition_dim], groups.expt_tp.size())
         own_groups = (
             config.expert_model_parallel_size > 1
             or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
@@ -253,21 +189,13 @@ class _GroupedLinear(torch.nn.Module):
         self.num_gemms = num_gemms
         self.use_bias = False
         for index in range(num_gemms):
-            weight = Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+            weight = Parameter(torch.empty(*shape, dtype=config.params_dtype))
             _initialize_affine_weight_gpu(weight, init_method, partition_dim=self.partition_dim, is_expert=True)
             weight.allreduce = not own_groups
             self.register_parameter(f"weight{index}", weight)
 
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
-        """Apply expert i to its `m_splits[i]` rows.
-
-        Args:
-            x: [rows, input], rows of expert 0 first.
-            m_splits: number of rows of each local expert; they sum to `rows`.
-
-        Returns:
-            [rows, output], and None for the bias.
-        """
+        """Apply expert i to its `m_splits[i]` rows of [rows, input], rows of expert 0 first; no bias."""
         runs = torch.split(x, m_splits)
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         return torch.cat([_linear_by_blocks(run, weight) for run, weight in zip(runs, weights, strict=True)]), None
@@ -296,13 +224,25 @@ class TERowParallelGroupedLinear(_GroupedLinear):
     partition_dim = 1
 
 
-REFERENCE_MODULES = (
-    TENorm,
-    TEColumnParallelLinear,
-    TELayerNormColumnParallelLinear,
-    TERowParallelLinear,
-    TELinear,
-    TEColumnParallelGroupedLinear,
-    TERowParallelGroupedLinear,
+_COLUMNS = (
+    "input_size output_size config init_method gather_output bias skip_bias_add is_expert "
+    "skip_weight_param_allocation tp_comm_buffer_name tp_group stride name"
 )
-"""Modules that replace Transformer Engine's."""
+_GROUPED = (
+    "num_gemms input_size output_size config init_method bias skip_bias_add is_expert tp_comm_buffer_name "
+    "pg_collection name"
+)
+REFERENCE_MODULES: dict[type[torch.nn.Module], str] = {
+    TENorm: "config hidden_size eps has_residual",
+    TEColumnParallelLinear: _COLUMNS,
+    TELayerNormColumnParallelLinear: _COLUMNS,
+    TERowParallelLinear: "input_size output_size config init_method bias input_is_parallel skip_bias_add is_expert "
+    "tp_comm_buffer_name tp_group name",
+    TELinear: "input_size output_size parallel_mode config init_method bias skip_bias_add skip_weight_param_allocation "
+    "tp_comm_buffer_name is_expert symmetric_ar_type tp_group name gtp_remat_group",
+    TEColumnParallelGroupedLinear: _GROUPED,
+    TERowParallelGroupedLinear: _GROUPED,
+    TEDotProductAttention: "config layer_number attn_mask_type attention_type attention_dropout softmax_scale "
+    "k_channels v_channels num_splits cp_comm_type pg_collection",
+}
+"""Modules that replace Transformer Engine's, with the parameters of the constructors that they were written for."""

@@ -14,7 +14,7 @@ from typing import Any
 from verifier.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Patch:
     """One upstream name and its replacement.
 
@@ -59,14 +59,10 @@ def parameters(function: Callable[..., Any]) -> str:
 
 
 def source_parameters(module: ModuleType, path: str) -> str:
-    """Return a method's parameter names as written in the module's source.
+    """Return the parameter names of "Class.method" as written in the module's source.
 
     megatron-core's wrappers of Transformer Engine cannot be inspected without Transformer Engine: their bases are
     placeholders, or the class statement did not run.
-
-    Args:
-        module: imported module.
-        path: "Class.method".
 
     Raises:
         UsageError: the module's source has no such method.
@@ -82,11 +78,7 @@ def source_parameters(module: ModuleType, path: str) -> str:
 
 
 def require_parameters(name: str, actual: str, expected: str) -> None:
-    """Refuse a callable whose parameters changed.
-
-    Raises:
-        UsageError: `actual` and `expected` differ.
-    """
+    """Refuse a callable whose parameters changed, by a UsageError."""
     if actual != expected:
         raise UsageError(f"`{name}` takes ({actual}), expected ({expected}): this upstream version is not supported")
 

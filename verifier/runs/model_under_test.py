@@ -17,9 +17,8 @@ from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_descr
 from verifier.model.families import size_if_any
 from verifier.model.named import resolve_model
 from verifier.model.provider_megatron import validate
-from verifier.platform import select
+from verifier.platform import Tier, select
 from verifier.platform.pins import TRAINER, require_pins
-from verifier.platform.tier import Tier
 
 MAX_MODEL_LEN = 256
 """Tokens of the longest sequence that an engine takes in a round trip."""

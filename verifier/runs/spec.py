@@ -10,7 +10,7 @@ import msgspec
 
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.engine.api import EngineConfig
-from verifier.platform.tier import Tier
+from verifier.platform import Tier
 from verifier.platform.upstream_fixes import selected
 from verifier.runs.model_under_test import MAX_MODEL_LEN, ModelUnderTest
 from verifier.runs.placement import Placement

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verifier.platform.cpu_mamba import GroupedRMSNorm, PackedIndices, split_conv1d_scan
+from verifier.platform.cpu_mamba import GroupedRMSNorm, packed_rows, split_conv1d_scan
 from verifier.train.token_layout import cp_rows
 
 HEADS, HEAD, GROUPS, STATE = 4, 6, 2, 5
@@ -89,5 +89,5 @@ def test_the_norm_is_taken_group_by_group() -> None:
 def test_rows_of_a_context_parallel_rank_are_those_of_the_packer(cp: int) -> None:
     boundaries = torch.tensor([0, 8, 32, 48], dtype=torch.int32)
     for rank in range(cp):
-        rows = PackedIndices.thd_get_partitioned_indices(boundaries, 48, cp, rank)
+        rows = packed_rows(boundaries, 48, cp, rank)
         assert rows.tolist() == cp_rows(boundaries.numpy(), cp, rank).tolist()
