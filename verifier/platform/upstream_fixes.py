@@ -59,40 +59,36 @@ class UpstreamFix:
     """Upstream's own numbers, or those of a project that met the bug first."""
     package: str
     """Distribution that has the bug; "cudnn" is the library that Transformer Engine loads."""
-    versions: tuple[str, ...]
-    """Versions that have it; "<9.19" stands for every one below."""
-    tiers: tuple[str, ...] = ("cpu", "cuda")
+    version: str
+    """Version that has it; "<9.19" stands for every one below."""
     summary: str
     """The bug in one clause."""
+    names: str
+    """Regular expression: what those checks name, or the message with which the run ends."""
     checks: tuple[str, ...] = ()
     """Codes of the checks that it violates; none for a bug that ends the run."""
-    names: str = ""
-    """Regular expression: what those checks name, or the message with which the run ends."""
-    part: Callable[[RunFacts], bool]
-    """Test for a run that the package takes part in: (run) -> bool."""
+    tiers: tuple[str, ...] = ("cpu", "cuda")
     applies: Callable[[Sizes, RunFacts], bool]
     """Test for a run that the bug reaches: (config.json, run) -> bool."""
 
     def affects(self, version: str | None) -> bool:
         """Test for a version of the package that has the bug."""
-        if version is None:
-            return False
-        return any(
-            _numbers(version) < _numbers(item[1:]) if item.startswith("<") else version == item
-            for item in self.versions
-        )
+        if version is None or not self.version.startswith("<"):
+            return version == self.version
+        return _numbers(version) < _numbers(self.version)
+
+
+_TAKES_PART: dict[str, Callable[[RunFacts], bool]] = {
+    "vllm": lambda run: run.engine == "vllm",
+    "transformers": lambda run: run.engine == "hf",
+    "megatron-core": lambda run: True,
+    "cudnn": lambda run: run.steps > 0,
+}
+"""Package -> test for a run that it takes part in."""
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version))
-
-
-def _on_vllm(run: RunFacts) -> bool:
-    return run.engine == "vllm"
-
-
-def _always(run: RunFacts) -> bool:
-    return True
 
 
 def _is_hybrid(model: Sizes) -> bool:
@@ -127,25 +123,23 @@ FIXES: dict[str, UpstreamFix] = {
             id=VLLM_BUFFERS,
             issue="vllm #44371, vllm #42481",
             package="vllm",
-            versions=("0.21.0",),
+            version="0.21.0",
             summary="a weight reload copies fresh memory over buffers that no checkpoint carries, and over a weight of "
             "which such a buffer is a view",
-            checks=("ENG001", "ENG002", "LGP002", "LGP003", "LGP004"),
             names=rf".*\b(conv1d\.weight|conv_weights|root_size)\b.*|{_LOGPROBS}",
-            part=_on_vllm,
+            checks=("ENG001", "ENG002", "LGP002", "LGP003", "LGP004"),
             applies=lambda model, run: _is_hybrid(model) or "gemma4" in str(model.get("model_type")),
         ),
         UpstreamFix(
             id=VLLM_LATENT,
             issue="vllm #48251",
             package="vllm",
-            versions=("0.21.0",),
-            tiers=("cuda",),
+            version="0.21.0",
             summary="a reload binds the matrices that quantized latent attention derives to new memory, and captured "
             "graphs read the old",
-            checks=("LGP003", "LGP004"),
             names=_LOGPROBS,
-            part=_on_vllm,
+            checks=("LGP003", "LGP004"),
+            tiers=("cuda",),
             applies=lambda model, run: (
                 model.get("kv_lora_rank") is not None and run.quantization is not None and run.cuda_graphs
             ),
@@ -154,59 +148,54 @@ FIXES: dict[str, UpstreamFix] = {
             id=VLLM_SLEEP,
             issue="vllm #45620",
             package="vllm",
-            versions=("0.21.0",),
-            tiers=("cuda",),
+            version="0.21.0",
             summary="an engine that has gone to sleep fails if others took memory of its GPU meanwhile",
             names="Memory usage increased after sleeping",
-            part=_on_vllm,
+            tiers=("cuda",),
             applies=lambda model, run: run.sleep_level > 0,
         ),
         UpstreamFix(
             id=TRANSFORMERS_SCAN,
             issue="transformers #47246",
             package="transformers",
-            versions=("5.12.1",),
+            version="5.12.1",
             summary="without CUDA kernels a state-space layer loses its state between chunks, and raises small time "
             "steps",
-            checks=("LGP002", "LGP003", "LGP004"),
             names=_LOGPROBS,
-            part=lambda run: run.engine == "hf",
+            checks=("LGP002", "LGP003", "LGP004"),
             applies=lambda model, run: _is_hybrid(model),
         ),
         UpstreamFix(
             id=MEGATRON_DECAY,
             issue="miles #975 (Megatron-LM, Float16Module)",
             package="megatron-core",
-            versions=("0.19.2",),
+            version="0.19.2",
             summary="a bf16 model is wrapped so that float32 parameters of state-space layers are rounded with all "
             "else",
-            checks=("WGT001", "WGT004", "PLN002", "TRN001", "ENG001", "ENG002"),
             names=r".*\.mixer\.(A|A_log|D|dt_bias)",
-            part=_always,
+            checks=("WGT001", "WGT004", "PLN002", "TRN001", "ENG001", "ENG002"),
             applies=_rounds_decay,
         ),
         UpstreamFix(
             id=MEGATRON_INDEX,
             issue="Megatron-LM #2777",
             package="megatron-core",
-            versions=("0.19.2",),
+            version="0.19.2",
             summary="of a bf16 model that keeps parameters in float32, the distributed optimizer saves the states of "
             "other parameters, or fails where their sizes differ",
             names="sharded_param_state_dp_reshardable",
-            part=_always,
             applies=_misplaces_states,
         ),
         UpstreamFix(
             id=CUDNN_WIDTH,
             issue="cuDNN before 9.19",
             package="cudnn",
-            versions=("<9.19",),
-            tiers=("cuda",),
+            version="<9.19",
             summary="gradients of packed latent attention, whose values megatron-core pads to the width of its keys, "
             "lack their elements from the 128th on",
-            checks=("LSS001",),
             names=r"model\.(layers|embed_tokens)\..*",
-            part=lambda run: run.steps > 0,
+            checks=("LSS001",),
+            tiers=("cuda",),
             applies=lambda model, run: _pads_values(model),
         ),
     )
@@ -239,7 +228,7 @@ def bugs_of(model: Sizes, run: RunFacts) -> list[UpstreamBug]:
         )
         for fix in FIXES.values()
         if run.tier in fix.tiers
-        and fix.part(run)
+        and _TAKES_PART[fix.package](run)
         and (fix.id in asked or fix.applies(model, run))
         and fix.affects(_running(fix.package))
     ]
@@ -276,4 +265,4 @@ def _cudnn() -> str | None:
     if done.returncode == 0:
         number = int(done.stdout)
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-    return next((found for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12") if (found := installed(name))), None)
+    return installed("nvidia-cudnn-cu13") or installed("nvidia-cudnn-cu12")
