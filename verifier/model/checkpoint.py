@@ -24,19 +24,11 @@ _SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit, safetensors/src/tensor.rs MAX_HEADER_SIZE
 
 _DTYPES = {
-    "F64": ("float64", 8),
-    "F32": ("float32", 4),
-    "F16": ("float16", 2),
-    "BF16": ("bfloat16", 2),
-    "F8_E4M3": ("float8_e4m3fn", 1),
-    "F8_E5M2": ("float8_e5m2", 1),
-    "I64": ("int64", 8),
-    "I32": ("int32", 4),
-    "I16": ("int16", 2),
-    "I8": ("int8", 1),
-    "U8": ("uint8", 1),
-    "BOOL": ("bool", 1),
-}
+    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1), "I64": ("int64", 8), "I32": ("int32", 4),
+    "I16": ("int16", 2), "I8": ("int8", 1), "U8": ("uint8", 1), "BOOL": ("bool", 1),
+}  # fmt: skip
+"""The format's name of a dtype -> (torch's name without the prefix, bytes of an element)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +94,7 @@ class Checkpoint:
 def open_checkpoint(path: Path | str) -> Checkpoint:
     """Check a checkpoint directory's files against each other and against their own headers.
 
-    Args:
-        path: directory with config.json and either model.safetensors.index.json and its shards, or model.safetensors.
+    It holds config.json, and either model.safetensors.index.json with its shards or model.safetensors.
 
     Raises:
         UsageError: no directory; config.json absent, broken or without an architecture; a shard absent, cut short or
@@ -128,11 +119,8 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 def require_described(checkpoint: Checkpoint, dtype: str) -> None:
     """Refuse a quantized checkpoint, and one of a known family that does not match its own config.json.
 
-    More tensors than described are allowed: published checkpoints of tied models also hold their head.
-
-    Args:
-        checkpoint: any checkpoint.
-        dtype: dtype of most tensors; families keep some in float32.
+    More tensors than described are allowed: published checkpoints of tied models also hold their head. `dtype` is that
+    of most tensors; families keep some in float32.
 
     Raises:
         UsageError: it is quantized; config.json names another model type than the architecture's, or asks for a tensor
@@ -157,16 +145,11 @@ def require_described(checkpoint: Checkpoint, dtype: str) -> None:
         header = metas.get(spec.name)
         if header is None:
             raise UsageError(f"checkpoint {path} has no tensor `{spec.name}`, which its config.json asks for")
+        held = f"shard {path / header.shard} holds `{spec.name}`"
         if header.shape != spec.shape:
-            raise UsageError(
-                f"shard {path / header.shard} holds `{spec.name}` with shape {list(header.shape)}, where config.json "
-                f"asks for {list(spec.shape)}"
-            )
+            raise UsageError(f"{held} with shape {list(header.shape)}, where config.json asks for {list(spec.shape)}")
         if header.dtype not in (dtype, "float32"):
-            raise UsageError(
-                f"shard {path / header.shard} holds `{spec.name}` in {header.dtype}, most of the checkpoint is in "
-                f"{dtype}: convert it first"
-            )
+            raise UsageError(f"{held} in {header.dtype}, most of the checkpoint is in {dtype}: convert it first")
 
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -186,9 +169,7 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _read_indexed(path: Path) -> dict[str, TensorHeader]:
     listed = _read_json(path / INDEX).get("weight_map")
-    weight_map = (
-        {name: shard for name, shard in listed.items() if isinstance(shard, str)} if isinstance(listed, dict) else {}
-    )
+    weight_map = {name: str(shard) for name, shard in listed.items()} if isinstance(listed, dict) else {}
     if not weight_map or weight_map != listed:
         raise UsageError(f"{path / INDEX} has no usable `weight_map`")
     metas: dict[str, TensorHeader] = {}
@@ -199,10 +180,9 @@ def _read_indexed(path: Path) -> dict[str, TensorHeader]:
             raise UsageError(f"shard {path / shard} is missing: {INDEX} names it")
         headers = _read_header(path / shard)
         for name in headers:
-            if name not in weight_map:
-                raise UsageError(f"shard {path / shard} holds `{name}`, which {INDEX} does not name")
-            if weight_map[name] != shard:
-                raise UsageError(f"shard {path / shard} holds `{name}`, which {INDEX} places in `{weight_map[name]}`")
+            if weight_map.get(name) != shard:
+                said = f"places in `{weight_map[name]}`" if name in weight_map else "does not name"
+                raise UsageError(f"shard {path / shard} holds `{name}`, which {INDEX} {said}")
         metas |= headers
     absent = sorted(weight_map.keys() - metas.keys())
     if absent:

@@ -12,11 +12,13 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
+from verifier.model.checkpoint import open_checkpoint
 from verifier.model.families import num_experts_of, size_if_any
 from verifier.platform import Tier, install_for, select, upstream_fixes_megatron
 from verifier.platform.upstream_fixes import MEGATRON_DECAY
@@ -24,6 +26,12 @@ from verifier.platform.upstream_fixes import MEGATRON_DECAY
 DTYPES = ("float32", "bfloat16")
 SMALL_BUCKET = 40_000
 """Number of elements of a gradient bucket on the CPU tier; it gives tiny models several buckets, as large ones have."""
+_FUSIONS = (
+    "gradient_accumulation_fusion", "moe_permute_fusion", "persist_layer_norm", "apply_rope_fusion",
+    "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion", "moe_shared_expert_overlap",
+    "deallocate_pipeline_outputs",
+)  # fmt: skip
+"""Switches of the provider for fused kernels, and for memory, that need a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,55 +82,39 @@ def preload(tier: Tier | None = None) -> None:
 
 
 def validate(config: Mapping[str, Any], mesh: Mesh) -> None:
-    """Refuse a mesh that does not divide the model.
-
-    Args:
-        config: the checkpoint's config.json.
-        mesh: parallel sizes.
+    """Refuse a mesh that does not divide the model with this config.json.
 
     Raises:
         UsageError: names the axis, the size, and what it does not divide.
     """
-    experts = num_experts_of(config)
-    if mesh.ep > 1 and not experts:
-        raise UsageError(f"ep = {mesh.ep}, but {_architecture(config)} has no experts")
-    if mesh.etp > 1 and not experts:
-        raise UsageError(f"etp = {mesh.etp}, but {_architecture(config)} has no experts")
-    size = partial(size_if_any, config)
+    size, name, experts = partial(size_if_any, config), _architecture(config), num_experts_of(config)
     latent = config.get("kv_lora_rank") is not None
     hybrid = config.get("hybrid_override_pattern") is not None
-    for axis, parts, what, count in (
-        ("tp", mesh.tp, "attention heads", size("num_attention_heads")),
-        ("tp", mesh.tp, "key-value heads", None if latent else size("num_key_value_heads")),
-        ("tp", mesh.tp, "groups of the state-space layers", size("n_groups") if hybrid else None),
-        ("tp", mesh.tp, "vocabulary entries", size("vocab_size")),
-        ("tp", mesh.tp, "columns of the feed-forward layers", size("intermediate_size")),
-        ("ep", mesh.ep, "experts", experts),
-        ("etp", mesh.etp, "columns of an expert", size("moe_intermediate_size") if experts else None),
+    for axis, parts in (("ep", mesh.ep), ("etp", mesh.etp)):
+        if parts > 1 and not experts:
+            raise UsageError(f"{axis} = {parts}, but {name} has no experts")
+    if hybrid and mesh.vpp > 1:
+        raise UsageError(f"vpp = {mesh.vpp}, but megatron-bridge builds {name} without virtual stages")
+    groups = size("n_groups") if hybrid else None
+    held = groups and groups // mesh.tp
+    cp_parts = 1 if held and mesh.cp % held == 0 else mesh.cp  # 1: every rank has a copy of one group
+    tp, tp_cp = f"tp = {mesh.tp}", f"tp * cp = {mesh.tp} * {mesh.cp}"
+    for shown, parts, count, what in (
+        (tp, mesh.tp, size("num_attention_heads"), "attention heads"),
+        (tp, mesh.tp, None if latent else size("num_key_value_heads"), "key-value heads"),
+        (tp, mesh.tp, groups, "groups of the state-space layers"),
+        (tp, mesh.tp, size("vocab_size"), "vocabulary entries"),
+        (tp, mesh.tp, size("intermediate_size"), "columns of the feed-forward layers"),
+        (f"ep = {mesh.ep}", mesh.ep, experts, "experts"),
+        (f"etp = {mesh.etp}", mesh.etp, size("moe_intermediate_size") if experts else None, "columns of an expert"),
+        (tp_cp, mesh.tp * mesh.cp, size("mamba_num_heads") if hybrid else None, "heads of the state-space layers"),
+        (f"cp = {mesh.cp}", cp_parts, held, "groups that a tensor-parallel rank holds of the state-space layers"),
     ):
         if count is not None and count % parts:
-            raise UsageError(f"{axis} = {parts} does not divide the {count:,} {what} of {_architecture(config)}")
-    if hybrid:
-        _validate_hybrid(config, mesh)
+            raise UsageError(f"{shown} does not divide the {count:,} {what} of {name}")
     num_layers = size("num_hidden_layers")
     if num_layers is not None:
         mesh.stage_sizes(num_layers)
-
-
-def _validate_hybrid(config: Mapping[str, Any], mesh: Mesh) -> None:
-    """Refuse a mesh that does not divide state-space layers, whose heads context-parallel ranks divide too."""
-    name, heads, groups = _architecture(config), size_if_any(config, "mamba_num_heads"), size_if_any(config, "n_groups")
-    if mesh.vpp > 1:
-        raise UsageError(f"vpp = {mesh.vpp}, but megatron-bridge builds {name} without virtual stages")
-    if heads is not None and heads % (mesh.tp * mesh.cp):
-        raise UsageError(
-            f"tp * cp = {mesh.tp} * {mesh.cp} does not divide the {heads} heads of the state-space layers of {name}"
-        )
-    if groups is not None and groups // mesh.tp % mesh.cp and mesh.cp % (groups // mesh.tp):
-        raise UsageError(
-            f"cp = {mesh.cp} does not divide the {groups // mesh.tp} groups that a tensor-parallel rank holds of the "
-            f"state-space layers of {name}"
-        )
 
 
 def build(
@@ -158,8 +150,6 @@ def build(
         UsageError: a model that megatron-bridge does not support, a mesh that does not divide it or does not match
             the number of processes, or an unknown dtype.
     """
-    from verifier.model.checkpoint import open_checkpoint
-
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
     validate(config, mesh)
@@ -269,27 +259,10 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
     if mesh.vpp > 1:
         # Without overlap_p2p_comm megatron-core 0.19.2 silently trains interleaved stages on wrong gradients; only its
         # training script's argument parser asserts against it.
-        fields |= {
-            "virtual_pipeline_model_parallel_size": mesh.vpp,
-            "overlap_p2p_comm": True,
-            "batch_p2p_comm": False,
-        }
+        vpp = {"virtual_pipeline_model_parallel_size": mesh.vpp}
+        fields |= {**vpp, "overlap_p2p_comm": True, "batch_p2p_comm": False}
     if tier == "cpu":
-        fields |= dict.fromkeys(
-            (
-                "gradient_accumulation_fusion",
-                "moe_permute_fusion",
-                "persist_layer_norm",
-                "apply_rope_fusion",
-                "masked_softmax_fusion",
-                "bias_dropout_fusion",
-                "bias_activation_fusion",
-                "moe_shared_expert_overlap",
-                "deallocate_pipeline_outputs",
-            ),
-            False,
-        )
-        fields["cross_entropy_fusion_impl"] = "native"
+        fields |= {**dict.fromkeys(_FUSIONS, False), "cross_entropy_fusion_impl": "native"}
     else:
         from megatron.core.transformer.enums import AttnBackend
 
@@ -319,9 +292,8 @@ def _poison(chunks: list[Any]) -> list[Any]:
     import torch
 
     with torch.no_grad():
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                parameter.fill_(math.nan)
+        for parameter in chain.from_iterable(chunk.parameters() for chunk in chunks):
+            parameter.fill_(math.nan)
     return chunks
 
 

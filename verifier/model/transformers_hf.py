@@ -27,8 +27,7 @@ def load_model(
     Args:
         path: checkpoint directory.
         dtype: dtype of the parameters, except those that the checkpoint stores in float32.
-        fixes: ids of the upstream fixes to install. The oracle has them in every run, because it computes the model's
-            definition.
+        fixes: ids of upstream fixes to install; the oracle, which computes the model's definition, always has them.
 
     Raises:
         ContractError: a tensor is missing, or the architecture has no place for one.
@@ -55,15 +54,9 @@ _cached: dict[tuple[Any, ...], PreTrainedModel] = {}
 
 
 def hold_model(path: Path | str, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Return a model from a cache of one; requests for one checkpoint follow each other.
+    """Return a model from a cache of one, as requests for one checkpoint follow each other; callers must not change it.
 
-    Args:
-        path: checkpoint directory; files written since count as another checkpoint.
-        dtype: see `load_model`.
-        device: "cpu" or "cuda".
-
-    Returns:
-        A shared model for inference; callers must not change it.
+    Files that were written since count as another checkpoint.
 
     Raises:
         ContractError: see `load_model`.
@@ -134,7 +127,7 @@ def checkpoint_places(model: PreTrainedModel) -> dict[str, tuple[str, torch.Tens
     tied = frozenset(model.all_tied_weights_keys)
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        fused = _fused_experts(prefix, module)
+        fused = dict(_fused_experts(prefix, module))
         places.update(fused)
         for name, tensor in module._parameters.items():
             if tensor is not None and prefix + name not in tied and not (fused and tensor.ndim == 3):
@@ -148,22 +141,15 @@ def checkpoint_places(model: PreTrainedModel) -> dict[str, tuple[str, torch.Tens
     }
 
 
-def _fused_experts(prefix: str, module: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
-    up = {leaf: module._parameters.get(leaf) for leaf in ("gate_up_proj", "up_proj")}
-    down = module._parameters.get("down_proj")
-    leaf, first = next(((leaf, found) for leaf, found in up.items() if found is not None), ("", None))
+def _fused_experts(prefix: str, module: nn.Module) -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
+    """Slice [experts, 2 * width, hidden], or [experts, width, hidden] without gates, and [experts, hidden, width]."""
+    held = module._parameters
+    leaf = "gate_up_proj" if held.get("gate_up_proj") is not None else "up_proj"
+    first, down = held.get(leaf), held.get("down_proj")
     if first is None or down is None or first.ndim != 3:
-        return {}
-    return dict(_expert_slices(prefix, leaf, first.data, down.data))
-
-
-def _expert_slices(
-    prefix: str, leaf: str, first: torch.Tensor, down: torch.Tensor
-) -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
-    """Slice [experts, 2*width, hidden], or [experts, width, hidden] without gates, and [experts, hidden, width]."""
+        return
     parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("up_proj",)
-    width = first.shape[1] // len(parts)
-    for expert in range(first.shape[0]):
-        for at, part in enumerate(parts):
-            yield f"{prefix}{expert}.{part}.weight", (f"{prefix}{leaf}", first[expert, at * width : (at + 1) * width])
-        yield f"{prefix}{expert}.down_proj.weight", (f"{prefix}down_proj", down[expert])
+    for expert, (matrices, back) in enumerate(zip(first.data, down.data, strict=True)):
+        for part, matrix in zip(parts, matrices.chunk(len(parts)), strict=True):
+            yield f"{prefix}{expert}.{part}.weight", (f"{prefix}{leaf}", matrix)
+        yield f"{prefix}{expert}.down_proj.weight", (f"{prefix}down_proj", back)

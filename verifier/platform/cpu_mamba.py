@@ -48,7 +48,7 @@ def split_conv1d_scan(
         dt_bias: [heads].
         A: [heads], below 0.
         D: [heads], factor of the input that bypasses the state.
-        chunk_size: ignored; the fused kernel's.
+        chunk_size: ignored; that of the fused kernel.
         activation: "silu".
         headdim: inner / heads.
         ngroups: number of groups of heads that share B and C.

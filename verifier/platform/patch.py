@@ -44,11 +44,7 @@ def apply(patches: Sequence[Patch]) -> None:
 
 
 def current(target: str) -> Any:
-    """Return the present value of a patch's target.
-
-    Raises:
-        UsageError: the name is gone.
-    """
+    """Return the present value of a patch's target, or raise UsageError if the name is gone."""
     owner, attribute = _owner(target)
     return getattr(owner, attribute)
 

@@ -31,11 +31,7 @@ def installed(name: str) -> str | None:
 
 
 def require_pins(*names: str) -> None:
-    """Refuse versions other than the pinned ones.
-
-    Raises:
-        UsageError: a distribution is absent, or has another version than the pin.
-    """
+    """Refuse an absent distribution, and a version other than the pinned one, by a UsageError."""
     for name in names:
         actual = installed(name)
         if actual is None:

@@ -11,28 +11,24 @@ from collections.abc import Iterator
 from verifier.platform.upstream_fixes import RunFacts, Sizes
 
 
-def stand_ins_of(model: Sizes, run: RunFacts) -> list[str]:
-    """The stand-ins of a run, each as "this for that"."""
-    return [*_trainer(model, run), *_engine(model, run)]
+def stand_ins_of(model: Sizes, run: RunFacts) -> Iterator[str]:
+    """Yield the stand-ins of a run, each as "this for that".
 
-
-def _trainer(model: Sizes, run: RunFacts) -> Iterator[str]:
-    """In the trainer's ranks: platform/cpu*.py, train/optimizer_megatron.py, and platform/cuda.py for both tiers."""
+    In the trainer's ranks: platform/cpu*.py, train/optimizer_megatron.py, and platform/cuda.py for both tiers. In the
+    engine's processes: engine/vllm/worker_vllm.py and model/transformers_hf.py, which is also the oracle's.
+    """
+    hybrid = model.get("mamba_num_heads") is not None
     if run.tier == "cpu":
         yield "PyTorch modules for Transformer Engine's"
         yield "a float64 sum for its gradient norm"
         yield "torch's Adam for its own"
         yield "gloo for NCCL"
         yield "the host for CUDA calls"
-        if model.get("mamba_num_heads") is not None:
+        if hybrid:
             yield "a float64 scan for mamba-ssm"
     yield "eager execution for torch.compile"
     if run.steps > 1:
         yield "the rank for the process that collects checkpoint writers"
-
-
-def _engine(model: Sizes, run: RunFacts) -> Iterator[str]:
-    """In the engine's processes: engine/vllm/worker_vllm.py and model/transformers_hf.py; and in the oracle's."""
     if run.engine == "vllm":
         yield "a confirmed weight transfer for vLLM's"
         if run.tier == "cpu":
@@ -43,5 +39,5 @@ def _engine(model: Sizes, run: RunFacts) -> Iterator[str]:
         yield "transformers for vLLM"
         if run.dtype != "float32":
             yield "the checkpoint's float32 tensors for transformers' rounded ones"
-    if run.engine and model.get("mamba_num_heads") is not None:
+    if run.engine and hybrid:
         yield "one chunk for transformers' chunked state-space scan, in the oracle"

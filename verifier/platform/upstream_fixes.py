@@ -49,27 +49,24 @@ class RunFacts:
     """Ids that were asked for, or "all"."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpstreamFix:
-    """One upstream bug, and the fix of it that this package holds."""
+class UpstreamFix(UpstreamBug, frozen=True, kw_only=True):
+    """One upstream bug, and when the fix of it that this package holds has a place.
 
-    id: str
-    """Value of `--fix`."""
-    issue: str
-    """Upstream's own numbers, or those of a project that met the bug first."""
+    Where no check is named the bug ends the run, and `names` matches the message with which it ends.
+    """
+
     package: str
     """Distribution that has the bug; "cudnn" is the library that Transformer Engine loads."""
     version: str
     """Version that has it; "<9.19" stands for every one below."""
-    summary: str
-    """The bug in one clause."""
-    names: str
-    """Regular expression: what those checks name, or the message with which the run ends."""
-    checks: tuple[str, ...] = ()
-    """Codes of the checks that it violates; none for a bug that ends the run."""
     tiers: tuple[str, ...] = ("cpu", "cuda")
     applies: Callable[[Sizes, RunFacts], bool]
     """Test for a run that the bug reaches: (config.json, run) -> bool."""
+
+    def recorded(self, *, fixed: bool) -> UpstreamBug:
+        """Entry of the manifest."""
+        shared = {field: getattr(self, field) for field in UpstreamBug.__struct_fields__}
+        return UpstreamBug(**{**shared, "fixed": fixed})
 
     def affects(self, version: str | None) -> bool:
         """Test for a version of the package that has the bug."""
@@ -223,9 +220,7 @@ def bugs_of(model: Sizes, run: RunFacts) -> list[UpstreamBug]:
     """The known bugs that reach a run, and the fixes that it installs, as the manifest records them."""
     asked = selected(run.fixes)
     return [
-        UpstreamBug(
-            id=fix.id, issue=fix.issue, summary=fix.summary, checks=fix.checks, names=fix.names, fixed=fix.id in asked
-        )
+        fix.recorded(fixed=fix.id in asked)
         for fix in FIXES.values()
         if run.tier in fix.tiers
         and _TAKES_PART[fix.package](run)

@@ -18,14 +18,11 @@ def install(fixes: Collection[str]) -> None:
         UsageError: a function to replace is not the one that was read.
     """
     if CUDNN_WIDTH in fixes:
-        apply([Patch(target=PREPARE, replacement=_unpadded, takes="parallel_attention query value packed_seq_params")])
+        apply([Patch(PREPARE, _unpadded, takes="parallel_attention query value packed_seq_params")])
 
 
 def _unpadded(
-    parallel_attention: Any,
-    query: Any,
-    value: Any,
-    packed_seq_params: Any,
+    parallel_attention: Any, query: Any, value: Any, packed_seq_params: Any
 ) -> tuple[Any, bool, int | None, int | None]:
     """The value as it is, and that nothing is to be cut off its output.
 
@@ -62,9 +59,8 @@ def keep_float32(chunks: list[Any], stored: Collection[str]) -> list[Any]:
     megatron-core makes ``A_log`` and ``D`` in float32 and then rounds them with all else when it wraps the model for
     bf16; megatron-bridge spares what a module marks.
 
-    Args:
-        chunks: loaded modules of this rank, not yet wrapped.
-        stored: last part of the names that the checkpoint stores in float32.
+    `chunks` are this rank's loaded modules, not yet wrapped; `stored` has the last parts of the names of what the
+    checkpoint stores in float32.
 
     Source:
         miles #975, of another model with such layers; megatron-bridge 0.6.2, models/model_provider.py,

@@ -95,13 +95,8 @@ def install(fixes: Collection[str]) -> None:
     Raises:
         UsageError: a function to replace is not the one that was read.
     """
-    wanted = [item for item in REPLACED if item in fixes and item not in _installed]
-    apply(
-        [
-            Patch(target=target, replacement=make(current(target)), takes=takes)
-            for target, takes, make in (REPLACED[item] for item in wanted)
-        ]
-    )
+    wanted = {item: row for item, row in REPLACED.items() if item in fixes and item not in _installed}
+    apply([Patch(target, make(current(target)), takes) for target, takes, make in wanted.values()])
     _installed.update(wanted)
 
 

@@ -128,7 +128,7 @@ def test_an_optimizer_that_cannot_be_saved_is_refused():
 @pytest.mark.parametrize("engine", ["vllm", "hf"])
 @pytest.mark.parametrize("tier", ["cpu", "cuda"])
 def test_stand_ins_are_named(model, engine, tier):
-    named = stand_ins_of(model, replace(RUN, engine=engine, tier=tier))
+    named = list(stand_ins_of(model, replace(RUN, engine=engine, tier=tier)))
     assert len(set(named)) == len(named)
     assert any("Transformer Engine" in item for item in named) is (tier == "cpu")
     assert any("mamba-ssm" in item for item in named) is (tier == "cpu" and model is HYBRID)
