@@ -20,23 +20,21 @@ class Knob:
     """Metadata of a field besides its name, type and default."""
 
     help: str
-    flag: str | None
+    """One sentence for the help page and docs/config.md."""
+    flag: str | None = None
     """Option of the command line, such as "--tp" or "--cuda-graphs/--enforce-eager"; None: file and key=value only."""
-    choices: Mapping[Any, Any]
+    choices: Mapping[Any, Any] = field(default_factory=dict)
     """Spelling -> value; empty where every value of the type is taken."""
-    least: int | None
+    least: int | None = None
     """Smallest value."""
-    metavar: str | None
+    metavar: str | None = None
     """Placeholder of the value in the help page."""
-    unit: str | None
-    derived: bool
+    unit: str | None = None
+    """Unit of the value, such as "seconds"."""
+    derived: bool = False
     """The default follows from other knobs, so a field that was not given is left to its group's constructor."""
-    last: bool
+    last: bool = False
     """Listed after the knobs that are a command's own."""
-
-
-_ENTRIES: dict[type, tuple[KnobEntry, ...]] = {}
-"""Config -> its knobs, looked up once: a `Mesh` checks itself whenever one is made."""
 
 
 def knob(
@@ -44,35 +42,23 @@ def knob(
     default: Any = MISSING,
     *,
     factory: Callable[[], Any] | None = None,
-    flag: str | None = None,
     choices: Iterable[Any] = (),
-    least: int | None = None,
-    metavar: str | None = None,
-    unit: str | None = None,
-    derived: bool = False,
-    last: bool = False,
+    **meaning: Any,
 ) -> Any:
     """Make a field that is a knob.
 
     Args:
-        help: one sentence for the help page and docs/config.md.
+        help: see `Knob`.
         default: value where none is given; without it and `factory` the knob is required.
         factory: makes the default where it is not a constant.
-        flag: option of the command line.
         choices: allowed values; a mapping of spelling -> value where users spell them differently.
-        least: smallest value.
-        metavar: placeholder of the value in the help page.
-        unit: such as "seconds".
-        derived: the default follows from other knobs.
-        last: list it after the knobs that are a command's own.
+        **meaning: other fields of `Knob`.
     """
-    meaning = Knob(
-        help=help, flag=flag, choices=choices if isinstance(choices, Mapping) else {value: value for value in choices},
-        least=least, metavar=metavar, unit=unit, derived=derived, last=last,
-    )  # fmt: skip
+    spelled = choices if isinstance(choices, Mapping) else {value: value for value in choices}
+    metadata = {"knob": Knob(help=help, choices=spelled, **meaning)}
     if factory is not None:
-        return field(default_factory=factory, metadata={"knob": meaning})
-    return field(default=default, metadata={"knob": meaning})
+        return field(default_factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def group(kind: type, *, make: Callable[..., Any] | None = None) -> Any:
@@ -93,9 +79,7 @@ class KnobEntry:
     """Dotted path, such as "engine.tp"."""
     knob: Knob
     kind: type
-    """Type of the value without its None: str, int, float, bool, Path, or tuple for a tuple of texts."""
-    optional: bool
-    """None is a value."""
+    """Type of the value, of None apart: str, int, float, bool, Path, or tuple for a tuple of texts."""
     required: bool
     computed: bool
     """The default is made anew for each config, by a factory or from other knobs."""
@@ -135,25 +119,25 @@ def entries(kind: type) -> tuple[KnobEntry, ...]:
     return _ENTRIES[kind]
 
 
+_ENTRIES: dict[type, tuple[KnobEntry, ...]] = {}
+"""Config -> its knobs, looked up once: a `Mesh` checks itself whenever one is made."""
+
+
 def _entries(kind: type, prefix: str) -> Iterator[KnobEntry]:
     hints = typing.get_type_hints(kind)
     for item in dataclasses.fields(kind):
+        hint = hints[item.name]
         if "make" in item.metadata:
-            yield from _entries(hints[item.name], f"{prefix}{item.name}.")
+            yield from _entries(hint, f"{prefix}{item.name}.")
         elif "knob" in item.metadata:
-            hint, meaning = hints[item.name], item.metadata["knob"]
-            optional = isinstance(hint, types.UnionType)
-            if optional:
+            meaning, is_made = item.metadata["knob"], item.default_factory is not MISSING
+            if isinstance(hint, types.UnionType):
                 (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
             yield KnobEntry(
-                key=prefix + item.name,
-                knob=meaning,
-                kind=typing.get_origin(hint) or hint,
-                optional=optional,
-                required=item.default is MISSING and item.default_factory is MISSING,
-                computed=meaning.derived or item.default_factory is not MISSING,
+                key=prefix + item.name, knob=meaning, kind=typing.get_origin(hint) or hint,
+                required=item.default is MISSING and not is_made, computed=meaning.derived or is_made,
                 default=None if item.default is MISSING or meaning.derived else item.default,
-            )
+            )  # fmt: skip
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

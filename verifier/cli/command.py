@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from verifier.cli.results import show
-from verifier.config.load import load
-from verifier.config.show import resolved
+from verifier.config.load import load, resolved
 from verifier.core.finding import ExitCode
 from verifier.knob import KnobEntry, entries
 

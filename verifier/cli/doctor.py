@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -84,20 +85,21 @@ def examine() -> Findings:
     )
 
 
-def _gaps(tier: str, distributions: tuple[Distribution, ...], gpus: tuple[tuple[str, int, int], ...]) -> list[Gap]:
-    gaps = []
-    if sys.version_info[:2] != (3, 12):
-        gaps.append(Gap(missing=f"Python 3.12 (this is {platform.python_version()})", mend=_MENDS[tier]))
-    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        gaps.append(Gap(missing="Linux on x86-64", mend="use such a machine"))
-    if tier == "cuda" and not any(major == 9 for _, major, _ in gpus):
-        seen = ", ".join(name for name, _, _ in gpus) or "none"
-        gaps.append(Gap(missing=f"a GPU of compute capability 9.0 (torch sees {seen})", mend="use a machine with one"))
+def _gaps(tier: str, distributions: tuple[Distribution, ...], gpus: tuple[tuple[str, int, int], ...]) -> Iterator[Gap]:
+    seen = ", ".join(name for name, _, _ in gpus) or "none"
+    probes = [
+        (sys.version_info[:2] == (3, 12), f"Python 3.12 (this is {platform.python_version()})", _MENDS[tier]),
+        ((platform.system(), platform.machine()) == ("Linux", "x86_64"), "Linux on x86-64", "use such a machine"),
+        (
+            tier != "cuda" or any(major == 9 for _, major, _ in gpus),
+            f"a GPU of compute capability 9.0 (torch sees {seen})", "use a machine with one",
+        ),
+    ]  # fmt: skip
     for item in distributions:
-        if tier in item.tiers and not item.fits:
+        if tier in item.tiers:
             state = "not installed" if item.found is None else f"{item.found} is installed"
-            gaps.append(Gap(missing=f"{item.name} {item.pinned} ({state})", mend=_MENDS[tier]))
-    return gaps
+            probes.append((item.fits, f"{item.name} {item.pinned} ({state})", _MENDS[tier]))
+    return (Gap(missing=missing, mend=mend) for holds, missing, mend in probes if not holds)
 
 
 def _found(name: str) -> str | None:
@@ -123,20 +125,11 @@ def render_json(findings: Findings) -> str:
 
 def render_text(findings: Findings) -> str:
     """A table of packages, then one paragraph per tier."""
-    import io
-
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for column in ("package", "pinned", "found", "tier"):
-        table.add_column(column, no_wrap=True)
-    for item in findings.distributions:
-        table.add_row(item.name, item.pinned, item.found or "-", " ".join(item.tiers))
-    text = io.StringIO()
-    # Written as a file, so that a pipe and a terminal get the same bytes.
-    Console(file=text, width=100, color_system=None).print(table)
-    rows = "\n".join(f"  {line.rstrip()}" for line in text.getvalue().splitlines())
+    table = [("package", "pinned", "found", "tier")]
+    table += [(item.name, item.pinned, item.found or "-", " ".join(item.tiers)) for item in findings.distributions]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in table)
+    rows = "\n".join(f"  {'   '.join(cells)}".rstrip() for cells in padded)
     gpus = ", ".join(findings.gpus) or "no GPU"
     parts = [f"Python {findings.python} on {findings.machine}, {gpus}", rows]
     for tier, gaps in findings.gaps.items():

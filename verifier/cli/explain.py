@@ -27,15 +27,11 @@ def find_check(text: str) -> Check:
 
 
 def page_of(text: str) -> str:
-    """A check's page: its docstring under its code and name.
-
-    Raises:
-        UsageError: there is no such check.
-    """
-    item = find_check(text)
-    needs = ", ".join(kind_of(kind) for kind in item.needs)
+    """Docstring of the check that `find_check` finds, under its code and name."""
     from verifier.faults.catalog import CATALOG
 
+    item = find_check(text)
+    needs = ", ".join(kind_of(kind) for kind in item.needs)
     caught = [f"{fault.id} ({fault.reproduces})" for fault in CATALOG.values() if item.code in fault.caught_by]
     parts = [
         f"{item.code} {item.name}",

@@ -56,7 +56,7 @@ def show(text: str) -> None:
 def judge_trace(
     path: Path, *, json: Path | None, junit: Path | None, codes: Sequence[str] = (), names: str = ""
 ) -> int:
-    """Read a trace, run its checks, print and write what they found.
+    """Read a trace, run its checks, print and write what they found; returns the exit code that this calls for.
 
     Args:
         path: trace directory.
@@ -64,9 +64,6 @@ def judge_trace(
         junit: file for the JUnit report, or None.
         codes: run just these checks.
         names: keep only comparisons whose subject contains this text.
-
-    Returns:
-        The exit code that the outcomes call for.
     """
     import verifier.checks  # noqa: F401  (fills the registry)
     from verifier.core import store
@@ -86,15 +83,14 @@ def run_and_judge(
 ) -> int:
     """Run something that leaves a trace, then judge the trace; also what a run that broke had recorded.
 
+    A run that broke is a violation where its trace already shows one; of any other, its error comes out.
+
     Args:
         what: the command, for the progress display.
         run: leaves its trace at `trace`.
         trace: trace directory.
-        json: file for the complete report, or None.
-        junit: file for the JUnit report, or None.
-
-    Returns:
-        The exit code that the outcomes call for. A run that broke is a violation where its trace already shows one.
+        json: as for `judge_trace`.
+        junit: as for `judge_trace`.
 
     Raises:
         UsageError: nothing was run.
@@ -106,9 +102,8 @@ def run_and_judge(
     except UsageError:
         raise
     except VerifierError:
-        if not (trace / "manifest.json").exists():
-            raise
-        if judge_trace(trace, json=json, junit=junit) != ExitCode.VIOLATED:
-            raise
-        return int(ExitCode.VIOLATED)
+        left_a_trace = (trace / "manifest.json").exists()
+        if left_a_trace and judge_trace(trace, json=json, junit=junit) == ExitCode.VIOLATED:
+            return ExitCode.VIOLATED
+        raise
     return judge_trace(trace, json=json, junit=junit)

@@ -5,15 +5,17 @@ Every knob is declared here or in `Mesh`, once.
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
+
+import msgspec
 
 from verifier.errors import UsageError
-from verifier.knob import build, check, entries, flat, group, knob
+from verifier.knob import check, group, knob
 from verifier.mesh import Mesh
 from verifier.platform.upstream_fixes import require_known
 
@@ -24,10 +26,8 @@ MAX_TIMEOUT_S = 7 * 24 * 3600
 
 def next_trace(command: str, under: Path = Path("traces")) -> Path:
     """Return the first free ``<under>/<command>-<number>``: the name of a trace that the user did not name."""
-    number = 1
-    while (path := under / f"{command}-{number:04d}").exists():
-        number += 1
-    return path
+    paths = (under / f"{command}-{number:04d}" for number in itertools.count(1))
+    return next(path for path in paths if not path.exists())
 
 
 def _trace(command: str) -> Any:
@@ -65,19 +65,18 @@ class CommandConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-able values that the manifest of a trace records under "config"; the trace is not named."""
-        return {name: value for name, value in _plain(dataclasses.asdict(self)).items() if name != "trace"}
+        values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self, enc_hook=str))
+        return {name: value for name, value in values.items() if name != "trace"}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """Make the config that `to_dict` gave; a trace may be added to it.
 
         Raises:
-            UsageError: values that no config has.
+            UsageError: values that contradict each other.
+            msgspec.ValidationError: values of other types.
         """
-        kinds = {entry.key: entry.kind for entry in entries(cls) if entry.kind in (tuple, Path)}
-        values = flat(record)
-        typed = {key: kinds[key](value) for key, value in values.items() if key in kinds and value is not None}
-        return cast(Self, build(cls, {**values, **typed}))
+        return msgspec.convert(record, cls, dec_hook=lambda kind, value: kind(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,25 +125,20 @@ class EngineOptions:
         if self.kind == "hf" and self.tp != 1:
             raise UsageError(f"--engine hf has one rank, --engine-tp is {self.tp}: leave it out, or use --engine vllm")
         if self.lora_rank:
-            refuse_beside_adapters(
-                {
-                    "--engine hf": self.kind != "vllm",
-                    "--engine-tp": self.tp != 1,
-                    "--sleep-level": self.sleep_level != 0,
-                    "--engine-quantization": self.quantization is not None,
-                }
-            )
-        if self.kind != "vllm" and (asked := self.gpu_options()):
-            raise UsageError(f"{asked[0]} is an option of vLLM, --engine is {self.kind}: leave one of the two out")
+            asked = {"--engine hf": self.kind != "vllm", "--engine-tp": self.tp != 1, **self._gpu_options()}
+            _refuse_beside_adapters({name: is_asked for name, is_asked in asked.items() if name != "--cuda-graphs"})
+        if self.kind != "vllm" and (options := self.gpu_options()):
+            raise UsageError(f"{options[0]} is an option of vLLM, --engine is {self.kind}: leave one of the two out")
 
     def gpu_options(self) -> list[str]:
         """Return the flags of what was asked for that only vLLM on a GPU has."""
-        asked = {
-            "--cuda-graphs": self.cuda_graphs,
-            "--sleep-level": self.sleep_level != 0,
+        return [name for name, is_asked in self._gpu_options().items() if is_asked]
+
+    def _gpu_options(self) -> dict[str, bool]:
+        return {
+            "--cuda-graphs": self.cuda_graphs, "--sleep-level": self.sleep_level != 0,
             "--engine-quantization": self.quantization is not None,
-        }
-        return [name for name, is_asked in asked.items() if is_asked]
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +159,7 @@ class RoundtripConfig(RunConfig):
 
     def _refuse_contradictions(self) -> None:
         if self.engine.lora_rank:
-            refuse_beside_adapters({"--update noise": self.update != "step"})
+            _refuse_beside_adapters({"--update noise": self.update != "step"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +176,7 @@ class GoldenConfig(RunConfig):
     def _refuse_contradictions(self) -> None:
         if self.record and self.against is not None:
             raise UsageError("--record writes a manifest and --against compares with one: give one of the two")
-        require_reason(self.record, self.why)
+        _require_reason(self.record, self.why)
         if self.against is not None and not self.against.is_file():
             raise UsageError(f"there is no manifest `{self.against}`: give the path of a file that `--record` wrote")
 
@@ -195,42 +189,23 @@ class NoiseConfig(CommandConfig):
     why: str | None = knob("Why it is recorded; kept with it.", None, flag="--why", metavar="TEXT")
 
     def _refuse_contradictions(self) -> None:
-        require_reason(self.record, self.why)
+        _require_reason(self.record, self.why)
 
 
 CONFIGS: dict[str, type[CommandConfig]] = {"golden": GoldenConfig, "roundtrip": RoundtripConfig, "noise": NoiseConfig}
 """Command -> type of its config."""
 
 
-def require_reason(record: bool, why: str | None) -> None:
-    """Refuse a recording without a reason, and a reason without a recording.
-
-    Raises:
-        UsageError: one of the two is missing.
-    """
+def _require_reason(record: bool, why: str | None) -> None:
+    """Refuse a recording without a reason, and a reason without a recording."""
     if record and not (why or "").strip():
         raise UsageError('--record needs --why "...": the reason is kept in the manifest')
     if why is not None and not record:
         raise UsageError("--why is the reason of a --record: give both or neither")
 
 
-def refuse_beside_adapters(asked: dict[str, bool]) -> None:
-    """Refuse what does not go together with an adapter.
-
-    Args:
-        asked: flag -> whether it was asked for.
-
-    Raises:
-        UsageError: names the first that was.
-    """
+def _refuse_beside_adapters(asked: dict[str, bool]) -> None:
+    """Refuse flags that were asked for, first of all the first, beside an adapter."""
     for name, is_asked in asked.items():
         if is_asked:
             raise UsageError(f"--engine-lora-rank and {name} do not go together: leave one of the two out")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value

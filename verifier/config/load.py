@@ -1,4 +1,4 @@
-"""From a YAML file, `key=value` and flags to one config; omegaconf is loaded only where one of the first two is given.
+"""From a YAML file, `key=value` and flags to one config, and back to YAML; omegaconf is loaded for the first two alone.
 
 Order of precedence: a flag or a `key=value` beats the file, and the file beats the default. A flag and a `key=value`
 for the same knob are refused, and so is a knob that is given twice in one place.
@@ -7,6 +7,8 @@ for the same knob are refused, and so is a knob that is given twice in one place
 from __future__ import annotations
 
 import difflib
+import json
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,30 +75,53 @@ def load[Config](
     return build(kind, values), {key: item.where for key, item in given.items()}
 
 
+def resolved(config: Any, owners: Mapping[str, str]) -> str:
+    """Return a config as YAML that `--config` takes again: a line per knob, with its owner and default in a comment.
+
+    Args:
+        config: the config.
+        owners: key -> who gave its value; a knob that nobody gave has its default.
+    """
+    lines = []
+    for entry in entries(type(config)):
+        text = f"{entry.key}: {_written(entry, operator.attrgetter(entry.key)(config))}"
+        note = f"{owners[entry.key]}; default {default(entry)}" if entry.key in owners else "default"
+        if entry.computed and entry.key not in owners:
+            text = f"# {text}"
+        lines.append(f"{text:<40}  # {note}\n")
+    return "".join(lines)
+
+
+def _written(entry: KnobEntry, value: Any) -> str:
+    """Write a value as YAML, in its user's spelling."""
+    if isinstance(value, tuple):
+        return json.dumps(list(value))
+    spelled = entry.spelled(value)
+    return json.dumps(str(spelled) if isinstance(spelled, Path) else spelled)
+
+
+def default(entry: KnobEntry) -> str:
+    """Describe the default of a knob."""
+    if entry.required:
+        return "none, it is required"
+    return "computed" if entry.computed else _written(entry, entry.default)
+
+
 def _overridden(known: Mapping[str, KnobEntry], overrides: Sequence[str]) -> dict[str, Given]:
     found: dict[str, Given] = {}
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals:
             raise UsageError(f"`{text}` is neither an option nor key=value, such as {next(iter(known))}=...")
-        require_known(known, key, "")
+        _require_known(known, key, "")
         if key in found:
             raise UsageError(f"{found[key].where} and {text} set the same knob: leave one of the two out")
         found[key] = Given(value=value, name=key, where=text)
     return found
 
 
-def require_known(known: Mapping[str, Any], key: str, where: str) -> None:
-    """Refuse a key that a config does not have.
-
-    Args:
-        known: keys of the config.
-        key: dotted key.
-        where: end of the sentence's subject, such as " in run.yaml".
-
-    Raises:
-        UsageError: names the nearest key, or those of a group that was given a value.
-    """
+def _require_known(known: Mapping[str, Any], key: str, where: str) -> None:
+    """Refuse a key that a config does not have; name the nearest, or those of a group that was given a value."""
     if key in known:
         return
     inside = [name for name in known if name.startswith(f"{key}.")]
@@ -129,7 +154,7 @@ def _read(known: Mapping[str, KnobEntry], file: Path) -> dict[str, Given]:
         raise UsageError(f"--config `{file}` is no mapping of keys to values")
     found: dict[str, Given] = {}
     for key, value in _flattened(known, content):
-        require_known(known, key, f" in {file}")
+        _require_known(known, key, f" in {file}")
         if key in found:
             raise UsageError(f"`{key}` is given twice in {file}: leave one of the two out")
         if known[key].kind in (str, Path) and not isinstance(value, str | None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from verifier.config.commands import CONFIGS
-from verifier.config.show import default
+from verifier.config.load import default
 from verifier.knob import KnobEntry, entries
 
 _HEAD = """\

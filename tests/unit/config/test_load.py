@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verifier.config import EngineOptions, GoldenConfig, NoiseConfig, RoundtripConfig
-from verifier.config.load import load
-from verifier.config.show import resolved
+from verifier.config.load import load, resolved
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.platform.upstream_fixes import FIXES
