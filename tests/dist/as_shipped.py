@@ -24,7 +24,7 @@ from verifier.core.finding import Verdict
 from verifier.errors import VerifierError
 from verifier.mesh import Mesh
 from verifier.report import Report, report_of
-from verifier.report.known_bugs import explanation, why_it_ended
+from verifier.report.report import explanation, why_it_ended
 from verifier.runs.resources import Resources
 from verifier.runs.runner import Runner
 

@@ -54,15 +54,8 @@ def compare_contents(
 ) -> Iterator[Comparison]:
     """Names as sets both ways, then dtype, shape and digest of every common name.
 
-    Args:
-        actual: what the stage holds.
-        expected: what its predecessor handed over.
-        stage: where a mismatch would have arisen.
-        version: weight version.
-        actual_says: who reports the actual side, for the failure text ("the export").
-        expected_says: who says so on the expected side.
-        allowed: tolerance with its source.
-        hint: what to look at next.
+    `expected` is what the predecessor of a stage handed over; the texts say who reports each side ("the export"), the
+    tolerance with its source, and what to look at next.
     """
     held, wanted = by_name(actual), by_name(expected)
     rightful: dict[str, list[str]] = {}
@@ -98,13 +91,9 @@ def compare_contents(
 def compare_moments(
     trace: Trace, kind: type[TensorRecord], before: Callable[[int], Moment], **says: str
 ) -> Iterator[Comparison]:
-    """Everything that each rank held at the moments of one kind against what it held at earlier ones.
+    """Everything that each rank held at the moments of one kind, against what it held at the one before each version's.
 
-    Args:
-        trace: of the run.
-        kind: what was recorded at the later moments, where a mismatch arose.
-        before: the earlier moment of each version.
-        says: the texts of `compare_contents`.
+    A mismatch arose at the later moment; `says` are the texts of `compare_contents`.
     """
     for version in trace.versions(kind):
         earlier, then = before(version)

@@ -67,15 +67,10 @@ class Bounds:
 def bounds_of(
     trace: Trace, stage: Stage, name: str, version: int, lengths: Sequence[int], whole: Sequence[int] = ()
 ) -> Bounds:
-    """Return what one scoring may differ from the oracle by.
+    """Return what one scoring may differ from the oracle by; the stage is that of the actual side.
 
-    Args:
-        trace: of the run.
-        stage: of the actual side.
-        name: of the scoring.
-        version: weight version.
-        lengths: log-probabilities of each sequence.
-        whole: tokens of each sequence, with those before the first scored one; unknown where empty.
+    `lengths` are the log-probabilities of each sequence, `whole` its tokens, with those before the first scored one;
+    unknown where empty.
 
     In fp32 they are fixed, for checkpoints that are no coarser than those the bound was measured on; the run has
     measured the others: transformers in fp32 against itself in float64, at version 0.
@@ -89,7 +84,11 @@ def bounds_of(
         LookupError: a bf16 run without a floor has not measured its noise.
     """
     if trace.manifest.dtype == "float32":
-        return Bounds(greatest=(_fp32(trace, name),) * len(lengths))
+        coarse = [float(item.greatest) for item in trace.of(DtypeNoise, version=0) if item.name in (name, "scored")]
+        bound = FP32_NOISES * max(coarse, default=0.0)
+        source = f"this run's noise: transformers in fp32 against itself in float64, times {FP32_NOISES}"
+        own = Tolerance(absolute=bound, unit=FP32.unit, source=source)
+        return Bounds(greatest=(FP32 if bound <= FP32.absolute else own,) * len(lengths))
     measured: list[NoiseRecord] = []
     floors: list[StoredFloor] = []
     if stage is Stage.ROLLOUT:
@@ -106,13 +105,6 @@ def bounds_of(
             noisiest = max(noises, key=lambda noise: float(getattr(noise, statistic)))
             body[statistic] = _bound(noisiest, statistic, sum(lengths))
     return Bounds(greatest=tuple(_bound(noise, "greatest") for noise in noises), body=body)
-
-
-def _fp32(trace: Trace, name: str) -> Tolerance:
-    noises = [float(item.greatest) for item in trace.of(DtypeNoise, version=0) if item.name in (name, "scored")]
-    bound = FP32_NOISES * max(noises, default=0.0)
-    source = f"this run's noise: transformers in fp32 against itself in float64, times {FP32_NOISES}"
-    return FP32 if bound <= FP32.absolute else Tolerance(absolute=bound, unit=FP32.unit, source=source)
 
 
 def _floors(trace: Trace, whole: Sequence[int]) -> list[StoredFloor]:
@@ -161,9 +153,8 @@ def compare_with_oracle(
     Raises:
         LookupError: the oracle did not score what the actual side did.
     """
-    partners = {(item.name, item.version): item for item in trace.of(oracle)}
     for actual in trace.of(kind, version=version):
-        expected = partners.get((actual.name, actual.version))
+        expected = next(trace.of(oracle, name=actual.name, version=actual.version), None)
         if expected is None:
             raise LookupError(f"nobody else scored `{actual.name}` of version {actual.version}")
         got, want, lengths = trace.array(actual), trace.array(expected), expected.lengths

@@ -59,14 +59,7 @@ def audit(rollouts: Rollouts, tokens: Mapping[str, np.ndarray], rows: Rows) -> l
 
     The first token of a rollout has no row that predicts it; all others must be there exactly once. A row that predicts
     nothing must be out of the loss.
-
-    Args:
-        rollouts: what should have gone in, in the order in which sentinels were given.
-        tokens: its arrays.
-        rows: what arrived.
-
-    Returns:
-        All misplacements, by rollout and position; none when everything is in place.
+    `rollouts` and their arrays stand in the order in which sentinels were given. Sorted by rollout and position.
     """
     lengths = np.array(rollouts.lengths, np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -130,12 +123,7 @@ def _not_once(rollouts: Rollouts, starts: np.ndarray, flat: np.ndarray, ranks: n
         yield Misplacement(rollouts.ids[owner], position, "row", float(expected[at]), float(arrived[at]), rank)
 
 
-def mesh_of(trace: Trace) -> MeshSizes:
-    """Parallel sizes of the run.
-
-    Raises:
-        LookupError: the manifest has none.
-    """
+def _mesh_of(trace: Trace) -> MeshSizes:
     if trace.manifest.mesh is None:
         raise LookupError("the manifest has no mesh")
     return trace.manifest.mesh
@@ -159,12 +147,21 @@ def token_misplaced(trace: Trace) -> Iterator[Comparison]:
         ledgers = list(trace.of(TokenLedger, name=item.name, version=item.version))
         if ledgers:
             yield from _audited(trace, item, ledgers)
-    yield from _not_followed(trace)
+    passes = {("scored", item.version) for item in trace.of(TrainerLogprobs, name="scored")}
+    passes |= {("trained", item.version) for item in trace.of(StepReport)}
+    followed = {(item.name, item.version) for item in trace.of(TokenLedger)}
+    for name, version in sorted(passes - followed):
+        yield Comparison(
+            what=f"{name} tokens", same=False, stage=Stage.PACK, version=version, badness=1.0, absent=True,
+            sentence=f"no ledger followed the tokens that were {name} at version {version}",
+            expected="a ledger of every pass", actual="none", allowed="exact",
+            hint="look at what hands a pass its micro-batches",
+        )  # fmt: skip
 
 
 def _audited(trace: Trace, item: Rollouts, ledgers: list[TokenLedger]) -> Iterator[Comparison]:
     """One comparison per rollout of a pass, and one of its padding."""
-    mesh = mesh_of(trace)
+    mesh = _mesh_of(trace)
     owners, seen = mesh.dp * mesh.cp, {ledger.rank for ledger in ledgers}
     if len(seen) < owners:
         yield Comparison(
@@ -201,20 +198,6 @@ def _audited(trace: Trace, item: Rollouts, ledgers: list[TokenLedger]) -> Iterat
         )  # fmt: skip
 
 
-def _not_followed(trace: Trace) -> Iterator[Comparison]:
-    """One mismatch per pass over tokens that left a result and no ledger."""
-    passes = {("scored", item.version) for item in trace.of(TrainerLogprobs, name="scored")}
-    passes |= {("trained", item.version) for item in trace.of(StepReport)}
-    followed = {(item.name, item.version) for item in trace.of(TokenLedger)}
-    for name, version in sorted(passes - followed):
-        yield Comparison(
-            what=f"{name} tokens", same=False, stage=Stage.PACK, version=version, badness=1.0, absent=True,
-            sentence=f"no ledger followed the tokens that were {name} at version {version}",
-            expected="a ledger of every pass", actual="none", allowed="exact",
-            hint="look at what hands a pass its micro-batches",
-        )  # fmt: skip
-
-
 def _zigzag(padded: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
     """Rows of a pack that a context-parallel rank holds; [rows] int64.
 
@@ -241,7 +224,7 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: what the rows hold (PCK001).
     References: ms-swift#10071, Megatron-LM#4495, Megatron-LM#5541, prime-rl#2392, SkyRL packing_utils.
     """
-    mesh = mesh_of(trace)
+    mesh = _mesh_of(trace)
     tp, cp = mesh.tp, mesh.cp
     multiple = tp * 2 * cp if cp > 1 else tp
     for item in trace.of(PackLayout):

@@ -110,7 +110,9 @@ def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
     """
     for item in trace.of(DrawnTokens):
         tokens = np.array(item.tokens)
-        by_chance = max(float(np.square(_distribution(trace, item)).sum()), _share_alike(tokens))
+        counts = np.bincount(tokens).astype(np.float64)
+        alike = (counts * (counts - 1)).sum() / max(len(tokens) * (len(tokens) - 1), 1)  # share of all pairs
+        by_chance = max(float(np.square(_distribution(trace, item)).sum()), float(alike))
         found = [row for places in range(1, len(tokens)) for row in _alike(tokens, places, by_chance)]
         nats, places, count, pairs = max(found, default=(0.0, 0, 0, 0))
         yield _compare_with_chance(
@@ -120,12 +122,6 @@ def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
             expected=f"{by_chance:.3g} of them, as of any two", actual=f"{count:,} of {pairs:,} (the engine)",
             hint="look at what the seed of each request and of each of its samples is made of",
         )  # fmt: skip
-
-
-def _share_alike(tokens: np.ndarray) -> float:
-    """Share of all pairs of samples that hold one token."""
-    counts = np.bincount(tokens).astype(np.float64)
-    return float((counts * (counts - 1)).sum()) / max(len(tokens) * (len(tokens) - 1), 1)
 
 
 def _alike(tokens: np.ndarray, places: int, by_chance: float) -> Iterator[tuple[float, int, int, int]]:

@@ -31,7 +31,6 @@ LENGTH_NOISES = 2
 """Times a group's noise, or its layer's, that the length of its gradient may be off by, in a run of less than fp32."""
 LOSS_NOISES = 2
 """Times the mean noise of a token's loss that the loss may be off by, in a run of less than fp32."""
-NOISE_OF_A_LOSS = "the mean noise of a token's loss (this run's: transformers in its dtype against itself in fp32)"
 LOSS = Tolerance(
     absolute=1e-6, unit="of the mean magnitude of a token's loss",
     source="fp32 on CPU, measured on clean runs of every family and mesh: docs/numerics.md",
@@ -77,10 +76,8 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
             what=item.name, same=item.gradient is not None and gap <= allowed and dtype == "float32",
             stage=Stage.LOSS, version=item.version, badness=times(gap, allowed),
             sentence=f"the gradient of `{item.name}` is {found}{place}, its greatest element should be {scale:.3g}",
-            owner=owner, mismatched=mismatched,
-            expected=f"greatest element {scale:.3g} (transformers' gradient, fp32)",
-            actual=f"{found} (the trainer's, reduced over all ranks)",
-            allowed=f"{allowed:.3g} in float32, {bound}",
+            owner=owner, mismatched=mismatched, expected=f"greatest element {scale:.3g} (transformers' gradient, fp32)",
+            actual=f"{found} (the trainer's, reduced over all ranks)", allowed=f"{allowed:.3g} in float32, {bound}",
             hint="look at the reduction of this parameter's gradient and at what divides the loss",
         )  # fmt: skip
     yield from _lengths(trace)
@@ -193,7 +190,8 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
         by_noise = LOSS_NOISES * float(item.loss_noise)
         allowed, why = LOSS.absolute * float(item.loss_scale), str(LOSS)
         if allowed < by_noise:
-            allowed, why = by_noise, f"{LOSS_NOISES} times {NOISE_OF_A_LOSS}"
+            noise = "the mean noise of a token's loss (this run's: transformers in its dtype against itself in fp32)"
+            allowed, why = by_noise, f"{LOSS_NOISES} times {noise}"
         gap = abs(loss - right)
         yield Comparison(
             what=f"reported loss on rank {report.rank}",

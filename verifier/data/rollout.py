@@ -71,31 +71,28 @@ class Rollout:
     """[L, M, K] integer, expert ids that the engine chose; `MISSING_ROUTE` where it reported none."""
 
     def __post_init__(self) -> None:
+        if disagreement := self._disagreement():
+            raise UsageError(f"rollout `{self.id}`{disagreement}")
+
+    def _disagreement(self) -> str:
+        """The rest of the sentence that says what does not fit together; empty if all does."""
         length = len(self.tokens)
         if length == 0:
-            raise UsageError(f"rollout `{self.id}` is empty: it has no tokens")
+            return " is empty: it has no tokens"
         for name in PROMPT_VALUES:
-            if getattr(self, name).shape != (length,):
-                raise UsageError(
-                    f"rollout `{self.id}`: {name} has shape {list(getattr(self, name).shape)}, "
-                    f"but there are {length} tokens"
-                )
+            shape = getattr(self, name).shape
+            if shape != (length,):
+                return f": {name} has shape {list(shape)}, but there are {length} tokens"
         if self.routes is not None and (self.routes.ndim != 3 or len(self.routes) != length):
-            raise UsageError(
-                f"rollout `{self.id}`: routes have shape {list(self.routes.shape)}, "
-                f"expected [{length} tokens, layers, experts per token]"
-            )
+            expected = f"[{length} tokens, layers, experts per token]"
+            return f": routes have shape {list(self.routes.shape)}, expected {expected}"
         if not 1 <= self.prompt_length <= length:
-            raise UsageError(
-                f"rollout `{self.id}`: prompt length {self.prompt_length} is outside of 1 to {length}: "
-                "the first token has no predecessor to be predicted from"
-            )
+            why = "the first token has no predecessor to be predicted from"
+            return f": prompt length {self.prompt_length} is outside of 1 to {length}: {why}"
         if self.sampled[: self.prompt_length].any():
-            at = int(self.sampled.argmax())
-            raise UsageError(f"rollout `{self.id}`: token {at} is marked as sampled, but lies in the prompt")
-        if (self.mask & ~self.sampled).any():
-            at = int((self.mask & ~self.sampled).argmax())
-            raise UsageError(f"rollout `{self.id}`: token {at} is in the loss mask, but was not sampled")
+            return f": token {self.sampled.argmax()} is marked as sampled, but lies in the prompt"
+        outside = self.mask & ~self.sampled
+        return f": token {outside.argmax()} is in the loss mask, but was not sampled" if outside.any() else ""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -122,19 +119,11 @@ def make_rollout(
     reward: float = 0.0,
     routes: np.ndarray | None = None,
 ) -> Rollout:
-    """Build a rollout from a prompt and a response.
+    """Build a rollout from the token ids of a prompt and of a response, which holds sampled tokens and tool output.
 
-    Args:
-        rollout_id: unique name; every error names it.
-        prompt: token ids.
-        response: ids of sampled tokens and of tool output.
-        group: prompt group; the rollout id by default.
-        sampled: [response] bool, tokens drawn from the policy; all by default. The others are tool output.
-        mask: [response] bool, tokens in the loss; the sampled ones by default.
-        logprobs: [response] the engine's log-probabilities, nats; NaN by default.
-        versions: [response] weight version that sampled each token, or one version for all.
-        reward: reward of the whole rollout.
-        routes: [prompt + response, M, K] expert ids.
+    The id is unique, and every error names it; it is the group too where none is given. `sampled` (all by default),
+    `mask` (those sampled), `logprobs` (nats, NaN) and `versions` (or one for all) are [response]; `routes` are
+    [prompt + response, M, K]. The reward is that of the whole rollout.
 
     Raises:
         UsageError: an array has another length than the response; or see `Rollout`.
@@ -175,10 +164,8 @@ def check_rollouts(
 ) -> None:
     """Refuse a batch that cannot be trained on; the error names the first bad rollout.
 
-    Args:
-        rollouts: the batch.
-        vocab_size: size of the vocabulary; token ids must lie in [0, vocab_size). None does not check them.
-        max_tokens: longest sequence that fits into a micro-batch, in tokens. None does not check lengths.
+    Token ids must lie in [0, vocab_size); `max_tokens` is the longest sequence that fits into a micro-batch. None does
+    not check either.
 
     Raises:
         UsageError: two rollouts share an id, a token id is outside of the vocabulary, or a rollout is too long.

@@ -25,10 +25,7 @@ class Step:
 
 
 def check_steps(steps: Sequence[Step]) -> None:
-    """Refuse steps that do not form whole trajectories.
-
-    Args:
-        steps: steps of all trajectories, in training order.
+    """Refuse steps, in training order, that do not form whole trajectories.
 
     Raises:
         UsageError: names the trajectory and the step: a trajectory is not contiguous, steps are missing or out of
@@ -74,8 +71,7 @@ def join_steps(steps: Sequence[Step]) -> list[Rollout]:
 
 
 def _trajectories(steps: Sequence[Step]) -> Iterator[tuple[str, list[Step]]]:
-    for trajectory, own in groupby(steps, key=lambda step: step.trajectory):
-        yield trajectory, list(own)
+    return ((trajectory, list(own)) for trajectory, own in groupby(steps, key=lambda step: step.trajectory))
 
 
 def _check_cumulative(before: Rollout, after: Rollout, where: str) -> None:

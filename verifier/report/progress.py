@@ -12,11 +12,7 @@ Progress = Callable[[str], None]
 
 @contextlib.contextmanager
 def shown_progress(what: str) -> Iterator[Progress]:
-    """A spinner with the current step and the time so far on a terminal's stderr; silent when stderr is a file.
-
-    Args:
-        what: the run in a few words; stays in front of every step.
-    """
+    """A spinner with `what` runs, its step and the time so far on a terminal's stderr; silent if that is a file."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return

@@ -11,8 +11,7 @@ from verifier.core.finding import Finding, Outcome, Verdict
 from verifier.core.manifest import Manifest
 from verifier.knob import flat
 from verifier.mesh import Mesh
-from verifier.report.known_bugs import explanation, stack_lines, why_it_ended
-from verifier.report.report import Report
+from verifier.report.report import Report, explanation, stack_lines, why_it_ended
 
 MAX_FINDINGS = 20
 """Findings in one text; the number left out is stated, and JSON holds all."""
@@ -144,11 +143,8 @@ def _table(report: Report) -> str:
         f"  {_LABELS[item.verdict]:<12}  {item.code}  {item.name:<{wide}}  {item.num_compared:>9,} compared"
         for item in report.outcomes
     ]
-    if report.switched_off:
-        lines.append(f"  switched off: {', '.join(report.switched_off)}")
-    if report.out_of_scope:
-        lines.append(f"  no subject in this run: {', '.join(report.out_of_scope)}")
-    return "\n".join(lines)
+    left_out = {"switched off": report.switched_off, "no subject in this run": report.out_of_scope}
+    return "\n".join([*lines, *(f"  {why}: {', '.join(codes)}" for why, codes in left_out.items() if codes)])
 
 
 def _conclusion(report: Report) -> str:
@@ -158,13 +154,13 @@ def _conclusion(report: Report) -> str:
     if report.verdict is Verdict.HOLDS:
         said = [f"holds: {total} of {total} checks hold"]
     elif report.verdict is Verdict.VIOLATED:
-        first = min((item for item in report.outcomes if item.finding is not None), key=_cause_first).finding
+        first = min(report.outcomes, key=_cause_first).finding
         assert first is not None
         where = f"first bad stage: {first.first_bad_stage.label}, version {first.first.version}"
         said = [f"violated: {counts[Verdict.VIOLATED]} of {total} checks are violated", where, unsure]
     else:
         said = [f"inconclusive: {counts[Verdict.HOLDS]} of {total} checks hold", unsure]
-    if not report.is_complete:
+    if not report.manifest.complete:
         failure = _in_one_line(report.manifest.failure)
         said.append("the run did not finish" + (f" ({failure})" if failure else ""))
         said.append(why_it_ended(report.manifest))

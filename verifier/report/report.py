@@ -1,13 +1,14 @@
-"""The report: run identity, outcomes and what was left out. Data only; a pure function of a trace."""
+"""The report: run identity, outcomes, what was left out, the bugs that explain it. A pure function of a trace."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from verifier.core.check import REGISTRY, Check, run_check
 from verifier.core.finding import ExitCode, Outcome, Verdict, verdict_of
-from verifier.core.manifest import Manifest
+from verifier.core.manifest import Manifest, UpstreamBug
 from verifier.core.trace import Trace
 
 
@@ -28,17 +29,12 @@ class Report:
     def verdict(self) -> Verdict:
         """The dominant verdict. A run that did not finish is never more than inconclusive when nothing is violated."""
         found = verdict_of(self.outcomes)
-        return found if self.is_complete else max(found, Verdict.INCONCLUSIVE)
+        return found if self.manifest.complete else max(found, Verdict.INCONCLUSIVE)
 
     @property
     def exit_code(self) -> ExitCode:
         """Exit code of the command."""
         return self.verdict.exit_code
-
-    @property
-    def is_complete(self) -> bool:
-        """True if the run finished writing its trace."""
-        return self.manifest.complete
 
 
 def report_of(
@@ -49,14 +45,10 @@ def report_of(
     only_codes: Sequence[str] = (),
     only_names: str = "",
 ) -> Report:
-    """Run the checks that a trace's scopes declare and report on them.
+    """Run the checks that a trace's scopes declare, of the whole registry outside of tests, and report on them.
 
-    Args:
-        trace: live, or read from disk.
-        path: where it is stored; printed in the line that tells how to replay.
-        checks: by code; the whole registry outside of tests.
-        only_codes: run just these, in scope or not; the scoped rest is reported as switched off.
-        only_names: keep only comparisons whose subject contains this text.
+    `path` is where the trace is stored, for the line that tells how to replay. `only_codes` are run in scope or not,
+    and the scoped rest is reported as switched off; `only_names` keeps comparisons whose subject contains this text.
     """
     scopes = set(trace.manifest.scopes)
     scoped = [item for _, item in sorted(checks.items()) if item.scope in scopes]
@@ -73,3 +65,41 @@ def report_of(
 def _restricted(item: Check, names: str) -> Check:
     """The same check over the subjects whose name contains a text."""
     return replace(item, fn=lambda trace: (found for found in item.fn(trace) if names in found.what))
+
+
+def stack_lines(manifest: Manifest) -> list[tuple[str, str]]:
+    """Name and value of each line on what replaced upstream code; none for a trace that does not say."""
+    lines = [("stands in", ", ".join(manifest.stand_ins))] if manifest.stand_ins else []
+    if manifest.upstream_bugs is not None:
+        on = ", ".join(bug.id for bug in manifest.upstream_bugs if bug.fixed)
+        left = ", ".join(bug.issue for bug in manifest.upstream_bugs if not bug.fixed)
+        if on:
+            lines.append(("fixes on", on + (f"; not fixed: {left}" if left else "")))
+        else:
+            lines.append(("as shipped; known upstream bugs that apply", left or "none"))
+    return lines
+
+
+def explanation(outcome: Outcome, manifest: Manifest) -> str:
+    """The bugs that are not fixed, violate this check, and reach all that it found between them; empty if none do."""
+    if outcome.finding is None:
+        return ""
+    names = {item.what for item in outcome.finding.bad or (outcome.finding.first,)}
+    bugs = [bug for bug in manifest.upstream_bugs or () if not bug.fixed and outcome.code in bug.checks]
+    reached = {bug.id: {name for name in names if re.fullmatch(bug.names, name)} for bug in bugs}
+    if names - set().union(*reached.values()):
+        return ""
+    return _advice([bug for bug in bugs if reached[bug.id]])
+
+
+def why_it_ended(manifest: Manifest) -> str:
+    """The bug, if any, that is not fixed and ends a run as this one ended."""
+    for bug in manifest.upstream_bugs or ():
+        if not bug.fixed and not bug.checks and re.search(bug.names, manifest.failure):
+            return _advice([bug])
+    return ""
+
+
+def _advice(bugs: Sequence[UpstreamBug]) -> str:
+    issues, options = ", ".join(bug.issue for bug in bugs), " --fix ".join(bug.id for bug in bugs)
+    return f"{issues}; run again with `--fix {options}` to see what is left"

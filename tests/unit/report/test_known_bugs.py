@@ -10,7 +10,7 @@ from verifier.core.finding import Finding, Outcome
 from verifier.core.manifest import Manifest, UpstreamBug
 from verifier.core.stage import Stage
 from verifier.report import Report, render_json, render_junit, render_text
-from verifier.report.known_bugs import explanation, stack_lines, why_it_ended
+from verifier.report.report import explanation, stack_lines, why_it_ended
 
 
 def bug(name, *, checks=("ENG001",), names=".*conv1d.*", fixed=False):

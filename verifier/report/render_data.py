@@ -1,0 +1,96 @@
+"""The report for machines: JSON, complete, and JUnit XML, one test case per check, so that any CI can draw it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import fields, is_dataclass
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+
+from verifier.core.finding import Outcome, Verdict
+from verifier.core.manifest import Manifest
+from verifier.core.stage import Stage
+from verifier.report.render_text import first_line, render_outcome
+from verifier.report.report import Report, explanation, stack_lines, why_it_ended
+
+
+def render_json(report: Report) -> str:
+    """One JSON object; numbers that JSON cannot spell (infinity, NaN) become strings."""
+    found = {
+        "format": 1,
+        "verdict": report.verdict.name.lower(),
+        "exit_code": int(report.exit_code),
+        "trace": report.trace,
+        "run": msgspec.to_builtins(report.manifest),
+        "outcomes": [_outcome(item, report.manifest) for item in report.outcomes],
+        "ended_by": why_it_ended(report.manifest),
+        "switched_off": list(report.switched_off),
+        "out_of_scope": list(report.out_of_scope),
+    }
+    del found["run"]["files"]  # digests of the trace's files; the manifest's own stands for them
+    return json.dumps(found, indent=1, allow_nan=False) + "\n"
+
+
+def _outcome(outcome: Outcome, manifest: Manifest) -> dict[str, Any]:
+    return {
+        "code": outcome.code,
+        "name": outcome.name,
+        "verdict": outcome.verdict.name.lower(),
+        "sentence": first_line(outcome),
+        "num_compared": outcome.num_compared,
+        "not_recorded": list(outcome.not_recorded),
+        "error": outcome.error,
+        "known_bug": explanation(outcome, manifest),
+        "finding": _plain(outcome.finding),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Stage):
+        return value.label
+    if is_dataclass(value):
+        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def render_junit(report: Report) -> str:
+    """VIOLATED is a failure, INCONCLUSIVE an error, a switched-off check is skipped with that reason."""
+    verdicts = [item.verdict for item in report.outcomes]
+    suite = ElementTree.Element(
+        "testsuite",
+        name="verifier",
+        tests=str(len(report.outcomes) + len(report.switched_off)),
+        failures=str(verdicts.count(Verdict.VIOLATED)),
+        errors=str(verdicts.count(Verdict.INCONCLUSIVE)),
+        skipped=str(len(report.switched_off)),
+    )
+    if lines := stack_lines(report.manifest):
+        properties = ElementTree.SubElement(suite, "properties")
+        for name, value in lines:
+            ElementTree.SubElement(properties, "property", name=name, value=_NOT_XML.sub("?", value))
+    group = f"verifier.{report.manifest.command}"
+    for outcome in report.outcomes:
+        case = ElementTree.SubElement(suite, "testcase", classname=group, name=f"{outcome.code} {outcome.name}")
+        if outcome.verdict is Verdict.HOLDS:
+            continue
+        tag = "failure" if outcome.verdict is Verdict.VIOLATED else "error"
+        problem = ElementTree.SubElement(
+            case, tag, type=outcome.verdict.name.lower(), message=_NOT_XML.sub("?", first_line(outcome))
+        )
+        problem.text = _NOT_XML.sub("?", render_outcome(outcome, report.trace, report.manifest))
+    for code in report.switched_off:
+        case = ElementTree.SubElement(suite, "testcase", classname=group, name=code)
+        ElementTree.SubElement(case, "skipped", message="switched off for this run")
+    if not report.manifest.complete:
+        ElementTree.SubElement(suite, "system-err").text = "the run did not finish: its trace is not complete"
+    ElementTree.indent(suite)
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
