@@ -20,8 +20,6 @@ class UsageError(VerifierError):
 class ContractError(VerifierError):
     """A room was handed something that it must refuse: a duplicate name, a shape that disagrees, an unmapped tensor."""
 
-    exit_code = 3
-
 
 class Stopped(BaseException):
     """A signal asked the command to end: everything that was started is ended on the way out.
@@ -37,5 +35,3 @@ class Stopped(BaseException):
 
 class InternalError(VerifierError):
     """Something broke that is neither the user's nor the verified system's doing: a dead process, a lost socket."""
-
-    exit_code = 3

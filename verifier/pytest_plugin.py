@@ -73,23 +73,16 @@ def fail_skipped(item: pytest.Item, report: pytest.TestReport, option: str) -> N
 
 
 def skip_without_gpus(needed: int) -> None:
-    """Skip the running test unless that many GPUs of compute capability 9.0 are there."""
-    missing = missing_gpus(needed)
-    if missing:
-        pytest.skip(missing)
-
-
-def missing_gpus(needed: int) -> str:
-    """Sentence that names the missing GPUs of compute capability 9.0; empty when all are there."""
+    """Skip the running test, naming what is missing, unless that many GPUs of compute capability 9.0 are there."""
     if not needed:
-        return ""
+        return
+    wanted = f"needs {needed} GPU(s) of compute capability 9.0"
     try:
         import torch
     except ImportError:
-        return f"needs {needed} GPU(s) of compute capability 9.0, and torch to ask for them: torch is not installed"
+        pytest.skip(f"{wanted}, and torch to ask for them: torch is not installed")
     found = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-    fitting = sum(capability == (9, 0) for capability in found)
-    if fitting >= needed:
-        return ""
-    seen = f"torch sees {len(found)} GPU(s), {fitting} of them such" if found else "torch sees no GPU"
-    return f"needs {needed} GPU(s) of compute capability 9.0: {seen}"
+    fitting = found.count((9, 0))
+    if fitting < needed:
+        seen = f"torch sees {len(found)} GPU(s), {fitting} of them such" if found else "torch sees no GPU"
+        pytest.skip(f"{wanted}: {seen}")

@@ -80,6 +80,9 @@ def describe_difference(actual: np.ndarray, expected: np.ndarray) -> Difference:
     """
     import numpy as np
 
+    def index(flat: np.intp) -> list[int]:
+        return [int(place) for place in np.unravel_index(flat, actual.shape)]
+
     left, right = actual.astype(np.float64).ravel(), expected.astype(np.float64).ravel()
     finite = np.isfinite(left) & np.isfinite(right)
     bad = finite & (left != right)
@@ -90,18 +93,9 @@ def describe_difference(actual: np.ndarray, expected: np.ndarray) -> Difference:
     if bad.any():
         gap = np.where(bad, np.abs(np.where(bad, left, 0) - np.where(bad, right, 0)), 0)
         relative = gap / np.maximum(np.abs(np.where(bad, right, 1)), np.finfo(np.float64).tiny)
-        at, relative_at = int(gap.argmax()), int(relative.argmax())
-        greatest = float(gap[at])
-        text += f"; greatest abs {greatest:.3g} at {_index(at, actual.shape)}"
-        text += f", greatest rel {float(relative[relative_at]):.3g} at {_index(relative_at, actual.shape)}"
+        greatest = float(gap.max())
+        text += f"; greatest abs {greatest:.3g} at {index(gap.argmax())}"
+        text += f", greatest rel {float(relative.max()):.3g} at {index(relative.argmax())}"
     if num_not_finite:
-        text += f"; {num_not_finite:,} not finite, the first at {_index(int((~finite).argmax()), actual.shape)}"
+        text += f"; {num_not_finite:,} not finite, the first at {index((~finite).argmax())}"
     return Difference(greatest=greatest, num_not_finite=num_not_finite, text=text)
-
-
-def _index(flat: int, shape: tuple[int, ...]) -> str:
-    index: list[int] = []
-    for size in reversed(shape):
-        index.append(flat % size)
-        flat //= size
-    return str(list(reversed(index)))

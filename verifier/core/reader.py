@@ -6,9 +6,10 @@ its trace can be judged, and never holds.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 FOLDERS = {"evidence": ".jsonl", "arrays": ".safetensors"}
 """Folders of a trace, and the suffix of the files in each."""
-_MANIFEST_DECODER = msgspec.json.Decoder(Manifest)
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Errors of msgspec for bytes that are no JSON of the type."""
 
 
 class _Format(msgspec.Struct):
@@ -82,7 +84,7 @@ def read(path: Path) -> Trace:
     for record in records:
         if isinstance(record, ArrayRecord) and record.array not in keys:
             raise UsageError(f"the trace `{path}` is not whole: {kind_of(type(record))} `{record.name}` has no array")
-    return Trace(manifest, records, _loader(path))
+    return Trace(manifest, records, functools.partial(_arrays, path))
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -95,13 +97,13 @@ def _read_manifest(path: Path) -> Manifest:
         found = msgspec.json.decode(contents, type=_Format).format
     except msgspec.ValidationError as problem:
         raise UsageError(f"{file} is no manifest of a trace: {problem}") from problem
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
+    except _UNREADABLE as problem:
         raise UsageError(f"{file} is not JSON: {problem}") from problem
     if found != FORMAT:
         raise UsageError(f"`{path}` has trace format {found}, this version reads format {FORMAT}")
     try:
-        manifest = _MANIFEST_DECODER.decode(contents)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
+        manifest = msgspec.json.decode(contents, type=Manifest)
+    except _UNREADABLE as problem:
         raise UsageError(f"{file} is damaged: {problem}") from problem
     if manifest.digest != _own_digest(manifest):
         raise UsageError(f"{file} is damaged: it is not what the run wrote")
@@ -109,11 +111,7 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _listed(path: Path, *, forgiving: bool) -> list[str]:
-    """Paths within a trace of all files but its manifest, in order.
-
-    Args:
-        path: trace directory.
-        forgiving: leave out files that a run was writing when it died.
+    """Paths within a trace of all files but its manifest, in order; if forgiving, without what a run died writing.
 
     Raises:
         UsageError: a link, a pipe, a device, or a file that no trace has.
@@ -137,12 +135,7 @@ def _listed(path: Path, *, forgiving: bool) -> list[str]:
 
 
 def _contents(path: Path, name: str) -> bytes:
-    """Contents of a regular file of a trace.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        UsageError: it cannot be read, or is a link, a pipe or a device.
-    """
+    """Contents of a file of a trace; a UsageError if it is a link, a pipe or a device, or cannot be read."""
     file = path / name
     try:
         if not stat.S_ISREG(file.lstat().st_mode):
@@ -163,26 +156,21 @@ def _read_records(path: Path, name: str, *, forgiving: bool) -> list[Record]:
             continue
         try:
             records.append(decode(line))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
+        except _UNREADABLE as problem:
             if forgiving and number == len(lines):
                 continue
             raise UsageError(f"`{name}` line {number} of the trace `{path}` is damaged: {problem}") from problem
     return records
 
 
-def _loader(path: Path) -> Callable[[str], Mapping[str, np.ndarray]]:
-    """Reads the arrays of a record by its key."""
+def _arrays(path: Path, key: str) -> Mapping[str, np.ndarray]:
+    """Arrays of a record, by name."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
 
-    def load(key: str) -> Mapping[str, np.ndarray]:
-        from safetensors import SafetensorError
-        from safetensors.numpy import load as parse
-
-        try:
-            found: Mapping[str, np.ndarray] = parse(_contents(path, f"arrays/{key}.safetensors"))
-            return found
-        except FileNotFoundError as problem:
-            raise KeyError(f"array `{key}` is not in the trace") from problem
-        except (SafetensorError, ValueError, KeyError) as problem:
-            raise ValueError(f"array `{key}` of the trace is damaged: {problem}") from problem
-
-    return load
+    try:
+        return load(_contents(path, f"arrays/{key}.safetensors"))
+    except FileNotFoundError as problem:
+        raise KeyError(f"array `{key}` is not in the trace") from problem
+    except (SafetensorError, ValueError, KeyError) as problem:
+        raise ValueError(f"array `{key}` of the trace is damaged: {problem}") from problem

@@ -11,12 +11,12 @@ A run that dies leaves every line but possibly the last readable, and "complete"
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
 
 from msgspec.structs import replace
 
@@ -29,12 +29,17 @@ from verifier.errors import UsageError
 __all__ = ["Recorder", "complete", "create", "discard", "fail", "read"]
 
 
-def _refuse(problem: OSError, path: Path) -> NoReturn:
-    if problem.errno == errno.ENOSPC:
-        raise UsageError(
-            f"no space is left for the trace at `{path}`: free some, or choose another --trace"
-        ) from problem
-    raise UsageError(f"the trace at `{path}` cannot be written: {problem.strerror}") from problem
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Make a UsageError of what the machine refuses for the trace at this path."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno == errno.ENOSPC:
+            raise UsageError(
+                f"no space is left for the trace at `{path}`: free some, or choose another --trace"
+            ) from problem
+        raise UsageError(f"the trace at `{path}` cannot be written: {problem.strerror}") from problem
 
 
 class Recorder:
@@ -49,15 +54,13 @@ class Recorder:
     def __init__(self, path: Path, role: Role, rank: int) -> None:
         self.path, self.role, self.rank = path, role, rank
         self._arrays = 0
-        try:
+        with _writing(path):
             self._file = open(path / "evidence" / f"{role}-{rank:04d}.jsonl", "ab")  # noqa: SIM115
-        except OSError as problem:
-            _refuse(problem, path)
 
     def emit(self, record: Record, array: Array | Mapping[str, Array] | None = None) -> None:
         """Record one fact, stamped with this recorder's role and rank, with its array, or with several by name."""
         record = replace(record, role=self.role, rank=self.rank)
-        try:
+        with _writing(self.path):
             if isinstance(record, ArrayRecord):
                 assert array is not None, f"a record of {type(record).__name__} has an array"
                 key = f"{self.role}-{self.rank:04d}-{self._arrays:06d}"
@@ -66,17 +69,13 @@ class Recorder:
                 record = replace(record, array=key)
             self._file.write(encode(record) + b"\n")
             self._file.flush()
-        except OSError as problem:
-            _refuse(problem, self.path)
 
     def close(self) -> None:
         """Flush to the device and close."""
-        try:
+        with _writing(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-        except OSError as problem:
-            _refuse(problem, self.path)
 
 
 def _write_arrays(path: Path, array: Array | Mapping[str, Array]) -> None:
@@ -94,19 +93,14 @@ def create(path: Path, manifest: Manifest) -> Path:
     Raises:
         UsageError: it exists and is not empty, or cannot be written.
     """
+    with _writing(path):
+        if path.exists() and any(path.iterdir()):
+            raise UsageError(f"the trace directory `{path}` is not empty: choose another --trace")
     try:
-        in_use = path.exists() and any(path.iterdir())
-    except OSError as problem:
-        _refuse(problem, path)
-    if in_use:
-        raise UsageError(f"the trace directory `{path}` is not empty: choose another --trace")
-    try:
-        (path / "evidence").mkdir(parents=True)
-        (path / "arrays").mkdir()
+        with _writing(path):
+            (path / "evidence").mkdir(parents=True)
+            (path / "arrays").mkdir()
         _write_manifest(path, replace(manifest, complete=False, failure="", files={}))
-    except OSError as problem:
-        discard(path)
-        _refuse(problem, path)
     except UsageError:
         discard(path)
         raise
@@ -119,11 +113,9 @@ def complete(path: Path, manifest: Manifest) -> None:
     Raises:
         UsageError: the trace cannot be read or written.
     """
-    try:
+    with _writing(path):
         for aside in path.glob("*/*.partial"):
             aside.unlink()
-    except OSError as problem:
-        _refuse(problem, path)
     _write_manifest(path, replace(manifest, complete=True, failure="", files=digests_of(path)))
 
 
@@ -135,14 +127,12 @@ def fail(path: Path, manifest: Manifest, failure: str) -> None:
 def _write_manifest(path: Path, manifest: Manifest) -> None:
     """Replace the manifest atomically; the old one stays if the new one cannot be written whole."""
     aside = path / "manifest.partial"
-    try:
+    with _writing(path):
         with open(aside, "wb") as stream:
             stream.write(sealed(manifest))
             stream.flush()
             os.fsync(stream.fileno())
         aside.rename(path / MANIFEST)
-    except OSError as problem:
-        _refuse(problem, path)
 
 
 def discard(path: Path) -> None:
