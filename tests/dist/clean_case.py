@@ -9,7 +9,7 @@ from typing import Any
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.config import EngineOptions, GoldenConfig, RoundtripConfig
 from verifier.core import store
-from verifier.core.records_logprobs import DtypeNoise, EngineLogprobs, OracleLogprobs, OracleOfSampled, SampledTokens, TrainerLogprobs
+from verifier.core.records_tokens import DtypeNoise, EngineLogprobs, OracleLogprobs, OracleOfSampled, SampledTokens, TrainerLogprobs
 from verifier.core.records_tokens import GradientRecord
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage

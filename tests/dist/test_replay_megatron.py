@@ -5,7 +5,7 @@ import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core import store
-from verifier.core.records_logprobs import NaturalRouteLogprobs
+from verifier.core.records_tokens import NaturalRouteLogprobs
 from verifier.core.records_tokens import GivenRoutes
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict

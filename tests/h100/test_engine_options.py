@@ -13,7 +13,7 @@ from tests.h100.test_faults import verdicts
 from tests.h100.test_roundtrip_gpu import distance
 from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
-from verifier.core.records_logprobs import DtypeNoise, EngineLogprobs, OracleLogprobs, TrainerLogprobs
+from verifier.core.records_tokens import DtypeNoise, EngineLogprobs, OracleLogprobs, TrainerLogprobs
 from verifier.faults.catalog import CATALOG
 
 CYCLES = 2

@@ -10,7 +10,7 @@ from tests.dist.clean_case import judge
 from tests.h100.models import fixes, model
 from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
-from verifier.core.records_logprobs import DtypeNoise, EngineLogprobs, OracleLogprobs, TrainerLogprobs
+from verifier.core.records_tokens import DtypeNoise, EngineLogprobs, OracleLogprobs, TrainerLogprobs
 from verifier.mesh import Mesh
 
 CYCLES = 3

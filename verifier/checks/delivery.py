@@ -10,19 +10,22 @@ from itertools import product
 from verifier.checks.content import by_name, compare_contents, owner_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.records_engine import (
+from verifier.core.records_weights import (
     CheckpointView,
     ColdSettings,
     ColdTensor,
     ExpectedView,
+    ExportedTensor,
     Handover,
     LoadedNames,
+    PlanDigest,
+    PlannedTensor,
     Poison,
     ReceivedTensor,
+    SourceTensor,
     SyncedSettings,
     SyncedTensor,
 )
-from verifier.core.records_weights import ExportedTensor, PlanDigest, PlannedTensor, SourceTensor
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 

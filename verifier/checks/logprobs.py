@@ -12,7 +12,7 @@ from verifier.checks.content import owner_of, times
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance, describe_difference
 from verifier.core.record import Record
-from verifier.core.records_logprobs import (
+from verifier.core.records_tokens import (
     DrawnTokens,
     DtypeNoise,
     EngineLogprobs,

@@ -14,8 +14,7 @@ from verifier.checks.content import owner_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.manifest import MeshSizes
-from verifier.core.records_logprobs import TrainerLogprobs
-from verifier.core.records_tokens import PackedBatchDigest, PackLayout, Rollouts, TokenLedger
+from verifier.core.records_tokens import PackedBatchDigest, PackLayout, Rollouts, TokenLedger, TrainerLogprobs
 from verifier.core.records_weights import StepReport
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace

@@ -10,15 +10,16 @@ from dataclasses import replace
 from verifier.checks.logprobs import ORACLE, compare_with_oracle, split
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, describe_difference
-from verifier.core.records_logprobs import (
+from verifier.core.records_tokens import (
     ForcedRouteLogprobs,
+    GivenRoutes,
     NaturalRouteLogprobs,
     OracleLogprobs,
     OracleOfForced,
     ReplayedRouteLogprobs,
     TrainerLogprobs,
+    UsedRoutes,
 )
-from verifier.core.records_tokens import GivenRoutes, UsedRoutes
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 

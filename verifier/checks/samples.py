@@ -11,7 +11,7 @@ from verifier.checks.content import owner_of
 from verifier.checks.logprobs import following
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
-from verifier.core.records_logprobs import DrawnTokens, OracleOfNext, SampledTokens, ShapedTokens
+from verifier.core.records_tokens import DrawnTokens, OracleOfNext, SampledTokens, ShapedTokens
 from verifier.core.trace import Trace
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)

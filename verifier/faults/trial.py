@@ -15,8 +15,7 @@ from verifier.core import store
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Verdict
 from verifier.core.record import TensorRecord
-from verifier.core.records_engine import CheckpointView, SyncedTensor
-from verifier.core.records_weights import ExportedTensor, UpdatedShard
+from verifier.core.records_weights import CheckpointView, ExportedTensor, SyncedTensor, UpdatedShard
 from verifier.core.trace import Trace
 from verifier.errors import VerifierError
 from verifier.faults.fault import NO_ENGINE, Fault, Side

@@ -12,7 +12,7 @@ import msgspec
 
 from verifier.core.outputs import require_writable, write_whole
 from verifier.core.record import Probe
-from verifier.core.records_logprobs import StoredFloor
+from verifier.core.records_tokens import StoredFloor
 from verifier.errors import UsageError
 from verifier.model.checkpoint import Checkpoint
 from verifier.platform.pins import installed

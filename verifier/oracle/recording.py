@@ -20,24 +20,27 @@ from verifier.core import store
 from verifier.core.manifest import MeshSizes
 from verifier.core.reader import read
 from verifier.core.record import Measurement, Record, real
-from verifier.core.records_logprobs import (
+from verifier.core.records_tokens import (
     DrawnTokens,
     DtypeNoise,
     EngineLogprobs,
     EngineNoise,
+    GivenRoutes,
+    GradientRecord,
     LogprobRecord,
     NoiseRecord,
+    Objective,
     OracleLogprobs,
     OracleOfForced,
     OracleOfNext,
     OracleOfSampled,
     OracleOfShaped,
     OracleRecord,
+    Rollouts,
     SampledTokens,
     ShapedTokens,
     TrainerLogprobs,
 )
-from verifier.core.records_tokens import GivenRoutes, GradientRecord, Objective, Rollouts
 from verifier.core.records_weights import OptimizerRule
 from verifier.core.trace import Trace
 from verifier.export.adapters import adapters_of

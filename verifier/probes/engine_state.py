@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from verifier.core import store
 from verifier.core.record import Probe
-from verifier.core.records_engine import (
+from verifier.core.records_weights import (
     CheckpointView,
     ColdSettings,
     ColdTensor,
     ExpectedView,
     HeldTensorRecord,
     LoadedNames,
+    PlanDigest,
     Poison,
     QuantizedNames,
     ReceivedTensor,
     SyncedSettings,
     SyncedTensor,
 )
-from verifier.core.records_weights import PlanDigest
 from verifier.engine.api import EngineSlice, EngineTensor, Poisoned
 from verifier.engine.client import EngineClient
 

@@ -11,8 +11,13 @@ import torch
 import torch.distributed as dist
 
 from verifier.core.record import Probe
-from verifier.core.records_logprobs import ForcedRouteLogprobs, NaturalRouteLogprobs, ReplayedRouteLogprobs
-from verifier.core.records_tokens import GivenRoutes, UsedRoutes
+from verifier.core.records_tokens import (
+    ForcedRouteLogprobs,
+    GivenRoutes,
+    NaturalRouteLogprobs,
+    ReplayedRouteLogprobs,
+    UsedRoutes,
+)
 from verifier.data.rollout import MISSING_ROUTE, Rollout
 from verifier.model.provider_megatron import TrainerModel
 from verifier.train.pack import PackedBatch

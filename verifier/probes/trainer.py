@@ -10,8 +10,14 @@ import numpy as np
 import torch
 
 from verifier.core.record import Probe
-from verifier.core.records_logprobs import ReturnedLogprobs, TrainerLogprobs
-from verifier.core.records_tokens import PackedBatchDigest, PackLayout, Rollouts, TokenLedger
+from verifier.core.records_tokens import (
+    PackedBatchDigest,
+    PackLayout,
+    ReturnedLogprobs,
+    Rollouts,
+    TokenLedger,
+    TrainerLogprobs,
+)
 from verifier.data.rollout import Rollout
 from verifier.mesh import Mesh
 from verifier.plan.digest import digest_tensor, raw_bytes

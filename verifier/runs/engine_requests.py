@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from verifier.core.record import Probe
-from verifier.core.records_logprobs import DrawnTokens, EngineLogprobs, SampledTokens, ShapedTokens
+from verifier.core.records_tokens import DrawnTokens, EngineLogprobs, SampledTokens, ShapedTokens
 from verifier.engine.api import Sample, Sampling, Shape
 from verifier.engine.client import EngineClient
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from verifier.core.record import real
-from verifier.core.records_engine import Handover
 from verifier.core.records_weights import (
     ExportedAdapterMatrix,
     ExportedAdapterScaling,
     FrozenShard,
+    Handover,
     JoinedTensor,
     LiveAdapterMatrix,
     LiveAdapterScaling,

@@ -10,7 +10,7 @@ import torch
 from verifier.checks.logprobs import Bounds, bounds_of, trainer_logprob_differs_from_oracle
 from verifier.core.manifest import Manifest
 from verifier.core.record import Record
-from verifier.core.records_logprobs import DtypeNoise, EngineNoise, OracleLogprobs, StoredFloor, TrainerLogprobs
+from verifier.core.records_tokens import DtypeNoise, EngineNoise, OracleLogprobs, StoredFloor, TrainerLogprobs
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 

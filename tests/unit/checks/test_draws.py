@@ -11,7 +11,7 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_logprobs import DrawnTokens, OracleOfNext
+from verifier.core.records_tokens import DrawnTokens, OracleOfNext
 from verifier.core.trace import Trace
 
 WIDE = torch.softmax(torch.randn(512, generator=torch.Generator().manual_seed(3)).double(), dim=0)

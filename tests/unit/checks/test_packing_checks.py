@@ -7,8 +7,7 @@ from tests.snapshots.check_traces import ARRAYS, AT, MANIFEST, change, clean, ha
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import MeshSizes
-from verifier.core.records_logprobs import ReturnedLogprobs
-from verifier.core.records_tokens import PackedBatchDigest, PackLayout, TokenLedger
+from verifier.core.records_tokens import PackedBatchDigest, PackLayout, ReturnedLogprobs, TokenLedger
 from verifier.core.trace import Trace
 
 

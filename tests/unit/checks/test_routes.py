@@ -9,7 +9,7 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_logprobs import ForcedRouteLogprobs, OracleLogprobs, OracleOfForced, TrainerLogprobs
+from verifier.core.records_tokens import ForcedRouteLogprobs, OracleLogprobs, OracleOfForced, TrainerLogprobs
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 

@@ -9,7 +9,7 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Outcome, Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_logprobs import (
+from verifier.core.records_tokens import (
     DrawnTokens,
     DtypeNoise,
     OracleOfNext,

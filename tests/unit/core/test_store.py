@@ -10,7 +10,7 @@ import torch
 from verifier.core import outputs, store
 from verifier.core.manifest import Manifest
 from verifier.core.reader import sealed
-from verifier.core.records_logprobs import TrainerLogprobs
+from verifier.core.records_tokens import TrainerLogprobs
 from verifier.core.records_weights import SourceTensor
 from verifier.errors import UsageError
 

@@ -14,15 +14,16 @@ import pytest
 from verifier.core import store
 from verifier.core.manifest import Manifest
 from verifier.core.reader import read
-from verifier.core.records_logprobs import (
+from verifier.core.records_tokens import (
     DrawnTokens,
+    GradientRecord,
+    Objective,
     OracleLogprobs,
     OracleOfNext,
     OracleOfSampled,
     SampledTokens,
     TrainerLogprobs,
 )
-from verifier.core.records_tokens import GradientRecord, Objective
 from verifier.core.records_weights import OptimizerRule
 from verifier.data.rollout import make_rollout
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
