@@ -17,18 +17,12 @@ from verifier.model.families import num_experts_of
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt, TransferFailed
 
-Box = tuple[tuple[int, int], ...]
-"""[begin, end) in each dim of a checkpoint tensor."""
 DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(EngineOptions):
-    """Orders for an engine's processes: the options of the user, and what the runner adds to them.
-
-    Raises:
-        UsageError: see `EngineOptions`; or an unknown dtype, or a tensor-parallel size that no engine has.
-    """
+    """Orders for an engine's processes: the options of the user, and what the runner adds to them."""
 
     checkpoint: str
     """Directory of the checkpoint that is loaded at the start."""
@@ -43,7 +37,6 @@ class EngineConfig(EngineOptions):
 
     def __post_init__(self) -> None:
         EngineOptions.__post_init__(self)
-        object.__setattr__(self, "fixes", tuple(self.fixes))  # a list, where it came as JSON
         if self.dtype not in DTYPES:
             raise UsageError(f"the engine cannot run in {self.dtype}; choose one of {', '.join(DTYPES)}")
         if self.tp not in (1, 2, 4, 8):
@@ -76,8 +69,8 @@ class EngineSlice:
     dtype: str
     shape: tuple[int, ...]
     digest: str
-    box: Box
-    """This rank's part of the checkpoint tensor."""
+    box: tuple[tuple[int, int], ...]
+    """This rank's part of the checkpoint tensor: [begin, end) in each dim."""
     quantized: bool = False
     """True if the engine quantized it together with other tensors, so that its bits differ from those sent."""
 
@@ -152,17 +145,18 @@ class Sample:
 
 
 class Engine(Protocol):
-    """Requests that every engine answers, by default as one rank does that holds nothing but its weights.
+    """Requests that every engine answers, by default as one does that holds nothing but its weights.
 
     Answers per engine rank are in rank order. Arguments and answers of `call` and `call_driver` are JSON values.
     """
 
+    config: EngineConfig
     library: str
     """Name of its library, for errors."""
 
     def num_ranks(self) -> int:
         """Return the number of engine ranks."""
-        return 1
+        return self.config.tp
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Score sequences: entry t of each is log p(token t+1 | tokens 0..t), float32 nats, length len-1."""

@@ -30,10 +30,7 @@ class EngineTimeout(InternalError):
 class EngineClient:
     """One connection to an engine server. Requests are answered in their order; not for several threads.
 
-    Args:
-        socket_path: where the server listens; its log is beside it, and quoted in errors.
-        deadline_s: for each request that names none.
-        name: what errors call it.
+    Errors call the engine `name`, and quote its log beside the socket. `deadline_s` holds for requests that name none.
     """
 
     def __init__(self, socket_path: Path | str, deadline_s: float = 300, name: str = "the engine") -> None:

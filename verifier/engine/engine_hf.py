@@ -23,6 +23,7 @@ class HfEngine(Engine):
     library = "transformers"
 
     def __init__(self, config: EngineConfig) -> None:
+        self.config = config
         self.model = load_model(config.checkpoint, getattr(torch, config.dtype), fixes=config.fixes)
         self.receiver = ChunkReceiver(0)
         self._limits = Limits.of(open_checkpoint(config.checkpoint).config, config)
@@ -53,10 +54,9 @@ class HfEngine(Engine):
 
     def checkpoint_view(self) -> list[list[EngineSlice]]:
         """See `Engine.checkpoint_view`: every tensor is whole; a tied one appears once per parameter."""
-        places = [(name, holder, tensor) for name, (holder, tensor) in checkpoint_places(self.model).items()]
-        for name, source in self.model.all_tied_weights_keys.items():
-            places.append((source, name, self.model.get_parameter(name).data))
-        return [[slice_of(*place) for place in places]]
+        whole = [slice_of(name, *place) for name, place in checkpoint_places(self.model).items()]
+        tied = self.model.all_tied_weights_keys.items()
+        return [[*whole, *(slice_of(source, name, self.model.get_parameter(name).data) for name, source in tied)]]
 
     def poison(self) -> list[list[Poisoned]]:
         """See `Engine.poison`."""
@@ -78,10 +78,7 @@ class HfEngine(Engine):
         return [self.receiver.receive(chunk, self.load)]
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> list[str]:
-        """Copy tensors to their places by checkpoint name.
-
-        Returns:
-            Engine's names of the parameters and buffers that were written.
+        """Copy tensors to their places by checkpoint name; return the engine's names of what was written.
 
         Raises:
             ContractError: the model has no such tensor or one of another shape.

@@ -42,10 +42,7 @@ _MAX_DIRECTORY = 107 - len("/socket")
 def engine_fork_server(load_deadline_s: float = 300.0) -> ForkServer:
     """Configure the process that vLLM's engine servers are forked from; it starts with the first engine.
 
-    Start engines from one thread that outlives them, and stop them before it.
-
-    Args:
-        load_deadline_s: seconds that importing vLLM may take.
+    Start engines from one thread that outlives them, and stop them before it. Importing vLLM has `load_deadline_s`.
     """
     return ForkServer(
         "verifier.engine.server:preload",
@@ -55,15 +52,11 @@ def engine_fork_server(load_deadline_s: float = 300.0) -> ForkServer:
     )
 
 
-class EngineProcess:
+class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
     """Starts an engine server, and does not wait for its model: start early. A fork server is waited for.
 
-    Start it from a thread that outlives the engine: the kernel kills the server when that thread ends.
-
-    Args:
-        config: of the engine.
-        fork_server: forks the server, if that is vLLM's; without one it gets an interpreter of its own.
-        name: what errors call it.
+    Start it from a thread that outlives the engine: the kernel kills the server when that thread ends. Only vLLM's is
+    forked; without a fork server it gets an interpreter of its own, as the others do. Errors call it `name`.
     """
 
     def __init__(self, config: EngineConfig, fork_server: ForkServer | None = None, name: str = "the engine") -> None:
@@ -94,10 +87,7 @@ class EngineProcess:
         return self._server.pid
 
     def client(self, deadline_s: float = 300) -> EngineClient:
-        """Connect. The server listens within moments; requests wait until its model is loaded.
-
-        Args:
-            deadline_s: for each request of this client that names none.
+        """Connect. The server listens within moments; requests wait until its model is loaded, for `deadline_s` each.
 
         Raises:
             EngineGone: the server died first.
@@ -107,20 +97,16 @@ class EngineProcess:
             if self.socket_path.exists():
                 with contextlib.suppress(EngineGone):  # it may not listen yet, or have died since
                     return EngineClient(self.socket_path, deadline_s, self._name)
-            if self._server.ended():
+            if self._server.ended(0.02):
                 why = f"ended before it listened ({self._server.cause_of_death()})"
                 raise EngineGone(f"{self._name}'s process {why}{last_lines(self._log)}")
             if time.monotonic() > until:
                 raise EngineGone(f"{self._name} did not listen within {_LISTEN_S:g} s{last_lines(self._log)}")
-            time.sleep(0.02)
 
     def stop(self) -> None:
         """End the server and all its workers; nothing is left, whatever state they are in."""
         self._server.stop(_GRACE_S)
         shutil.rmtree(self.socket_path.parent, ignore_errors=True)
-
-    def __enter__(self) -> EngineProcess:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.stop()

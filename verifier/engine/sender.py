@@ -159,9 +159,10 @@ class _Sending:
         self.in_transfer: deque[Packed] = deque()
         self._engine, self._group, self._plan = engine, group, plan
         self._problem: ContractError | None = None
+        self._unpacked = iter(plan.chunks)
         self._ready: deque[Packed] = deque()
         self._asked: deque[Callable[[], list[Receipt]]] = deque()
-        self._num_packed = self._num_offered = self._num_asked = 0
+        self._num_offered = self._num_asked = 0
         self._offered: tuple[Packed, Callable[[], Agreement]] | None = None
         self._stopped = False
 
@@ -172,11 +173,10 @@ class _Sending:
 
     def pack_next(self) -> None:
         """Draw the next chunk's tensors, compare them with the plan and pack; ranks draw in lockstep even on errors."""
-        if self._problem is not None or self._num_packed == len(self._plan.chunks):
+        chunk = next(self._unpacked, None) if self._problem is None else None
+        if chunk is None:
             return
-        chunk = self._plan.chunks[self._num_packed]
         drawn = list(islice(self.stream, len(chunk.names)))
-        self._num_packed += 1
         try:
             for name, planned in zip_longest([name for name, _ in drawn], chunk.names):
                 if name != planned:

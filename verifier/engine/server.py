@@ -121,11 +121,7 @@ def keep_freed_memory() -> None:
 
 
 class EngineServer:
-    """Clients' connections, and what answers their requests: first nothing, then the engine, or why there is none.
-
-    Args:
-        socket_path: to listen at.
-    """
+    """Clients' connections, and what answers their requests: first nothing, then the engine, or why there is none."""
 
     def __init__(self, socket_path: str) -> None:
         self._door = socket.socket(socket.AF_UNIX)
@@ -155,8 +151,7 @@ class EngineServer:
 
     def _serve(self, client: Channel) -> None:
         try:
-            message = client.receive(_REQUEST_S)
-            client.send(reply_of(self._answer, **message))
+            client.send(reply_of(self._answer, **client.receive(_REQUEST_S)))
         except (ChannelClosed, DeadlinePassed):  # it went away, or gave up waiting
             self._selector.unregister(client)
             client.close()
@@ -177,12 +172,7 @@ def forked(channel: Channel, socket_path: str, config: str) -> NoReturn:
 
 
 def main(socket_path: str, config: str) -> NoReturn:
-    """Be an engine server.
-
-    Args:
-        socket_path: to listen at.
-        config: of the engine, as JSON.
-    """
+    """Be an engine server that listens at a socket; its config is JSON."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     server = EngineServer(socket_path)
     folder = os.path.dirname(socket_path)

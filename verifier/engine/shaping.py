@@ -20,8 +20,7 @@ def shaped(
         prompt: tokens of the prompt.
         answer: tokens sampled so far.
         sampling: the request.
-        slack: margin by which truncation keeps more (above 0) or fewer (below 0) tokens, in nats and fractions; it
-            bounds the effect of rounding.
+        slack: bound on rounding: truncation keeps more (above 0) or fewer (below 0) tokens; in nats and fractions.
 
     Source:
         vLLM's documentation of `SamplingParams`, and the order of its `Sampler`: allowed tokens, least length, bias,

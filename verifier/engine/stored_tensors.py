@@ -63,15 +63,12 @@ def stored_in_model(model: nn.Module) -> Iterator[StoredTensor]:
     parameters = {item.untyped_storage().data_ptr() for item in model.parameters() if item.numel()}
     for prefix, module in prefixed_modules(model):
         seen: set[int] = set()
-        for name, tensor in module._parameters.items():
-            if tensor is not None:
-                seen.add(tensor.data_ptr())
-                yield StoredTensor(name=prefix + name, kind="parameter", tensor=tensor)
-        for name, tensor in module._buffers.items():
-            if tensor is not None:
-                seen.add(tensor.data_ptr())
-                kind = "view" if tensor.untyped_storage().data_ptr() in parameters else "buffer"
-                yield StoredTensor(name=prefix + name, kind=kind, tensor=tensor)
+        for kind, own in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in own.items():
+                if tensor is not None:
+                    seen.add(tensor.data_ptr())
+                    is_view = kind == "buffer" and tensor.untyped_storage().data_ptr() in parameters
+                    yield StoredTensor(name=prefix + name, kind="view" if is_view else kind, tensor=tensor)
         for owner, members in (("", module.__dict__), ("impl.", vars(module.__dict__.get("impl", object)))):
             for name, value in members.items():
                 if isinstance(value, torch.Tensor) and name not in _CACHES and value.data_ptr() not in seen:

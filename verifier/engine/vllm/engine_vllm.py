@@ -69,7 +69,7 @@ class VllmEngine(Engine):
 
     def __init__(self, config: EngineConfig) -> None:
         checkpoint = open_checkpoint(config.checkpoint)
-        self._num_ranks = config.tp
+        self.config = config
         self._limits = Limits.of(checkpoint.config, config)
         self._carried = checkpoint.names()
         self._adapter: LoRARequest | None = None
@@ -99,10 +99,6 @@ class VllmEngine(Engine):
             worker_extension_cls="verifier.engine.vllm.worker_vllm.VerifierWorker",
         )
         self._rpc("verifier_unlink_shared")
-
-    def num_ranks(self) -> int:
-        """See `Engine.num_ranks`."""
-        return self._num_ranks
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """See `Engine.logprobs`: one prefill per sequence; vLLM does not read the prefix cache for it."""

@@ -81,9 +81,8 @@ class PackedLinear:
         """Return the weight that the closure multiplies by, [out_features, in_features]."""
         parts = []
         for begin in range(0, self.in_features, _ROWS):
-            end = min(begin + _ROWS, self.in_features)
-            rows = torch.zeros(end - begin, self.in_features, dtype=self.dtype)
-            rows[torch.arange(end - begin), torch.arange(begin, end)] = 1
+            rows = torch.zeros(min(_ROWS, self.in_features - begin), self.in_features, dtype=self.dtype)
+            rows.diagonal(begin).fill_(1)
             parts.append(self.apply(rows))
         return torch.cat(parts).t().contiguous()
 
@@ -104,9 +103,14 @@ class PackedLinear:
 
 def packed_linears(module: nn.Module) -> Iterator[PackedLinear]:
     """Yield the closures of this module, without its children, that hold a weight of their own."""
-    for holder, closure, made_from in _closures(module):
+    closures = [("cpu_linear", module.__dict__.get("cpu_linear"), "weight")]
+    for name, parameter in (("gate_up_linear", "w13_weight"), ("down_linear", "w2_weight")):
+        experts = module.__dict__.get(name, ())
+        closures += [(f"{name}[{index}]", expert, parameter) for index, expert in enumerate(experts)]
+    for holder, closure, parameter in closures:
         # oneDNN's handle or a tensor of two dims; biases are parameters elsewhere.
-        values = [*(cell.cell_contents for cell in closure.__closure__ or ()), *(closure.__defaults__ or ())]
+        cells = [cell.cell_contents for cell in getattr(closure, "__closure__", None) or ()]
+        values = [*cells, *(getattr(closure, "__defaults__", None) or ())]
         handles = [value for value in values if isinstance(value, ops.CPUDNNLGEMMHandler)]
         weights = handles + [value for value in values if isinstance(value, torch.Tensor) and value.ndim == 2]
         if weights:
@@ -116,18 +120,8 @@ def packed_linears(module: nn.Module) -> Iterator[PackedLinear]:
                 apply=partial(closure, weight=None, bias=None) if holder == "cpu_linear" else closure,
                 weights=weights,
                 in_features=width,
-                dtype=getattr(module, "params_dtype", made_from.dtype),
+                dtype=getattr(module, "params_dtype", getattr(module, parameter).dtype),
             )
-
-
-def _closures(module: nn.Module) -> Iterator[tuple[str, Callable[..., torch.Tensor], torch.Tensor]]:
-    """Yield (attribute, closure, parameter that it was made from)."""
-    linear = module.__dict__.get("cpu_linear")
-    if linear is not None:
-        yield "cpu_linear", linear, module.weight
-    for name, parameter in (("gate_up_linear", "w13_weight"), ("down_linear", "w2_weight")):
-        for index, expert in enumerate(module.__dict__.get(name, ())):
-            yield f"{name}[{index}]", expert, getattr(module, parameter)
 
 
 def unpack_experts(module: nn.Module, packed: torch.Tensor) -> torch.Tensor:

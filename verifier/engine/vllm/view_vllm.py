@@ -44,9 +44,7 @@ class Part(NamedTuple):
 def checkpoint_slices(model: nn.Module, carried: Collection[str]) -> Iterator[EngineSlice]:
     """Describe this rank's part of every checkpoint tensor, once per tensor that holds it.
 
-    Args:
-        model: vLLM's model.
-        carried: names in the checkpoint; they decide whether a head is its own tensor or tied to the embedding.
+    `carried` are the names in the checkpoint; they decide whether a head is its own tensor or tied to the embedding.
 
     Raises:
         ContractError: the parts of a fused layer have no known checkpoint names, or a packed expert weight cannot be

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, _place_kernel_tensors, get_layerwise_info
 
 from verifier.engine.api import EngineSlice, EngineTensor, Poisoned, reply_of
 from verifier.engine.stored_tensors import adapter_places, restore
@@ -78,7 +78,9 @@ class ChunkTransferEngine(WeightTransferEngine[Address, dict[str, int]]):
 
 
 class VerifierWorker:
-    """Methods mixed into vLLM's worker and called by ``collective_rpc`` through `verifier_request`."""
+    """Methods mixed into vLLM's worker, the only one of its process; called by `verifier_request`."""
+
+    _verifier_saved: ClassVar[dict[str, torch.Tensor]] = {}
 
     def verifier_request(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Call a method of this worker, vLLM's or one below, and never raise; see `reply_of`.
@@ -99,7 +101,7 @@ class VerifierWorker:
     def verifier_poison(self, carried: Sequence[str]) -> list[Poisoned]:
         """See `Engine.poison`; an update that was left open is abandoned."""
         self._verifier_abandon()
-        return list(poison_model(self.model_runner.get_model(), frozenset(carried), self._verifier_saved()))
+        return list(poison_model(self.model_runner.get_model(), frozenset(carried), self._verifier_saved))
 
     def verifier_poison_adapter(self) -> None:
         """Fill the memory of adapters with NaN; loading one must overwrite all of it."""
@@ -114,7 +116,7 @@ class VerifierWorker:
             if self.device is None:  # vLLM 0.21 sets it for accelerators only, and start_weight_update reads it
                 self.device = torch.device("cpu")
             self._verifier_abandon()
-            restore(self.model_runner.get_model(), self._verifier_saved())
+            restore(self.model_runner.get_model(), self._verifier_saved)
             self._verifier_aliases = aliases(self.model_runner.get_model())
             self.start_weight_update(is_checkpoint_format=True)
         return agreement
@@ -156,9 +158,6 @@ class VerifierWorker:
             abandon_reload(self.model_runner.get_model())
             self._weight_update_active = False
 
-    def _verifier_saved(self) -> dict[str, torch.Tensor]:
-        return self.__dict__.setdefault("_verifier_kept", {})
-
     def verifier_call(self, function: str, arguments: Sequence[Any]) -> Any:
         """See `Engine.call`."""
         return resolve(function)(self, *arguments)
@@ -178,9 +177,9 @@ def abandon_reload(model: nn.Module) -> None:
     Finishing the reload instead would process half-loaded layers and fail again where loading failed.
     """
     for layer in model.modules():
-        info = layerwise.get_layerwise_info(layer)
+        info = get_layerwise_info(layer)
         if info.can_load():
-            layerwise._place_kernel_tensors(layer, info)
+            _place_kernel_tensors(layer, info)
         info.reset()
 
 
@@ -191,7 +190,7 @@ def copy_kept_views(buffer: torch.Tensor) -> None:
     the update is finished.
     """
     memory = buffer.untyped_storage().data_ptr()
-    for info in layerwise.LAYERWISE_INFO.values():
+    for info in LAYERWISE_INFO.values():
         for _, call in info.loaded_weights:
             for name, value in call.arguments.items():
                 is_real = isinstance(value, torch.Tensor) and not value.is_meta
