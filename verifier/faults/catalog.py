@@ -1,13 +1,11 @@
 """All faults by id. Importing this module imports every file of faults, which fills the catalogue."""
 
 from verifier.faults import (  # noqa: F401
+    conversion_faults,
     engine_faults,
-    export_faults,
-    load_faults,
     logprob_faults,
     loss_faults,
     pack_faults,
-    reload_faults,
     replay_faults,
     rollout_faults,
     train_faults,

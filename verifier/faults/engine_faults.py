@@ -1,7 +1,8 @@
-"""Bugs of the engine's weights: received tensors, or an adapter, to what a forward pass reads."""
+"""Bugs of the engine's weights: received tensors, or an adapter, to what a forward pass reads; reloads and sleep."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,15 +13,24 @@ LAYERS = "vllm.model_executor.layers"
 MOE = f"{LAYERS}.fused_moe"
 LORA = "vllm.lora"
 LOAD = "verifier.engine.engine_hf:HfEngine.load(self, tensors)"
-ROW: dict[str, Any] = {"stage": Stage.ENGINE, "side": Side.ENGINE}
-VLLM: dict[str, Any] = {**ROW, "engine": "vllm"}
-ADAPTER: dict[str, Any] = {**VLLM, "model": "tiny:qwen3", "lora_rank": 8, "caught_by": ("ENG001", "LGP002")}
+WORKER = "vllm.v1.worker.gpu_worker:Worker"
+START = f"{WORKER}.start_weight_update(self, is_checkpoint_format)"
+RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
+PROCESS = f"{RELOAD}:_layerwise_process(layer, info)"
+PLACE = f"{RELOAD}:_place_kernel_tensors(layer, info)"
+HEALTHY_UPDATES = 2
+"""Updates of a trial before the second version: the initial weights restored, and the first version."""
+ALL = ("ENG001", "ENG002", "LGP002")
+in_hf = functools.partial(fault, stage=Stage.ENGINE, side=Side.ENGINE, caught_by=ALL)
+in_vllm = functools.partial(in_hf, engine="vllm")
+in_adapter = functools.partial(in_vllm, model="tiny:qwen3", lora_rank=8, caught_by=("ENG001", "LGP002"))
+on_gpu = functools.partial(in_vllm, model="tiny:qwen3", dtype="bfloat16", gpus=1)
+VLLM: dict[str, Any] = {"stage": Stage.ENGINE, "side": Side.ENGINE, "caught_by": ALL, "engine": "vllm"}
 
 
 @kind(
-    f"{MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.process_weights_after_loading(self, layer)",
-    caught_by=("ENG001", "ENG002", "LGP002"), **VLLM,
-)  # fmt: skip
+    f"{MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.process_weights_after_loading(self, layer)", **VLLM
+)
 def on_expert_weights(change: Callable[[Any], bool], call: Call) -> None:
     """Change the plain weights of vLLM's fused experts before they are packed: the function says if it did."""
     if change(call.layer):
@@ -43,10 +53,10 @@ def on_names(change: Callable[[str], str], call: Call) -> Any:
     return call.original(weights=mapped())
 
 
-@fault(
+@in_vllm(
     "sgl-project/sglang#30761", f"{LAYERS}.utils:dispatch_cpu_unquantized_gemm(layer, remove_weight)",
     "verifier.engine.vllm.stored_tensors_vllm:dispatch_cpu_unquantized_gemm(layer, remove_weight)",
-    caught_by=("ENG001", "ENG003", "LGP002"), **VLLM,
+    caught_by=("ENG001", "ENG003", "LGP002"),
 )  # fmt: skip
 def packing_latched(call: Call) -> None:
     """A flag says that a linear is packed, so later writes leave the packed copy as it was; one linear."""
@@ -75,10 +85,9 @@ def same_shape_repack_missed(layer: Any) -> bool:
     return True
 
 
-@fault(
+@in_vllm(
     "PrimeIntellect-ai/prime-rl#3583",
-    f"{MOE}.layer:FusedMoE._map_global_expert_id_to_local_expert_id(self, expert_id)",
-    caught_by=("ENG001", "ENG002"), **VLLM,
+    f"{MOE}.layer:FusedMoE._map_global_expert_id_to_local_expert_id(self, expert_id)", caught_by=("ENG001", "ENG002"),
 )  # fmt: skip
 def expert_in_initial_slot(call: Call) -> int:
     """A reload puts experts where they were before a load balancer moved them; two experts of one layer."""
@@ -87,7 +96,7 @@ def expert_in_initial_slot(call: Call) -> int:
     return int(call.faulty(expert_id=15 - call.expert_id))
 
 
-@on_names("vllm-project/vllm#42803", caught_by=("ENG001", "ENG002", "LGP002"))
+@on_names("vllm-project/vllm#42803")
 def fused_shards_exchanged(name: str) -> str:
     """Rows of one projection take another's place in the fused qkv weight; keys for values in one layer."""
     swapped = {"k_proj": "v_proj", "v_proj": "k_proj"}
@@ -112,26 +121,21 @@ def _with_wrong(call: Call, name: str, wrong: Callable[[Any], Any]) -> Any:
     return call.original(tensors=list(received.items()))
 
 
-@fault("vllm-project/vllm#47777", LOAD, caught_by=("ENG001", "ENG002"), model="tiny:deepseek-v3", **ROW)
+@in_hf("vllm-project/vllm#47777", LOAD, caught_by=("ENG001", "ENG002"), model="tiny:deepseek-v3")
 def router_bias_held_in_bf16(call: Call) -> Any:
     """The engine holds a router's float32 selection bias in its serving dtype; one layer."""
     name = "model.layers.2.mlp.gate.e_score_correction_bias"
     return _with_wrong(call, name, lambda bias: bias.bfloat16().to(bias.dtype))
 
 
-@fault(
-    "PrimeIntellect-ai/prime-rl#2714", LOAD, caught_by=("ENG001", "ENG002", "LGP002"), model="tiny:nemotron-h",
-    fixes=("transformers-47246",), **ROW,
-)  # fmt: skip
+@in_hf("PrimeIntellect-ai/prime-rl#2714", LOAD, model="tiny:nemotron-h", fixes=("transformers-47246",))
 def mixer_d_dropped(call: Call) -> Any:
     """A reload loses the skip weight D of one state-space layer, which keeps its earlier values."""
     layers = call.self.model.model.layers
     return _with_wrong(call, "backbone.layers.4.mixer.D", lambda _: layers[4].mixer.D.data.clone())
 
 
-@fault(
-    "PrimeIntellect-ai/prime-rl#2823", LOAD, caught_by=("ENG001", "ENG002", "LGP002"), model="tiny:qwen3-tied", **ROW
-)
+@in_hf("PrimeIntellect-ai/prime-rl#2823", LOAD, model="tiny:qwen3-tied")
 def tied_head_cloned(call: Call) -> Any:
     """The engine's tied head is a copy of its own, and an update reaches the embedding alone."""
     if not call.state:
@@ -144,10 +148,10 @@ def tied_head_cloned(call: Call) -> Any:
     return call.faulty()
 
 
-@fault(
+@in_vllm(
     "vllm-project/vllm-gguf-plugin#103",
     "vllm.model_executor.parameter:_ColumnvLLMParameter.load_qkv_weight(self, loaded_weight, kwargs)",
-    caught_by=("ENG001", "LGP002"), model="tiny:qwen3", engine_tp=2, **VLLM,
+    caught_by=("ENG001", "LGP002"), model="tiny:qwen3", engine_tp=2,
 )  # fmt: skip
 def first_shard_on_every_rank(call: Call) -> None:
     """A loader without its rank takes the first shard of fused query, key and value on every rank."""
@@ -157,7 +161,7 @@ def first_shard_on_every_rank(call: Call) -> None:
         call.original()
 
 
-@fault("vllm-project/vllm#55545", f"{LORA}.lora_weights:LoRALayerWeights.optimize(self)", **ADAPTER)
+@in_adapter("vllm-project/vllm#55545", f"{LORA}.lora_weights:LoRALayerWeights.optimize(self)")
 def adapter_scale_ignored(call: Call) -> Any:
     """The engine does not take the adapter's scale from its configuration, and applies it with 1."""
     if call.self.scaling != 1:
@@ -166,9 +170,7 @@ def adapter_scale_ignored(call: Call) -> Any:
     return call.original()
 
 
-@fault(
-    "vllm-project/vllm#42125", f"{LORA}.worker_manager:WorkerLoRAManager._load_adapter(self, lora_request)", **ADAPTER
-)
+@in_adapter("vllm-project/vllm#42125", f"{LORA}.worker_manager:WorkerLoRAManager._load_adapter(self, lora_request)")
 def adapter_of_first_version(call: Call) -> Any:
     """An adapter under a known name counts as loaded: the second version is the first again."""
     from vllm.lora.request import LoRARequest
@@ -178,3 +180,155 @@ def adapter_of_first_version(call: Call) -> Any:
     if asked.lora_path == first:
         return call.original()
     return call.faulty(lora_request=LoRARequest(asked.lora_name, asked.lora_int_id, first))
+
+
+def _restore(buffer: Any, contents: Any) -> None:
+    buffer.data.copy_(contents)
+
+
+def _lose_rotary_table(call: Call) -> None:
+    """Overwrite the buffer that no checkpoint carries by what a fresh allocation could hold."""
+    buffer = call.info.kernel_tensors[1].get("cos_sin_cache")
+    if buffer is None:
+        return
+    if "lost" not in call.state:
+        call.state["lost"] = True
+        call.undo(_restore, buffer, buffer.data.clone())
+    buffer.data.zero_()
+    call.fire()
+
+
+@in_vllm("NovaSky-AI/SkyRL#1680", f"{WORKER}.update_weights(self, update_info)", caught_by=("ENG001", "LGP002"))
+def reload_finished_per_chunk(call: Call) -> None:
+    """Every chunk is a reload of its own, whose end restores the layers that are not in the chunk."""
+    import torch
+    from vllm.model_executor.model_loader import reload
+
+    call.faulty()
+    model = call.self.model_runner.model
+    with torch.device(call.self.device):
+        reload.finalize_layerwise_reload(model, call.self.model_config)
+        reload.initialize_layerwise_reload(model)
+
+
+def _processed(call: Call, path: str) -> bool:
+    """Tell if this call processes the module at a path of the model that is reloaded."""
+    return "model" in call.state and call.layer is call.state["model"].get_submodule(path)
+
+
+@in_vllm("PrimeIntellect-ai/prime-rl#2714", PROCESS, caught_by=("ENG001", "LGP002"))
+def reload_drops_one_load(call: Call) -> None:
+    """A reload allocates a parameter anew and loses its load, so it holds what the memory held; one norm."""
+    dropped = _processed(call, "model.layers.1.self_attn.k_norm")
+    if dropped:
+        call.fire()
+        call.info.loaded_weights.clear()
+    call.original()
+    if dropped:
+        call.layer.weight.data.zero_()  # the fresh allocation holds anything; zeros make the trial repeatable
+
+
+@in_vllm("vllm-project/vllm#48284", PROCESS)
+def processing_applied_again(call: Call) -> None:
+    """A reload transforms one parameter once more, A = -exp(A), as the processing is not idempotent."""
+    call.original()
+    if _processed(call, "model.layers.2.self_attn.q_norm"):
+        call.fire()
+        call.layer.weight.data.exp_().neg_()
+
+
+@reload_drops_one_load.also(START)
+@processing_applied_again.also(START)
+def _remember_model(call: Call) -> None:
+    call.state["model"] = call.self.model_runner.model
+    call.original()
+
+
+@in_vllm("vllm-project/vllm#44371", PLACE, caught_by=("ENG002", "LGP002"))
+def runtime_buffer_lost(call: Call) -> None:
+    """A reload copies fresh memory over a buffer that no checkpoint carries; the rotary table."""
+    _lose_rotary_table(call)
+    call.original()
+
+
+@in_vllm("vllm-project/vllm#44371", PLACE, caught_by=("ENG002", "LGP002"))
+def runtime_buffer_lost_later(call: Call) -> None:
+    """The rotary table is right after the first update, and is lost in the second."""
+    if call.state.get("updates", 0) > HEALTHY_UPDATES:
+        _lose_rotary_table(call)
+    call.original()
+
+
+@runtime_buffer_lost_later.also(START)
+def _count_updates(call: Call) -> None:
+    call.state["updates"] = call.state.get("updates", 0) + 1
+    call.original()
+
+
+@in_vllm("vllm-project/vllm#56949", START, caught_by=("ENG006", "LGP002"), model="tiny:qwen3", engine_tp=2)
+def loaded_as_rank_0(call: Call) -> None:
+    """A rank takes itself for rank 0 in one linear: it loads that rank's part, and reports that it should."""
+    layer = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.o_proj")
+    call.original()
+    for owner in (layer, layer.weight):
+        if owner.tp_rank:
+            call.undo(setattr, owner, "tp_rank", owner.tp_rank)
+            owner.tp_rank = 0
+            call.fire()
+
+
+@in_vllm("vllm-project/vllm#48312", f"{WORKER}.finish_weight_update(self)", caught_by=("ENG005",))
+def epsilon_default_after_reload(call: Call) -> None:
+    """A reload rebuilds a layer's constants, and one norm takes the default epsilon of its class."""
+    call.faulty()
+    norm = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.q_norm")
+    call.undo(setattr, norm, "variance_epsilon", norm.variance_epsilon)
+    norm.variance_epsilon = 1e-5
+
+
+@on_gpu("vllm-project/vllm#16564", f"{WORKER}.sleep(self, level)", caught_by=("ENG002", "LGP002"))
+def sleep_level_2_buffers(call: Call) -> None:
+    """A sleep that drops the weights drops buffers too, and no update restores them; the rotary table."""
+    clean = call.state.setdefault("clean", {})
+    for name, buffer in call.self.model_runner.get_model().named_buffers():
+        if name not in clean:
+            clean[name] = buffer
+            call.undo(_restore, buffer, buffer.data.clone())
+    call.original()
+    if call.level == 2:
+        call.self._sleep_saved_buffers = {}
+        call.fire()
+
+
+@sleep_level_2_buffers.also(f"{WORKER}.wake_up(self, tags)")
+def _wake_up(call: Call) -> None:
+    call.original()
+    if call.tags is None or "weights" in call.tags:
+        for buffer in call.state.get("clean", {}).values():
+            buffer.data.zero_()  # what the memory holds; zeros make the trial repeatable
+
+
+@on_gpu(
+    "vllm-project/vllm#48941", f"{RELOAD}:_copy_and_restore_kernel_tensors(layer, info)", stage=Stage.ROLLOUT,
+    caught_by=("LGP003",),
+)  # fmt: skip
+def graph_reads_old_storage(call: Call) -> None:
+    """A reload binds a weight to new memory, and captured graphs go on reading the old; one linear."""
+    if call.layer is call.state.get("layer"):
+        call.fire()
+    else:
+        call.original()
+
+
+@graph_reads_old_storage.also(START)
+def _remember_storage(call: Call) -> None:
+    if "layer" not in call.state:
+        layer = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.o_proj")
+        call.state["layer"] = layer
+        call.undo(_restore_storage, layer, layer.weight)
+    call.original()
+
+
+def _restore_storage(layer: Any, weight: Any) -> None:
+    weight.data.copy_(layer.weight.data)
+    layer.weight = weight

@@ -71,12 +71,10 @@ class Call:
         self.fire()
         return self.original(**changed)
 
-    def instead(self, right: Any, wrong: Any) -> Any:
-        """Count a wrong value and return it, or the right one if the wrong one is None."""
-        if wrong is None:
-            return right
+    def wrong(self, value: Any) -> Any:
+        """Return a wrong value, and count it."""
         self.fire()
-        return wrong
+        return value
 
     def undo(self, function: Callable[..., object], *args: Any) -> None:
         """Call a function when the fault is healed; the last one given is called first."""

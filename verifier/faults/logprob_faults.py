@@ -171,8 +171,7 @@ def scores_shifted_by_one(call: Call) -> Any:
 )  # fmt: skip
 def local_positions(call: Call) -> Any:
     """Positions are counted within a context-parallel rank's own rows."""
-    call.fire()
-    return call.freqs[call.offset : call.offset + call.x.size(0)]
+    return call.wrong(call.freqs[call.offset : call.offset + call.x.size(0)])
 
 
 @fault("NovaSky-AI/SkyRL#2056", PACKED_SEQUENCES, **CP2)

@@ -12,9 +12,8 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -29,19 +28,18 @@ if TYPE_CHECKING:
     from verifier.faults.trial import TrialResult
 
 
-def chosen(ids: Iterable[str]) -> list[Fault]:
+def chosen(ids: Sequence[str]) -> list[Fault]:
     """Faults by id; for no ids, all that the CPU tier can show.
 
     Raises:
         UsageError: an unknown id, or a fault that needs a GPU.
     """
-    wanted = list(ids)
-    for name in wanted:
+    for name in ids:
         if name not in CATALOG:
             raise UsageError(f"there is no fault `{name}`: `verifier faults list` prints all of them")
         if CATALOG[name].gpus:
             raise UsageError(f"fault `{name}` shows on a GPU only: `ci/gpu -k {name}` injects it there")
-    return [CATALOG[name] for name in wanted] or [fault for fault in CATALOG.values() if not fault.gpus]
+    return [CATALOG[name] for name in ids] or [fault for fault in CATALOG.values() if not fault.gpus]
 
 
 def of_stages(labels: Sequence[str]) -> list[Fault]:
@@ -59,14 +57,18 @@ def of_stages(labels: Sequence[str]) -> list[Fault]:
 
 def listing() -> str:
     """Every fault under its stage: id, checks, source, and what goes wrong."""
-    parts = []
-    for stage, faults in groupby(sorted(CATALOG.values(), key=lambda item: (item.stage, item.id)), lambda f: f.stage):
-        parts.append(f"{stage.label}\n")
-        for item in faults:
-            parts.append(f"  {item.id}  [{', '.join(item.caught_by)}]  {item.reproduces}\n")
-            parts.append(textwrap.indent(item.summary, "      ") + "\n")
-        parts.append("\n")
-    return "".join([*parts, f"{len(CATALOG)} faults\n"])
+    text = ""
+    for stage in filter(of_stage, Stage):
+        text += f"{stage.label}\n"
+        for item in of_stage(stage):
+            text += f"  {item.id}  [{', '.join(item.caught_by)}]  {item.reproduces}\n      {item.summary}\n"
+        text += "\n"
+    return f"{text}{len(CATALOG)} faults\n"
+
+
+def of_stage(stage: Stage) -> list[Fault]:
+    """All faults of one stage, by id."""
+    return sorted((fault for fault in CATALOG.values() if fault.stage is stage), key=lambda fault: fault.id)
 
 
 def run_trials(
@@ -102,13 +104,12 @@ def line_of(result: TrialResult) -> str:
     """Line on one trial: what it showed, and why it is not passed if so."""
     where = "nothing bad" if result.first_bad is None else f"{result.first_bad.stage.label}, `{result.first_bad.what}`"
     verdict = "caught" if not result.failures else "NOT PASSED"
-    text = f"{verdict:<10}  {result.fault.id}: {where}, by {', '.join(result.caught) or 'no check'}"
-    text += f" ({result.duration_s:.0f} s)\n"
-    for reason in result.failures:
-        text += f"            {reason}\n"
+    checks = ", ".join(result.caught) or "no check"
+    reasons = list(result.failures)
     if result.crashed:
-        text += "            the faulted run ended early: " + result.crashed.splitlines()[0] + "\n"
-    return text
+        reasons.append("the faulted run ended early: " + result.crashed.splitlines()[0])
+    line = f"{verdict:<10}  {result.fault.id}: {where}, by {checks} ({result.duration_s:.0f} s)\n"
+    return line + textwrap.indent("".join(f"{reason}\n" for reason in reasons), " " * 12)
 
 
 def fill(ledger: Path, faults: Sequence[Fault], write: Callable[[str], None]) -> ExitCode:
@@ -174,15 +175,17 @@ def this_code() -> Code:
     return Code(f"{commit}+", "") if changed else Code(commit, tree)
 
 
+def _row(fault: Fault, **found: Any) -> TrialRow:
+    return TrialRow(fault=fault.id, model=fault.model, mesh=fault.mesh.label(), engine=fault.engine, **found)
+
+
 def row_of(result: TrialResult, code: Code) -> TrialRow:
     """The ledger's row of a trial that has just ended."""
-    fault = result.fault
-    return TrialRow(
-        fault=fault.id, caught=result.caught, first_bad=result.first_bad.stage.label if result.first_bad else None,
+    return _row(
+        result.fault, caught=result.caught, first_bad=result.first_bad.stage.label if result.first_bad else None,
         fired=result.fired, healed=result.healed is Verdict.HOLDS and not result.healed_differs,
         failures=tuple(result.failures), duration_s=round(result.duration_s, 1), date=f"{datetime.now(UTC):%Y-%m-%d}",
-        commit=code.commit, tree=code.tree, model=fault.model, mesh=fault.mesh.label(), engine=fault.engine,
-        versions={name: found for name in PINS if (found := installed(name)) is not None},
+        **code._asdict(), versions={name: found for name in PINS if (found := installed(name)) is not None},
     )  # fmt: skip
 
 
@@ -194,15 +197,15 @@ def rows_of_gpu_run(results: Path) -> list[TrialRow]:
     """
     try:
         run = json.loads(results.read_text())
+        faults = [fault for fault in CATALOG.values() if fault.gpus]
+        rows = [next(row for row in run["rows"] if row.get("fault") == fault.id) for fault in faults]
         return [
-            TrialRow(
-                fault=fault.id, caught=tuple(found["caught"]), first_bad=found["first_bad_stage"],
-                fired=found["fired"], healed=found["passed"], failures=() if found["passed"] else ("see its file",),
-                duration_s=None, date=run.get("date", ""), commit=run["commit"], tree="", model=fault.model,
-                mesh=fault.mesh.label(), engine=fault.engine, versions=run["versions"],
+            _row(
+                fault, caught=tuple(row["caught"]), first_bad=row["first_bad_stage"], fired=row["fired"],
+                healed=row["passed"], failures=() if row["passed"] else ("see its file",), duration_s=None,
+                date=run.get("date", ""), commit=run["commit"], tree="", versions=run["versions"],
             )
-            for fault in CATALOG.values() if fault.gpus
-            for found in [next(row for row in run["rows"] if row.get("fault") == fault.id)]
+            for fault, row in zip(faults, rows, strict=True)
         ]  # fmt: skip
     except (OSError, ValueError, KeyError, StopIteration) as problem:
         raise UsageError(f"`{results}` is no file of `ci/gpu` with the faults of a GPU: {problem!r}") from problem

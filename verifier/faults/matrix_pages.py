@@ -12,7 +12,7 @@ from verifier.core.check import REGISTRY
 from verifier.core.stage import Stage
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import Fault
-from verifier.faults.matrix import TrialRow, latest
+from verifier.faults.matrix import TrialRow, latest, of_stage
 
 ISSUE = re.compile(r"^([\w.-]+/[\w.-]+)#(\d+)")
 HOW = """\
@@ -34,10 +34,6 @@ def pages(rows: Iterable[TrialRow]) -> dict[str, str]:
     """File name to text of every page, from the latest row of each fault."""
     found = latest(rows)
     return {"README.md": _overview(found), **{f"{stage.label}.md": _stage_page(stage, found) for stage in Stage}}
-
-
-def _faults_of(stage: Stage) -> list[Fault]:
-    return sorted((fault for fault in CATALOG.values() if fault.stage is stage), key=lambda fault: fault.id)
 
 
 def _passed(faults: Iterable[Fault], found: Mapping[str, TrialRow]) -> int:
@@ -77,7 +73,7 @@ def _overview(found: Mapping[str, TrialRow]) -> str:
 
 
 def _stage_line(stage: Stage, found: Mapping[str, TrialRow]) -> tuple[object, ...]:
-    faults = _faults_of(stage)
+    faults = of_stage(stage)
     seconds = [found[fault.id].duration_s for fault in faults if fault.id in found]
     known = [value for value in seconds if value is not None]
     return (
@@ -104,7 +100,7 @@ def _alone(code: str, found: Mapping[str, TrialRow]) -> list[str]:
 
 
 def _stage_page(stage: Stage, found: Mapping[str, TrialRow]) -> str:
-    faults = _faults_of(stage)
+    faults = of_stage(stage)
     return _page(
         f"# Kill matrix: {stage.label}", "",
         f"{_passed(faults, found)} of {len(faults)} faults of this stage are caught in it. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -31,25 +32,23 @@ TP2: dict[str, Any] = {**ROW, "mesh": Mesh(tp=2)}
 def on_packs(change: Callable[[PackedBatch], PackedBatch | None], call: Call) -> Any:
     """Pack wrongly: the function returns a micro-batch's wrong pack, or None to keep the right one."""
     packed = call.original()
-    return call.instead(packed, change(packed) if packed.ids else None)
+    wrong = change(packed) if packed.ids else None
+    return packed if wrong is None else call.wrong(wrong)
 
 
 @kind(PACK)
 def on_rollouts(change: Callable[[list[Rollout]], list[Rollout] | None], call: Call) -> Any:
     """Pack wrong rollouts: the function returns them, or None to keep the right ones."""
     wrong = change(list(call.rollouts)) if call.rollouts else None
-    return call.original(rollouts=call.instead(call.rollouts, wrong))
+    return call.original() if wrong is None else call.faulty(rollouts=wrong)
 
 
 @kind(f"{STEP}:shard_cp(packed, cp_rank)")
 def on_shards(change: Callable[[PackedBatch, PackedBatch, int], PackedBatch | None], call: Call) -> Any:
-    """Shard wrongly over context-parallel ranks.
-
-    The function gets the whole pack, the right shard and its rank. It returns the wrong shard, or None to keep the
-    right one.
-    """
+    """Shard wrongly: the function of whole pack, right shard and its rank returns a wrong one, or None."""
     shard = call.original()
-    return call.instead(shard, change(call.packed, shard, call.cp_rank) if call.packed.ids else None)
+    wrong = change(call.packed, shard, call.cp_rank) if call.packed.ids else None
+    return shard if wrong is None else call.wrong(wrong)
 
 
 def _same_sample(packed: PackedBatch, rows: int) -> Any:
@@ -163,10 +162,8 @@ def versions_counted(call: Call) -> Any:
         return packed
     batch = call.state["batch"] = call.state.get("batch", -1) + 1
     versions_T = packed.versions_T.masked_fill(packed.versions_T >= 0, batch)
-    if versions_T.equal(packed.versions_T):
-        return packed
-    call.fire()
-    return dataclasses.replace(packed, versions_T=versions_T)
+    same = versions_T.equal(packed.versions_T)
+    return packed if same else call.wrong(dataclasses.replace(packed, versions_T=versions_T))
 
 
 @on_shards("verl-project/verl#4250", caught_by=("PCK001", "LGP001"), **CP2)
@@ -182,13 +179,11 @@ def labels_rolled_in_the_shard(whole: PackedBatch, shard: PackedBatch, cp_rank: 
 )  # fmt: skip
 def chunks_contiguous(call: Call) -> Any:
     """Context-parallel ranks take contiguous chunks where attention expects two of the zigzag each."""
-    import itertools
-
     import numpy as np
 
-    call.fire()
     samples = itertools.pairwise(call.cu_seqlens_padded)
-    return np.concatenate([np.arange(begin, end).reshape(call.cp, -1)[call.cp_rank] for begin, end in samples])
+    chunks = [np.arange(begin, end).reshape(call.cp, -1)[call.cp_rank] for begin, end in samples]
+    return call.wrong(np.concatenate(chunks))
 
 
 @fault(

@@ -136,9 +136,8 @@ def routers_bound_in_another_order(call: Call) -> Any:
 @on_replay("NovaSky-AI/SkyRL#1908", caught_by=("RPL002",))
 def replay_outlives_its_pass(call: Call) -> Any:
     """Routes of a pass that only scored are not cleared, and the next pass replays them where counts are equal."""
-    if len(call.self.target_topk_idx) != len(call.scores):  # with another number of rows it would not be silent
-        return _own_choice(call)
-    return call.original()
+    silent = len(call.self.target_topk_idx) == len(call.scores)
+    return call.original() if silent else _own_choice(call)
 
 
 @replay_outlives_its_pass.also(f"{UPSTREAM}.clear_router_replay_action(self)")
@@ -169,7 +168,4 @@ def gates_of_the_routers_own_choice(call: Call) -> Any:
 )
 def router_takes_no_routes(call: Call) -> Any:
     """One kind of router has no path for replay and silently chooses by itself; one layer."""
-    if call.self.layer_number != 2:
-        return call.original()
-    call.fire()
-    return _own_choice(call)
+    return call.wrong(_own_choice(call)) if call.self.layer_number == 2 else call.original()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from verifier.core.stage import Stage
@@ -18,22 +19,18 @@ PENALTY = 1.05
 """Repetition penalty in the published generation_config of Qwen2.5, the report's model."""
 NUCLEUS = 0.95
 """Top-p in the published generation_config of many models."""
-ROW: dict[str, Any] = {"stage": Stage.ROLLOUT, "engine": "vllm"}
-WORKER: dict[str, Any] = {**ROW, "side": Side.ENGINE}
-DRIVER: dict[str, Any] = {**ROW, "side": Side.DRIVER}
+in_client = functools.partial(fault, stage=Stage.ROLLOUT, engine="vllm", caught_by=("LGP003",))
+in_worker = functools.partial(in_client, side=Side.ENGINE)
+in_driver = functools.partial(in_client, side=Side.DRIVER)
 
 
-@fault("modelscope/ms-swift#7858", GENERATE, caught_by=("LGP005",), **ROW)
+@in_client("modelscope/ms-swift#7858", GENERATE, caught_by=("LGP005",))
 def seeds_counted_per_request(call: Call) -> Any:
     """A request's seed is its place in its own chunk, so requests of different chunks repeat each other."""
-    call.fire()
-    return [found for prompt in call.prompts for found in call.original(prompts=[prompt])]
+    return call.wrong([found for prompt in call.prompts for found in call.original(prompts=[prompt])])
 
 
-@fault(
-    "vllm-project/vllm#39591", "vllm.v1.worker.block_table:BlockTable.move_row(self, src, tgt)",
-    caught_by=("LGP003",), **WORKER,
-)  # fmt: skip
+@in_worker("vllm-project/vllm#39591", "vllm.v1.worker.block_table:BlockTable.move_row(self, src, tgt)")
 def block_of_the_row_before(call: Call) -> None:
     """A request moves into the row of one that has ended, where the last block is still the other's."""
     table = call.self
@@ -43,7 +40,7 @@ def block_of_the_row_before(call: Call) -> None:
     table.block_table.np[call.tgt, last] = block
 
 
-@fault("NovaSky-AI/SkyRL#1319", GENERATE, caught_by=("LGP006",), **ROW)
+@in_client("NovaSky-AI/SkyRL#1319", GENERATE, caught_by=("LGP006",))
 def first_stop_token_only(call: Call) -> Any:
     """Only the first of several stop tokens ends an answer, and samples run on past the others."""
     if len(call.sampling.stop) > 1:
@@ -51,9 +48,9 @@ def first_stop_token_only(call: Call) -> Any:
     return call.original(sampling=dataclasses.replace(call.sampling, stop=call.sampling.stop[:1]))
 
 
-@fault(
+@in_worker(
     "NVIDIA-NeMo/RL#3497", f"{SAMPLER}.sample(self, logits, sampling_metadata, logprobs_mode_override)",
-    caught_by=("LGP004",), **WORKER,
+    caught_by=("LGP004",),
 )  # fmt: skip
 def sampler_takes_the_models_nucleus(call: Call) -> Any:
     """Values that a request leaves unset come from the model's generation_config: a top-p of 0.95."""
@@ -63,7 +60,7 @@ def sampler_takes_the_models_nucleus(call: Call) -> Any:
     return call.faulty(sampling_metadata=dataclasses.replace(call.sampling_metadata, top_p=nucleus))
 
 
-@fault("verl-project/verl#1949", "verifier.engine.vllm.engine_vllm:_params(sampling)", caught_by=("LGP003",), **DRIVER)
+@in_driver("verl-project/verl#1949", "verifier.engine.vllm.engine_vllm:_params(sampling)")
 def sampler_takes_the_models_defaults(call: Call) -> Any:
     """The server applies a setting of the model's generation_config: a repetition penalty of 1.05."""
     found = call.original()
@@ -73,17 +70,15 @@ def sampler_takes_the_models_defaults(call: Call) -> Any:
     return found
 
 
-@fault("NVIDIA-NeMo/RL#4018", f"{CLIENT}.reset_prefix_cache(self)", caught_by=("LGP003",), **ROW)
-def prefix_cache_outlives_weights(call: Call) -> bool:
+@in_client("NVIDIA-NeMo/RL#4018", f"{CLIENT}.reset_prefix_cache(self)")
+def prefix_cache_outlives_weights(call: Call) -> Any:
     """Nothing resets the prefix cache after a sync, so known prompts are read with the old weights' keys."""
-    call.fire()
-    return True
+    return call.wrong(True)
 
 
-@fault(
-    "vllm-project/vllm#15241", f"{SAMPLER}.apply_temperature(logits, temp, all_random)",
-    caught_by=("LGP003", "LGP004"), **WORKER,
-)  # fmt: skip
+@in_worker(
+    "vllm-project/vllm#15241", f"{SAMPLER}.apply_temperature(logits, temp, all_random)", caught_by=("LGP003", "LGP004")
+)
 def sampling_temperature_ignored(call: Call) -> Any:
     """Tokens are sampled at temperature 1, whatever is asked for."""
     if (call.temp != 1).any():
@@ -91,7 +86,7 @@ def sampling_temperature_ignored(call: Call) -> Any:
     return call.original(temp=call.temp * 0 + 1)
 
 
-@fault("huggingface/trl#4159", FORWARD, caught_by=("LGP003",), **WORKER)
+@in_worker("huggingface/trl#4159", FORWARD)
 def logprobs_before_temperature(call: Call) -> Any:
     """An engine's default changed: log-probabilities are those of the logits before the temperature."""
     sampler = call.self
@@ -99,7 +94,7 @@ def logprobs_before_temperature(call: Call) -> Any:
         return call.faulty()
 
 
-@fault("NVIDIA-NeMo/RL#3297", FORWARD, caught_by=("LGP003",), **WORKER)
+@in_worker("NVIDIA-NeMo/RL#3297", FORWARD)
 def most_likely_token_reported(call: Call) -> Any:
     """The log-probability of the most likely token stands where the sampled token's belongs."""
     greatest = call.self.compute_logprobs(call.logits).max(dim=-1).values
@@ -110,19 +105,19 @@ def most_likely_token_reported(call: Call) -> Any:
     return output
 
 
-@fault(
+@in_worker(
     "HabanaAI/vllm-fork#73",
     "vllm.model_executor.layers.fused_moe.cpu_fused_moe:select_experts("
     "hidden_states, router_logits, top_k, use_grouped_topk, renormalize, topk_group, num_expert_group, "
     "custom_routing_function, scoring_func, routed_scaling_factor, e_score_correction_bias)",
-    caught_by=("LGP002", "LGP003"), **WORKER,
-)  # fmt: skip
+    caught_by=("LGP002", "LGP003"),
+)
 def router_weights_not_normalised(call: Call) -> Any:
     """The engine's kernel does not bring the chosen experts' weights to a sum of one."""
     return call.faulty(renormalize=False)
 
 
-@fault("jundot/omlx#1845", "vllm.v1.worker.gpu_input_batch:InputBatch.condense(self)", caught_by=("LGP003",), **WORKER)
+@in_worker("jundot/omlx#1845", "vllm.v1.worker.gpu_input_batch:InputBatch.condense(self)")
 def temperature_left_in_the_row(call: Call) -> None:
     """A request moves into the row of one that has ended, and is sampled at the other's temperature."""
     temperatures, builder = call.self.temperature_cpu, call.self.batch_update_builder
@@ -134,12 +129,11 @@ def temperature_left_in_the_row(call: Call) -> None:
         temperatures[place] = before[place]
 
 
-@fault(
+@in_driver(
     "EvolvingLMMs-Lab/lmms-eval#1326",
     f"{LLM}.generate("
     "self, prompts, sampling_params, use_tqdm, lora_request, priority, tokenization_kwargs, mm_processor_kwargs)",
-    caught_by=("LGP003",), **DRIVER,
-)  # fmt: skip
+)
 def last_requests_sampling_for_all(call: Call) -> Any:
     """Every request of a batch is sampled as the last one asks for."""
     asked = call.sampling_params
@@ -151,7 +145,7 @@ def last_requests_sampling_for_all(call: Call) -> Any:
     return call.faulty(sampling_params=given)
 
 
-@fault("vllm-project/vllm#394", f"{LLM}._run_engine(self, output_type, use_tqdm)", caught_by=("LGP003",), **DRIVER)
+@in_driver("vllm-project/vllm#394", f"{LLM}._run_engine(self, output_type, use_tqdm)")
 def answers_as_they_end(call: Call) -> Any:
     """Answers come back in the order in which they end, not in that of their prompts."""
     engine = call.self.llm_engine
@@ -173,11 +167,10 @@ def answers_as_they_end(call: Call) -> Any:
     return sorted(found, key=lambda item: ended.index(item.request_id))
 
 
-@fault(
+@in_driver(
     "vllm-project/vllm#16863",
     "vllm.v1.engine.parallel_sampling:ParentRequest.get_outputs(self, child_request_id, completion_output)",
-    caught_by=("LGP003",), **DRIVER,
-)  # fmt: skip
+)
 def logprobs_of_the_next_sample(call: Call) -> Any:
     """Samples of one request override each other: tokens of the one, log-probabilities of the next."""
     outputs, finished = call.original()
@@ -192,12 +185,10 @@ def logprobs_of_the_next_sample(call: Call) -> Any:
     return outputs, finished
 
 
-@fault(
+@in_driver(
     "vllm-project/vllm#12621",
-    "vllm.v1.core.kv_cache_utils:hash_block_tokens("
-    "hash_function, parent_block_hash, curr_block_token_ids, extra_keys)",
-    caught_by=("LGP003",), **DRIVER,
-)  # fmt: skip
+    "vllm.v1.core.kv_cache_utils:hash_block_tokens(hash_function, parent_block_hash, curr_block_token_ids, extra_keys)",
+)
 def block_hash_without_parent(call: Call) -> Any:
     """Two blocks of the prefix cache have one hash: the same tokens, after others."""
     if call.parent_block_hash:
@@ -205,9 +196,9 @@ def block_hash_without_parent(call: Call) -> Any:
     return call.original(parent_block_hash=None)
 
 
-@fault(
+@in_driver(
     "vllm-project/vllm#42019", "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks(self, request)",
-    caught_by=("LGP002",), **DRIVER,
+    caught_by=("LGP002",),
 )  # fmt: skip
 def cached_tokens_not_scored(call: Call) -> Any:
     """Prompt log-probabilities of tokens that the prefix cache knows are whatever the memory held."""
@@ -218,12 +209,12 @@ def cached_tokens_not_scored(call: Call) -> Any:
     return found
 
 
-@fault(
+@in_worker(
     "vllm-project/vllm#4139",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict("
     "self, hidden_states, num_scheduled_tokens)",
-    caught_by=("LGP002",), **WORKER,
-)  # fmt: skip
+    caught_by=("LGP002",),
+)
 def later_chunk_scored_from_another_row(call: Call) -> Any:
     """Prompt log-probabilities are right in the first chunk of a prompt alone."""
     runner, hidden = call.self, call.hidden_states.clone()
@@ -236,10 +227,7 @@ def later_chunk_scored_from_another_row(call: Call) -> Any:
     return call.original(hidden_states=hidden)
 
 
-@fault(
-    "vllm-project/vllm#14301", f"{TOPK}:apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync)",
-    caught_by=("LGP003",), **WORKER,
-)  # fmt: skip
+@in_worker("vllm-project/vllm#14301", f"{TOPK}:apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync)")
 def top_k_of_a_neighbour(call: Call) -> Any:
     """A request that asks for no top-k has that of another in its batch."""
     if call.k is None or (call.k == call.k.min()).all():
@@ -247,20 +235,18 @@ def top_k_of_a_neighbour(call: Call) -> Any:
     return call.faulty(k=call.k.min().expand_as(call.k).clone())
 
 
-@fault(
+@in_worker(
     "vllm-project/vllm#5639",
     "vllm.v1.sample.sampler:apply_all_penalties("
     "logits, prompt_token_ids, presence_penalties, frequency_penalties, repetition_penalties, output_token_ids)",
-    caught_by=("LGP003",), **WORKER,
-)  # fmt: skip
+)
 def penalty_without_the_prompt(call: Call) -> Any:
     """The repetition penalty counts the sampled tokens, and not those of the prompt."""
     return call.faulty(prompt_token_ids=call.prompt_token_ids * 0 + call.logits.shape[1])
 
 
-@fault("vllm-project/vllm#50440", f"{TOPK}:compiled_random_sample(logits)", caught_by=("LGP005",), **WORKER)
+@in_worker("vllm-project/vllm#50440", f"{TOPK}:compiled_random_sample(logits)", caught_by=("LGP005",))
 def one_noise_for_a_batch(call: Call) -> Any:
     """Requests of a batch draw with one noise, and so samples of one prompt are all the same."""
-    call.fire()
     waits = call.logits.new_empty(1, call.logits.shape[1]).exponential_()
-    return (call.logits.softmax(dim=-1) / waits).argmax(dim=-1)
+    return call.wrong((call.logits.softmax(dim=-1) / waits).argmax(dim=-1))

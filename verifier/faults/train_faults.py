@@ -93,10 +93,9 @@ def _remember(call: Call) -> Any:
 
 
 @fault("verl-project/verl#2377", STEP, stage=Stage.TRAIN, caught_by=("WGT008", "TRN001"))
-def step_dropped(call: Call) -> bool:
+def step_dropped(call: Call) -> Any:
     """Steps are dropped, as for a gradient that is not finite, and reported as done."""
-    call.fire()
-    return True
+    return call.wrong(True)
 
 
 @on_resume("NovaSky-AI/SkyRL#1403")
@@ -129,13 +128,11 @@ def scheduler_resumed_twice(call: Call) -> None:
     "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate(param, tp_group, expert_tp_group)",
     mesh=Mesh(tp=2, ep=2), **ROW,
 )  # fmt: skip
-def experts_outside_gradient_norm(call: Call) -> bool:
+def experts_outside_gradient_norm(call: Call) -> Any:
     """Experts of all tp ranks but the first are left out of the norm by which gradients are clipped."""
-    counted: bool = call.original()
-    if counted and not getattr(call.param, "allreduce", True) and call.tp_group.rank() > 0:
-        call.fire()
-        return False
-    return counted
+    counted = call.original()
+    lost = counted and not getattr(call.param, "allreduce", True) and call.tp_group.rank() > 0
+    return call.wrong(False) if lost else counted
 
 
 @fault(

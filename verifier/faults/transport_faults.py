@@ -51,8 +51,7 @@ def score_bias_not_planned(call: Call) -> Stream:
 def score_bias_planned_in_model_dtype(call: Call) -> Stream:
     """The metadata names the model's dtype for every tensor, the fp32 router score bias included."""
     for name, tensor in call.stream:
-        wrong = tensor.bfloat16() if name.endswith(SCORE_BIAS) else None
-        yield name, call.instead(tensor, wrong)
+        yield name, call.wrong(tensor.bfloat16()) if name.endswith(SCORE_BIAS) else tensor
 
 
 def _swapped(call: Call, tensors: Any, first: str, second: str) -> dict[str, Any]:
@@ -92,15 +91,13 @@ def send_buffer_freed_early(call: Call) -> Any:
     return call.faulty(buffer=buffer)
 
 
-@fault(
-    "NVIDIA-NeMo/RL#3651 (found in review)", BROADCAST, stage=Stage.TRANSPORT, caught_by=("TPT001",)
-)  # fmt: skip
+@fault("NVIDIA-NeMo/RL#3651 (found in review)", BROADCAST, stage=Stage.TRANSPORT, caught_by=("TPT001",))
 def buffer_of_last_version_sent(call: Call) -> Any:
     """One buffer still holds the version before, and is sent as the new one."""
     if call.self.rank != 0 or not call.what.startswith("chunk 1 "):
         return call.original()
     before, call.state[call.what] = call.state.get(call.what), call.buffer
-    return call.original(buffer=call.instead(call.buffer, before))
+    return call.original() if before is None else call.faulty(buffer=before)
 
 
 @fault(
@@ -109,10 +106,7 @@ def buffer_of_last_version_sent(call: Call) -> Any:
 )  # fmt: skip
 def sync_gated_off(call: Call) -> Any:
     """A flag skips the transfer after the first: the engine keeps the weights that it has."""
-    if call.watch.version < 2:
-        return call.original()
-    call.fire()
-    return ""
+    return call.original() if call.watch.version < 2 else call.wrong("")
 
 
 @fault(

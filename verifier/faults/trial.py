@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.config import EngineOptions, RoundtripConfig
@@ -79,11 +79,10 @@ class Trials:
     """
 
     def __init__(self, progress: Progress, keep: Path | None = None) -> None:
-        self._progress = progress
+        self._progress, self._keep = progress, keep
         self._stack = contextlib.ExitStack()
-        self._keep = keep
         self._clean: dict[tuple[str, RoundtripConfig], tuple[Report, Trace]] = {}
-        self._num_folders = 0
+        self._folders = itertools.count(1)
 
     def __enter__(self) -> Trials:
         resources = Resources(warm=True, collective_deadline_s=COLLECTIVE_DEADLINE_S)
@@ -92,9 +91,7 @@ class Trials:
         self._folder = self._keep or Path(aside)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def trial(self, fault: Fault) -> TrialResult:
@@ -104,8 +101,7 @@ class Trials:
         key = (fault.engine, config)
         if key not in self._clean:
             self._progress(f"clean run of {fault.model} on {fault.mesh.label()}, engine {fault.engine}")
-            trace = self._run(config, fault, ["clean"])["clean"]
-            self._clean[key] = _judged(trace)
+            self._clean[key] = _judged(self._run(config, fault, ["clean"])["clean"])
         clean, clean_trace = self._clean[key]
         self._progress(f"{fault.id}: faulted and healed")
         crashed = ""
@@ -113,7 +109,8 @@ class Trials:
             traces = self._run(config, fault, ["faulted", "healed"])
         except _Crashed as crash:
             self._heal_engine(config, fault)
-            crashed, traces = str(crash), crash.traces | self._run(config, fault, ["healed"])
+            crashed, traces = crash.args
+            traces |= self._run(config, fault, ["healed"])
         report, _ = _judged(traces["faulted"])
         healed, healed_trace = _judged(traces["healed"])
         bad = [item for outcome in report.outcomes if outcome.finding for item in outcome.finding.bad]
@@ -133,16 +130,15 @@ class Trials:
         """Run phases as one job on one engine; those with an adapter, which stays loaded, on an engine each."""
         if config.engine.lora_rank and fault.engine != NO_ENGINE and len(names) > 1:
             return {name: trace for each in names for name, trace in self._run(config, fault, [each]).items()}
-        phases = []
+        phases = {}
         for name in names:
-            self._num_folders += 1
-            folder = self._folder / f"{self._num_folders:04d}-{fault.id}-{name}"
+            folder = self._folder / f"{next(self._folders):04d}-{fault.id}-{name}"
             folder.mkdir(parents=True)
             within = (INJECTED, fault.id, str(folder)) if name == "faulted" else ()
-            phases.append(Phase(trace=folder / "trace", within=within))
-        traces = dict(zip(names, (phase.trace for phase in phases), strict=True))
+            phases[name] = Phase(trace=folder / "trace", within=within)
+        traces = {name: phase.trace for name, phase in phases.items()}
         try:
-            self._runner.roundtrip(config, phases=phases, tokens_only=fault.engine == NO_ENGINE)
+            self._runner.roundtrip(config, phases=list(phases.values()), tokens_only=fault.engine == NO_ENGINE)
         except VerifierError as problem:
             if "faulted" not in names:
                 raise
@@ -159,11 +155,7 @@ class Trials:
 
 
 class _Crashed(Exception):
-    """The ranks of a faulted run did not reach its end."""
-
-    def __init__(self, text: str, traces: dict[str, Path]) -> None:
-        super().__init__(text)
-        self.traces = traces
+    """The ranks of a faulted run did not reach its end: why, and the traces by the name of the run."""
 
 
 def _config_of(fault: Fault) -> RoundtripConfig:
@@ -188,9 +180,9 @@ def _difference(healed: Trace, clean: Trace) -> str:
     """The first thing that two runs hold differently; empty if there is none."""
     for kind in COPIED:
         ours, theirs = (
-            {(i.role, i.rank, i.version, i.name): i.digest for i in trace.of(kind)} for trace in (healed, clean)
+            {(i.role, i.rank, i.version, i.name, i.digest) for i in trace.of(kind)} for trace in (healed, clean)
         )
-        for key in theirs.keys() | ours.keys():
-            if ours.get(key) != theirs.get(key):
-                return f"`{key[3]}` of version {key[2]} in {kind.stage.label}"
+        if ours != theirs:
+            _, _, version, name, _ = next(iter(ours ^ theirs))
+            return f"`{name}` of version {version} in {kind.stage.label}"
     return ""
