@@ -219,7 +219,7 @@ CARRIED = (VerifierError, RuntimeError, ValueError, LookupError, AttributeError,
 _MAX_CAUSE = 600
 
 
-def reply_of(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+def reply_of(function: Callable[..., Any], /, **arguments: Any) -> dict[str, Any]:
     """Call a function, and return its result or its error as JSON values; see `value_of`."""
     try:
         return {"value": msgspec.to_builtins(function(**arguments), enc_hook=lambda number: number.item())}  # numpy's
