@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import signal
 import sys
@@ -24,13 +25,9 @@ from verifier.errors import Stopped, UsageError, VerifierError
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a command to end."""
-_STDERR = 2
-"""The last of the three standard file descriptors."""
-_MACHINE = frozenset(
-    (
-        errno.EACCES, errno.EDQUOT, errno.ELOOP, errno.EMFILE, errno.ENAMETOOLONG, errno.ENFILE, errno.ENOMEM,
-        errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS,
-    )
+_MACHINE = (
+    errno.EACCES, errno.EDQUOT, errno.ELOOP, errno.EMFILE, errno.ENAMETOOLONG, errno.ENFILE, errno.ENOMEM, errno.ENOSPC,
+    errno.ENOTDIR, errno.EPERM, errno.EROFS,
 )  # fmt: skip
 """Errors that the user or the machine's owner can mend: rights, names, room."""
 
@@ -54,9 +51,8 @@ def golden(config: GoldenConfig, json: JsonOption = None, junit: JunitOption = N
     from verifier.runs.golden import write_manifest
     from verifier.runs.runner import Runner, run_once
 
-    code = run_and_judge(
-        "golden", lambda progress: run_once(Runner.golden, config, progress), config.trace, json=json, junit=junit
-    )
+    run = functools.partial(run_once, Runner.golden, config)
+    code = run_and_judge("golden", run, config.trace, json=json, junit=junit)
     if config.record:
         held = code == ExitCode.HOLDS
         show(f"\nrecorded {write_manifest(config)}\n" if held else "\nnot recorded: not every check holds\n")
@@ -70,9 +66,8 @@ def roundtrip(config: RoundtripConfig, json: JsonOption = None, junit: JunitOpti
     require_results(json, junit)
     from verifier.runs.runner import Runner, run_once
 
-    return run_and_judge(
-        "roundtrip", lambda progress: run_once(Runner.roundtrip, config, progress), config.trace, json=json, junit=junit
-    )
+    run = functools.partial(run_once, Runner.roundtrip, config)
+    return run_and_judge("roundtrip", run, config.trace, json=json, junit=junit)
 
 
 @app.command()
@@ -135,7 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     A signal that asks for the end is obeyed by way of every `with`; a second one ends the process there and then.
     """
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # stderr, the last of the standard ones
         pass  # what was closed before the start would become somebody's socket
     os.close(fd)
     asked = [signum for signum in _ENDS if signal.getsignal(signum) is not signal.SIG_IGN]

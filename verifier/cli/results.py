@@ -37,11 +37,7 @@ def require_results(*files: Path | None) -> None:
 
 
 def show(text: str) -> None:
-    """Print to stdout; a reader that has gone away (`| head`, `>&-`) is no error.
-
-    Raises:
-        UsageError: stdout is a file that cannot be written.
-    """
+    """Print to stdout; a reader that has gone away (`| head`, `>&-`) is no error, a full disk is a UsageError."""
     if sys.stdout is None:  # closed before this interpreter started
         return
     try:
@@ -89,8 +85,8 @@ def run_and_judge(
         what: the command, for the progress display.
         run: leaves its trace at `trace`.
         trace: trace directory.
-        json: as for `judge_trace`.
-        junit: as for `judge_trace`.
+        json: file for the complete report, as in `judge_trace`.
+        junit: file for the JUnit report.
 
     Raises:
         UsageError: nothing was run.

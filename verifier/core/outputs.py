@@ -11,9 +11,7 @@ from verifier.errors import UsageError
 def require_writable(file: Path, *, make_folder: bool = False) -> None:
     """Refuse a result file that could not be written, before the run that it is the result of.
 
-    Args:
-        file: where the result is to go; what is there already stays as it is.
-        make_folder: its folder may be absent, and is made then.
+    What is there already stays as it is. Its folder may be absent with `make_folder`, and is made then.
 
     Raises:
         UsageError: it cannot be written, or is a folder.
@@ -33,22 +31,14 @@ def require_writable(file: Path, *, make_folder: bool = False) -> None:
 
 
 def require_empty(folder: Path, option: str) -> None:
-    """Make a folder that traces are to be kept in, and refuse one in use.
-
-    Raises:
-        UsageError: it holds something, or cannot be made or written.
-    """
+    """Make a folder that traces are to be kept in; a UsageError if it holds something or cannot be written."""
     require_writable(folder / "trace", make_folder=True)
     if any(folder.iterdir()):
         raise UsageError(f"the folder `{folder}` is not empty: choose another {option}")
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all.
-
-    Raises:
-        UsageError: it cannot be written; what was at the path before is still there.
-    """
+    """Write a file whole, or raise a UsageError and leave what was at the path before."""
     aside = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
         aside.write_text(text, encoding="utf-8")

@@ -43,12 +43,9 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 class Recorder:
-    """Appends records to a trace directory; one per process. Implements `Probe`.
+    """Appends records to a trace directory that `create` made. Implements `Probe`.
 
-    Args:
-        path: trace directory, made by `create`.
-        role: whose rank.
-        rank: rank within the role; with the role it names the file, so no two recorders share one.
+    Role and rank name the file, so each process has a recorder of its own.
     """
 
     def __init__(self, path: Path, role: Role, rank: int) -> None:
@@ -108,11 +105,7 @@ def create(path: Path, manifest: Manifest) -> Path:
 
 
 def complete(path: Path, manifest: Manifest) -> None:
-    """Declare a trace whole: its manifest gets the digest of every file that the run left.
-
-    Raises:
-        UsageError: the trace cannot be read or written.
-    """
+    """Declare a trace whole: its manifest gets the digest of every file that the run left."""
     with _writing(path):
         for aside in path.glob("*/*.partial"):
             aside.unlink()

@@ -20,7 +20,7 @@ class Trace:
     Args:
         manifest: identity of the run and what it undertook to show.
         records: every recorded fact.
-        arrays: reads the arrays of a record by its key; raises KeyError for an unknown key.
+        arrays: reader of the arrays of a record by its key, which raises KeyError for an unknown one.
     """
 
     def __init__(self, manifest: Manifest, records: Sequence[Record], arrays: Arrays | None = None) -> None:
@@ -33,16 +33,9 @@ class Trace:
         self._last = max((item.version for item in self.records), default=0)
 
     def of[R: Record](self, kind: type[R], *, version: int | None = None, **equal: Any) -> Iterator[R]:
-        """Records of one class, in the order in which they were recorded.
-
-        Args:
-            kind: class of records.
-            version: only those of this weight version.
-            equal: only those whose fields have these values.
-        """
+        """Records of one class as they were recorded: of one weight version, and with these values of other fields."""
         versions = self._index.get(kind, {})
-        chosen = versions.values() if version is None else [versions.get(version, [])]
-        for items in chosen:
+        for items in versions.values() if version is None else [versions.get(version, [])]:
             for item in cast("list[R]", items):
                 if all(getattr(item, field) == value for field, value in equal.items()):
                     yield item
@@ -60,19 +53,11 @@ class Trace:
         return self.manifest.complete or version < self._last
 
     def array(self, record: ArrayRecord, name: str = ONLY) -> np.ndarray:
-        """One array of a record, by default its only one.
-
-        Raises:
-            KeyError: the record has no such array.
-        """
+        """One array of a record, by default its only one; KeyError if it has none of that name."""
         return self.arrays(record)[name]
 
     def arrays(self, record: ArrayRecord) -> Mapping[str, np.ndarray]:
-        """All arrays of a record, by name.
-
-        Raises:
-            KeyError: it has none.
-        """
+        """All arrays of a record, by name; KeyError if it has none."""
         if not record.array or self._arrays is None:
             raise KeyError(f"no array was recorded with {kind_of(type(record))} `{record.name}`")
         return self._arrays(record.array)

@@ -56,13 +56,7 @@ class AdapterLayout:
 
 
 def adapters_of(layout: ModelLayout, targets: Sequence[str], rank: int) -> AdapterLayout:
-    """Return the layout of adapters on the linears with these names in Megatron.
-
-    Args:
-        layout: layout of the model.
-        targets: last names of Megatron's linears, such as "linear_qkv".
-        rank: rank of the adapters.
-    """
+    """Return the layout of adapters of this rank on Megatron's linears with these last names, such as "linear_qkv"."""
     dims = {tensor.pattern: tensor for tensor in layout.family.tensors}
     rows: list[ParamRow] = []
     tensors: list[TensorRow] = []
@@ -71,7 +65,6 @@ def adapters_of(layout: ModelLayout, targets: Sequence[str], rank: int) -> Adapt
         base = row.pattern.removesuffix(".weight")
         if base == row.pattern or base.rpartition(".")[2] not in targets:
             continue
-        by_columns = row.cut is Cut.COLUMNS
         inward, outward = (tuple(source.removesuffix(".weight") + end for source in row.sources) for end in (_A, _B))
         for source, to_rank, from_rank in zip(row.sources, inward, outward, strict=True):
             out_size, in_size = dims[source].dims
@@ -80,16 +73,11 @@ def adapters_of(layout: ModelLayout, targets: Sequence[str], rank: int) -> Adapt
                 replace(dims[source], pattern=from_rank, dims=(out_size, _RANK)),
             ]
         shared[inward[0]] = inward
+        cut_in, cut_out = (Cut.COLUMNS, Cut.ROWS) if row.cut is Cut.COLUMNS else (Cut.ROWS, row.cut)
         rows += [
-            replace(
-                row, pattern=f"{base}.adapter.linear_in.weight", sources=inward[:1],
-                cut=Cut.COLUMNS if by_columns else Cut.ROWS,
-            ),
-            replace(
-                row, pattern=f"{base}.adapter.linear_out.weight", sources=outward,
-                cut=Cut.ROWS if by_columns else row.cut,
-            ),
-        ]  # fmt: skip
+            replace(row, pattern=f"{base}.adapter.linear_in.weight", sources=inward[:1], cut=cut_in),
+            replace(row, pattern=f"{base}.adapter.linear_out.weight", sources=outward, cut=cut_out),
+        ]
     published = replace(
         layout, family=replace(layout.family, tensors=tuple(tensors)), sizes={**layout.sizes, _RANK: rank}
     )

@@ -66,13 +66,10 @@ class ParamPlacement:
         return tuple(shape)
 
     def shard(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Return the exact contents that the local tensor must have.
+        """Return the exact contents that the local tensor must have, contiguous, in the dtype of its sources.
 
         Args:
-            read: returns a checkpoint tensor by name, such as `Checkpoint.read`.
-
-        Returns:
-            Contiguous tensor of `shape` in the dtype of its sources; it may share memory with them.
+            read: returns a checkpoint tensor by name, such as `Checkpoint.read`; the result may share its memory.
 
         Raises:
             ContractError: a source has another shape than the config implies, or sources differ in dtype.
@@ -93,13 +90,10 @@ class ParamPlacement:
 
 
 def unshard(shards: Iterable[tuple[ParamPlacement, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Join checkpoint tensors from the shards of all their owners.
+    """Join checkpoint tensors, by name, in the shards' dtype and on the CPU, from the shards of all their owners.
 
     Args:
         shards: (placement, local tensor), one of each group of replicas.
-
-    Returns:
-        Name -> checkpoint tensor, in the shards' dtype, on the CPU.
 
     Raises:
         ContractError: a shard has another shape than its placement, or the shards do not tile a checkpoint tensor.
@@ -126,11 +120,7 @@ def unshard(shards: Iterable[tuple[ParamPlacement, torch.Tensor]]) -> dict[str, 
 
 
 def tiling_error(placements: Iterable[ParamPlacement]) -> str | None:
-    """Return why placements do not hold every index of their checkpoint tensors exactly once; None if they do.
-
-    Args:
-        placements: one of each group of replicas.
-    """
+    """Return why placements, one of each group of replicas, do not hold every index of their tensors exactly once."""
     held: dict[str, list[tuple[int, int, int]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for placement in placements:
