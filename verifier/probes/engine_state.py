@@ -112,14 +112,7 @@ def held_by(client: EngineClient) -> EngineState:
 
 
 def record_views(probe: Probe, slices: Sequence[EngineSlice], sent: Mapping[str, torch.Tensor], version: int) -> None:
-    """The checkpoint slices that one engine rank holds, beside what was sent, cut to them.
-
-    Args:
-        probe: of that engine rank.
-        slices: what it holds.
-        sent: what it should hold, whole, by name.
-        version: of the weights.
-    """
+    """The checkpoint slices that one engine rank holds, beside what was sent, whole and by name, cut to them."""
     from verifier.probes.weights_megatron import described
 
     def expect(name: str, tensor: torch.Tensor, box: Sequence[tuple[int, int]] = ()) -> None:

@@ -29,12 +29,7 @@ def record_replay(probe: Probe, trainer: TrainerModel, rollouts: Sequence[Rollou
     """Score the same tokens by natural, by replayed natural and by made-up routes, then without any. A collective.
 
     Recorded are the experts that every rank's routers used under made-up routes, what came of them, and the
-    log-probabilities of the passes that must agree.
-
-    Args:
-        probe: this rank's recorder.
-        trainer: built with `replay_megatron.PROVIDER_FIELDS`, and with experts.
-        rollouts: the same on every rank; routes that they carry are left out.
+    log-probabilities of the passes that must agree. The rollouts are the same on every rank; their routes are left out.
     """
     routing = Routing(trainer)
     natural, routed, every_row = routing.score_naturally(rollouts)
@@ -64,15 +59,8 @@ def replaying_every_second(
     Routes that no router would choose: then no rounding flips one, and gradients in bf16 are as near to transformers'
     as a dense model's. Steps between go by the routers' own choice.
 
-    Args:
-        probe: this rank's recorder.
-        trainer: the model.
-        rollouts: without routes.
-        version: that the step makes.
-        on_shards: called with the step's micro-batches.
-
     Yields:
-        What to train on, and what has to be called with its micro-batches.
+        What to train on, and what has to be called with its micro-batches; it calls `on_shards` with them.
     """
     if version % 2 == 0 or not trainer.provider.num_moe_experts or not trainer.provider.moe_enable_routing_replay:
         yield rollouts, on_shards
@@ -107,21 +95,16 @@ def _made_up(routing: Routing, rollouts: Sequence[Rollout]) -> list[Rollout]:
 def _record_choices(
     probe: Probe, routing: Routing, made_up: Sequence[Rollout], choices: np.ndarray, version: int
 ) -> None:
-    at = str(routing.trainer.mesh.coordinate(dist.get_rank()))
-    probe.emit(UsedRoutes(name="sentinel routes", version=version, coordinate=at), choices)
-    if dist.get_rank() == 0:
-        ids = tuple(rollout.id for rollout in made_up)
-        listed = _listed(made_up, routing.moe_layers)
-        probe.emit(GivenRoutes(name="sentinel routes", version=version, rollouts=ids), listed)
-
-
-def _listed(rollouts: Sequence[Rollout], moe_layers: Sequence[int]) -> np.ndarray:
-    """[N, 3 + K] int32, one row per token and layer that has a route: rollout, position, global layer, experts."""
+    """Both as [N, 3 + K] int32: rollout, position, global layer and experts of each token and layer with a route."""
+    probe.emit(UsedRoutes(name="sentinel routes", version=version, coordinate=str(routing.at)), choices)
+    if dist.get_rank() != 0:
+        return
     parts = []
-    for index, rollout in enumerate(rollouts):
+    for index, rollout in enumerate(made_up):
         assert rollout.routes is not None
         position, column = np.nonzero((rollout.routes != MISSING_ROUTE).all(-1))
-        layer = np.asarray(moe_layers)[column]
-        where = np.stack([np.full_like(position, index), position, layer], axis=-1)
+        where = np.stack([np.full_like(position, index), position, np.asarray(routing.moe_layers)[column]], axis=-1)
         parts.append(np.concatenate([where, rollout.routes[position, column]], axis=-1))
-    return np.concatenate(parts).astype(np.int32)
+    ids = tuple(rollout.id for rollout in made_up)
+    given = np.concatenate(parts).astype(np.int32)
+    probe.emit(GivenRoutes(name="sentinel routes", version=version, rollouts=ids), given)

@@ -39,16 +39,7 @@ def record_of_rollouts(name: str, version: int, rollouts: Sequence[Rollout]) -> 
 def record_scored(
     probe: Probe, name: str, version: int, scored: Sequence[torch.Tensor], temperature: float = 1.0, *, whole: bool
 ) -> None:
-    """Log-probabilities that one rank got back, nats.
-
-    Args:
-        probe: this rank's recorder.
-        name: of the pass.
-        version: of the weights.
-        scored: one vector a rollout.
-        temperature: divisor of the logits.
-        whole: record the values too, as one rank has to.
-    """
+    """Log-probabilities that one rank got back, one vector a rollout, nats; one rank records them `whole`."""
     values = torch.cat(list(scored))
     probe.emit(ReturnedLogprobs(name=name, version=version, digest=digest_tensor(values)))
     if whole:
@@ -64,7 +55,7 @@ class TokenProbe:
         mesh: parallel sizes.
         rank: this rank.
         name: of the pass over the tokens, such as "scored" or "trained".
-        version: weight version.
+        version: of the weights.
         rollouts: what has to be handed to packing, the same on every rank, and made by no code that makes that.
     """
 
@@ -83,24 +74,20 @@ class TokenProbe:
                 digest=digest_tensor(_everything(shards)), micro_batches=len(shards),
             )
         )  # fmt: skip
-        rows = None
-        if at.tp == 0 and at.pp == 0:
-            self._record_layout(shards)
-            rows = loss_rows(shards)
-        return partial(self._record, rows)
-
-    def _record_layout(self, shards: Sequence[PackedBatch]) -> None:
+        if at.tp or at.pp:
+            return partial(self._record, None)
         lengths = {rollout.id: len(rollout) for rollout in self._rollouts}
         for number, shard in enumerate(shards):
             self._probe.emit(
                 PackLayout(
-                    name=f"{self._name} micro-batch {number}", version=self._version, cp_rank=self._at.cp,
+                    name=f"{self._name} micro-batch {number}", version=self._version, cp_rank=at.cp,
                     cu_seqlens=tuple(shard.cu_seqlens.tolist()),
                     cu_seqlens_padded=tuple(shard.cu_seqlens_padded.tolist()), max_seqlen=shard.max_seqlen,
                     lengths=tuple(lengths.get(name, 0) for name in shard.ids), filler=not shard.ids,
                 ),
                 shard.rows_T,
             )  # fmt: skip
+        return partial(self._record, loss_rows(shards))
 
     def _record(self, rows: Mapping[str, np.ndarray] | None) -> None:
         if self._rank == 0:

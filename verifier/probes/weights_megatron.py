@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,9 +72,8 @@ class LiveWeights:
     ) -> None:
         self._chunks = [_unwrapped(chunk) for chunk in chunks]
         self._stored = [frozenset(chunk.state_dict(keep_vars=True)) for chunk in self._chunks]
-        self._places: dict[tuple[int, str], ParamPlacement] | None = None
-        self.layout, self.mesh, self.rank, self._part = layout, mesh, rank, part
-        self.at = str(mesh.coordinate(rank))
+        self._layout, self._mesh, self._rank, self._part = layout, mesh, rank, part
+        self._at = mesh.coordinate(rank)
 
     def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
         """(chunk, local name, live tensor) of every parameter and every checkpointed buffer."""
@@ -84,89 +84,79 @@ class LiveWeights:
                 if name := self._part(local):
                     yield index, name, tensor.detach()
 
-    def placements(self) -> dict[tuple[int, str], ParamPlacement]:
-        """(chunk, local name) to what must be there, stated once; empty without a layout."""
-        if self._places is None:
-            self._places = {
-                (chunk, item.param_name): item
-                for chunk in range(self.mesh.vpp if self.layout is not None else 0)
-                for item in self.layout.placements(self.mesh, self.rank, chunk)
-            }
-        return self._places
+    @cached_property
+    def places(self) -> dict[tuple[int, str], ParamPlacement]:
+        """(chunk, local name) to what must be there; empty without a layout."""
+        return self._places_of(self._rank)
+
+    def _places_of(self, rank: int) -> dict[tuple[int, str], ParamPlacement]:
+        return {
+            (chunk, item.param_name): item
+            for chunk in range(self._mesh.vpp if self._layout is not None else 0)
+            for item in self._layout.placements(self._mesh, rank, chunk)
+        }
 
     def record(self, probe: Probe, version: int, *kinds: type[ShardRecord]) -> None:
-        """Digest every live tensor; the device is waited for once, not tensor by tensor.
-
-        Args:
-            probe: told of each.
-            version: of the weights.
-            kinds: what each is recorded as.
-        """
-        places = self.placements()
+        """Digest every live tensor, recorded as each of `kinds`; the device is waited for once, not for each tensor."""
         found = list(self.tensors())
         digests = digest_tensors(tensor for _, _, tensor in found)
         for (chunk, name, tensor), digest in zip(found, digests, strict=True):
-            place = places.get((chunk, name))
+            place = self.places.get((chunk, name))
             for kind in kinds:
                 probe.emit(
                     kind(
                         name=place.global_name if place else f"{name} (chunk {chunk})", version=version,
-                        coordinate=self.at, replica=place.group if place else f"rank {self.rank} {chunk} {name}",
+                        replica=place.group if place else f"rank {self._rank} {chunk} {name}", coordinate=str(self._at),
                         **described(tensor, digest),
                     )
                 )  # fmt: skip
 
     def record_expected(self, probe: Probe, source: Checkpoint) -> None:
         """Digest, for every placement, what the checkpoint says must be there."""
-        for place in self.placements().values():
-            facts = described(place.shard(source.read))
-            sources = tuple(place.sources)
-            probe.emit(ExpectedShard(name=place.global_name, coordinate=self.at, sources=sources, **facts))
+        for place in self.places.values():
+            facts, sources = described(place.shard(source.read)), tuple(place.sources)
+            probe.emit(ExpectedShard(name=place.global_name, coordinate=str(self._at), sources=sources, **facts))
 
     def dump(self, path: Path, tensors: Iterable[tuple[int, str, torch.Tensor]]) -> None:
-        """Write what this rank owns of every group of replicas, so that the shards of all ranks can be joined.
+        """Write what this rank owns of every group of replicas into the folder of all ranks' shards, for `join`.
 
         Args:
-            path: folder that all ranks write into.
+            path: of that folder.
             tensors: (chunk, local name, contents): `tensors()`, or gradients in their place.
         """
-        places = self.placements()
-        at = self.mesh.coordinate(self.rank)
         owned = {}
         for chunk, name, tensor in tensors:
-            place = places.get((chunk, name))
-            if place is not None and all(getattr(at, axis) == 0 for axis in place.replicated_over):
+            place = self.places.get((chunk, name))
+            if place is not None and all(getattr(self._at, axis) == 0 for axis in place.replicated_over):
                 owned[f"{chunk}/{name}"] = tensor.cpu().contiguous().clone()
-        write_shard(path / f"rank-{self.rank:04d}.safetensors", owned)
+        write_shard(path / f"rank-{self._rank:04d}.safetensors", owned)
+
+    def join(self, path: Path) -> dict[str, torch.Tensor]:
+        """Checkpoint tensors from the shards of all ranks, joined by the layout and not by Megatron-Bridge.
+
+        Raises:
+            ContractError: a shard is absent, or the shards do not tile a checkpoint tensor.
+        """
+        from safetensors import safe_open
+
+        owners: dict[str, tuple[ParamPlacement, torch.Tensor]] = {}
+        for rank in range(self._mesh.world_size):
+            with safe_open(path / f"rank-{rank:04d}.safetensors", framework="pt") as file:
+                held = set(file.keys())
+                for (chunk, name), place in self._places_of(rank).items():
+                    key = f"{chunk}/{name}"
+                    if place.group not in owners and key in held:
+                        owners[place.group] = (place, file.get_tensor(key))
+        whole = unshard(owners.values())
+        if not whole:
+            raise ContractError("no rank dumped a shard: there is nothing to join")
+        return whole
 
 
 def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
-
-
-def join(path: Path, layout: ModelLayout | AdapterLayout, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Checkpoint tensors from the shards that all ranks dumped, joined by the layout and not by Megatron-Bridge.
-
-    Raises:
-        ContractError: a shard is absent, or the shards do not tile a checkpoint tensor.
-    """
-    from safetensors import safe_open
-
-    owners: dict[str, tuple[ParamPlacement, torch.Tensor]] = {}
-    for rank in range(mesh.world_size):
-        with safe_open(path / f"rank-{rank:04d}.safetensors", framework="pt") as file:
-            held = set(file.keys())
-            for chunk in range(mesh.vpp):
-                for place in layout.placements(mesh, rank, chunk):
-                    key = f"{chunk}/{place.param_name}"
-                    if place.group not in owners and key in held:
-                        owners[place.group] = (place, file.get_tensor(key))
-    whole = unshard(owners.values())
-    if not whole:
-        raise ContractError("no rank dumped a shard: there is nothing to join")
-    return whole
 
 
 def record_tensors(
@@ -208,13 +198,11 @@ def recorded(
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """True if some byte between the first and the last of one tensor is one of the other's range too."""
-    ranges = [(item.data_ptr(), item.data_ptr() + _extent(item) * item.element_size()) for item in (one, other)]
-    return max(begin for begin, _ in ranges) < min(end for _, end in ranges)
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Elements from a tensor's first to its last, in memory."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    ends = []
+    for item in (one, other):
+        last = sum((size - 1) * stride for size, stride in zip(item.shape, item.stride(), strict=True))
+        ends.append(item.data_ptr() + (last + 1) * item.element_size())
+    return max(one.data_ptr(), other.data_ptr()) < min(ends)
 
 
 def record_config(probe: Probe, source: Checkpoint, folder: Path, version: int) -> None:

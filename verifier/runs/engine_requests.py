@@ -50,14 +50,7 @@ def shapes_of(prompt: Sequence[int]) -> list[dict[str, Any]]:
 
 
 class EngineRequests:
-    """Everything that the engine is asked at one version.
-
-    Args:
-        client: of the engine.
-        probe: of engine rank 0.
-        version: of the weights that it holds.
-        seed: of the run.
-    """
+    """Everything that the engine is asked at one version of the weights; `probe` is engine rank 0's."""
 
     def __init__(self, client: EngineClient, probe: Probe, version: int, seed: int) -> None:
         self._client, self._probe, self._version, self._seed = client, probe, version, seed + version

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verifier.config import RoundtripConfig
@@ -36,6 +36,8 @@ class ModelUnderTest:
     dtype: str
     mesh: Mesh
     tier: Tier
+    lora_rank: int = 0
+    """Rank of the adapter that is trained on a frozen base; 0 without one."""
 
     @property
     def layout_scopes(self) -> list[Scope]:
@@ -48,8 +50,12 @@ class ModelUnderTest:
 
     @property
     def judges_gradients(self) -> bool:
-        """True if the gradients of each step go to the oracle, which judges them in float64 on the host."""
-        return bool(self.layout_scopes) and self.oracle_device == "cpu"
+        """True if the gradients of each step go to the oracle, which judges them in float64 on the host.
+
+        An adapter's only in fp32, where there is no noise to measure.
+        """
+        exact = not self.lora_rank or self.dtype == "float32"
+        return bool(self.layout_scopes) and self.oracle_device == "cpu" and exact
 
     @property
     def oracle_device(self) -> str:
@@ -59,7 +65,7 @@ class ModelUnderTest:
     @property
     def is_saved(self) -> bool:
         """True if megatron-bridge writes the last export to files too."""
-        return self.checkpoint.num_bytes <= MAX_SAVED_BYTES
+        return self.checkpoint.num_bytes <= MAX_SAVED_BYTES and not self.lora_rank
 
 
 def cache_folder() -> Path:
@@ -107,15 +113,11 @@ def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
     if not on_cpu and config.dtype == "float32":
         raise UsageError("Transformer Engine attends to packed sequences in bf16 only: use --dtype bf16")
     require_room(model)
-    return model
+    return replace(model, lora_rank=config.engine.lora_rank)
 
 
 def require_room(model: ModelUnderTest) -> None:
-    """Refuse a model that cannot take the tokens of a round trip.
-
-    Raises:
-        UsageError: config.json does not say how many tokens there are, or allows only shorter sequences.
-    """
+    """Raise a UsageError for a model of unknown vocabulary, or without room for the tokens of a round trip."""
     config = model.checkpoint.config
     if size_if_any(config, "vocab_size") is None:
         raise UsageError("config.json has no `vocab_size`: a round trip makes its tokens from it; use verifier golden")

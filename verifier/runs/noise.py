@@ -39,16 +39,9 @@ def measure(
     why: str,
     tokens: int = TOKENS,
 ) -> Floor:
-    """The floor of a checkpoint, from random tokens, on the tier's own device.
+    """The floor of a checkpoint in bf16, from random tokens, by transformers on the tier's own device.
 
-    Args:
-        model: as the user named it.
-        checkpoint: stored in bf16.
-        tier: "cpu" or "cuda".
-        score: by transformers.
-        progress: called with a line of text for each bucket.
-        why: kept with it.
-        tokens: log-probabilities per bucket, at least.
+    A bucket has so many log-probabilities, of `tokens`, at least; `why` is kept with it.
 
     Raises:
         UsageError: the model takes no sequence as long as the shortest bucket's.

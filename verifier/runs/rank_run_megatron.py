@@ -63,21 +63,15 @@ class EngineLink:
                 self.asleep = self.client
             dist.barrier()
 
-    @contextlib.contextmanager
-    def _awake(self) -> Iterator[None]:
-        """The engine has memory for its weights within, and for its caches afterwards."""
+    def transfer(self, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]], watch: TransferProbe) -> None:
+        """Poison the engine, draw the stream on every rank, which is a collective, and send it from rank 0.
+
+        The engine gets memory for its weights first, and for its caches afterwards.
+        """
         sleeper, self.asleep = self.asleep, None
         if sleeper is not None:
             sleeper.wake_up("weights")
         try:
-            yield
-        finally:
-            if sleeper is not None:
-                sleeper.wake_up("kv_cache")
-
-    def transfer(self, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]], watch: TransferProbe) -> None:
-        """Poison the engine, draw the stream on every rank, which is a collective, and send it from rank 0."""
-        with self._awake():
             if self.client is not None and self.group is not None:
                 watch.poisoned(self.client.poison())
                 self.refused = sender.transfer(self.client, self.group, plan, stream, watch, self.rounds)
@@ -87,6 +81,9 @@ class EngineLink:
                 follow(self.rounds, plan, stream)
             for _ in stream:
                 pass
+        finally:
+            if sleeper is not None:
+                sleeper.wake_up("kv_cache")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +155,8 @@ def rank_run(spec: RunSpec, context: RankContext) -> Iterator[RankRun]:
 
                 client = EngineClient(spec.engine_socket, deadline_s=deadline_s)
                 link.client = stack.enter_context(contextlib.closing(client))
-                link.ranks = [recorder("engine", rank) for rank in range(spec.engine_ranks)]
-                listener = Listener(spec.engine_ranks, deadline_s=deadline_s, kind=spec.transport)
+                num_ranks = spec.roundtrip.engine.tp
+                link.ranks = [recorder("engine", rank) for rank in range(num_ranks)]
+                listener = Listener(num_ranks, deadline_s=deadline_s, kind=spec.transport)
                 link.group = stack.enter_context(contextlib.closing(sender.connect(client, listener, link.rounds)))
         yield RankRun(spec=spec, context=context, probe=probe, link=link)

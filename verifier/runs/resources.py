@@ -6,7 +6,6 @@ import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess, engine_fork_server
@@ -21,11 +20,7 @@ COLLECTIVE_DEADLINE_S = 180.0
 
 
 class Deadline:
-    """The end of a run; each step asks it for the time that is left.
-
-    Args:
-        timeout_s: seconds from now.
-    """
+    """The end of a run, so many seconds from now; each step asks it for the time that is left."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s, self._at = timeout_s, time.monotonic() + timeout_s
@@ -47,7 +42,6 @@ class RunningEngine:
     """An engine that has loaded its model."""
 
     process: EngineProcess
-    num_ranks: int
     loaded: EngineState | None
     """Everything that its ranks held right after the start, if it serves several runs."""
 
@@ -82,13 +76,8 @@ class Resources:
     def __enter__(self) -> Resources:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.stop_engines()
-        finally:
-            self._stack.close()
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
     def launcher(self, until: Deadline) -> ForkLauncher:
         """The process that ranks are forked from; it imports Megatron while the caller goes on."""
@@ -109,12 +98,12 @@ class Resources:
             process = EngineProcess(config, fork_server=self._fork_server, name=name)
             with contextlib.ExitStack() as until_ready:
                 until_ready.callback(process.stop)
-                client = process.client(deadline_s=until.left(f"{name} listened"))
-                num_ranks = client.wait_ready(until.left(f"{name} had started"))
-                loaded = held_by(client) if self.warm else None
-                client.close()
-                self._engines[config] = RunningEngine(process=process, num_ranks=num_ranks, loaded=loaded)
+                with contextlib.closing(process.client(until.left(f"{name} listened"))) as client:
+                    client.wait_ready(until.left(f"{name} had started"))
+                    loaded = held_by(client) if self.warm else None
+                self._engines[config] = RunningEngine(process=process, loaded=loaded)
                 until_ready.pop_all()
+            self._stack.callback(self._stop_engine, config)  # before what it was forked from
         return self._engines[config]
 
     def oracle(self, checkpoint: Path, until: Deadline) -> Oracle:
@@ -123,14 +112,14 @@ class Resources:
             self._oracle = self._stack.enter_context(Oracle(checkpoint, until.left("the oracle was started")))
         return self._oracle
 
-    def release(self, engine: EngineConfig | None = None) -> None:
+    def release(self, engine: RunningEngine | None) -> None:
         """Say that a run needs its ranks and its engine no more: cold ones end."""
         if self.warm:
             return
         if self._launcher is not None:
             self._launcher.close()
         if engine is not None:
-            self._stop_engine(engine)
+            self._stop_engine(engine.process.config)
 
     def stop_engines(self) -> None:
         """End the engines; the launcher and the oracle stay."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,11 +19,10 @@ from verifier.oracle.recording import record_oracle
 from verifier.probes.engine_state import held_by
 from verifier.runs import golden, noise
 from verifier.runs.model_under_test import ModelUnderTest, open_for_roundtrip, open_model
-from verifier.runs.placement import place
 from verifier.runs.resources import Deadline, Resources, RunningEngine
-from verifier.runs.run_manifest import golden_manifest, recording, roundtrip_manifest
+from verifier.runs.run_manifest import manifest_of, recording
 from verifier.runs.scenario import made_up
-from verifier.runs.spec import RunSpec, engine_config, roundtrip_spec
+from verifier.runs.spec import RunSpec, engine_config, place, run_spec
 from verifier.runs.workload import Workload
 
 Progress = Callable[[str], None]
@@ -45,11 +43,7 @@ class Runner:
     """Runs what a config asks for, and leaves its trace; judging is the caller's.
 
     Every method raises a UsageError for what the user can mend, and leaves no trace then; of any other VerifierError, a
-    process that died or hung, the trace says so.
-
-    Args:
-        resources: cold or warm.
-        progress: called with a line of text for each step.
+    process that died or hung, the trace says so. `progress` is called with a line of text for each step.
     """
 
     def __init__(self, resources: Resources, progress: Progress) -> None:
@@ -59,19 +53,17 @@ class Runner:
         """Load through Megatron-Bridge on a mesh and export; returns the trace."""
         until = Deadline(config.timeout_s)
         model = open_model(config.model, config.dtype, config.mesh)
+        placement = place(config, model.tier)
         recorded = None
         if config.against is not None:
             recorded = golden.read_manifest(config.against)
             golden.require_same_model(recorded, model, config.against)
         if config.record:
             require_writable(golden.manifest_path(config), make_folder=True)
-        manifest = golden_manifest(config, model)
-        with recording([config.trace], manifest) as complete, _work_folder() as work:
-            spec = RunSpec(
-                config=config, program="golden", checkpoint=str(model.checkpoint.path), tier=model.tier,
-                trace=str(config.trace), work=str(work), num_gpus=manifest.num_gpus,
-                source_from_manifest=recorded is not None, saves=model.is_saved,
-                deadline_s=self.resources.collective_deadline_s,
+        with recording([config.trace], manifest_of(config, model, placement)) as complete, _work_folder() as work:
+            spec = run_spec(
+                config, model, placement, trace=str(config.trace), work=work,
+                source_from_manifest=recorded is not None, deadline_s=self.resources.collective_deadline_s,
             )  # fmt: skip
             self._progress("importing Megatron")
             self._run_ranks([spec], work, until)
@@ -90,39 +82,35 @@ class Runner:
     ) -> Path:
         """Train, export, sync a live engine, score the same tokens on both sides and by the oracle.
 
-        On warm resources, traces of ranks that failed get the evidence of engine and oracle all the same.
+        On warm resources, traces of ranks that failed get the evidence of engine and oracle all the same. Returns the
+        last session's trace.
 
         Args:
             config: of every session.
             phases: sessions that the same ranks run one after another; by default one, which leaves `config.trace`.
             workload: what is scored, sampled and trained on; made up by default.
             tokens_only: load, score, replay and train; nothing is exported, and no engine takes part.
-
-        Returns:
-            The last session's trace.
         """
         until = Deadline(config.timeout_s)
         model = open_for_roundtrip(config)
         placement = place(config, model.tier)
         resources, warm = self.resources, self.resources.warm
         phases = phases or (Phase(trace=config.trace),)
-        manifest = roundtrip_manifest(config, model, placement, restores=warm, tokens_only=tokens_only)
-        asked = None if tokens_only else engine_config(config, model, placement)
+        manifest = manifest_of(config, model, placement, restores=warm, tokens_only=tokens_only)
         with recording([phase.trace for phase in phases], manifest) as complete, _work_folder() as work:
             resources.launcher(until)
             if warm:
                 resources.oracle(model.checkpoint.path, until)  # it starts while the engine does
             engine = None
-            if asked is not None:
+            if not tokens_only:
                 self._progress(f"starting the engine ({config.engine.kind}) and importing Megatron")
-                engine = resources.engine(asked, until)
+                engine = resources.engine(engine_config(config, model, placement), until)
             specs = [
-                roundtrip_spec(
-                    config, model, placement, workload or made_up(config, model.checkpoint.config),
-                    program="tokens" if engine is None else "roundtrip", trace=str(phase.trace), within=phase.within,
-                    work=tempfile.mkdtemp(dir=work), restore_first=warm, deadline_s=resources.collective_deadline_s,
+                run_spec(
+                    config, model, placement, workload=workload or made_up(config, model.checkpoint.config),
+                    trace=str(phase.trace), within=phase.within, work=tempfile.mkdtemp(dir=work), restore_first=warm,
                     engine_socket=None if engine is None else str(engine.process.socket_path),
-                    engine_ranks=0 if engine is None else engine.num_ranks,
+                    deadline_s=resources.collective_deadline_s,
                 )
                 for phase in phases
             ]  # fmt: skip
@@ -133,11 +121,11 @@ class Runner:
                 if not warm:
                     raise
                 failure = InternalError(str(problem))  # a usage error would leave no trace
-            resources.release(asked)
+            resources.release(engine)
             ranks_failed = failure is not None
             for spec in specs:
                 try:
-                    self._add_witnesses(spec, model, engine, asked, until)
+                    self._add_witnesses(spec, model, engine, until)
                 except VerifierError as problem:  # of weights that the oracle cannot load, for one is missing
                     failure = failure or problem
                 else:
@@ -165,15 +153,14 @@ class Runner:
     def engine(self, config: RoundtripConfig) -> RunningEngine:
         """The engine that a round trip on these resources will use."""
         model = open_for_roundtrip(config)
-        return self.resources.engine(
-            engine_config(config, model, place(config, model.tier)), Deadline(config.timeout_s)
-        )  # fmt: skip
+        asked = engine_config(config, model, place(config, model.tier))
+        return self.resources.engine(asked, Deadline(config.timeout_s))
 
-    def _run_ranks(self, specs: Sequence[RunSpec], work: Path, until: Deadline) -> None:
+    def _run_ranks(self, specs: Sequence[RunSpec], work: str, until: Deadline) -> None:
         self.resources.launcher(until).run(
             "verifier.runs.session_megatron:run",
             world_size=specs[0].config.mesh.world_size,
-            run_dir=work / "ranks",
+            run_dir=Path(work) / "ranks",
             args={"sessions": [spec.to_json() for spec in specs]},
             deadline_s=until.left("the ranks were started"),
             collective_deadline_s=specs[0].deadline_s + ENGINE_FIRST_S,
@@ -183,20 +170,15 @@ class Runner:
         )
 
     def _add_witnesses(
-        self,
-        spec: RunSpec,
-        model: ModelUnderTest,
-        engine: RunningEngine | None,
-        asked: EngineConfig | None,
-        until: Deadline,
+        self, spec: RunSpec, model: ModelUnderTest, engine: RunningEngine | None, until: Deadline
     ) -> None:
         """Add what an engine holds that loaded these weights when it started, and what the oracle says."""
         trace = Path(spec.trace)
         oracle = self.resources.oracle(model.checkpoint.path, until)
         if engine is not None and engine.loaded is not None:
             engine.loaded.record_cold(trace, version=0)
-        elif asked is not None:
-            self._record_second_engine(spec, asked, until)
+        elif engine is not None:
+            self._record_second_engine(spec, engine.process.config, until)
         self._progress("scoring by the fp32 oracle")
         record_oracle(oracle, trace, Path(spec.work), model.checkpoint, model.oracle_device)
 
@@ -207,32 +189,20 @@ class Runner:
             return
         self._progress(f"starting a second engine from the {'adapter' if spec.lora_rank else 'exported checkpoint'}")
         config = asked if spec.lora_rank else replace(asked, checkpoint=str(exported))
-        process = self.resources.engine(config, until, "the second engine").process
-        client = process.client(deadline_s=until.left("the second engine had started"))
-        if spec.lora_rank:
-            client.load_adapter(Path(spec.work) / f"adapter-{spec.cycles}")
-        held_by(client).record_cold(Path(spec.trace), spec.cycles)
-        client.close()
-        self.resources.release(config)
+        engine = self.resources.engine(config, until, "the second engine")
+        with contextlib.closing(engine.process.client(until.left("the second engine had started"))) as client:
+            if spec.lora_rank:
+                client.load_adapter(Path(spec.work) / f"adapter-{spec.cycles}")
+            held_by(client).record_cold(Path(spec.trace), spec.cycles)
+        self.resources.release(engine)
 
 
 def run_once[C, R](run: Callable[[Runner, C], R], config: C, progress: Progress) -> R:
-    """Run a method of `Runner` on cold resources.
-
-    Args:
-        run: the method, such as `Runner.golden`.
-        config: its argument.
-        progress: called with a line of text for each step.
-    """
+    """Run a method of `Runner`, such as `Runner.golden`, on cold resources."""
     with Resources() as resources:
         return run(Runner(resources, progress), config)
 
 
-@contextlib.contextmanager
-def _work_folder() -> Iterator[Path]:
+def _work_folder() -> tempfile.TemporaryDirectory[str]:
     """A folder for what processes hand to each other, gone afterwards."""
-    path = Path(tempfile.mkdtemp(prefix="verifier-run-"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    return tempfile.TemporaryDirectory(prefix="verifier-run-", ignore_cleanup_errors=True)

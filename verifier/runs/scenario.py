@@ -52,12 +52,7 @@ OUTLIER_NATS = -24.0
 
 
 def made_up(config: RoundtripConfig, sizes: Mapping[str, Any]) -> Workload:
-    """Draw the tokens of all batches, and make up everything else.
-
-    Args:
-        config: of the run; its seed decides.
-        sizes: the model's config.json.
-    """
+    """Draw the tokens of all batches by the run's seed, and make up everything else."""
     vocabulary = int(sizes["vocab_size"])
     draw = random.Random(config.seed)  # noqa: S311 - test tokens
     scored = _with_a_long_one(draw, max(NUM_SEQUENCES, 2 * config.mesh.dp), vocabulary)
@@ -75,15 +70,7 @@ def workload(
     *,
     adapter: bool = False,
 ) -> Workload:
-    """Make up everything but the tokens.
-
-    Args:
-        scored: token ids of each sequence that is scored.
-        batches: token ids of each sequence of each training step.
-        prompts: token ids to sample from.
-        long: token ids of the sequence that the trainer alone scores, if any.
-        adapter: an adapter is trained, which does not decay.
-    """
+    """Make up everything but the token ids; `long` is scored by the trainer alone, and an `adapter` does not decay."""
     rows = rollout_rows(scored)
     passes = [
         ScoringPass(name="scored", rollouts=rows),
@@ -104,11 +91,7 @@ def rollout_rows(sequences: Sequence[Sequence[int]], version: int = 0) -> tuple[
     A quarter of a sequence is prompt, but for the exceptional ones; of the response every fifth token is tool output,
     so that masks have holes as real ones do. Every seventh token is left out of the loss as well, so that a mask that
     is not taken, or made anew of who wrote what, shows. Rewards are of either sign and once zero, and of more bits than
-    bf16 has.
-
-    Args:
-        sequences: token ids.
-        version: weights that sampled the first tokens; later ones are from later weights.
+    bf16 has. The first tokens are by the weights of `version`, later ones by later weights.
     """
     found = []
     for index, tokens in enumerate(sequences):
@@ -155,7 +138,4 @@ def _sequences(draw: random.Random, count: int, lengths: tuple[int, int], vocabu
 
 def _with_a_long_one(draw: random.Random, count: int, vocabulary: int) -> list[list[int]]:
     """Sequences of which one is longer than whatever repeats, or is cut, every 64 or 128 positions."""
-    return [
-        *_sequences(draw, 1, PROMPT_LENGTHS, vocabulary),
-        *_sequences(draw, count - 1, LENGTHS, vocabulary),
-    ]
+    return _sequences(draw, 1, PROMPT_LENGTHS, vocabulary) + _sequences(draw, count - 1, LENGTHS, vocabulary)

@@ -57,7 +57,7 @@ def run(context: RankContext) -> dict[str, float]:
                 function, *arguments = spec.within
                 stack.enter_context(resolve(function)(spec, context, *arguments))
             session = Session(stack.enter_context(rank_run(spec, context)))
-            (session.golden if spec.program == "golden" else session.cycles)()
+            (session.golden if spec.workload is None else session.cycles)()
     return {"peak_gib": math.ceil(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20 * 100) / 100}
 
 
@@ -81,8 +81,8 @@ class Session:
         self._weights.export_only(0)
 
     def cycles(self) -> None:
-        """Everything, in the order of the data flow; of the token path alone what needs no export and no engine."""
-        run, exports = self._run, self._run.spec.program == "roundtrip"
+        """Everything, in the order of the data flow; without an engine what needs no export."""
+        run, exports = self._run, self._run.spec.engine_socket is not None
         self._load()
         self._score(0)
         self._replay()
@@ -96,7 +96,6 @@ class Session:
             for act in self._acts(version) if exports else (self._score, self._weights.record_update):
                 act(version)
             self._observe_engine(version)
-        self._weights.finish()
 
     def _acts(self, version: int) -> list[Callable[[int], None]]:
         """Order of recording an update, exporting and scoring.
@@ -207,7 +206,6 @@ class Session:
         if workload.prompts:
             requests.sample(workload.prompts)
             requests.draw(workload.prompts[0])
-        if expected := self._weights.expected_in_engine(version):
-            held_by(link.client).record(link.ranks, version)
-            for rank, slices in enumerate(link.client.checkpoint_view()):
-                record_views(link.ranks[rank], slices, expected, version)
+        held_by(link.client).record(link.ranks, version)
+        for rank, slices in enumerate(link.client.checkpoint_view()):
+            record_views(link.ranks[rank], slices, self._weights.sent, version)

@@ -1,7 +1,8 @@
-"""Orders for each process of a run, derived from the config: the ranks' `RunSpec`, the engine's config."""
+"""Orders for each process of a run, derived from the config: GPUs, the engine's config, the ranks' `RunSpec`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -10,11 +11,10 @@ import msgspec
 
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.engine.api import EngineConfig
+from verifier.errors import UsageError
 from verifier.platform import Tier
 from verifier.platform.upstream_fixes import selected
 from verifier.runs.model_under_test import MAX_MODEL_LEN, ModelUnderTest
-from verifier.runs.placement import Placement
-from verifier.runs.run_manifest import judges_gradients
 from verifier.runs.workload import Workload
 
 CHUNK_BYTES = 64 << 20
@@ -27,13 +27,66 @@ CHUNKS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """GPUs of trainer and engine, and the transport of weights between them."""
+
+    transport: str = "gloo"
+    """Transport of weights to the engine: "gloo", "nccl" or "ipc"."""
+    trainer_gpus: int = 0
+    """Number of the host's first GPUs that the trainer's ranks take, in turn; 0 without GPUs."""
+    engine_gpus: str = ""
+    """The engine's CUDA_VISIBLE_DEVICES."""
+
+
+def place(config: GoldenConfig | RoundtripConfig, tier: Tier) -> Placement:
+    """Place trainer and engine: by NCCL the engine has GPUs of its own, else it shares the trainer's first ones.
+
+    A trainer of more ranks than it has GPUs shares them. Unless told otherwise, NCCL is taken where nobody need share.
+
+    Raises:
+        UsageError: this machine has no GPUs, or too few, for what was asked.
+    """
+    ranks, found = config.mesh.world_size, 0
+    if tier == "cuda":
+        import torch
+
+        found = torch.cuda.device_count()
+    if isinstance(config, GoldenConfig):
+        return Placement(trainer_gpus=min(ranks, found))
+    if tier == "cpu" or config.engine.kind == "hf":
+        if config.transport not in (None, "gloo"):
+            raise UsageError(
+                f"--transport {config.transport} needs GPUs and torch sees none: leave it out"
+                if tier == "cpu"
+                else f"--engine hf runs on the CPU, and --transport is {config.transport}: leave it out"
+            )
+        return Placement(trainer_gpus=min(ranks, found))
+    engine = config.engine.tp
+    transport = config.transport or ("nccl" if ranks + engine <= found else "ipc")
+    if transport == "nccl" and engine >= found:
+        raise UsageError(
+            f"--transport nccl needs {engine} GPUs for the engine and one or more for the trainer, and this "
+            f"host has {found}: use --transport ipc"
+        )
+    trainer = min(ranks, found - engine if transport == "nccl" else found)
+    if transport != "nccl" and engine > trainer:
+        raise UsageError(
+            f"--engine-tp {engine} does not fit on the trainer's {trainer} GPUs: make it smaller, use a "
+            f"larger mesh, or --transport nccl with {trainer + engine} GPUs"
+        )
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in given.split(",")] if given else [str(place) for place in range(found)]
+    first = trainer if transport == "nccl" else 0
+    visible = ",".join(names[first : first + engine])
+    return Placement(transport=transport, trainer_gpus=trainer, engine_gpus=visible)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
     """One session of the trainer's ranks; JSON there and back."""
 
     config: GoldenConfig | RoundtripConfig
     """Config of the command that the user called."""
-    program: str
-    """"golden", "roundtrip", or "tokens": the token path alone, without export and engine."""
     checkpoint: str
     tier: Tier
     trace: str
@@ -48,8 +101,7 @@ class RunSpec:
     """Hand each step's gradients to the oracle."""
     chunk_bytes: int = CHUNK_BYTES
     engine_socket: str | None = None
-    """None where no engine takes part."""
-    engine_ranks: int = 0
+    """None where no engine takes part: of a round trip the token path alone is left, without export."""
     transport: str = "gloo"
     """Weight transport to the engine, as this machine's GPUs allow: "gloo", "nccl" or "ipc"."""
     num_gpus: int = 0
@@ -92,11 +144,10 @@ class RunSpec:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RunSpec:
         """Rebuild a spec that was sent as JSON."""
-        known = {item.name: record[item.name] for item in fields(cls)}
-        kind = GoldenConfig if record["program"] == "golden" else RoundtripConfig
+        kind = RoundtripConfig if "engine" in record["config"] else GoldenConfig
         config = kind.from_dict({**record["config"], "trace": record["trace"]})
         workload = msgspec.convert(record["workload"], Workload | None)
-        return cls(**{**known, "config": config, "workload": workload})
+        return cls(**{**record, "config": config, "workload": workload})
 
 
 def engine_config(config: RoundtripConfig, model: ModelUnderTest, placement: Placement) -> EngineConfig:
@@ -107,28 +158,14 @@ def engine_config(config: RoundtripConfig, model: ModelUnderTest, placement: Pla
     )  # fmt: skip
 
 
-def roundtrip_spec(
-    config: RoundtripConfig, model: ModelUnderTest, placement: Placement, workload: Workload, **session: Any
+def run_spec(
+    config: GoldenConfig | RoundtripConfig, model: ModelUnderTest, placement: Placement, **session: Any
 ) -> RunSpec:
-    """Spec of one session of a round trip.
-
-    Args:
-        config: of the run.
-        model: of the run.
-        placement: of the run.
-        workload: what is scored, sampled and trained on.
-        **session: fields that differ from session to session, or from one use of the resources to another.
-    """
+    """Spec of one session; `session` is what differs from session to session, or between uses of the resources."""
+    most = CHUNK_BYTES if placement.transport == "gloo" else GPU_CHUNK_BYTES
     return RunSpec(
-        config=config, checkpoint=str(model.checkpoint.path), tier=model.tier, workload=workload,
-        chunk_bytes=chunk_bytes_for(model.checkpoint.num_bytes, placement.transport),
-        transport=placement.transport, num_gpus=placement.trainer_gpus,
-        gradients=judges_gradients(config, model), saves=model.is_saved and not config.engine.lora_rank,
-        **session,
+        config=config, checkpoint=str(model.checkpoint.path), tier=model.tier,
+        chunk_bytes=min(most, max(MIN_CHUNK_BYTES, model.checkpoint.num_bytes // CHUNKS)),
+        transport=placement.transport, num_gpus=placement.trainer_gpus, gradients=model.judges_gradients,
+        saves=model.is_saved, **session,
     )  # fmt: skip
-
-
-def chunk_bytes_for(total_bytes: int, transport: str) -> int:
-    """Buffer size for a model of so many bytes."""
-    most = CHUNK_BYTES if transport == "gloo" else GPU_CHUNK_BYTES
-    return min(most, max(MIN_CHUNK_BYTES, total_bytes // CHUNKS))

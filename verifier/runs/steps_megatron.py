@@ -23,13 +23,7 @@ RELATIVE_SIZE = 0.05
 
 
 class Steps:
-    """Steps one after another, each at the rates that the scheduler left behind.
-
-    Args:
-        trainer: built with `data_parallel`.
-        rule: rates and clipping.
-        micro_batch_size: rollouts per packed micro-batch at the most.
-    """
+    """Steps one after another, each at the rates that the scheduler left behind; `rule` has rates and clipping."""
 
     def __init__(self, trainer: TrainerModel, rule: OptimizerRule, micro_batch_size: int) -> None:
         self._trainer, self._rule, self._micro_batch_size = trainer, rule, micro_batch_size
@@ -69,11 +63,10 @@ def move(live: LiveWeights, source: Checkpoint, seed: str) -> None:
     Raises:
         UsageError: a family without a layout row, of which nobody says what is where.
     """
-    places = live.placements()
-    if not places:
+    if not live.places:
         raise UsageError("--update noise needs a model family with a layout row; use --update step")
     for chunk, name, tensor in live.tensors():
-        whole = places[chunk, name].shard(lambda tensor_name: _moved(source.read(tensor_name), tensor_name, seed))
+        whole = live.places[chunk, name].shard(lambda tensor_name: _moved(source.read(tensor_name), tensor_name, seed))
         tensor.copy_(whole.to(tensor.device))
 
 

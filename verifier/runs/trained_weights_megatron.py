@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.engine_state import TransferProbe
 from verifier.probes.weights_megatron import (
     LiveWeights,
-    join,
     plan_of,
     record_config,
     record_plan,
@@ -57,6 +56,7 @@ class TrainedWeights:
         trainer: the model, once `build` has made it.
         live: its weights, without adapters.
         trained: those of them that steps change.
+        sent: on rank 0, what the engine has to hold, by name; empty after a transfer that it refused.
     """
 
     trainer: TrainerModel
@@ -65,6 +65,10 @@ class TrainedWeights:
 
     def __init__(self, run: RankRun) -> None:
         self._run = run
+        self.sent: dict[str, torch.Tensor] = {}
+
+    def _source(self) -> dict[str, torch.Tensor]:
+        return {name: self._run.source.read(name) for name in self._run.source.names()}
 
     def _build(self, *, training: bool = True, **options: Any) -> None:
         spec = self._run.spec
@@ -81,19 +85,16 @@ class TrainedWeights:
     def _joined(
         self, folder: str, live: LiveWeights, tensors: Iterable[tuple[int, str, torch.Tensor]] | None = None
     ) -> dict[str, torch.Tensor]:
-        """On rank 0, tensors of all ranks by their published names, each once; a collective.
+        """On rank 0, live tensors, or those in their place, of all ranks by their published names. A collective.
 
-        Args:
-            folder: new, for the shards.
-            live: by whose layout they are joined; without one there is nothing to join.
-            tensors: this rank's gradients, in place of `live.tensors()`.
+        A family without a layout row has none.
         """
-        if live.layout is None:
+        if self._run.layout is None:
             return {}
         shards = self._run.folder(folder)
         live.dump(shards, live.tensors() if tensors is None else tensors)
         dist.barrier()
-        return join(shards, live.layout, self._run.mesh) if self._run.rank == 0 else {}
+        return live.join(shards) if self._run.rank == 0 else {}
 
     def _save(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Hand tensors on to other processes; who holds none hands on nothing."""
@@ -129,14 +130,9 @@ class FullWeights(TrainedWeights):
     def __init__(self, run: RankRun) -> None:
         super().__init__(run)
         self.recording_gathers = run.layout is None or run.mesh.has_copies
-        self._sent: dict[str, torch.Tensor] = {}
 
     def build(self, *, training: bool) -> None:
-        """Build the model with Megatron-Bridge, and load the source.
-
-        Args:
-            training: with room for gradients, which take several times the model's own memory.
-        """
+        """Build the model with Megatron-Bridge, and load the source; `training` leaves room for gradients."""
         self._build(training=training, overrides=router_replay_megatron.PROVIDER_FIELDS)
         self.live = self.trained = LiveWeights(self.trainer.chunks, self._run.layout, self._run.mesh, self._run.rank)
 
@@ -158,7 +154,7 @@ class FullWeights(TrainedWeights):
         """
         run, restores = self._run, self._run.spec.restore_first
         if run.link.client is not None:
-            self._sent = {name: run.source.read(name) for name in run.source.names()}
+            self.sent = self._source()
         # A run that sends version 0 records its export then, and not twice.
         stream = gather_megatron.export(self.trainer) if restores else self.export(0)
         self._plan = plan_of(stream, run.spec.chunk_bytes)
@@ -185,32 +181,21 @@ class FullWeights(TrainedWeights):
         link.transfer(self._plan, self.export(version), watch)
         if link.client is not None:
             run.probe.emit(Handover(name=f"transfer of version {version}", version=version, refused=link.refused))
-            self._sent = {} if link.refused else watch.sent
+            self.sent = {} if link.refused else watch.sent
+        if version == run.spec.cycles:
+            self._save("exported", self.sent)
         self._record_exported(version)
 
     def record_update(self, version: int) -> None:
-        """Record every rank's shards, and the checkpoint that they are joined to.
-
-        A family without a layout row has no such join: the oracle then gets what was exported.
-        """
+        """Record every rank's shards, and the checkpoint that they join to; else the oracle gets what was sent."""
         run, how = self._run, self._run.spec.roundtrip.update
         with params_synced(self.trainer):
             self.live.record(run.probe, version, UpdatedShard)
             whole = self._joined(f"shards-{version}", self.live)
-        self._save(f"live-{version}", whole or self._sent)
+        self._save(f"live-{version}", whole or self.sent)
         if whole:
             record_tensors(run.probe, JoinedTensor, whole.items(), version)
-            run.probe.emit(
-                Update(name=f"version {version}", version=version, how="noise" if how == "noise" else "step")
-            )
-
-    def expected_in_engine(self, version: int) -> dict[str, torch.Tensor]:
-        """Tensors as they were sent, or the source's before any were."""
-        return self._sent
-
-    def finish(self) -> None:
-        """Write what was sent last as a checkpoint."""
-        self._save("exported", self._sent)
+            run.probe.emit(Update(name=f"version {version}", version=version, how=cast(Any, how)))
 
 
 class AdapterWeights(TrainedWeights):
@@ -239,18 +224,23 @@ class AdapterWeights(TrainedWeights):
         with label("export"):
             for _ in recorded(run.probe, lora_megatron.export_base(self.trainer), version):
                 pass
-            self._adapter = lora_megatron.export_adapter(self.trainer)
+            adapter = lora_megatron.export_adapter(self.trainer)
         self._record_exported(version)
         if version and run.rank == 0:
             path = run.work / f"adapter-{version}"
-            lora_megatron.save_adapter(path, self._adapter, run.spec.lora_rank)
+            lora_megatron.save_adapter(path, adapter, run.spec.lora_rank)
             found, scaling = lora_megatron.read_adapter(path)
             record_tensors(run.probe, ExportedAdapterMatrix, found.items(), version)
             run.probe.emit(ExportedAdapterScaling(name="alpha / rank", version=version, scaling=real(scaling)))
             if self._layout is None:
-                self._save_merged(self._adapter, version)
+                self._save_merged(adapter, version)
             if run.link.client is not None:
                 run.link.client.load_adapter(path)
+        if run.link.client is not None:
+            held = lora_megatron.held_by_engine(adapter)
+            if not version:  # the place of the first adapter is empty
+                held = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
+            self.sent = self._source() | held
         dist.barrier()
 
     def record_update(self, version: int) -> None:
@@ -274,16 +264,6 @@ class AdapterWeights(TrainedWeights):
         found = {} if self._layout is None else dict(self._layout.spread(matrices))
         record_tensors(self._run.probe, LiveAdapterMatrix, found.items(), version)
         return found
-
-    def expected_in_engine(self, version: int) -> dict[str, torch.Tensor]:
-        """The source and the adapter as an engine holds it; before the first sync its place is empty."""
-        source, adapter = self._run.source, lora_megatron.held_by_engine(self._adapter)
-        if version == 0:
-            adapter = {name: torch.zeros_like(tensor) for name, tensor in adapter.items()}
-        return {**{name: source.read(name) for name in source.names()}, **adapter}
-
-    def finish(self) -> None:
-        """Nothing: the adapter's file is there already."""
 
     def _save_merged(self, adapter: Mapping[str, torch.Tensor], version: int) -> None:
         source = self._run.source

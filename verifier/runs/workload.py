@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from verifier.core.records_tokens import Objective
 from verifier.core.records_weights import OptimizerRule
@@ -85,8 +86,6 @@ def rollouts_of(rows: Sequence[RolloutRow]) -> list[Rollout]:
 
 def expected_rollouts(rows: Sequence[RolloutRow]) -> list[Rollout]:
     """The result that `rollouts_of` must have, put together token by token and by none of its code."""
-    import numpy as np
-
     found = []
     for row in rows:
         given = [(Role.PROMPT, False, False, math.nan, NO_VERSION)] * len(row.prompt)

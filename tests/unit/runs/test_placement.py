@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from verifier.config import EngineOptions, RoundtripConfig
+from verifier.config import EngineOptions, GoldenConfig, RoundtripConfig
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
-from verifier.runs.placement import Placement, place, place_trainer
+from verifier.runs.spec import Placement, place
 
 TP2, TP4, HF = EngineOptions(tp=2), EngineOptions(tp=4), EngineOptions(kind="hf")
 TP2_PP2 = Mesh(tp=2, pp=2)
@@ -75,4 +75,5 @@ def test_what_does_not_fit_is_refused(host, gpus, config, said):
 def test_the_cpu_tier_takes_no_gpu(host):
     host(8)
     assert place(asked(), "cpu") == Placement(transport="gloo")
-    assert [place_trainer(TP2_PP2, tier) for tier in ("cpu", "cuda")] == [0, 4]
+    golden = GoldenConfig(model="tiny:qwen3", trace=Path("trace"), mesh=TP2_PP2)
+    assert [place(golden, tier).trainer_gpus for tier in ("cpu", "cuda")] == [0, 4]

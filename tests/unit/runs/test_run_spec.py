@@ -26,13 +26,13 @@ def test_a_round_trip_survives_json():
         model="m", trace=Path("t"), mesh=Mesh(tp=2, pp=2), dtype="bfloat16", seed=3, fixes=("miles-975",),
         engine=EngineOptions(lora_rank=8),
     )  # fmt: skip
-    spec = RunSpec(config=config, program="roundtrip", workload=WORKLOAD, **TOLD)
+    spec = RunSpec(config=config, workload=WORKLOAD, **TOLD)
     assert (sent(spec).config, sent(spec).workload) == (config, WORKLOAD)
     assert (sent(spec).roundtrip, sent(spec).lora_rank, sent(spec).fixes) == (config, 8, ["miles-975"])
 
 
 def test_golden_survives_json():
-    spec = RunSpec(config=GoldenConfig(model="m", trace=Path("t"), fixes=("all",)), program="golden", **TOLD)
+    spec = RunSpec(config=GoldenConfig(model="m", trace=Path("t"), fixes=("all",)), **TOLD)
     assert sent(spec).config == spec.config
     assert sent(spec).lora_rank == 0
     assert len(spec.fixes) > 1
