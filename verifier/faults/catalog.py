@@ -6,7 +6,6 @@ from verifier.faults import (  # noqa: F401
     logprob_faults,
     loss_faults,
     pack_faults,
-    replay_faults,
     rollout_faults,
     train_faults,
     transport_faults,

@@ -91,12 +91,7 @@ NO_ENGINE = "none"
 
 @contextlib.contextmanager
 def replaced(target: str, body: Body, fire: FireCounter | None = None) -> Iterator[None]:
-    """Let a function of a `Call` stand in for a target until exit, even on an error.
-
-    Args:
-        target: ``package.module:Owner.name(parameters)``, with the parameter names that it had when this was written.
-        body: what is called instead.
-        fire: counter of the fault.
+    """Let a function of a `Call` stand in for ``package.module:Owner.name(parameters)`` until exit, even on an error.
 
     Raises:
         ContractError: the target is gone or has other parameters: the fault would patch nothing, or something else.
@@ -113,8 +108,8 @@ def replaced(target: str, body: Body, fire: FireCounter | None = None) -> Iterat
     unbound = isinstance(raw, staticmethod | classmethod)
     function = raw.__func__ if unbound else getattr(owner, name)
     signature, counter = inspect.signature(function), fire or FireCounter()
-    if ", ".join(signature.parameters) != parameters:
-        found = ", ".join(signature.parameters)
+    found = ", ".join(signature.parameters)
+    if found != parameters:
         raise ContractError(f"`{path}` has parameters ({found}), the fault was written for ({parameters})")
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
@@ -190,15 +185,10 @@ CATALOG: dict[str, Fault] = {}
 
 
 def fault(reproduces: str, *targets: str, **row: Any) -> Register:
-    """Register the decorated function, which stands in for each target while the fault is injected.
+    """Register the decorated function, which stands in for each target (see `replaced`) while the fault is injected.
 
     Its name, with dashes, is the fault's id, and the first line of its docstring the summary. It calls `Call.fire`
-    where the wrong thing happens.
-
-    Args:
-        reproduces: repository and issue, pull request or commit of the bug that shipped.
-        targets: as in `replaced`.
-        row: other fields of `Fault`.
+    where the wrong thing happens. The row has other fields of `Fault`.
 
     Raises:
         ValueError: the id is taken, or the function has no docstring.
@@ -225,17 +215,11 @@ def kind(*targets: str, **common: Any) -> Callable[[Callable[..., Any]], Callabl
     differ, and the `Call`.
     """
 
-    def make(body: Callable[..., Any]) -> Callable[..., Register]:
-        def of_kind(reproduces: str, **row: Any) -> Register:
-            def register(part: Callable[..., Any]) -> Fault:
-                whole = functools.wraps(part)(functools.partial(body, part))
-                return fault(reproduces, *targets, **common | row)(whole)
+    def register(body: Callable[..., Any], reproduces: str, **row: Any) -> Register:
+        add = fault(reproduces, *targets, **common | row)
+        return lambda part: add(functools.wraps(part)(functools.partial(body, part)))
 
-            return register
-
-        return of_kind
-
-    return make
+    return lambda body: functools.partial(register, body)
 
 
 @contextlib.contextmanager

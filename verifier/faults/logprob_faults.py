@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,9 +27,8 @@ PACKED_SEQUENCES = (
 SCAN_CHUNK = 128
 """Rows of a sequence that a state-space scan takes at a time."""
 ROW: dict[str, Any] = {"stage": Stage.LOGPROB, "caught_by": ("LGP001",)}
-DENSE: dict[str, Any] = {**ROW, "model": "tiny:qwen3", "engine": NO_ENGINE}
-CP2: dict[str, Any] = {**DENSE, "mesh": Mesh(cp=2)}
-HYBRID: dict[str, Any] = {**ROW, "model": "tiny:nemotron-h", "engine": NO_ENGINE}
+in_logprobs = functools.partial(fault, stage=Stage.LOGPROB, caught_by=("LGP001",), model="tiny:qwen3", engine=NO_ENGINE)
+on_cp2 = functools.partial(in_logprobs, mesh=Mesh(cp=2))
 
 
 @kind(f"{CONFIG}(self, hf_config)", **ROW)
@@ -37,7 +37,7 @@ def on_provider(wrong: Callable[[], dict[str, Any]], call: Call) -> dict[str, An
     return {**call.faulty(), **wrong()}
 
 
-@kind(LOGPROB, **CP2)
+@kind(LOGPROB, model="tiny:qwen3", engine=NO_ENGINE, mesh=Mesh(cp=2), **ROW)
 def when_scoring(body: Body, call: Call) -> Any:
     """Be wrong in passes that only score; with gradients, log-probabilities stay right."""
     import torch
@@ -73,10 +73,9 @@ def yarn_scale_of_attention_missing() -> dict[str, Any]:
     return {"_mla_rope_params": scaled}
 
 
-@fault(
+@in_logprobs(
     "NVIDIA/Megatron-LM#6305",
-    "megatron.bridge.models.llama.llama_bridge:LlamaBridge.provider_bridge(self, hf_pretrained)",
-    model="tiny:llama", engine=NO_ENGINE, **ROW,
+    "megatron.bridge.models.llama.llama_bridge:LlamaBridge.provider_bridge(self, hf_pretrained)", model="tiny:llama",
 )  # fmt: skip
 def rope_scaling_factor_default(call: Call) -> Any:
     """The factor of a rope scaling is not passed on, so Llama 3.1's 8 stands for Llama 3.2's 32."""
@@ -85,12 +84,12 @@ def rope_scaling_factor_default(call: Call) -> Any:
     return provider
 
 
-@fault(
+@in_logprobs(
     "NVIDIA/Megatron-LM#950",
     "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_param_sync("
     "self, skip_next_bucket_dispatch)",
-    mesh=Mesh(dp=2), **DENSE,
-)  # fmt: skip
+    mesh=Mesh(dp=2),
+)
 def forward_before_param_gather(call: Call) -> None:
     """A module runs before its weights are gathered from the ranks that stepped them, and uses the last step's."""
     if not call.self.param_gather_dispatched:
@@ -99,18 +98,18 @@ def forward_before_param_gather(call: Call) -> None:
     call.original()
 
 
-@fault("OpenRLHF/OpenRLHF#634", LOGPROB, mesh=Mesh(tp=2), dtype="bfloat16", **DENSE)
+@in_logprobs("OpenRLHF/OpenRLHF#634", LOGPROB, mesh=Mesh(tp=2), dtype="bfloat16")
 def logprobs_rounded_to_bf16(call: Call) -> Any:
     """Log-probabilities are kept in the model's bf16: each is off by less than bf16 itself makes it."""
     logprob_T, entropy_T = call.faulty()
     return logprob_T.to(call.logits_TV.dtype).to(logprob_T.dtype), entropy_T
 
 
-@fault(
+@in_logprobs(
     "huggingface/transformers#25681",
     f"{EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.get_freqs_non_repeated(self, max_seq_len, offset)",
-    dtype="bfloat16", **DENSE,
-)  # fmt: skip
+    dtype="bfloat16",
+)
 def frequencies_rounded_with_the_model(call: Call) -> Any:
     """Rotary frequencies are cast to bf16 with the model: angles are off by more at each position."""
     exact = call.self.inv_freq
@@ -118,16 +117,16 @@ def frequencies_rounded_with_the_model(call: Call) -> Any:
         return call.faulty()
 
 
-@fault("huggingface/trl#3029", LOGPROB, **CP2)
+@on_cp2("huggingface/trl#3029", LOGPROB)
 def temperature_not_applied(call: Call) -> Any:
     """The trainer computes log-probabilities at temperature 1, whatever the rollouts were sampled at."""
     return call.original() if call.temperature == 1 else call.faulty(temperature=1.0)
 
 
-@fault(
+@in_logprobs(
     "huggingface/transformers#47246",
     "verifier.platform.cpu_mamba:_scan(z_BLI, xbc_BLC, dt_BLH, weight_CW, bias_C, dt_bias_H, A_H, D_H, groups)",
-    **HYBRID,
+    model="tiny:nemotron-h",
 )
 def state_lost_between_chunks(call: Call) -> Any:
     """A state-space scan hands nothing on from one chunk of 128 rows to the next: only long sequences show it."""
@@ -159,22 +158,22 @@ def top_token_scored(call: Call) -> Any:
     return call.original(labels_T=call.logits_TV.argmax(-1).where(call.labels_T >= 0, call.labels_T))
 
 
-@fault("PrimeIntellect-ai/prime-rl#1525", SCORE, **CP2)
+@on_cp2("PrimeIntellect-ai/prime-rl#1525", SCORE)
 def scores_shifted_by_one(call: Call) -> Any:
     """Log-probabilities are returned one token early after a shift of labels moved into the model."""
     return [row.roll(-1) for row in call.faulty()]
 
 
-@fault(
+@on_cp2(
     "PrimeIntellect-ai/prime-rl#2392",
-    f"{EMBEDDINGS}.rope_utils:_get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, x, freqs, offset)", **CP2,
-)  # fmt: skip
+    f"{EMBEDDINGS}.rope_utils:_get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, x, freqs, offset)",
+)
 def local_positions(call: Call) -> Any:
     """Positions are counted within a context-parallel rank's own rows."""
     return call.wrong(call.freqs[call.offset : call.offset + call.x.size(0)])
 
 
-@fault("NovaSky-AI/SkyRL#2056", PACKED_SEQUENCES, **CP2)
+@on_cp2("NovaSky-AI/SkyRL#2056", PACKED_SEQUENCES)
 def samples_not_told_apart(call: Call) -> Any:
     """The model does not know where samples of a pack begin, so each sees the ones before it."""
     ends = call.cu_seqlens_q_padded[[0, -1]]
@@ -185,13 +184,13 @@ def samples_not_told_apart(call: Call) -> Any:
     )  # fmt: skip
 
 
-@fault("NVIDIA-NeMo/RL#2529", PACKED_SEQUENCES, **HYBRID)
+@in_logprobs("NVIDIA-NeMo/RL#2529", PACKED_SEQUENCES, model="tiny:nemotron-h")
 def state_crosses_sequences(call: Call) -> Any:
     """State-space layers do not know where samples of a pack begin, and carry their state from one to the next."""
     return call.faulty(total_tokens=None)
 
 
-@fault("verl-project/verl#4708", f"{STEP}:_mode(trainer, training)", **CP2)
+@on_cp2("verl-project/verl#4708", f"{STEP}:_mode(trainer, training)")
 @contextlib.contextmanager
 def dropout_while_scoring(call: Call) -> Iterator[None]:
     """Modules stay in training mode while they score, and drop out."""
@@ -205,12 +204,12 @@ def dropout_while_scoring(call: Call) -> Iterator[None]:
         yield
 
 
-@fault(
+@in_logprobs(
     "pytorch/torchtitan#1448",
     "megatron.core.transformer.moe.router:topk_routing_with_score_function("
     "logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias, fused, "
     "router_replay, dense_output, precomputed_indices)",
-    mesh=Mesh(cp=2, ep=2), engine=NO_ENGINE, **ROW,
+    model="tiny:qwen3-moe", mesh=Mesh(cp=2, ep=2),
 )  # fmt: skip
 def gates_not_normalised(call: Call) -> Any:
     """Gate weights of the chosen experts stay as the softmax over all experts has them, and do not sum to 1."""

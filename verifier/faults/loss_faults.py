@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,29 +16,21 @@ SUM_LOSS = f"{STEP}:_sum_loss(logprob_T, entropy_T, shard, loss)"
 CONNECT = "verifier.model.provider_megatron:_connect(chunks, data_parallel)"
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
 REDUCE_REPLICATED = f"{FINALIZE}:_allreduce_non_tensor_model_parallel_grads(model, config, tp_group)"
-GRADIENT: dict[str, Any] = {"stage": Stage.LOSS, "caught_by": ("LSS001",), "engine": NO_ENGINE}
-DENSE: dict[str, Any] = {**GRADIENT, "model": "tiny:qwen3"}
-CP2: dict[str, Any] = {**DENSE, "mesh": Mesh(cp=2)}
-DP2: dict[str, Any] = {**DENSE, "mesh": Mesh(dp=2)}
-TP2: dict[str, Any] = {**DENSE, "mesh": Mesh(tp=2)}
-REPORT: dict[str, Any] = {**CP2, "caught_by": ("LSS002",)}
-REPLICAS: dict[str, Any] = {"stage": Stage.LOSS, "caught_by": ("LSS001", "WGT002")}
+in_loss = functools.partial(fault, stage=Stage.LOSS, caught_by=("LSS001",), model="tiny:qwen3", engine=NO_ENGINE)
+on_replicas = functools.partial(fault, stage=Stage.LOSS, caught_by=("LSS001", "WGT002"), mesh=Mesh(tp=2, ep=2))
 """Faults of gradients that leave replicas of a parameter apart after the step."""
-TP2_EP2: dict[str, Any] = {**REPLICAS, "mesh": Mesh(tp=2, ep=2)}
 
 
-@kind(SUM_LOSS, **CP2)
+@kind(SUM_LOSS, stage=Stage.LOSS, caught_by=("LSS001",), model="tiny:qwen3", engine=NO_ENGINE, mesh=Mesh(cp=2))
 def on_normalisation(change: Callable[[Any, Any, Any, int], tuple[Any, Any]], call: Call) -> Any:
-    """Normalise wrongly.
-
-    The function gets the sum, the number of tokens, the shard and the number of micro-batches. It returns the wrong
-    sum and number of tokens.
-    """
+    """Normalise wrongly: the function of sum, tokens, shard and number of micro-batches returns the first two."""
     total, num_tokens, report = call.faulty()
     return *change(total, num_tokens, call.shard, call.state.get("micro_batches", 1)), report
 
 
-@fault("deepspeedai/DeepSpeed#5259", REDUCE_REPLICATED, mesh=Mesh(ep=2, dp=2), dtype="bfloat16", **GRADIENT)
+@in_loss(
+    "deepspeedai/DeepSpeed#5259", REDUCE_REPLICATED, model="tiny:qwen3-moe", mesh=Mesh(ep=2, dp=2), dtype="bfloat16"
+)
 def expert_gradients_times_expert_parallel(call: Call) -> None:
     """Experts' gradients are too long by the number of expert-parallel ranks; in bf16, in which the router flips."""
     for chunk in call.model:
@@ -48,10 +41,10 @@ def expert_gradients_times_expert_parallel(call: Call) -> None:
     call.original()
 
 
-@fault(
+@in_loss(
     "NVIDIA/Megatron-LM#7186",
     "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook(self, param)",
-    **DP2,
+    mesh=Mesh(dp=2),
 )
 def earlier_micro_batches_dropped(call: Call) -> Any:
     """Every micro-batch counts as the last of its step, and clears the gradient that those before it left."""
@@ -66,7 +59,7 @@ def earlier_micro_batches_dropped(call: Call) -> Any:
     return hook
 
 
-@fault("NovaSky-AI/SkyRL#2146", CONNECT, **DP2)
+@in_loss("NovaSky-AI/SkyRL#2146", CONNECT, mesh=Mesh(dp=2))
 def reduced_before_the_last_micro_batch(call: Call) -> None:
     """Ranks do not know that micro-batches follow: they count as many as the first step had, and then reduce."""
     from megatron.core.utils import get_model_config
@@ -75,19 +68,19 @@ def reduced_before_the_last_micro_batch(call: Call) -> None:
     get_model_config(call.chunks[0]).no_sync_func = None
 
 
-@fault(
+@in_loss(
     "fla-org/flash-linear-attention#422",
     "megatron.core.models.hybrid.hybrid_block:checkpointed_forward("
     "self, hidden_states, attention_mask, context, context_mask, rotary_pos_emb, attention_bias, packed_seq_params, "
     "use_inner_quantization_context, padding_mask, extract_layer_indices, layer_offset)",
-    model="tiny:nemotron-h", **GRADIENT,
-)  # fmt: skip
+    model="tiny:nemotron-h",
+)
 def boundaries_lost_when_recomputed(call: Call) -> Any:
     """Layers that are recomputed do not know where samples of a pack begin; in passes that only score they do."""
     return call.faulty(packed_seq_params=dataclasses.replace(call.packed_seq_params, total_tokens=None, seq_idx=None))
 
 
-@fault("verl-project/verl#2484", LOGPROB, **CP2)
+@in_loss("verl-project/verl#2484", LOGPROB, mesh=Mesh(cp=2))
 def entropy_of_spoiled_logits(call: Call) -> Any:
     """The entropy is taken of logits that the log-probabilities before it overwrote with their exponentials."""
     logprob_T, entropy_T = call.original()
@@ -97,16 +90,16 @@ def entropy_of_spoiled_logits(call: Call) -> Any:
     return logprob_T, entropy_T
 
 
-@fault("NovaSky-AI/SkyRL#1420", SUM_LOSS, **REPORT)
+@in_loss("NovaSky-AI/SkyRL#1420", SUM_LOSS, caught_by=("LSS002",), mesh=Mesh(cp=2))
 def report_summed_over_context_parallel(call: Call) -> Any:
     """The values that a step reports are summed over context-parallel ranks twice; its gradients are right."""
     total, num_tokens, report = call.faulty()
     return total, num_tokens, report * call.shard.alignment.cp
 
 
-@fault(
-    "pytorch/torchtitan#1232",
-    f"{STEP}:backward(trainer, rollouts, loss, micro_batch_size, temperature, on_shards)", **REPORT,
+@in_loss(
+    "pytorch/torchtitan#1232", f"{STEP}:backward(trainer, rollouts, loss, micro_batch_size, temperature, on_shards)",
+    caught_by=("LSS002",), mesh=Mesh(cp=2),
 )  # fmt: skip
 def report_of_one_rank_only(call: Call) -> Any:
     """The loss that a step reports is right on one rank, and -1 on the others."""
@@ -125,9 +118,9 @@ def divided_by_tokens_left_out(total: Any, num_tokens: Any, shard: Any, micro_ba
     return total, shard.sampled_T.sum().int()
 
 
-@fault(
+@in_loss(
     "deepspeedai/DeepSpeed#1800", "verifier.model.provider_megatron:_ddp_config(data_parallel, tier)",
-    dtype="bfloat16", **CP2,
+    mesh=Mesh(cp=2), dtype="bfloat16",
 )  # fmt: skip
 def gradients_summed_in_bf16(call: Call) -> Any:
     """Gradients of micro-batches and ranks are summed in the model's bf16."""
@@ -172,7 +165,7 @@ for each in (
     each.also(f"{STEP}:_run(trainer, forward, shards, schedule_options)")(_count_micro_batches)
 
 
-@fault("modelscope/ms-swift#9947", LOGPROB, **TP2)
+@in_loss("modelscope/ms-swift#9947", LOGPROB, mesh=Mesh(tp=2))
 def logprob_gradient_in_owner_only(call: Call) -> Any:
     """The sum over vocabulary shards has no backward: right values, no gradient where the label lies elsewhere."""
     logits_TV, first = call.logits_TV, call.vocab_start
@@ -180,9 +173,9 @@ def logprob_gradient_in_owner_only(call: Call) -> Any:
     return call.faulty(logits_TV=logits_TV.where(held_T[:, None], logits_TV.detach()))
 
 
-@fault(
+@in_loss(
     "modelscope/mcore-bridge#173", "megatron.bridge.peft.utils:scatter_to_sequence_parallel_region(input_, group)",
-    lora_rank=8, **TP2,
+    mesh=Mesh(tp=2), lora_rank=8,
 )  # fmt: skip
 def adapter_gradient_of_own_rows(call: Call) -> Any:
     """B of a row-parallel linear gets the gradient of its own rank's rows, and nothing sums it over ranks."""
@@ -191,13 +184,13 @@ def adapter_gradient_of_own_rows(call: Call) -> Any:
     return call.input_.chunk(call.group.size())[call.group.rank()].contiguous()
 
 
-@fault("NVIDIA/Megatron-LM#1446", REDUCE_REPLICATED, **TP2_EP2)
+@on_replicas("NVIDIA/Megatron-LM#1446", REDUCE_REPLICATED)
 def sequence_parallel_grads_not_reduced(call: Call) -> None:
     """Gradients of norms that sequence parallelism replicates are not summed over tp."""
     call.fire()
 
 
-@fault("NVIDIA/Megatron-LM#619", CONNECT, **TP2_EP2)
+@on_replicas("NVIDIA/Megatron-LM#619", CONNECT)
 def router_without_sequence_parallel_mark(call: Call) -> None:
     """One layer's router lacks its sequence-parallel mark, so its copies on tp ranks drift apart."""
     for weight in tensors_named(call.chunks, "layers.1.mlp.router.weight"):
@@ -206,7 +199,7 @@ def router_without_sequence_parallel_mark(call: Call) -> None:
     call.original()
 
 
-@fault("NVIDIA-NeMo/RL#3716", CONNECT, **TP2_EP2)
+@on_replicas("NVIDIA-NeMo/RL#3716", CONNECT)
 def finalize_hook_missing(call: Call) -> None:
     """The schedule is not given finalize_model_grads: no sum over tp, no division by the number of tokens."""
     from megatron.core.utils import get_model_config
@@ -220,9 +213,9 @@ def finalize_hook_missing(call: Call) -> None:
     get_model_config(call.chunks[0]).finalize_model_grads_func = finish_only
 
 
-@fault(
+@on_replicas(
     "NVIDIA-NeMo/RL#666", f"{FINALIZE}:_allreduce_word_embedding_grads(model, config, embd_group, pp_group)",
-    model="tiny:qwen3-tied", mesh=Mesh(pp=2), **REPLICAS,
+    model="tiny:qwen3-tied", mesh=Mesh(pp=2),
 )  # fmt: skip
 def tied_grads_not_reduced(call: Call) -> None:
     """The two copies of a tied embedding are trained apart, each on its own stage's gradient."""

@@ -1,4 +1,4 @@
-"""Bugs of packing: rollouts to the rows that each rank works on."""
+"""Bugs of packing, rollouts to the rows that each rank works on, and of replay, their routes to its routers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, Call, fault, kind
+from verifier.faults.fault import NO_ENGINE, Body, Call, fault, kind
 from verifier.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -23,17 +23,24 @@ MAKE_ROLLOUT = (
     "verifier.runs.workload:make_rollout("
     "rollout_id, prompt, response, group, sampled, mask, logprobs, versions, reward, routes)"
 )
+Fields = dict[str, Any] | None
 ROW: dict[str, Any] = {"stage": Stage.PACK, "model": "tiny:qwen3", "engine": NO_ENGINE}
 CP2: dict[str, Any] = {**ROW, "mesh": Mesh(cp=2)}
 TP2: dict[str, Any] = {**ROW, "mesh": Mesh(tp=2)}
+REPLAY = "verifier.train.router_replay_megatron"
+UPSTREAM = "megatron.core.transformer.moe.router_replay:RouterReplay"
+UNCHOSEN = -1e4
+"""Logit whose share in a softmax is nothing."""
+REPLAYED: dict[str, Any] = {"stage": Stage.REPLAY, "engine": NO_ENGINE, "mesh": Mesh(tp=2, cp=2, ep=2)}
+BOTH: dict[str, Any] = {**REPLAYED, "caught_by": ("RPL001", "RPL002")}
 
 
 @kind(PACK)
-def on_packs(change: Callable[[PackedBatch], PackedBatch | None], call: Call) -> Any:
-    """Pack wrongly: the function returns a micro-batch's wrong pack, or None to keep the right one."""
+def on_packs(change: Callable[[PackedBatch], Fields], call: Call) -> Any:
+    """Pack wrongly: the function returns wrong fields of a micro-batch's pack, or None to keep the right ones."""
     packed = call.original()
     wrong = change(packed) if packed.ids else None
-    return packed if wrong is None else call.wrong(wrong)
+    return packed if wrong is None else call.wrong(dataclasses.replace(packed, **wrong))
 
 
 @kind(PACK)
@@ -44,11 +51,11 @@ def on_rollouts(change: Callable[[list[Rollout]], list[Rollout] | None], call: C
 
 
 @kind(f"{STEP}:shard_cp(packed, cp_rank)")
-def on_shards(change: Callable[[PackedBatch, PackedBatch, int], PackedBatch | None], call: Call) -> Any:
-    """Shard wrongly: the function of whole pack, right shard and its rank returns a wrong one, or None."""
+def on_shards(change: Callable[[PackedBatch, PackedBatch, int], Fields], call: Call) -> Any:
+    """Shard wrongly: the function of whole pack, right shard and its rank returns wrong fields of it, or None."""
     shard = call.original()
     wrong = change(call.packed, shard, call.cp_rank) if call.packed.ids else None
-    return shard if wrong is None else call.wrong(wrong)
+    return shard if wrong is None else call.wrong(dataclasses.replace(shard, **wrong))
 
 
 def _same_sample(packed: PackedBatch, rows: int) -> Any:
@@ -63,9 +70,9 @@ def _on_rank_1() -> bool:
 
 
 @on_packs("rllm-org/rllm#605", caught_by=("PCK001",), **CP2)
-def groups_of_one(packed: PackedBatch) -> PackedBatch:
+def groups_of_one(packed: PackedBatch) -> Fields:
     """Rollouts are grouped by their own id, so that each is compared with nothing but itself."""
-    return dataclasses.replace(packed, groups=packed.ids)
+    return {"groups": packed.ids}
 
 
 @fault("areal-project/AReaL#1569", "verifier.runs.session_megatron:rollouts_of(rows)", caught_by=("PCK001",), **TP2)
@@ -82,76 +89,72 @@ def mask_not_kept(call: Call) -> Any:
 
 
 @on_packs("Simple-Efficient/RL-Factory#46", caught_by=("PCK003",), **TP2)
-def field_differs_on_one_rank(packed: PackedBatch) -> PackedBatch | None:
+def field_differs_on_one_rank(packed: PackedBatch) -> Fields:
     """Each rank of a tensor-parallel group computes one field by itself, and one rank's differs."""
-    if not _on_rank_1():
-        return None
-    return dataclasses.replace(packed, engine_logprobs_T=packed.engine_logprobs_T * 1.5)
+    return {"engine_logprobs_T": packed.engine_logprobs_T * 1.5} if _on_rank_1() else None
 
 
 @on_packs("NovaSky-AI/SkyRL#1908", caught_by=("PCK001", "LSS001"), **CP2)
-def rewards_in_another_order(packed: PackedBatch) -> PackedBatch:
+def rewards_in_another_order(packed: PackedBatch) -> Fields:
     """Samples of a pack are put in another order, all but their rewards."""
-    return dataclasses.replace(packed, rewards=packed.rewards[1:] + packed.rewards[:1])
+    return {"rewards": packed.rewards[1:] + packed.rewards[:1]}
 
 
 @on_packs("verl-project/verl#3287", caught_by=("PCK001", "LSS001"), **CP2)
-def mask_of_input_not_label(packed: PackedBatch) -> PackedBatch:
+def mask_of_input_not_label(packed: PackedBatch) -> Fields:
     """The loss mask is that of each row's input, not of the token that the row predicts."""
-    mask_T = packed.loss_mask_T.roll(1) & _same_sample(packed, 1) & (packed.labels_T >= 0)
-    return dataclasses.replace(packed, loss_mask_T=mask_T)
+    return {"loss_mask_T": packed.loss_mask_T.roll(1) & _same_sample(packed, 1) & (packed.labels_T >= 0)}
 
 
 @on_packs("verl-project/verl#2543", caught_by=("PCK001", "LSS001"), **CP2)
-def mask_from_attention(packed: PackedBatch) -> PackedBatch:
+def mask_from_attention(packed: PackedBatch) -> Fields:
     """The loss mask is made of what is attended to, so tool output of a dialogue is trained on."""
     from verifier.data.rollout import Role
 
-    written_T = (packed.roles_T.roll(-1) != Role.PROMPT) & (packed.labels_T >= 0)
-    return dataclasses.replace(packed, loss_mask_T=written_T)
+    return {"loss_mask_T": (packed.roles_T.roll(-1) != Role.PROMPT) & (packed.labels_T >= 0)}
 
 
 @on_packs("NVIDIA-NeMo/Automodel#2314", caught_by=("PCK001", "LSS001"), **CP2)
-def mask_wiped_by_padding(packed: PackedBatch) -> PackedBatch:
+def mask_wiped_by_padding(packed: PackedBatch) -> Fields:
     """A mask made before padding falls on other tokens and is wiped, in the samples that were padded."""
     padded_S = packed.cu_seqlens_padded.diff() > packed.cu_seqlens.diff()
     wiped_T = padded_S[packed.segments_T.clamp(min=0).long()]
-    return dataclasses.replace(packed, loss_mask_T=packed.loss_mask_T & ~wiped_T)
+    return {"loss_mask_T": packed.loss_mask_T & ~wiped_T}
 
 
 @on_packs("NVIDIA/Megatron-LM#5541", caught_by=("PCK002",), **CP2)
-def padding_taken_for_tokens(packed: PackedBatch) -> PackedBatch:
+def padding_taken_for_tokens(packed: PackedBatch) -> Fields:
     """Attention gets the padded boundaries where it expects those of the tokens."""
-    return dataclasses.replace(packed, cu_seqlens=packed.cu_seqlens_padded)
+    return {"cu_seqlens": packed.cu_seqlens_padded}
 
 
 @on_packs("ISEEKYAN/Megatron-LM#111", caught_by=("PCK002",), **CP2)
-def boundaries_floored(packed: PackedBatch) -> PackedBatch:
+def boundaries_floored(packed: PackedBatch) -> Fields:
     """Boundaries are divided by the context-parallel size and rounded down, so odd lengths end a token early."""
     cp = packed.alignment.cp
-    return dataclasses.replace(packed, cu_seqlens=packed.cu_seqlens // cp * cp)
+    return {"cu_seqlens": packed.cu_seqlens // cp * cp}
 
 
 @on_packs("sii-research/siiRL#69", caught_by=("PCK003", "LGP001"), **TP2)
-def batch_differs_on_one_rank(packed: PackedBatch) -> PackedBatch | None:
+def batch_differs_on_one_rank(packed: PackedBatch) -> Fields:
     """The batch does not reach one rank of a group, which embeds other tokens than its peers."""
-    return dataclasses.replace(packed, tokens_T=packed.tokens_T.flip(0)) if _on_rank_1() else None
+    return {"tokens_T": packed.tokens_T.flip(0)} if _on_rank_1() else None
 
 
 @on_packs("PrimeIntellect-ai/prime-rl#1525", caught_by=("PCK001",), **CP2)
-def engine_logprobs_of_the_input(packed: PackedBatch) -> PackedBatch:
+def engine_logprobs_of_the_input(packed: PackedBatch) -> Fields:
     """The trainer's log-probabilities moved to their label, the engine's stayed at the input."""
-    return dataclasses.replace(packed, engine_logprobs_T=packed.engine_logprobs_T.roll(1))
+    return {"engine_logprobs_T": packed.engine_logprobs_T.roll(1)}
 
 
 @on_packs("NVIDIA/Megatron-LM#4495", caught_by=("PCK001",), **CP2)
-def labels_across_samples(packed: PackedBatch) -> PackedBatch:
+def labels_across_samples(packed: PackedBatch) -> Fields:
     """Labels are shifted over the whole pack: a sample's last token predicts the next sample's first."""
     labels_T = packed.labels_T.clone()
     starts = packed.cu_seqlens_padded[1:-1].long()
     last = packed.cu_seqlens_padded[:-2].long() + packed.cu_seqlens.diff()[:-1].long() - 1
     labels_T[last] = packed.tokens_T[starts]
-    return dataclasses.replace(packed, labels_T=labels_T)
+    return {"labels_T": labels_T}
 
 
 @fault("Tencent-Hunyuan/UniRL#324", PACK, caught_by=("PCK001",), **CP2)
@@ -167,10 +170,10 @@ def versions_counted(call: Call) -> Any:
 
 
 @on_shards("verl-project/verl#4250", caught_by=("PCK001", "LGP001"), **CP2)
-def labels_rolled_in_the_shard(whole: PackedBatch, shard: PackedBatch, cp_rank: int) -> PackedBatch:
+def labels_rolled_in_the_shard(whole: PackedBatch, shard: PackedBatch, cp_rank: int) -> Fields:
     """Labels are shifted after sharding, so a chunk's last token predicts the next local chunk's first."""
     within_T = _same_sample(shard, -1) & (shard.labels_T >= 0)
-    return dataclasses.replace(shard, labels_T=shard.tokens_T.roll(-1).where(within_T, shard.labels_T))
+    return {"labels_T": shard.tokens_T.roll(-1).where(within_T, shard.labels_T)}
 
 
 @fault(
@@ -205,3 +208,149 @@ def fields_of_rejected_sample(rollouts: list[Rollout]) -> list[Rollout]:
         dataclasses.replace(one, logprobs=np.resize(other.logprobs, len(one)))
         for one, other in zip(rollouts, others, strict=True)
     ]
+
+
+def _filled(routes: Any) -> Any:
+    """Routes with experts 0 to K - 1 wherever one is missing, as trainers without a mark for it have them."""
+    import torch
+
+    missing = (routes < 0).any(-1, keepdim=True)
+    return torch.where(missing, torch.arange(routes.shape[-1], dtype=routes.dtype), routes)
+
+
+@kind(
+    f"{REPLAY}:replay_routes(packed, tp, layers, moe_layers, num_experts, topk)",
+    **{**BOTH, "model": "tiny:deepseek-v3", "mesh": Mesh(pp=2)},
+)
+def on_layers(columns_off: Callable[[Call], int], call: Call) -> Any:
+    """Number the layers of routes wrongly: the function returns by how many columns they are off."""
+    packed, columns = call.packed, columns_off(call)
+    if not columns or packed.routes_TMK is None:
+        return call.original()
+    return call.faulty(packed=dataclasses.replace(packed, routes_TMK=packed.routes_TMK.roll(columns, dims=1)))
+
+
+@kind(f"{UPSTREAM}.get_replay_topk(self, scores, topk, num_groups, group_topk, default_compute_topk)", **REPLAYED)
+def on_replay(choose: Body, call: Call) -> Any:
+    """Choose wrongly in a router that replays a forward pass; the original has the right choice."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    replays = call.self.router_replay_action is RouterReplayAction.REPLAY_FORWARD
+    return choose(call) if replays else call.original()
+
+
+def _own_choice(call: Call) -> Any:
+    """Values and experts that the router chooses by itself."""
+    return call.default_compute_topk(call.scores, call.topk, call.num_groups, call.group_topk)
+
+
+@on_layers("verl-project/verl#5037")
+def routes_count_dense_layers(call: Call) -> int:
+    """Routes are numbered by layer and routers by router: each is off by one behind a dense layer."""
+    return -int(call.moe_layers[0])
+
+
+@on_layers("verl-project/verl#7106")
+def routes_counted_from_the_stage(call: Call) -> int:
+    """Layers are numbered within their pipeline stage, so the second stage gets the first one's routes."""
+    return sum(layer < call.layers.start for layer in call.moe_layers)
+
+
+@on_shards("THUDM/slime#2175", **BOTH)
+def routes_not_cut_in_zigzag(whole: PackedBatch, shard: PackedBatch, cp_rank: int) -> Fields:
+    """Routes are cut into contiguous parts while context parallelism cuts tokens in zigzag chunks."""
+    routes_TMK = whole.routes_TMK
+    return None if routes_TMK is None else {"routes_TMK": _filled(routes_TMK).chunk(whole.alignment.cp)[cp_rank]}
+
+
+@on_packs("verl-project/verl#7106", **BOTH)
+def routes_without_inner_padding(packed: PackedBatch) -> Fields:
+    """Tokens are padded sample by sample and routes at the end of the pack, so later samples' routes are shifted."""
+    if packed.routes_TMK is None:
+        return None
+    import torch
+
+    real_T = packed.segments_T >= 0
+    joined = torch.cat([packed.routes_TMK[real_T], packed.routes_TMK[~real_T]])
+    return {"routes_TMK": _filled(joined)}
+
+
+@fault("verl-project/verl#7106", "verifier.train.router_replay:packed_rows_of(packed, tp)", **BOTH)
+def routes_of_the_first_slice(call: Call) -> Any:
+    """Under sequence parallelism every rank replays the first rank's slice of the routes."""
+    return call.faulty(tp=0)
+
+
+@on_rollouts("THUDM/slime#1052", **BOTH)
+def routes_suffix_stale(rollouts: list[Rollout]) -> list[Rollout] | None:
+    """The last tokens, whose routes the engine did not report, get those of the token before them."""
+    if rollouts[0].routes is None:
+        return None
+    found = []
+    for rollout in rollouts:
+        assert rollout.routes is not None
+        routes = rollout.routes.copy()
+        routes[-3:] = routes[-4]
+        found.append(dataclasses.replace(rollout, routes=routes))
+    return found
+
+
+@on_rollouts("NovaSky-AI/SkyRL#1908", **BOTH)
+def routes_of_rejected_sample(rollouts: list[Rollout]) -> list[Rollout] | None:
+    """A sample is replaced, and keeps the routes of the one that was rejected."""
+    if rollouts[0].routes is None:
+        return None
+    import numpy as np
+    import torch
+
+    found = []
+    for one, other in zip(rollouts, rollouts[1:] + rollouts[:1], strict=True):
+        assert other.routes is not None
+        routes = _filled(torch.from_numpy(other.routes)).numpy()
+        found.append(dataclasses.replace(one, routes=routes[np.arange(len(one)) % len(other)]))
+    return found
+
+
+@fault("radixark/miles#2570", f"{REPLAY}:routers_of(chunk)", **BOTH)
+def routers_bound_in_another_order(call: Call) -> Any:
+    """Routes are handed to routers in the order of a list, which is not that of the layers."""
+    found = call.faulty()
+    return dict(zip(found, reversed(found.values()), strict=True))
+
+
+@on_replay("NovaSky-AI/SkyRL#1908", caught_by=("RPL002",))
+def replay_outlives_its_pass(call: Call) -> Any:
+    """Routes of a pass that only scored are not cleared, and the next pass replays them where counts are equal."""
+    silent = len(call.self.target_topk_idx) == len(call.scores)
+    return call.original() if silent else _own_choice(call)
+
+
+@replay_outlives_its_pass.also(f"{UPSTREAM}.clear_router_replay_action(self)")
+@replay_outlives_its_pass.also(f"{UPSTREAM}.clear_indices(self)")
+def _keep(call: Call) -> None:
+    call.fire()
+
+
+@on_replay("radixark/miles#2722", caught_by=("RPL002",))
+def experts_replayed_without_weights(call: Call) -> Any:
+    """The experts are forced and their gate weights are those of another order."""
+    values, experts = call.faulty()
+    return values.sort(-1, descending=True).values, experts.sort(-1).values
+
+
+@on_replay("ISEEKYAN/Megatron-LM#49 (found in review)", caught_by=("RPL003",))
+def gates_of_the_routers_own_choice(call: Call) -> Any:
+    """Gate weights are those of the router's own choice, and zero for an expert that only the route names."""
+    _, experts = call.faulty()
+    own_values, own = _own_choice(call)
+    values = call.scores.new_full(call.scores.shape, UNCHOSEN).scatter(1, own, own_values).gather(1, experts)
+    return values, experts
+
+
+@on_replay(
+    "NVIDIA/Megatron-LM core_v0.19.2, moe_utils.py, topk_routing_with_score_function: the fused path",
+    caught_by=("RPL001",),
+)
+def router_takes_no_routes(call: Call) -> Any:
+    """One kind of router has no path for replay and silently chooses by itself; one layer."""
+    return call.wrong(_own_choice(call)) if call.self.layer_number == 2 else call.original()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,42 +10,40 @@ from verifier.core.stage import Stage
 from verifier.faults.fault import Call, fault, kind, tensors_named
 from verifier.mesh import Mesh
 
+MAKE_MEGATRON_OPTIMIZER = (
+    "megatron.core.optimizer:get_megatron_optimizer("
+    "config, model_chunks, config_overrides, use_gloo_process_groups, pg_collection, dump_param_to_param_group_map)"
+)
 MAKE_OPTIMIZER = "verifier.train.optimizer_megatron:make_optimizer(trainer, learning_rate, clip_grad)"
 SCORE = "verifier.train.step_megatron:score(trainer, rollouts, micro_batch_size, temperature, on_shards)"
 STEP = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads(self)"
 LOAD_SCHEDULER = "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict(self, state_dict)"
 BIAS_UPDATE_RATE = 1e-3
 """Default of megatron-core."""
-ROW: dict[str, Any] = {"stage": Stage.TRAIN, "caught_by": ("TRN001",)}
-FROZEN: dict[str, Any] = {"stage": Stage.TRAIN, "caught_by": ("WGT007",), "model": "tiny:deepseek-v3"}
+in_train = functools.partial(fault, stage=Stage.TRAIN, caught_by=("TRN001",))
+on_frozen = functools.partial(in_train, caught_by=("WGT007",), model="tiny:deepseek-v3")
 """Faults that move what the step must leave as it is."""
 
 
-@kind(STEP, **ROW)
+@kind(STEP, stage=Stage.TRAIN, caught_by=("TRN001",))
 def on_resume(spoil: Callable[[dict[str, Any]], object], call: Call) -> Any:
     """Save and load the optimizer after its first step: the function spoils the state of one parameter."""
-    resumed = call.state.setdefault("resumed", [])
-    optimizer = call.self.optimizer
-    if optimizer.state and call.self not in resumed:
+    resumed, states = call.state.setdefault("resumed", []), call.self.optimizer.state
+    if states and call.self not in resumed:
         call.fire()
         resumed.append(call.self)
-        for state in optimizer.state.values():
+        for state in states.values():
             spoil(state)
     return call.original()
 
 
-@fault(
-    "ServiceNow/Fast-LLM#542",
-    "megatron.core.optimizer:get_megatron_optimizer("
-    "config, model_chunks, config_overrides, use_gloo_process_groups, pg_collection, dump_param_to_param_group_map)",
-    **ROW,
-)
+@in_train("ServiceNow/Fast-LLM#542", MAKE_MEGATRON_OPTIMIZER)
 def norms_decay(call: Call) -> Any:
     """Custom rules replace the standard ones, and weight decay applies to norms and biases too."""
     return call.faulty(config_overrides={})
 
 
-@fault("NVIDIA/Megatron-LM#2789", STEP, model="tiny:qwen3", dtype="bfloat16", **ROW)
+@in_train("NVIDIA/Megatron-LM#2789", STEP, model="tiny:qwen3", dtype="bfloat16")
 def masters_rebuilt_from_model(call: Call) -> Any:
     """The fp32 masters are rebuilt from the bf16 model before the second step, and lose their low bits."""
     if call.self.optimizer.state:
@@ -53,14 +52,14 @@ def masters_rebuilt_from_model(call: Call) -> Any:
     return call.original()
 
 
-@fault("NovaSky-AI/SkyRL#1908", "verifier.model.provider_megatron:_configure(provider, mesh, dtype, tier)", **FROZEN)
+@on_frozen("NovaSky-AI/SkyRL#1908", "verifier.model.provider_megatron:_configure(provider, mesh, dtype, tier)")
 def score_bias_balanced(call: Call) -> None:
     """Every step moves the routers' score bias towards balanced experts, with a policy loss too."""
     call.faulty()
     call.provider.moe_router_bias_update_rate = BIAS_UPDATE_RATE
 
 
-@fault("NovaSky-AI/SkyRL#2149", MAKE_OPTIMIZER, dtype="bfloat16", **FROZEN)
+@on_frozen("NovaSky-AI/SkyRL#2149", MAKE_OPTIMIZER, dtype="bfloat16")
 def masters_stale_after_load(call: Call) -> Any:
     """Weights are loaded after the optimizer took its fp32 masters, which are not refreshed."""
     import torch
@@ -76,7 +75,7 @@ def masters_stale_after_load(call: Call) -> Any:
     return optimizer
 
 
-@fault("NVIDIA-NeMo/RL#1012", SCORE, stage=Stage.TRAIN, caught_by=("WGT009",))
+@in_train("NVIDIA-NeMo/RL#1012", SCORE, caught_by=("WGT009",))
 def step_in_evaluation(call: Call) -> Any:
     """The optimizer steps after an evaluation too, with the gradients that the last step left."""
     scored = call.original()
@@ -92,7 +91,7 @@ def _remember(call: Call) -> Any:
     return call.state["optimizer"]
 
 
-@fault("verl-project/verl#2377", STEP, stage=Stage.TRAIN, caught_by=("WGT008", "TRN001"))
+@in_train("verl-project/verl#2377", STEP, caught_by=("WGT008", "TRN001"))
 def step_dropped(call: Call) -> Any:
     """Steps are dropped, as for a gradient that is not finite, and reported as done."""
     return call.wrong(True)
@@ -111,23 +110,23 @@ def moments_not_restored(state: dict[str, Any]) -> None:
         value.zero_()
 
 
-@fault("THUDM/slime#1152", LOAD_SCHEDULER, **ROW)
+@in_train("THUDM/slime#1152", LOAD_SCHEDULER)
 def scheduler_not_resumed(call: Call) -> None:
     """A run that resumes does not advance its scheduler: rates begin again at those of the first step."""
     call.faulty(state_dict={**call.state_dict, "num_steps": 0})
 
 
-@fault("THUDM/slime#1775", LOAD_SCHEDULER, **ROW)
+@in_train("THUDM/slime#1775", LOAD_SCHEDULER)
 def scheduler_resumed_twice(call: Call) -> None:
     """A run that resumes advances its scheduler by hand, and once more by what was saved of it."""
     call.faulty(state_dict={**call.state_dict, "num_steps": 2 * call.state_dict["num_steps"]})
 
 
-@fault(
+@in_train(
     "NVIDIA/Megatron-LM#5916",
     "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate(param, tp_group, expert_tp_group)",
-    mesh=Mesh(tp=2, ep=2), **ROW,
-)  # fmt: skip
+    mesh=Mesh(tp=2, ep=2),
+)
 def experts_outside_gradient_norm(call: Call) -> Any:
     """Experts of all tp ranks but the first are left out of the norm by which gradients are clipped."""
     counted = call.original()
@@ -135,9 +134,9 @@ def experts_outside_gradient_norm(call: Call) -> Any:
     return call.wrong(False) if lost else counted
 
 
-@fault(
+@in_train(
     "pytorch/torchtitan#3438", "megatron.bridge.peft.base:PEFT.freeze_model(self, model, training)",
-    stage=Stage.TRAIN, caught_by=("WGT012", "WGT004"), model="tiny:qwen3", engine="vllm", lora_rank=8,
+    caught_by=("WGT012", "WGT004"), model="tiny:qwen3", engine="vllm", lora_rank=8,
 )  # fmt: skip
 def norm_trained_beside_adapter(call: Call) -> Any:
     """A norm of the frozen base is left trainable, and no sync of the adapter brings it to the engine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ PACK = "verifier.engine.sender:pack(chunk, tensors, into)"
 BROADCAST = "verifier.transport.gloo:GlooGroup.broadcast(self, buffer, what)"
 SCORE_BIAS = ".e_score_correction_bias"
 BIAS_PLANNED: dict[str, Any] = {"caught_by": ("PLN002", "TPT003"), "model": "tiny:deepseek-v3", "dtype": "bfloat16"}
-BYTES: dict[str, Any] = {"stage": Stage.TRANSPORT, "caught_by": ("TPT001", "ENG002")}
+in_transport = functools.partial(fault, stage=Stage.TRANSPORT, caught_by=("TPT001", "ENG002"))
 Stream = Iterator[tuple[str, Any]]
 
 
@@ -63,7 +64,7 @@ def _swapped(call: Call, tensors: Any, first: str, second: str) -> dict[str, Any
     return found
 
 
-@fault("PrimeIntellect-ai/prime-rl#3524", PACK, **BYTES)
+@in_transport("PrimeIntellect-ai/prime-rl#3524", PACK)
 def router_rounded_on_the_wire(call: Call) -> Any:
     """Routers pass through bf16 on the sender's side and arrive in their own dtype, with fewer bits."""
     sent = dict(call.tensors)
@@ -74,14 +75,14 @@ def router_rounded_on_the_wire(call: Call) -> Any:
     return call.original(tensors=sent)
 
 
-@fault("NovaSky-AI/SkyRL#1581", PACK, **BYTES)
+@in_transport("NovaSky-AI/SkyRL#1581", PACK)
 def bytes_under_wrong_names(call: Call) -> Any:
     """Two experts' up projections, which have one shape, change places between metadata and bytes."""
     names = (f"model.layers.2.mlp.experts.{expert}.up_proj.weight" for expert in (4, 5))
     return call.original(tensors=_swapped(call, call.tensors, *names))
 
 
-@fault("THUDM/slime#929", BROADCAST, **BYTES)
+@in_transport("THUDM/slime#929", BROADCAST)
 def send_buffer_freed_early(call: Call) -> Any:
     """The end of one buffer is overwritten before the receiver has read it."""
     if call.self.rank != 0 or not call.what.startswith("chunk 1 "):
@@ -91,7 +92,7 @@ def send_buffer_freed_early(call: Call) -> Any:
     return call.faulty(buffer=buffer)
 
 
-@fault("NVIDIA-NeMo/RL#3651 (found in review)", BROADCAST, stage=Stage.TRANSPORT, caught_by=("TPT001",))
+@in_transport("NVIDIA-NeMo/RL#3651 (found in review)", BROADCAST, caught_by=("TPT001",))
 def buffer_of_last_version_sent(call: Call) -> Any:
     """One buffer still holds the version before, and is sent as the new one."""
     if call.self.rank != 0 or not call.what.startswith("chunk 1 "):
@@ -100,18 +101,18 @@ def buffer_of_last_version_sent(call: Call) -> Any:
     return call.original() if before is None else call.faulty(buffer=before)
 
 
-@fault(
+@in_transport(
     "verl-project/verl#4248", "verifier.engine.sender:transfer(engine, group, plan, tensors, watch, rounds)",
-    stage=Stage.TRANSPORT, caught_by=("TPT002", "LGP002"),
+    caught_by=("TPT002", "LGP002"),
 )  # fmt: skip
 def sync_gated_off(call: Call) -> Any:
     """A flag skips the transfer after the first: the engine keeps the weights that it has."""
     return call.original() if call.watch.version < 2 else call.wrong("")
 
 
-@fault(
-    "NovaSky-AI/SkyRL#1581", "verifier.transport.receiver:unpack(chunk, buffer)", stage=Stage.TRANSPORT,
-    caught_by=("TPT001", "ENG001"), side=Side.ENGINE, model="tiny:qwen3",
+@in_transport(
+    "NovaSky-AI/SkyRL#1581", "verifier.transport.receiver:unpack(chunk, buffer)", caught_by=("TPT001", "ENG001"),
+    side=Side.ENGINE, model="tiny:qwen3",
 )  # fmt: skip
 def received_in_another_order(call: Call) -> Any:
     """The receiver cuts its buffer by metadata of another order, which takes keys for values in one layer."""

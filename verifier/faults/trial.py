@@ -53,29 +53,23 @@ class TrialResult:
     @property
     def failures(self) -> list[str]:
         """Why the trial is not passed; empty if it is."""
-        found = []
-        if self.clean is not Verdict.HOLDS:
-            found.append(f"the clean run is {self.clean.name.lower()}")
-        if not self.fired:
-            found.append("the fault never fired")
         missing = [code for code in self.fault.caught_by if code not in self.caught]
-        if missing:
-            found.append(f"{', '.join(missing)} did not catch it")
-        if self.first_bad is not None and self.first_bad.stage is not self.fault.stage:
-            found.append(f"the first bad stage is {self.first_bad.stage.label}, injected in {self.fault.stage.label}")
-        if self.healed is not Verdict.HOLDS:
-            found.append(f"the healed run is {self.healed.name.lower()}")
-        elif self.healed_differs:
-            found.append(f"healed differs from clean: {self.healed_differs}")
-        return found
+        first, own = self.first_bad.stage if self.first_bad else self.fault.stage, self.fault.stage
+        reasons = {
+            f"the clean run is {self.clean.name.lower()}": self.clean is not Verdict.HOLDS,
+            "the fault never fired": not self.fired,
+            f"{', '.join(missing)} did not catch it": missing,
+            f"the first bad stage is {first.label}, injected in {own.label}": first is not own,
+            f"the healed run is {self.healed.name.lower()}": self.healed is not Verdict.HOLDS,
+            f"healed differs from clean: {self.healed_differs}": self.healed is Verdict.HOLDS and self.healed_differs,
+        }
+        return [reason for reason, holds in reasons.items() if holds]
 
 
 class Trials:
     """Trials of any number of faults on the same resources; those of one config share its clean run.
 
-    Args:
-        progress: called with a line of text for each step.
-        keep: folder for the traces; None throws them away.
+    Each step is a line of text for `progress`. The traces go to the folder `keep`, or are thrown away.
     """
 
     def __init__(self, progress: Progress, keep: Path | None = None) -> None:
