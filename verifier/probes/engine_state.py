@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from verifier.engine.sender import Delivery
     from verifier.transport.wire import Agreement, Received
 
-Settings = Sequence[tuple[str, Mapping[str, str]]]
-
 
 class TransferProbe:
     """One weight transfer, on trainer rank 0; see `verifier.engine.sender.TransferWatch`.
@@ -81,7 +79,7 @@ class EngineState:
     """Contents of all ranks of an engine at one moment, by rank."""
 
     tensors: Sequence[Sequence[EngineTensor]]
-    settings: Sequence[Settings]
+    settings: Sequence[Sequence[tuple[str, Mapping[str, str]]]]
 
     def record(
         self,

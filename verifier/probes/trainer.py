@@ -37,7 +37,7 @@ def record_of_rollouts(name: str, version: int, rollouts: Sequence[Rollout]) -> 
 
 
 def record_scored(
-    probe: Probe, name: str, version: int, scored: Sequence[torch.Tensor], temperature: float = 1.0, *, whole: bool
+    probe: Probe, name: str, version: int, scored: Sequence[torch.Tensor], temperature: float, *, whole: bool
 ) -> None:
     """Log-probabilities that one rank got back, one vector a rollout, nats; one rank records them `whole`."""
     values = torch.cat(list(scored))

@@ -244,7 +244,7 @@ def plan_of(stream: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int) -> Chu
 
 def record_plan(probe: Probe, plan: ChunkPlan, *, entries: bool) -> None:
     """The plan's digest and, from one rank, its entries."""
-    num_tensors = sum(len(chunk.names) for chunk in plan.chunks)
-    probe.emit(PlanDigest(name="chunk plan", digest=plan.digest, num_chunks=len(plan.chunks), num_tensors=num_tensors))
-    for tensor in plan.tensors if entries else ():
+    tensors, num_chunks = tuple(plan.tensors), len(plan.chunks)
+    probe.emit(PlanDigest(name="chunk plan", digest=plan.digest, num_chunks=num_chunks, num_tensors=len(tensors)))
+    for tensor in tensors if entries else ():
         probe.emit(PlannedTensor(name=tensor.name, dtype=tensor.dtype, shape=tuple(tensor.shape)))

@@ -36,8 +36,7 @@ DRAWS = 512
 def shapes_of(prompt: Sequence[int]) -> list[dict[str, Any]]:
     """Three requests side by side that use all of `Shape` between them, each field at a size that shows.
 
-    Args:
-        prompt: a token of it is made likely, so that it comes several times; another, so that it would end too soon.
+    A token of the prompt is made likely, so that it comes several times; another, so that it would end too soon.
     """
     often, last = prompt[0], next(token for token in prompt if token != prompt[0])
     every = max(2, max(prompt) // 128)

@@ -30,18 +30,11 @@ Score = Callable[[Path, Sequence[Sequence[int]], str], list[list[float]]]
 
 
 def measure(
-    model: str,
-    checkpoint: Checkpoint,
-    tier: str,
-    score: Score,
-    progress: Progress,
-    *,
-    why: str,
-    tokens: int = TOKENS,
+    model: str, checkpoint: Checkpoint, tier: str, score: Score, progress: Progress, *, why: str, tokens: int = TOKENS
 ) -> Floor:
     """The floor of a checkpoint in bf16, from random tokens, by transformers on the tier's own device.
 
-    A bucket has so many log-probabilities, of `tokens`, at least; `why` is kept with it.
+    Every bucket has at least `tokens` log-probabilities; `why` is kept with the floor.
 
     Raises:
         UsageError: the model takes no sequence as long as the shortest bucket's.

@@ -32,10 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class EngineLink:
-    """Link of one rank to the engine: rank 0 talks to it, and by CUDA IPC every rank shows it a buffer.
-
-    Without an engine it has nothing.
-    """
+    """Link of one rank to the engine, if any: rank 0 talks to it, and by CUDA IPC every rank shows it a buffer."""
 
     client: EngineClient | None = None
     """A connection of its own; rank 0's only."""

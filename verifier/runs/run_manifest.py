@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from verifier.config import GoldenConfig, RoundtripConfig
@@ -45,19 +46,18 @@ def manifest_of(
     sizes, run = model.checkpoint.config, _facts_of(model, config.to_dict())
     refuse_impossible(sizes, run)
     scopes = _scopes(config, model)
-    sizes_of_mesh: dict[str, Any] = model.mesh.to_dict()
     manifest = Manifest(
         command="golden" if isinstance(config, GoldenConfig) else "roundtrip",
         command_line=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors",
         model=config.model,
         dtype=model.dtype,
-        mesh=MeshSizes(**sizes_of_mesh),
+        mesh=msgspec.convert(model.mesh.to_dict(), MeshSizes),
         world_size=model.mesh.world_size,
         num_gpus=placement.trainer_gpus,
         tier=model.tier,
         versions={name: found for name in PINS if (found := installed(name)) is not None},
-        config=dict(config.to_dict()),
+        config=config.to_dict(),
         stand_ins=tuple(stand_ins_of(sizes, run)),
         upstream_bugs=tuple(bugs_of(sizes, run)),
         scopes=tuple(scope for scope in scopes if scope in TOKEN_SCOPES or not tokens_only),

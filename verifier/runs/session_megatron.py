@@ -82,18 +82,18 @@ class Session:
 
     def cycles(self) -> None:
         """Everything, in the order of the data flow; without an engine what needs no export."""
-        run, exports = self._run, self._run.spec.engine_socket is not None
+        run = self._run
         self._load()
         self._score(0)
         self._replay()
-        if exports and not self._weights.begin():
+        if run.spec.exports and not self._weights.begin():
             return
         self._observe_engine(0)
         self._idle_step()
         for version in range(1, run.spec.cycles + 1):
             run.link.rest()
             self._update(version)
-            for act in self._acts(version) if exports else (self._score, self._weights.record_update):
+            for act in self._acts(version):
                 act(version)
             self._observe_engine(version)
 
@@ -104,6 +104,8 @@ class Session:
         export, and every second time the forward pass, come first: each has to gather by itself.
         """
         weights = self._weights
+        if not self._run.spec.exports:
+            return [self._score, weights.record_update]
         if not weights.recording_gathers:
             return [weights.record_update, self._score, weights.sync]
         if version % 2 == 0:
@@ -111,11 +113,7 @@ class Session:
         return [weights.sync, weights.record_update, self._score]
 
     def _load(self, *, training: bool = True) -> None:
-        """Build and load the trainer; record what every rank holds, what it must hold, and what its steps have to do.
-
-        Args:
-            training: with room for gradients, which take several times the model's own memory.
-        """
+        """Build and load the trainer; record what ranks hold, what they must hold, and what steps have to do."""
         run, spec = self._run, self._run.spec
         adapters = " with adapters" if spec.lora_rank else ""
         run.say(f"loading {run.mesh.world_size} trainer ranks ({run.mesh.label()}){adapters}")

@@ -132,6 +132,11 @@ class RunSpec:
         return self.config.engine.lora_rank if isinstance(self.config, RoundtripConfig) else 0
 
     @property
+    def exports(self) -> bool:
+        """True unless the token path alone is run."""
+        return self.workload is None or self.engine_socket is not None
+
+    @property
     def cycles(self) -> int:
         """Updates, each followed by a sync."""
         return 0 if self.workload is None else len(self.workload.batches)

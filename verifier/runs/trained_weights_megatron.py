@@ -132,7 +132,10 @@ class FullWeights(TrainedWeights):
         self.recording_gathers = run.layout is None or run.mesh.has_copies
 
     def build(self, *, training: bool) -> None:
-        """Build the model with Megatron-Bridge, and load the source; `training` leaves room for gradients."""
+        """Build the model with Megatron-Bridge, and load the source.
+
+        For `training` there is room for gradients, which take several times the model's own memory.
+        """
         self._build(training=training, overrides=router_replay_megatron.PROVIDER_FIELDS)
         self.live = self.trained = LiveWeights(self.trainer.chunks, self._run.layout, self._run.mesh, self._run.rank)
 
