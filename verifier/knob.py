@@ -45,14 +45,10 @@ def knob(
     choices: Iterable[Any] = (),
     **meaning: Any,
 ) -> Any:
-    """Make a field that is a knob.
+    """Make a field that is a knob; without `default` and `factory`, which makes one, it is required.
 
-    Args:
-        help: see `Knob`.
-        default: value where none is given; without it and `factory` the knob is required.
-        factory: makes the default where it is not a constant.
-        choices: allowed values; a mapping of spelling -> value where users spell them differently.
-        **meaning: other fields of `Knob`.
+    `choices` are the allowed values, or a mapping of spelling -> value where users spell them differently. The rest are
+    fields of `Knob`.
     """
     spelled = choices if isinstance(choices, Mapping) else {value: value for value in choices}
     metadata = {"knob": Knob(help=help, choices=spelled, **meaning)}
@@ -62,12 +58,7 @@ def knob(
 
 
 def group(kind: type, *, make: Callable[..., Any] | None = None) -> Any:
-    """Make a field that holds a group of knobs.
-
-    Args:
-        kind: dataclass whose fields are the knobs.
-        make: builds the group from the knobs that were given; by default `kind` itself.
-    """
+    """Make a field that holds a group of knobs: a dataclass, built by `make` from those that were given."""
     return field(default_factory=kind, metadata={"make": make or kind})
 
 
@@ -162,12 +153,7 @@ def check(config: Any) -> None:
 
 
 def build(kind: type, values: Mapping[str, Any], make: Callable[..., Any] | None = None) -> Any:
-    """Make a config from dotted keys and values; what is not given takes its default.
-
-    Args:
-        kind: dataclass of the config.
-        values: dotted key -> value.
-        make: called with the fields in place of `kind`.
+    """Make a config from dotted keys and values, by `make` in place of `kind`; what is not given takes its default.
 
     Raises:
         UsageError: values that the config or one of its groups refuses.

@@ -112,10 +112,8 @@ def _found(name: str) -> str | None:
 def _gpus() -> tuple[tuple[str, int, int], ...]:
     import torch
 
-    return tuple(
-        (torch.cuda.get_device_name(index), *torch.cuda.get_device_capability(index))
-        for index in range(torch.cuda.device_count())
-    )
+    indices = range(torch.cuda.device_count())
+    return tuple((torch.cuda.get_device_name(at), *torch.cuda.get_device_capability(at)) for at in indices)
 
 
 def render_json(findings: Findings) -> str:

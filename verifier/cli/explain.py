@@ -45,8 +45,5 @@ def page_of(text: str) -> str:
 def list_of_checks() -> str:
     """Code, name and first line of every check."""
     wide = max(len(item.name) for item in REGISTRY.values())
-    rows = [
-        f"{code}  {item.name:<{wide}}  {inspect.cleandoc(item.page).splitlines()[0]}"
-        for code, item in sorted(REGISTRY.items())
-    ]
-    return "\n".join(rows) + "\n"
+    firsts = {code: inspect.cleandoc(item.page).splitlines()[0] for code, item in sorted(REGISTRY.items())}
+    return "".join(f"{code}  {REGISTRY[code].name:<{wide}}  {first}\n" for code, first in firsts.items())

@@ -45,9 +45,7 @@ class CommandConfig:
         UsageError: a value that its knob does not allow, or knobs that contradict each other; names the flags.
     """
 
-    model: str = knob(
-        "Generated, tiny:NAME or wide:NAME, or a local HF directory.", flag="--model", metavar="MODEL"
-    )  # fmt: skip
+    model: str = knob("Generated, tiny:NAME or wide:NAME, or a local HF directory.", flag="--model", metavar="MODEL")
     timeout_s: float = knob(
         "Deadline of the whole run.", 1800.0, flag="--timeout", metavar="SECONDS", unit="seconds", last=True
     )  # fmt: skip

@@ -41,16 +41,13 @@ def load[Config](
     overrides: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
 ) -> tuple[Config, dict[str, str]]:
-    """Make the config that a command was asked for.
+    """Make the config that a command was asked for; return it, and for each key that was given its owner.
 
     Args:
         kind: type of the config.
         file: YAML file; groups are nested mappings, or dotted keys.
         overrides: `key=value`, with dotted keys.
         flags: dotted key -> value of each flag that was given, typed already.
-
-    Returns:
-        The config, and for each key that was given its owner.
 
     Raises:
         UsageError: an unknown key, a value of another type, a knob that is given twice, a required one that is not
@@ -67,8 +64,8 @@ def load[Config](
     values = {key: item.value for key, item in given.items()}
     if file is not None or overrides:
         values = _typed(kind, known, given)
-    values = {key: known[key].checked(value, given[key].name) for key, value in values.items()}
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    for key, value in values.items():
+        values[key] = known[key].checked(tuple(value) if isinstance(value, list) else value, given[key].name)
     for key, entry in known.items():
         if entry.required and values.get(key) is None:
             raise UsageError(f"missing option '{entry.option}': give it, or {key}=..., or `{key}` in --config")

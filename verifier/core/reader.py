@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from verifier.core.manifest import FORMAT, Manifest
 from verifier.core.record import ArrayRecord, Record, kind_of
-from verifier.core.records import decode
+from verifier.core.schema import decode
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
 

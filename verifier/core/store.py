@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from verifier.core.manifest import Manifest
 from verifier.core.reader import MANIFEST, digests_of, read, sealed
 from verifier.core.record import ONLY, Array, ArrayRecord, Record, Role, as_numpy
-from verifier.core.records import encode
+from verifier.core.schema import encode
 from verifier.errors import UsageError
 
 __all__ = ["Recorder", "complete", "create", "discard", "fail", "read"]

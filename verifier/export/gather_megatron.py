@@ -35,11 +35,7 @@ def save(trainer: TrainerModel, folder: Path, *, whole: bool) -> None:
 
     This calls megatron-bridge's writer and not `save_hf_pretrained`, which needs modelopt. If tensors are missing, the
     writer writes the others and only prints a warning. In strict mode it raises on rank 0 alone while others wait.
-
-    Args:
-        trainer: model to save.
-        folder: directory that rank 0 writes.
-        whole: whether to write the weights; otherwise config.json alone.
+    Rank 0 writes; unless it is to be whole, config.json alone.
     """
     pretrained = trainer.bridge.hf_pretrained
     pretrained.tokenizer = None

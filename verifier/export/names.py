@@ -223,19 +223,17 @@ class ModelLayout:
         for local_layer, layer in enumerate(mesh.layers_of(at.pp, chunk, self.sizes["layers"])):
             for row in rows:
                 if row.scope in self.layers[layer]:
-                    experts = self._experts(mesh, at) if row.scope is Scope.EXPERT else [(0, 0)]
-                    found += [
-                        self._place(row, mesh, at, local=(local_layer, local), whole=(layer, expert))
-                        for local, expert in experts
-                    ]
+                    experts = self._experts(mesh, at) if row.scope is Scope.EXPERT else range(1)
+                    for local, expert in enumerate(experts):
+                        found.append(self._place(row, mesh, at, (local_layer, local), (layer, expert)))
         return found
 
-    def _experts(self, mesh: Mesh, at: Coordinate) -> list[tuple[int, int]]:
-        """Return (local, global) numbers of the experts of a rank."""
+    def _experts(self, mesh: Mesh, at: Coordinate) -> range:
+        """Return the experts of a rank."""
         if self.sizes["experts"] % mesh.ep:
             raise UsageError(f"ep = {mesh.ep} does not divide the model's {self.sizes['experts']} experts")
         num_local = self.sizes["experts"] // mesh.ep
-        return [(index, at.ep * num_local + index) for index in range(num_local)]
+        return range(at.ep * num_local, (at.ep + 1) * num_local)
 
     def _place(
         self, row: ParamRow, mesh: Mesh, at: Coordinate, local: Numbers = (0, 0), whole: Numbers = (0, 0)

@@ -105,10 +105,8 @@ class ChunkPlan:
         chunks = []
         for index, (num_bytes, tensors) in enumerate(record):
             names, dtypes, shapes, begins = zip(*tensors, strict=True)
-            shapes = tuple(map(tuple, shapes))
-            chunks.append(
-                Chunk(index=index, names=names, dtypes=dtypes, shapes=shapes, begins=begins, num_bytes=num_bytes)
-            )
+            columns = {"names": names, "dtypes": dtypes, "shapes": tuple(map(tuple, shapes)), "begins": begins}
+            chunks.append(Chunk(index=index, num_bytes=num_bytes, **columns))
         plan = cls(chunks=tuple(chunks))
         plan.validate()
         return plan

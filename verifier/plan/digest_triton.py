@@ -183,8 +183,7 @@ def lane_sums_of_pieces(
         copy: uint8 vector, base of the table's targets; receives every piece, its last line padded with zeros.
     """
     sums = torch.zeros(num_pieces, 2, dtype=torch.int64, device=data.device)
-    num_units = (table.numel() - 3 * num_pieces) // 2
-    if num_units:
+    if num_units := (table.numel() - 3 * num_pieces) // 2:
         target = data if copy is None else copy
         with torch.cuda.device_of(data):
             _pieces_kernel[(num_units,)](

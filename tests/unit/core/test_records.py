@@ -9,9 +9,8 @@ import pytest
 from tests.meta.sources import ROOT
 from tests.snapshots.check_traces import clean
 from verifier.core.record import ArrayRecord, Record, TensorRecord, kind_of, real
-from verifier.core.records import KINDS, decode, encode
 from verifier.core.records_weights import SourceTensor, StepReport
-from verifier.core.schema import rendered
+from verifier.core.schema import KINDS, decode, encode, rendered
 
 DIGEST = "vd1:" + "0" * 32
 
