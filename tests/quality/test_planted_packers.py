@@ -40,7 +40,7 @@ class Planted:
 
 
 def whole(case: Packing) -> PackedBatch:
-    return pack(case.rollouts, case.alignment)
+    return pack(case.rollouts, case.alignment, range(len(case.rollouts)))
 
 
 def shards(case: Packing) -> list[PackedBatch]:

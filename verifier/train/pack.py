@@ -69,9 +69,10 @@ class PackedBatch:
     """float32, the engine's log-probability of the label, nats; NaN where it was not sampled."""
     versions_T: torch.Tensor
     """int32, version of the weights that sampled the label."""
-    ledger_T: torch.Tensor
+    ledger_T: torch.Tensor | None
     """int64, sentinel of the label: (number of its rollout + 1) * 2^32 + its position; 0 where there is none. An
-    off-by-one, a wrong chunk order or a swapped field keeps all shapes, but not the sentinels (PCK001)."""
+    off-by-one, a wrong chunk order or a swapped field keeps all shapes, but not the sentinels (PCK001). None where
+    nobody looks at the pack."""
     routes_TMK: torch.Tensor | None
     """int32, experts of the input token; `MISSING_ROUTE` in padding and where the engine reported none."""
 
@@ -93,7 +94,7 @@ def pack(rollouts: Sequence[Rollout], alignment: Alignment, numbers: Sequence[in
         rollouts: sub-sequences of the pack, in order. None at all gives a filler: one sub-sequence of padding that
             predicts nothing, for a data-parallel rank with fewer micro-batches than others.
         alignment: multiples to pad to.
-        numbers: of each rollout in the whole step, for the ledger; by default 0, 1 and so on.
+        numbers: of each rollout in the whole step, for the ledger; None packs no ledger.
 
     Returns:
         The whole pack; `shard_cp` returns one context-parallel rank's shard.
@@ -106,7 +107,8 @@ def pack(rollouts: Sequence[Rollout], alignment: Alignment, numbers: Sequence[in
         return replace(
             blank, ids=(), groups=(), rewards=(), prompt_lengths=(),
             segments_T=torch.full_like(blank.segments_T, PADDING),
-            labels_T=torch.full_like(blank.labels_T, IGNORE_LABEL), ledger_T=torch.zeros_like(blank.ledger_T),
+            labels_T=torch.full_like(blank.labels_T, IGNORE_LABEL),
+            ledger_T=None if numbers is None else torch.zeros_like(blank.labels_T),
         )  # fmt: skip
     lengths_S = np.array([len(rollout) for rollout in rollouts])
     cu_seqlens, cu_seqlens_padded = lay_out(lengths_S, alignment)
@@ -126,8 +128,11 @@ def pack(rollouts: Sequence[Rollout], alignment: Alignment, numbers: Sequence[in
 
     position = np.arange(max(lengths))
     segment = np.arange(len(rollouts), dtype=np.int32)
-    numbers = range(len(rollouts)) if numbers is None else numbers
-    marks = [((number + 1) << _POSITION_BITS) + position[:size] for number, size in zip(numbers, lengths, strict=True)]
+
+    def ledger(numbers: Sequence[int]) -> torch.Tensor:
+        firsts = [(number + 1) << _POSITION_BITS for number in numbers]
+        return by_label([first + position[:size] for first, size in zip(firsts, lengths, strict=True)], np.int64(0))
+
     return PackedBatch(
         ids=tuple(rollout.id for rollout in rollouts),
         groups=tuple(rollout.group for rollout in rollouts),
@@ -147,7 +152,7 @@ def pack(rollouts: Sequence[Rollout], alignment: Alignment, numbers: Sequence[in
         sampled_T=answers("sampled"),
         engine_logprobs_T=answers("logprobs"),
         versions_T=answers("versions"),
-        ledger_T=by_label(marks, np.int64(0)),
+        ledger_T=None if numbers is None else ledger(numbers),
         routes_TMK=_routes(rollouts, by_row),
     )
 
@@ -166,7 +171,7 @@ def shard_cp(packed: PackedBatch, cp_rank: int) -> PackedBatch:
 
 
 def loss_rows(batches: Sequence[PackedBatch]) -> dict[str, np.ndarray]:
-    """Rows as the loss gets them from these packs or shards: the arrays of `verifier.core.records_tokens.TokenLedger`.
+    """Rows as the loss gets them from packs or shards with a ledger: arrays of `core.records_tokens.TokenLedger`.
 
     Nothing is shared with the batches.
     """

@@ -67,7 +67,7 @@ def score(
         One float32 tensor [len - 1] per rollout, on every rank's host: entry t is the log-probability of token t + 1
         given all earlier tokens, nats.
     """
-    batches, shards = _micro_batches(trainer, rollouts, micro_batch_size)
+    batches, shards = _micro_batches(trainer, rollouts, micro_batch_size, ledger=on_shards is not None)
     forward = partial(_forward, trainer=trainer, temperature=temperature, entropy=False, finish=_detached)
     with _seen(shards, on_shards), torch.no_grad(), _mode(trainer, training=False):
         scored = _run(trainer, forward, shards, forward_only=True, collect_non_loss_data=True)
@@ -153,7 +153,7 @@ def backward(
         raise UsageError("no token of any rollout is in the loss mask: there is nothing to train on")
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
-    _, shards = _micro_batches(trainer, rollouts, micro_batch_size)
+    _, shards = _micro_batches(trainer, rollouts, micro_batch_size, ledger=on_shards is not None)
     finish = partial(_sum_loss, loss=loss)
     forward = partial(_forward, trainer=trainer, temperature=temperature, entropy=True, finish=finish)
     with _seen(shards, on_shards), _mode(trainer, training=True):
@@ -203,14 +203,14 @@ def params_synced(trainer: TrainerModel) -> Iterator[None]:
 
 
 def _micro_batches(
-    trainer: TrainerModel, rollouts: Sequence[Rollout], micro_batch_size: int
+    trainer: TrainerModel, rollouts: Sequence[Rollout], micro_batch_size: int, *, ledger: bool
 ) -> tuple[list[list[int]], list[PackedBatch]]:
     """Return this rank's micro-batches, as indices of rollouts and as its context-parallel shards of the packs."""
     mesh, at = trainer.mesh, _coordinate(trainer)
     alignment = Alignment(tp=mesh.tp, cp=mesh.cp, sp=trainer.provider.sequence_parallel)
     multiple = mesh.pp if mesh.vpp > 1 else 1
     batches = split_by_count(len(rollouts), dp=mesh.dp, micro_batch_size=micro_batch_size, multiple=multiple)[at.dp]
-    packs = [pack([rollouts[index] for index in batch], alignment, batch) for batch in batches]
+    packs = [pack([rollouts[index] for index in batch], alignment, batch if ledger else None) for batch in batches]
     return batches, [shard_cp(packed, at.cp) for packed in packs]
 
 

@@ -40,7 +40,7 @@ def test_two_rollouts_over_two_context_parallel_ranks() -> None:
 
 
 def test_a_filler_predicts_nothing_and_unpacks_to_nothing() -> None:
-    packed = pack([], Alignment(tp=2, cp=2))
+    packed = pack([], Alignment(tp=2, cp=2), [])
     assert packed.num_rows == 8
     assert packed.tokens_T.tolist() == [0] * 8
     assert not packed.loss_mask_T.any()

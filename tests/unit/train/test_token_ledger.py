@@ -28,12 +28,12 @@ def audit(rollouts: Sequence[Rollout], rows: dict[str, np.ndarray]) -> list[Misp
 
 
 def packed() -> PackedBatch:
-    return pack(ROLLOUTS, Alignment(cp=2))
+    return pack(ROLLOUTS, Alignment(cp=2), range(len(ROLLOUTS)))
 
 
 def test_in_place() -> None:
     assert audit(ROLLOUTS, loss_rows([packed()])) == []
-    assert audit(ROLLOUTS, loss_rows([packed(), pack([], Alignment())])) == []
+    assert audit(ROLLOUTS, loss_rows([packed(), pack([], Alignment(), [])])) == []
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_lost_and_repeated_tokens_are_counted() -> None:
 def test_swapped_fields_of_two_rollouts_of_one_shape() -> None:
     batch = [make_rollout(name, [1], [2, 3], logprobs=[-at, -at - 0.5]) for at, name in enumerate("xy")]
     swapped = [replace(batch[0], logprobs=batch[1].logprobs), replace(batch[1], logprobs=batch[0].logprobs)]
-    rows = loss_rows([pack(swapped, Alignment())])
+    rows = loss_rows([pack(swapped, Alignment(), range(len(swapped)))])
     assert {(item.rollout, item.field) for item in audit(batch, rows)} == {
         ("x", "engine_logprob"),
         ("y", "engine_logprob"),
@@ -83,7 +83,7 @@ def test_not_a_number_equals_itself_only() -> None:
 
 def test_a_field_of_another_rollout_is_named() -> None:
     batch = [replace(rollout, reward=float(at), group=f"g{at}") for at, rollout in enumerate(ROLLOUTS)]
-    right = pack(batch, Alignment(cp=2))
+    right = pack(batch, Alignment(cp=2), range(len(batch)))
     assert audit(batch, loss_rows([right])) == []
     for field, wrong in (
         ("reward", {"rewards": (0.0, 0.0)}),
