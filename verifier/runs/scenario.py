@@ -19,6 +19,8 @@ from verifier.core.records_weights import OptimizerRule
 from verifier.model.families import num_experts_of, size_if_any
 from verifier.runs.workload import RolloutRow, ScoringPass, Workload
 
+Tokens = Sequence[Sequence[int]]
+"""Token ids of each sequence."""
 NUM_SEQUENCES = 8
 LENGTHS = (16, 48)
 PROMPT_LENGTHS = (140, 150)
@@ -63,12 +65,7 @@ def made_up(config: RoundtripConfig, sizes: Mapping[str, Any]) -> Workload:
 
 
 def workload(
-    scored: Sequence[Sequence[int]],
-    batches: Sequence[Sequence[Sequence[int]]],
-    prompts: Sequence[Sequence[int]],
-    long: Sequence[int] = (),
-    *,
-    adapter: bool = False,
+    scored: Tokens, batches: Sequence[Tokens], prompts: Tokens, long: Sequence[int] = (), *, adapter: bool = False
 ) -> Workload:
     """Make up everything but the token ids; `long` is scored by the trainer alone, and an `adapter` does not decay."""
     rows = rollout_rows(scored)
@@ -85,7 +82,7 @@ def workload(
     )  # fmt: skip
 
 
-def rollout_rows(sequences: Sequence[Sequence[int]], version: int = 0) -> tuple[RolloutRow, ...]:
+def rollout_rows(sequences: Tokens, version: int = 0) -> tuple[RolloutRow, ...]:
     """Token sequences as rollouts of several turns; every field differs between neighbours, so that a swap shows.
 
     A quarter of a sequence is prompt, but for the exceptional ones; of the response every fifth token is tool output,
