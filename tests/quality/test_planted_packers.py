@@ -216,7 +216,7 @@ def padded_to_longest_prompt_plus_longest_response(case: Packing) -> bool:
 def remainder_dropped(case: Packing) -> bool:
     """Micro-batches of two; what does not fill one is left out."""
     full = len(case.rollouts) // 2 * 2
-    return arrives_wrong(case, [pack(case.rollouts[:full], case.alignment)])
+    return arrives_wrong(case, [pack(case.rollouts[:full], case.alignment, range(full))])
 
 
 def _routes_differ(case: Packing, routes_TMK: torch.Tensor) -> bool:
