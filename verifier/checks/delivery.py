@@ -200,7 +200,7 @@ def engine_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
             loaded = _loaded(trace.of(LoadedNames, rank=rank))
             cold = [item for item in trace.of(ColdTensor, rank=rank, sort="buffer") if item.name not in loaded]
             kept = {item.name for item in cold}
-            state = [item for item in state if item.name in kept]
+            state = [item for name, item in by_name(state).items() if name in kept]
         yield from compare_contents(
             state, cold,
             stage=Stage.ENGINE, version=version, actual_says=f"synced engine rank {rank}",
