@@ -27,7 +27,7 @@ def seen(tmp_path):
 
 
 def packed():
-    return [pack(rollouts(), Alignment())]
+    return [pack(rollouts(), Alignment(), range(len(rollouts())))]
 
 
 def misplaced(path):
