@@ -25,6 +25,8 @@ NO_LABEL = -100
 """Label of a row that predicts nothing."""
 NO_VERSION = -1
 """Weight version of a token that no weights sampled."""
+_BLOCK = 8192
+"""Rows that are audited at a time: what is computed on the way stays in the processor's cache."""
 Rows = Mapping[str, np.ndarray]
 """Arrays of `TokenLedger`, and ``rank`` [T] int64, the trainer rank that had the row."""
 SHOWN = 3
@@ -48,7 +50,8 @@ class Misplacement(NamedTuple):
 
 def joined(parts: Sequence[Mapping[str, np.ndarray]], ranks: Sequence[int]) -> dict[str, np.ndarray]:
     """Rows of all ranks, with the rank of each."""
-    rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    one = len(parts) == 1
+    rows = {name: parts[0][name] if one else np.concatenate([part[name] for part in parts]) for name in parts[0]}
     counts = [len(part["sentinel"]) for part in parts]
     return {**rows, "rank": np.repeat(np.array(ranks, np.int64), counts)}
 
@@ -62,45 +65,57 @@ def audit(rollouts: Rollouts, tokens: Mapping[str, np.ndarray], rows: Rows) -> l
     """
     lengths = np.array(rollouts.lengths, np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    sentinel = rows["sentinel"]
-    real = sentinel != 0
-    which = (sentinel >> POSITION_BITS) - 1
-    position = sentinel & ((1 << POSITION_BITS) - 1)
+    by_rollout = {
+        "reward": np.array(rollouts.rewards, np.float64),
+        "group": _checksums(rollouts.groups),
+        "id": _checksums(rollouts.ids),
+        "prompt": np.array(rollouts.prompt_lengths, np.int64),
+    }
+    found: list[Misplacement] = []
+    arrived = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+    for begin in range(0, len(rows["sentinel"]), _BLOCK):
+        block = {name: column[begin : begin + _BLOCK] for name, column in rows.items()}
+        known, which, position = _named(block["sentinel"], lengths)
+        real = block["sentinel"] != 0
+        found += _strays(block, real & ~known, "row", "sentinel", 0)
+        for field, value in (("label", NO_LABEL), ("mask", False), ("sampled", False), ("version", NO_VERSION)):
+            found += _strays(block, ~real & (block[field] != value), field, field, value)
+        mine = {name: column[known] for name, column in block.items()}
+        flat = starts[which] + position
+        arrived.append((flat, mine["rank"]))
+        before = np.maximum(flat - 1, 0)
+        expected = {
+            "input": tokens["tokens"][before],
+            "role": tokens["roles"][before],
+            "label": tokens["tokens"][flat],
+            "mask": tokens["mask"][flat],
+            "sampled": tokens["sampled"][flat],
+            "engine_logprob": tokens["logprobs"][flat],
+            "version": tokens["versions"][flat],
+            "position": position - 1,
+            **{name: values[which] for name, values in by_rollout.items()},
+        }
+        for field, want in expected.items():
+            got = mine[field]
+            differs = np.flatnonzero(got != want)
+            for at in differs[~(np.isnan(got[differs]) & np.isnan(want[differs]))]:  # a NaN is right for a NaN
+                name, rank = rollouts.ids[which[at]], int(mine["rank"][at])
+                found.append(Misplacement(name, int(position[at]), field, float(want[at]), float(got[at]), rank))
+    found += _not_once(rollouts, starts, *(np.concatenate(parts) for parts in zip(*arrived, strict=True)))
+    return sorted(found, key=lambda item: item[:3])
+
+
+def _named(sentinel: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mask of the rows whose sentinel names a token of a rollout; of those, the rollout's number and the position."""
+    which, position = (sentinel >> POSITION_BITS) - 1, sentinel & ((1 << POSITION_BITS) - 1)
     known = (which >= 0) & (which < len(lengths))
     known[known] = position[known] < lengths[which[known]]
-    found = list(_strays(rows, real & ~known, "row", "sentinel", 0))
-    for field, value in (("label", NO_LABEL), ("mask", False), ("sampled", False), ("version", NO_VERSION)):
-        found += _strays(rows, ~real & (rows[field] != value), field, field, value)
-    which, position, ranks = which[known], position[known], rows["rank"][known]
-    flat = starts[which] + position
-    found += _not_once(rollouts, starts, flat, ranks)
-
-    before = np.maximum(flat - 1, 0)
-    expected = {
-        "input": tokens["tokens"][before],
-        "role": tokens["roles"][before],
-        "label": tokens["tokens"][flat],
-        "mask": tokens["mask"][flat],
-        "sampled": tokens["sampled"][flat],
-        "engine_logprob": tokens["logprobs"][flat],
-        "version": tokens["versions"][flat],
-        "position": position - 1,
-        "reward": np.array(rollouts.rewards, np.float64)[which],
-        "group": _checksums(rollouts.groups)[which],
-        "id": _checksums(rollouts.ids)[which],
-        "prompt": np.array(rollouts.prompt_lengths, np.int64)[which],
-    }
-    for field, want in expected.items():
-        got = rows[field][known]
-        for at in np.flatnonzero((got != want) & ((got == got) | (want == want))):  # a NaN is right for a NaN
-            name = rollouts.ids[which[at]]
-            found.append(Misplacement(name, int(position[at]), field, float(want[at]), float(got[at]), int(ranks[at])))
-    return sorted(found, key=lambda item: item[:3])
+    return known, which[known], position[known]
 
 
 def _checksums(texts: Sequence[str]) -> np.ndarray:
     """CRC-32 of each id or group."""
-    return np.array([zlib.crc32(text.encode()) for text in texts], np.int64)
+    return np.array([zlib.crc32(text.encode()) for text in texts], np.uint32)
 
 
 def _strays(rows: Rows, wrong: np.ndarray, field: str, column: str, expected: float) -> Iterator[Misplacement]:

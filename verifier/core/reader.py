@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 FOLDERS = {"evidence": ".jsonl", "arrays": ".safetensors"}
 """Folders of a trace, and the suffix of the files in each."""
+KEPT_BYTES = 64 * 2**20
+"""Contents of files that are kept in memory from the look at their digests to the checks, of one trace."""
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec for bytes that are no JSON of the type."""
 
@@ -68,23 +70,30 @@ def read(path: Path) -> Trace:
     """
     manifest = _read_manifest(path)
     names = _listed(path, forgiving=not manifest.complete)
+    kept: dict[str, bytes] = {}
+    room = KEPT_BYTES
     if manifest.complete:
         for name in sorted(manifest.files.keys() | set(names)):
             if name not in names:
                 raise UsageError(f"the trace `{path}` is not whole: `{name}` is missing")
             if name not in manifest.files:
                 raise UsageError(f"the trace `{path}` is not whole: `{name}` is no file of it")
-            if digest_of(_contents(path, name)) != manifest.files[name]:
+            contents = _contents(path, name)
+            if digest_of(contents) != manifest.files[name]:
                 raise UsageError(f"the trace `{path}` is damaged: `{name}` is not what the run wrote")
+            room -= len(contents)
+            if room >= 0:
+                kept[name] = contents
     records: list[Record] = []
     for name in names:
         if name.startswith("evidence/"):
-            records += _read_records(path, name, forgiving=not manifest.complete)
+            contents = kept.pop(name, b"") or _contents(path, name)
+            records += _read_records(path, name, contents, forgiving=not manifest.complete)
     keys = {Path(name).stem for name in names if name.startswith("arrays/")}
     for record in records:
         if isinstance(record, ArrayRecord) and record.array not in keys:
             raise UsageError(f"the trace `{path}` is not whole: {kind_of(type(record))} `{record.name}` has no array")
-    return Trace(manifest, records, functools.partial(_arrays, path))
+    return Trace(manifest, records, functools.partial(_arrays, path, kept))
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -147,9 +156,9 @@ def _contents(path: Path, name: str) -> bytes:
         raise UsageError(f"`{file}` cannot be read: {problem.strerror}") from problem
 
 
-def _read_records(path: Path, name: str, *, forgiving: bool) -> list[Record]:
+def _read_records(path: Path, name: str, contents: bytes, *, forgiving: bool) -> list[Record]:
     """Records of one file; the last line of a run that died may be cut."""
-    lines = _contents(path, name).split(b"\n")
+    lines = contents.split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
         if not line:
@@ -163,13 +172,13 @@ def _read_records(path: Path, name: str, *, forgiving: bool) -> list[Record]:
     return records
 
 
-def _arrays(path: Path, key: str) -> Mapping[str, np.ndarray]:
+def _arrays(path: Path, kept: Mapping[str, bytes], key: str) -> Mapping[str, np.ndarray]:
     """Arrays of a record, by name."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
     try:
-        return load(_contents(path, f"arrays/{key}.safetensors"))
+        return load(kept.get(name := f"arrays/{key}.safetensors") or _contents(path, name))
     except FileNotFoundError as problem:
         raise KeyError(f"array `{key}` is not in the trace") from problem
     except (SafetensorError, ValueError, KeyError) as problem:

@@ -111,7 +111,10 @@ def real(value: float) -> Real:
 
 
 def as_numpy(array: Array) -> np.ndarray:
-    """An array on the host. numpy has no bfloat16: it becomes float32, which holds every value of it."""
+    """An array on the host, as a trace keeps it; every value is the same.
+
+    numpy has no bfloat16: it becomes float32. Whole numbers that fit in 32 bits take 32: fewer bytes to read.
+    """
     import numpy as np
 
     if hasattr(array, "detach"):
@@ -119,4 +122,6 @@ def as_numpy(array: Array) -> np.ndarray:
         if str(array.dtype) == "torch.bfloat16":
             array = array.float()
         array = array.numpy()
+    if array.dtype == np.int64 and array.size and array.min() >= -(2**31) and array.max() < 2**31:
+        array = array.astype(np.int32)
     return np.ascontiguousarray(array)

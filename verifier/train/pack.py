@@ -188,7 +188,7 @@ def loss_rows(batches: Sequence[PackedBatch]) -> dict[str, np.ndarray]:
         )
 
     def checksums(names: Sequence[Sequence[str]]) -> np.ndarray:
-        return by_rollout([[zlib.crc32(name.encode()) for name in own] for own in names], 0, np.int64)
+        return by_rollout([[zlib.crc32(name.encode()) for name in own] for own in names], 0, np.uint32)
 
     return {
         "sentinel": cat("ledger_T"),
