@@ -7,13 +7,13 @@ its trace can be judged, and never holds.
 from __future__ import annotations
 
 import functools
-import hashlib
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import xxhash
 from msgspec.structs import replace
 
 from verifier.core.manifest import FORMAT, Manifest
@@ -39,8 +39,8 @@ class _Format(msgspec.Struct):
 
 
 def digest_of(contents: bytes) -> str:
-    """Digest of a file's contents; SHA-256, for which processors have instructions: four times as fast as blake2b."""
-    return "sha256:" + hashlib.sha256(contents).hexdigest()
+    """Digest of a file's contents, against damage and mistakes, not forgers: 128 bits of XXH3, as fast as memory."""
+    return "xxh3:" + xxhash.xxh3_128_hexdigest(contents)
 
 
 def sealed(manifest: Manifest) -> bytes:
