@@ -63,6 +63,9 @@ def compare_contents(
         rightful.setdefault(item.digest, []).append(name)
     for name, present in (wanted | held).items():
         got, want = held.get(name), wanted.get(name)
+        if got and want and (got.digest, got.dtype, got.shape) == (want.digest, want.dtype, want.shape):
+            yield Comparison(what=name, same=True, stage=stage, version=version)
+            continue
         twin = next((other for other in rightful.get(present.digest, ()) if got and want and other != got.name), "")
         if got is None:
             what = f"is absent from {actual_says}"
@@ -72,9 +75,6 @@ def compare_contents(
             what = f"has dtype {got.dtype} in {actual_says}, {want.dtype} in {expected_says}"
         elif got.shape != want.shape:
             what = f"has shape {list(got.shape)} in {actual_says}, {list(want.shape)} in {expected_says}"
-        elif got.digest == want.digest:
-            yield Comparison(what=name, same=True, stage=stage, version=version)
-            continue
         elif twin:
             what = f"holds in {actual_says} what `{twin}` should hold"
         else:

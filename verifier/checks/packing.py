@@ -80,9 +80,10 @@ def audit(rollouts: Rollouts, tokens: Mapping[str, np.ndarray], rows: Rows) -> l
         found += _strays(block, real & ~known, "row", "sentinel", 0)
         for field, value in (("label", NO_LABEL), ("mask", False), ("sampled", False), ("version", NO_VERSION)):
             found += _strays(block, ~real & (block[field] != value), field, field, value)
-        mine = {name: column[known] for name, column in block.items()}
         flat = starts[which] + position
-        arrived.append((flat, mine["rank"]))
+        arrived.append((flat[known], block["rank"][known]))
+        if not known.any():
+            continue
         before = np.maximum(flat - 1, 0)
         expected = {
             "input": tokens["tokens"][before],
@@ -96,21 +97,21 @@ def audit(rollouts: Rollouts, tokens: Mapping[str, np.ndarray], rows: Rows) -> l
             **{name: values[which] for name, values in by_rollout.items()},
         }
         for field, want in expected.items():
-            got = mine[field]
-            differs = np.flatnonzero(got != want)
+            got = block[field]
+            differs = np.flatnonzero((got != want) & known)
             for at in differs[~(np.isnan(got[differs]) & np.isnan(want[differs]))]:  # a NaN is right for a NaN
-                name, rank = rollouts.ids[which[at]], int(mine["rank"][at])
+                name, rank = rollouts.ids[which[at]], int(block["rank"][at])
                 found.append(Misplacement(name, int(position[at]), field, float(want[at]), float(got[at]), rank))
     found += _not_once(rollouts, starts, *(np.concatenate(parts) for parts in zip(*arrived, strict=True)))
     return sorted(found, key=lambda item: item[:3])
 
 
 def _named(sentinel: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mask of the rows whose sentinel names a token of a rollout; of those, the rollout's number and the position."""
+    """Mask of the rows whose sentinel names a token of a rollout; rollout's number and position, 0 in all other rows."""
     which, position = (sentinel >> POSITION_BITS) - 1, sentinel & ((1 << POSITION_BITS) - 1)
     known = (which >= 0) & (which < len(lengths))
     known[known] = position[known] < lengths[which[known]]
-    return known, which[known], position[known]
+    return known, which * known, position * known
 
 
 def _checksums(texts: Sequence[str]) -> np.ndarray:
