@@ -107,7 +107,7 @@ def audit(rollouts: Rollouts, tokens: Mapping[str, np.ndarray], rows: Rows) -> l
 
 
 def _named(sentinel: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mask of the rows whose sentinel names a token of a rollout; rollout's number and position, 0 in all other rows."""
+    """Mask of the rows whose sentinel names a token of a rollout; their rollout's number and position, elsewhere 0."""
     which, position = (sentinel >> POSITION_BITS) - 1, sentinel & ((1 << POSITION_BITS) - 1)
     known = (which >= 0) & (which < len(lengths))
     known[known] = position[known] < lengths[which[known]]
