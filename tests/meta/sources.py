@@ -60,8 +60,8 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_at_load(path: Path) -> Iterator[str]:
-    """Names that a file imports while it is loaded: `a.b` and `a.b.c` of `from a.b import c`; none for types only."""
+def imports_to_run(path: Path) -> Iterator[str]:
+    """Names that a file imports at any time: `a.b` and `a.b.c` of `from a.b import c`; none for types only."""
     waiting: list[ast.stmt] = list(tree_of(path).body)
     while waiting:
         node = waiting.pop()
@@ -72,14 +72,14 @@ def imports_at_load(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             waiting += node.orelse
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        else:
             waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
 
 
 def import_graph(folder: str) -> dict[str, set[str]]:
-    """Module -> modules of the same folder that it imports while it is loaded."""
+    """Module -> modules of the same folder that it imports, in a function too."""
     files = {module_of(path): path for path in python_files(folder)}
-    return {name: {found for found in imports_at_load(path) if found in files} - {name} for name, path in files.items()}
+    return {name: {found for found in imports_to_run(path) if found in files} - {name} for name, path in files.items()}
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:

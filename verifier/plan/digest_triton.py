@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from verifier.plan.digest import BLOCK_BYTES, COLUMNS, GOLDEN, KEYS, MIX_1, MIX_2, ROWS
+from verifier.plan.digest_definition import BLOCK_BYTES, COLUMNS, GOLDEN, KEYS, MIX_1, MIX_2, ROWS
 
 BLOCKS_PER_STEP = 4
 """Number of blocks that a program digests at once, one per warp."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from verifier.plan.digest import BLOCK_BYTES, lane_sums_numpy
+from verifier.plan.digest_definition import BLOCK_BYTES, lane_sums_numpy
 from verifier.plan.digest_triton import LINE_BYTES, STEP_BYTES, STEPS_PER_UNIT, _pieces_kernel, table_of
 
 SIZES = [

@@ -15,18 +15,9 @@ from hypothesis import strategies as st
 
 from verifier.errors import ContractError
 from verifier.plan import digest as digest_module
-from verifier.plan.digest import (
-    BLOCK_BYTES,
-    COLUMNS,
-    KEYS,
-    ROWS,
-    Pieces,
-    digest_tensor,
-    digest_tensors,
-    finish,
-    finish_all,
-    lane_sums_numpy,
-)
+from verifier.plan import digest_definition
+from verifier.plan.digest import Pieces, digest_tensor, digest_tensors
+from verifier.plan.digest_definition import BLOCK_BYTES, COLUMNS, KEYS, ROWS, finish, finish_all, lane_sums_numpy
 
 EDGES = [0, 1, 2, 3, 4, 5, 511, 512, 513, 1024, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 5 * BLOCK_BYTES + 7]
 
@@ -117,7 +108,7 @@ def test_host_path_equals_reference(num_bytes, offset, seed):
 
 
 def test_reference_in_several_pieces():
-    data = bytes_of(2 * digest_module._REFERENCE_BLOCKS * BLOCK_BYTES + 12345)
+    data = bytes_of(2 * digest_definition._REFERENCE_BLOCKS * BLOCK_BYTES + 12345)
     assert digest_tensor(data) == reference(data)
 
 
