@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from verifier.pytest_plugin import deselect, fail_skipped, skip_without_gpus
 
@@ -36,6 +37,8 @@ NOT_QUICK = (
     "meta/test_tiers.py",
 )
 """Files and tests that import transformers, start processes, or compute for seconds."""
+WITH_ENGINES = ("faults/", "dist/test_roundtrip.py", "dist/test_engine_", "dist/test_interrupted.py")
+"""Files whose tests start engines, or have deadlines of seconds."""
 MARKERS = (
     "quick: needs no ranks and no engine; `pytest -m quick` runs these in under 90 s (set by folder in tests/tiers.py)",
     "slow: takes minutes; left out unless asked for by `-m slow`",
@@ -57,10 +60,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Two workers for a whole tier without GPUs, each with a file at a time; none for tests that are named."""
     whole_tier = config.args == config.getini("testpaths") and config.getoption("gpus") is None
     return min(2, os.cpu_count() or 1) if whole_tier and not config.getoption("collectonly") else 0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
+    """A file at a time, and all files of engines in one worker: two engines at once would spin for the same cores."""
+    return Scheduling(config, log)
+
+
+class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+    """Gives each worker a file at a time, but all of `WITH_ENGINES` to the one that gets the first of them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = str(super()._split_scope(nodeid))
+        return "engines" if file.removeprefix("tests/").startswith(WITH_ENGINES) else file
 
 
 def pytest_configure(config: pytest.Config) -> None:
