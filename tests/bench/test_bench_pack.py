@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from verifier.data.rollout import Rollout, check_rollouts, make_rollout
+from verifier.train.microbatch import split_by_tokens
 from verifier.train.pack import IGNORE_LABEL, pack
-from verifier.train.token_layout import Alignment, split_by_count
+from verifier.train.token_layout import Alignment
 
 NUM_ROLLOUTS, NUM_TOKENS, VOCAB = 4096, 1_000_000, 151_936
 LIMIT_S = 0.5
@@ -50,8 +51,8 @@ def test_a_million_tokens_pack_in_under_half_a_second() -> None:
         for _ in range(5):
             begin = time.process_time()
             check_rollouts(batch, vocab_size=VOCAB)
-            parts = [part for rank in split_by_count(len(batch), dp=8, micro_batch_size=128) for part in rank]
-            packs = [pack([batch[index] for index in part], alignment, part) for part in parts]
+            ranks = split_by_tokens(batch, dp=8, max_tokens=32_768, alignment=alignment)
+            packs = [pack([batch[index] for index in part], alignment, part) for parts in ranks for part in parts]
             times.append(time.process_time() - begin)
     finally:
         torch.set_num_threads(threads)

@@ -142,25 +142,23 @@ def sleep(context: RankContext) -> int:
     return context.rank
 
 
-def time_collectives(context: RankContext) -> list[list[float]]:
-    """Seconds per small all_reduce, [recorded, not recorded] per paired repeat."""
+def count_calls(context: RankContext) -> list[int]:
+    """Calls of functions, Python's and C's, in one small all_reduce: [recorded, not recorded]."""
     import torch
     import torch.distributed as dist
 
     tensor, wrapped = torch.zeros(64), (dist.ProcessGroup.allreduce, dist.Work.wait)
-    pairs = []
-    for _ in range(int(context.args["repeats"])):
-        pair = []
-        for methods in (wrapped, [method.__wrapped__ for method in wrapped]):
-            dist.ProcessGroup.allreduce, dist.Work.wait = methods
-            dist.barrier()
-            begin = time.perf_counter()
-            for _ in range(int(context.args["calls"])):
-                dist.all_reduce(tensor)
-            pair.append((time.perf_counter() - begin) / int(context.args["calls"]))
-        pairs.append(pair)
+    calls = []
+    for methods in (wrapped, [method.__wrapped__ for method in wrapped]):
+        dist.ProcessGroup.allreduce, dist.Work.wait = methods
+        dist.all_reduce(tensor)
+        events: list[str] = []
+        sys.setprofile(lambda frame, event, arg, to=events: to.append(event))
+        dist.all_reduce(tensor)
+        sys.setprofile(None)
+        calls.append(sum(event in ("call", "c_call") for event in events))
     dist.ProcessGroup.allreduce, dist.Work.wait = wrapped
-    return pairs
+    return calls
 
 
 def wait_for_pids(run_dir: Path, world_size: int) -> list[int]:

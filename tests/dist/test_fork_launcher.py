@@ -277,10 +277,7 @@ def test_no_orphan_when_the_parent_is_killed_while_it_loads(functions):
         assert functions.all_gone([pid])
 
 
-def test_recording_costs_little(launcher, tmp_path):
-    args = {"repeats": 15, "calls": 500}
-    pairs = launcher.run("launch_functions:time_collectives", world_size=1, run_dir=tmp_path, args=args)[0]
-    bare_us = min(bare for _, bare in pairs) * 1e6
-    added_us = min(recorded for recorded, _ in pairs) * 1e6 - bare_us
-    print(f"recording adds {added_us:.2f} us to a collective of one rank, {bare_us:.1f} us")
-    assert added_us < bare_us, "a gloo all_reduce of two ranks takes several times as long as that of one"
+def test_recording_costs_few_calls(launcher, tmp_path):
+    recorded, bare = launcher.run("launch_functions:count_calls", world_size=1, run_dir=tmp_path)[0]
+    print(f"recording adds {recorded - bare} calls to the {bare} of an all_reduce")
+    assert 0 < recorded - bare <= 25, "23 are enough"

@@ -18,8 +18,9 @@ from verifier.data.rollout import Rollout
 from verifier.data.trajectories import check_steps, join_steps
 from verifier.errors import ContractError, UsageError
 from verifier.strategies import Packing, packings, rollouts, shards, step_lists
+from verifier.train.microbatch import split_by_count, split_by_tokens
 from verifier.train.pack import IGNORE_LABEL, PADDING, loss_rows, pack, shard_cp
-from verifier.train.token_layout import cp_rows, sp_slice, split_by_count
+from verifier.train.token_layout import cp_rows, sp_slice
 
 FIELDS = ("tokens", "sampled", "mask", "roles", "logprobs", "versions")
 
@@ -115,16 +116,27 @@ def test_label_aligned_values_come_back_at_their_token(case: Packing) -> None:
         assert values[1:].tolist() == item.tokens[1:].tolist()
 
 
-@given(num_rollouts=st.integers(1, 12), dp=st.integers(1, 6), multiple=st.integers(1, 3), room=st.integers(1, 4))
+@given(
+    case=packings(without_sp=True, max_rollouts=12),
+    dp=st.integers(1, 6),
+    multiple=st.integers(1, 3),
+    room=st.integers(1, 4),
+)
 def test_schedules_lose_nothing_and_give_every_rank_as_many_micro_batches(
-    num_rollouts: int, dp: int, multiple: int, room: int
+    case: Packing, dp: int, multiple: int, room: int
 ) -> None:
-    ranks = split_by_count(num_rollouts, dp=dp, micro_batch_size=room, multiple=multiple)
-    assert len(ranks) == dp
-    assert {len(batches) % multiple for batches in ranks} == {0}
-    assert len({len(batches) for batches in ranks}) == 1
-    assert [index for batches in ranks for batch in batches for index in batch] == list(range(num_rollouts))
-    assert all(len(batch) <= room for batches in ranks for batch in batches)
+    budget = int(case.alignment.padded(np.array([40])).item()) * room
+    by_count = split_by_count(len(case.rollouts), dp=dp, micro_batch_size=room, multiple=multiple)
+    by_tokens = split_by_tokens(case.rollouts, dp=dp, max_tokens=budget, alignment=case.alignment, multiple=multiple)
+    for ranks in (by_count, by_tokens):
+        assert len(ranks) == dp
+        assert {len(batches) % multiple for batches in ranks} == {0}
+        assert len({len(batches) for batches in ranks}) == 1
+        dealt = sorted(index for batches in ranks for batch in batches for index in batch)
+        assert dealt == list(range(len(case.rollouts)))
+    assert all(len(batch) <= room for batches in by_count for batch in batches)
+    for batch in (batch for batches in by_tokens for batch in batches):
+        assert pack([case.rollouts[index] for index in batch], case.alignment).num_rows <= budget
 
 
 @given(case=packings(without_sp=True, max_rollouts=12), dp=st.integers(1, 4))

@@ -7,8 +7,9 @@ from verifier.data.rollout import Rollout
 from verifier.mesh import Mesh
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.strategies import chunk_plans, length_profiles, meshes, packings, rollouts, stages
+from verifier.train.microbatch import split_by_tokens
 from verifier.train.pack import loss_rows, pack, shard_cp
-from verifier.train.token_layout import Alignment, sp_slice, split_by_count
+from verifier.train.token_layout import Alignment, sp_slice
 
 CI = settings.get_profile("ci")
 
@@ -42,7 +43,8 @@ def test_on_any_mesh_of_64_ranks_every_token_reaches_the_loss_once(mesh: Mesh, b
     """Split over dp, packed, sharded over cp, sliced over tp: the ledger finds each token once, with all its fields."""
     alignment = Alignment(tp=mesh.tp, cp=mesh.cp)
     parts = []
-    for batches in split_by_count(len(batch), dp=mesh.dp, micro_batch_size=2, multiple=mesh.vpp):
+    budget = 2 * int(alignment.padded(max(len(item) for item in batch)))
+    for batches in split_by_tokens(batch, dp=mesh.dp, max_tokens=budget, alignment=alignment, multiple=mesh.vpp):
         for members in batches:
             packed = pack([batch[index] for index in members], alignment, members)
             for cp_rank in range(mesh.cp):

@@ -18,8 +18,9 @@ from verifier.data.rollout import Rollout
 from verifier.errors import ContractError, UsageError
 from verifier.mesh import Coordinate
 from verifier.model.provider_megatron import TrainerModel
+from verifier.train.microbatch import split_by_count
 from verifier.train.pack import PackedBatch, pack, shard_cp
-from verifier.train.token_layout import Alignment, split_by_count
+from verifier.train.token_layout import Alignment
 from verifier.train.vocab_logprob import vocab_parallel_logprob
 
 OnShards = Callable[[list[PackedBatch]], Callable[[], None] | None]

@@ -1,4 +1,4 @@
-"""Layout of packed batches: micro-batches, alignment, cumulative lengths, context- and sequence-parallel rows.
+"""Layout of a packed batch: alignment, cumulative lengths, context- and sequence-parallel rows.
 
 Integers only. Shape suffixes: S sub-sequences of a pack, N real tokens, T rows of the pack (real and padding).
 """
@@ -73,34 +73,6 @@ class Alignment:
     def padded(self, lengths_S: np.ndarray) -> np.ndarray:
         """Return the padded lengths [S] of sub-sequences, before the whole pack is padded."""
         return -(-lengths_S // self.sequence_multiple) * self.sequence_multiple
-
-
-def split_by_count(num_rollouts: int, *, dp: int, micro_batch_size: int, multiple: int = 1) -> list[list[list[int]]]:
-    """Split rollouts, in order, into micro-batches whose sizes differ by at most one.
-
-    Every rank gets as many micro-batches as the others, because collectives involve all ranks. Where rollouts do not
-    suffice some are empty, and `pack` makes fillers of them.
-
-    Args:
-        num_rollouts: number of rollouts of the whole step.
-        dp: number of data-parallel ranks.
-        micro_batch_size: greatest number of rollouts of a micro-batch.
-        multiple: divisor of the number of micro-batches of a rank; pp for interleaved pipeline stages.
-
-    Returns:
-        Per data-parallel rank and micro-batch, the indices of its rollouts.
-
-    Raises:
-        UsageError: nothing to split, or a size below 1.
-    """
-    if num_rollouts < 1:
-        raise UsageError("there are no rollouts to split into micro-batches")
-    for name, size in (("dp", dp), ("micro_batch_size", micro_batch_size), ("multiple", multiple)):
-        if size < 1:
-            raise UsageError(f"{name} is {size}, it must be at least 1")
-    per_rank = -(-num_rollouts // (micro_batch_size * dp * multiple)) * multiple
-    batches = [part.tolist() for part in np.array_split(np.arange(num_rollouts), dp * per_rank)]
-    return [batches[rank * per_rank : (rank + 1) * per_rank] for rank in range(dp)]
 
 
 def lay_out(lengths_S: np.ndarray, alignment: Alignment) -> tuple[np.ndarray, np.ndarray]:

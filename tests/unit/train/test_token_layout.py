@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from verifier.errors import ContractError, UsageError
-from verifier.train.token_layout import Alignment, cp_rows, lay_out, sp_slice, split_by_count
+from verifier.train.token_layout import Alignment, cp_rows, lay_out, sp_slice
 
 SIZES = [(tp, cp) for tp in (1, 2, 3, 4, 8) for cp in (1, 2, 4, 8)]
 
@@ -73,26 +73,3 @@ def test_rows_that_do_not_divide_are_refused() -> None:
 def test_impossible_alignments_are_refused(sizes: dict, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Alignment(**sizes)
-
-
-def test_micro_batches_keep_neighbours_and_even_sizes() -> None:
-    assert split_by_count(10, dp=2, micro_batch_size=3) == [[[0, 1, 2], [3, 4, 5]], [[6, 7], [8, 9]]]
-
-
-def test_fewer_rollouts_than_ranks_leave_empty_micro_batches() -> None:
-    assert split_by_count(1, dp=2, micro_batch_size=4) == [[[0]], [[]]]
-
-
-def test_interleaved_stages_get_a_multiple() -> None:
-    assert [len(batches) for batches in split_by_count(3, dp=1, micro_batch_size=1, multiple=2)] == [4]
-
-
-@pytest.mark.parametrize("sizes", [{"dp": 0}, {"micro_batch_size": 0}, {"multiple": 0}])
-def test_sizes_below_one_are_refused(sizes: dict) -> None:
-    with pytest.raises(UsageError, match=f"{next(iter(sizes))} is 0, it must be at least 1"):
-        split_by_count(4, **{"dp": 1, "micro_batch_size": 1, **sizes})
-
-
-def test_nothing_to_split_is_refused() -> None:
-    with pytest.raises(UsageError, match="there are no rollouts to split"):
-        split_by_count(0, dp=1, micro_batch_size=1)
