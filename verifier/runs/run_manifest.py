@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from verifier.config import GoldenConfig, RoundtripConfig
-from verifier.core import store
 from verifier.core.manifest import Manifest, MeshSizes, Scope
-from verifier.errors import Stopped, UsageError, VerifierError
-from verifier.knob import flat
 from verifier.model.families import num_experts_of
 from verifier.platform.pins import PINS, installed
 from verifier.platform.stand_ins import stand_ins_of
@@ -43,9 +38,9 @@ def manifest_of(
     Raises:
         UsageError: an upstream bug would end the run, and its fix is not asked for.
     """
-    sizes, run = model.checkpoint.config, _facts_of(model, config.to_dict())
-    refuse_impossible(sizes, run)
+    sizes, run = model.checkpoint.config, _facts_of(model, config)
     scopes = _scopes(config, model)
+    refuse_impossible(sizes, run)
     manifest = Manifest(
         command="golden" if isinstance(config, GoldenConfig) else "roundtrip",
         command_line=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -89,38 +84,12 @@ def _scopes(config: GoldenConfig | RoundtripConfig, model: ModelUnderTest) -> li
     return [*scopes, "step", *gradient] if config.update == "step" else scopes
 
 
-def _facts_of(model: ModelUnderTest, config: Mapping[str, Any]) -> RunFacts:
-    """Facts that decide which upstream bugs reach a run, from its configuration as the manifest records it."""
-    knobs = flat(config)
-    return RunFacts(
-        tier=model.tier, dtype=model.dtype, engine=knobs.get("engine.kind", ""),
-        quantization=knobs.get("engine.quantization"), cuda_graphs=knobs.get("engine.cuda_graphs", False),
-        sleep_level=knobs.get("engine.sleep_level", 0),
-        steps=knobs["cycles"] if knobs.get("update") == "step" else 0, fixes=tuple(knobs["fixes"]),
+def _facts_of(model: ModelUnderTest, config: GoldenConfig | RoundtripConfig) -> RunFacts:
+    shared = RunFacts(tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes))
+    if isinstance(config, GoldenConfig):
+        return shared
+    engine = config.engine
+    return dataclasses.replace(
+        shared, engine=engine.kind, quantization=engine.quantization, cuda_graphs=engine.cuda_graphs,
+        sleep_level=engine.sleep_level, steps=config.cycles if config.update == "step" else 0,
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def recording(traces: Sequence[Path], manifest: Manifest) -> Iterator[Callable[[Path], None]]:
-    """Make trace directories, which are absent or empty, with this manifest; yields what marks one as complete.
-
-    A usage error removes those that are not complete, any other error marks them.
-    """
-    incomplete: list[Path] = []
-
-    def complete(trace: Path) -> None:
-        store.complete(trace, manifest)
-        incomplete.remove(trace)
-
-    try:
-        for trace in traces:
-            incomplete.append(store.create(trace, manifest))
-        yield complete
-    except UsageError:
-        for trace in incomplete:
-            store.discard(trace)
-        raise
-    except (VerifierError, Stopped) as problem:
-        for trace in incomplete:
-            store.fail(trace, manifest, str(problem))
-        raise

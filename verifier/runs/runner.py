@@ -11,6 +11,7 @@ from pathlib import Path
 
 from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
 from verifier.core.outputs import require_writable
+from verifier.core.store import recording
 from verifier.engine.api import EngineConfig
 from verifier.errors import InternalError, VerifierError
 from verifier.mesh import Mesh
@@ -20,7 +21,7 @@ from verifier.probes.engine_state import held_by
 from verifier.runs import golden, noise
 from verifier.runs.model_under_test import ModelUnderTest, open_for_roundtrip, open_model
 from verifier.runs.resources import Deadline, Resources, RunningEngine
-from verifier.runs.run_manifest import manifest_of, recording
+from verifier.runs.run_manifest import manifest_of
 from verifier.runs.scenario import made_up
 from verifier.runs.spec import RunSpec, engine_config, place, run_spec
 from verifier.runs.workload import Workload

@@ -17,8 +17,9 @@ from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess
 from verifier.errors import InternalError, UsageError
 from verifier.mesh import Mesh
+from verifier.model.checkpoint import require_room
 from verifier.model.tiny import write_tiny
-from verifier.runs.model_under_test import open_model, require_room
+from verifier.runs.model_under_test import MAX_MODEL_LEN, open_model
 from verifier.runs.resources import Deadline
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -88,7 +89,7 @@ def test_more_ranks_than_can_be_started_are_refused_before_the_model_is_read():
 def test_a_model_without_room_for_a_round_trip_is_refused(copy):
     configure(copy, max_position_embeddings=16)
     with pytest.raises(UsageError, match="`max_position_embeddings` = 16: sequences of a round trip have up to 256"):
-        require_room(open_model(str(copy), "float32", Mesh()))
+        require_room(open_model(str(copy), "float32", Mesh()).checkpoint.config, MAX_MODEL_LEN)
 
 
 def test_a_deadline_names_the_step_that_came_too_late():
