@@ -199,7 +199,7 @@ def engine_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
         if not cold:  # the buffers that no update brings, views of parameters apart
             loaded = _loaded(trace.of(LoadedNames, rank=rank))
             cold = [item for item in trace.of(ColdTensor, rank=rank, sort="buffer") if item.name not in loaded]
-            kept = {item.name for item in cold}
+            kept = by_name(cold)
             state = [item for name, item in by_name(state).items() if name in kept]
         yield from compare_contents(
             state, cold,

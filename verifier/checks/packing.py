@@ -62,7 +62,12 @@ def audit(rollouts: Rollouts, tokens: Mapping[str, np.ndarray], rows: Rows) -> l
     The first token of a rollout has no row that predicts it; all others must be there exactly once. A row that predicts
     nothing must be out of the loss.
     `rollouts` and their arrays stand in the order in which sentinels were given. Sorted by rollout and position.
+
+    Raises:
+        LookupError: columns of the ledger have different lengths.
     """
+    if len({len(column) for column in rows.values()}) > 1:
+        raise LookupError(f"rows of the ledger: {', '.join(f'{len(rows[name]):,} of {name}' for name in rows)}")
     lengths = np.array(rollouts.lengths, np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     by_rollout = {
@@ -108,6 +113,7 @@ def audit(rollouts: Rollouts, tokens: Mapping[str, np.ndarray], rows: Rows) -> l
 
 def _named(sentinel: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Mask of the rows whose sentinel names a token of a rollout; their rollout's number and position, elsewhere 0."""
+    sentinel = sentinel.astype(np.int64, copy=False)  # without one real sentinel the trace keeps 32 bits
     which, position = (sentinel >> POSITION_BITS) - 1, sentinel & ((1 << POSITION_BITS) - 1)
     known = (which >= 0) & (which < len(lengths))
     known[known] = position[known] < lengths[which[known]]

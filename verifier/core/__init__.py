@@ -1,1 +1,1 @@
-"""Pure abstractions: stage, evidence, trace, comparison, finding, check, gate; no I/O but in `store`."""
+"""Pure abstractions: stage, evidence, trace, comparison, finding, check; no I/O but in `store`."""

@@ -1,4 +1,7 @@
-"""Records of tokens and what is computed of them: rollouts, packing, routes, the loss, log-probabilities, samples."""
+"""Records of tokens and what is computed of them: rollouts, packing, routes, the loss, log-probabilities, samples.
+
+An array said to be int64 is int32 in a trace if all its values fit (`core.record.as_numpy`).
+"""
 
 from __future__ import annotations
 

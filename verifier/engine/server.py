@@ -158,7 +158,7 @@ class EngineServer:
 
     def _answer(self, request: str, arguments: dict[str, Any]) -> Any:
         if isinstance(self._engine, VerifierError):
-            raise self._engine
+            raise self._engine.with_traceback(None)  # else it grows by each request
         if request not in _REQUESTS:
             raise InternalError(f"the engine knows no request `{request}`")
         given = {name: _READ[name](value) if name in _READ else value for name, value in arguments.items()}

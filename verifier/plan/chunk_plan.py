@@ -101,9 +101,11 @@ class ChunkPlan:
 
     @classmethod
     def from_json(cls, record: Sequence[Sequence[Any]]) -> ChunkPlan:
-        """Rebuild and validate a plan from its JSON form."""
+        """Rebuild and validate a plan from its JSON form; raises a ContractError as `validate` does."""
         chunks = []
         for index, (num_bytes, tensors) in enumerate(record):
+            if not tensors:
+                raise ContractError(f"chunk {index} of the plan has no tensors")
             names, dtypes, shapes, begins = zip(*tensors, strict=True)
             columns = {"names": names, "dtypes": dtypes, "shapes": tuple(map(tuple, shapes)), "begins": begins}
             chunks.append(Chunk(index=index, num_bytes=num_bytes, **columns))

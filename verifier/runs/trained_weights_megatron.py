@@ -185,9 +185,9 @@ class FullWeights(TrainedWeights):
         if link.client is not None:
             run.probe.emit(Handover(name=f"transfer of version {version}", version=version, refused=link.refused))
             self.sent = {} if link.refused else watch.sent
+        self._record_exported(version)  # the other ranks wait there for the transfer, and not for the files too
         if version == run.spec.cycles:
             self._save("exported", self.sent)
-        self._record_exported(version)
 
     def record_update(self, version: int) -> None:
         """Record every rank's shards, and the checkpoint that they join to; else the oracle gets what was sent."""
@@ -239,12 +239,12 @@ class AdapterWeights(TrainedWeights):
                 self._save_merged(adapter, version)
             if run.link.client is not None:
                 run.link.client.load_adapter(path)
+        dist.barrier()
         if run.link.client is not None:
             held = lora_megatron.held_by_engine(adapter)
             if not version:  # the place of the first adapter is empty
                 held = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
             self.sent = self._source() | held
-        dist.barrier()
 
     def record_update(self, version: int) -> None:
         """Record base and adapter of all ranks after an update."""

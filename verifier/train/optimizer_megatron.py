@@ -95,6 +95,8 @@ def make_scheduler(
 def named_gradients(trainer: TrainerModel) -> Iterator[tuple[int, str, torch.Tensor]]:
     """Copy the reduced gradients, between backward pass and step; a distributed optimizer's are gathered. A collective.
 
+    Every rank draws all of them before the step, and calls no other collective in between.
+
     Yields:
         (model chunk, local parameter name without wrappers, float32 tensor of the parameter's shape).
 

@@ -54,7 +54,7 @@ class PackedBatch:
     tokens_T: torch.Tensor
     """int64, input token ids; 0 in padding."""
     positions_T: torch.Tensor
-    """int64, position within the sub-sequence; 0 in padding."""
+    """int64, position within the sub-sequence; 0 in padding, but for a filler's."""
     segments_T: torch.Tensor
     """int32, index of the sub-sequence; `PADDING` in padding."""
     roles_T: torch.Tensor
@@ -71,8 +71,8 @@ class PackedBatch:
     """int32, version of the weights that sampled the label."""
     ledger_T: torch.Tensor | None
     """int64, sentinel of the label: (number of its rollout + 1) * 2^32 + its position; 0 where there is none. An
-    off-by-one, a wrong chunk order or a swapped field keeps all shapes, but not the sentinels (PCK001). None where
-    nobody looks at the pack."""
+    off-by-one, a wrong chunk order or a swapped field keeps all shapes, but not the sentinels (PCK001). None in
+    a pass without `on_shards`."""
     routes_TMK: torch.Tensor | None
     """int32, experts of the input token; `MISSING_ROUTE` in padding and where the engine reported none."""
 

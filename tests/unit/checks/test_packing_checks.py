@@ -1,10 +1,11 @@
 """What the checks of the token path take for wrong, beside what the snapshots show."""
 
+import numpy as np
 from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.snapshots.check_traces import ARRAYS, AT, MANIFEST, change, clean, having, make_trace
-from verifier.core.check import REGISTRY, run_check
+from tests.snapshots.check_traces import ARRAYS, AT, LEDGER, MANIFEST, change, clean, having, make_trace
+from verifier.core.check import REGISTRY, Outcome, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import MeshSizes
 from verifier.core.records_tokens import PackedBatchDigest, PackLayout, ReturnedLogprobs, TokenLedger
@@ -48,3 +49,24 @@ def test_every_misplaced_field_names_its_rank() -> None:
     outcome = run_check(REGISTRY["PCK001"], make_trace(change(TokenLedger, having(array="shifted ledger"))))
     assert outcome.finding is not None
     assert outcome.finding.first.owner == f"trainer rank 0 ({AT[0]})"
+
+
+def judged(**columns: np.ndarray) -> Outcome:
+    """PCK001 of a ledger with other columns."""
+    arrays = {**ARRAYS, "ledger": {**LEDGER, **columns}}
+    return run_check(REGISTRY["PCK001"], Trace(MANIFEST, clean(), arrays.__getitem__))
+
+
+def test_a_column_that_is_cut_or_too_long_is_not_compared() -> None:
+    """Rows are compared block by block, and a block of one row would broadcast."""
+    for label in (LEDGER["label"][:-1], LEDGER["label"][:1], np.append(LEDGER["label"], -100)):
+        outcome = judged(label=label)
+        assert outcome.verdict is Verdict.INCONCLUSIVE
+        assert f"{len(label)} of label" in outcome.error
+
+
+def test_tokens_that_all_lost_their_name() -> None:
+    """A trace keeps whole numbers that fit in 32 bits, and sentinels that are zero, or cut, do."""
+    for sentinel in (np.zeros(6, np.int32), LEDGER["sentinel"].astype(np.int32)):
+        outcome = judged(sentinel=sentinel)
+        assert outcome.verdict is Verdict.VIOLATED

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verifier.errors import ContractError
 from verifier.plan import chunk_plan
 from verifier.plan.chunk_plan import END_BYTES, ChunkPlan, TensorMeta, build_plan
 
@@ -80,3 +81,8 @@ def test_columns_are_the_tensors() -> None:
     )  # fmt: skip
     assert chunk == plan.chunks[0]
     assert list(chunk.tensors) == metas
+
+
+def test_a_chunk_without_tensors_is_refused() -> None:
+    with pytest.raises(ContractError, match="chunk 0 of the plan has no tensors"):
+        ChunkPlan.from_json([[0, []]])

@@ -1,4 +1,4 @@
-"""The alignment rules, against those of the other trainers as they state them; micro-batches; what is refused."""
+"""The alignment rules, against those of the other trainers as they state them; what is refused."""
 
 import math
 

@@ -113,6 +113,8 @@ def packed_linears(module: nn.Module) -> Iterator[PackedLinear]:
         values = [*cells, *(getattr(closure, "__defaults__", None) or ())]
         handles = [value for value in values if isinstance(value, ops.CPUDNNLGEMMHandler)]
         weights = handles + [value for value in values if isinstance(value, torch.Tensor) and value.ndim == 2]
+        if not weights and holder != "cpu_linear":
+            raise ContractError(f"{type(module).__name__}.{holder}: this version of vLLM keeps its weight elsewhere")
         if weights:
             width = weights[0].k if handles else getattr(module, "input_size_per_partition", weights[0].shape[1])
             yield PackedLinear(

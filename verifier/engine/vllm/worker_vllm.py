@@ -88,7 +88,7 @@ class VerifierWorker:
         vLLM's driver stops reading at the first rank that fails. Other answers would stay in the ranks' queues and be
         taken for those of later requests.
         """
-        return reply_of(getattr(self, method), **arguments)
+        return reply_of(lambda: getattr(self, method)(**arguments))
 
     def verifier_state(self) -> list[EngineTensor]:
         """See `Engine.state`."""
@@ -110,7 +110,7 @@ class VerifierWorker:
                 tensor.fill_(float("nan"))
 
     def verifier_begin(self, plan: list[Any]) -> Agreement:
-        """See `Engine.begin_update`; abandons an update that was left open, and restores the saved tensors."""
+        """See `Engine.begin_update`; if all members agree, abandons an open update and restores the saved tensors."""
         agreement = self.weight_transfer_engine.receiver.agree(ChunkPlan.from_json(plan))
         if agreement.reached:
             if self.device is None:  # vLLM 0.21 sets it for accelerators only, and start_weight_update reads it
