@@ -23,6 +23,7 @@ from verifier.core.records_tokens import (
     OracleLogprobs,
     OracleOfForced,
     OracleOfNext,
+    OracleOfPlaces,
     OracleOfSampled,
     PackedBatchDigest,
     PackLayout,
@@ -111,6 +112,7 @@ LEDGER = {
     "prompt": np.array([1, 1, 1, 0, 1, 1]),
 }
 """Rows of one micro-batch: three of the first rollout, one of padding, two of the second."""
+PLACES = (("kept", 7, 8), ("rest", 7, 0.5), ("earlier", 4, np.nan), ("repeats", 4, False))
 ARRAYS: dict[str, dict[str, np.ndarray]] = {
     "right": {"array": np.array([-1.5, -2.25, -0.5, -6.0, -6.25], np.float32)},
     "close": {"array": np.array([-1.5, -2.25, -0.5, -6.0, -6.250001], np.float32)},
@@ -121,6 +123,7 @@ ARRAYS: dict[str, dict[str, np.ndarray]] = {
     "rows": {"array": np.arange(6)},
     "routes": {"array": np.array([[0, 0, 1, 3, 2], [0, 1, 1, 0, 1]], np.int32)},
     "other routes": {"array": np.array([[0, 0, 1, 3, 2], [0, 1, 1, 0, 2]], np.int32)},
+    "places": {"rank": np.array([0, 3, 1, 40, 2]), **{name: np.full((5, n), v) for name, n, v in PLACES}},
     "tokens": TOKENS,
     "ledger": LEDGER,
     "shifted ledger": {**LEDGER, "label": np.array([2, 8, -100, -100, 5, -100])},
@@ -276,6 +279,7 @@ def logprobs() -> list[Record]:
                 stops=((5, 9), (5, 9)), limits=(3, 3), temperatures=(1.0, 1.0),
             ),
             OracleOfSampled(**whose, role="oracle", array="right"),
+            OracleOfPlaces(name="batch", version=version, role="oracle", array="places"),
         ]  # fmt: skip
     return seen
 

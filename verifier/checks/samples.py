@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -11,13 +11,13 @@ from verifier.checks.content import owner_of
 from verifier.checks.logprobs import following
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
-from verifier.core.records_tokens import DrawnTokens, OracleOfNext, SampledTokens, ShapedTokens
+from verifier.core.records_tokens import SHARES, DrawnTokens, OracleOfNext, OracleOfPlaces, SampledTokens, ShapedTokens
 from verifier.core.trace import Trace
 
-SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
-"""Share of the likeliest tokens of a distribution; samples beyond are counted. Truncation leaves none beyond."""
 RARE = 1e-6
 """Probability of a false alarm over one set of samples."""
+TILTS = 32
+"""Tilts of Chernoff's bound among which the best is found: where shares depend on earlier tokens each is a case."""
 
 
 def _distribution(trace: Trace, drawn: DrawnTokens) -> np.ndarray:
@@ -26,7 +26,7 @@ def _distribution(trace: Trace, drawn: DrawnTokens) -> np.ndarray:
 
 
 def _compare_with_chance(
-    item: DrawnTokens, nats: float, cases: int, *, sentence: str, expected: str, actual: str, hint: str
+    item: DrawnTokens | SampledTokens, nats: float, cases: int, *, sentence: str, expected: str, actual: str, hint: str
 ) -> Comparison:
     """The unlikeliest of so many counts against what one run in a million exceeds."""
     source = f"Chernoff's bound on a binomial, exceeded by chance once in a million over {cases:,} counts"
@@ -54,12 +54,13 @@ def _nats(count: float, trials: float, share: float) -> float:
 def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
     """Tokens are drawn from the distribution that their log-probabilities are reported of.
 
-    What it checks: some hundred samples of one next token: how many lie beyond the likeliest tokens of the oracle's
-    distribution that together have a tenth, a quarter, a half, ... of it (`SHARES`), against what chance allows; at
-    version 0 also at a temperature of 2, and there without seeds.
+    What it checks: some hundred samples of one next token, and every token of some dozen samples, most of which follow
+    on sampled ones: how many lie beyond the likeliest tokens of the oracle's distribution there that together have a
+    tenth, a quarter, a half, ... of it (`SHARES`), against what chance allows. At the first version and at the last
+    also samples of one token at a temperature of 2 and without seeds.
     Why it matters: a temperature, a nucleus or a penalty that the sampler applies and the reported log-probabilities do
     not makes every importance ratio wrong, and each log-probability is right.
-    Evidence: rollout/drawn (token ids), logprob/next (the oracle's whole distribution).
+    Evidence: rollout/drawn, rollout/sampled (token ids), logprob/next, logprob/places (the oracle's distributions).
     Tolerance and its source: Chernoff's bound on each count, exceeded by chance once in a million; seeds are fixed.
     What it does not catch: changes of less than a few hundredths of the distribution; samples that depend on each other
     (LGP005).
@@ -80,6 +81,43 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
             hint="look at temperature, top-p, top-k and penalties of the sampler",
         )  # fmt: skip
 
+    for sampled, arrays in _described(trace):
+        beyond = arrays["rank"][:, None] >= arrays["kept"]
+        nats, count, expected, _ = max(_unlikeliness(beyond, arrays["rest"]), default=(0.0, 0, 0.0, 0))
+        yield _compare_with_chance(
+            sampled, nats, 2 * TILTS * len(SHARES),
+            sentence=f"{len(beyond):,} tokens of samples are not spread as the policy's distributions: {count:,} are "
+            f"among the least likely tokens, {expected:.0f} are expected",
+            expected=f"{_shown(arrays['rest'].sum(axis=0))} beyond each share (the fp32 oracle)",
+            actual=f"{_shown(beyond.sum(axis=0))} (the engine)",
+            hint="look at temperature, top-p, top-k, penalties and generators of tokens after the first",
+        )  # fmt: skip
+
+
+def _unlikeliness(hits: np.ndarray, shares: np.ndarray) -> Iterator[tuple[float, int, float, int]]:
+    """Unlikeliness of each column's hits, nats, where each place has a share of its own; hits, expected hits, column.
+
+    Both arrays are [places, columns]. A place without a share, NaN, does not count.
+
+    Source:
+        Hoeffding 1956, theorem 4: trials of unequal shares exceed no bound oftener than as many of their mean share.
+    """
+    for column, (hit, share) in enumerate(zip(hits.T, shares.T, strict=True)):
+        there = ~np.isnan(share)
+        expected, trials = float(share[there].sum()), int(there.sum())
+        if 0 < expected < trials:
+            count = int(hit[there].sum())
+            yield _nats(count, trials, expected / trials), count, expected, column
+
+
+def _described(trace: Trace) -> Iterator[tuple[SampledTokens, Mapping[str, np.ndarray]]]:
+    """Samples of several tokens, with the arrays of `OracleOfPlaces`."""
+    for item in trace.of(SampledTokens):
+        places = next(trace.of(OracleOfPlaces, name=item.name, version=item.version), None)
+        if places is None:
+            raise LookupError(f"nobody gave the distributions of `{item.name}` of version {item.version}")
+        yield item, trace.arrays(places)
+
 
 def _beyond(share: np.ndarray, tokens: Sequence[int]) -> Iterator[tuple[float, int]]:
     """Beyond the likeliest tokens that have each of `SHARES` together: the share of the others, and their samples."""
@@ -99,13 +137,14 @@ def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: some hundred samples of one next token, half of them asked for by a second request with the same
     prompt, in the order in which they were asked for: how many equal the one so many places later, for every number of
-    places.
+    places. And of samples of several tokens, how many tokens repeat the one some places before.
     Why it matters: requests that share a seed repeat each other. A group of rollouts then holds fewer than it seems to,
     its advantages are zero or count twice, and every token's log-probability is right.
-    Evidence: rollout/drawn (token ids), logprob/next (the oracle's whole distribution).
+    Evidence: rollout/drawn, rollout/sampled (token ids), logprob/next, logprob/places (the oracle's distributions).
     Tolerance and its source: Chernoff's bound on each count, exceeded by chance once in a million, where any two agree
-    as often as in the oracle's distribution, or as all samples do if that is more (LGP004); seeds are fixed.
-    What it does not catch: a distribution so peaked that independent samples agree as often; tokens after the first.
+    as often as in the oracle's distribution, or as all samples do if that is more (LGP004), and a token is repeated as
+    often as the oracle's distributions there have it; seeds are fixed.
+    What it does not catch: a distribution so peaked that independent samples agree as often.
     References: verl#5179, ms-swift#7858, ms-swift#4383.
     """
     for item in trace.of(DrawnTokens):
@@ -121,6 +160,16 @@ def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
             "are expected to",
             expected=f"{by_chance:.3g} of them, as of any two", actual=f"{count:,} of {pairs:,} (the engine)",
             hint="look at what the seed of each request and of each of its samples is made of",
+        )  # fmt: skip
+
+    for sampled, arrays in _described(trace):
+        rows = _unlikeliness(arrays["repeats"], arrays["earlier"])
+        nats, repeated, expected, back = max((row for row in rows if row[1] > row[2]), default=(0.0, 0, 0.0, 0))
+        yield _compare_with_chance(
+            sampled, nats, TILTS * arrays["repeats"].shape[1],
+            sentence=f"{repeated:,} tokens repeat the one sampled {back + 1} before, {expected:.1f} are expected to",
+            expected=f"{expected:.1f} by the oracle's distributions", actual=f"{repeated:,} (the engine)",
+            hint="look at whether a request's generator goes on from token to token",
         )  # fmt: skip
 
 

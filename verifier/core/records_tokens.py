@@ -10,6 +10,8 @@ from typing import Any
 from verifier.core.record import ArrayRecord, Count, Digest, Dtype, Lengths, Measurement, Real, Record
 
 Tokens = tuple[int, ...]
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
+"""Share of the likeliest tokens of a distribution; samples beyond are counted. Truncation leaves none beyond."""
 
 
 class Rollouts(ArrayRecord, frozen=True, kw_only=True, tag="pack/rollouts"):
@@ -164,6 +166,16 @@ class OracleOfShaped(OracleRecord, frozen=True, kw_only=True, tag="logprob/shape
 
 class OracleOfNext(ArrayRecord, frozen=True, kw_only=True, tag="logprob/next"):
     """Distribution of the next token by the oracle; the array [vocabulary] float64 is in nats."""
+
+
+class OracleOfPlaces(ArrayRecord, frozen=True, kw_only=True, tag="logprob/places"):
+    """Oracle's distribution at each of N sampled tokens, sample after sample, greedy ones apart.
+
+    Arrays: ``rank`` [N] int64, number of likelier tokens; ``kept`` [N, S] int64, number of the likeliest tokens that
+    have each of `SHARES` together; ``rest`` [N, S] float64, probability of the others; ``earlier`` [N, L] float64,
+    probability of the token sampled 1, ..., L places before, NaN where there is none; ``repeats`` [N, L] bool, whether
+    it is the one sampled.
+    """
 
 
 class NoiseRecord(Record, frozen=True, kw_only=True):

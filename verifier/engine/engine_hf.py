@@ -37,16 +37,9 @@ class HfEngine(Engine):
         return [token_logprobs(self.model, tokens, torch.float32).tolist() for tokens in sequences]
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
-        """See `Engine.generate`: one sample at a time; every token but the first recomputes its whole prefix."""
-        found = []
-        for prompt, asked in zip(prompts, self._limits.requests(prompts, sampling), strict=True):
-            first = self._distribution(prompt, (), asked)
-            generators = [
-                torch.Generator().manual_seed(asked.seed + sample) if asked.seeded else self._unseeded
-                for sample in range(asked.n)
-            ]
-            found.append([self._sample(prompt, first, generator, asked) for generator in generators])
-        return found
+        """See `Engine.generate`: the samples of a prompt side by side; every token recomputes its whole prefix."""
+        requests = self._limits.requests(prompts, sampling)
+        return [self._samples(prompt, asked) for prompt, asked in zip(prompts, requests, strict=True)]
 
     def state(self) -> list[list[EngineTensor]]:
         """See `Engine.state`."""
@@ -102,22 +95,23 @@ class HfEngine(Engine):
         self.receiver.close()
 
     @torch.inference_mode()
-    def _distribution(self, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling) -> torch.Tensor:
-        """Return the log-probabilities [V] of the next token."""
-        logits = self.model(input_ids=torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0, -1]
-        return shaped(logits.float(), prompt, answer, sampling)
-
-    @torch.inference_mode()
-    def _sample(
-        self, prompt: Sequence[int], first: torch.Tensor, generator: torch.Generator, sampling: Sampling
-    ) -> Sample:
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        while len(tokens) < sampling.max_tokens and not (tokens and tokens[-1] in sampling.stop):
-            distribution = self._distribution(prompt, tokens, sampling) if tokens else first
-            # An exponential race, as in vLLM: it also samples from weights that are not finite.
-            waits = torch.empty_like(distribution).exponential_(generator=generator)
-            token = int((distribution.exp() / waits if sampling.temperature else distribution).argmax())
-            tokens.append(token)
-            logprobs.append(float(distribution[token]))
-        return Sample(tokens=tuple(tokens), logprobs=tuple(logprobs))
+    def _samples(self, prompt: Sequence[int], asked: Sampling) -> list[Sample]:
+        generators = [
+            torch.Generator().manual_seed(asked.seed + sample) if asked.seeded else self._unseeded
+            for sample in range(asked.n)
+        ]
+        rows: list[tuple[list[int], list[float]]] = [([], []) for _ in generators]
+        for length in range(asked.max_tokens):
+            running = [at for at, (tokens, _) in enumerate(rows) if not (tokens and tokens[-1] in asked.stop)]
+            if not running:
+                break
+            ids = [[*prompt, *rows[at][0]] for at in (running if length else running[:1])]  # they begin alike
+            logits = self.model(input_ids=torch.tensor(ids), use_cache=False).logits[:, -1].float()
+            for at, logits_V in zip(running, logits.expand(len(running), -1), strict=True):
+                tokens, nats = rows[at]
+                distribution = shaped(logits_V, prompt, tokens, asked)
+                # An exponential race, as in vLLM: it also samples from weights that are not finite.
+                waits = torch.empty_like(distribution).exponential_(generator=generators[at])
+                tokens.append(int((distribution.exp() / waits if asked.temperature else distribution).argmax()))
+                nats.append(float(distribution[tokens[-1]]))
+        return [Sample(tokens=tuple(tokens), logprobs=tuple(nats)) for tokens, nats in rows]

@@ -117,6 +117,18 @@ def frequencies_rounded_with_the_model(call: Call) -> Any:
         return call.faulty()
 
 
+@in_logprobs(
+    "vllm-project/vllm-ascend#1266",
+    f"{EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.get_freqs_non_repeated(self, max_seq_len, offset)",
+    model="tiny:qwen3-moe",
+)
+def table_of_angles_too_short(call: Call) -> Any:
+    """The table of angles ends at position 255, and later positions get its last."""
+    angles = call.faulty()
+    angles[256:] = angles[255:256]
+    return angles
+
+
 @on_cp2("huggingface/trl#3029", LOGPROB)
 def temperature_not_applied(call: Call) -> Any:
     """The trainer computes log-probabilities at temperature 1, whatever the rollouts were sampled at."""

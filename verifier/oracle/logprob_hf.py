@@ -74,6 +74,42 @@ def next_token(
 
 
 @torch.inference_mode()
+def places(
+    _: object, path: str, rows: Sequence[Sequence[Any]], shares: Sequence[float], num_earlier: int, device: str = "cpu"
+) -> list[list[Any]]:
+    """Describe the distribution at each sampled token, by float32 weights; see `OracleOfPlaces`.
+
+    Args:
+        path: the checkpoint.
+        rows: [prompt, sampled tokens, temperature above 0] each.
+        shares: shares of the likeliest tokens.
+        num_earlier: number of earlier sampled tokens whose probability is asked for.
+        device: "cpu", or "cuda".
+
+    Returns:
+        Per token: rank, [kept] and [rest] of each share, [earlier] and [repeats] of each earlier token.
+    """
+    model = hold_model(path, torch.float32, device)
+    found: list[list[Any]] = []
+    for prompt, tokens, temperature in rows:
+        ids = torch.tensor([[*prompt, *tokens]], device=model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double()
+        for at, share in enumerate(torch.softmax(logits / temperature, dim=-1).cpu()):
+            likeliest, order = share.sort(descending=True, stable=True)
+            reached = likeliest.cumsum(0)
+            kept = (torch.searchsorted(reached, torch.tensor(shares, dtype=torch.float64)) + 1).tolist()
+            before = [tokens[at - back] if back <= at else None for back in range(1, num_earlier + 1)]
+            found.append([
+                int((order == tokens[at]).nonzero()),
+                kept,
+                [float(likeliest[end:].sum()) for end in kept],
+                [math.nan if token is None else float(share[token]) for token in before],
+                [token == tokens[at] for token in before],
+            ])  # fmt: skip
+    return found
+
+
+@torch.inference_mode()
 def shaped_logprobs(
     _: object, path: str, rows: Sequence[Sequence[Any]], slack: float, device: str = "cpu"
 ) -> list[list[tuple[float, float]]]:

@@ -21,6 +21,7 @@ from verifier.core.manifest import MeshSizes
 from verifier.core.reader import read
 from verifier.core.record import Measurement, Record, real
 from verifier.core.records_tokens import (
+    SHARES,
     DrawnTokens,
     DtypeNoise,
     EngineLogprobs,
@@ -33,6 +34,7 @@ from verifier.core.records_tokens import (
     OracleLogprobs,
     OracleOfForced,
     OracleOfNext,
+    OracleOfPlaces,
     OracleOfSampled,
     OracleOfShaped,
     OracleRecord,
@@ -56,6 +58,8 @@ SLACK = 2e-5
 """Nats, or a share, by which a token may miss the edge of a truncated distribution: twice what sides may differ by."""
 FP32_NOISES = 2
 """Times what fp32 alone costs a checkpoint that was not generated, if that is more."""
+EARLIER = 4
+"""Places back to which a sampled token may be repeated."""
 DUMPED = ("live", "gradients", "matrices")
 """Kinds of weights and gradients that a run dumps; see above."""
 GAPS = {
@@ -145,6 +149,8 @@ class _Recording:
             self.recorder.emit(OracleOfNext(name=drawn.name, version=version), np.array(nats, np.float64))
         for shaped in seen.of(ShapedTokens, version=version):
             self._record_shaped(checkpoint, shaped)
+        for sampled in samples:
+            self._record_places(checkpoint, sampled)
         if version == 0 and version in seen.versions(EngineLogprobs):  # a refused version was not scored
             self.engine_gaps += self._gaps(EngineLogprobs, passes[0].name, exact[0])
         for sampled, rows in zip(samples, exact[len(passes) :], strict=True):
@@ -167,6 +173,16 @@ class _Recording:
             asked = [tokens for group in groups for tokens, at in group if at == temperature]
             rows[temperature] = iter(self.oracle.score(checkpoint, asked, dtype, self.device, temperature))
         return [[next(rows[at]) for _, at in group] for group in groups]
+
+    def _record_places(self, checkpoint: Path, item: SampledTokens) -> None:
+        """Describe the distribution that each token was drawn from."""
+        rows = [list(row) for row in zip(item.prompts, item.tokens, item.temperatures, strict=True) if row[2]]
+        found = self.oracle.ask("logprob_hf:places", [checkpoint], rows, SHARES, EARLIER, self.device)
+        columns = dict(zip(("rank", "kept", "rest", "earlier", "repeats"), zip(*found, strict=True), strict=True))
+        self.recorder.emit(
+            OracleOfPlaces(name=item.name, version=item.version),
+            {name: np.array(column) for name, column in columns.items()},
+        )
 
     def _record_shaped(self, checkpoint: Path, item: ShapedTokens) -> None:
         """Score what the engine should report; the nearest value where rounding decides what truncation keeps."""

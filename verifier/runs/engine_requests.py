@@ -29,6 +29,11 @@ SIDE_BY_SIDE = ((SAMPLING_TEMPERATURE, 2), (GREEDY, SAMPLED_TOKENS), (1.5, SAMPL
 """Temperature and number of tokens of one sample from each prompt."""
 LIKELY = 8.0
 """Nats that make a token of a few hundred or thousand likely."""
+LONG_SAMPLES = 16
+"""Samples of each of two prompts, of `LONG_TOKENS` tokens, to compare with their distributions."""
+LONG_TOKENS = 16
+STOP_EVERY = 24
+"""Ids from one stop token to the next, so that half of these samples end before their limit."""
 DRAWS = 512
 """Samples of the token after the first prompt, to compare with its distribution and with each other."""
 
@@ -49,10 +54,14 @@ def shapes_of(prompt: Sequence[int]) -> list[dict[str, Any]]:
 
 
 class EngineRequests:
-    """Everything that the engine is asked at one version of the weights; `probe` is engine rank 0's."""
+    """Everything that the engine is asked at one version of the weights; `probe` is engine rank 0's.
 
-    def __init__(self, client: EngineClient, probe: Probe, version: int, seed: int) -> None:
-        self._client, self._probe, self._version, self._seed = client, probe, version, seed + version
+    At the first version and at the last it is asked for more.
+    """
+
+    def __init__(self, client: EngineClient, probe: Probe, version: int, seed: int, *, more: bool) -> None:
+        self._client, self._probe, self._version, self._more = client, probe, version, more
+        self._seed = seed + version
 
     def score(self, name: str, sequences: Sequence[Sequence[int]]) -> None:
         """Teacher-forced log-probabilities, one row a sequence, nats."""
@@ -64,8 +73,9 @@ class EngineRequests:
         """Tokens sampled from prompts that the prefix cache may know, with the log-probabilities reported for them.
 
         And the same again, now that it does know them, with tokens at which to stop, so that samples end one after
-        another. Then the next turn of each of these conversations, which are scored, too, from end to end. At version 0
-        also requests that differ, side by side: in their temperatures, one of which is greedy, and in their lengths, so
+        another. Then the next turn of each of these conversations, which are scored, too, from end to end. Then many
+        samples of two prompts, of which some end by a stop token, and the others by their limit. If there is more to
+        ask, requests that differ, side by side: in their temperatures, one of which is greedy, and in their lengths, so
         that one moves to the place of another that has ended; and then in penalties, biases and truncation.
         """
         sampling = Sampling(seed=self._seed, max_tokens=SAMPLED_TOKENS)
@@ -78,7 +88,11 @@ class EngineRequests:
         ]  # fmt: skip
         answers = self._sample(NEXT, turns, replace(sampling, n=ANSWERS))
         self.score(NEXT, [[*turns[at // ANSWERS], *answer.tokens] for at, answer in enumerate(answers)])
-        if self._version == 0:
+        long = replace(sampling, max_tokens=LONG_TOKENS, n=LONG_SAMPLES)
+        ids = tuple(range(STOP_EVERY // 2, max(prompts[0]) + 1, STOP_EVERY))
+        ending = replace(long.of(1), temperature=SAMPLING_TEMPERATURE, max_tokens=LONG_TOKENS - 3, stop=ids)
+        self._sample("sampled at length", prompts[1:], replace(long, each=[long.of(0), ending]))
+        if self._more:
             each = [
                 replace(sampling.of(index), temperature=temperature, max_tokens=limit)
                 for index, (temperature, limit) in enumerate(SIDE_BY_SIDE)
@@ -90,11 +104,11 @@ class EngineRequests:
     def draw(self, prompt: Sequence[int]) -> None:
         """Tokens that come after one prompt, in many samples, half of them of a second request for the same.
 
-        At version 0 also at a temperature other than 1, and without seeds.
+        If there is more to ask, also at a temperature other than 1, and without seeds.
         """
         sampling = Sampling(seed=self._seed, max_tokens=1, n=DRAWS // 2)
         self._draw("drawn", prompt, sampling)
-        if self._version == 0:
+        if self._more:
             warm = replace(sampling, temperature=SAMPLING_TEMPERATURE, seeded=False)
             self._draw("drawn at a temperature", prompt, warm)
 

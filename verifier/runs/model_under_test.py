@@ -19,7 +19,7 @@ from verifier.model.provider_megatron import validate
 from verifier.platform import Tier, select
 from verifier.platform.pins import TRAINER, require_pins
 
-MAX_MODEL_LEN = 256
+MAX_MODEL_LEN = 512
 """Tokens of the longest sequence that an engine takes in a round trip."""
 MAX_HOST_ORACLE_BYTES = 256 * 2**20
 """Largest checkpoint that transformers computes with on the host on the GPU tier; a larger one takes minutes there."""

@@ -23,8 +23,9 @@ Tokens = Sequence[Sequence[int]]
 """Token ids of each sequence."""
 NUM_SEQUENCES = 8
 LENGTHS = (16, 48)
-PROMPT_LENGTHS = (140, 150)
-"""Tokens of a prompt: several blocks of the prefix cache (32 tokens on the CPU, 16 on a GPU)."""
+PROMPT_LENGTHS = (290, 300)
+"""Tokens of a prompt, and of the longest sequence of a batch: beyond 256, which bf16 cannot tell from 257, and several
+blocks of the prefix cache (32 tokens on the CPU, 16 on a GPU)."""
 WHOLE_PROMPT = 156
 """Four tokens less than a number of such blocks, so that a sample of four ends with one."""
 SHORT_PROMPT = 126
@@ -134,5 +135,5 @@ def _sequences(draw: random.Random, count: int, lengths: tuple[int, int], vocabu
 
 
 def _with_a_long_one(draw: random.Random, count: int, vocabulary: int) -> list[list[int]]:
-    """Sequences of which one is longer than whatever repeats, or is cut, every 64 or 128 positions."""
+    """Sequences of which one is longer than whatever repeats, or is cut, every 64, 128 or 256 positions."""
     return _sequences(draw, 1, PROMPT_LENGTHS, vocabulary) + _sequences(draw, count - 1, LENGTHS, vocabulary)

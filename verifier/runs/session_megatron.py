@@ -199,7 +199,9 @@ class Session:
         if link.client is None or link.refused:
             return
         run.say(f"version {version}: engine scores and samples")
-        requests = EngineRequests(link.client, link.ranks[0], version, run.spec.roundtrip.seed)
+        requests = EngineRequests(
+            link.client, link.ranks[0], version, run.spec.roundtrip.seed, more=version in (0, run.spec.cycles)
+        )
         requests.score(workload.passes[0].name, [row.tokens for row in workload.passes[0].rollouts])
         if workload.prompts:
             requests.sample(workload.prompts)

@@ -20,6 +20,7 @@ from verifier.core.records_tokens import (
     Objective,
     OracleLogprobs,
     OracleOfNext,
+    OracleOfPlaces,
     OracleOfSampled,
     SampledTokens,
     TrainerLogprobs,
@@ -56,6 +57,8 @@ class Asked:
         if function == "logprob_hf:next_token":
             tokens, _, temperature = arguments
             return [-float(len(tokens)), -temperature]
+        if function == "logprob_hf:places":
+            return [[token, [1] * 7, [0.5] * 7, [0.1], [False]] for _, tokens, _ in arguments[0] for token in tokens]
         assert function == "step_hf:judge_steps"
         self.steps = arguments
         return [
@@ -104,6 +107,10 @@ def test_what_was_scored_and_sampled_is_read_from_the_trace(tmp_path: Path, sour
     seen = read(tmp_path / "trace")
     found = {item.name: seen.array(item).tolist() for item in seen.of(OracleLogprobs)}
     assert found == {"policy": [-1, -2, -3, -4, -5, -1, -2], "policy, warm": [-2, -4, -6, -8, -10, -2, -4]}
+    (places,) = seen.of(OracleOfPlaces)
+    assert {name: array.tolist() for name, array in seen.arrays(places).items() if name in ("rank", "repeats")} == {
+        "rank": [4, 5], "repeats": [[False], [False]],
+    }  # fmt: skip
     (sampled,), (drawn,) = seen.of(OracleOfSampled), seen.of(OracleOfNext)
     assert seen.array(sampled).tolist() == [-1.5, -2.0]
     assert seen.array(drawn).tolist() == [-4.0, -1.5]

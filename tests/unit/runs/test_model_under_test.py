@@ -88,7 +88,7 @@ def test_more_ranks_than_can_be_started_are_refused_before_the_model_is_read():
 
 def test_a_model_without_room_for_a_round_trip_is_refused(copy):
     configure(copy, max_position_embeddings=16)
-    with pytest.raises(UsageError, match="`max_position_embeddings` = 16: sequences of a round trip have up to 256"):
+    with pytest.raises(UsageError, match="`max_position_embeddings` = 16: sequences of a round trip have up to 512"):
         require_room(open_model(str(copy), "float32", Mesh()).checkpoint.config, MAX_MODEL_LEN)
 
 

@@ -36,7 +36,7 @@ from verifier.transport.wire import Address, Agreement, Receipt
 _KV_CACHE_BYTES = 128 * 2**20
 _CPU_BLOCK = 32
 """Number of tokens of a KV-cache block on a CPU. vLLM's own 128 would put a whole prompt into one block."""
-_CPU_TOKENS = 440
+_CPU_TOKENS = 640
 """Greatest number of tokens of a forward pass on a CPU. A round trip scores more, so prompts are chunked. It samples
 from fewer, because vLLM 0.21 cannot chunk a prompt on a CPU that a seeded request samples from."""
 _GPU_SHARE = 0.15

@@ -1,0 +1,97 @@
+"""LGP004 and LGP005 on samples of several tokens, drawn from a toy whose next token depends on the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import verifier.checks  # noqa: F401  (fills the registry)
+from tests.snapshots.check_traces import ARRAYS, MANIFEST, clean
+from verifier.core.check import REGISTRY, run_check
+from verifier.core.finding import Verdict
+from verifier.core.records_tokens import SHARES, OracleOfPlaces, SampledTokens
+from verifier.core.trace import Trace
+from verifier.oracle import logprob_hf
+
+VOCABULARY, LENGTH, SAMPLES, TEMPERATURE = 200, 16, 32, 2.0
+TABLE = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2
+"""[last token, next token] logits."""
+Rule = Callable[[torch.Tensor, int, torch.Generator], torch.Tensor]
+"""(probabilities [V], place, generator) -> weights of a race, [V]."""
+
+
+def right(share: torch.Tensor, place: int, generator: torch.Generator) -> torch.Tensor:
+    return share / torch.empty_like(share).exponential_(generator=generator)
+
+
+def greedy_later(share: torch.Tensor, place: int, generator: torch.Generator) -> torch.Tensor:
+    return share if place else right(share, place, generator)
+
+
+def among_the_likeliest_later(share: torch.Tensor, place: int, generator: torch.Generator) -> torch.Tensor:
+    kept = share >= share.sort(descending=True).values[40 if place else -1]
+    return right(share * kept, place, generator)
+
+
+def seeded_anew(share: torch.Tensor, place: int, generator: torch.Generator) -> torch.Tensor:
+    """Every token after the first is drawn with the same noise."""
+    return right(share, place, generator.manual_seed(generator.initial_seed()) if place else generator)
+
+
+def temperature_of_first_token_only(share: torch.Tensor, place: int, generator: torch.Generator) -> torch.Tensor:
+    other = share.pow(TEMPERATURE)  # in proportion to the softmax at a temperature of 1
+    return right(other / other.sum() if place else share, place, generator)
+
+
+def outcomes(rule: Rule, seed: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Verdict]:
+    """Verdicts of both checks where an engine samples by the rule."""
+    rows = []
+    for sample in range(SAMPLES):
+        generator, tokens = torch.Generator().manual_seed(1000 * seed + sample), [sample % VOCABULARY]
+        for place in range(LENGTH):
+            share = torch.softmax(TABLE[tokens[-1]] / TEMPERATURE, dim=-1)
+            tokens.append(int(rule(share, place, generator).argmax()))
+        rows.append([tokens[:1], tokens[1:], TEMPERATURE])
+
+    class Toy:
+        device = "cpu"
+
+        def __call__(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+            return SimpleNamespace(logits=TABLE[input_ids])
+
+    monkeypatch.setattr(logprob_hf, "hold_model", lambda path, dtype, device: Toy())
+    found = zip(*logprob_hf.places(None, "", rows, SHARES, 4), strict=True)
+    names = ("rank", "kept", "rest", "earlier", "repeats")
+    arrays = {name: np.array(column) for name, column in zip(names, found, strict=True)}
+    sampled = SampledTokens(
+        name="long", version=1, role="engine", lengths=(LENGTH,) * SAMPLES, prompts=tuple((row[0][0],) for row in rows),
+        tokens=tuple(tuple(row[1]) for row in rows), stops=((),) * SAMPLES, limits=(LENGTH,) * SAMPLES,
+        temperatures=(TEMPERATURE,) * SAMPLES,
+    )  # fmt: skip
+    records = [*clean(), sampled, OracleOfPlaces(name="long", version=1, role="oracle", array="toy")]
+    trace = Trace(MANIFEST, records, {**ARRAYS, "toy": arrays}.__getitem__)
+    return {code: run_check(REGISTRY[code], trace).verdict for code in ("LGP004", "LGP005")}
+
+
+def test_right_samples_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(3):
+        assert set(outcomes(right, seed, monkeypatch).values()) == {Verdict.HOLDS}
+
+
+@pytest.mark.parametrize(
+    ("rule", "code"),
+    [
+        (greedy_later, "LGP004"),
+        (among_the_likeliest_later, "LGP004"),
+        (temperature_of_first_token_only, "LGP004"),
+        (seeded_anew, "LGP005"),
+    ],
+)
+def test_tokens_after_the_first_from_another_distribution(
+    rule: Rule, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert outcomes(rule, 0, monkeypatch)[code] is Verdict.VIOLATED
