@@ -29,7 +29,7 @@ SIDE_BY_SIDE = ((SAMPLING_TEMPERATURE, 2), (GREEDY, SAMPLED_TOKENS), (1.5, SAMPL
 """Temperature and number of tokens of one sample from each prompt."""
 LIKELY = 8.0
 """Nats that make a token of a few hundred or thousand likely."""
-LONG_SAMPLES = 16
+LONG_SAMPLES = 8
 """Samples of each of two prompts, of `LONG_TOKENS` tokens, to compare with their distributions."""
 LONG_TOKENS = 16
 STOP_EVERY = 24
