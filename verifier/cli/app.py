@@ -21,6 +21,7 @@ from verifier.cli.command import configured
 from verifier.cli.results import JsonOption, JunitOption, judge_trace, require_results, run_and_judge, show
 from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
 from verifier.core.finding import ExitCode
+from verifier.core.outputs import printable
 from verifier.errors import Stopped, UsageError, VerifierError
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -154,11 +155,9 @@ def run(arguments: list[str]) -> int:
         message = " ".join(problem.format_message().split()).rstrip(".?")
         message = message.replace("Value error, ", "").replace(". Did you", ": did you")
         return _refuse(f"{message[:1].lower()}{message[1:]}; see `verifier --help`", ExitCode.USAGE)
-    except Stopped as asked:
-        return _refuse(str(asked), asked.exit_code)
     except UsageError as problem:
         return _refuse(" ".join(str(problem).splitlines()), problem.exit_code)
-    except VerifierError as problem:
+    except (VerifierError, Stopped) as problem:
         return _refuse(str(problem), problem.exit_code)
     except Exception as problem:
         if isinstance(problem, OSError) and problem.errno in _MACHINE:
@@ -177,7 +176,7 @@ def _require_current_directory() -> None:
 
 def _refuse(sentence: str, code: int) -> int:
     with contextlib.suppress(OSError):  # nobody may be left to read it; the exit code stands
-        print(f"verifier: {sentence}", file=sys.stderr)
+        print("verifier:", "\n".join(map(printable, sentence.split("\n"))), file=sys.stderr)
     return int(code)
 
 

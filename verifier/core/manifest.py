@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -79,7 +79,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Weight versions whose exported base must be the source's."""
     versions: dict[str, str] = {}
     """Upstream packages and their versions."""
-    config: dict[str, Any] = {}
+    config: dict[str, bool | int | float | str | list[str] | dict[str, bool | int | float | str | None] | None] = {}
     """Settings of the command, JSON values."""
     stand_ins: tuple[str, ...] = ()
     """Stand-ins for upstream's code on this tier, one sentence each."""

@@ -46,3 +46,8 @@ def write_whole(file: Path, text: str) -> None:
     except OSError as problem:
         aside.unlink(missing_ok=True)
         raise UsageError(f"`{file}` cannot be written: {problem.strerror}") from problem
+
+
+def printable(text: str) -> str:
+    """One line of text in which control characters, and those that turn its direction, are escaped."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

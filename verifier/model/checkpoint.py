@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verifier.errors import UsageError
-from verifier.model.families import JSON, family_of, size_if_any, sizes_of, tensors_of
+from verifier.model.families import JSON, family_of, size_if_any, tensors_of
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,20 @@ _DTYPES = {
     "I16": ("int16", 2), "I8": ("int8", 1), "U8": ("uint8", 1), "BOOL": ("bool", 1),
 }  # fmt: skip
 """The format's name of a dtype -> (torch's name without the prefix, bytes of an element)."""
+
+_LAYER = re.compile(r"(?:model\.|language_model\.|backbone\.|transformer\.)+(?:layers|h)\.(\d{1,9})\.")
+_SIZES = (
+    "hidden_size", "head_dim", "max_position_embeddings", "sliding_window", "num_experts", "num_experts_per_tok",
+    "n_group", "topk_group", "chunk_size", "conv_kernel",
+)  # fmt: skip
+_NAMES = dict.fromkeys(("dtype", "torch_dtype"), "float64 float32 float16 bfloat16") | dict.fromkeys(
+    ("hidden_act", "hidden_activation", "mlp_hidden_act", "mamba_hidden_act"),
+    "silu gelu gelu_pytorch_tanh fast_gelu quick_gelu relu relu2 squared_relu sigmoid tanh swigluoai",
+)
+_ROPES = dict.fromkeys(("default", "mrope", "proportional", "longrope"), "") | {
+    **dict.fromkeys(("linear", "dynamic", "yarn"), "factor"), "llama3": "factor low_freq_factor high_freq_factor",
+}  # fmt: skip
+"""Type of rotary embedding -> numbers that it needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,29 +122,33 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         raise UsageError(f"{path / 'config.json'} names no architecture: `architectures` is {architectures!r}")
-    if (path / INDEX).is_file():
-        metas = _read_indexed(path)
-    elif (path / _SINGLE).is_file():
-        metas = _read_header(path / _SINGLE)
-    else:
-        raise UsageError(f"{path} holds no weights: neither {INDEX} nor {_SINGLE} is there")
+    if (path / "adapter_config.json").exists():
+        raise UsageError(f"{path} holds adapter_config.json, by which transformers loads an adapter too: remove it")
+    indexed, single = (path / INDEX).is_file(), (path / _SINGLE).is_file()
+    metas = _read_indexed(path) if indexed else _read_header(path / _SINGLE) if single else {}
+    if not metas:
+        raise UsageError(f"{path} holds no weights: neither {INDEX} nor {_SINGLE} names any")
+    rivals = {_SINGLE} if indexed else {item.name for item in path.glob("*.safetensors")}
+    if single and rivals != {header.shard for header in metas.values()}:
+        raise UsageError(f"{path} holds {_SINGLE} and {INDEX} or shards, of which libraries read either: remove one")
     return Checkpoint(path=path, config=config, metas=dict(sorted(metas.items())))
 
 
 def require_described(checkpoint: Checkpoint, dtype: str) -> None:
-    """Refuse a quantized checkpoint, and one of a known family that does not match its own config.json.
+    """Refuse a quantized checkpoint, a config.json that cannot be meant, and one that does not match the tensors.
 
     More tensors than described are allowed: published checkpoints of tied models also hold their head. `dtype` is that
     of most tensors; families keep some in float32.
 
     Raises:
-        UsageError: it is quantized; config.json names another model type than the architecture's, or asks for a tensor
-            that is absent or has another shape; a tensor has another dtype.
+        UsageError: it is quantized; config.json has a bad value or number of layers, names another model type than
+            the architecture's, or asks for a tensor that is absent or has another shape; a tensor has another dtype.
     """
     path, config, metas = checkpoint.path, checkpoint.config, checkpoint.metas
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise UsageError(f"checkpoint {path} is quantized ({method}): convert it to bf16 first")
+    _require_plausible(path / "config.json", config, metas)
     family = family_of(config)
     if family is None:
         return
@@ -138,9 +157,6 @@ def require_described(checkpoint: Checkpoint, dtype: str) -> None:
             f"{path / 'config.json'} names architecture {family.architecture} with `model_type` = "
             f"{config.get('model_type')!r}, which has to be {family.model_type!r}"
         )
-    layers = sizes_of(config)["layers"]
-    if layers > len(metas):
-        raise UsageError(f"{path / 'config.json'} asks for {layers:,} layers, the shards hold {len(metas):,} tensors")
     for spec in tensors_of(family, config):
         header = metas.get(spec.name)
         if header is None:
@@ -150,6 +166,27 @@ def require_described(checkpoint: Checkpoint, dtype: str) -> None:
             raise UsageError(f"{held} with shape {list(header.shape)}, where config.json asks for {list(spec.shape)}")
         if header.dtype not in (dtype, "float32"):
             raise UsageError(f"{held} in {header.dtype}, most of the checkpoint is in {dtype}: convert it first")
+
+
+def _require_plausible(file: Path, config: Mapping[str, JSON], names: Collection[str]) -> None:
+    """Refuse a config.json with a size, name or rope that no library takes, or with other layers than the weights."""
+    for key in _SIZES:
+        size_if_any(config, key)
+    for key, known in _NAMES.items():
+        if config.get(key) not in (None, *known.split()):
+            raise UsageError(f"{file} has `{key}` = {config[key]!r}: it has to be one of {known}")
+    for key in ("rope_scaling", "rope_parameters"):
+        rope: Any = config.get(key) or {}
+        rope = rope if isinstance(rope, dict) else {"rope_type": [rope]}
+        for item in [item for item in rope.values() if isinstance(item, dict)] or [rope]:
+            for name in _ROPES.get(str(item.get("rope_type", item.get("type", "default"))), "rope_type").split():
+                if not isinstance(item.get(name), int | float) or not item[name] > 0:
+                    raise UsageError(f"{file}: `{key}` = {item!r} has no usable `{name}`; types: {', '.join(_ROPES)}")
+    layers = size_if_any(config, "num_hidden_layers") or 0
+    held = 1 + max((int(found[1]) for found in map(_LAYER.match, names) if found), default=-1)
+    surplus = held > layers and config.get("num_nextn_predict_layers")
+    if layers and layers != held and (held or layers > len(names)) and not surplus:
+        raise UsageError(f"{file} has `num_hidden_layers` = {layers:,}, and the weights have {held:,}: make them agree")
 
 
 def require_room(config: Mapping[str, JSON], num_tokens: int) -> None:
@@ -245,10 +282,10 @@ def _read_header(shard: Path) -> dict[str, TensorHeader]:
 
 
 def _read_json(path: Path) -> dict[str, JSON]:
+    if not path.is_file():
+        raise UsageError(f"{path.name} is missing from {path.parent}")
     try:
         content = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise UsageError(f"{path.name} is missing from {path.parent}") from error
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

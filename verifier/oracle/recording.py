@@ -48,6 +48,7 @@ from verifier.core.trace import Trace
 from verifier.export.adapters import adapters_of
 from verifier.export.names import layout_of
 from verifier.export.sharding import Owners
+from verifier.knob import flat
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.named import is_generated
@@ -116,7 +117,7 @@ class _Recording:
         if "layout" in manifest.scopes:
             for item in self.seen.of(GivenRoutes, version=0):
                 self._record_routed(item)
-        if manifest.config["engine"]["quantization"]:
+        if flat(manifest.config)["engine.quantization"]:
             for version in self.seen.versions(EngineLogprobs):
                 for name in ("scored", *(item.name for item in self.seen.of(SampledTokens, version=version))):
                     self._emit_gaps(EngineNoise, name, version, self.engine_gaps)
@@ -223,7 +224,7 @@ class _Recording:
         ]  # fmt: skip
         numbers = {**_content(rule), **_content(objective)}
         arguments: list[Any] = [batches, numbers, routes]
-        rank, layout = self.seen.manifest.config["engine"]["lora_rank"], layout_of(self.source.config)
+        rank, layout = flat(self.seen.manifest.config)["engine.lora_rank"], layout_of(self.source.config)
         adapter = None
         if rank and layout is not None:
             from verifier.train.lora_megatron import SCALING, TARGETS

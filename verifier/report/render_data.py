@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import fields, is_dataclass
 from typing import Any
 from xml.etree import ElementTree
@@ -13,6 +12,7 @@ import msgspec
 
 from verifier.core.finding import Outcome, Verdict
 from verifier.core.manifest import Manifest
+from verifier.core.outputs import printable
 from verifier.core.stage import Stage
 from verifier.report.render_text import first_line, render_outcome
 from verifier.report.report import Report, explanation, stack_lines, why_it_ended
@@ -59,9 +59,6 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-
-
 def render_junit(report: Report) -> str:
     """VIOLATED is a failure, INCONCLUSIVE an error, a switched-off check is skipped with that reason."""
     verdicts = [item.verdict for item in report.outcomes]
@@ -76,17 +73,15 @@ def render_junit(report: Report) -> str:
     if lines := stack_lines(report.manifest):
         properties = ElementTree.SubElement(suite, "properties")
         for name, value in lines:
-            ElementTree.SubElement(properties, "property", name=name, value=_NOT_XML.sub("?", value))
-    group = f"verifier.{report.manifest.command}"
+            ElementTree.SubElement(properties, "property", name=name, value=printable(value))
+    group = printable(f"verifier.{report.manifest.command}")
     for outcome in report.outcomes:
         case = ElementTree.SubElement(suite, "testcase", classname=group, name=f"{outcome.code} {outcome.name}")
         if outcome.verdict is Verdict.HOLDS:
             continue
         tag = "failure" if outcome.verdict is Verdict.VIOLATED else "error"
-        problem = ElementTree.SubElement(
-            case, tag, type=outcome.verdict.name.lower(), message=_NOT_XML.sub("?", first_line(outcome))
-        )
-        problem.text = _NOT_XML.sub("?", render_outcome(outcome, report.trace, report.manifest))
+        problem = ElementTree.SubElement(case, tag, type=outcome.verdict.name.lower(), message=first_line(outcome))
+        problem.text = render_outcome(outcome, report.trace, report.manifest)
     for code in report.switched_off:
         case = ElementTree.SubElement(suite, "testcase", classname=group, name=code)
         ElementTree.SubElement(case, "skipped", message="switched off for this run")

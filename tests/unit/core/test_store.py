@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from verifier.core import outputs, reader, store
 from verifier.core.manifest import Manifest
@@ -74,6 +75,31 @@ def rewritten(text: str):
     return lambda trace: (trace / "manifest.json").write_text(text)
 
 
+def linked(name: str):
+    def damage(trace):
+        outside = trace.with_name("outside")
+        (trace / name).rename(outside)
+        (trace / name).symlink_to(outside)
+
+    return damage
+
+
+def naming(name: str):
+    """A manifest, with its right digest, that has one more file."""
+
+    def damage(trace):
+        manifest = store.read(trace).manifest
+        files = {**manifest.files, name: "xxh3:" + "0" * 32}
+        (trace / "manifest.json").write_bytes(sealed(replace(manifest, files=files)))
+
+    return damage
+
+
+def nested(depth: int):
+    """A manifest whose config holds lists in each other, few enough for a parser to take."""
+    return rewritten('{"format": 2, "config": {"seed": ' + "[" * depth + "]" * depth + "}}")
+
+
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
@@ -97,6 +123,13 @@ def rewritten(text: str):
         (lambda trace: (trace / "arrays/x.safetensors").symlink_to("/dev/zero"), "x.safetensors` is no file of it"),
         (lambda trace: (trace / "arrays/trainer-0003-000000.safetensors").unlink(), "000000.safetensors` is missing"),
         (lambda trace: (trace / "evidence/x.jsonl").mkdir(), "is not whole: `evidence/x.jsonl` is no file of it"),
+        (lambda trace: ((trace / "manifest.json").unlink(), os.mkfifo(trace / "manifest.json")), "is no regular file"),
+        (linked("manifest.json"), "manifest.json` is no regular file"),
+        (linked("evidence"), "is not whole: `evidence` is no file of it"),
+        (linked(EVIDENCE), f"is not whole: `{EVIDENCE}` is no file of it"),
+        (naming("../outside"), "is not whole: `../outside` is missing"),
+        (naming("/etc/hostname"), "is not whole: `/etc/hostname` is missing"),
+        *[(nested(depth), "manifest.json` is damaged: Expected `str") for depth in (3, 500, 970, 985)],
     ],
 )
 def test_what_is_not_whole_is_refused(whole, damage, sentence):

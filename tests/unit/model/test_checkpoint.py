@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from verifier.errors import UsageError
 from verifier.model.checkpoint import TensorHeader, open_checkpoint, write_shard
 from verifier.model.tiny import write_tiny
 
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
@@ -52,7 +53,8 @@ def test_writing_to_a_tensor_leaves_the_file_alone(path: Path) -> None:
 
 
 def test_one_unindexed_shard_and_every_dtype(path: Path) -> None:
-    (path / INDEX).unlink()
+    for file in path.glob("model*"):
+        file.unlink()
     dtypes = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
     dtypes += ["int64", "int32", "int16", "int8", "uint8", "bool"]
     tensors = {name: torch.ones(2, 3).to(getattr(torch, name)) for name in dtypes}
@@ -62,6 +64,15 @@ def test_one_unindexed_shard_and_every_dtype(path: Path) -> None:
     assert checkpoint.read("scalar").item() == 1.5
     assert checkpoint.read("empty").shape == (0, 4)
     assert checkpoint.read("float8_e4m3fn").dtype == torch.float8_e4m3fn
+
+
+def test_an_index_of_one_file_is_read(path: Path) -> None:
+    tensors = {**load_file(path / FIRST), **load_file(path / SECOND)}
+    for file in path.glob("model*"):
+        file.unlink()
+    save_file(tensors, path / SINGLE)
+    (path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, SINGLE)}))
+    assert open_checkpoint(path).names() == sorted(tensors)
 
 
 def test_an_absent_tensor_is_named(path: Path) -> None:
@@ -127,7 +138,29 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no weights": (
         lambda path: [file.unlink() for file in path.glob("model*")],
-        "{path} holds no weights: neither model.safetensors.index.json nor model.safetensors is there",
+        "{path} holds no weights: neither model.safetensors.index.json nor model.safetensors names any",
+    ),
+    "no tensors": (
+        lambda path: [*map(Path.unlink, path.glob("model*")), save_file({}, path / SINGLE)],
+        "{path} holds no weights: neither model.safetensors.index.json nor model.safetensors names any",
+    ),
+    "config is a pipe": (
+        lambda path: ((path / "config.json").unlink(), os.mkfifo(path / "config.json")),
+        "config.json is missing from {path}",
+    ),
+    "one file beside an index": (
+        lambda path: save_file({NORM: torch.ones(96)}, path / SINGLE),
+        "{path} holds model.safetensors and model.safetensors.index.json or shards, of which libraries read either: "
+        "remove one",
+    ),
+    "one file beside shards": (
+        lambda path: (save_file({NORM: torch.ones(96)}, path / SINGLE), (path / INDEX).unlink()),
+        "{path} holds model.safetensors and model.safetensors.index.json or shards, of which libraries read either: "
+        "remove one",
+    ),
+    "an adapter": (
+        lambda path: (path / "adapter_config.json").write_text("{}"),
+        "{path} holds adapter_config.json, by which transformers loads an adapter too: remove it",
     ),
     "empty weight map": (
         lambda path: (path / INDEX).write_text('{"weight_map": {}}'),

@@ -1,8 +1,11 @@
 """From a trace to a report: which checks run, what is left out, and what a replay restricts."""
 
+import unicodedata
 from collections.abc import Iterator
+from xml.etree import ElementTree
 
 import pytest
+from msgspec.structs import replace
 
 from verifier.core.check import Check
 from verifier.core.comparison import Comparison
@@ -11,7 +14,7 @@ from verifier.core.manifest import Manifest, MeshSizes, Scope
 from verifier.core.records_weights import ExportedTensor
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
-from verifier.report import render_text, report_of
+from verifier.report import render_junit, render_text, report_of
 
 
 def dtypes_are_a(trace: Trace) -> Iterator[Comparison]:
@@ -109,3 +112,45 @@ def test_a_cause_stands_before_its_consequences():
 def test_the_report_says_when_ranks_share_gpus(gpus, said):
     trace = Trace(Manifest(mesh=MeshSizes(tp=2, pp=2), world_size=4, num_gpus=gpus), [])
     assert render_text(report_of(trace, "t", checks=CHECKS)).splitlines()[0] == f"verifier run on tp2 pp2 {said}"
+
+
+STEERING = "a\x1b[31mb\nc\rd\x00e\u202ef\u2066g\u2028h\x85i\ufffe"
+"""Colours, line breaks, directions of text, and what XML cannot hold."""
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_nothing_in_a_trace_steers_the_terminal_or_breaks_a_line(complete):
+    plain, evil = (
+        Trace(
+            Manifest(
+                command=text, config={"model": text, "dtype": text}, tier=text, versions={text: text},
+                stand_ins=(text,), scopes=("plan",), complete=complete, failure="" if complete else f"x {text}:",
+            ),
+            [replace(item, name=text, dtype=text) for item in make_trace("b", "b").records],
+        )
+        for text in ("plain", STEERING)
+    )  # fmt: skip
+
+    def tells(trace: Trace) -> Iterator[Comparison]:
+        for item in trace.of(ExportedTensor):
+            yield Comparison(
+                what=item.name, same=False, stage=Stage.EXPORT, version=0, sentence=f"`{item.name}` is wrong",
+                owner=item.name, expected=item.name, actual=item.name, mismatched=item.name, allowed=item.name,
+                hint=item.name,
+            )  # fmt: skip
+
+    def breaks(trace: Trace) -> Iterator[Comparison]:
+        raise ValueError(next(trace.of(ExportedTensor)).name)
+
+    checks = {
+        code: Check(code=code, name="x", needs=(), scope="plan", fn=fn)
+        for code, fn in (("A001", tells), ("B001", breaks))
+    }
+    reports = [report_of(trace, trace.manifest.tier, checks=checks) for trace in (plain, evil)]
+    lines, found = (render_text(report).split("\n") for report in reports)
+    assert len(found) == len(lines)
+    assert all(unicodedata.category(letter)[0] != "C" for line in found for letter in line)
+    assert any(r"a\x1b[31mb\nc\rd\x00e\u202ef\u2066g\u2028h\x85i\ufffe" in line for line in found)
+    junit = render_junit(reports[1])
+    assert all(letter == "\n" or unicodedata.category(letter)[0] != "C" for letter in junit)
+    assert len(ElementTree.fromstring(junit).findall("testcase")) == 2

@@ -6,20 +6,23 @@ What this does not exercise: `verifier.model.checkpoint` on damaged files (tests
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from verifier.config import EngineOptions, RoundtripConfig
 from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess
 from verifier.errors import InternalError, UsageError
 from verifier.mesh import Mesh
-from verifier.model.checkpoint import require_room
-from verifier.model.tiny import write_tiny
-from verifier.runs.model_under_test import MAX_MODEL_LEN, open_model
+from verifier.model.checkpoint import open_checkpoint, require_room
+from verifier.model.tiny import TINY, write_tiny
+from verifier.runs.model_under_test import MAX_MODEL_LEN, open_for_roundtrip, open_model
 from verifier.runs.resources import Deadline
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -39,8 +42,9 @@ def configure(copy: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_hidden_layers": 8}, "has no tensor `model.layers.4.input_layernorm.weight`, which its config.json asks"),
-        ({"num_hidden_layers": 10**9}, r"asks for 1,000,000,000 layers, the shards hold \d+ tensors"),
+        ({"num_hidden_layers": 3}, "`num_hidden_layers` = 3, and the weights have 4: make them agree"),
+        ({"num_hidden_layers": 5}, "`num_hidden_layers` = 5, and the weights have 4: make them agree"),
+        ({"num_hidden_layers": 10**9}, "`num_hidden_layers` = 1,000,000,000, and the weights have 4: make them agree"),
         ({"num_hidden_layers": "four"}, "`num_hidden_layers` = 'four' where a positive integer is needed"),
         ({"num_attention_heads": "8"}, "`num_attention_heads` = '8' where a positive integer is needed"),
         ({"vocab_size": None}, "`vocab_size` = None where a positive integer is needed"),
@@ -79,6 +83,158 @@ def test_a_tensor_that_is_not_what_the_config_asks_for_is_refused(copy, tensor, 
     save_file({name: item for name, item in tensors.items() if item is not None}, copy / SHARD)
     with pytest.raises(UsageError, match=said):
         open_model(str(copy), "float32", Mesh())
+
+
+SIZES = ("hidden_size", "head_dim", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+NO_ROW = {"attention_bias": True}
+"""Change of config.json for which no family row describes the checkpoint."""
+ROPES: list[object] = [
+    {"rope_type": "spiral"}, {"type": "spiral", "factor": 2.0}, {"rope_type": ["yarn"], "factor": 2.0}, "yarn", [1],
+    {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "spiral"}},
+]  # fmt: skip
+NO_FACTOR: list[dict] = [
+    {"rope_type": "yarn"}, {"type": "linear"}, {"rope_type": "dynamic", "factor": "2"},
+    {"rope_type": "yarn", "factor": 0}, {"rope_type": "yarn", "factor": -1.0}, {"rope_type": "llama3"},
+    {"rope_type": "yarn", "factor": float("nan")}, {"full_attention": {"rope_type": "yarn"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", [{}, NO_ROW], ids=["row", "no-row"])
+class TestValuesThatNoLibraryTakes:
+    """Values in config.json that are refused, whether a family row describes the checkpoint or not."""
+
+    @pytest.mark.parametrize("key", SIZES)
+    @pytest.mark.parametrize("value", [0, -8, "8", 8.0, True, [8]], ids=repr)
+    def test_a_size(self, copy, row, key, value):
+        self.refused(copy, row, {key: value}, re.escape(f"`{key}` = {value!r} where a positive integer is needed"))
+
+    @pytest.mark.parametrize("layers", [3, 5])
+    def test_a_number_of_layers(self, copy, row, layers):
+        said = f"`num_hidden_layers` = {layers}, and the weights have 4: make them agree"
+        self.refused(copy, row, {"num_hidden_layers": layers}, said)
+
+    @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+    @pytest.mark.parametrize("value", ["bf17", "int8", "auto", 16, ["float32"]], ids=repr)
+    def test_a_dtype(self, copy, row, key, value):
+        said = f"`{key}` = {value!r}: it has to be one of float64 float32 float16 bfloat16"
+        self.refused(copy, row, {key: value}, re.escape(said))
+
+    @pytest.mark.parametrize("value", ["sillu", "", 3, ["silu"]], ids=repr)
+    def test_an_activation(self, copy, row, value):
+        said = f"`hidden_act` = {value!r}: it has to be one of silu gelu "
+        self.refused(copy, row, {"hidden_act": value}, re.escape(said))
+
+    @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+    @pytest.mark.parametrize("value", ROPES, ids=repr)
+    def test_a_type_of_rope(self, copy, row, key, value):
+        said = rf"`{key}` = .* has no usable `rope_type`; types: default, mrope, "
+        self.refused(copy, row, {key: value}, said)
+
+    @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+    @pytest.mark.parametrize("value", NO_FACTOR, ids=repr)
+    def test_a_rope_without_its_factor(self, copy, row, key, value):
+        self.refused(copy, row, {key: value}, rf"`{key}` = .* has no usable `factor`; types: ")
+
+    def refused(self, copy, row, changes, said):
+        configure(copy, **row, **changes)
+        with pytest.raises(UsageError, match=said):
+            open_model(str(copy), "float32", Mesh())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen3-moe", {"num_experts": 0}),
+        ("qwen3-moe", {"num_experts_per_tok": "2"}),
+        ("deepseek-v3", {"n_group": 0}),
+        ("deepseek-v3", {"topk_group": 1.0}),
+        ("nemotron-h", {"chunk_size": -128}),
+    ],
+    ids=str,
+)
+def test_a_bad_size_of_one_family_is_refused(name, changes, tmp_path):
+    path = Path(shutil.copytree(write_tiny(name, tmp_path / "cache"), tmp_path / "copy"))
+    configure(path, **changes)
+    ((key, value),) = changes.items()
+    with pytest.raises(UsageError, match=re.escape(f"`{key}` = {value!r} where a positive integer is needed")):
+        open_model(str(path), "float32", Mesh())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"torch_dtype": "float16", "sliding_window": None, "head_dim": 12},
+        {"rope_scaling": {}},
+        {"rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]}},
+        {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "original_max_position_embeddings": 4096}},
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {}}},
+        {"num_hidden_layers": 3, "num_nextn_predict_layers": 1},
+    ],
+    ids=str,
+)
+def test_what_published_configs_say_is_taken(copy, changes):
+    configure(copy, **NO_ROW, **changes)
+    open_model(str(copy), "float32", Mesh())
+
+
+def test_every_activation_of_megatron_bridge_is_taken(copy):
+    (folder,) = find_spec("megatron.core").submodule_search_locations
+    source = (Path(folder).parent / "bridge" / "utils" / "activation_map.py").read_text()
+    names = re.findall(r'^    "(\w+)":', source.partition("ACTIVATION_FUNC_MAP")[2].partition("}")[0], re.MULTILINE)
+    assert "silu" in names
+    for name in names:
+        configure(copy, hidden_act=name)
+        open_model(str(copy), "float32", Mesh())
+
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 512, "num_experts_per_tok": 2,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "odd"),
+    [
+        ("mistral", {}, None),
+        ("gemma2", {}, None),
+        ("olmoe", {"num_experts": 4}, None),
+        ("glm4_moe", {"n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}, None),
+        ("minimax_m2", {"num_local_experts": 4}, "model.layers.0.block_sparse_moe.experts.0.w1.weight"),
+        ("gpt_oss", {"num_local_experts": 4}, "model.layers.0.mlp.experts.down_proj"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_hf_is_refused_just_where_it_cannot_place_a_tensor(kind, changes, odd, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from verifier.model.transformers_hf import checkpoint_places
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **changes), dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    assert (checkpoint_places(model).keys() == set(open_checkpoint(tmp_path).names())) == (odd is None)
+    config = RoundtripConfig(model=str(tmp_path), engine=EngineOptions(kind="hf"))
+    if odd is None:
+        open_for_roundtrip(config)
+    else:
+        said = f"--engine hf has no place for `{odd}` of {tmp_path}: use --engine vllm"
+        with pytest.raises(UsageError, match=f"^{re.escape(said)}$"):
+            open_for_roundtrip(config)
+
+
+def test_hf_is_refused_for_layers_that_predict_further_tokens(copy):
+    configure(copy, num_hidden_layers=3, num_nextn_predict_layers=1)
+    with pytest.raises(UsageError, match="no place for the layers of `num_nextn_predict_layers`: use --engine vllm"):
+        open_for_roundtrip(RoundtripConfig(model=str(copy), engine=EngineOptions(kind="hf")))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_generated_family_is_taken_with_hf(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    open_for_roundtrip(RoundtripConfig(model=f"tiny:{name}", engine=EngineOptions(kind="hf")))
 
 
 def test_more_ranks_than_can_be_started_are_refused_before_the_model_is_read():
