@@ -33,8 +33,8 @@ _DTYPES = {
 
 _LAYER = re.compile(r"(?:model\.|language_model\.|backbone\.|transformer\.)+(?:layers|h)\.(\d{1,9})\.")
 _SIZES = (
-    "hidden_size", "head_dim", "max_position_embeddings", "sliding_window", "num_experts", "num_experts_per_tok",
-    "n_group", "topk_group", "chunk_size", "conv_kernel",
+    "hidden_size", "head_dim", "max_position_embeddings", "sliding_window", "n_group", "topk_group", "chunk_size",
+    "conv_kernel",
 )  # fmt: skip
 _NAMES = dict.fromkeys(("dtype", "torch_dtype"), "float64 float32 float16 bfloat16") | dict.fromkeys(
     ("hidden_act", "hidden_activation", "mlp_hidden_act", "mamba_hidden_act"),
@@ -170,7 +170,8 @@ def require_described(checkpoint: Checkpoint, dtype: str) -> None:
 
 def _require_plausible(file: Path, config: Mapping[str, JSON], names: Collection[str]) -> None:
     """Refuse a config.json with a size, name or rope that no library takes, or with other layers than the weights."""
-    for key in _SIZES:
+    experts = ("num_experts", "num_experts_per_tok") if any(".experts." in name for name in names) else ()
+    for key in (*_SIZES, *experts):  # a dense model may have 0 experts
         size_if_any(config, key)
     for key, known in _NAMES.items():
         if config.get(key) not in (None, *known.split()):
