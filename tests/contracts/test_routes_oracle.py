@@ -51,7 +51,7 @@ def test_natural_routes_change_no_bit_and_others_do(paths, family) -> None:
 def test_gradients_go_by_routes_too(paths, family) -> None:
     rows = natural_routes(load_model(paths[family], torch.float32))
     batch = [(TOKENS, [False] * 3 + [True] * 9, 1.0, [-1.0] * 12)]
-    rule = {"temperature": 1.25, "entropy_weight": 0.1, "drift_weight": 0.05}
+    rule = {"temperature": 1.25, "entropy_weight": 0.1, "drift_weight": 0.05, "factor": 1.0}
     nats, free = gradients(paths[family], batch, rule, [])
     told_nats, told = gradients(paths[family], batch, rule, [rows])
     assert told_nats.equal(nats)

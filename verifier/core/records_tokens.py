@@ -93,6 +93,8 @@ class Objective(Record, frozen=True, kw_only=True, tag="loss/objective"):
     """Divisor of the logits."""
     entropy_weight: float
     drift_weight: float
+    every_second: float = 1.0
+    """Factor of all this in every second step."""
 
 
 class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):

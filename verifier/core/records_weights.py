@@ -93,17 +93,23 @@ class StepReport(Record, frozen=True, kw_only=True, tag="train/step"):
 
 
 class OptimizerRule(Record, frozen=True, kw_only=True, tag="train/rule"):
-    """Rule of each step: Adam, with rates on straight lines from the first step's to the last's."""
+    """Rule of each step: Adam, with rates by the number of rollouts that earlier steps have trained on."""
 
+    first_learning_rate: float
+    """Learning rate at none."""
     learning_rate: float
-    """Learning rate of the first step."""
+    """Learning rate at `warm_up` rollouts: a straight line leads there."""
     least_learning_rate: float
-    """Learning rate after `num_steps` steps."""
+    """Learning rate from `num_rollouts` on: half a cosine leads there."""
+    embedding_learning_rate: float
+    """The embedding's and the output's at `warm_up` rollouts; they begin as all others do."""
+    least_embedding_learning_rate: float
+    warm_up: Count
+    num_rollouts: Count
     weight_decay: float
-    """Weight decay of matrices in the first step; vectors do not decay."""
+    """Weight decay of matrices at no rollouts; vectors do not decay."""
     greatest_weight_decay: float
-    """Weight decay of matrices after `num_steps` steps."""
-    num_steps: Count
+    """Weight decay of matrices from `num_rollouts` on: a straight line leads there, from the first rollout."""
     clip_grad: float
     """Greatest L2 norm of a step's gradient; 0 does not clip."""
     beta_1: float = 0.9

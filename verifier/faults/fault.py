@@ -146,6 +146,7 @@ class Fault:
     engine: str = "hf"
     dtype: str = "float32"
     update: str = "step"
+    cycles: int = 2
     engine_tp: int = 1
     fixes: tuple[str, ...] = ()
     """Ids of the upstream fixes without which the clean run does not hold."""

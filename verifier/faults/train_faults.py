@@ -7,20 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import Call, fault, kind, tensors_named
+from verifier.faults.fault import NO_ENGINE, Call, fault, kind, tensors_named
 from verifier.mesh import Mesh
 
 MAKE_MEGATRON_OPTIMIZER = (
     "megatron.core.optimizer:get_megatron_optimizer("
     "config, model_chunks, config_overrides, use_gloo_process_groups, pg_collection, dump_param_to_param_group_map)"
 )
-MAKE_OPTIMIZER = "verifier.train.optimizer_megatron:make_optimizer(trainer, learning_rate, clip_grad)"
+MAKE_OPTIMIZER = "verifier.train.optimizer_megatron:make_optimizer(trainer, learning_rate, rule)"
 SCORE = "verifier.train.step_megatron:score(trainer, rollouts, micro_batch_size, temperature, on_shards)"
 STEP = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads(self)"
-LOAD_SCHEDULER = "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict(self, state_dict)"
+SCHEDULER = "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler"
+LOAD_SCHEDULER = f"{SCHEDULER}.load_state_dict(self, state_dict)"
 BIAS_UPDATE_RATE = 1e-3
 """Default of megatron-core."""
 in_train = functools.partial(fault, stage=Stage.TRAIN, caught_by=("TRN001",))
+on_rates = functools.partial(in_train, model="tiny:qwen3", engine=NO_ENGINE)
 on_frozen = functools.partial(in_train, caught_by=("WGT007",), model="tiny:deepseek-v3")
 """Faults that move what the step must leave as it is."""
 
@@ -120,6 +122,42 @@ def scheduler_not_resumed(call: Call) -> None:
 def scheduler_resumed_twice(call: Call) -> None:
     """A run that resumes advances its scheduler by hand, and once more by what was saved of it."""
     call.faulty(state_dict={**call.state_dict, "num_steps": 2 * call.state_dict["num_steps"]})
+
+
+@on_rates("NVIDIA/Megatron-LM#7468", LOAD_SCHEDULER)
+def decay_stale_after_resume(call: Call) -> None:
+    """A run resumes with a weight decay 4% lower in its arguments, and its first step takes it, not the saved one."""
+    call.self.start_wd, call.self.end_wd = 0.96 * call.self.start_wd, 0.96 * call.self.end_wd
+    call.faulty()
+
+
+@on_rates("areal-project/AReaL#1289", "verifier.train.optimizer_megatron:make_scheduler(optimizer, rule)", cycles=3)
+def warm_up_subtracted_twice(call: Call) -> Any:
+    """The end of the decay is given without the warm-up, which the scheduler subtracts too: rates fall too fast."""
+    scheduler = call.faulty()
+    scheduler.lr_decay_steps -= scheduler.lr_warmup_steps
+    return scheduler
+
+
+@on_rates("deepspeedai/DeepSpeed#7713", f"{SCHEDULER}.get_lr(self, param_group)")
+def group_rates_overwritten(call: Call) -> Any:
+    """The scheduler gives all groups of parameters its own rate, also those that have one of their own."""
+    return call.faulty(param_group={})
+
+
+@on_rates(
+    "DingfanChen/GS-WGAN#5",
+    "megatron.core.optimizer.optimizer:"
+    "clip_grad_by_total_norm_fp32(parameters, max_norm, total_norm, use_decoupled_grad)",
+)
+def short_gradients_lengthened(call: Call) -> None:
+    """The factor that clips is not capped at 1: gradients shorter than the clip are made as long as it."""
+    if call.total_norm < call.max_norm:
+        call.fire()
+        for parameter in call.parameters:
+            parameter.grad.mul_(call.max_norm / call.total_norm)
+    else:
+        call.original()
 
 
 @in_train(

@@ -24,7 +24,6 @@ from verifier.report.report import Report, report_of
 from verifier.runs.resources import Resources
 from verifier.runs.runner import Phase, Progress, Runner
 
-CYCLES = 2
 TIMEOUT_S = 900.0
 COLLECTIVE_DEADLINE_S = 60.0
 INJECTED = "verifier.faults.injection:injected"
@@ -161,7 +160,7 @@ def _config_of(fault: Fault) -> RoundtripConfig:
             kind=fault.engine if not alone else "vllm" if fault.lora_rank else "hf",
             tp=fault.engine_tp, lora_rank=fault.lora_rank,
         ),
-        cycles=CYCLES, update=fault.update, fixes=fault.fixes, timeout_s=TIMEOUT_S,
+        cycles=fault.cycles, update=fault.update, fixes=fault.fixes, timeout_s=TIMEOUT_S,
     )  # fmt: skip
 
 

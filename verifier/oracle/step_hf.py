@@ -23,6 +23,8 @@ Greatest = tuple[float, list[int]]
 """A value and the index of its element."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of an adapter's two matrices, in the place of a checkpoint tensor's ``.weight``."""
+_EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "lm_head.weight")
+"""Ends of the names of embeddings and outputs."""
 
 
 def judge_steps(
@@ -60,14 +62,16 @@ def judge_steps(
         if not (folder / f"gradients-{version}").is_dir() or not held[1].is_dir():
             break
         old, new = _tensors(held[0] if adapter else before), _tensors(held[1])
-        nats, expected = gradients(before, batch, rule, given)
-        rounded_nats, rounded = _rounded(before, batch, rule, given, nats, expected)
+        told = {**rule, "factor": 1.0 if version % 2 else rule["every_second"]}
+        nats, expected = gradients(before, batch, told, given)
+        rounded_nats, rounded = _rounded(before, batch, told, given, nats, expected)
         if adapter is not None:
             expected, rounded = (
                 adapter_gradients(found, old, rule["scaling"], adapter) for found in (expected, rounded)
             )
         actual = _tensors(folder / f"gradients-{version}")
         groups = _groups(expected, rounded, actual)
+        past = sum(map(len, batches[: version - 1]))
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in actual.values()))
         scale = min(1.0, rule["clip_grad"] / (norm + 1e-6)) if rule["clip_grad"] > 0 else 1.0
         whole = {
@@ -83,7 +87,7 @@ def judge_steps(
                 reduced = actual[name].double() if name in actual else torch.zeros_like(weight, dtype=torch.float64)
                 row["gradient_dtype"] = dtype_name(actual[name].dtype) if name in actual else "float32"
                 row["gradient"] = greatest((reduced - gradient.double()).abs())
-                row["step"] = adam.gap(name, weight, new[name], reduced * scale, version, **_rates(rule, version))
+                row["step"] = adam.gap(name, weight, new[name], reduced * scale, version, **_rates(rule, past, name))
             records.append(row)
     return records
 
@@ -164,7 +168,7 @@ def gradients(
     """Each token's loss by transformers, one sequence at a time, and the gradient of their mean by checkpoint name.
 
     Per token: -reward * logprob - entropy weight * entropy + drift weight / 2 * (logprob - engine's logprob)^2, all of
-    the softmax of logits / temperature, in float64 from the logits on.
+    the softmax of logits / temperature, in float64 from the logits on; times the step's factor.
 
     Returns:
         [N] float64, nats, one for each token in the loss; and the gradients, on the host.
@@ -183,7 +187,7 @@ def gradients(
         entropy = -(every.exp() * every).sum(-1)
         reported = torch.tensor(list(engine)[1:], dtype=torch.float32)[kept].double()
         drift = rule["drift_weight"] / 2 * (logprob - reported).square()
-        nats = -reward * logprob - rule["entropy_weight"] * entropy + drift
+        nats = rule["factor"] * (-reward * logprob - rule["entropy_weight"] * entropy + drift)
         found.append(nats.detach())
         (nats.sum() / num_tokens).backward()
     return torch.cat(found), dict(_gradients_of(model))
@@ -240,12 +244,16 @@ class _Adam:
         return greatest(excess / learning_rate)
 
 
-def _rates(rule: Mapping[str, float], version: int) -> dict[str, float]:
-    """Learning rate and weight decay of the step that makes a version, on straight lines from those of the first."""
-    past = min((version - 1) / rule["num_steps"], 1.0)
-    falling = rule["learning_rate"] + past * (rule["least_learning_rate"] - rule["learning_rate"])
-    rising = rule["weight_decay"] + past * (rule["greatest_weight_decay"] - rule["weight_decay"])
-    return {"learning_rate": falling, "decay": rising}
+def _rates(rule: Mapping[str, float], past: int, name: str) -> dict[str, float]:
+    """Learning rate and weight decay of a tensor in the step after `past` rollouts; see `OptimizerRule`."""
+    group = "embedding_learning_rate" if name.endswith(_EMBEDDINGS) else "learning_rate"
+    warm_up, end = rule["warm_up"], rule["num_rollouts"]
+    if past < warm_up:
+        low, height = rule["first_learning_rate"], past / warm_up
+    else:
+        low, height = rule[f"least_{group}"], math.cos(math.pi / 2 * min((past - warm_up) / (end - warm_up), 1.0)) ** 2
+    rising = rule["weight_decay"] + min(past / end, 1.0) * (rule["greatest_weight_decay"] - rule["weight_decay"])
+    return {"learning_rate": low + height * (rule[group] - low), "decay": rising}
 
 
 def _half_step(magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

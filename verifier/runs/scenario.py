@@ -38,14 +38,16 @@ LONG_LOGITS = 1 << 27
 """Most logits of that sequence: an oracle holds all of them in float64."""
 MICRO_BATCH = 3
 """Rollouts of a micro-batch: so few that every rank adds up the gradients of several, of which one gets fewer."""
-OBJECTIVE = Objective(name="policy loss", temperature=1.25, entropy_weight=0.1, drift_weight=0.05)
-"""A temperature above 1, so that rounding is not magnified."""
+OBJECTIVE = Objective(name="policy loss", temperature=1.25, entropy_weight=0.1, drift_weight=0.05, every_second=2**-6)
+"""A temperature above 1, so that rounding is not magnified. Every second step's gradient is shorter than what clips,
+by a power of 2, which rounds nothing."""
 RULE = OptimizerRule(
-    name="Adam", learning_rate=1e-3, least_learning_rate=5e-4, weight_decay=0.1, greatest_weight_decay=0.2,
-    num_steps=4, clip_grad=1.0,
+    name="Adam", first_learning_rate=7e-4, learning_rate=1.3e-3, least_learning_rate=5e-4,
+    embedding_learning_rate=1e-3, least_embedding_learning_rate=4e-4, warm_up=NUM_SEQUENCES * 3 // 2,
+    num_rollouts=NUM_SEQUENCES * 4, weight_decay=1.0, greatest_weight_decay=5.0, clip_grad=0.75,
 )  # fmt: skip
-"""Each step has its own rates, so that a scheduler that misses a step or takes two shows; every matrix decays, so that
-a vector that decays and a matrix that does not show."""
+"""Two steps of as many rollouts warm up, and from the third on rates fall; each has its own, so that a count that is
+off shows. Every matrix decays: a vector that does and a matrix that does not show, and so does a percent of it."""
 ADAPTER_RULE = replace(RULE, weight_decay=0.0, greatest_weight_decay=0.0)
 TRUNCATED, UNANSWERED, BRIEF, CURT = 4, 5, 6, 7
 """Exceptions among eight rollouts: one whose answer was cut off, so that none of it is trained
@@ -69,7 +71,8 @@ def workload(
     scored: Tokens, batches: Sequence[Tokens], prompts: Tokens, long: Sequence[int] = (), *, adapter: bool = False
 ) -> Workload:
     """Make up everything but the token ids; `long` is scored by the trainer alone, and an `adapter` does not decay."""
-    rows = rollout_rows(scored)
+    rows, rule = rollout_rows(scored), ADAPTER_RULE if adapter else RULE
+    of_a_step = {key: getattr(rule, key) * len(batches[0]) // NUM_SEQUENCES for key in ("warm_up", "num_rollouts")}
     passes = [
         ScoringPass(name="scored", rollouts=rows),
         ScoringPass(name="scored at a temperature", rollouts=rows, temperature=OBJECTIVE.temperature),
@@ -79,7 +82,7 @@ def workload(
     return Workload(
         passes=tuple(passes), prompts=tuple(tuple(prompt) for prompt in prompts), micro_batch_size=MICRO_BATCH,
         batches=tuple(rollout_rows(batch, version) for version, batch in enumerate(batches)),
-        objective=OBJECTIVE, rule=ADAPTER_RULE if adapter else RULE,
+        objective=OBJECTIVE, rule=replace(rule, **of_a_step),
     )  # fmt: skip
 
 

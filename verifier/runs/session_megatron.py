@@ -182,8 +182,8 @@ class Session:
         replaying = replaying_every_second(run.probe, self._trainer, rollouts_of(batch), version, look)
         with step_megatron.recomputed(self._trainer, on=version % 2 == 0), replaying as (rollouts, follow):
             result = self._steps.take(
-                rollouts, loss=policy_loss(workload.objective), temperature=workload.objective.temperature,
-                on_shards=follow,
+                rollouts, loss=policy_loss(workload.objective, version), on_shards=follow,
+                temperature=workload.objective.temperature,
                 on_gradients=(lambda: self._weights.hand_on_gradients(version)) if run.spec.gradients else None,
             )  # fmt: skip
         run.probe.emit(

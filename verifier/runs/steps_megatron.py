@@ -30,14 +30,8 @@ class Steps:
         self._begin()
 
     def _begin(self) -> None:
-        rule = self._rule
-        self._optimizer = optimizer_megatron.make_optimizer(
-            self._trainer, learning_rate=rule.learning_rate, clip_grad=rule.clip_grad
-        )
-        self._scheduler = optimizer_megatron.make_scheduler(
-            self._optimizer, learning_rate=rule.learning_rate, least_learning_rate=rule.least_learning_rate,
-            weight_decay=rule.weight_decay, greatest_weight_decay=rule.greatest_weight_decay, num_steps=rule.num_steps,
-        )  # fmt: skip
+        self._optimizer = optimizer_megatron.make_optimizer(self._trainer, rule=self._rule)
+        self._scheduler = optimizer_megatron.make_scheduler(self._optimizer, self._rule)
 
     def take(self, rollouts: Sequence[Rollout], **options: Any) -> StepResult:
         """One step; see `train_step` for the options. A collective."""

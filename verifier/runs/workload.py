@@ -104,8 +104,8 @@ def expected_rollouts(rows: Sequence[RolloutRow]) -> list[Rollout]:
     return found
 
 
-def policy_loss(objective: Objective) -> TokenLoss:
-    """The loss of `Objective`, per row of a micro-batch.
+def policy_loss(objective: Objective, version: int) -> TokenLoss:
+    """The loss of `Objective` in the step that makes a version, per row of a micro-batch.
 
     Rows outside of the loss mask may hold anything; what is NaN there is taken out before it meets a gradient, since
     zero times NaN is NaN.
@@ -117,8 +117,7 @@ def policy_loss(objective: Objective) -> TokenLoss:
         reward_T = torch.tensor([*shard.rewards, 0.0], dtype=logprob_T.dtype)[shard.segments_T.long()].to(device)
         engine_T = torch.where(shard.loss_mask_T.cpu(), shard.engine_logprobs_T, 0).to(device)
         drift_T = logprob_T - engine_T
-        return (
-            -reward_T * logprob_T - objective.entropy_weight * entropy_T + objective.drift_weight / 2 * drift_T.square()
-        )
+        regular_T = objective.drift_weight / 2 * drift_T.square() - objective.entropy_weight * entropy_T
+        return (1.0 if version % 2 else objective.every_second) * (regular_T - reward_T * logprob_T)
 
     return loss

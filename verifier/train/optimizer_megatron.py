@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from verifier.core.records_weights import OptimizerRule
 from verifier.errors import ContractError
 from verifier.model.provider_megatron import DataParallel, TrainerModel
 from verifier.platform.upstream_fixes import MEGATRON_INDEX
@@ -20,13 +21,13 @@ FORMAT = {"distrib_optim_sharding_type": "dp_reshardable"}
 """Checkpoint format of megatron-core in which every rank writes and reads its own shards."""
 
 
-def make_optimizer(trainer: TrainerModel, *, learning_rate: float, clip_grad: float = 1.0) -> Any:
+def make_optimizer(trainer: TrainerModel, *, learning_rate: float = 0.0, rule: OptimizerRule | None = None) -> Any:
     """Build Megatron's Adam over this rank's parameters; weight decay is 0 unless a scheduler sets it.
 
     Args:
         trainer: trainer built with `data_parallel`.
-        learning_rate: learning rate of steps without their own and without a scheduler.
-        clip_grad: greatest L2 norm of the gradient; 0 does not clip.
+        learning_rate: without a rule, of steps without their own.
+        rule: rates of each group of parameters, for a scheduler, and what clips; by default a norm of 1.
 
     Raises:
         ContractError: the trainer was built for forward passes only.
@@ -35,13 +36,16 @@ def make_optimizer(trainer: TrainerModel, *, learning_rate: float, clip_grad: fl
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.utils import get_model_config
 
+    rates: dict[str, Any] = {"lr": learning_rate} if rule is None else {
+        "lr": rule.learning_rate, "min_lr": rule.least_learning_rate, "clip_grad": rule.clip_grad,
+        "decoupled_lr": rule.embedding_learning_rate, "decoupled_min_lr": rule.least_embedding_learning_rate,
+    }  # fmt: skip
     config = OptimizerConfig(
+        **rates,
         optimizer="adam",
-        lr=learning_rate,
         weight_decay=0.0,
         adam_beta1=0.9,
         adam_beta2=0.95,
-        clip_grad=clip_grad,
         bf16=trainer.provider.bf16,
         params_dtype=torch.bfloat16 if trainer.provider.bf16 else torch.float32,
         use_distributed_optimizer=options.distributed_optimizer,
@@ -54,40 +58,21 @@ def make_optimizer(trainer: TrainerModel, *, learning_rate: float, clip_grad: fl
     return optimizer
 
 
-def make_scheduler(
-    optimizer: Any,
-    *,
-    learning_rate: float,
-    least_learning_rate: float,
-    weight_decay: float,
-    greatest_weight_decay: float,
-    num_steps: int,
-) -> Any:
-    """Build Megatron's scheduler: the learning rate falls and the weight decay rises, both linearly.
-
-    Args:
-        optimizer: from `make_optimizer`; afterwards it has the rates of the first step.
-        learning_rate: learning rate of the first step.
-        least_learning_rate: learning rate `num_steps` later and from then on.
-        weight_decay: weight decay coefficient of the first step; Megatron chooses the parameters.
-        greatest_weight_decay: weight decay coefficient `num_steps` later.
-        num_steps: number of steps over which both change.
-    """
+def make_scheduler(optimizer: Any, rule: OptimizerRule) -> Any:
+    """Build Megatron's scheduler, which counts rollouts; `optimizer`, of that rule too, gets the first step's rates."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    for group in optimizer.param_groups:  # the scheduler reads the group's bounds
-        group["min_lr"] = least_learning_rate
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
-        max_lr=learning_rate,
-        min_lr=least_learning_rate,
-        lr_warmup_steps=0,
-        lr_decay_steps=num_steps,
-        lr_decay_style="linear",
-        start_wd=weight_decay,
-        end_wd=greatest_weight_decay,
-        wd_incr_steps=num_steps,
+        init_lr=rule.first_learning_rate,
+        max_lr=rule.learning_rate,
+        min_lr=rule.least_learning_rate,
+        lr_warmup_steps=rule.warm_up,
+        lr_decay_steps=rule.num_rollouts,
+        lr_decay_style="cosine",
+        start_wd=rule.weight_decay,
+        end_wd=rule.greatest_weight_decay,
+        wd_incr_steps=rule.num_rollouts,
         wd_incr_style="linear",
     )
 

@@ -106,7 +106,7 @@ def train_step(
         rollouts: the same on every rank.
         loss: loss per token; the step's loss is its mean over all tokens in the loss mask, over all ranks.
         learning_rate: learning rate of this step; None keeps the optimiser's.
-        scheduler: from `optimizer_megatron.make_scheduler`; sets the rates of the next step.
+        scheduler: from `optimizer_megatron.make_scheduler`; sets the rates of the next step, by rollouts so far.
         micro_batch_size: greatest number of rollouts of a packed micro-batch.
         temperature: divisor of the logits.
         on_shards: see `OnShards`.
@@ -129,7 +129,7 @@ def train_step(
     if not done:
         raise ContractError("the optimiser skipped the step: a gradient is not finite")
     if scheduler is not None:
-        scheduler.step(1)
+        scheduler.step(len(rollouts))
     return StepResult(loss=mean_loss, grad_norm=float(grad_norm), num_tokens=num_tokens)
 
 

@@ -39,8 +39,9 @@ ROLLOUTS = [
 OBJECTIVE = Objective(name="policy loss", temperature=0.9, entropy_weight=0.0, drift_weight=0.3)
 CONFIG = {"engine": {"lora_rank": 0, "quantization": None}}
 RULE = OptimizerRule(
-    name="Adam", learning_rate=1e-6, least_learning_rate=1e-6, weight_decay=0.01, greatest_weight_decay=0.01,
-    num_steps=100, clip_grad=0.5, beta_2=0.999,
+    name="Adam", first_learning_rate=1e-7, learning_rate=1e-6, least_learning_rate=1e-6, embedding_learning_rate=1e-6,
+    least_embedding_learning_rate=1e-6, warm_up=10, num_rollouts=100, weight_decay=0.01, greatest_weight_decay=0.01,
+    clip_grad=0.5, beta_2=0.999,
 )  # fmt: skip
 
 

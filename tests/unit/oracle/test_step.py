@@ -105,7 +105,16 @@ def test_gradients_of_an_adapter_are_those_of_autograd_also_where_linears_share_
         torch.testing.assert_close(found[name], matrix.grad)
 
 
-@pytest.mark.parametrize(("version", "learning_rate", "decay"), [(1, 1e-3, 0.1), (3, 7.5e-4, 0.15), (9, 5e-4, 0.2)])
-def test_rates_lie_on_lines_that_end(version: int, learning_rate: float, decay: float) -> None:
-    found = _rates(msgspec.structs.asdict(RULE), version)
+@pytest.mark.parametrize(
+    ("past", "learning_rate", "of_embeddings", "decay"),
+    [
+        (0, 7e-4, 7e-4, 1), (8, 1.1e-3, 9e-4, 2), (12, 1.3e-3, 1e-3, 2.5), (22, 9e-4, 7e-4, 3.75),
+        (32, 5e-4, 4e-4, 5), (40, 5e-4, 4e-4, 5),
+    ],
+)  # fmt: skip
+def test_rates_warm_up_fall_and_end(past: int, learning_rate: float, of_embeddings: float, decay: float) -> None:
+    rule = msgspec.structs.asdict(RULE)
+    found = _rates(rule, past, "model.layers.0.mlp.up_proj.weight")
     assert found == pytest.approx({"learning_rate": learning_rate, "decay": decay})
+    for name in ("model.embed_tokens.weight", "backbone.embeddings.weight", "lm_head.weight"):
+        assert _rates(rule, past, name) == pytest.approx({"learning_rate": of_embeddings, "decay": decay})
