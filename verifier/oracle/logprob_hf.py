@@ -77,17 +77,9 @@ def next_token(
 def places(
     _: object, path: str, rows: Sequence[Sequence[Any]], shares: Sequence[float], num_earlier: int, device: str = "cpu"
 ) -> list[list[Any]]:
-    """Describe the distribution at each sampled token, by float32 weights; see `OracleOfPlaces`.
+    """Describe the distribution at each sampled token by float32 weights: a row of `OracleOfPlaces` a token.
 
-    Args:
-        path: the checkpoint.
-        rows: [prompt, sampled tokens, temperature above 0] each.
-        shares: shares of the likeliest tokens.
-        num_earlier: number of earlier sampled tokens whose probability is asked for.
-        device: "cpu", or "cuda".
-
-    Returns:
-        Per token: rank, [kept] and [rest] of each share, [earlier] and [repeats] of each earlier token.
+    `rows` are [prompt, sampled tokens, temperature above 0]; `num_earlier` is the number of earlier tokens.
     """
     model = hold_model(path, torch.float32, device)
     found: list[list[Any]] = []
@@ -99,13 +91,10 @@ def places(
             reached = likeliest.cumsum(0)
             kept = (torch.searchsorted(reached, torch.tensor(shares, dtype=torch.float64)) + 1).tolist()
             before = [tokens[at - back] if back <= at else None for back in range(1, num_earlier + 1)]
-            found.append([
-                int((order == tokens[at]).nonzero()),
-                kept,
-                [float(likeliest[end:].sum()) for end in kept],
-                [math.nan if token is None else float(share[token]) for token in before],
-                [token == tokens[at] for token in before],
-            ])  # fmt: skip
+            earlier = [math.nan if token is None else float(share[token]) for token in before]
+            rest = [float(likeliest[end:].sum()) for end in kept]
+            rank = int((order == tokens[at]).nonzero())
+            found.append([rank, kept, rest, earlier, [token == tokens[at] for token in before]])
     return found
 
 
