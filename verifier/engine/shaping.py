@@ -35,7 +35,7 @@ def shaped(
         found[list(sampling.stop)] = -torch.inf
     for token, nats in shape.bias:
         found[token] += nats
-    for token in {*prompt, *answer}:
+    for token in {*prompt, *answer} if shape.repetition != 1 else ():
         found[token] *= 1 / shape.repetition if found[token] > 0 else shape.repetition
     for token, count in Counter(answer).items():
         found[token] -= shape.frequency * count + shape.presence

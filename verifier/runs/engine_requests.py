@@ -30,8 +30,9 @@ SIDE_BY_SIDE = ((SAMPLING_TEMPERATURE, 2), (GREEDY, SAMPLED_TOKENS), (1.5, SAMPL
 LIKELY = 8.0
 """Nats that make a token of a few hundred or thousand likely."""
 LONG_SAMPLES = 8
-"""Samples of each of two prompts, of `LONG_TOKENS` tokens, to compare with their distributions."""
+"""Samples that go on from the beginnings of two prompts, to compare with their distributions."""
 LONG_TOKENS = 16
+"""Tokens of each of these samples, and of these beginnings."""
 STOP_EVERY = 24
 """Ids from one stop token to the next, so that half of these samples end before their limit."""
 DRAWS = 512
@@ -82,16 +83,15 @@ class EngineRequests:
         samples = self._sample("sampled", prompts, sampling)
         stop = sorted({sample.tokens[min(at + 1, len(sample.tokens) - 1)] for at, sample in enumerate(samples)})
         self._sample("sampled again", prompts, replace(sampling, stop=stop))
-        turns = [
-            [*prompt, *sample.tokens, *prompts[0][:NEXT_TURN]]
-            for prompt, sample in zip(prompts, samples, strict=True)
-        ]  # fmt: skip
+        both = zip(prompts, samples, strict=True)
+        turns = [[*prompt, *sample.tokens, *prompts[0][:NEXT_TURN]] for prompt, sample in both]
         answers = self._sample(NEXT, turns, replace(sampling, n=ANSWERS))
         self.score(NEXT, [[*turns[at // ANSWERS], *answer.tokens] for at, answer in enumerate(answers)])
         long = replace(sampling, max_tokens=LONG_TOKENS, n=LONG_SAMPLES)
         ids = tuple(range(STOP_EVERY // 2, max(prompts[0]) + 1, STOP_EVERY))
         ending = replace(long.of(1), temperature=SAMPLING_TEMPERATURE, max_tokens=LONG_TOKENS - 3, stop=ids)
-        self._sample("sampled at length", prompts[1:], replace(long, each=[long.of(0), ending]))
+        begun = [prompt[:LONG_TOKENS] for prompt in prompts[:2]]
+        self._sample("sampled at length", begun, replace(long, each=[long.of(0), ending]))
         if self._more:
             each = [
                 replace(sampling.of(index), temperature=temperature, max_tokens=limit)
