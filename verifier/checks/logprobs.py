@@ -17,6 +17,7 @@ from verifier.core.records_tokens import (
     DtypeNoise,
     EngineLogprobs,
     EngineNoise,
+    GivenRoutes,
     LogprobRecord,
     NoiseRecord,
     OracleLogprobs,
@@ -41,9 +42,9 @@ FP32_NOISES = 2
 FEW_TOKENS = 100
 """Below this many tokens a mean says less than the greatest difference does, and is not judged."""
 NOISES = 2
-"""Times all other noises that are allowed: a stored floor's, and the mean of a run's own."""
+"""Times all other noises that are allowed: a stored floor's, the greatest of a whole run, and the mean of one set."""
 GREATEST_NOISES = 3
-"""Times the run's own greatest noise that a token may differ by: it is the greatest of a few hundred."""
+"""Times the greatest noise of one set that a token may differ by: it is the greatest of a few hundred at most."""
 LEAST_NATS = 0.5
 """Below this a log-probability is a small difference of great numbers, and has few bits by itself."""
 FEW_VALUES = 4
@@ -77,6 +78,7 @@ def bounds_of(
 
     In bf16 they are twice the stored noise floor of sequences of that length, where the run's checkpoint has one;
     otherwise they come from the run: transformers in bf16 against transformers in fp32, on the same tokens and weights.
+    The greatest of few tokens misses most flips of a router: twice the greatest of the whole run is allowed, if more.
     Of an engine that quantizes its weights they come from that engine at version 0, where it is a cold one, by its
     start or by ENG002; at version 0 itself they say nothing.
 
@@ -99,12 +101,18 @@ def bounds_of(
     if not floors and not measured:
         raise LookupError(f"no measured noise of `{name}` for version {version}")
     noises: Sequence[NoiseRecord] = floors or measured[:1] * len(lengths)
+    greatest = [_bound(noise, "greatest") for noise in noises]
+    if not floors and stage is not Stage.REPLAY:
+        forced = {item.name for item in trace.of(GivenRoutes)}
+        free = (noise for noise in trace.of(type(measured[0])) if noise.name not in forced)
+        of_run = _bound(max(free, key=lambda noise: float(noise.greatest)), "greatest", of_run=True)
+        greatest = [max(own, of_run, key=lambda bound: bound.absolute) for own in greatest]
     body = {}
     if sum(lengths) >= FEW_TOKENS:
         for statistic in ("mean", "median") if floors else ("mean",):
             noisiest = max(noises, key=lambda noise: float(getattr(noise, statistic)))
             body[statistic] = _bound(noisiest, statistic, sum(lengths))
-    return Bounds(greatest=tuple(_bound(noise, "greatest") for noise in noises), body=body)
+    return Bounds(greatest=tuple(greatest), body=body)
 
 
 def _floors(trace: Trace, whole: Sequence[int]) -> list[StoredFloor]:
@@ -115,8 +123,8 @@ def _floors(trace: Trace, whole: Sequence[int]) -> list[StoredFloor]:
     return [next(floor for floor in buckets if length <= floor.longest) for length in whole]
 
 
-def _bound(noise: NoiseRecord, statistic: str, num_tokens: int = 0) -> Tolerance:
-    """Bound on the greatest of a sequence, or on the mean or the median of all tokens.
+def _bound(noise: NoiseRecord, statistic: str, num_tokens: int = 0, *, of_run: bool = False) -> Tolerance:
+    """Bound on the greatest of a sequence or `of_run`, of thousands of tokens, or on the mean or median of all tokens.
 
     A mean of few scatters, so it gets three standard errors more. Measured on a DeepSeek-V3 with 16 experts, whose
     router flips in bf16: 0.06 nats on the mean of 262 tokens, and 0.18 on that of 8 sampled ones of the same weights;
@@ -125,7 +133,7 @@ def _bound(noise: NoiseRecord, statistic: str, num_tokens: int = 0) -> Tolerance
     There is none on upper quantiles, which lie where a mixture's router begins to flip: on clean runs of 262 tokens
     nine tenths lay between 0.3 and 2.2 times the floor's, the median between 0.6 and 1.3 times.
     """
-    allowed = NOISES if statistic != "greatest" or isinstance(noise, StoredFloor) else GREATEST_NOISES
+    allowed = NOISES if of_run or statistic != "greatest" or isinstance(noise, StoredFloor) else GREATEST_NOISES
     bound, more = allowed * float(getattr(noise, statistic)), ""
     if statistic == "mean":
         bound, more = bound + 3 * float(noise.deviation) / math.sqrt(num_tokens), " and three standard errors"
@@ -134,7 +142,8 @@ def _bound(noise: NoiseRecord, statistic: str, num_tokens: int = 0) -> Tolerance
         source = f"{allowed} x {floor}{more}, {noise.stored}"
     else:
         by = "the quantized engine, cold," if isinstance(noise, EngineNoise) else "transformers in the run's dtype"
-        source = f"this run's noise: {by} against transformers in fp32, times {allowed}{more}"
+        over = "greatest of all tokens, " if of_run else ""
+        source = f"this run's noise: {over}{by} against transformers in fp32, times {allowed}{more}"
     return Tolerance(absolute=bound, unit="nats", source=source)
 
 

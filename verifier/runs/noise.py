@@ -9,16 +9,7 @@ from pathlib import Path
 from verifier.errors import UsageError
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.families import size_if_any
-from verifier.oracle.noise_floor import (
-    EDGES,
-    Bucket,
-    Floor,
-    bucket_of,
-    config_digest,
-    label_of,
-    versions,
-    weights_digest,
-)
+from verifier.oracle import noise_floor as floors
 
 DTYPE = "bfloat16"
 TOKENS = 8_192
@@ -31,7 +22,7 @@ Score = Callable[[Path, Sequence[Sequence[int]], str], list[list[float]]]
 
 def measure(
     model: str, checkpoint: Checkpoint, tier: str, score: Score, progress: Progress, *, why: str, tokens: int = TOKENS
-) -> Floor:
+) -> floors.Floor:
     """The floor of a checkpoint in bf16, from random tokens, by transformers on the tier's own device.
 
     Every bucket has at least `tokens` log-probabilities; `why` is kept with the floor.
@@ -43,19 +34,19 @@ def measure(
     vocabulary, room = sizes["vocab_size"], sizes["max_position_embeddings"]
     if vocabulary is None or room is None:
         raise UsageError(f"config.json of {checkpoint.path} lacks `vocab_size` or `max_position_embeddings`")
-    edges = [edge for edge in EDGES if edge <= room]
+    edges = [edge for edge in floors.EDGES if edge <= room]
     if not edges:
-        raise UsageError(f"the model takes {room} tokens at the most, the shortest bucket has {EDGES[0]}")
-    buckets: list[Bucket] = []
+        raise UsageError(f"the model takes {room} tokens at the most, the shortest bucket has {floors.EDGES[0]}")
+    buckets: list[floors.Bucket] = []
     for shortest, longest in zip((SHORTEST, *(edge + 1 for edge in edges)), edges, strict=False):
         progress(f"sequences of {shortest} to {longest} tokens")
         sequences = drawn(shortest, longest, vocabulary, tokens)
         rounded, exact = (score(checkpoint.path, sequences, dtype) for dtype in (DTYPE, "float32"))
-        buckets.append(bucket_of(longest, rounded, exact))
-    name = label_of(model)
-    return Floor(
-        model=name, dtype=DTYPE, tier=tier, config=config_digest(checkpoint), weights=weights_digest(checkpoint),
-        versions=versions(), command=f"verifier noise --model {name} --record", why=why, buckets=tuple(buckets),
+        buckets.append(floors.bucket_of(longest, rounded, exact))
+    return floors.Floor(
+        model=floors.label_of(model), dtype=DTYPE, tier=tier, versions=floors.versions(), buckets=tuple(buckets),
+        config=floors.config_digest(checkpoint), weights=floors.weights_digest(checkpoint), why=why,
+        command=f"verifier noise --model {floors.label_of(model)} --record",
     )  # fmt: skip
 
 
@@ -68,7 +59,7 @@ def drawn(shortest: int, longest: int, vocabulary: int, tokens: int) -> list[lis
     return found
 
 
-def table(floor: Floor) -> str:
+def table(floor: floors.Floor) -> str:
     """Text of a noise floor, a line per bucket; nats."""
     lines = [f"noise of {floor.model} in {floor.dtype} on the {floor.tier} tier, nats"]
     lines.append(f"{'tokens':>12} {'measured':>9} {'median':>8} {'mean':>8} {'p90':>8} {'p99':>8} {'max':>8}")
