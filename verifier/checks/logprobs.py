@@ -130,8 +130,8 @@ def _bound(noise: NoiseRecord, statistic: str, num_tokens: int = 0, *, of_run: b
     router flips in bf16: 0.06 nats on the mean of 262 tokens, and 0.18 on that of 8 sampled ones of the same weights;
     so a mean of few is not judged at all.
 
-    There is none on upper quantiles, which lie where a mixture's router begins to flip: on clean runs of 262 tokens
-    nine tenths lay between 0.3 and 2.2 times the floor's, the median between 0.6 and 1.3 times.
+    There is none on upper quantiles, where a mixture's router begins to flip: on clean runs of 262 tokens
+    the 0.9 quantile was 0.3 to 2.2 times the floor's, the median 0.6 to 1.3 times.
     """
     allowed = NOISES if of_run or statistic != "greatest" or isinstance(noise, StoredFloor) else GREATEST_NOISES
     bound, more = allowed * float(getattr(noise, statistic)), ""

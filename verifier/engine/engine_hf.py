@@ -16,6 +16,9 @@ from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.receiver import ChunkReceiver
 from verifier.transport.wire import Address, Agreement, Receipt
 
+_BATCH_TOKENS = 1024
+"""Most tokens of a batch, padding included, unless one sequence has more: every one has logits."""
+
 
 class HfEngine(Engine):
     """See `Engine`. Attention is eager; there is no prefix cache."""
@@ -37,9 +40,15 @@ class HfEngine(Engine):
         return [token_logprobs(self.model, tokens, torch.float32).tolist() for tokens in sequences]
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
-        """See `Engine.generate`: the samples of a prompt side by side; every token recomputes its whole prefix."""
+        """See `Engine.generate`: all samples side by side; every token recomputes its whole prefix."""
         requests = self._limits.requests(prompts, sampling)
-        return [self._samples(prompt, asked) for prompt, asked in zip(prompts, requests, strict=True)]
+        pairs = zip(prompts, requests, strict=True)
+        samples = [[_Running(each, asked, at, self._unseeded) for at in range(asked.n)] for each, asked in pairs]
+        while running := [sample for each in samples for sample in each if not sample.ended]:
+            logits = self._next([(*sample.prompt, *sample.tokens) for sample in running])
+            for sample, logits_V in zip(running, logits, strict=True):
+                sample.draw(logits_V)
+        return [[Sample(tokens=tuple(one.tokens), logprobs=tuple(one.nats)) for one in each] for each in samples]
 
     def state(self) -> list[list[EngineTensor]]:
         """See `Engine.state`."""
@@ -95,23 +104,33 @@ class HfEngine(Engine):
         self.receiver.close()
 
     @torch.inference_mode()
-    def _samples(self, prompt: Sequence[int], asked: Sampling) -> list[Sample]:
-        generators = [
-            torch.Generator().manual_seed(asked.seed + sample) if asked.seeded else self._unseeded
-            for sample in range(asked.n)
-        ]
-        rows: list[tuple[list[int], list[float]]] = [([], []) for _ in generators]
-        for length in range(asked.max_tokens):
-            running = [at for at, (tokens, _) in enumerate(rows) if not (tokens and tokens[-1] in asked.stop)]
-            if not running:
-                break
-            ids = [[*prompt, *rows[at][0]] for at in (running if length else running[:1])]  # they begin alike
-            logits = self.model(input_ids=torch.tensor(ids), use_cache=False).logits[:, -1].float()
-            for at, logits_V in zip(running, logits.expand(len(running), -1), strict=True):
-                tokens, nats = rows[at]
-                distribution = shaped(logits_V, prompt, tokens, asked)
-                # An exponential race, as in vLLM: it also samples from weights that are not finite.
-                waits = torch.empty_like(distribution).exponential_(generator=generators[at])
-                tokens.append(int((distribution.exp() / waits if asked.temperature else distribution).argmax()))
-                nats.append(float(distribution[tokens[-1]]))
-        return [Sample(tokens=tuple(tokens), logprobs=tuple(nats)) for tokens, nats in rows]
+    def _next(self, sequences: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+        """Logits [V] float32 of the token after each sequence; batches are padded behind, where nothing looks back."""
+        found: dict[tuple[int, ...], torch.Tensor] = {}
+        left = sorted(set(sequences), key=len)
+        while left:
+            batch = [left.pop()]  # the longest
+            while left and (len(batch) + 1) * len(batch[0]) <= _BATCH_TOKENS:
+                batch.append(left.pop())
+            ids = [[*row, *[0] * (len(batch[0]) - len(row))] for row in batch]
+            logits = self.model(input_ids=torch.tensor(ids), use_cache=False).logits
+            found |= {row: logits[at, len(row) - 1].float() for at, row in enumerate(batch)}
+        return [found[sequence] for sequence in sequences]
+
+
+class _Running:
+    """One sample, as far as it has come."""
+
+    def __init__(self, prompt: Sequence[int], asked: Sampling, at: int, unseeded: torch.Generator) -> None:
+        self._generator = torch.Generator().manual_seed(asked.seed + at) if asked.seeded else unseeded
+        self.prompt, self._asked, self.ended = prompt, asked, not asked.max_tokens
+        self.tokens, self.nats = list[int](), list[float]()
+
+    def draw(self, logits_V: torch.Tensor) -> None:
+        """Add the next token."""
+        distribution = shaped(logits_V, self.prompt, self.tokens, self._asked)
+        # An exponential race, as in vLLM: it also samples from weights that are not finite.
+        waits = torch.empty_like(distribution).exponential_(generator=self._generator)
+        self.tokens.append(int((distribution.exp() / waits if self._asked.temperature else distribution).argmax()))
+        self.nats.append(float(distribution[self.tokens[-1]]))
+        self.ended = len(self.tokens) == self._asked.max_tokens or self.tokens[-1] in self._asked.stop

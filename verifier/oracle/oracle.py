@@ -42,14 +42,9 @@ class Oracle:
         self._started.close()
 
     def score(
-        self,
-        checkpoint: Path,
-        sequences: Sequence[Sequence[int]],
-        dtype: str = "float32",
-        device: str = "cpu",
-        temperature: float = 1.0,
-        routes: Sequence[Any] = (),
-    ) -> Scored:
+        self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str = "float32", device: str = "cpu",
+        temperature: float = 1.0, routes: Sequence[Any] = (),
+    ) -> Scored:  # fmt: skip
         """See `verifier.oracle.logprob_hf.score`."""
         tokens = [list(sequence) for sequence in sequences]
         return self.ask("logprob_hf:score", [checkpoint], tokens, dtype, device, temperature, routes)

@@ -74,13 +74,9 @@ class Runner:
         return config.trace
 
     def roundtrip(
-        self,
-        config: RoundtripConfig,
-        *,
-        phases: Sequence[Phase] = (),
-        workload: Workload | None = None,
+        self, config: RoundtripConfig, *, phases: Sequence[Phase] = (), workload: Workload | None = None,
         tokens_only: bool = False,
-    ) -> Path:
+    ) -> Path:  # fmt: skip
         """Train, export, sync a live engine, score the same tokens on both sides and by the oracle.
 
         On warm resources, traces of ranks that failed get the evidence of engine and oracle all the same. Returns the

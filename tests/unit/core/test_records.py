@@ -7,16 +7,17 @@ import msgspec
 import pytest
 
 from tests.meta.sources import ROOT
+from tests.meta.trace_schema import rendered
 from tests.snapshots.check_traces import clean
 from verifier.core.record import ArrayRecord, Record, TensorRecord, kind_of, real
 from verifier.core.records_weights import SourceTensor, StepReport
-from verifier.core.schema import KINDS, decode, encode, rendered
+from verifier.core.schema import KINDS, decode, encode
 
 DIGEST = "vd1:" + "0" * 32
 
 
 def test_the_published_schema_is_current():
-    """`python -m verifier.core.schema > docs/trace-schema.json` writes it anew."""
+    """`python -m tests.meta.trace_schema > docs/trace-schema.json` writes it anew."""
     assert (ROOT / "docs" / "trace-schema.json").read_text() == rendered()
 
 
