@@ -105,7 +105,9 @@ def bounds_of(
     if not floors and stage is not Stage.REPLAY:
         forced = {item.name for item in trace.of(GivenRoutes)}
         free = (noise for noise in trace.of(type(measured[0])) if noise.name not in forced)
-        of_run = _bound(max(free, key=lambda noise: float(noise.greatest)), "greatest", of_run=True)
+        of_run = _bound(
+            max(free, key=lambda noise: float(noise.greatest), default=measured[0]), "greatest", of_run=True
+        )
         greatest = [max(own, of_run, key=lambda bound: bound.absolute) for own in greatest]
     body = {}
     if sum(lengths) >= FEW_TOKENS:
