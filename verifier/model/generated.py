@@ -64,7 +64,7 @@ NEMOTRON_H: dict[str, JSON] = {
 
 def write_checkpoint(
     model: str, known: Models, directory: Path, *, dtype: str, seed: int, values: Values,
-    changes: Mapping[str, JSON] | None = None,
+    changes: Mapping[str, JSON] | None = None, texts: Mapping[str, str] | None = None,
 ) -> Path:  # fmt: skip
     """Write a checkpoint under `directory` unless it is there already, and return its path.
 
@@ -76,6 +76,7 @@ def write_checkpoint(
         seed: seed of the weights.
         values: generator of each tensor.
         changes: other values in config.json, for example ``{"hidden_size": 1024}``.
+        texts: name -> content of further files, such as a tokenizer's.
 
     Raises:
         UsageError: unknown model or dtype, a config that leaves the family's row, or a folder that cannot be written.
@@ -90,7 +91,8 @@ def write_checkpoint(
     config |= {**sizes, **(changes or {})}
     if family_of(config) is not family:
         raise UsageError(f"this config.json is not of family `{family_name}`: see `requires` and `needs` of the family")
-    key = hashlib.blake2b(json.dumps([_GENERATOR, seed, config], sort_keys=True).encode(), digest_size=6).hexdigest()
+    made_of = [_GENERATOR, seed, config, *([texts] if texts else [])]
+    key = hashlib.blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=6).hexdigest()
     target = Path(directory) / f"{model.replace(':', '-')}-{dtype}-{key}"
     if target.is_dir():
         return target
@@ -101,6 +103,8 @@ def write_checkpoint(
         raise UsageError(f"cannot write a checkpoint under {directory}: {error.strerror}") from error
     try:
         _write_files(partial, list(tensors_of(family, config)), config, dtype, f"{family_name}/{seed}", values)
+        for name, content in (texts or {}).items():
+            (partial / name).write_text(content)
         partial.chmod(0o755)
         os.rename(partial, target)
     except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from verifier.data.characters import BOS_ID, EOS_ID, PAD_ID, VOCABULARY, tokenizer_files
 from verifier.model.families import JSON
 from verifier.model.generated import DECODER, DEEPSEEK_V3, NEMOTRON_H, QWEN3_MOE, generate, write_checkpoint
 
@@ -60,6 +61,18 @@ TINY: dict[str, tuple[str, dict[str, JSON]]] = {
     "nemotron-h": ("nemotron-h", _HYBRID),
 }
 """Model id without "tiny:" -> (family, keys of config.json)."""
+TO_TRAIN: dict[str, tuple[str, dict[str, JSON]]] = {
+    "add": ("qwen3", {
+        **DECODER, "vocab_size": len(VOCABULARY), "hidden_size": 112, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 384,
+        "max_position_embeddings": 1024, "rope_theta": 10000.0, "tie_word_embeddings": True,
+        "bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID,
+    }),
+}  # fmt: skip
+"""Like `TINY`, models that learn a task from their generated weights; each has the character tokenizer.
+
+They are no family of their own, so the round trip's table, noise floors and manifests do not hold them.
+"""
 
 
 def write_tiny(
@@ -70,6 +83,9 @@ def write_tiny(
     *,
     changes: Mapping[str, JSON] | None = None,
 ) -> Path:
-    """Write the tiny checkpoint `name`, a key of `TINY`; see `write_checkpoint`."""
-    known = {PREFIX + item: row for item, row in TINY.items()}
-    return write_checkpoint(PREFIX + name, known, directory, dtype=dtype, seed=seed, values=generate, changes=changes)
+    """Write the tiny checkpoint `name`, a key of `TINY` or `TO_TRAIN`; see `write_checkpoint`."""
+    known = {PREFIX + item: row for item, row in (TINY | TO_TRAIN).items()}
+    return write_checkpoint(
+        PREFIX + name, known, directory, dtype=dtype, seed=seed, values=generate, changes=changes,
+        texts=tokenizer_files() if name in TO_TRAIN else None,
+    )  # fmt: skip

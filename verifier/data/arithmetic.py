@@ -1,0 +1,57 @@
+"""Generated arithmetic: sums of two numbers of two digits, held out by a hash of the prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+
+from verifier.data.examples import Example
+from verifier.errors import UsageError
+
+TRAIN = "train"
+HELD_OUT = "held-out"
+SPLITS = (TRAIN, HELD_OUT)
+_OPERANDS = range(10, 100)
+_PARTS = 10
+"""One prompt of so many is held out."""
+
+
+def is_held_out(prompt: str) -> bool:
+    """Return whether a prompt belongs to the held-out split: crc32 of its text is a multiple of 10.
+
+    A hash, since a split by a linear rule of the operands would hold out a whole kind of sum.
+    """
+    return zlib.crc32(prompt.encode()) % _PARTS == 0
+
+
+def arithmetic_examples(split: str, count: int | None = None, seed: int = 1) -> tuple[Example, ...]:
+    """Examples such as `37+85=` with the response `####122` and the answer `122`, no two alike.
+
+    The sum has three digits, leading zeros included, so that every example has the same length. Of the 8,100 prompts
+    one in ten is held out.
+
+    Args:
+        split: "train" or "held-out".
+        count: number of examples; all of the split by default.
+        seed: seed of the choice and its order, which is by blake2b of seed and prompt.
+
+    Raises:
+        UsageError: unknown split, or a count that the split does not have.
+    """
+    if split not in SPLITS:
+        raise UsageError(f"unknown split `{split}` of arithmetic: there are {' and '.join(SPLITS)}")
+    prompts = {f"{first}+{second}=": first + second for first in _OPERANDS for second in _OPERANDS}
+    own = [prompt for prompt in prompts if is_held_out(prompt) == (split == HELD_OUT)]
+    count = len(own) if count is None else count
+    if not 0 < count <= len(own):
+        raise UsageError(f"{count:,} arithmetic examples asked for: split `{split}` has 1 to {len(own):,}")
+    own.sort(key=lambda prompt: hashlib.blake2b(f"{seed}/{prompt}".encode(), digest_size=16).digest())
+    return tuple(
+        Example(
+            id=f"arithmetic/{prompt}",
+            prompt=prompt,
+            response=f"####{prompts[prompt]:03d}",
+            answer=str(prompts[prompt]),
+        )
+        for prompt in own[:count]
+    )

@@ -1,0 +1,124 @@
+"""Tokenizer of a checkpoint folder: text to token ids and back, and where an assistant's turn ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from os.path import commonprefix
+from pathlib import Path
+from typing import Any
+from unicodedata import normalize
+
+from verifier.data.examples import Message
+from verifier.errors import UsageError
+
+_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+"""Files of which a folder with a tokenizer has at least one."""
+_MAX_UNUSED = 1024
+"""Rows of an embedding that no token uses, at the most: vocabularies are padded to multiples of up to 1,024."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenizer:
+    """A tokenizer that fits its model; make it with `open_tokenizer`."""
+
+    folder: Path
+    vocab_size: int
+    """Number of rows of the model's embedding; every id is below it."""
+    eos_id: int
+    pad_id: int
+    """The end token where the tokenizer has none for padding."""
+    special_ids: frozenset[int]
+    """Ids that stand for no text of a user, such as ends of turns."""
+    _library: Any = field(repr=False)
+
+    def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
+        """Token ids of a text.
+
+        Args:
+            text: any text that the vocabulary can write.
+            special: put the tokens around it that the tokenizer puts around a whole text, such as `<bos>`.
+
+        Raises:
+            UsageError: the tokens do not decode to the text, so a part of it would be lost. Some tokenizers compose
+                accents (Unicode's NFC), which is allowed.
+        """
+        ids = tuple(self._library.encode(text, add_special_tokens=False))
+        kept, given = (normalize("NFC", side) for side in (self.decode(ids), text))
+        if kept != given:
+            at = len(commonprefix((kept, given)))
+            raise UsageError(
+                f"the tokenizer of {self.folder} does not keep the text {_short(text)}: character {at} is lost or changed"
+            )
+        return tuple(self._library.encode(text, add_special_tokens=True)) if special else ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special ones included."""
+        return str(self._library.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def chat_text(self, messages: Sequence[Message], *, to_answer: bool = False) -> str:
+        """Text of a conversation in the chat template; `to_answer` adds the beginning of an assistant's turn.
+
+        Raises:
+            UsageError: the tokenizer has no chat template, or the template refuses the conversation.
+        """
+        if not self._library.chat_template:
+            raise UsageError(f"the tokenizer of {self.folder} has no chat template: give `prompt` and not `messages`")
+        from jinja2.exceptions import TemplateError
+
+        rows = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            return str(self._library.apply_chat_template(rows, tokenize=False, add_generation_prompt=to_answer))
+        except TemplateError as error:
+            raise UsageError(f"the chat template of {self.folder} refuses a conversation: {error}") from error
+
+
+def open_tokenizer(folder: Path | str) -> Tokenizer:
+    """Open the tokenizer of a checkpoint folder and compare its size with the model's vocabulary.
+
+    A model may have more rows than the tokenizer has tokens, as published ones do to divide evenly, up to 1,024 more.
+
+    Raises:
+        UsageError: the folder has no config.json or no tokenizer, its files are broken, it has no end token, or
+            tokenizer and vocabulary are of different size.
+    """
+    folder = Path(folder)
+    vocab_size = _vocab_size(folder)
+    if not any((folder / name).is_file() for name in _FILES):
+        raise UsageError(f"{folder} has no tokenizer: put tokenizer.json and tokenizer_config.json beside config.json")
+    from verifier.data.tokenizer_hf import load_tokenizer
+
+    try:
+        library = load_tokenizer(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise UsageError(f"the tokenizer of {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+    size = max(library.get_vocab().values(), default=-1) + 1
+    if not size <= vocab_size <= size + _MAX_UNUSED:
+        raise UsageError(
+            f"tokenizer and vocabulary of different size: the tokenizer of {folder} has {size:,} tokens, "
+            f"config.json says `vocab_size` = {vocab_size:,}"
+        )
+    if library.eos_token_id is None:
+        raise UsageError(f"the tokenizer of {folder} has no end token: set `eos_token` in tokenizer_config.json")
+    special = {number for number, token in library.added_tokens_decoder.items() if token.special}
+    return Tokenizer(
+        folder=folder,
+        vocab_size=vocab_size,
+        eos_id=library.eos_token_id,
+        pad_id=library.eos_token_id if library.pad_token_id is None else library.pad_token_id,
+        special_ids=frozenset(special | set(library.all_special_ids)),
+        _library=library,
+    )
+
+
+def _vocab_size(folder: Path) -> int:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return int(config.get("vocab_size", config.get("text_config", {}).get("vocab_size")))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"{folder} has no config.json that says `vocab_size`: it is no checkpoint folder") from error
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
