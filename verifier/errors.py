@@ -33,5 +33,13 @@ class Stopped(BaseException):
         self.exit_code = 128 + signum
 
 
+class ViolationFound(VerifierError):
+    """A step of a training run does not hold: the report, and the exit code that it calls for."""
+
+    def __init__(self, report: str, exit_code: int) -> None:
+        super().__init__(report)
+        self.exit_code = exit_code
+
+
 class InternalError(VerifierError):
     """Something broke that is neither the user's nor the verified system's doing: a dead process, a lost socket."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from verifier.config.commands import CONFIGS
+from verifier.config import CONFIGS
 from verifier.config.load import default
 from verifier.knob import KnobEntry, entries
 

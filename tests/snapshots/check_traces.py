@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
+from tests.snapshots import training_traces
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.record import ArrayRecord, Measurement, Record, TensorRecord
 from verifier.core.records_tokens import (
@@ -127,6 +128,7 @@ ARRAYS: dict[str, dict[str, np.ndarray]] = {
     "tokens": TOKENS,
     "ledger": LEDGER,
     "shifted ledger": {**LEDGER, "label": np.array([2, 8, -100, -100, 5, -100])},
+    **training_traces.ARRAYS,
 }
 
 
@@ -144,7 +146,16 @@ def tensor(kind: type[TensorRecord], name: str, version: int = 0, rank: int = 0,
 
 def clean() -> list[Record]:
     """Everything that a run without a fault records."""
-    return [*weights(), *adapters(), *engine(), *steps(), *tokens(), *routes(), *logprobs()]
+    return [
+        *weights(),
+        *adapters(),
+        *engine(),
+        *steps(),
+        *tokens(),
+        *routes(),
+        *logprobs(),
+        *training_traces.training(),
+    ]
 
 
 def weights() -> list[Record]:
@@ -388,6 +399,7 @@ BROKEN: dict[str, list[Record]] = {
     "LGP001": change(TrainerLogprobs, with_array("wrong"), version=1),
     "LGP002": change(EngineLogprobs, with_array("not finite"), version=1),
     "LGP003": change(SampledTokens, having(lengths=(4, 1)), version=0),
+    **{code: change(kind, how) for code, (kind, how) in training_traces.CHANGES.items()},
 }
 """Check -> the clean run with the smallest thing wrong that it has to see."""
 

@@ -4,10 +4,9 @@ import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import BROKEN, clean, make_trace
-from verifier.core.check import REGISTRY, run_check
+from verifier.core.check import REGISTRY, needed, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.record import kind_of
 from verifier.core.trace import Trace
 from verifier.report.render_text import render_outcome
 
@@ -50,10 +49,10 @@ def test_is_inconclusive_where_nothing_was_recorded(code):
 
 @pytest.mark.parametrize(("code", "need"), [(code, need) for code in CODES for need in REGISTRY[code].needs])
 def test_is_inconclusive_where_one_side_was_not_recorded(code, need):
-    half = [item for item in clean() if type(item) is not need]
+    half = [item for item in clean() if not isinstance(item, need)]
     outcome = run_check(REGISTRY[code], make_trace(half))
     assert outcome.verdict is Verdict.INCONCLUSIVE
-    assert outcome.not_recorded == (kind_of(need),)
+    assert outcome.not_recorded == (needed(need),)
 
 
 @pytest.mark.parametrize("code", CODES)

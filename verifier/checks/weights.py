@@ -59,7 +59,7 @@ def loaded_shard_differs(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("WGT002", needs=(LoadedShard,), scope="replicas")
+@check("WGT002", needs=(LoadedShard | UpdatedShard,), scope="replicas")
 def replica_differs(trace: Trace) -> Iterator[Comparison]:
     """Copies of one shard hold the same bits on every rank that has one, tied embeddings included.
 

@@ -19,7 +19,7 @@ import typer
 from verifier.cli import faults as cli_faults
 from verifier.cli.command import configured
 from verifier.cli.results import JsonOption, JunitOption, judge_trace, require_results, run_and_judge, show
-from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
+from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig, TrainConfig
 from verifier.core.finding import ExitCode
 from verifier.core.outputs import printable
 from verifier.errors import Stopped, UsageError, VerifierError
@@ -69,6 +69,17 @@ def roundtrip(config: RoundtripConfig, json: JsonOption = None, junit: JunitOpti
 
     run = functools.partial(run_once, Runner.roundtrip, config)
     return run_and_judge("roundtrip", run, config.trace, json=json, junit=junit)
+
+
+@app.command()
+@configured
+def train(config: TrainConfig) -> int:
+    """Train from text or recorded rollouts; judge every step while it trains."""
+    from verifier.cli import train as cli_train
+    from verifier.report.progress import shown_progress
+
+    with shown_progress("train") as progress:
+        return cli_train.train(config, progress)
 
 
 @app.command()

@@ -13,13 +13,15 @@ import typer
 from verifier.cli.results import show
 from verifier.config.load import load, resolved
 from verifier.core.finding import ExitCode
+from verifier.errors import UsageError
 from verifier.knob import KnobEntry, entries
 
 _CONFIG = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="YAML file with any of the knobs; see docs/config.md.")
 ]
 _OVERRIDES = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Any knob by its key, such as mesh.tp=2.")
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Any knob by its key, such as mesh.tp=2; or the file of --config."),
 ]
 _PRINT = Annotated[
     bool, typer.Option("--print-config", help="Print every knob with its value, owner and default, and stop.")
@@ -43,7 +45,13 @@ def configured(function: Callable[..., int]) -> Callable[..., int]:
             entry.key: options[name] for name, entry in flags.items()
             if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
         }  # fmt: skip
-        loaded, owners = load(first.annotation, file=config, overrides=overrides or (), flags=given)
+        files = [text for text in overrides or () if text.endswith((".yaml", ".yml")) and "=" not in text]
+        if len(files) + (config is not None) > 1:
+            raise UsageError(f"two files of knobs are given, `{config or files[1]}` and `{files[0]}`: give one")
+        loaded, owners = load(
+            first.annotation, file=Path(files[0]) if files else config, flags=given,
+            overrides=[text for text in overrides or () if text not in files],
+        )  # fmt: skip
         if print_config:
             show(resolved(loaded, owners))
             return ExitCode.HOLDS

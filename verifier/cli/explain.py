@@ -6,8 +6,7 @@ import difflib
 import inspect
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from verifier.core.check import REGISTRY, Check
-from verifier.core.record import kind_of
+from verifier.core.check import REGISTRY, Check, needed
 from verifier.errors import UsageError
 
 
@@ -31,7 +30,7 @@ def page_of(text: str) -> str:
     from verifier.faults.catalog import CATALOG
 
     item = find_check(text)
-    needs = ", ".join(kind_of(kind) for kind in item.needs)
+    needs = ", ".join(map(needed, item.needs))
     caught = [f"{fault.id} ({fault.reproduces})" for fault in CATALOG.values() if item.code in fault.caught_by]
     parts = [
         f"{item.code} {item.name}",

@@ -1,5 +1,18 @@
 """One typed config per command, and the ways that lead to it: YAML, key=value, flags, Python."""
 
-from verifier.config.commands import EngineOptions, GoldenConfig, NoiseConfig, RoundtripConfig, next_trace
+from verifier.config.commands import (
+    CommandConfig,
+    EngineOptions,
+    GoldenConfig,
+    NoiseConfig,
+    RoundtripConfig,
+    next_trace,
+)
+from verifier.config.training import TrainConfig
 
-__all__ = ["EngineOptions", "GoldenConfig", "NoiseConfig", "RoundtripConfig", "next_trace"]
+__all__ = ["CONFIGS", "EngineOptions", "GoldenConfig", "NoiseConfig", "RoundtripConfig", "TrainConfig", "next_trace"]
+
+CONFIGS: dict[str, type[CommandConfig]] = {
+    "golden": GoldenConfig, "roundtrip": RoundtripConfig, "train": TrainConfig, "noise": NoiseConfig,
+}  # fmt: skip
+"""Command -> type of its config."""

@@ -190,10 +190,6 @@ class NoiseConfig(CommandConfig):
         _require_reason(self.record, self.why)
 
 
-CONFIGS: dict[str, type[CommandConfig]] = {"golden": GoldenConfig, "roundtrip": RoundtripConfig, "noise": NoiseConfig}
-"""Command -> type of its config."""
-
-
 def _require_reason(record: bool, why: str | None) -> None:
     """Refuse a recording without a reason, and a reason without a recording."""
     if record and not (why or "").strip():

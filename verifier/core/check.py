@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import UnionType
+from typing import get_args
 
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Finding, Outcome
@@ -20,8 +22,8 @@ class Check:
 
     code: str
     name: str
-    needs: tuple[type[Record], ...]
-    """Classes of records without which the check is inconclusive."""
+    needs: tuple[type[Record] | UnionType, ...]
+    """Classes of records without which the check is inconclusive; of a union one is enough."""
     scope: Scope
     """Part of a run's declaration that it belongs to; a run lists in its manifest the scopes that it exercises."""
     fn: CheckFn
@@ -35,7 +37,7 @@ class Check:
 REGISTRY: dict[str, Check] = {}
 
 
-def check(code: str, *, needs: tuple[type[Record], ...], scope: Scope) -> Callable[[CheckFn], CheckFn]:
+def check(code: str, *, needs: tuple[type[Record] | UnionType, ...], scope: Scope) -> Callable[[CheckFn], CheckFn]:
     """Register a function as a check; its name states what is wrong and its docstring is its page."""
 
     def register(fn: CheckFn) -> CheckFn:
@@ -49,13 +51,22 @@ def check(code: str, *, needs: tuple[type[Record], ...], scope: Scope) -> Callab
     return register
 
 
+def needed(need: type[Record] | UnionType) -> str:
+    """Name of what a check needs."""
+    return " or ".join(map(kind_of, _kinds(need)))
+
+
+def _kinds(need: type[Record] | UnionType) -> tuple[type[Record], ...]:
+    return get_args(need) if isinstance(need, UnionType) else (need,)
+
+
 def run_check(item: Check, trace: Trace) -> Outcome:
     """Fold a check's comparisons into an Outcome. Never raises.
 
     In a run that broke, what is absent of the last version may just not have been reached: it is neither a match nor a
     mismatch then.
     """
-    missing = tuple(kind_of(kind) for kind in item.needs if not trace.has(kind))
+    missing = tuple(needed(need) for need in item.needs if not any(map(trace.has, _kinds(need))))
     if missing:
         return Outcome(code=item.code, name=item.name, num_compared=0, not_recorded=missing)
     seen, bad, error = 0, [], None

@@ -11,8 +11,8 @@ from verifier.core.record import Count
 
 FORMAT: Literal[2] = 2
 Scope = Literal[
-    "adapter", "cold", "engine", "export", "forced", "gradient", "held", "layout", "logprob", "plan",
-    "replay", "replicas", "rollout", "saved", "settings", "step", "tokens", "transport", "update",
+    "adapter", "batch", "cold", "data", "engine", "export", "forced", "gradient", "held", "layout", "logprob", "plan",
+    "replay", "replicas", "rollout", "saved", "schedule", "settings", "step", "tokens", "transport", "update",
 ]  # fmt: skip
 """Part of a run's declaration; every check belongs to one."""
 Ranks = Annotated[int, Meta(ge=0, le=1 << 16)]

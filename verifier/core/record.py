@@ -23,7 +23,7 @@ Dtype = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]*$")]
 Shape = tuple[Count, ...]
 Lengths = tuple[Count, ...]
 """Tokens of each sequence, in the order in which an array holds them one after another."""
-Role = Literal["trainer", "engine", "cold", "oracle", "source"]
+Role = Literal["trainer", "engine", "cold", "oracle", "source", "controller"]
 """Process that recorded; "cold" is an engine that loaded the weights at its start."""
 Real = float | Literal["nan", "inf", "-inf"]
 """A float of which JSON may have no number; `float` takes both forms."""

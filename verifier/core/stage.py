@@ -10,25 +10,33 @@ class Stage(enum.IntEnum):
 
     LOAD = 0
     """Checkpoint to live Megatron parameters, through Megatron-Bridge."""
-    PACK = 1
+    DATA = 1
+    """Data set to the examples and rollouts of a step."""
+    REWARD = 2
+    """Answers to rewards."""
+    ADVANTAGE = 3
+    """Rewards and masks to the advantage and the weight of each token."""
+    PACK = 4
     """Rollouts to packed, aligned, sharded micro-batches."""
-    REPLAY = 2
+    REPLAY = 5
     """Recorded expert routes to per-layer router indices."""
-    LOGPROB = 3
+    LOGPROB = 6
     """Trainer forward and log-probabilities."""
-    LOSS = 4
+    LOSS = 7
     """Loss and gradients."""
-    TRAIN = 5
+    TRAIN = 8
     """Optimizer step: master weights, replicas, the live parameters after it."""
-    EXPORT = 6
+    CHECKPOINT = 9
+    """State of a run to files, and back."""
+    EXPORT = 10
     """Live parameters to checkpoint tensors, through Megatron-Bridge."""
-    PLAN = 7
+    PLAN = 11
     """Order, names, dtypes, bytes of what will travel."""
-    TRANSPORT = 8
+    TRANSPORT = 12
     """Bytes from trainer to engine."""
-    ENGINE = 9
+    ENGINE = 13
     """Contents of the engine after loading: parameters, buffers, derived tensors."""
-    ROLLOUT = 10
+    ROLLOUT = 14
     """Log-probabilities that the engine computes with what it holds."""
 
     @property

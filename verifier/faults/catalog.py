@@ -1,6 +1,7 @@
 """All faults by id. Importing this module imports every file of faults, which fills the catalogue."""
 
 from verifier.faults import (  # noqa: F401
+    batch_faults,
     conversion_faults,
     engine_faults,
     logprob_faults,

@@ -26,6 +26,8 @@ class Side(enum.Enum):
     """Every worker of the engine."""
     DRIVER = "driver"
     """The engine's process that schedules requests and collects what the workers return."""
+    CONTROLLER = "controller"
+    """The controller of a training run."""
 
 
 @dataclass(slots=True)
@@ -85,6 +87,8 @@ Body = Callable[[Call], Any]
 """Replacement of a function."""
 Register = Callable[[Callable[..., Any]], "Fault"]
 """Decorator that makes a fault of a function."""
+TRAINING = "train"
+"""Engine of a fault of a training run; its trials are short runs of `verifier train`."""
 NO_ENGINE = "none"
 """Engine of a fault that is caught before anything is exported: its trials load, score, replay and train only."""
 
@@ -152,6 +156,8 @@ class Fault:
     """Ids of the upstream fixes without which the clean run does not hold."""
     lora_rank: int = 0
     """Rank of the adapter that is trained and synced while the base is frozen; 0 trains the whole model."""
+    training: tuple[str, ...] = ()
+    """Knobs of the training run, key=value, besides model and mesh; see `verifier.faults.training_trial`."""
     gpus: int = 0
     """GPUs that the bug needs. Above 0, its trial is a test of `tests/h100`."""
     replacements: list[tuple[str, Body]] = field(default_factory=list, compare=False, repr=False)

@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Any
 from verifier.engine.client import EngineClient
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import Fault, FireCounter, Side
+from verifier.runs.spec import RunSpec
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
-    from verifier.runs.spec import RunSpec
+    from verifier.trainer.worker_spec import WorkerSpec
 
 _HERE = "verifier.faults.injection"
+INJECTED = f"{_HERE}:injected"
+"""Context manager that ranks enter, for `RunSpec.within` and `WorkerSpec.within`."""
 
 
 @contextlib.contextmanager
-def injected(spec: RunSpec, context: RankContext, fault_id: str, folder: str) -> Iterator[None]:
+def injected(spec: RunSpec | WorkerSpec, context: RankContext, fault_id: str, folder: str) -> Iterator[None]:
     """Inject a fault into this rank, or, at rank 0's request, into the engine's workers.
 
     The file ``fired-<rank>`` of the folder appears when the injected code runs for the first time, and says how often
@@ -32,7 +35,7 @@ def injected(spec: RunSpec, context: RankContext, fault_id: str, folder: str) ->
         if fault.side is Side.TRAINER:
             with fault.inject(fire):
                 yield
-        elif context.rank == 0:
+        elif context.rank == 0 and isinstance(spec, RunSpec):
             client = EngineClient(str(spec.engine_socket), deadline_s=spec.deadline_s)
             ask = client.call_driver if fault.side is Side.DRIVER else client.call
             ask(f"{_HERE}:inject", fault.id)

@@ -12,6 +12,7 @@ from verifier.faults.fault import NO_ENGINE, Call, fault, kind, tensors_named
 from verifier.faults.logprob_faults import LOGPROB, STEP
 from verifier.mesh import Mesh
 
+BACKWARD = f"{STEP}:backward(trainer, rollouts, loss, micro_batch_size, temperature, on_shards, max_tokens, columns)"
 SUM_LOSS = f"{STEP}:_sum_loss(logprob_T, entropy_T, shard, loss)"
 CONNECT = "verifier.model.provider_megatron:_connect(chunks, data_parallel)"
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
@@ -98,7 +99,7 @@ def report_summed_over_context_parallel(call: Call) -> Any:
 
 
 @in_loss(
-    "pytorch/torchtitan#1232", f"{STEP}:backward(trainer, rollouts, loss, micro_batch_size, temperature, on_shards)",
+    "pytorch/torchtitan#1232", BACKWARD,
     caught_by=("LSS002",), mesh=Mesh(cp=2),
 )  # fmt: skip
 def report_of_one_rank_only(call: Call) -> Any:

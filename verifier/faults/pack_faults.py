@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from verifier.train.pack import PackedBatch
 
 STEP = "verifier.train.step_megatron"
-PACK = f"{STEP}:pack(rollouts, alignment, numbers)"
+PACK = f"{STEP}:pack(rollouts, alignment, numbers, columns)"
 MAKE_ROLLOUT = (
     "verifier.runs.workload:make_rollout("
     "rollout_id, prompt, response, group, sampled, mask, logprobs, versions, reward, routes)"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, Call, fault, kind, tensors_named
+from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, kind, tensors_named
 from verifier.mesh import Mesh
 
 MAKE_MEGATRON_OPTIMIZER = (
@@ -15,7 +15,9 @@ MAKE_MEGATRON_OPTIMIZER = (
     "config, model_chunks, config_overrides, use_gloo_process_groups, pg_collection, dump_param_to_param_group_map)"
 )
 MAKE_OPTIMIZER = "verifier.train.optimizer_megatron:make_optimizer(trainer, learning_rate, rule)"
-SCORE = "verifier.train.step_megatron:score(trainer, rollouts, micro_batch_size, temperature, on_shards)"
+SCORE = (
+    "verifier.train.step_megatron:score(trainer, rollouts, micro_batch_size, temperature, on_shards, max_tokens, read)"
+)
 STEP = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads(self)"
 SCHEDULER = "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler"
 LOAD_SCHEDULER = f"{SCHEDULER}.load_state_dict(self, state_dict)"
@@ -183,3 +185,30 @@ def norm_trained_beside_adapter(call: Call) -> Any:
         norm.requires_grad = True
         call.fire()
     return frozen
+
+
+TRAIN_STEP = (
+    "verifier.train.step_megatron:train_step(trainer, optimizer, rollouts, loss, learning_rate, scheduler, "
+    "micro_batch_size, temperature, on_shards, on_gradients, max_tokens, columns, scheduler_step)"
+)
+
+
+@fault(
+    "NVIDIA-NeMo/RL#3171", TRAIN_STEP, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add",
+    caught_by=("TRN003",),
+)  # fmt: skip
+def moments_dropped(call: Call) -> Any:
+    """Adam begins every step with no moments, as after a resume that silently did not load them."""
+    call.fire()
+    for part in call.optimizer.chained_optimizers:
+        part.optimizer.state.clear()
+    return call.original()
+
+
+@fault(
+    "NovaSky-AI/SkyRL#1403", TRAIN_STEP, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add",
+    caught_by=("TRN002", "TRN003"),
+)  # fmt: skip
+def scheduler_counts_rollouts(call: Call) -> Any:
+    """The schedule is told the number of rollouts where it counts steps, and has ended after the first."""
+    return call.faulty(scheduler_step=len(call.rollouts))

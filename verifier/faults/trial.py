@@ -18,15 +18,15 @@ from verifier.core.record import TensorRecord
 from verifier.core.records_weights import CheckpointView, ExportedTensor, SyncedTensor, UpdatedShard
 from verifier.core.trace import Trace
 from verifier.errors import VerifierError
-from verifier.faults.fault import NO_ENGINE, Fault, Side
-from verifier.faults.injection import end
+from verifier.faults.fault import NO_ENGINE, TRAINING, Fault, Side
+from verifier.faults.injection import INJECTED, end
+from verifier.faults.training_trial import TrainingOutcome, run_training, training_overrides
 from verifier.report.report import Report, report_of
-from verifier.runs.resources import Resources
+from verifier.runs.resources import Deadline, Resources
 from verifier.runs.runner import Phase, Progress, Runner
 
 TIMEOUT_S = 900.0
 COLLECTIVE_DEADLINE_S = 60.0
-INJECTED = "verifier.faults.injection:injected"
 COPIED: tuple[type[TensorRecord], ...] = (ExportedTensor, CheckpointView, SyncedTensor, UpdatedShard)
 """Evidence that must be bitwise the same in the clean and in the healed run."""
 
@@ -75,6 +75,7 @@ class Trials:
         self._progress, self._keep = progress, keep
         self._stack = contextlib.ExitStack()
         self._clean: dict[tuple[str, RoundtripConfig], tuple[Report, Trace]] = {}
+        self._trained: dict[tuple[str, ...], TrainingOutcome] = {}
         self._folders = itertools.count(1)
 
     def __enter__(self) -> Trials:
@@ -90,6 +91,8 @@ class Trials:
     def trial(self, fault: Fault) -> TrialResult:
         """Run one fault: clean (once per config), then faulted and healed in the same processes."""
         began = time.monotonic()
+        if fault.engine == TRAINING:
+            return self._training_trial(fault, began)
         config = _config_of(fault)
         key = (fault.engine, config)
         if key not in self._clean:
@@ -119,14 +122,35 @@ class Trials:
             duration_s=time.monotonic() - began,
         )
 
+    def _training_trial(self, fault: Fault, began: float) -> TrialResult:
+        launcher = self._runner.resources.launcher(Deadline(TIMEOUT_S))
+        key = training_overrides(fault)
+        if key not in self._trained:
+            self._progress(f"clean training run of {fault.model} on {fault.mesh.label()}")
+            self._trained[key] = run_training(fault, self._new_folder(fault, "clean"), launcher, self._progress)
+        self._progress(f"{fault.id}: faulted and healed")
+        faulted = run_training(fault, self._new_folder(fault, "faulted"), launcher, self._progress, inject=True)
+        healed = run_training(fault, self._new_folder(fault, "healed"), launcher, self._progress)
+        clean = self._trained[key]
+        return TrialResult(
+            fault=fault, fired=faulted.fired, clean=clean.verdict, caught=faulted.caught,
+            first_bad=min(faulted.bad, key=lambda item: item.place, default=None), healed=healed.verdict,
+            healed_differs="" if healed.weights == clean.weights else "the weights of the last step",
+            crashed=faulted.crashed, duration_s=time.monotonic() - began,
+        )  # fmt: skip
+
+    def _new_folder(self, fault: Fault, name: str) -> Path:
+        folder = self._folder / f"{next(self._folders):04d}-{fault.id}-{name}"
+        folder.mkdir(parents=True)
+        return folder
+
     def _run(self, config: RoundtripConfig, fault: Fault, names: list[str]) -> dict[str, Path]:
         """Run phases as one job on one engine; those with an adapter, which stays loaded, on an engine each."""
         if config.engine.lora_rank and fault.engine != NO_ENGINE and len(names) > 1:
             return {name: trace for each in names for name, trace in self._run(config, fault, [each]).items()}
         phases = {}
         for name in names:
-            folder = self._folder / f"{next(self._folders):04d}-{fault.id}-{name}"
-            folder.mkdir(parents=True)
+            folder = self._new_folder(fault, name)
             within = (INJECTED, fault.id, str(folder)) if name == "faulted" else ()
             phases[name] = Phase(trace=folder / "trace", within=within)
         traces = {name: phase.trace for name, phase in phases.items()}

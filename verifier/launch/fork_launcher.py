@@ -68,6 +68,7 @@ class ForkJob:
         self._ranks: list[tuple[Child, Channel]] = []
         self._watched: dict[Channel | Child, int] = {}
         self._results: dict[int, JSON] = {}
+        self._answers: dict[int, JSON] = {}
         self._failures: dict[int, Mapping[str, JSON]] = {}
         self._failed_at = math.inf
         self._outcome: list[JSON] | VerifierError | None = None
@@ -99,6 +100,45 @@ class ForkJob:
         if isinstance(self._outcome, VerifierError):
             raise self._outcome
         return self._outcome
+
+    def call(self, name: str, deadline_s: float, **arguments: JSON) -> list[JSON]:
+        """Call a method that every rank serves (`RankContext.serve`), and wait for all answers.
+
+        Args:
+            name: the method.
+            deadline_s: seconds until the last answer.
+            arguments: of the method, the same for all ranks; JSON values.
+
+        Returns:
+            Each rank's answer, in rank order.
+
+        Raises:
+            JobTimeout: a rank has not answered in time; names what each of those is doing.
+            VerifierError: see `wait`.
+        """
+        self._answers.clear()
+        self._tell({"name": name, "arguments": arguments})
+        give_up_at, everyone = time.monotonic() + deadline_s, range(self._spec.world_size)
+        while self._outcome is None and len(self._answers) < len(everyone):
+            self._turn(_HASTY_TURN_S if self._failures else _TURN_S)
+            if self._outcome is None and time.monotonic() > give_up_at:
+                late = [rank for rank in everyone if rank not in self._answers]
+                states = self._states(late, time.monotonic())
+                self._end(JobTimeout(function=f"{self._spec.function}, {name}", deadline_s=deadline_s, states=states))
+        if len(self._answers) < len(everyone):
+            self.wait()
+            raise InternalError(f"`{self._spec.function}` ended before it answered `{name}`")
+        return [self._answers[rank] for rank in everyone]
+
+    def finish(self) -> list[JSON]:
+        """Ask ranks that serve calls to return, and wait for their results; see `wait`."""
+        self._tell(None)
+        return self.wait()
+
+    def _tell(self, message: JSON) -> None:
+        for _, channel in self._ranks if self._outcome is None else ():
+            with suppress(ChannelClosed):  # a rank that is gone is found by whoever waits
+                channel.send(message)
 
     def kill(self) -> None:
         """End all ranks, and what they have started."""
@@ -161,6 +201,8 @@ class ForkJob:
                 self._fail(rank, message["failure"])
             elif "result" in message:
                 self._results[rank] = message["result"]
+            elif "answer" in message:
+                self._answers[rank] = message["answer"]
             elif self._on_progress is not None:
                 self._on_progress(rank, message["progress"])
 

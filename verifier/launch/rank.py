@@ -71,10 +71,21 @@ class RankContext:
     args: Mapping[str, JSON]
     report: Callable[[dict[str, JSON]], None]
     """Sends one JSON message to the owner of the job; rank functions use `progress`."""
+    receive: Callable[[], JSON]
+    """Waits for one JSON message of the owner; rank functions use `serve`."""
 
     def progress(self, text: str) -> None:
         """Show a line to the user while the job runs."""
         self.report({"progress": text})
+
+    def serve(self, methods: Mapping[str, Callable[..., JSON]]) -> None:
+        """Answer the calls of the job's owner (`ForkJob.call`), one after another, until it asks for the end.
+
+        Args:
+            methods: name -> function of keyword arguments, which are JSON values; returns what JSON can carry.
+        """
+        while (call := self.receive()) is not None:
+            self.report({"answer": methods[call["name"]](**call["arguments"])})
 
 
 def preload() -> None:
@@ -112,7 +123,7 @@ def run_rank(
     A rank that is done stays until all are, since others may still use its connections; the owner then kills all.
 
     Args:
-        reports: gets any number of "progress" messages, then a "result" or a "failure".
+        reports: gets any number of "progress" messages and an "answer" to each call, then a "result" or a "failure".
         memory_fd: of the flight recorder.
         store_fd: the listening socket of the store, on rank 0.
         rank: this one.
@@ -128,8 +139,9 @@ def run_rank(
         flight.RECORDER.use(flight.slots_for(job.world_size, memory_fd)[rank])
         _join(job, rank, rendezvous, store_fd)
         context = RankContext(
-            rank=rank, world_size=job.world_size, run_dir=job.run_dir, args=job.args, report=reports.send
-        )
+            rank=rank, world_size=job.world_size, run_dir=job.run_dir, args=job.args, report=reports.send,
+            receive=reports.receive,
+        )  # fmt: skip
         result = call(context)
         sys.stdout.flush()
         reports.send({"result": result})

@@ -8,6 +8,8 @@ Shapes: T rows of this rank, H query heads, G key-value heads, D width of a head
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -98,26 +100,27 @@ class TEDotProductAttention(torch.nn.Module):
         return torch.stack([self._attend_all(*column, whole, whole) for column in batch], dim=1).flatten(-2)
 
     def _attend_all(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], padded: list[int]) -> Tensor:
-        """Attend sub-sequence by sub-sequence; padding rows and rows after the last sub-sequence are zeros."""
+        """Attend within each sub-sequence, those of one length together; padding and rows after the last are zeros."""
         cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
         num_rows = query.shape[0]
         key = gather_from_sequence_parallel_region(key, tensor_parallel_output_grad=True, group=self.cp_group)
         value = gather_from_sequence_parallel_region(value, tensor_parallel_output_grad=True, group=self.cp_group)
-        outputs, begin = [], 0
+        first_rows: dict[tuple[int, int], list[int]] = defaultdict(list)
+        begin = 0
         for length, padded_length in zip(lengths, padded, strict=True):
-            local = padded_length // cp_size
+            first_rows[length, padded_length].append(begin)
+            begin += padded_length // cp_size
+        places, parts = [], []
+        for (length, padded_length), begins in first_rows.items():
             home = zigzag_positions(padded_length, cp_size, cp_rank)
             real = home < length
-            order = _natural_order(padded_length, cp_size, begin, num_rows)[:length]
-            mine = torch.arange(begin, begin + local)[real]
-            rows_of = (query[mine], key[order], value[order], home[real])
-            attended = _causal(*rows_of, self.softmax_scale, self.rows_before)
-            rows = attended.new_zeros(local, *attended.shape[1:])
-            outputs.append(rows.index_put((real.nonzero()[:, 0],), attended))
-            begin += local
-        if begin < num_rows:
-            outputs.append(query.new_zeros(num_rows - begin, query.shape[1], value.shape[-1]))
-        return torch.cat(outputs)
+            mine = torch.stack([torch.arange(first, first + len(home))[real] for first in begins])
+            order = torch.stack([_natural_order(padded_length, cp_size, at, num_rows)[:length] for at in begins])
+            attended = _causal(query[mine], key[order], value[order], home[real], self.softmax_scale, self.rows_before)
+            places.append(mine.flatten())
+            parts.append(attended.flatten(0, 1))
+        rows = query.new_zeros(num_rows, query.shape[1], value.shape[-1])
+        return rows.index_put((torch.cat(places),), torch.cat(parts))
 
 
 def _natural_order(length: int, cp_size: int, begin: int, num_rows: int) -> Tensor:
@@ -131,13 +134,25 @@ def _natural_order(length: int, cp_size: int, begin: int, num_rows: int) -> Tens
 def _causal(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float | None, rows_before: int | None
 ) -> Tensor:
-    """Return the attention of rows at `positions` over a whole sub-sequence, [rows, H, D], computed in float32."""
+    """Return the attention of rows at `positions` over whole sub-sequences, computed in float32.
+
+    Args:
+        query: [S, rows, H, D], of sub-sequences of one length.
+        key: [S, length, G, D].
+        value: as `key`, with its own width.
+        positions: [rows] of the queries within their sub-sequences.
+        scale: factor of the scores; None is the inverse root of D.
+        rows_before: earlier rows that a row attends to; None for all.
+
+    Returns:
+        [S, rows, H, width of a value].
+    """
     num_heads, width = query.shape[-2:]
     repeats = num_heads // key.shape[-2]
-    q = query.float().transpose(0, 1)
-    k, v = (side.float().repeat_interleave(repeats, dim=1).transpose(0, 1) for side in (key, value))
-    scores = torch.bmm(q, k.transpose(1, 2)) * (width**-0.5 if scale is None else scale)
-    behind = positions[:, None] - torch.arange(key.shape[0])
+    q = query.float().transpose(1, 2)
+    k, v = (side.float().repeat_interleave(repeats, dim=2).transpose(1, 2) for side in (key, value))
+    scores = torch.matmul(q, k.transpose(2, 3)) * (width**-0.5 if scale is None else scale)
+    behind = positions[:, None] - torch.arange(key.shape[1])
     unseen = behind < 0 if rows_before is None else (behind < 0) | (behind > rows_before)
     weights = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
-    return torch.bmm(weights, v).transpose(0, 1).to(query.dtype)
+    return torch.matmul(weights, v).transpose(1, 2).to(query.dtype)

@@ -103,7 +103,8 @@ def _everything(shards: Sequence[PackedBatch]) -> torch.Tensor:
     """
     parts = []
     for shard in shards:
-        values = [getattr(shard, field.name) for field in fields(shard)]
+        values = [getattr(shard, field.name) for field in fields(shard) if field.name != "columns"]
+        values += shard.columns.values()
         plain = [value for value in values if not isinstance(value, torch.Tensor)]
         parts.append(torch.frombuffer(bytearray(repr(plain).encode()), dtype=torch.uint8))
         parts += [raw_bytes(value) for value in values if isinstance(value, torch.Tensor)]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from verifier.core.records_trainer import OptimizerSettings
 from verifier.core.records_weights import OptimizerRule
 from verifier.errors import ContractError
 from verifier.model.provider_megatron import DataParallel, TrainerModel
@@ -21,7 +22,9 @@ FORMAT = {"distrib_optim_sharding_type": "dp_reshardable"}
 """Checkpoint format of megatron-core in which every rank writes and reads its own shards."""
 
 
-def make_optimizer(trainer: TrainerModel, *, learning_rate: float = 0.0, rule: OptimizerRule | None = None) -> Any:
+def make_optimizer(
+    trainer: TrainerModel, *, learning_rate: float = 0.0, rule: OptimizerRule | OptimizerSettings | None = None
+) -> Any:
     """Build Megatron's Adam over this rank's parameters; weight decay is 0 unless a scheduler sets it.
 
     Args:
@@ -36,16 +39,20 @@ def make_optimizer(trainer: TrainerModel, *, learning_rate: float = 0.0, rule: O
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.utils import get_model_config
 
-    rates: dict[str, Any] = {"lr": learning_rate} if rule is None else {
-        "lr": rule.learning_rate, "min_lr": rule.least_learning_rate, "clip_grad": rule.clip_grad,
-        "decoupled_lr": rule.embedding_learning_rate, "decoupled_min_lr": rule.least_embedding_learning_rate,
-    }  # fmt: skip
+    fields: dict[str, Any] = {"lr": learning_rate, "adam_beta1": 0.9, "adam_beta2": 0.95}
+    if rule is not None:
+        fields |= {
+            "lr": rule.learning_rate, "min_lr": rule.least_learning_rate, "clip_grad": rule.clip_grad,
+            "adam_beta1": rule.beta_1, "adam_beta2": rule.beta_2, "adam_eps": rule.epsilon,
+        }  # fmt: skip
+    if isinstance(rule, OptimizerRule):
+        fields |= {
+            "decoupled_lr": rule.embedding_learning_rate, "decoupled_min_lr": rule.least_embedding_learning_rate,
+        }  # fmt: skip
     config = OptimizerConfig(
-        **rates,
+        **fields,
         optimizer="adam",
         weight_decay=0.0,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
         bf16=trainer.provider.bf16,
         params_dtype=torch.bfloat16 if trainer.provider.bf16 else torch.float32,
         use_distributed_optimizer=options.distributed_optimizer,
@@ -60,21 +67,43 @@ def make_optimizer(trainer: TrainerModel, *, learning_rate: float = 0.0, rule: O
 
 def make_scheduler(optimizer: Any, rule: OptimizerRule) -> Any:
     """Build Megatron's scheduler, which counts rollouts; `optimizer`, of that rule too, gets the first step's rates."""
+    return _scheduler(
+        optimizer, rule, init_lr=rule.first_learning_rate, lr_warmup_steps=rule.warm_up,
+        lr_decay_steps=rule.num_rollouts, lr_decay_style="cosine", start_wd=rule.weight_decay,
+        end_wd=rule.greatest_weight_decay, wd_incr_steps=rule.num_rollouts, wd_incr_style="linear",
+    )  # fmt: skip
+
+
+def make_step_scheduler(optimizer: Any, settings: OptimizerSettings) -> Any:
+    """Build Megatron's scheduler, which counts steps; `optimizer`, of these settings too, gets the first step's rates.
+
+    Megatron's first step has count 0, and with a warm-up a rate of 0; here it has count 1.
+    """
+    scheduler = _scheduler(
+        optimizer, settings, init_lr=0.0, lr_warmup_steps=settings.warmup_steps, lr_decay_steps=settings.decay_steps,
+        lr_decay_style=settings.schedule, start_wd=settings.weight_decay, end_wd=settings.weight_decay,
+        wd_incr_steps=settings.decay_steps, wd_incr_style="constant",
+    )  # fmt: skip
+    scheduler.step(1)
+    return scheduler
+
+
+def _scheduler(optimizer: Any, rule: OptimizerRule | OptimizerSettings, **options: Any) -> Any:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=rule.first_learning_rate,
-        max_lr=rule.learning_rate,
-        min_lr=rule.least_learning_rate,
-        lr_warmup_steps=rule.warm_up,
-        lr_decay_steps=rule.num_rollouts,
-        lr_decay_style="cosine",
-        start_wd=rule.weight_decay,
-        end_wd=rule.greatest_weight_decay,
-        wd_incr_steps=rule.num_rollouts,
-        wd_incr_style="linear",
-    )
+    return OptimizerParamScheduler(optimizer, max_lr=rule.learning_rate, min_lr=rule.least_learning_rate, **options)
+
+
+def steps_of(optimizer: Any) -> int:
+    """Number of steps that Adam has taken, by its own count; 0 before the first.
+
+    Transformer Engine's Adam counts in each group of parameters, and torch's for each parameter.
+    """
+    counts = [0]
+    for part in optimizer.chained_optimizers:
+        counts += [int(group["step"]) for group in part.optimizer.param_groups if "step" in group]
+        counts += [int(state["step"]) for state in part.optimizer.state.values() if "step" in state]
+    return max(counts)
 
 
 def named_gradients(trainer: TrainerModel) -> Iterator[tuple[int, str, torch.Tensor]]:

@@ -12,8 +12,8 @@ describe the token that the row's logits predict: the next one of the same sub-s
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -75,6 +75,9 @@ class PackedBatch:
     a pass without `on_shards`."""
     routes_TMK: torch.Tensor | None
     """int32, experts of the input token; `MISSING_ROUTE` in padding and where the engine reported none."""
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """[T] float32 each, of the label: inputs of the loss that were computed before the batch was split, such as its
+    weight; 0 where there is no label."""
 
     @property
     def num_rows(self) -> int:
@@ -87,7 +90,16 @@ class PackedBatch:
         return int(self.cu_seqlens_padded[-1])
 
 
-def pack(rollouts: Sequence[Rollout], alignment: Alignment, numbers: Sequence[int] | None = None) -> PackedBatch:
+Columns = Mapping[str, Sequence[np.ndarray]]
+"""Name -> per rollout [L] values of its tokens; entry t belongs to token t."""
+
+
+def pack(
+    rollouts: Sequence[Rollout],
+    alignment: Alignment,
+    numbers: Sequence[int] | None = None,
+    columns: Columns | None = None,
+) -> PackedBatch:
     """Concatenate rollouts, each padded on its own, and shift labels and masks within each.
 
     Args:
@@ -95,6 +107,7 @@ def pack(rollouts: Sequence[Rollout], alignment: Alignment, numbers: Sequence[in
             predicts nothing, for a data-parallel rank with fewer micro-batches than others.
         alignment: multiples to pad to.
         numbers: of each rollout in the whole step, for the ledger; None packs no ledger.
+        columns: further values of each token, packed as `PackedBatch.columns`.
 
     Returns:
         The whole pack; `shard_cp` returns one context-parallel rank's shard.
@@ -109,6 +122,7 @@ def pack(rollouts: Sequence[Rollout], alignment: Alignment, numbers: Sequence[in
             segments_T=torch.full_like(blank.segments_T, PADDING),
             labels_T=torch.full_like(blank.labels_T, IGNORE_LABEL),
             ledger_T=None if numbers is None else torch.zeros_like(blank.labels_T),
+            columns={name: torch.zeros(blank.num_rows) for name in columns or ()},
         )  # fmt: skip
     lengths_S = np.array([len(rollout) for rollout in rollouts])
     cu_seqlens, cu_seqlens_padded = lay_out(lengths_S, alignment)
@@ -154,6 +168,7 @@ def pack(rollouts: Sequence[Rollout], alignment: Alignment, numbers: Sequence[in
         versions_T=answers("versions"),
         ledger_T=None if numbers is None else ledger(numbers),
         routes_TMK=_routes(rollouts, by_row),
+        columns={name: by_label(values, np.float32(0)) for name, values in (columns or {}).items()},
     )
 
 
@@ -166,8 +181,9 @@ def shard_cp(packed: PackedBatch, cp_rank: int) -> PackedBatch:
     if packed.num_rows != packed.num_whole_rows:
         raise ContractError("a shard of a pack cannot be sharded again")
     rows = torch.from_numpy(cp_rows(packed.cu_seqlens_padded.numpy(), packed.alignment.cp, cp_rank))
-    names = [field.name for field in fields(packed) if field.name.endswith(("_T", "_TMK"))]
-    return replace(packed, **{name: getattr(packed, name)[rows] for name in names if getattr(packed, name) is not None})
+    names = [item.name for item in fields(packed) if item.name.endswith(("_T", "_TMK"))]
+    cut = {name: getattr(packed, name)[rows] for name in names if getattr(packed, name) is not None}
+    return replace(packed, **cut, columns={name: values[rows] for name, values in packed.columns.items()})
 
 
 def loss_rows(batches: Sequence[PackedBatch]) -> dict[str, np.ndarray]:

@@ -18,8 +18,8 @@ from verifier.data.rollout import Rollout
 from verifier.errors import ContractError, UsageError
 from verifier.mesh import Coordinate
 from verifier.model.provider_megatron import TrainerModel
-from verifier.train.microbatch import split_by_count
-from verifier.train.pack import PackedBatch, pack, shard_cp
+from verifier.train.microbatch import MicroBatches, split_by_count, split_by_tokens
+from verifier.train.pack import Columns, PackedBatch, pack, shard_cp
 from verifier.train.token_layout import Alignment
 from verifier.train.vocab_logprob import vocab_parallel_logprob
 
@@ -28,6 +28,9 @@ OnShards = Callable[[list[PackedBatch]], Callable[[], None] | None]
 rest of its work, without collectives, which is called when the device has its work."""
 TokenLoss = Callable[[torch.Tensor, torch.Tensor, PackedBatch], torch.Tensor]
 """(logprob_T, entropy_T, shard) -> [T] loss per row; rows outside of the loss mask are dropped afterwards."""
+
+ReadLogits = Callable[[torch.Tensor, torch.Tensor, int, Any], torch.Tensor]
+"""(logits_TV, labels_T, global id of the first column, tensor-parallel group or None) -> [T] float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,8 @@ def score(
     micro_batch_size: int = 4,
     temperature: float = 1.0,
     on_shards: OnShards | None = None,
+    max_tokens: int | None = None,
+    read: ReadLogits | None = None,
 ) -> list[torch.Tensor]:
     """Score given tokens without gradients. A collective.
 
@@ -63,13 +68,16 @@ def score(
         micro_batch_size: greatest number of rollouts of a packed micro-batch.
         temperature: divisor of the logits.
         on_shards: see `OnShards`.
+        max_tokens: greatest number of rows of a micro-batch, padding included; None splits by `micro_batch_size`.
+        read: another number to read from each row of logits, such as `vocab_logprob.is_greedy`.
 
     Returns:
         One float32 tensor [len - 1] per rollout, on every rank's host: entry t is the log-probability of token t + 1
         given all earlier tokens, nats.
     """
-    batches, shards = _micro_batches(trainer, rollouts, micro_batch_size, ledger=on_shards is not None)
-    forward = partial(_forward, trainer=trainer, temperature=temperature, entropy=False, finish=_detached)
+    split = split_over_ranks(trainer, rollouts, micro_batch_size, max_tokens)
+    batches, shards = _micro_batches(trainer, rollouts, split, ledger=on_shards is not None)
+    forward = partial(_forward, trainer=trainer, temperature=temperature, entropy=False, finish=_detached, read=read)
     with _seen(shards, on_shards), torch.no_grad(), _mode(trainer, training=False):
         scored = _run(trainer, forward, shards, forward_only=True, collect_non_loss_data=True)
     sizes = [len(rollout) - 1 for rollout in rollouts]
@@ -97,6 +105,9 @@ def train_step(
     temperature: float = 1.0,
     on_shards: OnShards | None = None,
     on_gradients: Callable[[], None] | None = None,
+    max_tokens: int | None = None,
+    columns: Columns | None = None,
+    scheduler_step: int | None = None,
 ) -> StepResult:
     """One forward and backward pass over all rollouts, then one optimiser step. A collective.
 
@@ -111,6 +122,9 @@ def train_step(
         temperature: divisor of the logits.
         on_shards: see `OnShards`.
         on_gradients: called on every rank after gradients are reduced and before any parameter changes.
+        max_tokens: greatest number of rows of a micro-batch, padding included; None splits by `micro_batch_size`.
+        columns: see `backward`.
+        scheduler_step: amount that the scheduler counts; None counts rollouts.
 
     Raises:
         UsageError: no token of any rollout is in the loss mask.
@@ -121,15 +135,16 @@ def train_step(
             group["lr"] = learning_rate
     optimizer.zero_grad()
     mean_loss, num_tokens = backward(
-        trainer, rollouts, loss=loss, micro_batch_size=micro_batch_size, temperature=temperature, on_shards=on_shards
-    )
+        trainer, rollouts, loss=loss, micro_batch_size=micro_batch_size, temperature=temperature, on_shards=on_shards,
+        max_tokens=max_tokens, columns=columns,
+    )  # fmt: skip
     if on_gradients is not None:
         on_gradients()
     done, grad_norm, _ = optimizer.step()
     if not done:
         raise ContractError("the optimiser skipped the step: a gradient is not finite")
     if scheduler is not None:
-        scheduler.step(len(rollouts))
+        scheduler.step(len(rollouts) if scheduler_step is None else scheduler_step)
     return StepResult(loss=mean_loss, grad_norm=float(grad_norm), num_tokens=num_tokens)
 
 
@@ -141,8 +156,14 @@ def backward(
     micro_batch_size: int = 4,
     temperature: float = 1.0,
     on_shards: OnShards | None = None,
+    max_tokens: int | None = None,
+    columns: Columns | None = None,
 ) -> tuple[float, int]:
     """Compute the gradients of the mean token loss, reduced, in the model's gradient buffers. A collective.
+
+    Arguments are those of `train_step`. One of the columns, inputs of the loss per token (`PackedBatch.columns`), may
+    be named "weight": it multiplies the loss of its token, so a step of weights w * num_tokens has the loss
+    sum(w * loss).
 
     Returns:
         (mean loss, number of tokens in the loss mask) over all ranks.
@@ -154,7 +175,8 @@ def backward(
         raise UsageError("no token of any rollout is in the loss mask: there is nothing to train on")
     for chunk in trainer.chunks:
         chunk.zero_grad_buffer()
-    _, shards = _micro_batches(trainer, rollouts, micro_batch_size, ledger=on_shards is not None)
+    split = split_over_ranks(trainer, rollouts, micro_batch_size, max_tokens)
+    _, shards = _micro_batches(trainer, rollouts, split, ledger=on_shards is not None, columns=columns)
     finish = partial(_sum_loss, loss=loss)
     forward = partial(_forward, trainer=trainer, temperature=temperature, entropy=True, finish=finish)
     with _seen(shards, on_shards), _mode(trainer, training=True):
@@ -203,15 +225,40 @@ def params_synced(trainer: TrainerModel) -> Iterator[None]:
             chunk.enable_forward_pre_hook()
 
 
+def split_over_ranks(
+    trainer: TrainerModel, rollouts: Sequence[Rollout], micro_batch_size: int, max_tokens: int | None
+) -> MicroBatches:
+    """Assign rollouts to the micro-batches of data-parallel ranks: by tokens if a budget is given, else by count."""
+    mesh = trainer.mesh
+    multiple = mesh.pp if mesh.vpp > 1 else 1
+    if max_tokens is None:
+        return split_by_count(len(rollouts), dp=mesh.dp, micro_batch_size=micro_batch_size, multiple=multiple)
+    alignment = _alignment(trainer)
+    return split_by_tokens(rollouts, dp=mesh.dp, max_tokens=max_tokens, alignment=alignment, multiple=multiple)
+
+
+def _alignment(trainer: TrainerModel) -> Alignment:
+    return Alignment(tp=trainer.mesh.tp, cp=trainer.mesh.cp, sp=trainer.provider.sequence_parallel)
+
+
 def _micro_batches(
-    trainer: TrainerModel, rollouts: Sequence[Rollout], micro_batch_size: int, *, ledger: bool
+    trainer: TrainerModel,
+    rollouts: Sequence[Rollout],
+    split: MicroBatches,
+    *,
+    ledger: bool,
+    columns: Columns | None = None,
 ) -> tuple[list[list[int]], list[PackedBatch]]:
     """Return this rank's micro-batches, as indices of rollouts and as its context-parallel shards of the packs."""
-    mesh, at = trainer.mesh, _coordinate(trainer)
-    alignment = Alignment(tp=mesh.tp, cp=mesh.cp, sp=trainer.provider.sequence_parallel)
-    multiple = mesh.pp if mesh.vpp > 1 else 1
-    batches = split_by_count(len(rollouts), dp=mesh.dp, micro_batch_size=micro_batch_size, multiple=multiple)[at.dp]
-    packs = [pack([rollouts[index] for index in batch], alignment, batch if ledger else None) for batch in batches]
+    at, alignment = _coordinate(trainer), _alignment(trainer)
+    batches = split[at.dp]
+    packs = [
+        pack(
+            [rollouts[index] for index in batch], alignment, batch if ledger else None,
+            {name: [values[index] for index in batch] for name, values in (columns or {}).items()},
+        )
+        for batch in batches
+    ]  # fmt: skip
     return batches, [shard_cp(packed, at.cp) for packed in packs]
 
 
@@ -248,8 +295,11 @@ def _run(
 
 def _moved(shard: PackedBatch, device: torch.device) -> PackedBatch:
     """Copy what model and loss read to the device, before the first kernel, so that no copy waits for a kernel."""
-    names = ("tokens_T", "positions_T", "labels_T", "loss_mask_T", "cu_seqlens", "cu_seqlens_padded")
-    return replace(shard, **{name: getattr(shard, name).to(device, non_blocking=True) for name in names})
+    names = ("tokens_T", "positions_T", "labels_T", "loss_mask_T", "segments_T", "cu_seqlens", "cu_seqlens_padded")
+    columns = {name: values.to(device, non_blocking=True) for name, values in shard.columns.items()}
+    return replace(
+        shard, columns=columns, **{name: getattr(shard, name).to(device, non_blocking=True) for name in names}
+    )
 
 
 def _forward(
@@ -260,6 +310,7 @@ def _forward(
     temperature: float,
     entropy: bool,
     finish: Callable[..., Any],
+    read: ReadLogits | None = None,
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Run one packed micro-batch through one model chunk: Megatron's forward step.
 
@@ -291,13 +342,12 @@ def _forward(
     )
 
     def on_logits(logits: torch.Tensor, *, non_loss_data: bool = False) -> Any:
+        first = _coordinate(trainer).tp * logits.shape[-1]
+        group = parallel_state.get_tensor_model_parallel_group() if trainer.mesh.tp > 1 else None
+        if read is not None:
+            return read(logits[0], moved.labels_T, first, group)
         logprob_T, entropy_T = vocab_parallel_logprob(
-            logits[0],
-            moved.labels_T,
-            vocab_start=_coordinate(trainer).tp * logits.shape[-1],
-            group=parallel_state.get_tensor_model_parallel_group() if trainer.mesh.tp > 1 else None,
-            temperature=temperature,
-            entropy=entropy,
+            logits[0], moved.labels_T, vocab_start=first, group=group, temperature=temperature, entropy=entropy
         )
         return finish(logprob_T, entropy_T, moved)
 
@@ -313,7 +363,10 @@ def _sum_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return Megatron's loss triple: the sum to differentiate, the number of tokens to divide by, and the report."""
     mask_T = shard.loss_mask_T.to(logprob_T.device)
-    total = torch.where(mask_T, loss(logprob_T, entropy_T, shard), 0).sum()
+    loss_T = loss(logprob_T, entropy_T, shard)
+    if "weight" in shard.columns:
+        loss_T = shard.columns["weight"] * loss_T
+    total = torch.where(mask_T, loss_T, 0).sum()
     num_tokens = mask_T.sum().int()
     return total, num_tokens, torch.stack([total.detach().double(), num_tokens.double()])
 

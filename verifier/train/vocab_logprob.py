@@ -84,6 +84,30 @@ def vocab_parallel_logprob(
     return logprob_T, (entropy_T if entropy else None)
 
 
+def is_greedy(
+    logits_TV: torch.Tensor, labels_T: torch.Tensor, vocab_start: int = 0, group: ProcessGroup | None = None
+) -> torch.Tensor:
+    """Tell which labels have the greatest logit of the vocabulary, so that greedy decoding gives them.
+
+    Args:
+        logits_TV: [T, V] float, this rank's slice of the vocabulary.
+        labels_T: [T] int64, global token ids, or `IGNORE_LABEL`.
+        vocab_start: global id of this rank's first column.
+        group: ranks that together have the vocabulary; None if this rank has all of it.
+
+    Returns:
+        [T] float32, 1 or 0; 0 where there is no label.
+    """
+    logits_TV, column_T = logits_TV.detach().float(), labels_T - vocab_start
+    top_T = logits_TV.amax(-1)
+    _all_reduce(top_T, "MAX", group)
+    here_T = (column_T >= 0) & (column_T < logits_TV.shape[-1])
+    own_T = logits_TV.gather(1, column_T.clamp(0, logits_TV.shape[-1] - 1)[:, None])[:, 0]
+    found_T = (here_T & (own_T == top_T)).float()
+    _all_reduce(found_T, "SUM", group)
+    return found_T
+
+
 @dataclass(frozen=True, slots=True)
 class _Options:
     """Arguments of `vocab_parallel_logprob` besides logits and labels."""

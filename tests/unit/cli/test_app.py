@@ -190,7 +190,7 @@ def test_a_matrix_that_could_not_be_written_is_refused_before_it_is_drawn(capsys
 
 def test_a_matrix_of_a_stage_that_is_not_there_is_refused(capsys):
     assert cli.run(["faults", "matrix", "--only", "engines"]) == 4
-    assert capsys.readouterr().err.startswith("verifier: there is no stage `engines`: choose --only from load, pack, ")
+    assert capsys.readouterr().err.startswith("verifier: there is no stage `engines`: choose --only from load, data, ")
 
 
 def test_a_matrix_is_drawn_from_a_ledger_alone(tmp_path):

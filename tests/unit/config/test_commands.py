@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verifier.config import EngineOptions, GoldenConfig, NoiseConfig, RoundtripConfig, next_trace
-from verifier.config.commands import CONFIGS
+from verifier.config import CONFIGS, EngineOptions, GoldenConfig, NoiseConfig, RoundtripConfig, next_trace
 from verifier.errors import UsageError
 from verifier.knob import entries
 from verifier.mesh import Mesh
@@ -63,7 +62,7 @@ def test_the_spelling_of_the_command_line_is_refused_in_python():
 def test_every_knob_has_help_and_a_flag_of_its_own(command):
     knobs = entries(CONFIGS[command])
     assert all(entry.knob.help.endswith(".") and len(entry.knob.help) < 110 for entry in knobs)
-    flags = [flag for entry in knobs for flag in entry.knob.flag.split("/")]
+    flags = [flag for entry in knobs if entry.knob.flag for flag in entry.knob.flag.split("/")]
     assert len(set(flags)) == len(flags)
 
 

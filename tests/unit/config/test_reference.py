@@ -3,7 +3,7 @@
 from tests.meta.config_reference import page
 from tests.meta.sources import ROOT
 from verifier.cli.app import app
-from verifier.config.commands import CONFIGS
+from verifier.config import CONFIGS
 
 
 def test_the_page_is_current():

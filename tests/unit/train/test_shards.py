@@ -14,5 +14,5 @@ def test_no_ledger_where_nobody_looks(monkeypatch, looked_at):
     mesh = Mesh()
     trainer = SimpleNamespace(mesh=mesh, provider=SimpleNamespace(sequence_parallel=False))
     monkeypatch.setattr(step_megatron, "_coordinate", lambda trainer: mesh.coordinate(0))
-    _, shards = step_megatron._micro_batches(trainer, rollouts(), 4, ledger=looked_at)
+    _, shards = step_megatron._micro_batches(trainer, rollouts(), [[[0], [1]]], ledger=looked_at)
     assert {shard.ledger_T is not None for shard in shards} == {looked_at}

@@ -1,0 +1,231 @@
+"""Every step of a training run: its examples, its account of tokens, its weights, its rates, its counters."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+
+from verifier.checks.content import owner_of, times
+from verifier.core.check import check
+from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.records_tokens import Rollouts
+from verifier.core.records_trainer import DataOrder, LossColumns, OptimizerSettings, StepAccount, TrainerStep
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+HELD_OUT = 10
+"""Generated prompts of which one is held out: that whose CRC-32 is a multiple of it."""
+WEIGHT = Tolerance(
+    absolute=1e-12, unit="of the weight", source="float64: a weight is two divisions of whole numbers, 2 ulp apart"
+)
+RATE = Tolerance(
+    absolute=1e-12, unit="of the learning rate", source="float64: a closed form of a few operations, some ulp apart"
+)
+
+
+@check("DAT001", needs=(DataOrder,), scope="data")
+def example_of_another_step(trace: Trace) -> Iterator[Comparison]:
+    """The examples of a step are those that (seed, step) name, and none is held out.
+
+    What it checks: the index of every example against the order of its epoch, which is sorted by a BLAKE2b digest of
+    seed, epoch and index; and the CRC-32 of generated prompts, which says what is held out.
+    Why it matters: a resumed run that begins its data anew, a data loader that repeats an epoch's order, or a worker
+    that draws from the global generator, trains on something else than the run says. No curve shows it.
+    Evidence: data/order.
+    Tolerance and its source: bitwise; indices are copied.
+    What it does not catch: examples that are wrong in the data set itself.
+    References: open-r1#450, NeMo-RL#3171.
+    """
+    for item in trace.of(DataOrder):
+        found = trace.array(item).tolist()
+        for at, (actual, expected) in enumerate(zip(found, _order(item, len(found)), strict=True)):
+            yield Comparison(
+                what=f"example {at}", same=actual == expected, stage=Stage.DATA, version=item.version, badness=1.0,
+                sentence=f"example {at} of step {item.step} is number {actual}, it should be {expected}",
+                expected=f"{expected} (seed {item.seed}, step {item.step} of {item.num_examples:,} examples)",
+                actual=f"{actual} (`{item.examples[at]}`)", allowed="bitwise (indices are copied)",
+                hint="look at the position that the data were resumed from",
+            )  # fmt: skip
+        for name, prompt in zip(item.examples, item.prompts, strict=True) if item.holds_out_by_crc else ():
+            held_out = zlib.crc32(prompt.encode()) % HELD_OUT == 0
+            yield Comparison(
+                what=name, same=not held_out, stage=Stage.DATA, version=item.version, badness=1.0,
+                sentence=f"`{prompt}` is held out for the evaluation, and step {item.step} trains on it",
+                expected="a prompt whose CRC-32 ends in another digit than 0", actual=prompt, allowed="none",
+                hint="look at how the data set was split",
+            )  # fmt: skip
+
+
+def _order(item: DataOrder, batch_size: int) -> list[int]:
+    """Indices of a step: epochs follow one another without a gap."""
+
+    def epoch(number: int) -> list[int]:
+        def key(index: int) -> bytes:
+            return hashlib.blake2b(f"{item.seed}/{number}/{index}".encode(), digest_size=16).digest()
+
+        return sorted(range(item.num_examples), key=key)
+
+    begin = (item.step - 1) * batch_size
+    places = range(begin, begin + batch_size)
+    epochs = {place // item.num_examples for place in places}
+    orders = {number: epoch(number) for number in epochs}
+    return [orders[place // item.num_examples][place % item.num_examples] for place in places]
+
+
+@check("DAT002", needs=(StepAccount, Rollouts), scope="data")
+def token_unaccounted(trace: Trace) -> Iterator[Comparison]:
+    """Every rollout and token that came into a step is trained on or dropped for one reason, and ids are unique.
+
+    What it checks: rollouts and tokens of the step against those that ranks packed; tokens in the loss plus tokens
+    dropped, reason by reason, against the tokens that the rollouts' own masks name; and that no id occurs twice.
+    Why it matters: a filter that drops silently, or a rollout that is trained on twice, changes the gradient's
+    direction and nothing else.
+    Evidence: data/account, pack/rollouts.
+    Tolerance and its source: exact; these are counts.
+    What it does not catch: a token that is counted and then misplaced (PCK001).
+    References: verl#6362, SkyRL#1335.
+    """
+    for item in trace.of(StepAccount):
+        for packed in trace.of(Rollouts, version=item.version):
+            in_masks = int(trace.array(packed, "mask").sum())
+            repeated = [name for name, count in Counter(packed.ids).items() if count > 1]
+            sums = (
+                ("rollouts", item.rollouts, len(packed.ids)), ("tokens", item.tokens, sum(packed.lengths)),
+                ("tokens in the loss", item.in_loss, in_masks),
+                ("tokens trained on or dropped", item.trained + sum(item.dropped.values()), in_masks),
+                ("rollouts whose id is another's", len(repeated), 0),
+            )  # fmt: skip
+            for what, actual, expected in sums:
+                yield Comparison(
+                    what=what, same=actual == expected, stage=Stage.DATA, version=item.version, badness=1.0,
+                    sentence=f"the step counts {actual:,} {what}, there are {expected:,}",
+                    expected=f"{expected:,} (what ranks packed)", actual=f"{actual:,} (the step's account)",
+                    allowed="exact (counts)", hint="look at what filters the batch before it is packed",
+                )  # fmt: skip
+
+
+@check("ADV001", needs=(LossColumns,), scope="batch")
+def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
+    """The weight of every token is what the aggregation makes of the masks of the whole batch.
+
+    What it checks: per rollout, the weights of its tokens against the textbook mean in float64, from masks and groups
+    alone: over all tokens, over sequences, or over prompts.
+    Why it matters: a mean of the means of micro-batches, or a denominator taken after the split, changes the step with
+    every change of mesh or micro-batch. It is the commonest silent bug of RL trainers.
+    Evidence: advantage/columns ("weight", "mask").
+    Tolerance and its source: 1e-12 of the weight; float64, two divisions.
+    What it does not catch: a mask that is wrong itself (PCK001), and what ranks make of the weights (LSS001).
+    References: AReaL#1730, verl#3741, verl#7200, trl#3231.
+    """
+    for item in trace.of(LossColumns):
+        ends = np.cumsum(item.lengths)[:-1]
+        masks = np.split(trace.array(item, "mask").astype(bool), ends)
+        weights = np.split(trace.array(item, "weight").astype(np.float64), ends)
+        expected = _weights(item, masks)
+        for name, weight, mask, right in zip(item.ids, weights, masks, expected, strict=True):
+            wanted = np.where(mask, right, 0.0)
+            gap = float(np.abs(weight - wanted).max(initial=0.0))
+            allowed = WEIGHT.absolute * right
+            yield Comparison(
+                what=name, same=gap <= allowed, stage=Stage.ADVANTAGE, version=item.version,
+                badness=times(gap, allowed),
+                sentence=f"a token of `{name}` weighs {float(weight.max(initial=0)):.6g}, it should be {right:.6g}",
+                expected=f"{right:.6g} (the {item.aggregation.replace('_', ' ')} of the whole batch, float64)",
+                actual=f"off by up to {gap:.3g} (the batch's)", allowed=f"{allowed:.3g}, {WEIGHT}",
+                hint="look at the denominators, and at whether they are those of the whole batch",
+            )  # fmt: skip
+
+
+def _weights(item: LossColumns, masks: list[np.ndarray]) -> list[float]:
+    """Weight of each token in the loss, rollout by rollout."""
+    counts = [int(mask.sum()) for mask in masks]
+    total, trained = sum(counts), [count for count in counts if count]
+    by_prompt: dict[str, int] = defaultdict(int)
+    for group, count in zip(item.groups, counts, strict=True):
+        by_prompt[group] += count
+    prompts = sum(1 for count in by_prompt.values() if count)
+    return [
+        0.0 if not count
+        else 1 / total if item.aggregation == "token_mean"
+        else 1 / (len(trained) * count) if item.aggregation == "sequence_mean"
+        else 1 / (prompts * by_prompt[group]) if item.aggregation == "prompt_mean"
+        else 1 / (len(counts) * item.constant)
+        for count, group in zip(counts, item.groups, strict=True)
+    ]  # fmt: skip
+
+
+@check("TRN002", needs=(TrainerStep, OptimizerSettings), scope="schedule")
+def rate_off_schedule(trace: Trace) -> Iterator[Comparison]:
+    """Each step has the learning rate and the weight decay that its number calls for.
+
+    What it checks: per rank, the rate and the decay that the optimizer held in the step, against the schedule in closed
+    form, its warm-up included.
+    Why it matters: a scheduler that is stepped twice, not at all, or by samples, and one that a resume begins anew.
+    Evidence: train/done, train/optimizer (as the config asks).
+    Tolerance and its source: 1e-12 of the learning rate; float64, a closed form.
+    What it does not catch: a rate that the optimizer holds and does not use (TRN001).
+    References: open-r1#450, NeMo-RL#3171, SkyRL#1403.
+    """
+    for settings in trace.of(OptimizerSettings):
+        for report in trace.of(TrainerStep, version=settings.version):
+            wanted = _rate(settings, report.step)
+            pairs = (
+                ("learning rate", float(report.learning_rate), wanted),
+                ("weight decay", float(report.weight_decay), settings.weight_decay),
+            )
+            for what, actual, expected in pairs:
+                gap, allowed = abs(actual - expected), RATE.absolute * max(expected, settings.learning_rate)
+                yield Comparison(
+                    what=f"{what} on rank {report.rank}", same=gap <= allowed, stage=Stage.TRAIN,
+                    version=report.version, badness=times(gap, allowed), owner=owner_of(report),
+                    sentence=f"step {report.step} has a {what} of {actual:.6g}, it should be {expected:.6g}",
+                    expected=f"{expected:.6g} (the {settings.schedule} schedule at step {report.step})",
+                    actual=f"{actual:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {RATE}",
+                    hint="look at what steps the scheduler, and by how much",
+                )  # fmt: skip
+
+
+def _rate(settings: OptimizerSettings, step: int) -> float:
+    high, low, warmup = settings.learning_rate, settings.least_learning_rate, settings.warmup_steps
+    if step <= warmup:
+        return high * step / warmup
+    if settings.schedule == "constant":
+        return high
+    share = min(1.0, (step - warmup) / (settings.decay_steps - warmup))
+    left = 1 - share if settings.schedule == "linear" else (1 + math.cos(math.pi * share)) / 2
+    return low + left * (high - low)
+
+
+@check("TRN003", needs=(TrainerStep, StepAccount), scope="schedule")
+def step_counted_wrong(trace: Trace) -> Iterator[Comparison]:
+    """A step is one step of the optimizer and one of the scheduler, over the tokens of the whole batch.
+
+    What it checks: per rank, the counters of Adam and of the scheduler after the step, and the number of tokens in the
+    loss, against the number of the step and the account of the batch.
+    Why it matters: an optimizer that is stepped per micro-batch, skipped, or made anew by a resume, whose bias
+    correction then begins again.
+    Evidence: train/done, data/account.
+    Tolerance and its source: exact; these are counts.
+    What it does not catch: moments that are wrong (TRN001).
+    References: NeMo-RL#3171, open-r1#450, SkyRL#1420.
+    """
+    for account in trace.of(StepAccount):
+        for report in trace.of(TrainerStep, version=account.version):
+            counts = (
+                ("optimizer steps", report.optimizer_steps, report.step),
+                ("scheduler steps", report.scheduler_steps, report.step + 1),
+                ("tokens in the loss", report.num_tokens, account.in_loss),
+            )
+            for what, actual, expected in counts:
+                yield Comparison(
+                    what=f"{what} on rank {report.rank}", same=actual == expected, stage=Stage.TRAIN,
+                    version=report.version, badness=1.0, owner=owner_of(report),
+                    sentence=f"after step {report.step} the rank counts {actual:,} {what}, it should be {expected:,}",
+                    expected=f"{expected:,}", actual=f"{actual:,}", allowed="exact (counts)",
+                    hint="look at who calls the optimizer and the scheduler, and how often",
+                )  # fmt: skip

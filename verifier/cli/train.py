@@ -1,0 +1,68 @@
+"""`verifier train`: a run from its config to its weights, with a judge of its steps in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verifier.cli.results import show
+from verifier.config.training import TrainConfig
+from verifier.core.finding import ExitCode
+from verifier.errors import ViolationFound
+from verifier.report.progress import Progress
+
+if TYPE_CHECKING:
+    from verifier.trainer.controller import Judged
+
+
+def judge_step(trace: str) -> Judged:
+    """Judge the trace of one step, in the judge's process."""
+    import verifier.checks  # noqa: F401  (fills the registry)
+    from verifier.core import store
+    from verifier.report import render_text, report_of
+    from verifier.trainer.controller import Judged
+
+    report = report_of(store.read(Path(trace)), trace)
+    return Judged(int(report.exit_code), render_text(report))
+
+
+class ProcessJudge:
+    """A judge in a process of its own, so that steps are judged while others train."""
+
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        self._pool = pool
+
+    def submit(self, trace: Path) -> Future[Judged]:
+        """Begin to judge a trace."""
+        return self._pool.submit(judge_step, str(trace))
+
+
+@contextlib.contextmanager
+def started_judge() -> Iterator[ProcessJudge]:
+    """Start the judge's process; it ends at exit, whatever it is doing."""
+    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        yield ProcessJudge(pool)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def train(config: TrainConfig, progress: Progress) -> int:
+    """Run the config, print how it ended, and return the exit code."""
+    from verifier.trainer.controller import Trainer
+
+    with contextlib.ExitStack() as stack:
+        judge = stack.enter_context(started_judge()) if config.verify.steps else None
+        try:
+            summary = Trainer(config, progress, judge).run()
+        except ViolationFound as found:
+            show(str(found))
+            return found.exit_code
+    accuracy = "" if summary.accuracy is None else f", held-out accuracy {summary.accuracy:.3f}"
+    judged = f"; {summary.judged:,} steps judged, all hold" if judge is not None else "; not judged"
+    show(f"trained {summary.steps:,} steps: loss {summary.loss:.4f}{accuracy}{judged}\nrun: {config.run}\n")
+    return ExitCode.HOLDS

@@ -1,0 +1,89 @@
+"""Records of a training run's steps: data, batch, optimizer, step, state."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from verifier.core.record import ArrayRecord, Count, Lengths, Real, Record
+
+
+class DataOrder(ArrayRecord, frozen=True, kw_only=True, tag="data/order"):
+    """Examples of one step. The array [batch size] int64 has their indices in the data set."""
+
+    num_examples: Count
+    """Examples of the data set."""
+    seed: int
+    step: Count
+    """Number of the step, from 1."""
+    examples: tuple[str, ...]
+    """Id of each example."""
+    prompts: tuple[str, ...]
+    """Text of each prompt."""
+    holds_out_by_crc: bool = False
+    """Prompts are generated, and those whose CRC-32 ends in 0 are held out."""
+
+
+class StepAccount(Record, frozen=True, kw_only=True, tag="data/account"):
+    """Rollouts and tokens that came into one step, and where they went."""
+
+    rollouts: Count
+    tokens: Count
+    """Tokens of all rollouts, prompts included."""
+    in_loss: Count
+    """Tokens that the rollouts' own masks put in the loss."""
+    trained: Count
+    """Tokens in the loss of the step."""
+    dropped: dict[str, Count] = {}  # noqa: RUF012 - msgspec copies it
+    """Tokens of masks that were left out of the loss, by reason."""
+
+
+class LossColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/columns"):
+    """Inputs of the loss per token, made once for the whole batch. Arrays [N] float64 over all tokens, by name."""
+
+    aggregation: str
+    """Mean that the weights make: "token_mean", "sequence_mean", "prompt_mean" or "constant"."""
+    constant: float = 1.0
+    """Tokens of a sequence that the aggregation "constant" divides by."""
+    ids: tuple[str, ...]
+    groups: tuple[str, ...]
+    lengths: Lengths
+
+
+class OptimizerSettings(Record, frozen=True, kw_only=True, tag="train/optimizer"):
+    """Adam's settings and the schedule of its rates, by the number of the step from 1 on."""
+
+    schedule: Literal["constant", "linear", "cosine"]
+    learning_rate: float
+    """Learning rate once the warm-up has ended."""
+    least_learning_rate: float
+    """Learning rate at `decay_steps`, and after; a constant schedule has none."""
+    warmup_steps: Count
+    """Steps in which the rate rises by equal amounts, from the first on."""
+    decay_steps: Count
+    """Step at which the rate is the least."""
+    weight_decay: float
+    clip_grad: float
+    """Greatest L2 norm of a step's gradient; 0 does not clip."""
+    beta_1: float
+    beta_2: float
+    epsilon: float
+
+
+class TrainerStep(Record, frozen=True, kw_only=True, tag="train/done"):
+    """Report of one rank's optimizer step."""
+
+    step: Count
+    loss: Real
+    """Sum of weight * loss over all tokens, nats."""
+    num_tokens: Count
+    """Tokens in the loss, over all ranks."""
+    grad_norm: Real
+    """L2 norm that the optimizer clipped by."""
+    learning_rate: Real
+    """Rate of every group of parameters in this step, as the optimizer held it."""
+    weight_decay: Real
+    """Greatest weight decay of any group in this step."""
+    optimizer_steps: Count
+    """Steps that the optimizer counts after this one."""
+    scheduler_steps: Count
+    """Steps that the scheduler counts after this one."""

@@ -1,0 +1,47 @@
+"""Bugs of a training run before its ranks see the batch: data, account of tokens, weights of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verifier.core.stage import Stage
+from verifier.faults.fault import TRAINING, Call, Side, fault
+
+ROW: dict[str, Any] = {"side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add"}
+BATCHES = "verifier.trainer.batches"
+
+
+@fault(
+    "huggingface/open-r1#450", f"{BATCHES}:batch_indices(num_examples, batch_size, seed, step)",
+    stage=Stage.DATA, caught_by=("DAT001",), **ROW,
+)  # fmt: skip
+def position_of_data_lost(call: Call) -> Any:
+    """Every step begins the data set anew, as a run does that resumes without its position."""
+    return call.faulty(step=1)
+
+
+@fault(
+    "verl-project/verl#6362", f"{BATCHES}:save_rollouts(path, rollouts, columns)",
+    stage=Stage.DATA, caught_by=("DAT002",), **ROW,
+)  # fmt: skip
+def rollout_left_out_unsaid(call: Call) -> Any:
+    """The last rollout of a batch is left out on its way to the ranks, and no account has it."""
+    columns = {name: values[:-1] for name, values in call.columns.items()}
+    return call.faulty(rollouts=call.rollouts[:-1], columns=columns)
+
+
+@fault(
+    "huggingface/trl#3231", f"{BATCHES}:token_weights(masks, prompts, how, constant)",
+    stage=Stage.ADVANTAGE, caught_by=("ADV001",), **ROW,
+)  # fmt: skip
+def mean_of_micro_batches(call: Call) -> Any:
+    """The mean over tokens is a mean of means, each over its own few sequences."""
+    import numpy as np
+
+    call.fire()
+    parts = np.array_split(np.arange(len(call.masks)), 3)
+    return [
+        call.masks[index] / (sum(int(call.masks[other].sum()) for other in part) * len(parts))
+        for part in parts
+        for index in part
+    ]

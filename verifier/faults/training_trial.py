@@ -1,0 +1,88 @@
+"""Runs of a fault's trial that train: clean, faulted or healed, each a short run of `verifier train`."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from verifier.config.load import load
+from verifier.config.training import TrainConfig
+from verifier.core import store
+from verifier.core.comparison import Comparison
+from verifier.core.finding import Verdict
+from verifier.core.records_weights import UpdatedShard
+from verifier.errors import VerifierError
+from verifier.faults.fault import Fault, FireCounter, Side
+from verifier.faults.injection import INJECTED
+from verifier.launch.fork_launcher import ForkLauncher
+from verifier.report.report import report_of
+from verifier.trainer.controller import Judged, Progress, Trainer
+
+KNOBS = (
+    "steps=3", "data.batch_size=8", "batch.micro_batch_size=3", "optimizer.schedule=linear", "optimizer.warmup_steps=2",
+    "optimizer.weight_decay=0.1", "evaluation.num_problems=0",
+)  # fmt: skip
+"""Knobs of every trial, before the fault's own: each step has a rate of its own, and ranks add up micro-batches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOutcome:
+    """Judgement of one run, over all of its steps."""
+
+    verdict: Verdict
+    caught: tuple[str, ...]
+    """Codes of the checks that are violated."""
+    bad: list[Comparison]
+    weights: frozenset[tuple[int, str, str]]
+    """(rank, name, digest) of every live shard after the last step."""
+    fired: int
+    crashed: str
+    """Error that ended the run early, if one did."""
+
+
+def training_overrides(fault: Fault) -> tuple[str, ...]:
+    """Knobs of a fault's runs; those that share them share a clean run."""
+    mesh = [f"mesh.{axis}={size}" for axis, size in fault.mesh.to_dict().items() if size is not None]
+    own = {text.partition("=")[0] for text in fault.training}
+    kept = [text for text in KNOBS if text.partition("=")[0] not in own]
+    return (f"model={fault.model}", *mesh, *kept, *fault.training)
+
+
+def run_training(
+    fault: Fault, folder: Path, launcher: ForkLauncher, progress: Progress, *, inject: bool = False
+) -> TrainingOutcome:
+    """Train in a folder, with the fault if asked to, and judge every step afterwards, the first bad one included."""
+    run = folder / "run"
+    config, _ = load(TrainConfig, overrides=[*training_overrides(fault), f"run={run}", "verify.steps=true"])
+    fire, crashed = FireCounter(mark=folder / "fired-controller"), ""
+    with contextlib.ExitStack() as stack:
+        if inject and fault.side is Side.CONTROLLER:
+            stack.enter_context(fault.inject(fire))
+        within = (INJECTED, fault.id, str(folder)) if inject and fault.side is Side.TRAINER else ()
+        try:
+            Trainer(config, progress, _Later(), launcher=launcher, within=within).run()
+        except VerifierError as problem:
+            if not inject:
+                raise
+            crashed = str(problem)
+    fired = fire.count + sum(int(mark.read_text() or 1) for mark in folder.glob("fired-[0-9]*"))
+    traces = [store.read(path) for path in sorted((run / "steps").iterdir())]
+    outcomes = [outcome for trace in traces for outcome in report_of(trace, str(run)).outcomes]
+    return TrainingOutcome(
+        verdict=max((outcome.verdict for outcome in outcomes), default=Verdict.INCONCLUSIVE),
+        caught=tuple(sorted({item.code for item in outcomes if item.verdict is Verdict.VIOLATED})),
+        bad=[item for outcome in outcomes if outcome.finding for item in outcome.finding.bad],
+        weights=frozenset((item.rank, item.name, item.digest) for item in traces[-1].of(UpdatedShard)),
+        fired=fired, crashed=crashed,
+    )  # fmt: skip
+
+
+class _Later:
+    """A judge that lets every step pass: the trial judges them itself."""
+
+    def submit(self, trace: Path) -> Future[Judged]:
+        done: Future[Judged] = Future()
+        done.set_result(Judged(0, ""))
+        return done

@@ -1,0 +1,207 @@
+"""The controller of a training run: it owns the whole batch, calls the ranks, builds on nothing that did not hold."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from verifier.config.load import resolved
+from verifier.config.training import TrainConfig
+from verifier.core.records_trainer import OptimizerSettings
+from verifier.core.store import Recorder, complete, create
+from verifier.errors import InternalError, ViolationFound
+from verifier.launch.fork_launcher import ForkJob, ForkLauncher
+from verifier.launch.rank import JobSpec
+from verifier.runs.model_under_test import ModelUnderTest, open_model
+from verifier.runs.resources import COLLECTIVE_DEADLINE_S, Deadline
+from verifier.trainer.batches import Batch, BatchSource, open_batches
+from verifier.trainer.run_folder import RunFolder, opened
+from verifier.trainer.worker_spec import WorkerSpec, optimizer_settings
+from verifier.trainer.step_trace import step_manifest
+
+Progress = Callable[[str], None]
+PRELOAD = "verifier.runs.session_megatron:preload"
+JUDGED_BEHIND = 2
+"""Steps that may have been trained and not yet judged."""
+JUDGE_DEADLINE_S = 600.0
+"""Seconds that the judge of one step may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Verdict on the trace of one step."""
+
+    exit_code: int
+    text: str
+    """The report."""
+
+
+class Judge(Protocol):
+    """Judges traces of steps in a process of its own."""
+
+    def submit(self, trace: Path) -> Future[Judged]:
+        """Begin to judge a trace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSummary:
+    """End of a run that was trained whole."""
+
+    steps: int
+    loss: float
+    """Loss of the last step, nats."""
+    accuracy: float | None
+    """Share of held-out problems that greedy decoding solves; None without evaluation."""
+    judged: int
+    """Steps that were judged, all of which held."""
+
+
+class Trainer:
+    """One run of a config, from an empty folder to the exported weights.
+
+    Args:
+        config: of the run.
+        progress: called with a line of text.
+        judge: judges each step's trace; None trains without evidence.
+        launcher: one whose owner ends it, with Megatron imported; None starts one.
+        within: see `WorkerSpec.within`.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        progress: Progress,
+        judge: Judge | None = None,
+        *,
+        launcher: ForkLauncher | None = None,
+        within: Sequence[str] = (),
+    ) -> None:
+        self._config, self._progress, self._judge = config, progress, judge
+        self._launcher, self._within = launcher, within
+        self._pending: deque[tuple[int, Future[Judged]]] = deque()
+        self._num_judged = 0
+
+    def run(self) -> TrainSummary:
+        """Train.
+
+        Raises:
+            UsageError: something that the user can mend, before anything is started.
+            ViolationFound: a step did not hold; nothing was built on it.
+            VerifierError: a process died or hung.
+        """
+        config = self._config
+        until = Deadline(config.timeout_s)
+        model = open_model(config.model, config.dtype, config.mesh)
+        source = open_batches(config, model.checkpoint)
+        with opened(config.run) as folder, contextlib.ExitStack() as stack:
+            folder.write("config.yaml", resolved(config, {}))
+            self._folder, self._model, self._until = folder, model, until
+            self._progress("importing Megatron")
+            launcher = self._launcher or stack.enter_context(
+                ForkLauncher(preload=PRELOAD, load_deadline_s=until.left("importing Megatron"))
+            )
+            self._job = self._start(launcher, model, folder)
+            stack.callback(self._job.kill)
+            effective = self._call("load")[0]
+            folder.write("effective.json", json.dumps(effective, indent=1, sort_keys=True) + "\n")
+            summary = self._train(source)
+            self._export()
+            self._job.finish()
+        return summary
+
+    def _start(self, launcher: ForkLauncher, model: ModelUnderTest, folder: RunFolder) -> ForkJob:
+        config = self._config
+        spec = WorkerSpec(
+            config=config, checkpoint=str(model.checkpoint.path), tier=model.tier,
+            optimizer=optimizer_settings(config), collective_deadline_s=COLLECTIVE_DEADLINE_S, within=self._within,
+        )  # fmt: skip
+        job = JobSpec(
+            function="verifier.trainer.worker_megatron:run", world_size=config.mesh.world_size,
+            run_dir=folder.path / "logs", args=spec.to_json(), deadline_s=self._until.left("the ranks were started"),
+            collective_deadline_s=COLLECTIVE_DEADLINE_S, mesh=config.mesh,
+        )  # fmt: skip
+        return launcher.submit(job, lambda rank, text: self._progress(text))
+
+    def _call(self, name: str, **arguments: Any) -> list[Any]:
+        return self._job.call(name, self._until.left(f"`{name}` was called"), **arguments)
+
+    def _train(self, source: BatchSource) -> TrainSummary:
+        config, accuracy, loss, step = self._config, None, float("nan"), 0
+        for step in range(1, config.steps + 1):
+            started = time.monotonic()
+            batch = source.batch(step)
+            trace = self._begin_trace(batch) if self._judge is not None else None
+            file = self._folder.batch(step)
+            batch.save(file)
+            report = self._call("train", step=step, batch=str(file), trace=None if trace is None else str(trace))[0]
+            loss = report["loss"]
+            if trace is not None:
+                self._submit(step, trace)
+                self._settle(step - JUDGED_BEHIND)
+            metrics = {"step": step, **report, "time_s": time.monotonic() - started}
+            if config.evaluation.every and step % config.evaluation.every == 0:
+                accuracy = metrics["accuracy"] = self._evaluate(source)
+            self._folder.add_metrics(metrics)
+            self._show(metrics)
+            if accuracy is not None and accuracy >= config.evaluation.stop_above:
+                break
+        self._settle(step)
+        if config.evaluation.num_problems and "accuracy" not in metrics:
+            accuracy = self._evaluate(source)
+        return TrainSummary(steps=step, loss=loss, accuracy=accuracy, judged=self._num_judged)
+
+    def _begin_trace(self, batch: Batch) -> Path:
+        self._manifest = step_manifest(self._config, self._model)
+        trace = create(self._folder.trace(batch.step), self._manifest)
+        with contextlib.closing(Recorder(trace, "controller", 0)) as probe:
+            batch.record(probe)
+            probe.emit(OptimizerSettings(name="Adam", version=batch.step, **optimizer_settings(self._config)))
+        return trace
+
+    def _submit(self, step: int, trace: Path) -> None:
+        assert self._judge is not None
+        complete(trace, self._manifest)
+        self._pending.append((step, self._judge.submit(trace)))
+
+    def _settle(self, until: int) -> None:
+        """Wait for the verdicts of all steps up to one; raise a ViolationFound for the first that does not hold."""
+        while self._pending and self._pending[0][0] <= until:
+            step, future = self._pending.popleft()
+            try:
+                judged = future.result(JUDGE_DEADLINE_S)
+            except TimeoutError as problem:
+                raise InternalError(f"the judge of step {step} did not answer in {JUDGE_DEADLINE_S:g} s") from problem
+            self._num_judged += 1
+            if judged.exit_code:
+                raise ViolationFound(judged.text, judged.exit_code)
+
+    def _evaluate(self, source: BatchSource) -> float:
+        file = self._folder.path / "batches" / "held-out.safetensors"
+        if not file.exists():
+            source.held_out().save(file)
+        answers = self._call("evaluate", batch=str(file))[0]
+        return sum(answers) / len(answers)
+
+    def _export(self) -> None:
+        folder = self._folder.exported
+        aside = folder.with_name("hf_model.partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        self._call("export", folder=str(aside))
+        for file in self._model.checkpoint.path.iterdir():  # the tokenizer, and what else belongs to the model
+            if file.suffix != ".safetensors" and not (aside / file.name).exists():
+                shutil.copy(file, aside)
+        aside.rename(folder)
+
+    def _show(self, metrics: dict[str, Any]) -> None:
+        text = f"step {metrics['step']}: loss {metrics['loss']:.4f}, gradient norm {metrics['grad_norm']:.3f}"
+        if "accuracy" in metrics:
+            text += f", held-out accuracy {metrics['accuracy']:.3f}"
+        self._progress(text)

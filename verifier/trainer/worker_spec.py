@@ -1,0 +1,42 @@
+"""Orders for the ranks of a training run; JSON there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from verifier.config.training import TrainConfig
+from verifier.platform import Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """Everything that a rank needs to know before its first call."""
+
+    config: TrainConfig
+    checkpoint: str
+    """Hugging Face checkpoint of version 0."""
+    tier: Tier
+    optimizer: dict[str, Any]
+    """Fields of `OptimizerSettings`."""
+    collective_deadline_s: float
+    """Seconds that a rank waits for others."""
+    within: Sequence[str] = ()
+    """"package.module:function" and its further arguments: a context manager, entered around all calls."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Inverse of `from_json`."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {**values, "config": self.config.to_dict()}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> WorkerSpec:
+        """Rebuild a spec that was sent as JSON."""
+        return cls(**{**record, "config": TrainConfig.from_dict(record["config"])})
+
+
+def optimizer_settings(config: TrainConfig) -> dict[str, Any]:
+    """Fields of `OptimizerSettings` that a config asks for."""
+    values = asdict(config.optimizer)
+    return {**values, "decay_steps": max(config.steps, config.optimizer.warmup_steps + 1)}
