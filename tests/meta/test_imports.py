@@ -19,7 +19,7 @@ ROOMS = {
     "platform": {"core"},
     "launch": {"core", "mesh", "platform"},
     "data": {"core"},
-    "rewards": {"core", "data"},
+    "rewards": {"core", "data", "launch"},
     "model": {"core", "mesh", "data", "platform"},
     "train": {"core", "mesh", "data", "model", "platform"},
     "export": {"core", "mesh", "model", "train", "platform"},

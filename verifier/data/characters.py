@@ -1,7 +1,7 @@
 """Character tokenizer of the generated model for arithmetic, as the files that transformers and vLLM load.
 
-The vocabulary has exactly 32 entries: seven specials, 24 characters and `####`, which is one token. The library drops any
-other character; `verifier.data.tokenizer` refuses text that does not come back.
+The vocabulary has exactly 32 entries: seven specials, 24 characters and `####`, which is one token. The library drops
+any other character; `verifier.data.tokenizer` refuses text that does not come back.
 """
 
 from __future__ import annotations

@@ -64,3 +64,8 @@ class Example:
         if asked[-1][0] == "assistant":
             asked = asked[: [role for role, _ in asked].index("assistant")]
         return json.dumps(asked)
+
+
+def short(text: str) -> str:
+    """A text as errors quote it."""
+    return repr(text if len(text) <= 60 else text[:57] + "...")

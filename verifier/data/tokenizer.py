@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
 
-from verifier.data.examples import Message
+from verifier.data.examples import Message, short
 from verifier.errors import UsageError
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -33,12 +32,12 @@ class Tokenizer:
     """Ids that stand for no text of a user, such as ends of turns."""
     _library: Any = field(repr=False)
 
-    def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
+    def encode(self, text: str, *, begin: bool = False) -> tuple[int, ...]:
         """Token ids of a text.
 
         Args:
             text: any text that the vocabulary can write.
-            special: put the tokens around it that the tokenizer puts around a whole text, such as `<bos>`.
+            begin: put the tokens before it that the tokenizer puts before a whole text, such as `<bos>`.
 
         Raises:
             UsageError: the tokens do not decode to the text, so a part of it would be lost. Some tokenizers compose
@@ -47,11 +46,16 @@ class Tokenizer:
         ids = tuple(self._library.encode(text, add_special_tokens=False))
         kept, given = (normalize("NFC", side) for side in (self.decode(ids), text))
         if kept != given:
-            at = len(commonprefix((kept, given)))
+            at = next((at for at, (old, new) in enumerate(zip(given, kept, strict=False)) if old != new), len(kept))
             raise UsageError(
-                f"the tokenizer of {self.folder} does not keep the text {_short(text)}: character {at} is lost or changed"
+                f"the tokenizer of {self.folder} does not keep the text {short(text)}: "
+                f"character {min(at, len(given))} is lost or changed"
             )
-        return tuple(self._library.encode(text, add_special_tokens=True)) if special else ids
+        if not begin:
+            return ids
+        whole = tuple(self._library.encode(text, add_special_tokens=True))
+        ends = range(len(ids), len(whole) + 1)
+        return next(whole[:end] for end in ends if whole[end - len(ids) : end] == ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special ones included."""
@@ -118,7 +122,3 @@ def _vocab_size(folder: Path) -> int:
         return int(config.get("vocab_size", config.get("text_config", {}).get("vocab_size")))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{folder} has no config.json that says `vocab_size`: it is no checkpoint folder") from error
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "...")

@@ -16,8 +16,9 @@ from msgspec.structs import replace
 from verifier.config import RoundtripConfig
 from verifier.core.records_tokens import Objective
 from verifier.core.records_weights import OptimizerRule
+from verifier.data.recorded import RolloutRow
 from verifier.model.families import num_experts_of, size_if_any
-from verifier.runs.workload import RolloutRow, ScoringPass, Workload
+from verifier.runs.workload import ScoringPass, Workload
 
 Tokens = Sequence[Sequence[int]]
 """Token ids of each sequence."""

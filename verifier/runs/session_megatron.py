@@ -12,6 +12,7 @@ import torch
 
 from verifier.core.record import real
 from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, ShardAfterScoring, StepReport
+from verifier.data.recorded import RolloutRow
 from verifier.launch.child import resolve
 from verifier.model import provider_megatron
 from verifier.plan.digest import digest_tensor
@@ -26,7 +27,7 @@ from verifier.runs.rank_run_megatron import RankRun, rank_run
 from verifier.runs.spec import RunSpec
 from verifier.runs.steps_megatron import Steps, move
 from verifier.runs.trained_weights_megatron import AdapterWeights, FullWeights
-from verifier.runs.workload import RolloutRow, Workload, expected_rollouts, policy_loss, rollouts_of
+from verifier.runs.workload import Workload, expected_rollouts, policy_loss, rollouts_of
 from verifier.train import step_megatron
 
 if TYPE_CHECKING:

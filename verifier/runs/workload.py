@@ -14,6 +14,7 @@ import numpy as np
 
 from verifier.core.records_tokens import Objective
 from verifier.core.records_weights import OptimizerRule
+from verifier.data.recorded import RolloutRow
 from verifier.data.rollout import NO_VERSION, Role, Rollout, make_rollout
 
 if TYPE_CHECKING:
@@ -21,32 +22,6 @@ if TYPE_CHECKING:
 
     from verifier.train.pack import PackedBatch
     from verifier.train.step_megatron import TokenLoss
-
-
-class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout; lists have one entry for each token of the response."""
-
-    id: str
-    group: str
-    """Prompt group; its rollouts share it."""
-    prompt: tuple[int, ...]
-    """Token ids."""
-    response: tuple[int, ...]
-    """Token ids, sampled ones and tool output."""
-    sampled: tuple[bool, ...]
-    """Drawn from the policy; the others are tool output."""
-    mask: tuple[bool, ...]
-    """In the loss; sampled tokens only."""
-    logprobs: tuple[float, ...]
-    """The engine's, nats; of tool output they mean nothing."""
-    versions: tuple[int, ...]
-    """Weights that sampled each token; of tool output they mean nothing."""
-    reward: float
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and response."""
-        return [*self.prompt, *self.response]
 
 
 class ScoringPass(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,7 +46,7 @@ def test_every_pair_of_tokens_decodes_to_its_text(folder):
 
 def test_bos_stands_before_a_whole_text_only(folder):
     tokenizer = open_tokenizer(folder)
-    assert tokenizer.encode("3+4=", special=True) == (BOS_ID, *tokenizer.encode("3+4="))
+    assert tokenizer.encode("3+4=", begin=True) == (BOS_ID, *tokenizer.encode("3+4="))
 
 
 def test_chat_template(folder):

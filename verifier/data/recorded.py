@@ -1,0 +1,203 @@
+"""Recorded rollouts as JSON lines, one rollout a line with all its fields; a bad line is refused by its number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from verifier.core.outputs import write_whole
+from verifier.data.lines import numbered_lines
+from verifier.data.rollout import Rollout, check_groups, check_rollouts, make_rollout
+from verifier.data.trajectories import Step, check_steps
+from verifier.errors import UsageError
+
+Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Whole = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+
+
+class RolloutRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One rollout; lists have one entry for each token of the response."""
+
+    id: str
+    group: str
+    """Prompt group; its rollouts share it."""
+    prompt: tuple[Token, ...]
+    """Token ids."""
+    response: tuple[Token, ...]
+    """Token ids, sampled ones and tool output."""
+    sampled: tuple[bool, ...]
+    """Drawn from the policy; the others are tool output."""
+    mask: tuple[bool, ...]
+    """In the loss; sampled tokens only."""
+    logprobs: tuple[float, ...]
+    """The engine's, nats; of tool output they mean nothing. In a file NaN is `null`."""
+    versions: tuple[Whole, ...]
+    """Weights that sampled each token; of tool output they mean nothing."""
+    reward: float
+    routes: tuple[tuple[tuple[Whole, ...], ...], ...] | None = None
+    """[prompt + response, layers, experts per token] expert ids that the engine chose."""
+    answer: str | None = None
+    """Gold answer."""
+    text: str | None = None
+    """Text of the response, for readers and rewards; nothing is encoded from it."""
+    trajectory: str | None = None
+    """Trajectory that this turn is a step of, with all earlier turns in its prompt; None for a whole rollout."""
+    index: int = 0
+    """Number of the step in its trajectory."""
+    is_last_step: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and response."""
+        return [*self.prompt, *self.response]
+
+
+def rollout_of(row: RolloutRow) -> Rollout:
+    """Rollout of a row, routes included.
+
+    Raises:
+        UsageError: see `make_rollout`; routes of different numbers of layers or experts.
+    """
+    sizes = {(len(token), len(layer)) for token in row.routes or () for layer in token}
+    if len(sizes) > 1:
+        raise UsageError(f"rollout `{row.id}`: its tokens have routes of different sizes")
+    return make_rollout(
+        row.id, row.prompt, row.response, group=row.group, sampled=row.sampled, mask=row.mask, logprobs=row.logprobs,
+        versions=row.versions, reward=row.reward, routes=None if row.routes is None else np.array(row.routes),
+    )  # fmt: skip
+
+
+def row_of(rollout: Rollout, *, answer: str | None = None, text: str | None = None) -> RolloutRow:
+    """Row of a rollout; log-probabilities keep their float32 value."""
+    response = slice(rollout.prompt_length, None)
+    routes = None if rollout.routes is None else tuple(tuple(map(tuple, token)) for token in rollout.routes.tolist())
+    return RolloutRow(
+        id=rollout.id, group=rollout.group, prompt=tuple(rollout.tokens[: rollout.prompt_length].tolist()),
+        response=tuple(rollout.tokens[response].tolist()), sampled=tuple(rollout.sampled[response].tolist()),
+        mask=tuple(rollout.mask[response].tolist()), logprobs=tuple(rollout.logprobs[response].tolist()),
+        versions=tuple(rollout.versions[response].tolist()), reward=float(rollout.reward), routes=routes,
+        answer=answer, text=text,
+    )  # fmt: skip
+
+
+def steps_of(rows: Sequence[RolloutRow]) -> list[Step]:
+    """Steps of step-wise rows, unchecked."""
+    return [
+        Step(trajectory=row.trajectory, index=row.index, is_last_step=row.is_last_step, rollout=rollout_of(row))
+        for row in rows
+        if row.trajectory is not None
+    ]
+
+
+def write_recorded(path: Path, rows: Sequence[RolloutRow]) -> None:
+    """Write rows as JSON lines; the file is either whole or as it was.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    write_whole(path, "".join(msgspec.json.encode(row).decode() + "\n" for row in rows))
+
+
+def read_recorded(
+    path: Path, *, vocab_size: int | None = None, group_size: int | None = None, max_tokens: int | None = None
+) -> tuple[RolloutRow, ...]:
+    """Read rows and refuse what cannot be trained on.
+
+    Args:
+        path: file of JSON lines.
+        vocab_size: tokens must lie below it; None checks none.
+        group_size: rollouts of each group; step-wise, trajectories of each group. None checks none.
+        max_tokens: longest rollout.
+
+    Raises:
+        UsageError: names the line: invalid JSON, an unknown key, a wrong type or length; a log-probability that is not
+            finite, or a version below 0, on a sampled token; a repeated id; a token outside of the vocabulary; a group
+            of another size; steps that are no whole trajectories (`check_steps`), or lie beside whole rollouts.
+    """
+    rows: list[RolloutRow] = []
+    lines: list[str] = []
+    first_line: dict[str, str] = {}
+    for where, line in numbered_lines(path):
+        with _named(where):
+            row = _decoded(line)
+            if row.id in first_line:
+                raise UsageError(f"rollout `{row.id}` stands already in {first_line[row.id]}")
+            if rows and (row.trajectory is None) != (rows[0].trajectory is None):
+                raise UsageError(f"rollout `{row.id}`: either all rollouts of a file have a `trajectory` or none has")
+            _check_tokens(row, vocab_size, max_tokens)
+        rows.append(row)
+        lines.append(where)
+        first_line[row.id] = where
+    if not rows:
+        raise UsageError(f"{path} has no rollouts")
+    if rows[0].trajectory is not None:
+        _check_trajectories(rows, lines)
+    if group_size is not None:
+        _check_groups(rows, lines, group_size)
+    return tuple(rows)
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+def _decoded(line: str) -> RolloutRow:
+    try:
+        fields = msgspec.json.decode(line)
+        if isinstance(fields, dict) and isinstance(nats := fields.get("logprobs"), list):
+            fields["logprobs"] = [math.nan if value is None else value for value in nats]
+        return msgspec.convert(fields, RolloutRow)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise UsageError(str(error)) from error
+
+
+def _check_tokens(row: RolloutRow, vocab_size: int | None, max_tokens: int | None) -> None:
+    check_rollouts([rollout_of(row)], vocab_size=vocab_size, max_tokens=max_tokens)
+    if not math.isfinite(row.reward):
+        raise UsageError(f"rollout `{row.id}`: its reward is {row.reward}")
+    for at, drawn in enumerate(row.sampled):
+        if drawn and not math.isfinite(row.logprobs[at]):
+            raise UsageError(
+                f"rollout `{row.id}`: response token {at} was sampled, but its log-probability is {row.logprobs[at]}"
+            )
+        if drawn and row.versions[at] < 0:
+            raise UsageError(f"rollout `{row.id}`: response token {at} was sampled, but by version {row.versions[at]}")
+
+
+def _check_trajectories(rows: Sequence[RolloutRow], lines: Sequence[str]) -> None:
+    """`check_steps`, with the line of the trajectory that it refuses: of a torn one, the line where it goes on."""
+    steps = steps_of(rows)
+    seen: set[str] = set()
+    at = 0
+    for trajectory, run in groupby(steps, key=lambda step: step.trajectory):
+        own = list(run)
+        with _named(lines[at]):
+            check_steps(own if trajectory not in seen else steps)
+            if len({step.rollout.group for step in own}) > 1:
+                raise UsageError(f"trajectory `{trajectory}`: its steps belong to several groups")
+        seen.add(trajectory)
+        at += len(own)
+
+
+def _check_groups(rows: Sequence[RolloutRow], lines: Sequence[str], group_size: int) -> None:
+    """Refuse groups of another size, with the line of their first rollout; of a trajectory its last step counts."""
+    members: dict[str, list[RolloutRow]] = {}
+    first: dict[str, str] = {}
+    for row, where in zip(rows, lines, strict=True):
+        first.setdefault(row.group, where)
+        if row.trajectory is None or row.is_last_step:
+            members.setdefault(row.group, []).append(row)
+    for group, where in first.items():
+        with _named(where):
+            check_groups([rollout_of(row) for row in members[group]], group_size)

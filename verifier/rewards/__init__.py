@@ -1,0 +1,1 @@
+"""Rewards: a completion and the gold answer to a number."""
