@@ -19,6 +19,7 @@ ROOMS = {
     "platform": {"core"},
     "launch": {"core", "mesh", "platform"},
     "data": {"core"},
+    "algorithms": {"core", "data"},
     "model": {"core", "mesh", "platform"},
     "train": {"core", "mesh", "data", "model", "platform"},
     "export": {"core", "mesh", "model", "train", "platform"},
