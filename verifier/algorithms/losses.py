@@ -3,6 +3,8 @@
 Shape suffix: T rows of one micro-batch, or of one context-parallel shard of it.
 """
 
+# ruff: noqa: N815 - field names carry shape suffixes
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -69,7 +69,7 @@ def check_divisor(divisor: str, options: CorrectionOptions, *, staleness: int) -
     if divisor == "old" and staleness and options.weight is None and options.mask is None:
         raise UsageError(
             f"the ratio divides by `old` and rollouts may be {staleness} versions stale, with neither importance "
-            "weight nor mask: nothing would correct for the weights that sampled; divide by `engine`, or set one of the two"
+            "weight nor mask: nothing corrects for the weights that sampled; divide by `engine`, or set one of the two"
         )
     if divisor == "engine" and options.weight is not None:
         raise UsageError(
