@@ -19,6 +19,7 @@ ROOMS = {
     "platform": {"core"},
     "launch": {"core", "mesh", "platform"},
     "data": {"core"},
+    "algorithms": {"core", "data"},
     "rewards": {"core", "data", "launch"},
     "model": {"core", "mesh", "data", "platform"},
     "train": {"core", "mesh", "data", "model", "platform"},

@@ -7,7 +7,12 @@ from tests.meta.sources import ROOT, imports_of, python_files, tracked, tree_of,
 
 MAX_LINES = 400
 VAGUE_NAMES = {"utils", "helpers", "common", "misc", "manager", "util", "helper"}
-BROAD_EXCEPT = {("verifier/core/check.py", "run_check"), ("verifier/cli/app.py", "run")}
+BROAD_EXCEPT = {
+    ("verifier/core/check.py", "run_check"),
+    ("verifier/cli/app.py", "run"),
+    ("verifier/algorithms/registry.py", "load_plugins"),
+}
+"""Frames around code that may raise anything: a check, a command, the import of a user's plugin."""
 REGISTRY_HOSTS = re.compile(
     "|".join(["py" + r"pi\.org", "python" + "hosted", r"registry\.np" + "m", r"deb\.deb" + "ian"])
 )
@@ -59,7 +64,7 @@ def test_every_module_function_and_class_in_the_package_says_what_it_is():
     assert not silent, "\n".join(silent)
 
 
-def test_broad_except_only_in_the_two_frames():
+def test_broad_except_only_in_the_named_frames():
     found = set()
     for path in python_files():
         for function in ast.walk(tree_of(path)):

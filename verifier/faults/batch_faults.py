@@ -17,7 +17,7 @@ BATCHES = "verifier.trainer.batches"
 )  # fmt: skip
 def position_of_data_lost(call: Call) -> Any:
     """Every step begins the data set anew, as a run does that resumes without its position."""
-    return call.faulty(step=1)
+    return call.faulty(step=0)
 
 
 @fault(

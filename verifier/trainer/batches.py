@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
@@ -14,11 +13,13 @@ from verifier.algorithms.aggregation import token_weights
 from verifier.config.training import TrainConfig
 from verifier.core.record import Probe
 from verifier.core.records_trainer import DataOrder, LossColumns, StepAccount
-from verifier.data.arithmetic import HELD_OUT, TRAIN, arithmetic_examples
+from verifier.data.encode import encode_example
 from verifier.data.examples import Example
-from verifier.data.rollout import Rollout, make_rollout
+from verifier.data.order import batch_indices
+from verifier.data.rollout import Rollout
 from verifier.data.rollout_file import save_rollouts
-from verifier.data.tokenizer import Tokenizer, open_tokenizer
+from verifier.data.text_dataset import ARITHMETIC, load_examples, require_disjoint
+from verifier.data.tokenizer import open_tokenizer
 from verifier.errors import UsageError
 from verifier.model.checkpoint import Checkpoint
 
@@ -89,9 +90,14 @@ class TextBatches:
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint) -> None:
         self._config = config
         self._tokenizer = open_tokenizer(checkpoint.path)
-        self._train = arithmetic_examples(TRAIN, config.data.num_examples, config.seed)
-        num_problems = config.evaluation.num_problems
-        self._held_out = arithmetic_examples(HELD_OUT, num_problems, config.seed) if num_problems else ()
+        data, num_problems = config.data, config.evaluation.num_problems
+        self._train = load_examples(data.source, "sft", count=data.num_examples, seed=config.seed)
+        self._held_out: tuple[Example, ...] = ()
+        if num_problems:
+            self._held_out = load_examples(
+                data.held_out or data.source, "sft", split="held-out", count=num_problems, seed=config.seed
+            )
+        require_disjoint(self._train, self._held_out)
         if config.data.batch_size > len(self._train):
             raise UsageError(
                 f"data.batch_size is {config.data.batch_size}, more than the {len(self._train):,} examples of "
@@ -101,12 +107,12 @@ class TextBatches:
     def batch(self, step: int) -> Batch:
         """Encode the examples of a step."""
         config = self._config
-        indices = batch_indices(len(self._train), config.data.batch_size, config.seed, step)
+        indices = batch_indices(len(self._train), config.data.batch_size, config.seed, step - 1)
         examples = [self._train[index] for index in indices]
         order = DataOrder(
             name="examples", version=step, num_examples=len(self._train), seed=config.seed, step=step,
-            examples=tuple(example.id for example in examples), prompts=tuple(example.prompt for example in examples),
-            holds_out_by_crc=config.data.source == "arithmetic",
+            examples=tuple(example.id for example in examples), prompts=tuple(example.question for example in examples),
+            holds_out_by_crc=config.data.source == ARITHMETIC,
         )  # fmt: skip
         return self._encoded(step, examples, order, indices)
 
@@ -123,27 +129,6 @@ class TextBatches:
         return Batch(
             step=step, rollouts=rollouts, weights=weights, columns={}, aggregation=how, order=order, indices=indices
         )
-
-
-def encode_example(example: Example, tokenizer: Tokenizer) -> Rollout:
-    """Tokens of a prompt and its response, of which the response and the end token are in the loss."""
-    prompt = tokenizer.encode(example.prompt, special=True)
-    response = (*tokenizer.encode(example.response or ""), tokenizer.eos_id)
-    return make_rollout(example.id, prompt, response)
-
-
-def batch_indices(num_examples: int, batch_size: int, seed: int, step: int) -> tuple[int, ...]:
-    """Indices of the examples of a step, from 1 on: each epoch is sorted by a digest of seed, epoch and index."""
-
-    def order(epoch: int) -> list[int]:
-        return sorted(
-            range(num_examples), key=lambda index: blake2b(f"{seed}/{epoch}/{index}".encode(), digest_size=16).digest()
-        )
-
-    begin = (step - 1) * batch_size
-    orders = {epoch: order(epoch) for epoch in {place // num_examples for place in (begin, begin + batch_size - 1)}}
-    places = range(begin, begin + batch_size)
-    return tuple(orders[place // num_examples][place % num_examples] for place in places)
 
 
 def open_batches(config: TrainConfig, checkpoint: Checkpoint) -> BatchSource:

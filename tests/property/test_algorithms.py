@@ -1,0 +1,233 @@
+"""Steps of the GRPO family against textbook code in float64, and their independence of every layout.
+
+The textbook (`tests/textbook_step.py`) has whole sequences. The trainer's form is one weight per token and one loss per
+row. Bounds: 1e-10 of the greatest value, which is 5e5 roundings of float64; 1e-12 between two layouts of the same rows,
+which is 5e3. `tests/quality/test_planted_losses.py` shows what these properties catch.
+
+What this does not exercise: real ranks (tests/dist/test_train_parity.py of the trainer).
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.textbook_step import Recipe, batches, recipes, textbook, textbook_kl, zero_if_none
+from verifier.algorithms.advantages import advantages
+from verifier.algorithms.aggregation import AGGREGATIONS, token_weights
+from verifier.algorithms.filters import DropReason, zero_variance
+from verifier.algorithms.kl import KL_KINDS, kl_penalty
+from verifier.algorithms.log_ratio import FLOOR, LIMIT
+from verifier.algorithms.loss_options import LossOptions
+from verifier.algorithms.losses import LossInputs, loss_metrics, token_loss
+from verifier.algorithms.off_policy import LEVELS, CorrectionOptions, correction
+
+TEXTBOOK, LAYOUT = 1e-10, 1e-12
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Micro-batches of sequences, rows of padding in each, and the number of shards that rows are dealt to."""
+
+    micro_batches: list
+    padding: int = 0
+    shards: int = 1
+    seed: int = 0
+
+
+@st.composite
+def layouts(draw, batch):
+    order = draw(st.permutations(range(len(batch))))
+    cuts = sorted(draw(st.lists(st.integers(0, len(order)), max_size=3)))
+    parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, len(order)], strict=True)]
+    return Layout(parts, draw(st.integers(0, 5)), draw(st.integers(1, 3)), draw(st.integers(0, 99)))
+
+
+def trained(batch, recipe, layout):
+    """Loss and gradients as ranks compute them: whole-batch values first, then rows of micro-batches and shards."""
+    masks = [np.array(s.mask, bool) for s in batch]
+    value = advantages([s.reward for s in batch], [s.group for s in batch], recipe.estimator,
+                       token_counts=[mask.sum() for mask in masks])  # fmt: skip
+    weights = token_weights(masks, [s.group for s in batch], recipe.how, recipe.constant)
+    factors = correction([str(row) for row in range(len(batch))], [np.array(s.old) for s in batch],
+                         [np.array(s.engine) for s in batch], masks, recipe.off_policy).factors  # fmt: skip
+    random, terms = np.random.default_rng(layout.seed), []
+    gradients = [[np.zeros(len(mask)), np.zeros(len(mask))] for mask in masks]
+    for members in layout.micro_batches:
+        rows = [(m, t) for m in members for t in range(len(masks[m]))] + [(-1, 0)] * layout.padding
+        rows = [rows[at] for at in random.permutation(len(rows))]
+        owner = random.integers(0, layout.shards, len(rows))
+        shards = [[row for row, own in zip(rows, owner, strict=True) if own == shard] for shard in range(layout.shards)]
+        for shard, loss, pair, weight in run_shards(shards, batch, recipe, masks, value, weights, factors):
+            (weight * loss).sum().backward()
+            terms += (weight * loss).tolist()
+            for (m, t), own, other in zip(shard, *(zero_if_none(leaf) for leaf in pair), strict=True):
+                if m < 0 or not masks[m][t]:
+                    assert own == 0
+                    assert other == 0
+                else:
+                    gradients[m][0][t], gradients[m][1][t] = own, other
+    return math.fsum(terms), gradients
+
+
+def run_shards(shards, batch, recipe, masks, value, weights, factors):
+    """Two passes, as an all-reduce has two sides: the first adds up what each shard gives, the second gets the mean."""
+    totals, counts = {}, {m: int(mask.sum()) for m, mask in enumerate(masks)}
+
+    def column(shard, of, *, poison=math.nan):
+        return torch.tensor([of(m, t) if m >= 0 and masks[m][t] else poison for m, t in shard], dtype=torch.float64)
+
+    def run(shard, sequence_mean):
+        current = column(shard, lambda m, t: batch[m].current[t]).requires_grad_()
+        entropy = column(shard, lambda m, t: batch[m].entropy[t], poison=math.inf).requires_grad_()
+        inputs = LossInputs(
+            current_T=current, entropy_T=entropy,
+            divisor_T=column(shard, lambda m, t: batch[m].old[t], poison=-math.inf),
+            advantage_T=column(shard, lambda m, t: value[m] * factors[m][t]),
+            reference_T=column(shard, lambda m, t: batch[m].reference[t]),
+            mask_T=torch.tensor([m >= 0 and bool(masks[m][t]) for m, t in shard], dtype=torch.bool),
+            sequence_mean=sequence_mean,
+        )  # fmt: skip
+        return token_loss(recipe.loss, inputs, recipe.options), (current, entropy)
+
+    for shard in shards:
+
+        def give(value_T, shard=shard):
+            for (m, t), number in zip(shard, value_T.tolist(), strict=True):
+                if m >= 0 and masks[m][t]:
+                    totals.setdefault(m, []).append(number)
+            return torch.zeros_like(value_T)
+
+        run(shard, give)
+    for shard in shards:
+
+        def take(value_T, shard=shard):
+            return torch.tensor([math.fsum(totals[m]) / counts[m] if totals.get(m) else math.nan for m, _ in shard],
+                                dtype=torch.float64)  # fmt: skip
+
+        loss, pair = run(shard, take)
+        weight = torch.tensor([weights[m][t] if m >= 0 else 0.0 for m, t in shard], dtype=torch.float64)
+        yield shard, loss, pair, weight
+
+
+def assert_near(got, want, bound):
+    (loss, gradients), (other_loss, others) = got, want
+    assert abs(loss - other_loss) <= bound * max(1.0, abs(other_loss))
+    for pair, other_pair in zip(gradients, others, strict=True):
+        for own, other in zip(pair, other_pair, strict=True):
+            np.testing.assert_allclose(own, other, rtol=0, atol=bound * max(1.0, np.abs(other).max(initial=0)))
+
+
+@given(batch=batches(), recipe=recipes())
+def test_a_step_is_the_textbooks(batch, recipe):
+    assert_near(trained(batch, recipe, Layout([range(len(batch))])), textbook(batch, recipe), TEXTBOOK)
+
+
+@given(batch=batches(), recipe=recipes(), data=st.data())
+def test_no_split_order_padding_or_context_parallel_cut_changes_a_step(batch, recipe, data):
+    plain = trained(batch, recipe, Layout([range(len(batch))]))
+    assert_near(trained(batch, recipe, data.draw(layouts(batch))), plain, LAYOUT)
+
+
+@given(batch=batches(), how=st.sampled_from(AGGREGATIONS), data=st.data())
+def test_gspo_is_the_loss_by_sequence_under_any_context_parallel_cut(batch, how, data):
+    """Whatever the aggregation: it gives all tokens of a sequence one weight."""
+    recipe = Recipe("gspo", "dr_grpo", how, LossOptions(clip_low=0.03, clip_high=0.04))
+    assert_near(trained(batch, recipe, data.draw(layouts(batch))), textbook(batch, recipe), TEXTBOOK)
+
+
+@given(batch=batches(), recipe=recipes(), data=st.data())
+def test_a_permuted_batch_has_bitwise_the_same_values_by_id(batch, recipe, data):
+    order = data.draw(st.permutations(range(len(batch))))
+    shuffled = [batch[row] for row in order]
+    for of in (
+        lambda b: advantages([s.reward for s in b], [s.group for s in b], recipe.estimator,
+                             token_counts=[sum(s.mask) for s in b]),
+        lambda b: token_weights([np.array(s.mask, bool) for s in b], [s.group for s in b], recipe.how, recipe.constant),
+    ):  # fmt: skip
+        plain = of(batch)
+        for row, own in zip(order, of(shuffled), strict=True):
+            np.testing.assert_array_equal(own, plain[row], strict=True)
+
+
+@given(batch=batches(), recipe=recipes(), cuts=st.integers(1, 3), data=st.data())
+def test_interleaved_steps_of_trajectories_change_nothing(batch, recipe, cuts, data):
+    """Advantages by trajectory, spread to the steps by id; SkyRL's went by a running sum over the order."""
+    steps = [(row, part) for row in range(len(batch)) for part in range(cuts)]
+    share = [np.array(s.mask, bool)[part::cuts].sum() for s in batch for part in range(cuts)]
+    counts = dict(zip(steps, share, strict=True))
+    order = data.draw(st.permutations(steps))
+
+    def values(order):
+        return advantages(
+            [batch[row].reward if part == 0 else 0.0 for row, part in order], [batch[row].group for row, _ in order],
+            recipe.estimator, trajectories=[f"trajectory-{row}" for row, _ in order],
+            token_counts=[counts[step] for step in order],
+        )  # fmt: skip
+
+    whole = advantages([s.reward for s in batch], [s.group for s in batch], recipe.estimator,
+                       token_counts=[sum(s.mask) for s in batch])  # fmt: skip
+    np.testing.assert_array_equal(values(order), [whole[row] for row, _ in order])
+
+
+@given(batch=batches(), kind=st.sampled_from(KL_KINDS))
+def test_the_kl_penalty_is_the_textbooks_sum(batch, kind):
+    got = kl_penalty([np.array(s.old) for s in batch], [np.array(s.reference) for s in batch],
+                     [np.array(s.mask, bool) for s in batch], kind)  # fmt: skip
+    want = [sum(float(textbook_kl(torch.tensor(s.old[t], dtype=torch.float64), s.reference[t], kind))
+                for t, inside in enumerate(s.mask) if inside) for s in batch]  # fmt: skip
+    np.testing.assert_allclose(got, want, rtol=0, atol=TEXTBOOK)
+
+
+@given(batch=batches())
+def test_the_zero_variance_filter_drops_what_has_no_gradient(batch):
+    """Exactly the rollouts whose whole group has advantage 0 by GRPO."""
+    groups = [s.group for s in batch]
+    value = advantages([s.reward for s in batch], groups)
+    flat = {name for name in groups if all(v == 0 for v, g in zip(value, groups, strict=True) if g == name)}
+    expected = [DropReason.ZERO_VARIANCE if name in flat else None for name in groups]
+    assert zero_variance([s.reward for s in batch], groups) == expected
+
+
+logprobs = st.one_of(st.floats(max_value=0.0, allow_nan=False), st.sampled_from([-math.inf, FLOOR, -LIMIT, 0.0]))
+
+
+@given(
+    rows=st.lists(st.tuples(logprobs, logprobs, logprobs, st.floats(-5, 5)), min_size=1, max_size=4), recipe=recipes(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)  # fmt: skip
+def test_any_finite_or_minus_infinite_logprobs_give_finite_losses_and_gradients(rows, recipe, dtype):
+    current, divisor, reference, advantage = (torch.tensor(column, dtype=dtype) for column in zip(*rows, strict=True))
+    current.requires_grad_()
+    inputs = LossInputs(
+        current_T=current, entropy_T=torch.ones_like(current), divisor_T=divisor, advantage_T=advantage,
+        reference_T=reference, mask_T=torch.ones(len(rows), dtype=torch.bool),
+        sequence_mean=lambda value_T: value_T.mean().expand(len(value_T)),
+    )  # fmt: skip
+    loss = token_loss(recipe.loss, inputs, recipe.options)
+    loss.sum().backward()
+    assert loss.dtype == dtype
+    assert loss.isfinite().all()
+    assert current.grad.isfinite().all()
+    metrics = loss_metrics(recipe.loss, inputs, recipe.options)
+    assert metrics.ratio_T.isfinite().all()
+    assert metrics.clamped_T[current < FLOOR].all()
+
+
+@given(
+    rows=st.lists(st.tuples(logprobs, logprobs, st.booleans()), max_size=5), weight=st.sampled_from([None, *LEVELS]),
+    mask=st.sampled_from([None, *LEVELS]), cap=st.sampled_from([None, 2.0]),
+)  # fmt: skip
+def test_any_finite_or_minus_infinite_logprobs_give_finite_importance_factors(rows, weight, mask, cap):
+    own, other, inside = ([row[at] for row in rows] for at in range(3))
+    result = correction(["a"], [np.array(own)], [np.array(other)], [np.array(inside, bool)],
+                        CorrectionOptions(weight=weight, mask=mask, cap=cap))  # fmt: skip
+    assert np.isfinite(result.factors[0]).all()
+    assert (result.factors[0][~np.array(inside, bool)] == 0).all()
+    beyond = [max(a, FLOOR) - max(b, FLOOR) for a, b, i in rows if i]
+    if "token" in (weight, mask):
+        assert result.num_clamped >= sum(abs(d) > LIMIT for d in beyond)
+    assert result.num_tokens == len(beyond)
