@@ -1,4 +1,4 @@
-"""A step of the GRPO family as a textbook has it: whole sequences, loops, float64, and the gradient of torch through them.
+"""A step of the GRPO family as a textbook has it: whole sequences, loops, float64, gradients by torch through them.
 
 It shares no code with `verifier.algorithms`; made-up batches and recipes to compare on come with it.
 """

@@ -24,8 +24,8 @@ from verifier.runs.model_under_test import ModelUnderTest, open_model
 from verifier.runs.resources import COLLECTIVE_DEADLINE_S, Deadline
 from verifier.trainer.batches import Batch, BatchSource, open_batches
 from verifier.trainer.run_folder import RunFolder, opened
-from verifier.trainer.worker_spec import WorkerSpec, optimizer_settings
 from verifier.trainer.step_trace import step_manifest
+from verifier.trainer.worker_spec import WorkerSpec, optimizer_settings
 
 Progress = Callable[[str], None]
 PRELOAD = "verifier.runs.session_megatron:preload"
