@@ -89,7 +89,6 @@ DRAWN = tuple(int(digit) for digit in "00120010212001002101020002011200120100200
 LENGTHS = (3, 2)
 AT = tuple(f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0" for rank in range(2))
 NEXT = np.log([0.5, 0.25, 0.25])
-"""Rows of one micro-batch: three of the first rollout, one of padding, two of the second."""
 PLACES = (("kept", 7, 8), ("rest", 7, 0.5), ("earlier", 4, np.nan), ("repeats", 4, False))
 ARRAYS: dict[str, dict[str, np.ndarray]] = {
     "right": {"array": np.array([-1.5, -2.25, -0.5, -6.0, -6.25], np.float32)},

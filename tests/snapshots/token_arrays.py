@@ -26,3 +26,4 @@ LEDGER = {
     "id": np.array([703434788, 703434788, 703434788, 0, 1592434866, 1592434866]),
     "prompt": np.array([1, 1, 1, 0, 1, 1]),
 }
+"""Rows of one micro-batch: three of the first rollout, one of padding, two of the second."""
