@@ -1,4 +1,4 @@
-"""A step of the GRPO family as a textbook has it: whole sequences, loops, float64, gradients by torch through them.
+"""A step of the GRPO family as a textbook has it: whole sequences, loops, float64, and torch's gradient through them.
 
 It shares no code with `verifier.algorithms`; made-up batches and recipes to compare on come with it.
 """
@@ -182,7 +182,7 @@ def textbook(batch, recipe):
     else:
         loss = sum(sum(terms) for terms in per_sequence) / (len(batch) * recipe.constant)
     loss.backward()
-    return float(loss), [[zero_if_none(leaf) for leaf in pair] for pair in leaves]
+    return loss.item(), [[zero_if_none(leaf) for leaf in pair] for pair in leaves]
 
 
 def zero_if_none(leaf):
