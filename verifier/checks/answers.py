@@ -81,6 +81,8 @@ def number_at(text: str, start: int) -> tuple[Value | None, int]:
     """
     at = start
     negative = False
+    if text[at : at + 2] in ("$-", "$+"):
+        at += 1
     if text[at : at + 1] in ("-", "+") and not (at and (text[at - 1] in WORD or text[at - 1] == ")")):
         negative = text[at] == "-"
         at += 1

@@ -90,7 +90,8 @@ def require_disjoint(train: Sequence[Example], held_out: Sequence[Example]) -> N
 
 def _example(read: _Row, default_id: str, task: Task) -> Example:
     if bool(read.prompt) == bool(read.messages):
-        raise UsageError(f"it has {'both' if read.prompt else 'neither'} `prompt` and `messages`: one is needed")
+        what = "both `prompt` and" if read.prompt else "neither `prompt` nor"
+        raise UsageError(f"it has {what} `messages`: one is needed")
     messages = tuple(Message(role=item.role, content=item.content) for item in read.messages or ())
     answer = None if read.answer is None else str(read.answer).strip()
     if task == "grpo" and not answer:

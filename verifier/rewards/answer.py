@@ -7,8 +7,8 @@ Rules, which `verifier.checks.answers` follows with other code:
    number there, or one that goes on otherwise (`1,20`, `1.2.3`), is no answer.
 3. Else the answer is the last number of the rest.
 4. A number is an integer, with commas between all groups of three or without any, alone, with decimals or over a
-   denominator that is not 0; or it is decimals after no digit. A sign, and a `$` after it, may stand before it. A sign
-   counts only after no letter, digit, `_` or `)`. Digits are ASCII; more than 1,000 of them are no number.
+   denominator that is not 0; or it is decimals after no digit. A sign, and a `$` on either side of it, may stand
+   before it. A sign counts only after no letter, digit, `_` or `)`. Digits are ASCII, and there are at most 1,000.
 5. Values are compared as rational numbers, exactly. The length of the text plays no role.
 
 Source:
@@ -29,6 +29,7 @@ MAX_DIGITS = 1000
 _REASONING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _NUMBER = re.compile(
     r"""
+    (?:\$(?=[-+]))?
     (?P<sign> (?<![\w)]) [-+] (?=\$?\.?\d) )?
     \$?
     (?:
