@@ -55,7 +55,7 @@ class RewardProcess:
                 death_signal=signal.SIGKILL, pass_fds=[theirs.fileno()],
             )  # fmt: skip
         try:
-            self._receive(_START_S, "at its start")
+            self._receive(time.monotonic(), _START_S, "at its start")
         except BaseException:
             self.close()
             raise
@@ -74,9 +74,9 @@ class RewardProcess:
         rewards = []
         for rollout, completion, answer in zip(ids, completions, answers, strict=True):
             where = f"on rollout `{rollout}`"
-            until = time.monotonic() + self.deadline_s
+            began = time.monotonic()
             self._send(msgspec.json.encode((completion, answer)) + b"\n", where)
-            reply = self._receive(until - time.monotonic(), where)
+            reply = self._receive(began, self.deadline_s, where)
             value, said = msgspec.json.decode(reply, type=tuple[float | None, str])
             if value is None:
                 raise UsageError(f"reward `{self.name}` gave {said} {where}: a reward is a finite number")
@@ -104,10 +104,9 @@ class RewardProcess:
         except OSError as error:
             raise self._ended(where) from error
 
-    def _receive(self, within_s: float, where: str) -> bytes:
-        until = time.monotonic() + within_s
+    def _receive(self, began: float, within_s: float, where: str) -> bytes:
         while b"\n" not in self._rest:
-            self._socket.settimeout(max(until - time.monotonic(), 1e-3))
+            self._socket.settimeout(max(began + within_s - time.monotonic(), 1e-3))
             try:
                 piece = self._socket.recv(_PIECE)
             except TimeoutError as error:
@@ -122,7 +121,7 @@ class RewardProcess:
 
     def _late(self, within_s: float, where: str) -> UsageError:
         mend = "mend it, or give it longer"
-        return UsageError(f"reward `{self.name}` did not return within {within_s:.3g} s {where}: {mend}")
+        return UsageError(f"reward `{self.name}` did not return within {within_s:g} s {where}: {mend}")
 
     def _ended(self, where: str) -> UsageError:
         """The exception that ended it, as the last line of its log, or its cause of death."""
