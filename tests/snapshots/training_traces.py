@@ -10,6 +10,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from verifier.core.record import Record
+from verifier.core.records_policy import Advantages, GivenRewards, PolicyColumns, UpdateRatios
 from verifier.core.records_trainer import DataOrder, LossColumns, OptimizerSettings, StepAccount, TrainerStep
 
 EPOCH = sorted(range(5), key=lambda index: hashlib.blake2b(f"3/0/{index}".encode(), digest_size=16).digest())
@@ -17,8 +18,21 @@ ARRAYS: dict[str, dict[str, np.ndarray]] = {
     "examples": {"array": np.array(EPOCH[:2])},
     "other examples": {"array": np.array([EPOCH[0], EPOCH[0]])},
     "columns": {"weight": np.array([0, 1, 1, 0, 1]) / 3, "mask": np.array([False, True, True, False, True])},
+    "policy": {
+        "old": np.array([np.nan, -1.0, -2.0, np.nan, -3.0], np.float32),
+        "engine": np.array([np.nan, -1.5, -2.25, np.nan, -6.0], np.float32),
+        "divisor": np.array([np.nan, -1.0, -2.0, np.nan, -3.0], np.float32),
+        "advantage": np.array([0, 0.5, 0.5, 0, -0.5]),
+        "mask": np.array([False, True, True, False, True]),
+        "version": np.array([-1, 0, 0, -1, 0], np.int32),
+    },
     "means of means": {"weight": np.array([0, 2, 2, 0, 3]) / 6, "mask": np.array([False, True, True, False, True])},
 }
+
+
+ARRAYS["over the engine"] = {
+    **ARRAYS["policy"], "divisor": np.array([np.nan, -1.5, -2.25, np.nan, -3.0], np.float32)
+}  # fmt: skip
 
 
 def training() -> list[Record]:
@@ -30,7 +44,7 @@ def training() -> list[Record]:
         ),
         StepAccount(name="step", version=1, rollouts=2, tokens=5, in_loss=3, trained=3),
         LossColumns(
-            name="loss inputs", version=1, aggregation="token_mean", ids=("x", "y"), groups=("x", "y"), lengths=(3, 2),
+            name="update 1", version=1, aggregation="token_mean", ids=("x", "y"), groups=("x", "y"), lengths=(3, 2),
             array="columns",
         ),
         OptimizerSettings(
@@ -39,10 +53,28 @@ def training() -> list[Record]:
         ),
         *(
             TrainerStep(
-                name="step", version=1, rank=rank, step=1, loss=0.5, num_tokens=3, grad_norm=2.0, learning_rate=5e-4,
-                weight_decay=0.1, optimizer_steps=1, scheduler_steps=2,
+                name="update 1", version=1, rank=rank, step=1, loss=0.5, num_tokens=3, grad_norm=2.0,
+                learning_rate=5e-4, weight_decay=0.1, optimizer_steps=1, scheduler_steps=2,
             )
             for rank in range(2)
+        ),
+        GivenRewards(
+            name="rewards", version=1, reward="answer", ids=("x", "y"), texts=("so #### 7", "8"), answers=("7", "7"),
+            rewards=(1.0, 0.0),
+        ),
+        Advantages(
+            name="advantages", version=1, estimator="dr_grpo", ids=("x", "y"), groups=("g", "g"),
+            trajectories=("x", "y"), rewards=(1.0, 0.0), penalties=(0.0, 0.0), token_counts=(2, 1),
+            advantages=(0.5, -0.5),
+        ),
+        PolicyColumns(
+            name="policy inputs", version=1, ids=("x", "y"), lengths=(3, 2), ratio_over="old", weight_level="",
+            weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=0,
+            array="policy",
+        ),
+        UpdateRatios(
+            name="update 1", version=1, update=1, first=True, ratio_over="old", at_reference=True, ratio_gap=0.0,
+            kl_gap=0.0, clipped=0, clamped=0,
         ),
     ]  # fmt: skip
 
@@ -52,9 +84,13 @@ def having(**values: Any) -> Callable[[Any], Record]:
 
 
 CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
+    "ADV002": (Advantages, having(advantages=(0.5, 0.5))),
+    "ADV003": (PolicyColumns, having(array="over the engine")),
+    "LSS003": (UpdateRatios, having(ratio_gap=0.25)),
+    "RWD001": (GivenRewards, having(rewards=(0.0, 0.0))),
     "ADV001": (LossColumns, having(array="means of means")),
     "DAT001": (DataOrder, having(array="other examples")),
-    "DAT002": (StepAccount, having(trained=2)),
+    "DAT002": (StepAccount, having(dropped={"overlong": 1})),
     "TRN002": (TrainerStep, having(learning_rate=1e-3)),
     "TRN003": (TrainerStep, having(optimizer_steps=2)),
 }

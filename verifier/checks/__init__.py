@@ -1,5 +1,27 @@
 """The checks. Importing this package fills the registry in `verifier.core.check`."""
 
-from verifier.checks import delivery, logprobs, moves, packing, routes, samples, step, training_step, weights
+from verifier.checks import (
+    delivery,
+    logprobs,
+    moves,
+    packing,
+    policy_step,
+    routes,
+    samples,
+    step,
+    training_step,
+    weights,
+)
 
-__all__ = ["delivery", "logprobs", "moves", "packing", "routes", "samples", "step", "training_step", "weights"]
+__all__ = [
+    "delivery",
+    "logprobs",
+    "moves",
+    "packing",
+    "policy_step",
+    "routes",
+    "samples",
+    "step",
+    "training_step",
+    "weights",
+]

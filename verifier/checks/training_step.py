@@ -77,7 +77,7 @@ def _order(item: DataOrder, batch_size: int) -> list[int]:
     return [orders[place // item.num_examples][place % item.num_examples] for place in places]
 
 
-@check("DAT002", needs=(StepAccount, Rollouts), scope="data")
+@check("DAT002", needs=(StepAccount, Rollouts), scope="batch")
 def token_unaccounted(trace: Trace) -> Iterator[Comparison]:
     """Every rollout and token that came into a step is trained on or dropped for one reason, and ids are unique.
 
@@ -91,22 +91,24 @@ def token_unaccounted(trace: Trace) -> Iterator[Comparison]:
     References: verl#6362, SkyRL#1335.
     """
     for item in trace.of(StepAccount):
-        for packed in trace.of(Rollouts, version=item.version):
-            in_masks = int(trace.array(packed, "mask").sum())
-            repeated = [name for name, count in Counter(packed.ids).items() if count > 1]
-            sums = (
-                ("rollouts", item.rollouts, len(packed.ids)), ("tokens", item.tokens, sum(packed.lengths)),
-                ("tokens in the loss", item.in_loss, in_masks),
-                ("tokens trained on or dropped", item.trained + sum(item.dropped.values()), in_masks),
-                ("rollouts whose id is another's", len(repeated), 0),
+        packs = list(trace.of(Rollouts, version=item.version))
+        in_masks = sum(int(trace.array(packed, "mask").sum()) for packed in packs)
+        times_packed = Counter(name for packed in packs for name in packed.ids)
+        repeated = [name for name, count in times_packed.items() if count > item.passes]
+        packed_rollouts = sum(len(packed.ids) for packed in packs)
+        sums = (
+            ("rollouts", (item.rollouts - item.unpacked) * item.passes, packed_rollouts),
+            ("tokens in the loss", item.trained * item.passes, in_masks),
+            ("tokens trained on or dropped", item.trained + sum(item.dropped.values()), item.in_loss),
+            ("rollouts that were packed too often", len(repeated), 0),
+        )  # fmt: skip
+        for what, actual, expected in sums:
+            yield Comparison(
+                what=what, same=actual == expected, stage=Stage.DATA, version=item.version, badness=1.0,
+                sentence=f"the step counts {actual:,} {what}, there are {expected:,}",
+                expected=f"{expected:,} (what ranks packed)", actual=f"{actual:,} (the step's account)",
+                allowed="exact (counts)", hint="look at what filters the batch before it is packed",
             )  # fmt: skip
-            for what, actual, expected in sums:
-                yield Comparison(
-                    what=what, same=actual == expected, stage=Stage.DATA, version=item.version, badness=1.0,
-                    sentence=f"the step counts {actual:,} {what}, there are {expected:,}",
-                    expected=f"{expected:,} (what ranks packed)", actual=f"{actual:,} (the step's account)",
-                    allowed="exact (counts)", hint="look at what filters the batch before it is packed",
-                )  # fmt: skip
 
 
 @check("ADV001", needs=(LossColumns,), scope="batch")
@@ -181,9 +183,9 @@ def rate_off_schedule(trace: Trace) -> Iterator[Comparison]:
             for what, actual, expected in pairs:
                 gap, allowed = abs(actual - expected), RATE.absolute * max(expected, settings.learning_rate)
                 yield Comparison(
-                    what=f"{what} on rank {report.rank}", same=gap <= allowed, stage=Stage.TRAIN,
+                    what=f"{what} of {report.name} on rank {report.rank}", same=gap <= allowed, stage=Stage.TRAIN,
                     version=report.version, badness=times(gap, allowed), owner=owner_of(report),
-                    sentence=f"step {report.step} has a {what} of {actual:.6g}, it should be {expected:.6g}",
+                    sentence=f"{report.name} has a {what} of {actual:.6g}, it should be {expected:.6g}",
                     expected=f"{expected:.6g} (the {settings.schedule} schedule at step {report.step})",
                     actual=f"{actual:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {RATE}",
                     hint="look at what steps the scheduler, and by how much",
@@ -201,7 +203,7 @@ def _rate(settings: OptimizerSettings, step: int) -> float:
     return low + left * (high - low)
 
 
-@check("TRN003", needs=(TrainerStep, StepAccount), scope="schedule")
+@check("TRN003", needs=(TrainerStep, StepAccount, LossColumns), scope="schedule")
 def step_counted_wrong(trace: Trace) -> Iterator[Comparison]:
     """A step is one step of the optimizer and one of the scheduler, over the tokens of the whole batch.
 
@@ -209,23 +211,25 @@ def step_counted_wrong(trace: Trace) -> Iterator[Comparison]:
     loss, against the number of the step and the account of the batch.
     Why it matters: an optimizer that is stepped per micro-batch, skipped, or made anew by a resume, whose bias
     correction then begins again.
-    Evidence: train/done, data/account.
+    Evidence: train/done, data/account, advantage/columns.
     Tolerance and its source: exact; these are counts.
     What it does not catch: moments that are wrong (TRN001).
     References: NeMo-RL#3171, open-r1#450, SkyRL#1420.
     """
     for account in trace.of(StepAccount):
+        columns = trace.of(LossColumns, version=account.version)
+        in_loss = {item.name: int(trace.array(item, "mask").sum()) for item in columns}
         for report in trace.of(TrainerStep, version=account.version):
             counts = (
                 ("optimizer steps", report.optimizer_steps, report.step),
                 ("scheduler steps", report.scheduler_steps, report.step + 1),
-                ("tokens in the loss", report.num_tokens, account.in_loss),
+                ("tokens in the loss", report.num_tokens, in_loss.get(report.name, 0)),
             )
             for what, actual, expected in counts:
                 yield Comparison(
-                    what=f"{what} on rank {report.rank}", same=actual == expected, stage=Stage.TRAIN,
+                    what=f"{what} of {report.name} on rank {report.rank}", same=actual == expected, stage=Stage.TRAIN,
                     version=report.version, badness=1.0, owner=owner_of(report),
-                    sentence=f"after step {report.step} the rank counts {actual:,} {what}, it should be {expected:,}",
+                    sentence=f"after {report.name} the rank counts {actual:,} {what}, it should be {expected:,}",
                     expected=f"{expected:,}", actual=f"{actual:,}", allowed="exact (counts)",
                     hint="look at who calls the optimizer and the scheduler, and how often",
                 )  # fmt: skip

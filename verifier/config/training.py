@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verifier.config.commands import RunConfig, next_trace
+from verifier.config.grpo import GrpoOptions
 from verifier.errors import UsageError
 from verifier.knob import check, group, knob
 
@@ -133,10 +134,16 @@ class TrainConfig(RunConfig):
     data: DataOptions = group(DataOptions)
     batch: BatchOptions = group(BatchOptions)
     aggregation: str = knob("Mean of the tokens' losses.", "token_mean", choices=AGGREGATIONS)
+    aggregation_constant: float | None = knob("Tokens that the aggregation `constant` divides a sequence by.", None)
+    grpo: GrpoOptions = group(GrpoOptions)
     optimizer: OptimizerOptions = group(OptimizerOptions)
     evaluation: EvaluationOptions = group(EvaluationOptions)
     verify: VerifyOptions = group(VerifyOptions)
 
     def _refuse_contradictions(self) -> None:
+        if (self.aggregation == "constant") != (self.aggregation_constant is not None):
+            raise UsageError(
+                "aggregation=constant divides by aggregation_constant, no other aggregation does: give both or neither"
+            )
         if self.algorithm == "grpo" and self.data.rollouts is None:
             raise UsageError("algorithm=grpo needs rollouts: give data.rollouts, a folder of recorded ones")

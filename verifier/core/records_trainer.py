@@ -32,7 +32,11 @@ class StepAccount(Record, frozen=True, kw_only=True, tag="data/account"):
     in_loss: Count
     """Tokens that the rollouts' own masks put in the loss."""
     trained: Count
-    """Tokens in the loss of the step."""
+    """Tokens in the loss of the step, in one pass."""
+    unpacked: Count = 0
+    """Rollouts of mini-batches that have no token in the loss."""
+    passes: Count = 1
+    """Passes over the rollouts."""
     dropped: dict[str, Count] = {}  # noqa: RUF012 - msgspec copies it
     """Tokens of masks that were left out of the loss, by reason."""
 
@@ -73,6 +77,7 @@ class TrainerStep(Record, frozen=True, kw_only=True, tag="train/done"):
     """Report of one rank's optimizer step."""
 
     step: Count
+    """Number of the optimizer step, from 1."""
     loss: Real
     """Sum of weight * loss over all tokens, nats."""
     num_tokens: Count

@@ -47,6 +47,8 @@ class RolloutRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Gold answer."""
     text: str | None = None
     """Text of the response, for readers and rewards; nothing is encoded from it."""
+    truncated: bool = False
+    """The answer was cut off at the greatest length."""
     trajectory: str | None = None
     """Trajectory that this turn is a step of, with all earlier turns in its prompt; None for a whole rollout."""
     index: int = 0

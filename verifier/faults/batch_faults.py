@@ -45,3 +45,40 @@ def mean_of_micro_batches(call: Call) -> Any:
         for part in parts
         for index in part
     ]
+
+
+GRPO: dict[str, Any] = {**ROW, "training": ("algorithm=grpo",)}
+PLAN = "verifier.trainer.grpo_plan"
+
+
+@fault(
+    "verl-project/verl#7274", f"{PLAN}:read_recorded(path, vocab_size, group_size, max_tokens)",
+    stage=Stage.REWARD, caught_by=("RWD001",), **GRPO,
+)  # fmt: skip
+def answers_beyond_the_window(call: Call) -> Any:
+    """The reward looks at the last six characters, in which no right answer fits."""
+    from msgspec.structs import replace
+
+    rows = call.original()
+    call.fire()
+    return tuple(replace(row, reward=row.reward if len(row.text) <= 6 else 0.0) for row in rows)
+
+
+@fault(
+    "inclusionAI/AReaL#1730", f"{PLAN}:advantages(rewards, groups, estimator, trajectories, token_counts)",
+    stage=Stage.ADVANTAGE, caught_by=("ADV002",), **GRPO,
+)  # fmt: skip
+def groups_cut_by_a_split(call: Call) -> Any:
+    """Advantages are taken within what a split left of each group, not within the group."""
+    half = len(call.groups) // 2 + 2
+    return call.faulty(groups=[f"{name} {place < half}" for place, name in enumerate(call.groups)])
+
+
+@fault(
+    "radixark/miles#1829", f"{PLAN}:correction(ids, old, engine, masks, options)",
+    stage=Stage.ADVANTAGE, caught_by=("ADV003",),
+    **{**GRPO, "training": ("algorithm=grpo", "grpo.weight_level=sequence")},
+)  # fmt: skip
+def importance_weight_upside_down(call: Call) -> Any:
+    """The importance weight is engine over old: what the engine samples too often counts more."""
+    return call.faulty(old=call.engine, engine=call.old)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, Body, Call, fault, held, kind
+from verifier.faults.fault import NO_ENGINE, TRAINING, Body, Call, fault, held, kind
 from verifier.mesh import Mesh
 
 STEP = "verifier.train.step_megatron"
@@ -226,3 +226,12 @@ def dropout_while_scoring(call: Call) -> Iterator[None]:
 def gates_not_normalised(call: Call) -> Any:
     """Gate weights of the chosen experts stay as the softmax over all experts has them, and do not sum to 1."""
     return call.faulty(use_pre_softmax=True)
+
+
+@fault(
+    "huggingface/trl#4159", SCORE, stage=Stage.LOGPROB, engine=TRAINING, model="tiny:add", caught_by=("LSS003",),
+    training=("algorithm=grpo", "grpo.temperature=1.25"),
+)  # fmt: skip
+def old_without_temperature(call: Call) -> Any:
+    """The trainer scores rollouts without the temperature that it trains with, so no ratio begins at 1."""
+    return call.faulty(temperature=1.0)

@@ -26,6 +26,9 @@ KNOBS = (
 )  # fmt: skip
 """Knobs of every trial, before the fault's own: each step has a rate of its own, and ranks add up micro-batches."""
 
+GRPO_KNOBS = (f"data.rollouts={Path(__file__).parent / 'rollouts'}", "grpo.group_size=4")
+"""Knobs of a trial of GRPO: answers that transformers sampled from `tiny:add`, and right ones among them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOutcome:
@@ -45,8 +48,9 @@ class TrainingOutcome:
 def training_overrides(fault: Fault) -> tuple[str, ...]:
     """Knobs of a fault's runs; those that share them share a clean run."""
     mesh = [f"mesh.{axis}={size}" for axis, size in fault.mesh.to_dict().items() if size is not None]
+    knobs = [*KNOBS, *(GRPO_KNOBS if "algorithm=grpo" in fault.training else ())]
     own = {text.partition("=")[0] for text in fault.training}
-    kept = [text for text in KNOBS if text.partition("=")[0] not in own]
+    kept = [text for text in knobs if text.partition("=")[0] not in own]
     return (f"model={fault.model}", *mesh, *kept, *fault.training)
 
 

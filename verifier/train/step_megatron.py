@@ -83,7 +83,7 @@ def score(
     sizes = [len(rollout) - 1 for rollout in rollouts]
     starts = torch.tensor([0, *sizes]).cumsum(0)
     # Each entry has one owner: the rank of the last stage with that row, of tensor rank 0. All others add zeros.
-    total = torch.zeros(sum(sizes), dtype=torch.float32, device=_device(trainer))
+    total = torch.zeros(sum(sizes), dtype=torch.float32, device=device_of(trainer))
     if scored and _coordinate(trainer).tp == 0:
         for members, shard, logprob_T in zip(batches, shards, scored, strict=True):
             kept = shard.labels_T >= 0
@@ -181,7 +181,7 @@ def backward(
     forward = partial(_forward, trainer=trainer, temperature=temperature, entropy=True, finish=finish)
     with _seen(shards, on_shards), _mode(trainer, training=True):
         parts = _run(trainer, forward, shards, forward_only=False)
-    total = torch.zeros(2, dtype=torch.float64, device=_device(trainer))
+    total = torch.zeros(2, dtype=torch.float64, device=device_of(trainer))
     if parts and _coordinate(trainer).tp == 0:
         total += torch.stack(parts).sum(0)
     dist.all_reduce(total)
@@ -280,7 +280,7 @@ def _run(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     chunks = trainer.chunks
-    pairs = [(shard, _moved(shard, _device(trainer))) for shard in shards]
+    pairs = [(shard, _moved(shard, device_of(trainer))) for shard in shards]
     collected = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=[iter(pairs) for _ in chunks] if len(chunks) > 1 else iter(pairs),
@@ -387,5 +387,6 @@ def _coordinate(trainer: TrainerModel) -> Coordinate:
     return trainer.mesh.coordinate(dist.get_rank())
 
 
-def _device(trainer: TrainerModel) -> torch.device:
+def device_of(trainer: TrainerModel) -> torch.device:
+    """Device of this rank's tensors."""
     return torch.device("cpu") if trainer.tier == "cpu" else torch.device("cuda", torch.cuda.current_device())

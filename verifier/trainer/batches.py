@@ -1,16 +1,16 @@
-"""Whole batches of steps: rollouts, and what the loss needs of each token, made once and by id before any split."""
+"""Batches of optimizer steps: rollouts, and what the loss needs of each token, made once and by id before any split."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from verifier.algorithms.aggregation import token_weights
-from verifier.config.training import TrainConfig
+from verifier.config import TrainConfig
 from verifier.core.record import Probe
 from verifier.core.records_trainer import DataOrder, LossColumns, StepAccount
 from verifier.data.encode import encode_example
@@ -19,122 +19,146 @@ from verifier.data.order import batch_indices
 from verifier.data.rollout import Rollout
 from verifier.data.rollout_file import save_rollouts
 from verifier.data.text_dataset import ARITHMETIC, load_examples, require_disjoint
-from verifier.data.tokenizer import open_tokenizer
+from verifier.data.tokenizer import Tokenizer, open_tokenizer
 from verifier.errors import UsageError
 from verifier.model.checkpoint import Checkpoint
 
 Values = Sequence[np.ndarray]
-"""Per rollout [L] float64 of its tokens."""
+"""Per rollout [L] values of its tokens."""
+Score = Callable[[Path, str], list[np.ndarray]]
+"""(batch file, "current" or "reference") -> per rollout [L] float32 log-probabilities by these weights, nats; the
+first token's is NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Rollouts of one step and the inputs of its loss.
-
-    Attributes:
-        weights: weight of each token's loss; the loss of the step is sum(weight * loss). 0 outside of the loss.
-        columns: further inputs of the loss by name.
-        order: examples that it was made from; None for one that is no step's.
-    """
+class Update:
+    """One optimizer step: its rollouts and the inputs of its loss."""
 
     step: int
+    """Step of the run, from 1; it may have several updates."""
+    number: int
+    """Number of the optimizer step in the run, from 1."""
+    file: Path
+    """Batch as ranks read it."""
     rollouts: Sequence[Rollout]
     weights: Values
-    columns: Mapping[str, Values]
-    aggregation: str
-    order: DataOrder | None
-    indices: tuple[int, ...] = ()
+    """Weight of each token's loss, 0 outside of the loss; the loss of the update is sum(weight * loss)."""
+    columns: Mapping[str, Values] = field(default_factory=dict)
+    """Further inputs of the loss, by name."""
+    first: bool = True
+    """The weights are still those that made the `old` log-probabilities."""
 
-    def save(self, file: Path) -> None:
-        """Write the batch for the ranks; their weights are multiples of the mean's, which divides by the tokens."""
+    @property
+    def name(self) -> str:
+        """Name of its records."""
+        return f"update {self.number}"
+
+    def save(self) -> None:
+        """Write the batch; its weights are multiples of those of the mean over tokens, by which ranks divide."""
         num_tokens = sum(int(rollout.mask.sum()) for rollout in self.rollouts)
         scaled = [weight * num_tokens for weight in self.weights]
-        save_rollouts(file, self.rollouts, {"weight": scaled, **self.columns})
-
-    def record(self, probe: Probe) -> None:
-        """Record the examples, the account of tokens, and the inputs of the loss."""
-        if self.order is not None:
-            probe.emit(self.order, np.array(self.indices, np.int64))
-        probe.emit(
-            StepAccount(
-                name="step", version=self.step, rollouts=len(self.rollouts),
-                tokens=sum(map(len, self.rollouts)), in_loss=sum(int(item.mask.sum()) for item in self.rollouts),
-                trained=sum(int((weight != 0).sum()) for weight in self.weights),
-            )
-        )  # fmt: skip
-        arrays = {"weight": np.concatenate([*self.weights]), "mask": np.concatenate([r.mask for r in self.rollouts])}
-        arrays |= {name: np.concatenate([*values]) for name, values in self.columns.items()}
-        probe.emit(
-            LossColumns(
-                name="loss inputs", version=self.step, aggregation=self.aggregation,
-                ids=tuple(item.id for item in self.rollouts), groups=tuple(item.group for item in self.rollouts),
-                lengths=tuple(map(len, self.rollouts)),
-            ),
-            arrays,
-        )  # fmt: skip
+        save_rollouts(self.file, self.rollouts, {"weight": scaled, **self.columns})
 
 
-class BatchSource(Protocol):
-    """Batches of a run, each a function of the config and the number of its step."""
+class UpdatePlan(Protocol):
+    """Updates of a run, each a function of the config, the number of its step and the weights that it finds."""
 
-    def batch(self, step: int) -> Batch:
-        """Batch of a step, from 1 on."""
-
-    def held_out(self) -> Batch:
-        """Problems of the evaluation."""
+    def updates(self, step: int, score: Score, probe: Probe | None) -> list[Update]:
+        """Make, save and record the updates of a step, from 1 on."""
 
 
-class TextBatches:
-    """Batches of supervised fine-tuning: examples in the order of (seed, epoch), encoded as they come."""
+def record_columns(probe: Probe, config: TrainConfig, update: Update) -> None:
+    """Record the weights of an update's tokens."""
+    arrays = {
+        "weight": np.concatenate([*update.weights]), "mask": np.concatenate([item.mask for item in update.rollouts])
+    }  # fmt: skip
+    probe.emit(
+        LossColumns(
+            name=update.name, version=update.step, aggregation=config.aggregation,
+            constant=config.aggregation_constant or 1.0, ids=tuple(item.id for item in update.rollouts),
+            groups=tuple(item.group for item in update.rollouts), lengths=tuple(map(len, update.rollouts)),
+        ),
+        arrays,
+    )  # fmt: skip
 
-    def __init__(self, config: TrainConfig, checkpoint: Checkpoint) -> None:
-        self._config = config
-        self._tokenizer = open_tokenizer(checkpoint.path)
+
+def record_account(
+    probe: Probe, updates: Sequence[Update], given: Sequence[Rollout], dropped: Mapping[str, int], *, passes: int = 1
+) -> None:
+    """Record where the rollouts and tokens of a step went."""
+    probe.emit(
+        StepAccount(
+            name="step", version=updates[0].step, rollouts=len(given), tokens=sum(map(len, given)),
+            in_loss=sum(int(item.mask.sum()) for item in given), passes=passes, dropped=dict(dropped),
+            unpacked=len(given) - sum(len(update.rollouts) for update in updates) // passes,
+            trained=sum(int(item.mask.sum()) for update in updates for item in update.rollouts) // passes,
+        )
+    )  # fmt: skip
+
+
+def weights_of(config: TrainConfig, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+    """Weights of the tokens of one optimizer step."""
+    return token_weights(
+        [item.mask for item in rollouts], [item.group for item in rollouts], config.aggregation,
+        config.aggregation_constant,
+    )  # fmt: skip
+
+
+class HeldOut:
+    """Held-out problems: the text data set that a run evaluates on."""
+
+    def __init__(self, config: TrainConfig, tokenizer: Tokenizer, train: Sequence[Example]) -> None:
         data, num_problems = config.data, config.evaluation.num_problems
-        self._train = load_examples(data.source, "sft", count=data.num_examples, seed=config.seed)
-        self._held_out: tuple[Example, ...] = ()
+        self.examples: tuple[Example, ...] = ()
+        self._tokenizer = tokenizer
         if num_problems:
-            self._held_out = load_examples(
-                data.held_out or data.source, "sft", split="held-out", count=num_problems, seed=config.seed
-            )
-        require_disjoint(self._train, self._held_out)
-        if config.data.batch_size > len(self._train):
+            source = data.held_out or data.source
+            self.examples = load_examples(source, "sft", split="held-out", count=num_problems, seed=config.seed)
+        require_disjoint(train, self.examples)
+
+    def save(self, file: Path) -> None:
+        """Write the problems with their responses, for ranks that score them."""
+        save_rollouts(file, [encode_example(example, self._tokenizer) for example in self.examples])
+
+
+class SftPlan:
+    """Supervised fine-tuning: examples in the order of (seed, epoch), encoded as they come, one update a step."""
+
+    def __init__(self, config: TrainConfig, checkpoint: Checkpoint, folder: Callable[[int], Path]) -> None:
+        self._config, self._file = config, folder
+        self._tokenizer = open_tokenizer(checkpoint.path)
+        self._examples = load_examples(config.data.source, "sft", count=config.data.num_examples, seed=config.seed)
+        self.held_out = HeldOut(config, self._tokenizer, self._examples)
+        if config.data.batch_size > len(self._examples):
             raise UsageError(
-                f"data.batch_size is {config.data.batch_size}, more than the {len(self._train):,} examples of "
+                f"data.batch_size is {config.data.batch_size}, more than the {len(self._examples):,} examples of "
                 f"`{config.data.source}`"
             )
 
-    def batch(self, step: int) -> Batch:
+    def updates(self, step: int, score: Score, probe: Probe | None) -> list[Update]:
         """Encode the examples of a step."""
         config = self._config
-        indices = batch_indices(len(self._train), config.data.batch_size, config.seed, step - 1)
-        examples = [self._train[index] for index in indices]
-        order = DataOrder(
-            name="examples", version=step, num_examples=len(self._train), seed=config.seed, step=step,
-            examples=tuple(example.id for example in examples), prompts=tuple(example.question for example in examples),
-            holds_out_by_crc=config.data.source == ARITHMETIC,
-        )  # fmt: skip
-        return self._encoded(step, examples, order, indices)
-
-    def held_out(self) -> Batch:
-        """Encode the held-out problems."""
-        return self._encoded(0, self._held_out, None, ())
-
-    def _encoded(
-        self, step: int, examples: Sequence[Example], order: DataOrder | None, indices: tuple[int, ...]
-    ) -> Batch:
-        rollouts = [encode_example(example, self._tokenizer) for example in examples]
-        how = self._config.aggregation
-        weights = token_weights([item.mask for item in rollouts], [item.group for item in rollouts], how)
-        return Batch(
-            step=step, rollouts=rollouts, weights=weights, columns={}, aggregation=how, order=order, indices=indices
+        indices = batch_indices(len(self._examples), config.data.batch_size, config.seed, step - 1)
+        examples = [self._examples[index] for index in indices]
+        rollouts = [
+            replace(encode_example(example, self._tokenizer), id=f"{step}/{place}/{example.id}", group=example.id)
+            for place, example in enumerate(examples)
+        ]  # an example may occur twice where two epochs meet
+        update = Update(
+            step=step, number=step, file=self._file(step), rollouts=rollouts, weights=weights_of(config, rollouts)
         )
+        update.save()
+        if probe is not None:
+            probe.emit(order_of(config, step, len(self._examples), examples), np.array(indices, np.int64))
+            record_account(probe, [update], rollouts, {})
+            record_columns(probe, config, update)
+        return [update]
 
 
-def open_batches(config: TrainConfig, checkpoint: Checkpoint) -> BatchSource:
-    """Open the data of a run; everything that can be refused is refused here.
-
-    Raises:
-        UsageError: data, tokenizer and config do not fit together.
-    """
-    return TextBatches(config, checkpoint)
+def order_of(config: TrainConfig, step: int, num_examples: int, examples: Sequence[Example]) -> DataOrder:
+    """Record of a step's examples."""
+    return DataOrder(
+        name="examples", version=step, num_examples=num_examples, seed=config.seed, step=step,
+        examples=tuple(example.id for example in examples), prompts=tuple(example.question for example in examples),
+        holds_out_by_crc=config.data.source == ARITHMETIC,
+    )  # fmt: skip

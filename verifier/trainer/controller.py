@@ -7,22 +7,27 @@ import json
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from safetensors.numpy import load_file
+
 from verifier.config.load import resolved
 from verifier.config.training import TrainConfig
 from verifier.core.records_trainer import OptimizerSettings
 from verifier.core.store import Recorder, complete, create
+from verifier.data.rollout_file import load_rollouts
 from verifier.errors import InternalError, ViolationFound
 from verifier.launch.fork_launcher import ForkJob, ForkLauncher
 from verifier.launch.rank import JobSpec
 from verifier.runs.model_under_test import ModelUnderTest, open_model
 from verifier.runs.resources import COLLECTIVE_DEADLINE_S, Deadline
-from verifier.trainer.batches import Batch, BatchSource, open_batches
+from verifier.trainer.batches import HeldOut, SftPlan, Update, UpdatePlan
+from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
 from verifier.trainer.run_folder import RunFolder, opened
 from verifier.trainer.step_trace import step_manifest
 from verifier.trainer.worker_spec import WorkerSpec, optimizer_settings
@@ -100,7 +105,7 @@ class Trainer:
         config = self._config
         until = Deadline(config.timeout_s)
         model = open_model(config.model, config.dtype, config.mesh)
-        source = open_batches(config, model.checkpoint)
+        plan = self._plan_of(model)
         with opened(config.run) as folder, contextlib.ExitStack() as stack:
             folder.write("config.yaml", resolved(config, {}))
             self._folder, self._model, self._until = folder, model, until
@@ -112,7 +117,7 @@ class Trainer:
             stack.callback(self._job.kill)
             effective = self._call("load")[0]
             folder.write("effective.json", json.dumps(effective, indent=1, sort_keys=True) + "\n")
-            summary = self._train(source)
+            summary = self._train(plan)
             self._export()
             self._job.finish()
         return summary
@@ -133,38 +138,69 @@ class Trainer:
     def _call(self, name: str, **arguments: Any) -> list[Any]:
         return self._job.call(name, self._until.left(f"`{name}` was called"), **arguments)
 
-    def _train(self, source: BatchSource) -> TrainSummary:
+    def _plan_of(self, model: ModelUnderTest) -> UpdatePlan:
+        """Open the data of the run; everything that can be refused is refused here."""
+        config = self._config
+        batch_of = RunFolder(config.run).batch
+        if config.algorithm == "sft":
+            plan = SftPlan(config, model.checkpoint, batch_of)
+            self._held_out: HeldOut | None = plan.held_out if plan.held_out.examples else None
+            return plan
+        self._held_out = None
+        return GrpoPlan(config, RecordedRollouts(config, model.checkpoint), batch_of)
+
+    def _train(self, plan: UpdatePlan) -> TrainSummary:
         config, accuracy, loss, step = self._config, None, float("nan"), 0
+        metrics: dict[str, Any] = {}
         for step in range(1, config.steps + 1):
             started = time.monotonic()
-            batch = source.batch(step)
-            trace = self._begin_trace(batch) if self._judge is not None else None
-            file = self._folder.batch(step)
-            batch.save(file)
-            report = self._call("train", step=step, batch=str(file), trace=None if trace is None else str(trace))[0]
-            loss = report["loss"]
+            trace = self._begin_trace(step) if self._judge is not None else None
+            with self._controller_probe(trace, step) as probe:
+                updates = plan.updates(step, self._score, probe)
+            reports = [self._take(update, trace, last=update is updates[-1]) for update in updates]
             if trace is not None:
                 self._submit(step, trace)
                 self._settle(step - JUDGED_BEHIND)
-            metrics = {"step": step, **report, "time_s": time.monotonic() - started}
-            if config.evaluation.every and step % config.evaluation.every == 0:
-                accuracy = metrics["accuracy"] = self._evaluate(source)
+            metrics = {"step": step, **_mean_of(reports), "time_s": time.monotonic() - started}
+            loss = metrics.get("loss", loss)
+            if config.evaluation.every and step % config.evaluation.every == 0 and self._held_out is not None:
+                accuracy = metrics["accuracy"] = self._evaluate(self._held_out)
             self._folder.add_metrics(metrics)
             self._show(metrics)
             if accuracy is not None and accuracy >= config.evaluation.stop_above:
                 break
         self._settle(step)
-        if config.evaluation.num_problems and "accuracy" not in metrics:
-            accuracy = self._evaluate(source)
+        if self._held_out is not None and "accuracy" not in metrics:
+            accuracy = self._evaluate(self._held_out)
         return TrainSummary(steps=step, loss=loss, accuracy=accuracy, judged=self._num_judged)
 
-    def _begin_trace(self, batch: Batch) -> Path:
+    def _take(self, update: Update, trace: Path | None, *, last: bool) -> dict[str, float]:
+        """Have the ranks take one optimizer step."""
+        report: dict[str, float] = self._call(
+            "train", step=update.step, number=update.number, batch=str(update.file),
+            trace=None if trace is None else str(trace), first=update.first, last=last,
+        )[0]  # fmt: skip
+        return report
+
+    def _score(self, file: Path, which: str) -> list[np.ndarray]:
+        """Log-probabilities of a batch by the live weights or by the reference's."""
+        found = file.with_name(f"{file.stem}.{which}.safetensors")
+        self._call("score", batch=str(file), which=which, to=str(found))
+        lengths = [len(rollout) for rollout in load_rollouts(file)[0]]
+        return np.split(load_file(found)["logprobs"], np.cumsum(lengths)[:-1])
+
+    def _begin_trace(self, step: int) -> Path:
         self._manifest = step_manifest(self._config, self._model)
-        trace = create(self._folder.trace(batch.step), self._manifest)
+        return create(self._folder.trace(step), self._manifest)
+
+    @contextlib.contextmanager
+    def _controller_probe(self, trace: Path | None, step: int) -> Iterator[Recorder | None]:
+        if trace is None:
+            yield None
+            return
         with contextlib.closing(Recorder(trace, "controller", 0)) as probe:
-            batch.record(probe)
-            probe.emit(OptimizerSettings(name="Adam", version=batch.step, **optimizer_settings(self._config)))
-        return trace
+            yield probe
+            probe.emit(OptimizerSettings(name="Adam", version=step, **optimizer_settings(self._config)))
 
     def _submit(self, step: int, trace: Path) -> None:
         assert self._judge is not None
@@ -183,10 +219,10 @@ class Trainer:
             if judged.exit_code:
                 raise ViolationFound(judged.text, judged.exit_code)
 
-    def _evaluate(self, source: BatchSource) -> float:
+    def _evaluate(self, held_out: HeldOut) -> float:
         file = self._folder.path / "batches" / "held-out.safetensors"
         if not file.exists():
-            source.held_out().save(file)
+            held_out.save(file)
         answers = self._call("evaluate", batch=str(file))[0]
         return sum(answers) / len(answers)
 
@@ -201,7 +237,19 @@ class Trainer:
         aside.rename(folder)
 
     def _show(self, metrics: dict[str, Any]) -> None:
-        text = f"step {metrics['step']}: loss {metrics['loss']:.4f}, gradient norm {metrics['grad_norm']:.3f}"
+        text = f"step {metrics['step']}: no token in the loss"
+        if "loss" in metrics:
+            text = f"step {metrics['step']}: loss {metrics['loss']:.4f}, gradient norm {metrics['grad_norm']:.3f}"
         if "accuracy" in metrics:
             text += f", held-out accuracy {metrics['accuracy']:.3f}"
         self._progress(text)
+
+
+def _mean_of(reports: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean of each number over the updates of a step; the greatest for what is a greatest, the sum for tokens."""
+    found = {}
+    for name in reports[0] if reports else ():
+        values = [report[name] for report in reports]
+        total = sum(values)
+        found[name] = max(values) if name == "ratio_gap" else total if name == "num_tokens" else total / len(values)
+    return found

@@ -28,9 +28,9 @@ class RunFolder:
 
     path: Path
 
-    def batch(self, step: int) -> Path:
-        """File of a step's rollouts and loss inputs."""
-        return self.path / "batches" / f"{step:06d}.safetensors"
+    def batch(self, step: int, number: int = 0) -> Path:
+        """File of the rollouts and loss inputs of one of a step's mini-batches."""
+        return self.path / "batches" / f"{step:06d}-{number:02d}.safetensors"
 
     def trace(self, step: int) -> Path:
         """Trace directory of a step."""

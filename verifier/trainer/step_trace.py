@@ -23,6 +23,8 @@ def step_manifest(config: TrainConfig, model: ModelUnderTest) -> Manifest:
     sizes = model.checkpoint.config
     facts = RunFacts(tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1)
     scopes: list[Scope] = ["data", "batch", "schedule", "tokens"]
+    if config.algorithm == "grpo":
+        scopes = ["batch", "schedule", "tokens", "policy", "reward"]
     if "replicas" in model.layout_scopes:
         scopes.append("replicas")
     return Manifest(

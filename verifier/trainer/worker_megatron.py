@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from safetensors.numpy import save_file
 
+from verifier.algorithms.loss_options import LossOptions
 from verifier.core.record import real
+from verifier.core.records_policy import UpdateRatios
 from verifier.core.records_trainer import OptimizerSettings, TrainerStep
 from verifier.core.records_weights import UpdatedShard
 from verifier.core.store import Recorder
@@ -25,6 +29,7 @@ from verifier.platform.upstream_fixes import selected
 from verifier.probes.trainer import TokenProbe
 from verifier.probes.weights_megatron import LiveWeights
 from verifier.train import optimizer_megatron, step_megatron
+from verifier.train.policy_loss_megatron import LossMeter, policy_loss
 from verifier.train.vocab_logprob import is_greedy
 from verifier.trainer.worker_spec import WorkerSpec
 
@@ -44,7 +49,7 @@ def run(context: RankContext) -> None:
             function, *arguments = spec.within
             stack.enter_context(resolve(function)(spec, context, *arguments))
         worker = TrainerWorker(spec, context)
-        context.serve({name: getattr(worker, name) for name in ("load", "train", "evaluate", "export")})
+        context.serve({name: getattr(worker, name) for name in ("load", "score", "train", "evaluate", "export")})
 
 
 class TrainerWorker:
@@ -52,7 +57,19 @@ class TrainerWorker:
 
     def __init__(self, spec: WorkerSpec, context: RankContext) -> None:
         self._spec, self._context = spec, context
-        self._config = spec.config
+        self._config = config = spec.config
+        self._probe: Recorder | None = None
+        batch, options = config.batch, config.grpo
+        self._batching: dict[str, Any] = {"micro_batch_size": batch.micro_batch_size, "max_tokens": batch.max_tokens}
+        if config.algorithm == "sft":
+            self._loss, self._temperature = ("cross_entropy", LossOptions()), 1.0
+            return
+        kl_weight = options.kl_weight if options.kl_in == "loss" else 0.0
+        terms = LossOptions(
+            clip_low=options.clip_low, clip_high=options.clip_high, dual_clip=options.dual_clip, kl_weight=kl_weight,
+            kl_kind=options.kl_kind, entropy_weight=options.entropy_weight,
+        )  # fmt: skip
+        self._loss, self._temperature = (options.loss, terms), options.temperature
 
     def load(self) -> dict[str, Any]:
         """Build the model, load the checkpoint and make a new optimizer; returns rank 0's effective settings."""
@@ -67,46 +84,86 @@ class TrainerWorker:
         self._scheduler = optimizer_megatron.make_step_scheduler(self._optimizer, self._settings)
         layout = layout_of(open_checkpoint(spec.checkpoint).config)
         self._live = LiveWeights(self._trainer.chunks, layout, config.mesh, self._context.rank)
+        if config.grpo.has_reference:
+            self._reference = [tensor.clone() for _, _, tensor in self._live.tensors()]
         return self._effective() if self._context.rank == 0 else {}
 
-    def train(self, step: int, batch: str, trace: str | None) -> dict[str, float]:
-        """Take one optimizer step on a batch of `save_rollouts`; its evidence goes to a trace, if one is named."""
+    def score(self, batch: str, which: str, to: str) -> None:
+        """Score a batch by the weights as they are, or by the reference; rank 0 writes the log-probabilities.
+
+        Args:
+            batch: file of `save_rollouts`.
+            which: "current" or "reference".
+            to: safetensors file with ``logprobs`` float32 over all tokens, nats, NaN for the first of each rollout.
+        """
+        rollouts, _ = load_rollouts(Path(batch))
+        with self._weights_of(which):
+            found = step_megatron.score(self._trainer, rollouts, temperature=self._temperature, **self._batching)
+        if self._context.rank == 0:
+            nan = torch.full((1,), math.nan)
+            whole = torch.cat([part for row in found for part in (nan, row)])
+            save_file({"logprobs": whole.numpy()}, to)
+
+    def train(self, step: int, number: int, batch: str, trace: str | None, first: bool, last: bool) -> dict[str, float]:
+        """Take one optimizer step on a batch of `save_rollouts`; its evidence goes to a trace, if one is named.
+
+        Args:
+            step: step of the run, from 1.
+            number: number of the optimizer step, from 1.
+            batch: file of rollouts and columns.
+            trace: trace directory.
+            first: the weights are those that made the `old` log-probabilities.
+            last: no other update of this step follows.
+        """
         rollouts, columns = load_rollouts(Path(batch))
-        batching = self._config.batch
         rates = [group["lr"] for group in self._optimizer.param_groups]
         decays = [group["weight_decay"] for group in self._optimizer.param_groups]
-        with self._recorder(trace) as probe:
-            look = None
-            if probe is not None:
-                look = TokenProbe(probe, self._config.mesh, self._context.rank, "trained", step, rollouts)
-            result = step_megatron.train_step(
-                self._trainer, self._optimizer, rollouts, columns=columns, scheduler=self._scheduler, scheduler_step=1,
-                micro_batch_size=batching.micro_batch_size, max_tokens=batching.max_tokens, on_shards=look,
+        name, meter = f"update {number}", LossMeter()
+        probe = self._recorder(trace)
+        look = None
+        if probe is not None:
+            look = TokenProbe(probe, self._config.mesh, self._context.rank, name, step, rollouts)
+        result = step_megatron.train_step(
+            self._trainer, self._optimizer, rollouts, loss=policy_loss(*self._loss, meter), columns=columns,
+            scheduler=self._scheduler, scheduler_step=1, temperature=self._temperature, on_shards=look,
+            **self._batching,
+        )  # fmt: skip
+        at = self._config.mesh.coordinate(self._context.rank)
+        facts = meter.read(counts=at.tp == 0, device=step_megatron.device_of(self._trainer))
+        if probe is not None:
+            probe.emit(
+                TrainerStep(
+                    name=name, version=step, step=number, loss=real(result.loss), num_tokens=result.num_tokens,
+                    grad_norm=real(result.grad_norm), learning_rate=real(max(rates)),
+                    weight_decay=real(max(decays)), optimizer_steps=optimizer_megatron.steps_of(self._optimizer),
+                    scheduler_steps=int(self._scheduler.num_steps),
+                )
             )  # fmt: skip
-            if probe is not None:
+            if self._config.algorithm == "grpo":
                 probe.emit(
-                    TrainerStep(
-                        name="step", version=step, step=step, loss=real(result.loss), num_tokens=result.num_tokens,
-                        grad_norm=real(result.grad_norm), learning_rate=real(max(rates)),
-                        weight_decay=real(max(decays)), optimizer_steps=optimizer_megatron.steps_of(self._optimizer),
-                        scheduler_steps=int(self._scheduler.num_steps),
+                    UpdateRatios(
+                        name=name, version=step, update=number, first=first, at_reference=number == 1,
+                        ratio_over=self._config.grpo.ratio_over, ratio_gap=real(facts["ratio_gap"]),
+                        kl_gap=real(facts["kl_gap"]), clipped=int(facts["clipped"]), clamped=int(facts["clamped"]),
                     )
                 )  # fmt: skip
+            if last:
                 with step_megatron.params_synced(self._trainer):
                     self._live.record(probe, step, UpdatedShard)
+                self._close_recorder()
+        shares = {key: facts[key] / result.num_tokens for key in ("clipped", "clamped", "kl", "entropy")}
         return {
             "loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens,
-            "learning_rate": max(rates),
-        }  # fmt: skip
+            "learning_rate": max(rates), "entropy": shares["entropy"],
+        } | ({} if self._config.algorithm == "sft" else {
+            "clipped_share": shares["clipped"], "clamped_share": shares["clamped"], "kl": shares["kl"],
+            "ratio_gap": facts["ratio_gap"],
+        })  # fmt: skip
 
     def evaluate(self, batch: str) -> list[bool]:
         """Tell for each rollout of a batch whether greedy decoding gives every token of its loss mask."""
         rollouts, _ = load_rollouts(Path(batch))
-        batching = self._config.batch
-        found = step_megatron.score(
-            self._trainer, rollouts, micro_batch_size=batching.micro_batch_size, max_tokens=batching.max_tokens,
-            read=is_greedy,
-        )  # fmt: skip
+        found = step_megatron.score(self._trainer, rollouts, read=is_greedy, **self._batching)
         return [
             bool(right[torch.from_numpy(rollout.mask[1:])].all())
             for right, rollout in zip(found, rollouts, strict=True)
@@ -119,12 +176,32 @@ class TrainerWorker:
         dist.barrier()
 
     @contextlib.contextmanager
-    def _recorder(self, trace: str | None) -> Iterator[Recorder | None]:
-        if trace is None:
-            yield None
+    def _weights_of(self, which: str) -> Iterator[None]:
+        """Put the reference's weights in the place of the live ones, if it is asked for, and put these back."""
+        if which == "current":
+            yield
             return
-        with contextlib.closing(Recorder(Path(trace), "trainer", self._context.rank)) as probe:
-            yield probe
+        with step_megatron.params_synced(self._trainer), torch.no_grad():
+            live = [tensor for _, _, tensor in self._live.tensors()]
+            aside = [tensor.clone() for tensor in live]
+            for tensor, reference in zip(live, self._reference, strict=True):
+                tensor.copy_(reference)
+            try:
+                yield
+            finally:
+                for tensor, own in zip(live, aside, strict=True):
+                    tensor.copy_(own)
+
+    def _recorder(self, trace: str | None) -> Recorder | None:
+        """Recorder of a step's trace, which all of its updates share."""
+        if trace is not None and self._probe is None:
+            self._probe = Recorder(Path(trace), "trainer", self._context.rank)
+        return self._probe
+
+    def _close_recorder(self) -> None:
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
 
     def _effective(self) -> dict[str, Any]:
         """Settings that Megatron runs with: its transformer config, data parallelism and optimizer, as plain values."""

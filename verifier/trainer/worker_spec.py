@@ -39,4 +39,5 @@ class WorkerSpec:
 def optimizer_settings(config: TrainConfig) -> dict[str, Any]:
     """Fields of `OptimizerSettings` that a config asks for."""
     values = asdict(config.optimizer)
-    return {**values, "decay_steps": max(config.steps, config.optimizer.warmup_steps + 1)}
+    updates = config.steps * (config.grpo.updates if config.algorithm == "grpo" else 1)
+    return {**values, "decay_steps": max(updates, config.optimizer.warmup_steps + 1)}

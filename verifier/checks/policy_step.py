@@ -1,0 +1,249 @@
+"""Every step of a policy-gradient run: rewards, advantages, importance factors, staleness, ratios."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from verifier.checks.answers import gold_stated, stated_value
+from verifier.checks.content import owner_of, times
+from verifier.core.check import check
+from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.records_policy import Advantages, GivenRewards, PolicyColumns, UpdateRatios
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+ADVANTAGE = Tolerance(
+    absolute=1e-10, unit="of the batch's greatest advantage", source="float64: means of a group, in another order"
+)
+FACTOR = Tolerance(
+    absolute=1e-10, unit="of the greatest input", source="float64: exp of a sum of differences, in another order"
+)
+LIMIT = 20.0
+"""Log-ratios are clamped to it before they are exponentiated, nats."""
+FLOOR = -1e4
+"""Least log-probability that counts, nats."""
+
+
+@check("RWD001", needs=(GivenRewards,), scope="reward")
+def reward_differs_from_second_reader(trace: Trace) -> Iterator[Comparison]:
+    """Every reward of a right number is what a second reader of the answer gives, which shares no code with the first.
+
+    What it checks: per rollout whose text and gold answer are known, and whose reward is `answer` or was recorded as 0
+    or 1, the reward against a reader that goes through the text character by character.
+    Why it matters: a window that cuts a long answer, a gold answer that cannot be read and counts as right, a number
+    with a comma: the policy learns what the reward says.
+    Evidence: reward/rewards.
+    Tolerance and its source: exact; values are compared as fractions.
+    What it does not catch: rewards of other functions; a rule that both readers have wrong.
+    References: verl#7274, cookbook#335, SkyRL#1816.
+    """
+    for item in trace.of(GivenRewards):
+        if item.reward not in ("answer", ""):
+            continue
+        for name, text, answer, reward in zip(item.ids, item.texts, item.answers, item.rewards, strict=True):
+            if text is None or answer is None:
+                continue
+            gold = gold_stated(answer)
+            expected = float(gold is not None and stated_value(text) == gold)
+            yield Comparison(
+                what=name, same=reward == expected, stage=Stage.REWARD, version=item.version, badness=1.0,
+                sentence=f"the answer of `{name}` has a reward of {reward:g}, it should be {expected:g}",
+                expected=f"{expected:g} (the second reader; the gold answer is `{answer}`)",
+                actual=f"{reward:g} (the reward, for `{text[-40:]}`)", allowed="exact (fractions)",
+                hint="look at how the reward reads the answer and the gold answer",
+            )  # fmt: skip
+
+
+@check("ADV002", needs=(Advantages,), scope="policy")
+def advantage_differs_from_estimator(trace: Trace) -> Iterator[Comparison]:
+    """Every advantage is what its estimator makes of the rewards of the whole batch, by trajectory and group.
+
+    What it checks: per rollout, the advantage against the textbook formula in float64: GRPO, Dr. GRPO, RLOO and both
+    kinds of REINFORCE++.
+    Why it matters: a group that is cut by a mini-batch, a standard deviation over the batch, a step's advantage given
+    to the wrong trajectory: rewards look right and the direction is wrong.
+    Evidence: advantage/advantages.
+    Tolerance and its source: 1e-10 of the greatest advantage; float64.
+    What it does not catch: estimators of plugins, which have no second implementation.
+    References: verl#6362, SkyRL#1335, AReaL#1730.
+    """
+    for item in trace.of(Advantages):
+        expected = _advantages(item)
+        if expected is None:
+            continue
+        allowed = ADVANTAGE.absolute * max(map(abs, expected), default=0.0) + 1e-300
+        for name, actual, right in zip(item.ids, item.advantages, expected, strict=True):
+            gap = abs(actual - right)
+            yield Comparison(
+                what=name, same=gap <= allowed, stage=Stage.ADVANTAGE, version=item.version,
+                badness=times(gap, allowed),
+                sentence=f"the advantage of `{name}` is {actual:.6g}, it should be {right:.6g}",
+                expected=f"{right:.6g} ({item.estimator} of the whole batch, float64)", actual=f"{actual:.6g}",
+                allowed=f"{allowed:.3g}, {ADVANTAGE}", hint="look at which rollouts form a group or a trajectory",
+            )  # fmt: skip
+
+
+def _advantages(item: Advantages) -> list[float] | None:
+    """Advantage of each rollout by the textbook; None for an estimator of a plugin."""
+    reward: dict[str, float] = defaultdict(float)
+    tokens: dict[str, int] = defaultdict(int)
+    group_of = dict(zip(item.trajectories, item.groups, strict=True))
+    for place, name in enumerate(item.trajectories):
+        reward[name] += item.rewards[place] - item.penalties[place]
+        tokens[name] += item.token_counts[place]
+    members: dict[str, list[str]] = defaultdict(list)
+    for name, group in group_of.items():
+        members[group].append(name)
+    found: dict[str, float] = {}
+    for names in members.values():
+        own = [reward[name] for name in names]
+        mean = statistics.fmean(own)
+        for name in names:
+            if item.estimator == "grpo":
+                spread = statistics.stdev(own) if len(own) > 1 else 0.0
+                found[name] = (reward[name] - mean) / (spread + 1e-6)
+            elif item.estimator in ("dr_grpo", "reinforce++_baseline"):
+                found[name] = reward[name] - mean
+            elif item.estimator == "rloo":
+                found[name] = (reward[name] - mean) * len(own) / (len(own) - 1)
+            elif item.estimator == "reinforce++":
+                found[name] = reward[name]
+            else:
+                return None
+    if item.estimator.startswith("reinforce++"):
+        found = _whitened(found, tokens)
+    return [found[name] for name in item.trajectories]
+
+
+def _whitened(values: Mapping[str, float], tokens: Mapping[str, int]) -> dict[str, float]:
+    """Values less their mean over tokens, in standard deviations over tokens."""
+    total = sum(tokens.values())
+    mean = math.fsum(values[name] * tokens[name] for name in values) / total
+    variance = math.fsum((values[name] - mean) ** 2 * tokens[name] for name in values) / total
+    return {name: (value - mean) / math.sqrt(max(variance, 1e-8)) for name, value in values.items()}
+
+
+@check("ADV003", needs=(PolicyColumns, Advantages), scope="policy")
+def policy_input_differs(trace: Trace) -> Iterator[Comparison]:
+    """Every token's inputs of the policy loss are those that the config names: divisor, advantage, importance factor.
+
+    What it checks: per rollout, over its tokens in the loss: the log-probability that the ratio divides by is `old` or
+    `engine`, as the config says; the advantage is the rollout's, times the truncated importance weight and the mask
+    that the textbook makes of `old` and `engine`. And no token in the loss was sampled by weights older than the
+    bound, or newer than those that are trained.
+    Why it matters: a ratio against the wrong policy ignores staleness, or is always 1; a cap on the wrong level lets
+    one sequence rule the step.
+    Evidence: advantage/policy, advantage/advantages.
+    Tolerance and its source: bitwise for log-probabilities, which are copied; 1e-10 for factors, float64.
+    What it does not catch: a log-probability that is wrong itself (LGP001, LGP003).
+    References: SkyRL#1315, miles#1829, verl rollout_corr.
+    """
+    for item in trace.of(PolicyColumns):
+        arrays = trace.arrays(item)
+        ends = np.cumsum(item.lengths)[:-1]
+        advantage = {
+            name: value
+            for found in trace.of(Advantages, version=item.version)
+            for name, value in zip(found.ids, found.advantages, strict=True)
+        }
+        parts = {name: np.split(array, ends) for name, array in arrays.items()}
+        for place, name in enumerate(item.ids):
+            rows = {key: values[place] for key, values in parts.items()}
+            yield from _policy_inputs(item, name, rows, advantage.get(name, math.nan))
+
+
+def _policy_inputs(
+    item: PolicyColumns, name: str, rows: Mapping[str, np.ndarray], advantage: float
+) -> Iterator[Comparison]:
+    mask = rows["mask"].astype(bool)
+    divisor, wanted = rows["divisor"][mask], rows[item.ratio_over][mask]
+    same = bool((divisor == wanted).all())
+    yield Comparison(
+        what=f"{name} (divisor)", same=same, stage=Stage.ADVANTAGE, version=item.version, badness=1.0,
+        sentence=f"the ratio of `{name}` divides by other log-probabilities than `{item.ratio_over}`",
+        expected=f"`{item.ratio_over}`, as the config says", actual="" if same else _which(rows, mask, divisor),
+        allowed="bitwise (log-probabilities are copied)", hint="look at which policy the ratio is taken against",
+    )  # fmt: skip
+    expected = advantage * _factors(item, rows["old"][mask], rows["engine"][mask])
+    gap = float(np.abs(rows["advantage"][mask] - expected).max(initial=0.0))
+    allowed = FACTOR.absolute * max(1.0, float(np.abs(expected).max(initial=0.0)))
+    yield Comparison(
+        what=f"{name} (advantage)", same=gap <= allowed, stage=Stage.ADVANTAGE, version=item.version,
+        badness=times(gap, allowed),
+        sentence=f"the advantage of a token of `{name}`, times its importance factor, is off by {gap:.3g}",
+        expected=f"{advantage:.6g} times the factor that old and engine give", actual=f"off by up to {gap:.3g}",
+        allowed=f"{allowed:.3g}, {FACTOR}", hint="look at the level, the cap and the mask of importance weights",
+    )  # fmt: skip
+    versions = rows["version"][mask]
+    behind = item.trained_version - versions
+    late = bool(((behind > item.max_staleness) | (behind < 0)).any())
+    yield Comparison(
+        what=f"{name} (version)", same=not late, stage=Stage.DATA, version=item.version, badness=1.0,
+        sentence=f"a token of `{name}` was sampled by version {int(versions[np.argmax(np.abs(behind))]) if late else 0}"
+        f", and trains version {item.trained_version}",
+        expected=f"at most {item.max_staleness} versions behind {item.trained_version}, and none ahead",
+        actual=f"versions {sorted(set(versions.tolist()))}" if late else "", allowed="exact (versions are copied)",
+        hint="look at when rollouts are dropped for their age, and at which version a token is given",
+    )  # fmt: skip
+
+
+def _which(rows: Mapping[str, np.ndarray], mask: np.ndarray, divisor: np.ndarray) -> str:
+    equal = [name for name in ("old", "engine", "reference") if name in rows and (divisor == rows[name][mask]).all()]
+    return f"equals `{equal[0]}`" if equal else "equals none of the log-probabilities"
+
+
+def _factors(item: PolicyColumns, old: np.ndarray, engine: np.ndarray) -> np.ndarray:
+    """Importance factor of each token in the loss of one rollout."""
+    difference = [
+        max(float(a), FLOOR) - max(float(b), FLOOR) for a, b in zip(old.tolist(), engine.tolist(), strict=True)
+    ]
+    weight = [1.0] * len(difference)
+    if item.weight_level:
+        weight = [min(ratio, item.weight_cap) for ratio in _ratios(difference, item.weight_level)]
+    if item.mask_level:
+        kept = [item.mask_low <= ratio <= item.mask_high for ratio in _ratios(difference, item.mask_level)]
+        weight = [value if stays else 0.0 for value, stays in zip(weight, kept, strict=True)]
+    return np.array(weight)
+
+
+def _ratios(difference: Sequence[float], level: str) -> list[float]:
+    total = math.fsum(difference)
+    share = total if level == "sequence" else total / max(len(difference), 1)
+    return [math.exp(min(max(value if level == "token" else share, -LIMIT), LIMIT)) for value in difference]
+
+
+@check("LSS003", needs=(UpdateRatios,), scope="policy")
+def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
+    """Before the weights have moved the ratio to `old` is exactly 1, and at the reference the KL is exactly 0.
+
+    What it checks: per rank, the first update of each batch whose ratio divides by `old`: the greatest distance of a
+    ratio from 1; and the first update of the run: the greatest KL estimate. No ratio may be clamped.
+    Why it matters: log-probabilities of another temperature, of a dropout that is on, of other weights or of shifted
+    tokens all show here, at no cost, in every step.
+    Evidence: loss/ratios.
+    Tolerance and its source: exact; the same weights score the same micro-batches by the same kernels.
+    What it does not catch: later updates of a batch, whose ratio is not 1; an `old` and a `current` that are wrong
+    alike (LGP001).
+    References: trl#4159, OpenRLHF#853, SkyRL#1353, prime-rl#2601.
+    """
+    for item in trace.of(UpdateRatios):
+        facts = []
+        if item.first and item.ratio_over == "old":
+            facts.append(("ratio", "distance of a ratio from 1", float(item.ratio_gap)))
+        if item.at_reference:
+            facts.append(("KL", "KL estimate", float(item.kl_gap)))
+        facts.append(("clamps", "number of clamped tokens", float(item.clamped)))
+        for what, words, actual in facts:
+            yield Comparison(
+                what=f"{what} of {item.name} on rank {item.rank}", same=actual == 0.0, stage=Stage.LOGPROB,
+                version=item.version, badness=actual if math.isfinite(actual) else math.inf, owner=owner_of(item),
+                sentence=f"the greatest {words} in {item.name} is {actual:.3g}, it should be exactly 0",
+                expected="0 (the weights have not moved)", actual=f"{actual:.6g}",
+                allowed="exact (the same arithmetic)",
+                hint="look at temperature, dropout, weights and alignment of the pass that made `old`",
+            )  # fmt: skip

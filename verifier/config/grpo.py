@@ -1,0 +1,88 @@
+"""Knobs of GRPO: groups, reward, advantage, loss, reference, importance correction, filters, passes over a batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from verifier.errors import UsageError
+from verifier.knob import check, knob
+
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
+LOSSES = ("clipped", "gspo", "cispo", "importance")
+LEVELS = ("token", "sequence", "geometric")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpoOptions:
+    """GRPO and its kin; see docs/algorithms.md for the formulas.
+
+    Raises:
+        UsageError: a value that its knob does not allow, or knobs that contradict each other; names the keys.
+    """
+
+    group_size: int = knob("Answers of each prompt.", 8, least=1)
+    reward: str = knob("Reward of an answer: a name, or package.module:function.", "answer")
+    advantage: str = knob("Estimator of advantages; plugins add others.", "grpo")
+    loss: str = knob("Loss of a token; plugins add others.", "clipped")
+    clip_low: float = knob("Ratios below 1 - clip_low are clipped.", 0.2)
+    clip_high: float = knob("Ratios above 1 + clip_high are clipped.", 0.2)
+    dual_clip: float | None = knob("Greatest ratio that counts where the advantage is negative.", None)
+    ratio_over: str = knob(
+        "Log-probability that the ratio divides by: the trainer's before the batch, or the engine's.", "old",
+        choices=("old", "engine"),
+    )  # fmt: skip
+    temperature: float = knob("Divisor of the logits, of sampling and of training.", 1.0)
+    entropy_weight: float = knob("Weight of the entropy, which the loss is lowered by.", 0.0)
+    kl_weight: float = knob("Weight of the KL divergence from the weights that the run began with.", 0.0)
+    kl_kind: str = knob("Estimate of the KL divergence.", "k3", choices=("k1", "k2", "k3"))
+    kl_in: str = knob("Place of the KL divergence.", "loss", choices=("loss", "reward"))
+    weight_level: str | None = knob(
+        "Truncated importance weights old / engine by this ratio; null: none.", None, choices=LEVELS
+    )  # fmt: skip
+    weight_cap: float = knob("Greatest importance weight.", 2.0)
+    mask_level: str | None = knob("Mask of tokens by this ratio old / engine; null: none.", None, choices=LEVELS)
+    mask_low: float = knob("Least ratio that stays.", 0.5)
+    mask_high: float = knob("Greatest ratio that stays.", 2.0)
+    drop_overlong: bool = knob("Leave answers that were cut off out of the loss.", False)
+    drop_zero_variance: bool = knob("Leave groups whose rewards are all equal out of the loss.", False)
+    mini_batches: int = knob("Optimizer steps of one pass over a batch.", 1, least=1)
+    epochs: int = knob("Passes over a batch.", 1, least=1)
+    max_staleness: int = knob("Versions that sampled tokens may be behind the weights that they train.", 0, least=0)
+
+    def __post_init__(self) -> None:
+        check(self)
+        for name in ("clip_low", "clip_high", "kl_weight"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(f"grpo.{name} is {getattr(self, name):g}, it must be at least 0 and finite")
+        if not 0 < self.temperature < math.inf:
+            raise UsageError(f"grpo.temperature is {self.temperature:g}, it must be above 0 and finite")
+        if self.dual_clip is not None and self.loss != "clipped":
+            raise UsageError(
+                f"grpo.dual_clip is {self.dual_clip:g} and grpo.loss is {self.loss}, which has none: use clipped"
+            )
+        if self.group_size == 1 and self.advantage in ("grpo", "dr_grpo", "rloo"):
+            raise UsageError(
+                f"grpo.group_size is 1 and grpo.advantage is {self.advantage}, which compares the answers of a group: "
+                "use 2 or more, or reinforce++"
+            )
+        if self.max_staleness and self.ratio_over == "old" and self.weight_level is None and self.mask_level is None:
+            raise UsageError(
+                f"grpo.max_staleness is {self.max_staleness} and grpo.ratio_over is old, which ignores staleness: "
+                "use grpo.ratio_over=engine, or correct by grpo.weight_level or grpo.mask_level"
+            )
+        if self.ratio_over == "engine" and self.weight_level is not None:
+            raise UsageError(
+                f"grpo.ratio_over is engine and grpo.weight_level is {self.weight_level}: both correct for the engine, "
+                "leave one of the two out"
+            )
+
+    @property
+    def has_reference(self) -> bool:
+        """True if log-probabilities of the reference are needed."""
+        return self.kl_weight > 0
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of one batch."""
+        return self.mini_batches * self.epochs

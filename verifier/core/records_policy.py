@@ -1,0 +1,75 @@
+"""Records of a policy-gradient step: rewards, advantages, log-probabilities by name, ratios of the update."""
+
+from __future__ import annotations
+
+from verifier.core.record import ArrayRecord, Count, Lengths, Real, Record
+
+
+class GivenRewards(Record, frozen=True, kw_only=True, tag="reward/rewards"):
+    """Rewards of a batch and what they were given for; lists have an entry a rollout."""
+
+    reward: str
+    """Name of the reward function; empty for rewards that were recorded."""
+    ids: tuple[str, ...]
+    texts: tuple[str | None, ...]
+    """Text of each answer; None where it is not known."""
+    answers: tuple[str | None, ...]
+    """Gold answer of each prompt; None where it is not known."""
+    rewards: tuple[float, ...]
+
+
+class Advantages(Record, frozen=True, kw_only=True, tag="advantage/advantages"):
+    """Advantages of a batch; lists have an entry a rollout."""
+
+    estimator: str
+    ids: tuple[str, ...]
+    groups: tuple[str, ...]
+    trajectories: tuple[str, ...]
+    """Trajectory that each rollout is a step of; its own id where it is a whole one."""
+    rewards: tuple[float, ...]
+    penalties: tuple[float, ...]
+    """KL penalty that was taken from each reward; 0 where the KL is in the loss."""
+    token_counts: tuple[Count, ...]
+    """Tokens of each rollout in the loss before any filter."""
+    advantages: tuple[float, ...]
+
+
+class PolicyColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/policy"):
+    """Inputs of a policy loss per token, for a whole batch.
+
+    Arrays [N] over all tokens of all rollouts: ``old``, ``engine``, ``divisor``, ``reference`` float32, nats, NaN where
+    not sampled; ``advantage`` float64, the rollout's times the token's importance factor; ``mask`` bool, in the loss;
+    ``version`` int32, weights that sampled the token.
+    """
+
+    ids: tuple[str, ...]
+    lengths: Lengths
+    ratio_over: str
+    weight_level: str
+    """Level of importance weights; empty: none."""
+    weight_cap: float
+    mask_level: str
+    """Level of importance masks; empty: none."""
+    mask_low: float
+    mask_high: float
+    max_staleness: Count
+    trained_version: Count
+    """Version of the weights that the batch trains."""
+
+
+class UpdateRatios(Record, frozen=True, kw_only=True, tag="loss/ratios"):
+    """Ratios and KL estimates of one optimizer step, over all tokens in the loss."""
+
+    update: Count
+    """Number of the optimizer step, from 1."""
+    first: bool
+    """The weights are those that made the `old` log-probabilities."""
+    ratio_over: str
+    at_reference: bool
+    """The weights are the reference's."""
+    ratio_gap: Real
+    """Greatest distance of a ratio from 1."""
+    kl_gap: Real
+    """Greatest magnitude of a token's KL estimate, nats."""
+    clipped: Count
+    clamped: Count

@@ -1,0 +1,218 @@
+"""Updates of GRPO: rollouts of a step to advantages, importance factors, weights and mini-batches, all by id."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from verifier.algorithms.advantages import advantages
+from verifier.algorithms.filters import DropReason, first_reasons, overlong, zero_variance
+from verifier.algorithms.kl import kl_penalty
+from verifier.algorithms.off_policy import CorrectionOptions, correction
+from verifier.config import TrainConfig
+from verifier.core.record import Probe
+from verifier.core.records_policy import Advantages, GivenRewards, PolicyColumns
+from verifier.data.recorded import RolloutRow, read_recorded, rollout_of
+from verifier.data.rollout import Rollout
+from verifier.data.rollout_file import save_rollouts
+from verifier.errors import UsageError
+from verifier.model.checkpoint import Checkpoint
+from verifier.model.families import size_if_any
+from verifier.trainer.batches import Score, Update, Values, record_account, record_columns, weights_of
+
+STALE = "stale"
+"""Reason to drop a rollout: a token of it was sampled by weights that are older than the bound."""
+
+
+class RolloutSource(Protocol):
+    """Rollouts of a run's steps."""
+
+    def rollouts(self, step: int, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
+        """Rollouts of a step, from 1 on, and the name of their reward; empty for rewards that were recorded."""
+
+
+class RecordedRollouts:
+    """Rollouts of earlier runs: a folder of JSONL files, one a step in the order of their names."""
+
+    def __init__(self, config: TrainConfig, checkpoint: Checkpoint) -> None:
+        folder = config.data.rollouts
+        assert folder is not None
+        self._files = sorted(folder.glob("*.jsonl"))
+        if len(self._files) < config.steps:
+            raise UsageError(
+                f"data.rollouts, `{folder}`, has {len(self._files)} files *.jsonl and steps is {config.steps}: "
+                "a step takes a file, give as many or fewer steps"
+            )
+        self._vocab_size, self._group_size = size_if_any(checkpoint.config, "vocab_size"), config.grpo.group_size
+        for file in self._files[: config.steps]:
+            self._read(file)
+
+    def rollouts(self, step: int, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
+        """Read the file of a step."""
+        return self._read(self._files[step - 1]), ""
+
+    def _read(self, file: Path) -> tuple[RolloutRow, ...]:
+        return read_recorded(file, vocab_size=self._vocab_size, group_size=self._group_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scored:
+    """Rollouts of a step with their log-probabilities; lists have an entry a rollout."""
+
+    rollouts: list[Rollout]
+    old: Values
+    reference: Values | None
+
+
+class GrpoPlan:
+    """GRPO and its kin on the rollouts of a source.
+
+    Args:
+        config: of the run.
+        source: of rollouts.
+        file: file of the batch of (step, mini-batch).
+    """
+
+    def __init__(self, config: TrainConfig, source: RolloutSource, file: Callable[[int, int], Path]) -> None:
+        self._config, self._source, self._file = config, source, file
+
+    def updates(self, step: int, score: Score, probe: Probe | None) -> list[Update]:
+        """Score, judge by reward, weigh and divide the rollouts of a step."""
+        config, options = self._config, self._config.grpo
+        rows, reward = self._source.rollouts(step, probe)
+        given = [rollout_of(row) for row in rows]
+        parts = [part.tolist() for part in np.array_split(np.arange(len(given)), options.mini_batches)]
+        scored = self._scored(step, given, parts, score)
+        penalties = np.zeros(len(given))
+        masks = [item.mask for item in given]
+        if scored.reference is not None and options.kl_in == "reward":
+            penalties = options.kl_weight * kl_penalty(scored.old, scored.reference, masks, options.kl_kind)
+        rewards = [item.reward for item in given]
+        trajectories = [row.trajectory or row.id for row in rows]
+        found = advantages(
+            np.array(rewards) - penalties, [item.group for item in given], options.advantage,
+            trajectories=trajectories, token_counts=[int(mask.sum()) for mask in masks],
+        )  # fmt: skip
+        reasons = self._reasons(step, rows, given, trajectories)
+        kept = [item if reason is None else _out_of_loss(item) for item, reason in zip(given, reasons, strict=True)]
+        factors = correction(
+            [item.id for item in given], scored.old, [item.logprobs for item in given], [item.mask for item in kept],
+            CorrectionOptions(
+                weight=options.weight_level, cap=options.weight_cap, mask=options.mask_level,
+                mask_low=options.mask_low, mask_high=options.mask_high,
+            ),
+        ).factors  # fmt: skip
+        columns: dict[str, list[np.ndarray]] = {
+            "divisor": [*scored.old] if options.ratio_over == "old" else [item.logprobs for item in given],
+            "advantage": [value * factor for value, factor in zip(found, factors, strict=True)],
+        }
+        if scored.reference is not None and options.kl_in == "loss":
+            columns["reference"] = [*scored.reference]
+        updates = self._divided(step, kept, columns, parts)
+        if probe is not None and updates:
+            dropped = Counter[str]()
+            for item, reason in zip(given, reasons, strict=True):
+                if reason is not None:
+                    dropped[reason] += int(item.mask.sum())
+            record_account(probe, updates, given, dropped, passes=options.epochs)
+            self._record(probe, step, rows, reward, penalties, found, scored, columns, kept)
+            for update in updates:
+                record_columns(probe, config, update)
+        return updates
+
+    def _scored(self, step: int, given: list[Rollout], parts: list[list[int]], score: Score) -> _Scored:
+        """Score each mini-batch by itself, divided as the first pass divides it, so that its ratios are exactly 1."""
+        old: list[np.ndarray] = [np.empty(0)] * len(given)
+        reference: list[np.ndarray] = [np.empty(0)] * len(given)
+        for number, part in enumerate(parts):
+            file = self._file(step, number)
+            save_rollouts(file, [given[index] for index in part])
+            sides = [(old, "current"), (reference, "reference")][: 2 if self._config.grpo.has_reference else 1]
+            for values, which in sides:
+                for index, found in zip(part, score(file, which), strict=True):
+                    values[index] = found
+        return _Scored(rollouts=given, old=old, reference=reference if self._config.grpo.has_reference else None)
+
+    def _reasons(
+        self, step: int, rows: Sequence[RolloutRow], given: Sequence[Rollout], trajectories: Sequence[str]
+    ) -> list[DropReason | str | None]:
+        """Reason for which each rollout leaves the loss, the first of several; None if it stays."""
+        options, none = self._config.grpo, [None] * len(rows)
+        rewards, groups = [item.reward for item in given], [item.group for item in given]
+        filters = first_reasons(
+            overlong([row.truncated for row in rows]) if options.drop_overlong else none,
+            zero_variance(rewards, groups, trajectories) if options.drop_zero_variance else none,
+        )
+        oldest = [int(item.versions[item.sampled].min(initial=step - 1)) for item in given]
+        late = [step - 1 - version > options.max_staleness for version in oldest]
+        return [STALE if is_late else reason for is_late, reason in zip(late, filters, strict=True)]
+
+    def _divided(
+        self, step: int, kept: list[Rollout], columns: Mapping[str, list[np.ndarray]], parts: list[list[int]]
+    ) -> list[Update]:
+        """Updates of all passes over the mini-batches that have a token in the loss."""
+        options, updates = self._config.grpo, []
+        done = (step - 1) * options.updates
+        for number, part in enumerate(parts):
+            rollouts = [kept[index] for index in part]
+            if not any(item.mask.any() for item in rollouts):
+                continue
+            update = Update(
+                step=step, number=0, file=self._file(step, number), rollouts=rollouts,
+                weights=weights_of(self._config, rollouts),
+                columns={name: [values[index] for index in part] for name, values in columns.items()},
+            )  # fmt: skip
+            update.save()
+            updates.append(update)
+        return [
+            replace(update, number=done + place + 1, first=place == 0)
+            for place, update in enumerate(updates * options.epochs)
+        ]
+
+    def _record(
+        self, probe: Probe, step: int, rows: Sequence[RolloutRow], reward: str, penalties: np.ndarray,
+        found: np.ndarray, scored: _Scored, columns: Mapping[str, Values], kept: Sequence[Rollout],
+    ) -> None:  # fmt: skip
+        options, given = self._config.grpo, scored.rollouts
+        ids = tuple(row.id for row in rows)
+        probe.emit(
+            GivenRewards(
+                name="rewards",
+                version=step,
+                reward=reward,
+                ids=ids,
+                texts=tuple(row.text for row in rows),
+                answers=tuple(row.answer for row in rows),
+                rewards=tuple(row.reward for row in rows),
+            ),
+        )  # fmt: skip
+        probe.emit(
+            Advantages(
+                name="advantages", version=step, estimator=options.advantage, ids=ids,
+                groups=tuple(row.group for row in rows), trajectories=tuple(row.trajectory or row.id for row in rows),
+                rewards=tuple(row.reward for row in rows), penalties=tuple(penalties.tolist()),
+                token_counts=tuple(int(item.mask.sum()) for item in given), advantages=tuple(found.tolist()),
+            )
+        )  # fmt: skip
+        flat = {
+            "old": scored.old, "engine": [item.logprobs for item in given], "mask": [item.mask for item in kept],
+            "version": [item.versions for item in given], **columns,
+        }  # fmt: skip
+        probe.emit(
+            PolicyColumns(
+                name="policy inputs", version=step, ids=ids, lengths=tuple(map(len, given)),
+                ratio_over=options.ratio_over, weight_level=options.weight_level or "", weight_cap=options.weight_cap,
+                mask_level=options.mask_level or "", mask_low=options.mask_low, mask_high=options.mask_high,
+                max_staleness=options.max_staleness, trained_version=step - 1,
+            ),
+            {name: np.concatenate([*values]) for name, values in flat.items()},
+        )  # fmt: skip
+
+
+def _out_of_loss(rollout: Rollout) -> Rollout:
+    return replace(rollout, mask=np.full(len(rollout), np.bool_(False)))
