@@ -70,7 +70,7 @@ def answers_beyond_the_window(call: Call) -> Any:
 )  # fmt: skip
 def groups_cut_by_a_split(call: Call) -> Any:
     """Advantages are taken within what a split left of each group, not within the group."""
-    half = len(call.groups) // 2 + 1
+    half = len(call.groups) // 2
     return call.faulty(groups=[f"{name} {place < half}" for place, name in enumerate(call.groups)])
 
 
