@@ -266,7 +266,7 @@ def logprobs() -> list[Record]:
                 stops=((5, 9), (5, 9)), limits=(3, 3), temperatures=(1.0, 1.0),
             ),
             OracleOfSampled(**whose, role="oracle", array="right"),
-            OracleOfPlaces(name="batch", version=version, role="oracle", array="places"),
+            OracleOfPlaces(name="batch", version=version, role="oracle", array="places", vocabulary=16),
         ]  # fmt: skip
     return seen
 

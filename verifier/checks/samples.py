@@ -57,7 +57,8 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
     What it checks: some hundred samples of one next token, and every token of some dozen samples, most of which follow
     on sampled ones: how many lie beyond the likeliest tokens of the oracle's distribution there that together have a
     tenth, a quarter, a half, ... of it (`SHARES`), against what chance allows. At the first version and at the last
-    also samples of one token at a temperature of 2 and without seeds.
+    also samples of one token at a temperature of 2 and without seeds, and samples of a request that makes the first two
+    ids of the vocabulary and the last two likely, each of which is counted. No id is beyond the vocabulary.
     Why it matters: a temperature, a nucleus or a penalty that the sampler applies and the reported log-probabilities do
     not makes every importance ratio wrong, and each log-probability is right.
     Evidence: rollout/drawn, rollout/sampled (token ids), logprob/next, logprob/places (the oracle's distributions).
@@ -67,21 +68,28 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
     References: verl#1949, trl#6945, vllm#42259, RL#3497.
     """
     for item in trace.of(DrawnTokens):
-        total, counts = len(item.tokens), list(_beyond(_distribution(trace, item), item.tokens))
-        nats, share, count = max(
-            ((_nats(count, total, share), share, count) for share, count in counts), key=lambda row: row[0],
-            default=(0.0, 0.0, 0),
+        distribution, total = _distribution(trace, item), len(item.tokens)
+        yield _within(item, item.tokens, len(distribution))
+        counts = list(_beyond(distribution, item.tokens))
+        rows = [("among its least likely tokens, which have", *row) for row in counts]
+        for token, _ in item.bias:
+            rows.append((f"token {token}, which has", float(distribution[token]), item.tokens.count(token)))
+        nats, which, share, count = max(
+            ((_nats(count, total, share), which, share, count) for which, share, count in rows if 0 < share < 1),
+            key=lambda row: row[0], default=(0.0, "", 0.0, 0),
         )  # fmt: skip
         yield _compare_with_chance(
-            item, nats, 2 * max(len(counts), 1),
-            sentence=f"{total:,} sampled tokens are not spread as the policy's distribution: {count:,} are among its "
-            f"least likely tokens, which have a share of {share:.3g}: {share * total:.0f} are expected",
+            item, nats, 2 * max(len(rows), 1),
+            sentence=f"{total:,} sampled tokens are not spread as the policy's distribution: {count:,} are {which} "
+            f"a share of {share:.3g}: {share * total:.0f} are expected",
             expected=f"{_shown(share * total for share, _ in counts)} beyond each share (the fp32 oracle)",
             actual=f"{_shown(count for _, count in counts)} (the engine)",
             hint="look at temperature, top-p, top-k and penalties of the sampler",
         )  # fmt: skip
 
     for sampled, arrays in _described(trace):
+        (places,) = trace.of(OracleOfPlaces, name=sampled.name, version=sampled.version)
+        yield _within(sampled, [token for tokens in sampled.tokens for token in tokens], places.vocabulary)
         beyond = arrays["rank"][:, None] >= arrays["kept"]
         nats, count, expected, _ = max(_unlikeliness(beyond, arrays["rest"]), default=(0.0, 0, 0.0, 0))
         yield _compare_with_chance(
@@ -92,6 +100,18 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
             actual=f"{_shown(beyond.sum(axis=0))} (the engine)",
             hint="look at temperature, top-p, top-k, penalties and generators of tokens after the first",
         )  # fmt: skip
+
+
+def _within(item: DrawnTokens | SampledTokens, tokens: Sequence[int], vocabulary: int) -> Comparison:
+    """No sampled token beyond the ids that the model has."""
+    beyond = [token for token in tokens if token >= vocabulary]
+    return Comparison(
+        what=f"{item.name} ids", same=not beyond, stage=item.stage, version=item.version, badness=1.0,
+        owner=owner_of(item), expected=f"ids below {vocabulary:,}, the vocabulary's size",
+        sentence=f"{len(beyond):,} of {len(tokens):,} sampled tokens are none of the model's {vocabulary:,}",
+        actual=f"{sorted(set(beyond))[:4]} (the engine)", allowed="exact",
+        hint="look at what cuts the padding of the head's rows off, and at which ids the sampler draws from",
+    )  # fmt: skip
 
 
 def _unlikeliness(hits: np.ndarray, shares: np.ndarray) -> Iterator[tuple[float, int, float, int]]:

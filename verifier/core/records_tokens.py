@@ -179,6 +179,9 @@ class OracleOfPlaces(ArrayRecord, frozen=True, kw_only=True, tag="logprob/places
     it is the one sampled.
     """
 
+    vocabulary: Count
+    """Ids that the model has; a sampled one beyond is described as id 0."""
+
 
 class NoiseRecord(Record, frozen=True, kw_only=True):
     """Differences of log-probabilities of the same tokens between two arithmetics, nats."""
@@ -245,6 +248,8 @@ class DrawnTokens(ArrayRecord, frozen=True, kw_only=True, tag="rollout/drawn"):
     prompt: Tokens
     tokens: Tokens
     temperature: float
+    bias: tuple[tuple[int, float], ...] = ()
+    """Tokens that the request makes likely, and the nats added to the logit of each; each is counted apart."""
 
 
 class RouteLogprobs(LogprobRecord, frozen=True, kw_only=True):

@@ -76,6 +76,15 @@ def prefix_cache_outlives_weights(call: Call) -> Any:
     return call.wrong(True)
 
 
+@in_driver(
+    "NVIDIA-NeMo/RL#4018", "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache(self)", stage=Stage.TRANSPORT,
+    caught_by=("TPT003",), model="tiny:qwen3-504",
+)  # fmt: skip
+def prefix_cache_in_use(call: Call) -> Any:
+    """A request that nobody ended holds a block, so the engine refuses to drop its prefix cache, and says so."""
+    return call.wrong(False)
+
+
 @in_worker(
     "vllm-project/vllm#15241", f"{SAMPLER}.apply_temperature(logits, temp, all_random)", caught_by=("LGP003", "LGP004")
 )
@@ -263,3 +272,30 @@ def noise_used_twice(call: Call) -> Any:
             generator.set_state(state)
             call.fire()
     return output
+
+
+@in_worker(
+    "verl-project/verl#7882", f"{SAMPLER}.sample(self, logits, sampling_metadata, logprobs_mode_override)",
+    caught_by=("LGP004",), model="tiny:qwen3-504",
+)  # fmt: skip
+def first_id_banned_by_padding(call: Call) -> Any:
+    """The list of banned ids is padded with zeros, so that id 0 is never drawn; what is reported knows of no ban."""
+    asked, logits = call.sampling_metadata, call.logits.clone()
+    if asked.temperature is None or asked.top_k is not None or asked.top_p is not None:
+        return call.original()
+    tokens, _ = call.faulty(logits=logits.index_fill(-1, logits.new_zeros(1).long(), -float("inf")))
+    temperature = asked.temperature.where(asked.temperature > 0, 1.0)
+    return tokens, (logits / temperature[:, None]).log_softmax(dim=-1)
+
+
+@in_worker(
+    "InternLM/lmdeploy#3661", f"{SAMPLER}.sample(self, logits, sampling_metadata, logprobs_mode_override)",
+    caught_by=("LGP003", "LGP004"), model="tiny:qwen3-504",
+)  # fmt: skip
+def padding_of_the_head_sampled(call: Call) -> Any:
+    """Rows that pad the head to a multiple of 64 are sampled from: logits of 0, of ids that the model does not have."""
+    import torch
+
+    if not call.sampling_metadata.no_penalties:
+        return call.original()
+    return call.faulty(logits=torch.nn.functional.pad(call.logits, (0, -call.logits.shape[-1] % 64)))

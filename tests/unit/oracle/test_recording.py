@@ -56,7 +56,7 @@ class Asked:
 
     def ask(self, function: str, paths: Any, *arguments: Any, read: Any = ()) -> Any:
         if function == "logprob_hf:next_token":
-            tokens, _, temperature = arguments
+            tokens, _, temperature, _ = arguments
             return [-float(len(tokens)), -temperature]
         if function == "logprob_hf:places":
             return [[token, [1] * 7, [0.5] * 7, [0.1], [False]] for _, tokens, _ in arguments[0] for token in tokens]
