@@ -211,17 +211,17 @@ def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
     """A sample ends with the first token at which it was to stop, or else where its request's limit is.
 
     What it checks: tokens sampled without stop tokens, and with several that were sampled before with the same seed; of
-    requests with other limits and stop tokens, side by side.
+    requests with other limits and stop tokens, side by side. And the cause of its end that is reported with a sample.
     Why it matters: a stop token that nobody heeds lets a rollout run on past its end, into text that no reward is meant
-    for; one that is heeded too soon cuts it off.
-    Evidence: rollout/sampled (token ids, stop tokens, the limit).
+    for; one that is heeded too soon cuts it off. An answer that was cut off and is said to be whole is trained on.
+    Evidence: rollout/sampled (token ids, stop tokens, the limit, the cause).
     Tolerance and its source: exact; a sample is as long as its own tokens say.
     What it does not catch: stop strings, and a limit that the engine takes from its model's length.
-    References: verl#213, SkyRL#1319.
+    References: verl#213, SkyRL#1319, OpenRLHF#1327, Trinity-RFT#608.
     """
     for item in (*trace.of(SampledTokens), *trace.of(ShapedTokens)):
-        rows = zip(item.tokens, item.stops, item.limits, strict=True)
-        for number, (tokens, stop, limit) in enumerate(rows):
+        rows = zip(item.tokens, item.stops, item.limits, item.ended, strict=True)
+        for number, (tokens, stop, limit, ended) in enumerate(rows):
             right = next((at + 1 for at, token in enumerate(tokens) if token in stop), limit)
             yield Comparison(
                 what=f"{item.name} sample {number}", same=len(tokens) == right, stage=item.stage,
@@ -229,6 +229,13 @@ def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
                 sentence=f"sample {number} has {len(tokens):,} tokens and should end after {right:,}",
                 expected=f"up to the first of {sorted(stop)}, or {limit:,} tokens", actual=str(list(tokens)),
                 allowed="exact", hint="look at which stop tokens reach the engine, and at what it compares with them",
+            )  # fmt: skip
+            cause = "stop" if tokens and tokens[-1] in stop else "length"
+            yield Comparison(
+                what=f"{item.name} cause {number}", same=ended == cause, stage=item.stage, version=item.version,
+                badness=1.0, owner=owner_of(item), expected=f"`{cause}`, as its last token says", actual=f"`{ended}`",
+                sentence=f"sample {number} is said to have ended by `{ended}`, and ended by `{cause}`",
+                allowed="exact", hint="look at who hands the cause on: trainers leave truncated answers out by it",
             )  # fmt: skip
 
 

@@ -228,6 +228,8 @@ class SampleRecord(LogprobRecord, frozen=True, kw_only=True):
     """Tokens at which each was to stop."""
     limits: tuple[Count, ...]
     """Most tokens of each."""
+    ended: tuple[str, ...]
+    """Why each ended, as reported: "stop" by a stop token, "length" by the limit."""
     temperatures: tuple[float, ...]
 
 

@@ -30,6 +30,16 @@ def seeds_counted_per_request(call: Call) -> Any:
     return call.wrong([found for prompt in call.prompts for found in call.original(prompts=[prompt])])
 
 
+@in_driver(
+    "OpenRLHF/OpenRLHF#1327", "verifier.engine.vllm.engine_vllm:_sample(item, output)", caught_by=("LGP006",),
+    model="tiny:qwen3-504",
+)  # fmt: skip
+def truncation_not_handed_on(call: Call) -> Any:
+    """The reason of an end is dropped on its way, so that answers cut off by a limit count as whole."""
+    found = call.original()
+    return call.wrong(dataclasses.replace(found, ended="stop")) if found.ended == "length" else found
+
+
 @in_worker("vllm-project/vllm#39591", "vllm.v1.worker.block_table:BlockTable.move_row(self, src, tgt)")
 def block_of_the_row_before(call: Call) -> None:
     """A request moves into the row of one that has ended, where the last block is still the other's."""

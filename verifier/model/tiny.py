@@ -53,7 +53,6 @@ _LLAMA: dict[str, JSON] = {**_GQA, "mlp_bias": False, "max_position_embeddings":
 TINY: dict[str, tuple[str, dict[str, JSON]]] = {
     "qwen3": ("qwen3", {**DECODER, **_GQA}),
     "qwen3-tied": ("qwen3", {**DECODER, **_GQA, "tie_word_embeddings": True}),
-    "qwen3-504": ("qwen3", {**DECODER, **_GQA, "vocab_size": 504}),
     "qwen2": ("qwen2", {**DECODER, **_QWEN2}),
     "llama": ("llama", {**DECODER, **_LLAMA}),
     "qwen3-moe": ("qwen3-moe", {**QWEN3_MOE, **_GQA, **_EXPERTS, "num_experts": 16}),

@@ -153,6 +153,7 @@ class EngineRequests:
             "tokens": tuple(tuple(sample.tokens) for sample in samples),
             "cached": tuple(sample.cached_tokens for sample in samples),
             "stops": tuple(tuple(request.stop) for request in asked),
+            "ended": tuple(sample.ended for sample in samples),
             "limits": tuple(request.max_tokens for request in asked),
             "temperatures": tuple(float(request.temperature) for request in asked),
         }  # fmt: skip

@@ -70,7 +70,7 @@ def outcomes(rule: Rule, seed: int, monkeypatch: pytest.MonkeyPatch) -> dict[str
     sampled = SampledTokens(
         name="long", version=1, role="engine", lengths=(LENGTH,) * SAMPLES, prompts=tuple((row[0][0],) for row in rows),
         tokens=tuple(tuple(row[1]) for row in rows), stops=((),) * SAMPLES, limits=(LENGTH,) * SAMPLES,
-        temperatures=(TEMPERATURE,) * SAMPLES,
+        ended=("length",) * SAMPLES, temperatures=(TEMPERATURE,) * SAMPLES,
     )  # fmt: skip
     places = OracleOfPlaces(name="long", version=1, role="oracle", array="toy", vocabulary=len(TABLE))
     records = [*clean(), sampled, places]

@@ -93,7 +93,7 @@ def record(trace: Path, source: Checkpoint) -> Asked:
     engine = store.Recorder(trace, "engine", 0)
     sampled = SampledTokens(
         name="greedy", lengths=(2,), prompts=((1, 2, 3),), tokens=((4, 5),), stops=((),), limits=(2,),
-        temperatures=(0.5,),
+        ended=("length",), temperatures=(0.5,),
     )  # fmt: skip
     engine.emit(sampled, np.zeros(2, np.float32))
     engine.emit(DrawnTokens(name="drawn", prompt=(1, 2, 3, 4), tokens=(5,), temperature=1.5), np.zeros(1, np.float32))
