@@ -86,15 +86,6 @@ def prefix_cache_outlives_weights(call: Call) -> Any:
     return call.wrong(True)
 
 
-@in_driver(
-    "NVIDIA-NeMo/RL#4018", "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache(self)", stage=Stage.TRANSPORT,
-    caught_by=("TPT003",), model="tiny:qwen3-504",
-)  # fmt: skip
-def prefix_cache_in_use(call: Call) -> Any:
-    """A request that nobody ended holds a block, so the engine refuses to drop its prefix cache, and says so."""
-    return call.wrong(False)
-
-
 @in_worker(
     "vllm-project/vllm#15241", f"{SAMPLER}.apply_temperature(logits, temp, all_random)", caught_by=("LGP003", "LGP004")
 )

@@ -134,7 +134,7 @@ class EngineRequests:
             self._draw("drawn at the edges", prompt, few)
 
     def _known(self, samples: Sequence[Sample]) -> bool:
-        """Whether the model has every sampled token: an engine refuses to go on from another."""
+        """Say if the model has every sampled token: an engine refuses to go on from another."""
         return all(token < self._vocabulary for sample in samples for token in sample.tokens)
 
     def _sample(
