@@ -263,10 +263,10 @@ def logprobs() -> list[Record]:
             EngineLogprobs(**whose, role="engine", array="close"),
             SampledTokens(
                 **whose, role="engine", array="close", prompts=((4,), (4,)), tokens=((1, 2, 3), (7, 5)),
-                stops=((5, 9), (5, 9)), limits=(3, 3), temperatures=(1.0, 1.0),
+                stops=((5, 9), (5, 9)), limits=(3, 3), ended=("length", "stop"), temperatures=(1.0, 1.0),
             ),
             OracleOfSampled(**whose, role="oracle", array="right"),
-            OracleOfPlaces(name="batch", version=version, role="oracle", array="places"),
+            OracleOfPlaces(name="batch", version=version, role="oracle", array="places", vocabulary=16),
         ]  # fmt: skip
     return seen
 

@@ -99,6 +99,11 @@ REPORTS = {
     "mixed": report(
         EMPTY, CRASHED, NOT_RECORDED, LOGPROB, violated(swapped(12), swapped(13)), switched_off=("WGT006",)
     ),
+    "not-judged": Report(
+        trace="traces/r12",
+        outcomes=(HOLDS,),
+        manifest=replace(MANIFEST, not_judged=("training was not judged: no layout row for MistralForCausalLM",)),
+    ),
     "did-not-finish": report(HOLDS, complete=False),
     "many": report(*(violated(swapped(index), code=f"ENG{index:03d}") for index in range(1, 24))),
     "nothing-ran": report(),

@@ -114,7 +114,7 @@ def received_tensor_differs(trace: Trace) -> Iterator[Comparison]:
 
 @check("TPT003", needs=(Handover,), scope="transport")
 def transfer_refused(trace: Trace) -> Iterator[Comparison]:
-    """No transfer was refused: the stream kept to the plan and all parties held the same plan.
+    """No transfer was refused: the stream kept to one plan, and the engine dropped the prefixes it had cached.
 
     What it checks: what ended each transfer, if something did.
     Why it matters: a stream that departs from its plan would put bytes under wrong names; it is stopped, and this says

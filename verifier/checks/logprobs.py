@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -158,8 +158,11 @@ def compare_with_oracle(
     hint: str = "",
     expected_says: str = ORACLE,
     version: int | None = None,
+    third: type[LogprobRecord] | None = None,
 ) -> Iterator[Comparison]:
     """One comparison per sequence of every scoring, token by token, within the bounds of the actual side's stage.
+
+    Where a `third` side scored the same and agrees with the actual one, a mismatch names the expected one as suspect.
 
     Raises:
         LookupError: the oracle did not score what the actual side did.
@@ -177,9 +180,15 @@ def compare_with_oracle(
             )  # fmt: skip
             continue
         bounds = bounds_of(trace, actual.stage, expected.name, expected.version, lengths, expected.whole)
-        rows = zip(split(got, lengths), split(want, lengths), bounds.greatest, strict=True)
-        for number, (left, right, bound) in enumerate(rows):
-            yield _compare_one(actual, f"sequence {number}", left, right, bound, actual_says, expected_says, hint)
+        other = next(trace.of(third, name=actual.name, version=actual.version), None) if third else None
+        heard = trace.array(other) if other is not None and other.lengths == lengths else np.full_like(got, np.nan)
+        rows = zip(split(got, lengths), split(want, lengths), split(heard, lengths), bounds.greatest, strict=True)
+        for number, (left, right, voice, bound) in enumerate(rows):
+            found = _compare_one(actual, f"sequence {number}", left, right, bound, actual_says, expected_says, hint)
+            agreed = describe_difference(left, voice)
+            if not (found.same or agreed.num_not_finite) and agreed.greatest <= bound.absolute:
+                found = _suspecting(found, agreed.greatest, expected_says)
+            yield found
         if trace.manifest.dtype != "float32":  # where it is, the bound on each token says so
             yield _rounded(actual, got, actual_says)
         for name, bound in bounds.body.items():
@@ -220,6 +229,15 @@ def _compare_one(
     )  # fmt: skip
 
 
+def _suspecting(found: Comparison, gap: float, expected_says: str) -> Comparison:
+    """The finding where two of three sides agree: they share no code, so the one that stands alone is suspect."""
+    return replace(
+        found, sentence=f"{found.sentence}; trainer and engine agree within {gap:.3g}: suspect {expected_says}",
+        hint="trainer and engine share no code and agree: see first whether transformers reads all of config.json "
+        "(MiniMax-M2's `rotary_dim` it does not: transformers #48241)",
+    )  # fmt: skip
+
+
 def _rounded(actual: Record, got: np.ndarray, actual_says: str) -> Comparison:
     """Test for values of few bits, small ones apart: rounded after they were computed, which noise would hide.
 
@@ -248,6 +266,11 @@ def following(trace: Trace, drawn: DrawnTokens) -> OracleOfNext:
     raise LookupError(f"nobody gave the distribution of `{drawn.name}` of version {drawn.version}")
 
 
+def _of_drawn(nats: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+    """Log-probabilities of drawn tokens; minus infinity beyond the vocabulary."""
+    return np.array([nats[token] if token < len(nats) else -math.inf for token in tokens], np.float64)
+
+
 @check("LGP001", needs=(TrainerLogprobs, OracleLogprobs), scope="logprob")
 def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The trainer scores tokens as transformers in fp32 does with the same weights.
@@ -266,7 +289,7 @@ def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     References: Megatron-Bridge#3743, slime#1734, RL#1046, verl#4250, vllm and trl rows of the catalogue.
     """
     yield from compare_with_oracle(
-        trace, TrainerLogprobs, OracleLogprobs, "the trainer",
+        trace, TrainerLogprobs, OracleLogprobs, "the trainer", third=EngineLogprobs,
         hint="if the loaded shards are right, look at the forward: rope, epsilon, scaling, masks, label alignment",
     )  # fmt: skip
     first: dict[tuple[str, int], ReturnedLogprobs] = {}
@@ -296,7 +319,7 @@ def engine_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     References: SkyRL#1680, trl#5312, vllm#44371, vllm#42019.
     """
     return compare_with_oracle(
-        trace, EngineLogprobs, OracleLogprobs, "the engine",
+        trace, EngineLogprobs, OracleLogprobs, "the engine", third=TrainerLogprobs,
         hint="if the engine's tensors are right, look at what its forward reads besides: caches, buffers, config",
     )  # fmt: skip
 
@@ -333,7 +356,8 @@ def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     )  # fmt: skip
     for item in trace.of(DrawnTokens):
         bound = bounds_of(trace, item.stage, item.name, item.version, [len(item.tokens)]).greatest[0]
+        expected = _of_drawn(trace.array(following(trace, item)), item.tokens)
         yield _compare_one(
-            item, "samples", trace.array(item), trace.array(following(trace, item))[list(item.tokens)], bound, SAMPLER,
-            ORACLE, "look at how the samples of one request are told apart, and who is given whose log-probabilities",
+            item, "samples", trace.array(item), expected, bound, SAMPLER, ORACLE,
+            "look at how the samples of one request are told apart, and who is given whose log-probabilities",
         )  # fmt: skip

@@ -57,7 +57,8 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
     What it checks: some hundred samples of one next token, and every token of some dozen samples, most of which follow
     on sampled ones: how many lie beyond the likeliest tokens of the oracle's distribution there that together have a
     tenth, a quarter, a half, ... of it (`SHARES`), against what chance allows. At the first version and at the last
-    also samples of one token at a temperature of 2 and without seeds.
+    also samples of one token at a temperature of 2 and without seeds, and samples of a request that makes the first two
+    ids of the vocabulary and the last two likely, each of which is counted. No id is beyond the vocabulary.
     Why it matters: a temperature, a nucleus or a penalty that the sampler applies and the reported log-probabilities do
     not makes every importance ratio wrong, and each log-probability is right.
     Evidence: rollout/drawn, rollout/sampled (token ids), logprob/next, logprob/places (the oracle's distributions).
@@ -67,21 +68,28 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
     References: verl#1949, trl#6945, vllm#42259, RL#3497.
     """
     for item in trace.of(DrawnTokens):
-        total, counts = len(item.tokens), list(_beyond(_distribution(trace, item), item.tokens))
-        nats, share, count = max(
-            ((_nats(count, total, share), share, count) for share, count in counts), key=lambda row: row[0],
-            default=(0.0, 0.0, 0),
+        distribution, total = _distribution(trace, item), len(item.tokens)
+        yield _within(item, item.tokens, len(distribution))
+        counts = list(_beyond(distribution, item.tokens))
+        rows = [("among its least likely tokens, which have", *row) for row in counts]
+        for token, _ in item.bias:
+            rows.append((f"token {token}, which has", float(distribution[token]), item.tokens.count(token)))
+        nats, which, share, count = max(
+            ((_nats(count, total, share), which, share, count) for which, share, count in rows if 0 < share < 1),
+            key=lambda row: row[0], default=(0.0, "", 0.0, 0),
         )  # fmt: skip
         yield _compare_with_chance(
-            item, nats, 2 * max(len(counts), 1),
-            sentence=f"{total:,} sampled tokens are not spread as the policy's distribution: {count:,} are among its "
-            f"least likely tokens, which have a share of {share:.3g}: {share * total:.0f} are expected",
+            item, nats, 2 * max(len(rows), 1),
+            sentence=f"{total:,} sampled tokens are not spread as the policy's distribution: {count:,} are {which} "
+            f"a share of {share:.3g}: {share * total:.0f} are expected",
             expected=f"{_shown(share * total for share, _ in counts)} beyond each share (the fp32 oracle)",
             actual=f"{_shown(count for _, count in counts)} (the engine)",
             hint="look at temperature, top-p, top-k and penalties of the sampler",
         )  # fmt: skip
 
     for sampled, arrays in _described(trace):
+        (places,) = trace.of(OracleOfPlaces, name=sampled.name, version=sampled.version)
+        yield _within(sampled, [token for tokens in sampled.tokens for token in tokens], places.vocabulary)
         beyond = arrays["rank"][:, None] >= arrays["kept"]
         nats, count, expected, _ = max(_unlikeliness(beyond, arrays["rest"]), default=(0.0, 0, 0.0, 0))
         yield _compare_with_chance(
@@ -92,6 +100,18 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
             actual=f"{_shown(beyond.sum(axis=0))} (the engine)",
             hint="look at temperature, top-p, top-k, penalties and generators of tokens after the first",
         )  # fmt: skip
+
+
+def _within(item: DrawnTokens | SampledTokens, tokens: Sequence[int], vocabulary: int) -> Comparison:
+    """No sampled token beyond the ids that the model has."""
+    beyond = [token for token in tokens if token >= vocabulary]
+    return Comparison(
+        what=f"{item.name} ids", same=not beyond, stage=item.stage, version=item.version, badness=1.0,
+        owner=owner_of(item), expected=f"ids below {vocabulary:,}, the vocabulary's size",
+        sentence=f"{len(beyond):,} of {len(tokens):,} sampled tokens are none of the model's {vocabulary:,}",
+        actual=f"{sorted(set(beyond))[:4]} (the engine)", allowed="exact",
+        hint="look at what cuts the padding of the head's rows off, and at which ids the sampler draws from",
+    )  # fmt: skip
 
 
 def _unlikeliness(hits: np.ndarray, shares: np.ndarray) -> Iterator[tuple[float, int, float, int]]:
@@ -191,17 +211,17 @@ def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
     """A sample ends with the first token at which it was to stop, or else where its request's limit is.
 
     What it checks: tokens sampled without stop tokens, and with several that were sampled before with the same seed; of
-    requests with other limits and stop tokens, side by side.
+    requests with other limits and stop tokens, side by side. And the cause of its end that is reported with a sample.
     Why it matters: a stop token that nobody heeds lets a rollout run on past its end, into text that no reward is meant
-    for; one that is heeded too soon cuts it off.
-    Evidence: rollout/sampled (token ids, stop tokens, the limit).
+    for; one that is heeded too soon cuts it off. An answer that was cut off and is said to be whole is trained on.
+    Evidence: rollout/sampled (token ids, stop tokens, the limit, the cause).
     Tolerance and its source: exact; a sample is as long as its own tokens say.
     What it does not catch: stop strings, and a limit that the engine takes from its model's length.
-    References: verl#213, SkyRL#1319.
+    References: verl#213, SkyRL#1319, OpenRLHF#1327, Trinity-RFT#608.
     """
     for item in (*trace.of(SampledTokens), *trace.of(ShapedTokens)):
-        rows = zip(item.tokens, item.stops, item.limits, strict=True)
-        for number, (tokens, stop, limit) in enumerate(rows):
+        rows = zip(item.tokens, item.stops, item.limits, item.ended, strict=True)
+        for number, (tokens, stop, limit, ended) in enumerate(rows):
             right = next((at + 1 for at, token in enumerate(tokens) if token in stop), limit)
             yield Comparison(
                 what=f"{item.name} sample {number}", same=len(tokens) == right, stage=item.stage,
@@ -209,6 +229,13 @@ def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
                 sentence=f"sample {number} has {len(tokens):,} tokens and should end after {right:,}",
                 expected=f"up to the first of {sorted(stop)}, or {limit:,} tokens", actual=str(list(tokens)),
                 allowed="exact", hint="look at which stop tokens reach the engine, and at what it compares with them",
+            )  # fmt: skip
+            cause = "stop" if tokens and tokens[-1] in stop else "length"
+            yield Comparison(
+                what=f"{item.name} cause {number}", same=ended == cause, stage=item.stage, version=item.version,
+                badness=1.0, owner=owner_of(item), expected=f"`{cause}`, as its last token says", actual=f"`{ended}`",
+                sentence=f"sample {number} is said to have ended by `{ended}`, and ended by `{cause}`",
+                allowed="exact", hint="look at who hands the cause on: trainers leave truncated answers out by it",
             )  # fmt: skip
 
 

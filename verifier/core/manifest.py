@@ -84,6 +84,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Settings of the command, JSON values."""
     stand_ins: tuple[str, ...] = ()
     """Stand-ins for upstream's code on this tier, one sentence each."""
+    not_judged: tuple[str, ...] = ()
+    """Stages of the run that no check has the means to judge, and why, a clause each."""
     upstream_bugs: tuple[UpstreamBug, ...] | None = None
     """Known bugs that reach this run; None where the run does not say."""
     complete: bool = False

@@ -179,6 +179,9 @@ class OracleOfPlaces(ArrayRecord, frozen=True, kw_only=True, tag="logprob/places
     it is the one sampled.
     """
 
+    vocabulary: Count
+    """Ids that the model has; a sampled one beyond is described as id 0."""
+
 
 class NoiseRecord(Record, frozen=True, kw_only=True):
     """Differences of log-probabilities of the same tokens between two arithmetics, nats."""
@@ -225,6 +228,8 @@ class SampleRecord(LogprobRecord, frozen=True, kw_only=True):
     """Tokens at which each was to stop."""
     limits: tuple[Count, ...]
     """Most tokens of each."""
+    ended: tuple[str, ...]
+    """Why each ended, as reported: "stop" by a stop token, "length" by the limit."""
     temperatures: tuple[float, ...]
 
 
@@ -245,6 +250,8 @@ class DrawnTokens(ArrayRecord, frozen=True, kw_only=True, tag="rollout/drawn"):
     prompt: Tokens
     tokens: Tokens
     temperature: float
+    bias: tuple[tuple[int, float], ...] = ()
+    """Tokens that the request makes likely, and the nats added to the logit of each; each is counted apart."""
 
 
 class RouteLogprobs(LogprobRecord, frozen=True, kw_only=True):

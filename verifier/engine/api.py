@@ -140,6 +140,8 @@ class Sample:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Log-probability of each token under the distribution that it was drawn from, nats."""
+    ended: str = ""
+    """Why it ended, in the engine's words: "stop" by a stop token, "length" by a limit."""
     cached_tokens: int = 0
     """Number of prompt tokens whose keys and values came from the prefix cache."""
 

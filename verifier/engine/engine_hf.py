@@ -48,7 +48,7 @@ class HfEngine(Engine):
             logits = self._next([(*sample.prompt, *sample.tokens) for sample in running])
             for sample, logits_V in zip(running, logits, strict=True):
                 sample.draw(logits_V)
-        return [[Sample(tokens=tuple(one.tokens), logprobs=tuple(one.nats)) for one in each] for each in samples]
+        return [[one.sample() for one in each] for each in samples]
 
     def state(self) -> list[list[EngineTensor]]:
         """See `Engine.state`."""
@@ -125,6 +125,13 @@ class _Running:
         self._generator = torch.Generator().manual_seed(asked.seed + at) if asked.seeded else unseeded
         self.prompt, self._asked, self.ended = prompt, asked, not asked.max_tokens
         self.tokens, self.nats = list[int](), list[float]()
+
+    def sample(self) -> Sample:
+        """The whole of it, once it has ended."""
+        stopped = bool(self.tokens) and self.tokens[-1] in self._asked.stop
+        return Sample(
+            tokens=tuple(self.tokens), logprobs=tuple(self.nats), ended="stop" if stopped else "length"
+        )  # fmt: skip
 
     def draw(self, logits_V: torch.Tensor) -> None:
         """Add the next token."""

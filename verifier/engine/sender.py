@@ -51,7 +51,7 @@ def transfer(
 ) -> str:
     """Agree on the plan, send every chunk, finish the update, and drop cached prefixes.
 
-    A stream that departs from the plan, and plans that differ, end the transfer.
+    A stream that departs from the plan, plans that differ, and a prefix cache that stays, end the transfer.
 
     Returns:
         Why it was refused, with the stream as far drawn as it was; empty if it was not.
@@ -65,7 +65,8 @@ def transfer(
         if rounds is not None:
             rounds.end()
         engine.finish_update()
-        engine.reset_prefix_cache()
+        if not engine.reset_prefix_cache():
+            raise ContractError("the engine did not drop its prefix cache, which holds keys of the old weights")
     except ContractError as problem:
         if rounds is not None:
             rounds.stop()

@@ -30,6 +30,16 @@ def seeds_counted_per_request(call: Call) -> Any:
     return call.wrong([found for prompt in call.prompts for found in call.original(prompts=[prompt])])
 
 
+@in_driver(
+    "OpenRLHF/OpenRLHF#1327", "verifier.engine.vllm.engine_vllm:_sample(item, output)", caught_by=("LGP006",),
+    model="tiny:qwen3-504",
+)  # fmt: skip
+def truncation_not_handed_on(call: Call) -> Any:
+    """The reason of an end is dropped on its way, so that answers cut off by a limit count as whole."""
+    found = call.original()
+    return call.wrong(dataclasses.replace(found, ended="stop")) if found.ended == "length" else found
+
+
 @in_worker("vllm-project/vllm#39591", "vllm.v1.worker.block_table:BlockTable.move_row(self, src, tgt)")
 def block_of_the_row_before(call: Call) -> None:
     """A request moves into the row of one that has ended, where the last block is still the other's."""
@@ -263,3 +273,30 @@ def noise_used_twice(call: Call) -> Any:
             generator.set_state(state)
             call.fire()
     return output
+
+
+@in_worker(
+    "verl-project/verl#7882", f"{SAMPLER}.sample(self, logits, sampling_metadata, logprobs_mode_override)",
+    caught_by=("LGP004",), model="tiny:qwen3-504",
+)  # fmt: skip
+def first_id_banned_by_padding(call: Call) -> Any:
+    """The list of banned ids is padded with zeros, so that id 0 is never drawn; what is reported knows of no ban."""
+    asked, logits = call.sampling_metadata, call.logits.clone()
+    if asked.temperature is None or asked.top_k is not None or asked.top_p is not None:
+        return call.original()
+    tokens, _ = call.faulty(logits=logits.index_fill(-1, logits.new_zeros(1).long(), -float("inf")))
+    temperature = asked.temperature.where(asked.temperature > 0, 1.0)
+    return tokens, (logits / temperature[:, None]).log_softmax(dim=-1)
+
+
+@in_worker(
+    "InternLM/lmdeploy#3661", f"{SAMPLER}.sample(self, logits, sampling_metadata, logprobs_mode_override)",
+    caught_by=("LGP003", "LGP004"), model="tiny:qwen3-504",
+)  # fmt: skip
+def padding_of_the_head_sampled(call: Call) -> Any:
+    """Rows that pad the head to a multiple of 64 are sampled from: logits of 0, of ids that the model does not have."""
+    import torch
+
+    if not call.sampling_metadata.no_penalties:
+        return call.original()
+    return call.faulty(logits=torch.nn.functional.pad(call.logits, (0, -call.logits.shape[-1] % 64)))

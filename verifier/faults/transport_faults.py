@@ -118,3 +118,12 @@ def received_in_another_order(call: Call) -> Any:
     """The receiver cuts its buffer by metadata of another order, which takes keys for values in one layer."""
     names = (f"model.layers.2.self_attn.{part}_proj.weight" for part in "kv")
     return list(_swapped(call, call.original(), *names).items())
+
+
+@fault(
+    "NVIDIA-NeMo/RL#4018", "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache(self)", stage=Stage.TRANSPORT,
+    side=Side.DRIVER, engine="vllm", caught_by=("TPT003",), model="tiny:qwen3-504",
+)  # fmt: skip
+def prefix_cache_in_use(call: Call) -> Any:
+    """A request that nobody ended holds a block, so the engine refuses to drop its prefix cache, and says so."""
+    return call.wrong(False)

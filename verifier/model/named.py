@@ -20,7 +20,7 @@ def resolve_model(model: str, cache: Path, dtype: str = "float32") -> Path:
         return wide.write_wide(model.removeprefix(wide.PREFIX), cache, dtype)
     path = Path(model)
     if not path.is_dir():
-        tables = ((tiny.PREFIX, tiny.TINY | tiny.TO_TRAIN), (wide.PREFIX, wide.WIDE))
+        tables = ((tiny.PREFIX, tiny.KNOWN), (wide.PREFIX, wide.WIDE))
         known = ", ".join(f"`{prefix}{name}`" for prefix, table in tables for name in table)
         raise UsageError(f"unknown model `{model}`: it is neither a local checkpoint directory nor one of {known}")
     return path

@@ -73,6 +73,10 @@ TO_TRAIN: dict[str, tuple[str, dict[str, JSON]]] = {
 
 They are no family of their own, so the round trip's table, noise floors and manifests do not hold them.
 """
+PADDED: dict[str, tuple[str, dict[str, JSON]]] = {"qwen3-504": ("qwen3", {**DECODER, **_GQA, "vocab_size": 504})}
+"""Like `TINY`, a vocabulary that engines pad to a multiple of 64; no family of its own either."""
+KNOWN = TINY | TO_TRAIN | PADDED
+"""All of them."""
 
 
 def write_tiny(
@@ -83,8 +87,8 @@ def write_tiny(
     *,
     changes: Mapping[str, JSON] | None = None,
 ) -> Path:
-    """Write the tiny checkpoint `name`, a key of `TINY` or `TO_TRAIN`; see `write_checkpoint`."""
-    known = {PREFIX + item: row for item, row in (TINY | TO_TRAIN).items()}
+    """Write the tiny checkpoint `name`, a key of `KNOWN`; see `write_checkpoint`."""
+    known = {PREFIX + item: row for item, row in KNOWN.items()}
     return write_checkpoint(
         PREFIX + name, known, directory, dtype=dtype, seed=seed, values=generate, changes=changes,
         texts=tokenizer_files() if name in TO_TRAIN else None,

@@ -65,12 +65,18 @@ def score(
 
 @torch.inference_mode()
 def next_token(
-    _: object, path: str, tokens: Sequence[int], device: str = "cpu", temperature: float = 1.0
-) -> list[float]:
-    """Log-probability of every token of the vocabulary after these, at least 1, by float32 weights, nats."""
+    _: object, path: str, tokens: Sequence[int], device: str = "cpu", temperature: float = 1.0,
+    bias: Sequence[tuple[int, float]] = (),
+) -> list[float]:  # fmt: skip
+    """Log-probability of every token of the vocabulary after these, at least 1, by float32 weights, nats.
+
+    `bias` has tokens and the nats that the request adds to their logits, before the temperature divides them.
+    """
     model = hold_model(path, torch.float32, device)
-    logits = model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False).logits[0, -1]
-    return torch.log_softmax(logits.double() / temperature, dim=-1).tolist()
+    logits = model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False).logits[0, -1].double()
+    for token, nats in bias:
+        logits[token] += nats
+    return torch.log_softmax(logits / temperature, dim=-1).tolist()
 
 
 @torch.inference_mode()

@@ -7,6 +7,7 @@ gradients of the step that made it; of an adapter ``matrices-v`` too.
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ from verifier.export.sharding import Owners
 from verifier.knob import flat
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint
+from verifier.model.families import size_if_any
 from verifier.model.named import is_generated
 from verifier.oracle.noise_floor import record_floor, stored_floor
 from verifier.oracle.oracle import Oracle, Scored
@@ -132,7 +134,7 @@ class _Recording:
         scored: list[Group] = [
             [(tokens, item.temperature) for tokens in self._tokens(item.name, version)] for item in passes
         ]
-        groups = [*scored, *map(_continued, samples)]
+        groups = [*scored, *map(self._continued, samples)]
         exact = self._score(checkpoint, groups, "float32")
         for item, rows in zip(passes, exact, strict=False):
             self._emit(OracleLogprobs, item.name, version, rows)
@@ -146,7 +148,8 @@ class _Recording:
                 if item is passes[0]:
                     self.slack = max(self.slack, FP32_NOISES * noise)
         for drawn in seen.of(DrawnTokens, version=version):
-            nats = self.oracle.ask("logprob_hf:next_token", [checkpoint], drawn.prompt, self.device, drawn.temperature)
+            asked = (drawn.prompt, self.device, drawn.temperature, drawn.bias)
+            nats = self.oracle.ask("logprob_hf:next_token", [checkpoint], *asked)
             self.recorder.emit(OracleOfNext(name=drawn.name, version=version), np.array(nats, np.float64))
         for shaped in seen.of(ShapedTokens, version=version):
             self._record_shaped(checkpoint, shaped)
@@ -155,12 +158,31 @@ class _Recording:
         if version == 0 and version in seen.versions(EngineLogprobs):  # a refused version was not scored
             self.engine_gaps += self._gaps(EngineLogprobs, passes[0].name, exact[0])
         for sampled, rows in zip(samples, exact[len(passes) :], strict=True):
-            tails = [row[-length:] for row, length in zip(rows, sampled.lengths, strict=True)]
+            tails = [self._tail(row, more) for row, more in zip(rows, sampled.tokens, strict=True)]
             self._emit(OracleOfSampled, sampled.name, version, tails, [len(row) + 1 for row in rows])
             if any(seen.of(EngineLogprobs, name=sampled.name, version=version)):  # scored from end to end
                 self._emit(OracleLogprobs, sampled.name, version, rows)
             if version == 0:
                 self.engine_gaps += self._gaps(SampledTokens, sampled.name, tails)
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids that the model has."""
+        return size_if_any(self.source.config, "vocab_size") or 0
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """Sampled tokens, with id 0 for one that the model does not have and nothing can score."""
+        return [token if token < self.vocabulary else 0 for token in tokens]
+
+    def _tail(self, nats: Sequence[float], tokens: Sequence[int]) -> list[float]:
+        """Last log-probabilities of a row, those of the sampled tokens; an id that the model does not have has none."""
+        both = zip(nats[len(nats) - len(tokens) :], tokens, strict=True)
+        return [value if token < self.vocabulary else -math.inf for value, token in both]
+
+    def _continued(self, sampled: SampledTokens) -> Group:
+        """Each prompt with the tokens that the engine sampled after it, and the temperature they were sampled at."""
+        rows = zip(sampled.prompts, sampled.tokens, sampled.temperatures, strict=True)
+        return [([*prompt, *self._known(more)], temperature) for prompt, more, temperature in rows]
 
     def _tokens(self, name: str, version: int) -> list[list[int]]:
         """Token ids of a pass's rollouts."""
@@ -177,17 +199,18 @@ class _Recording:
 
     def _record_places(self, checkpoint: Path, item: SampledTokens) -> None:
         """Describe the distribution that each token was drawn from."""
-        rows = [list(row) for row in zip(item.prompts, item.tokens, item.temperatures, strict=True) if row[2]]
+        told = zip(item.prompts, map(self._known, item.tokens), item.temperatures, strict=True)
+        rows = [list(row) for row in told if row[2]]
         found = self.oracle.ask("logprob_hf:places", [checkpoint], rows, SHARES, EARLIER, self.device)
         columns = dict(zip(("rank", "kept", "rest", "earlier", "repeats"), zip(*found, strict=True), strict=True))
         self.recorder.emit(
-            OracleOfPlaces(name=item.name, version=item.version),
+            OracleOfPlaces(name=item.name, version=item.version, vocabulary=self.vocabulary),
             {name: np.array(column) for name, column in columns.items()},
         )
 
     def _record_shaped(self, checkpoint: Path, item: ShapedTokens) -> None:
         """Score what the engine should report; the nearest value where rounding decides what truncation keeps."""
-        rows = [list(row) for row in zip(item.prompts, item.tokens, item.asked, strict=True)]
+        rows = [list(row) for row in zip(item.prompts, map(self._known, item.tokens), item.asked, strict=True)]
         found = self.oracle.ask("logprob_hf:shaped_logprobs", [checkpoint], rows, self.slack, self.device)
         least, most = np.array([pair for row in found for pair in row], np.float64).T
         record = OracleOfShaped(
@@ -300,12 +323,6 @@ def _gradient_record(row: Mapping[str, Any], owners: Owners | None, mesh: Mesh) 
 def _content(record: Record) -> dict[str, Any]:
     """Fields of a record besides those that say whose it is."""
     return {name: getattr(record, name) for name in record.__struct_fields__ if name not in Record.__struct_fields__}
-
-
-def _continued(sampled: SampledTokens) -> Group:
-    """Each prompt with the tokens that the engine sampled after it, and the temperature that these were sampled at."""
-    rows = zip(sampled.prompts, sampled.tokens, sampled.temperatures, strict=True)
-    return [([*prompt, *more], temperature) for prompt, more, temperature in rows]
 
 
 def _split(values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:

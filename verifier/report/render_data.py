@@ -27,6 +27,7 @@ def render_json(report: Report) -> str:
         "trace": report.trace,
         "run": msgspec.to_builtins(report.manifest),
         "outcomes": [_outcome(item, report.manifest) for item in report.outcomes],
+        "not_judged": list(report.manifest.not_judged),
         "ended_by": why_it_ended(report.manifest),
         "switched_off": list(report.switched_off),
         "out_of_scope": list(report.out_of_scope),

@@ -161,6 +161,7 @@ def _conclusion(report: Report) -> str:
         said = [f"violated: {counts[Verdict.VIOLATED]} of {total} checks are violated", where, unsure]
     else:
         said = [f"inconclusive: {counts[Verdict.HOLDS]} of {total} checks hold", unsure]
+    said += report.manifest.not_judged
     if not report.manifest.complete:
         failure = _in_one_line(report.manifest.failure)
         said.append("the run did not finish" + (f" ({failure})" if failure else ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -37,6 +38,11 @@ STOP_EVERY = 24
 """Ids from one stop token to the next, so that half of these samples end before their limit."""
 DRAWS = 512
 """Samples of the token after the first prompt, to compare with its distribution and with each other."""
+EDGE_TEMPERATURE = 4.0
+"""Temperature of draws at the edges: it brings their shares together, also of a model that never says some of them."""
+EDGE_NATS = 2.0
+"""Nats by which each edge, at that temperature, is likelier than the rest of the vocabulary together would be if all
+its logits were alike: the edges have 97 % then."""
 
 
 def shapes_of(prompt: Sequence[int]) -> list[dict[str, Any]]:
@@ -54,14 +60,23 @@ def shapes_of(prompt: Sequence[int]) -> list[dict[str, Any]]:
     ]
 
 
+def edges_of(vocabulary: int) -> tuple[tuple[int, float], ...]:
+    """Bias of the first two ids and of the last two, so that each is drawn often."""
+    nats = EDGE_TEMPERATURE * (math.log(vocabulary) + EDGE_NATS)
+    return tuple((token, nats) for token in (0, 1, vocabulary - 2, vocabulary - 1))
+
+
 class EngineRequests:
     """Everything that the engine is asked at one version of the weights; `probe` is engine rank 0's.
 
     At the first version and at the last it is asked for more.
     """
 
-    def __init__(self, client: EngineClient, probe: Probe, version: int, seed: int, *, more: bool) -> None:
+    def __init__(
+        self, client: EngineClient, probe: Probe, version: int, seed: int, vocabulary: int, *, more: bool
+    ) -> None:
         self._client, self._probe, self._version, self._more = client, probe, version, more
+        self._vocabulary = vocabulary
         self._seed = seed + version
 
     def score(self, name: str, sequences: Sequence[Sequence[int]]) -> None:
@@ -85,8 +100,10 @@ class EngineRequests:
         self._sample("sampled again", prompts, replace(sampling, stop=stop))
         both = zip(prompts, samples, strict=True)
         turns = [[*prompt, *sample.tokens, *prompts[0][:NEXT_TURN]] for prompt, sample in both]
-        answers = self._sample(NEXT, turns, replace(sampling, n=ANSWERS))
-        self.score(NEXT, [[*turns[at // ANSWERS], *answer.tokens] for at, answer in enumerate(answers)])
+        if self._known(samples):
+            answers = self._sample(NEXT, turns, replace(sampling, n=ANSWERS))
+            if self._known(answers):
+                self.score(NEXT, [[*turns[at // ANSWERS], *answer.tokens] for at, answer in enumerate(answers)])
         long = replace(sampling, max_tokens=LONG_TOKENS, n=LONG_SAMPLES)
         ids = tuple(range(STOP_EVERY // 2, max(prompts[0]) + 1, STOP_EVERY))
         ending = replace(long.of(1), temperature=SAMPLING_TEMPERATURE, max_tokens=LONG_TOKENS - 3, stop=ids)
@@ -104,13 +121,21 @@ class EngineRequests:
     def draw(self, prompt: Sequence[int]) -> None:
         """Tokens that come after one prompt, in many samples, half of them of a second request for the same.
 
-        If there is more to ask, also at a temperature other than 1, and without seeds.
+        If there is more to ask, also at a temperature other than 1, and without seeds; and some with the ids at the
+        edges of the vocabulary made likely.
         """
         sampling = Sampling(seed=self._seed, max_tokens=1, n=DRAWS // 2)
         self._draw("drawn", prompt, sampling)
         if self._more:
             warm = replace(sampling, temperature=SAMPLING_TEMPERATURE, seeded=False)
             self._draw("drawn at a temperature", prompt, warm)
+            shape = Shape(bias=edges_of(self._vocabulary))
+            few = replace(sampling, n=DRAWS // 4, temperature=EDGE_TEMPERATURE, shape=shape)
+            self._draw("drawn at the edges", prompt, few)
+
+    def _known(self, samples: Sequence[Sample]) -> bool:
+        """Say if the model has every sampled token: an engine refuses to go on from another."""
+        return all(token < self._vocabulary for sample in samples for token in sample.tokens)
 
     def _sample(
         self, name: str, prompts: Sequence[Sequence[int]], sampling: Sampling, *, shaped: bool = False
@@ -128,6 +153,7 @@ class EngineRequests:
             "tokens": tuple(tuple(sample.tokens) for sample in samples),
             "cached": tuple(sample.cached_tokens for sample in samples),
             "stops": tuple(tuple(request.stop) for request in asked),
+            "ended": tuple(sample.ended for sample in samples),
             "limits": tuple(request.max_tokens for request in asked),
             "temperatures": tuple(float(request.temperature) for request in asked),
         }  # fmt: skip
@@ -141,7 +167,7 @@ class EngineRequests:
         found = [sample for samples in self._client.generate([prompt, prompt], sampling) for sample in samples]
         record = DrawnTokens(
             name=name, version=self._version, prompt=tuple(prompt), temperature=sampling.temperature,
-            tokens=tuple(sample.tokens[0] for sample in found),
+            bias=tuple(sampling.shape.bias), tokens=tuple(sample.tokens[0] for sample in found),
         )  # fmt: skip
         self._probe.emit(record, _flat([sample.logprobs for sample in found]))
 

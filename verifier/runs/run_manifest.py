@@ -7,7 +7,9 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import msgspec
 from msgspec.structs import replace
@@ -54,6 +56,7 @@ def manifest_of(
         versions={name: found for name in PINS if (found := installed(name)) is not None},
         config=config.to_dict(),
         stand_ins=tuple(stand_ins_of(sizes, run)),
+        not_judged=tuple(_not_judged(config, model)),
         upstream_bugs=tuple(bugs_of(sizes, run)),
         scopes=tuple(scope for scope in scopes if scope in TOKEN_SCOPES or not tokens_only),
     )
@@ -82,6 +85,17 @@ def _scopes(config: GoldenConfig | RoundtripConfig, model: ModelUnderTest) -> li
     if layout:
         scopes += [*layout, "update"]
     return [*scopes, "step", *gradient] if config.update == "step" else scopes
+
+
+def _not_judged(config: GoldenConfig | RoundtripConfig, model: ModelUnderTest) -> Iterator[str]:
+    """Stages that no check judges, and why; a scope that the run has no subject for is none of them."""
+    trains = isinstance(config, RoundtripConfig) and config.update == "step"
+    if not model.layout_scopes:
+        kinds = ", ".join(map(str, cast("list[str]", model.checkpoint.config.get("architectures") or ["this model"])))
+        yield f"{'training was' if trains else 'shards were'} not judged: no layout row for {kinds}"
+    elif trains and not model.judges_gradients:
+        what = f"no noise of an adapter in {model.dtype}" if model.lora_rank else "the host has no room for them"
+        yield f"gradients were not judged: {what}"
 
 
 def _facts_of(model: ModelUnderTest, config: GoldenConfig | RoundtripConfig) -> RunFacts:

@@ -201,8 +201,9 @@ class Session:
             return
         run.say(f"version {version}: engine scores and samples")
         requests = EngineRequests(
-            link.client, link.ranks[0], version, run.spec.roundtrip.seed, more=version in (0, run.spec.cycles)
-        )
+            link.client, link.ranks[0], version, run.spec.roundtrip.seed, int(run.source.config["vocab_size"]),
+            more=version in (0, run.spec.cycles),
+        )  # fmt: skip
         requests.score(workload.passes[0].name, [row.tokens for row in workload.passes[0].rollouts])
         if workload.prompts:
             requests.sample(workload.prompts)

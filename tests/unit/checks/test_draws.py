@@ -21,13 +21,16 @@ ONE = torch.tensor([1.0, 0.0]).double()
 DRAWS = 512
 
 
-def verdict(code: str, tokens: list[int], shares: torch.Tensor = WIDE) -> Verdict:
-    drawn = DrawnTokens(name="drawn", role="engine", prompt=(1,), tokens=tuple(tokens), temperature=1.0)
+def verdict(code: str, tokens: list[int], shares: torch.Tensor = WIDE, likely: tuple[int, ...] = ()) -> Verdict:
+    drawn = DrawnTokens(
+        name="drawn", role="engine", prompt=(1,), tokens=tuple(tokens), temperature=1.0,
+        bias=tuple((token, 1.0) for token in likely),
+    )  # fmt: skip
     following = OracleOfNext(name="drawn", role="oracle", array="shares")
     arrays = {"array": shares.log().numpy()}
     outcome = run_check(REGISTRY[code], Trace(Manifest(complete=True), [drawn, following], lambda key: arrays))
     assert outcome.error is None
-    assert outcome.num_compared == 1
+    assert outcome.num_compared == (2 if code == "LGP004" else 1)  # ids, and how they are spread
     return outcome.verdict
 
 
@@ -61,6 +64,18 @@ def test_samples_of_another_distribution_are_not_and_depend_on_nothing_else(name
     kept = other(name)
     assert all(verdict("LGP004", draws(kept, seed)) is Verdict.VIOLATED for seed in range(20))
     assert all(verdict("LGP005", draws(kept, seed)) is Verdict.HOLDS for seed in range(20))
+
+
+def test_an_id_at_the_edge_that_is_never_drawn_is_seen_where_the_request_makes_it_likely() -> None:
+    edges = torch.cat([torch.full((4,), 0.24), torch.full((4,), 0.01)]).double()
+    for seed in range(20):
+        without = [token for token in draws(edges, seed, 400) if token != 3][:256]
+        assert verdict("LGP004", without, edges, (0, 1, 2, 3)) is Verdict.VIOLATED
+        assert verdict("LGP004", draws(edges, seed, 256), edges, (0, 1, 2, 3)) is Verdict.HOLDS
+
+
+def test_an_id_beyond_the_vocabulary_is_seen() -> None:
+    assert verdict("LGP004", [*draws(WIDE, 0), len(WIDE)]) is Verdict.VIOLATED
 
 
 def shared(name: str, seed: int) -> list[int]:

@@ -70,9 +70,10 @@ def outcomes(rule: Rule, seed: int, monkeypatch: pytest.MonkeyPatch) -> dict[str
     sampled = SampledTokens(
         name="long", version=1, role="engine", lengths=(LENGTH,) * SAMPLES, prompts=tuple((row[0][0],) for row in rows),
         tokens=tuple(tuple(row[1]) for row in rows), stops=((),) * SAMPLES, limits=(LENGTH,) * SAMPLES,
-        temperatures=(TEMPERATURE,) * SAMPLES,
+        ended=("length",) * SAMPLES, temperatures=(TEMPERATURE,) * SAMPLES,
     )  # fmt: skip
-    records = [*clean(), sampled, OracleOfPlaces(name="long", version=1, role="oracle", array="toy")]
+    places = OracleOfPlaces(name="long", version=1, role="oracle", array="toy", vocabulary=len(TABLE))
+    records = [*clean(), sampled, places]
     trace = Trace(MANIFEST, records, {**ARRAYS, "toy": arrays}.__getitem__)
     return {code: run_check(REGISTRY[code], trace).verdict for code in ("LGP004", "LGP005")}
 

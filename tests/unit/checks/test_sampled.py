@@ -23,7 +23,14 @@ from verifier.core.trace import Trace
 NEXT = np.log([0.5, 0.25, 0.25])
 TOKENS = [2, 0, 1, 0]
 ROW = {"lengths": (2,)}
-REQUEST = {"prompts": ((1,),), "tokens": ((1, 2),), "stops": ((),), "limits": (2,), "temperatures": (1.0,)}
+REQUEST = {
+    "prompts": ((1,),),
+    "tokens": ((1, 2),),
+    "stops": ((),),
+    "limits": (2,),
+    "ended": ("length",),
+    "temperatures": (1.0,),
+}
 
 
 def outcome(dtype: str = "float32", **arrays: np.ndarray) -> Outcome:

@@ -7,11 +7,11 @@ import pytest
 
 from verifier.errors import UsageError
 from verifier.model.families import FAMILIES, family_of, layer_scopes, num_experts_of, sizes_of, tensors_of
-from verifier.model.tiny import TINY, TO_TRAIN
+from verifier.model.tiny import KNOWN, TINY
 
 
 def _config(name: str) -> dict:
-    family, sizes = (TINY | TO_TRAIN)[name]
+    family, sizes = KNOWN[name]
     return {"architectures": [FAMILIES[family].architecture], **sizes}
 
 
@@ -41,11 +41,11 @@ def test_a_config_that_the_row_does_not_describe_has_no_row(name: str, change: d
     assert family_of({**_config(name), **change}) is None
 
 
-@pytest.mark.parametrize("name", TINY | TO_TRAIN)
+@pytest.mark.parametrize("name", KNOWN)
 def test_no_matrix_is_square_even_when_cut_in_powers_of_two(name: str) -> None:
     """But of a Qwen2 those that are square by definition."""
     square = ("q_proj.weight", "o_proj.weight") if name == "qwen2" else ()
-    for spec in tensors_of(FAMILIES[(TINY | TO_TRAIN)[name][0]], _config(name)):
+    for spec in tensors_of(FAMILIES[KNOWN[name][0]], _config(name)):
         if len(spec.shape) == 2 and not spec.name.endswith(square):
             rows, columns = spec.shape
             assert rows != columns, spec

@@ -102,6 +102,10 @@ def test_shards_index_and_no_other_file(name: str, cache: Path) -> None:
     ]
 
 
+def test_a_model_whose_vocabulary_is_padded_has_known_bytes(cache: Path) -> None:
+    assert _digest(write_tiny("qwen3-504", cache)) == "47be427a4613210d"
+
+
 def test_a_model_to_train_has_a_tokenizer_and_known_bytes(cache: Path) -> None:
     path = write_tiny("add", cache)
     assert {"tokenizer.json", "tokenizer_config.json"} < {file.name for file in path.iterdir()}
@@ -143,7 +147,7 @@ def test_resolve_model_takes_an_id_or_a_directory(tmp_path: Path) -> None:
         (
             lambda path: resolve_model("tiny:qwen4", path),
             "unknown model `tiny:qwen4`: known are tiny:qwen3, tiny:qwen3-tied, tiny:qwen2, tiny:llama, "
-            "tiny:qwen3-moe, tiny:deepseek-v3, tiny:deepseek-v3-yarn, tiny:nemotron-h, tiny:add",
+            "tiny:qwen3-moe, tiny:deepseek-v3, tiny:deepseek-v3-yarn, tiny:nemotron-h, tiny:add, tiny:qwen3-504",
         ),
         (
             lambda path: resolve_model("wide:qwen3", path, "bfloat16"),
@@ -157,8 +161,8 @@ def test_resolve_model_takes_an_id_or_a_directory(tmp_path: Path) -> None:
             lambda path: resolve_model("Qwen/Qwen3-0.6B", path),
             "unknown model `Qwen/Qwen3-0.6B`: it is neither a local checkpoint directory nor one of `tiny:qwen3`, "
             "`tiny:qwen3-tied`, `tiny:qwen2`, `tiny:llama`, `tiny:qwen3-moe`, `tiny:deepseek-v3`, "
-            "`tiny:deepseek-v3-yarn`, `tiny:nemotron-h`, `tiny:add`, `wide:qwen3-30b-a3b`, "
-            "`wide:deepseek-v3`, `wide:nemotron-3-nano`",
+            "`tiny:deepseek-v3-yarn`, `tiny:nemotron-h`, `tiny:add`, `tiny:qwen3-504`, "
+            "`wide:qwen3-30b-a3b`, `wide:deepseek-v3`, `wide:nemotron-3-nano`",
         ),
         (
             lambda path: write_tiny("llama", path, "float16"),

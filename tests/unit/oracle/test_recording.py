@@ -56,7 +56,7 @@ class Asked:
 
     def ask(self, function: str, paths: Any, *arguments: Any, read: Any = ()) -> Any:
         if function == "logprob_hf:next_token":
-            tokens, _, temperature = arguments
+            tokens, _, temperature, _ = arguments
             return [-float(len(tokens)), -temperature]
         if function == "logprob_hf:places":
             return [[token, [1] * 7, [0.5] * 7, [0.1], [False]] for _, tokens, _ in arguments[0] for token in tokens]
@@ -93,7 +93,7 @@ def record(trace: Path, source: Checkpoint) -> Asked:
     engine = store.Recorder(trace, "engine", 0)
     sampled = SampledTokens(
         name="greedy", lengths=(2,), prompts=((1, 2, 3),), tokens=((4, 5),), stops=((),), limits=(2,),
-        temperatures=(0.5,),
+        ended=("length",), temperatures=(0.5,),
     )  # fmt: skip
     engine.emit(sampled, np.zeros(2, np.float32))
     engine.emit(DrawnTokens(name="drawn", prompt=(1, 2, 3, 4), tokens=(5,), temperature=1.5), np.zeros(1, np.float32))

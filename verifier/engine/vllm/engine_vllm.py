@@ -216,7 +216,9 @@ def _sample(item: CompletionOutput, output: RequestOutput) -> Sample:
     """Convert one of vLLM's completions of a request."""
     logprobs = (_nats(row, token) for token, row in zip(item.token_ids, item.logprobs, strict=True))
     cached = output.num_cached_tokens or 0
-    return Sample(tokens=tuple(item.token_ids), logprobs=tuple(logprobs), cached_tokens=cached)
+    return Sample(
+        tokens=tuple(item.token_ids), logprobs=tuple(logprobs), ended=item.finish_reason or "", cached_tokens=cached
+    )
 
 
 def _params(sampling: Sampling) -> SamplingParams:
