@@ -23,6 +23,9 @@ ADVANTAGE = Tolerance(
 FACTOR = Tolerance(
     absolute=1e-10, unit="of the greatest input", source="float64: exp of a sum of differences, in another order"
 )
+MISMATCH = Tolerance(
+    absolute=2e-5, unit="nats", source="fp32 on CPU: trainer and engine are each within 1e-5 of the oracle"
+)
 LIMIT = 20.0
 """Log-ratios are clamped to it before they are exponentiated, nats."""
 FLOOR = -1e4
@@ -215,6 +218,41 @@ def _ratios(difference: Sequence[float], level: str) -> list[float]:
     total = math.fsum(difference)
     share = total if level == "sequence" else total / max(len(difference), 1)
     return [math.exp(min(max(value if level == "token" else share, -LIMIT), LIMIT)) for value in difference]
+
+
+@check("LGP007", needs=(PolicyColumns,), scope="mismatch")
+def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
+    """The engine's log-probability of every token that it sampled is the trainer's for the same weights.
+
+    What it checks: per rollout in the loss, each token that the very weights sampled which are about to be trained:
+    `engine` against `old`, both at the run's temperature.
+    Why it matters: a mismatch is a sync that went wrong, a cache of old weights, another temperature or another model;
+    an importance weight hides it, and the reward stops rising.
+    Evidence: advantage/policy ("engine", "old", "version").
+    Tolerance and its source: 2e-5 nats in fp32, 1e-5 for each side against the oracle (LGP001, LGP002).
+    What it does not catch: both sides wrong alike (LGP001), tokens of older weights, runs of less than fp32.
+    References: NeMo-RL#4018, SkyRL#979, verl#7495, NeMo-RL#2100.
+    """
+    for item in trace.of(PolicyColumns):
+        ends = np.cumsum(item.lengths)[:-1]
+        arrays = {name: np.split(trace.array(item, name), ends) for name in ("old", "engine", "mask", "version")}
+        for place, name in enumerate(item.ids):
+            old, engine, mask, version = (arrays[key][place] for key in ("old", "engine", "mask", "version"))
+            fresh = mask.astype(bool) & (version == item.trained_version)
+            if not fresh.any():
+                continue
+            gaps = np.abs(np.where(fresh, old.astype(np.float64) - engine.astype(np.float64), 0.0))
+            at = int(np.nanargmax(np.where(np.isfinite(gaps), gaps, np.inf)))
+            gap = float(gaps[at])
+            yield Comparison(
+                what=name, same=gap <= MISMATCH.absolute, stage=Stage.ROLLOUT, version=item.version,
+                badness=times(gap, MISMATCH.absolute), owner="engine",
+                sentence=f"token {at} of `{name}` has {float(engine[at]):.6g} nats in the engine and "
+                f"{float(old[at]):.6g} in the trainer",
+                expected=f"{float(old[at]):.6g} (the trainer, version {item.trained_version})",
+                actual=f"{float(engine[at]):.6g} (the engine, which says version {int(version[at])})",
+                allowed=str(MISMATCH), hint="look at the last sync, the prefix cache and the temperature",
+            )  # fmt: skip
 
 
 @check("LSS003", needs=(UpdateRatios,), scope="policy")

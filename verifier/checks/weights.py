@@ -182,7 +182,7 @@ def _compare_streams(
     return Comparison(what=got_says, same=True, stage=stage, version=version)
 
 
-@check("WGT015", needs=(ExportedTensor,), scope="plan")
+@check("WGT015", needs=(ExportedTensor,), scope="order")
 def export_order_changes(trace: Trace) -> Iterator[Comparison]:
     """Every version is exported in the order of the first, with the same dtypes and shapes.
 

@@ -22,6 +22,7 @@ class GrpoOptions:
     """
 
     group_size: int = knob("Answers of each prompt.", 8, least=1)
+    max_answer_tokens: int = knob("Tokens of an answer, its end included, at most.", 64, least=1, unit="tokens")
     reward: str = knob("Reward of an answer: a name, or package.module:function.", "answer")
     advantage: str = knob("Estimator of advantages; plugins add others.", "grpo")
     loss: str = knob("Loss of a token; plugins add others.", "clipped")

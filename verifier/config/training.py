@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from verifier.config.commands import RunConfig, next_trace
+from verifier.config.commands import EngineOptions, RunConfig, next_trace
 from verifier.config.grpo import GrpoOptions
 from verifier.errors import UsageError
 from verifier.knob import check, group, knob
@@ -136,6 +136,11 @@ class TrainConfig(RunConfig):
     aggregation: str = knob("Mean of the tokens' losses.", "token_mean", choices=AGGREGATIONS)
     aggregation_constant: float | None = knob("Tokens that the aggregation `constant` divides a sequence by.", None)
     grpo: GrpoOptions = group(GrpoOptions)
+    engine: EngineOptions = group(EngineOptions)
+    transport: str | None = knob(
+        "Of weights to the engine; by default chosen by the free GPUs.", None, flag="--transport",
+        choices=("gloo", "nccl", "ipc"),
+    )  # fmt: skip
     optimizer: OptimizerOptions = group(OptimizerOptions)
     evaluation: EvaluationOptions = group(EvaluationOptions)
     verify: VerifyOptions = group(VerifyOptions)
@@ -145,5 +150,3 @@ class TrainConfig(RunConfig):
             raise UsageError(
                 "aggregation=constant divides by aggregation_constant, no other aggregation does: give both or neither"
             )
-        if self.algorithm == "grpo" and self.data.rollouts is None:
-            raise UsageError("algorithm=grpo needs rollouts: give data.rollouts, a folder of recorded ones")

@@ -79,7 +79,7 @@ def _scopes(config: GoldenConfig | RoundtripConfig, model: ModelUnderTest) -> li
     scopes: list[Scope] = ["tokens", "export", "held", "cold", "settings", "logprob", "rollout"]
     if model.lora_rank:
         return [*scopes, *layout, "update", "adapter", *gradient] if layout else scopes
-    scopes += ["plan", "transport", "engine", *saved]
+    scopes += ["order", "plan", "transport", "engine", *saved]
     if num_experts_of(model.checkpoint.config):
         scopes += ["replay", "forced"] if layout else ["replay"]
     if layout:

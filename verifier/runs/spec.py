@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from verifier.config import GoldenConfig, RoundtripConfig
+from verifier.config import GoldenConfig, RoundtripConfig, TrainConfig
 from verifier.engine.api import EngineConfig
 from verifier.errors import UsageError
 from verifier.platform import Tier
@@ -38,7 +38,7 @@ class Placement:
     """The engine's CUDA_VISIBLE_DEVICES."""
 
 
-def place(config: GoldenConfig | RoundtripConfig, tier: Tier) -> Placement:
+def place(config: GoldenConfig | RoundtripConfig | TrainConfig, tier: Tier) -> Placement:
     """Place trainer and engine: by NCCL the engine has GPUs of its own, else it shares the trainer's first ones.
 
     A trainer of more ranks than it has GPUs shares them. Unless told otherwise, NCCL is taken where nobody need share.

@@ -21,12 +21,16 @@ from verifier.config.training import TrainConfig
 from verifier.core.records_trainer import OptimizerSettings
 from verifier.core.store import Recorder, complete, create
 from verifier.data.rollout_file import load_rollouts
-from verifier.errors import InternalError, ViolationFound
+from verifier.engine.process import EngineProcess
+from verifier.errors import ContractError, InternalError, ViolationFound
 from verifier.launch.fork_launcher import ForkJob, ForkLauncher
 from verifier.launch.rank import JobSpec
+from verifier.platform.upstream_fixes import selected
 from verifier.runs.model_under_test import ModelUnderTest, open_model
-from verifier.runs.resources import COLLECTIVE_DEADLINE_S, Deadline
+from verifier.runs.resources import COLLECTIVE_DEADLINE_S, Deadline, Resources
+from verifier.runs.spec import place
 from verifier.trainer.batches import HeldOut, SftPlan, Update, UpdatePlan
+from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
 from verifier.trainer.run_folder import RunFolder, opened
 from verifier.trainer.step_trace import step_manifest
@@ -36,6 +40,8 @@ Progress = Callable[[str], None]
 PRELOAD = "verifier.runs.session_megatron:preload"
 JUDGED_BEHIND = 2
 """Steps that may have been trained and not yet judged."""
+ENGINE_DEADLINE_S = 600.0
+"""Seconds that the engine may take for one request."""
 JUDGE_DEADLINE_S = 600.0
 """Seconds that the judge of one step may take."""
 
@@ -77,6 +83,7 @@ class Trainer:
         progress: called with a line of text.
         judge: judges each step's trace; None trains without evidence.
         launcher: one whose owner ends it, with Megatron imported; None starts one.
+        resources: starts the engine, and ends it; None starts one for this run.
         within: see `WorkerSpec.within`.
     """
 
@@ -87,12 +94,16 @@ class Trainer:
         judge: Judge | None = None,
         *,
         launcher: ForkLauncher | None = None,
+        resources: Resources | None = None,
         within: Sequence[str] = (),
     ) -> None:
         self._config, self._progress, self._judge = config, progress, judge
         self._launcher, self._within = launcher, within
         self._pending: deque[tuple[int, Future[Judged]]] = deque()
         self._num_judged = 0
+        self._rollouts: EngineRollouts | None = None
+        self._held_out: HeldOut | None = None
+        self._resources = resources
 
     def run(self) -> TrainSummary:
         """Train.
@@ -113,10 +124,13 @@ class Trainer:
             launcher = self._launcher or stack.enter_context(
                 ForkLauncher(preload=PRELOAD, load_deadline_s=until.left("importing Megatron"))
             )
+            engine = self._start_engine(model, launcher, stack)
             self._job = self._start(launcher, model, folder)
             stack.callback(self._job.kill)
             effective = self._call("load")[0]
             folder.write("effective.json", json.dumps(effective, indent=1, sort_keys=True) + "\n")
+            if engine is not None and self._rollouts is not None:
+                self._connect(engine, self._rollouts, stack)
             summary = self._train(plan)
             self._export()
             self._job.finish()
@@ -144,10 +158,35 @@ class Trainer:
         batch_of = RunFolder(config.run).batch
         if config.algorithm == "sft":
             plan = SftPlan(config, model.checkpoint, batch_of)
-            self._held_out: HeldOut | None = plan.held_out if plan.held_out.examples else None
+            self._held_out = plan.held_out if plan.held_out.examples else None
             return plan
-        self._held_out = None
-        return GrpoPlan(config, RecordedRollouts(config, model.checkpoint), batch_of)
+        if config.data.rollouts is not None:
+            self._held_out = None
+            return GrpoPlan(config, RecordedRollouts(config, model.checkpoint), batch_of)
+        self._rollouts = EngineRollouts(config, model.checkpoint)
+        self._held_out = self._rollouts.held_out if self._rollouts.held_out.examples else None
+        return GrpoPlan(config, self._rollouts, batch_of)
+
+    def _start_engine(
+        self, model: ModelUnderTest, launcher: ForkLauncher, stack: contextlib.ExitStack
+    ) -> EngineProcess | None:
+        """Start the engine that samples, if the run has one, while Megatron is imported."""
+        if self._rollouts is None:
+            return None
+        config = self._config
+        self._placement = place(config, model.tier)
+        self._progress(f"starting the engine ({config.engine.kind})")
+        if self._resources is None:
+            self._resources = stack.enter_context(Resources(launcher=launcher))
+        asked = self._rollouts.engine_config(self._placement.engine_gpus, sorted(selected(config.fixes)))
+        return self._resources.engine(asked, self._until).process
+
+    def _connect(self, engine: EngineProcess, rollouts: EngineRollouts, stack: contextlib.ExitStack) -> None:
+        """Wait for the engine, and let controller and ranks talk to it."""
+        client = stack.enter_context(contextlib.closing(engine.client(ENGINE_DEADLINE_S)))
+        stack.callback(rollouts.close)
+        rollouts.start(client)
+        self._call("connect", socket=str(engine.socket_path), transport=self._placement.transport)
 
     def _train(self, plan: UpdatePlan) -> TrainSummary:
         config, accuracy, loss, step = self._config, None, float("nan"), 0
@@ -158,9 +197,11 @@ class Trainer:
             with self._controller_probe(trace, step) as probe:
                 updates = plan.updates(step, self._score, probe)
             reports = [self._take(update, trace, last=update is updates[-1]) for update in updates]
+            if self._rollouts is not None:
+                self._sync(step, trace)
             if trace is not None:
                 self._submit(step, trace)
-                self._settle(step - JUDGED_BEHIND)
+                self._settle(step if self._rollouts is not None else step - JUDGED_BEHIND)
             metrics = {"step": step, **_mean_of(reports), "time_s": time.monotonic() - started}
             loss = metrics.get("loss", loss)
             if config.evaluation.every and step % config.evaluation.every == 0 and self._held_out is not None:
@@ -182,6 +223,12 @@ class Trainer:
         )[0]  # fmt: skip
         return report
 
+    def _sync(self, version: int, trace: Path | None) -> None:
+        """Send the weights to the engine; raise a ContractError if it refused them and no judge will say why."""
+        refused = self._call("sync", version=version, trace=None if trace is None else str(trace))[0]
+        if refused and trace is None:
+            raise ContractError(f"the engine refused the weights of version {version}: {refused}")
+
     def _score(self, file: Path, which: str) -> list[np.ndarray]:
         """Log-probabilities of a batch by the live weights or by the reference's."""
         found = file.with_name(f"{file.stem}.{which}.safetensors")
@@ -190,7 +237,7 @@ class Trainer:
         return np.split(load_file(found)["logprobs"], np.cumsum(lengths)[:-1])
 
     def _begin_trace(self, step: int) -> Path:
-        self._manifest = step_manifest(self._config, self._model)
+        self._manifest = step_manifest(self._config, self._model, step)
         return create(self._folder.trace(step), self._manifest)
 
     @contextlib.contextmanager

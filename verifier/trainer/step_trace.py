@@ -18,13 +18,17 @@ from verifier.platform.upstream_fixes import RunFacts, bugs_of
 from verifier.runs.model_under_test import ModelUnderTest
 
 
-def step_manifest(config: TrainConfig, model: ModelUnderTest) -> Manifest:
-    """Identity of a step's trace; which step it is, its records say."""
+def step_manifest(config: TrainConfig, model: ModelUnderTest, step: int) -> Manifest:
+    """Identity of the trace of a step."""
     sizes = model.checkpoint.config
     facts = RunFacts(tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1)
     scopes: list[Scope] = ["data", "batch", "schedule", "tokens"]
     if config.algorithm == "grpo":
         scopes = ["batch", "schedule", "tokens", "policy", "reward"]
+        if config.data.rollouts is None:
+            scopes += ["data", "plan", "transport", "held", "engine"]
+            scopes += ["mismatch"] if model.dtype == "float32" else []
+    synced = config.algorithm == "grpo" and config.data.rollouts is None
     if "replicas" in model.layout_scopes:
         scopes.append("replicas")
     return Manifest(
@@ -34,4 +38,6 @@ def step_manifest(config: TrainConfig, model: ModelUnderTest) -> Manifest:
         tier=model.tier, versions={name: found for name in PINS if (found := installed(name)) is not None},
         config=config.to_dict(), stand_ins=tuple(stand_ins_of(sizes, facts)),
         upstream_bugs=tuple(bugs_of(sizes, facts)), scopes=tuple(scopes),
+        engine=config.engine.kind if synced else "", engine_ranks=config.engine.tp if synced else 0,
+        synced_versions=(step,) if synced else (), untouched_versions=(),
     )  # fmt: skip

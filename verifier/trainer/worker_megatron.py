@@ -31,6 +31,7 @@ from verifier.probes.weights_megatron import LiveWeights
 from verifier.train import optimizer_megatron, step_megatron
 from verifier.train.policy_loss_megatron import LossMeter, policy_loss
 from verifier.train.vocab_logprob import is_greedy
+from verifier.trainer.weight_sync_megatron import WeightSync
 from verifier.trainer.worker_spec import WorkerSpec
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 DATA_PARALLEL = provider_megatron.DataParallel(
     distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
 )
+
+CALLS = ("load", "connect", "score", "train", "sync", "evaluate", "export")
 
 
 def run(context: RankContext) -> None:
@@ -49,7 +52,7 @@ def run(context: RankContext) -> None:
             function, *arguments = spec.within
             stack.enter_context(resolve(function)(spec, context, *arguments))
         worker = TrainerWorker(spec, context)
-        context.serve({name: getattr(worker, name) for name in ("load", "score", "train", "evaluate", "export")})
+        context.serve({name: getattr(worker, name) for name in CALLS})
 
 
 class TrainerWorker:
@@ -59,6 +62,7 @@ class TrainerWorker:
         self._spec, self._context = spec, context
         self._config = config = spec.config
         self._probe: Recorder | None = None
+        self._sync: WeightSync | None = None
         batch, options = config.batch, config.grpo
         self._batching: dict[str, Any] = {"micro_batch_size": batch.micro_batch_size, "max_tokens": batch.max_tokens}
         if config.algorithm == "sft":
@@ -150,7 +154,8 @@ class TrainerWorker:
             if last:
                 with step_megatron.params_synced(self._trainer):
                     self._live.record(probe, step, UpdatedShard)
-                self._close_recorder()
+                if self._sync is None:
+                    self._close_recorder()
         shares = {key: facts[key] / result.num_tokens for key in ("clipped", "clamped", "kl", "entropy")}
         return {
             "loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens,
@@ -159,6 +164,19 @@ class TrainerWorker:
             "clipped_share": shares["clipped"], "clamped_share": shares["clamped"], "kl": shares["kl"],
             "ratio_gap": facts["ratio_gap"],
         })  # fmt: skip
+
+    def connect(self, socket: str, transport: str) -> None:
+        """Connect to the engine that samples, which holds the weights that this run began with."""
+        source = open_checkpoint(self._spec.checkpoint)
+        self._sync = WeightSync(self._trainer, source, self._context.rank)
+        self._sync.connect(socket, self._config.engine, transport, self._spec.collective_deadline_s)
+
+    def sync(self, version: int, trace: str | None) -> str:
+        """Send the weights to the engine as a version; returns why it refused them on rank 0, empty if it did not."""
+        assert self._sync is not None
+        refused = self._sync.sync(version, trace, self._recorder(trace))
+        self._close_recorder()
+        return refused
 
     def evaluate(self, batch: str) -> list[bool]:
         """Tell for each rollout of a batch whether greedy decoding gives every token of its loss mask."""

@@ -79,8 +79,9 @@ class VllmEngine(Engine):
             tensor_parallel_size=config.tp,
             seed=config.seed,
             max_model_len=config.max_model_len,
-            max_num_seqs=16,
-            max_num_batched_tokens=None if torch.cuda.is_available() else max(_CPU_TOKENS, config.max_model_len),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_batch_tokens
+            or (None if torch.cuda.is_available() else max(_CPU_TOKENS, config.max_model_len)),
             block_size=None if torch.cuda.is_available() else _CPU_BLOCK,
             kv_cache_memory_bytes=_KV_CACHE_BYTES,
             gpu_memory_utilization=_GPU_SHARE if torch.cuda.is_available() else 0.9,

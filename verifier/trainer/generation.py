@@ -1,0 +1,121 @@
+"""Rollouts from a live engine: prompts in the order of the data, answers sampled from the version that it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from verifier.config import TrainConfig
+from verifier.core.record import Probe
+from verifier.data.encode import encode_prompt
+from verifier.data.examples import Example
+from verifier.data.order import batch_indices
+from verifier.data.recorded import RolloutRow
+from verifier.data.text_dataset import load_examples
+from verifier.data.tokenizer import open_tokenizer
+from verifier.engine.api import EngineConfig, Sample, Sampling
+from verifier.engine.client import EngineClient
+from verifier.errors import ContractError, UsageError
+from verifier.model.checkpoint import Checkpoint
+from verifier.rewards.scorer import RewardProcess
+from verifier.trainer.batches import HeldOut, order_of
+
+_SEEDS = 1_000_003
+"""Seeds of a run begin at a multiple of it, so that runs of neighbouring seeds share none."""
+
+
+class EngineRollouts:
+    """Rollouts of each step, sampled by an engine and scored by a reward in a process of its own.
+
+    Args:
+        config: of the run.
+        checkpoint: whose tokenizer writes the prompts.
+
+    Attributes:
+        held_out: problems of the evaluation.
+    """
+
+    def __init__(self, config: TrainConfig, checkpoint: Checkpoint) -> None:
+        self._config, self._checkpoint = config, checkpoint
+        self._tokenizer = open_tokenizer(checkpoint.path)
+        self._examples = load_examples(config.data.source, "grpo", count=config.data.num_examples, seed=config.seed)
+        self.held_out = HeldOut(config, self._tokenizer, self._examples)
+        if config.data.batch_size > len(self._examples):
+            raise UsageError(
+                f"data.batch_size is {config.data.batch_size}, more than the {len(self._examples):,} examples of "
+                f"`{config.data.source}`"
+            )
+        self._prompts = [encode_prompt(example, self._tokenizer) for example in self._examples]
+        self._client: EngineClient | None = None
+        self._reward: RewardProcess | None = None
+
+    def engine_config(self, gpus: str, fixes: Sequence[str]) -> EngineConfig:
+        """Config of the engine: room for all answers of a step side by side."""
+        config, options, engine = self._config, self._config.grpo, self._config.engine
+        longest = max(map(len, self._prompts))
+        num_seqs = config.data.batch_size * options.group_size
+        return EngineConfig(
+            kind=engine.kind, tp=engine.tp, cuda_graphs=engine.cuda_graphs, sleep_level=engine.sleep_level,
+            quantization=engine.quantization, lora_rank=engine.lora_rank, checkpoint=str(self._checkpoint.path),
+            dtype=config.dtype, max_model_len=longest + options.max_answer_tokens, max_num_seqs=num_seqs,
+            max_batch_tokens=max(640, num_seqs * longest), gpus=gpus, fixes=tuple(fixes),
+        )  # fmt: skip
+
+    def start(self, client: EngineClient) -> None:
+        """Take the engine, and start the reward's process."""
+        self._client = client
+        self._reward = RewardProcess(self._config.grpo.reward)
+
+    def close(self) -> None:
+        """End the reward's process."""
+        if self._reward is not None:
+            self._reward.close()
+
+    def rollouts(self, step: int, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
+        """Sample the answers of a step from the weights that the steps before it made."""
+        assert self._client is not None
+        assert self._reward is not None
+        config = self._config
+        indices = batch_indices(len(self._examples), config.data.batch_size, config.seed, step - 1)
+        examples = [self._examples[index] for index in indices]
+        if probe is not None:
+            probe.emit(order_of(config, step, len(self._examples), examples), np.array(indices, np.int64))
+        prompts = [self._prompts[index] for index in indices]
+        sampling = Sampling(
+            seed=config.seed * _SEEDS + (step - 1) * config.data.batch_size, n=config.grpo.group_size,
+            max_tokens=config.grpo.max_answer_tokens, stop=(self._tokenizer.eos_id,),
+            temperature=config.grpo.temperature,
+        )  # fmt: skip
+        answers = self._client.generate(prompts, sampling)
+        rows = [
+            self._row(step, place, number, example, prompt, sample)
+            for place, (example, prompt, samples) in enumerate(zip(examples, prompts, answers, strict=True))
+            for number, sample in enumerate(samples)
+        ]
+        rewards = self._reward.score(
+            [row.id for row in rows], [row.text or "" for row in rows], [row.answer or "" for row in rows]
+        )
+        return [_with_reward(row, reward) for row, reward in zip(rows, rewards, strict=True)], config.grpo.reward
+
+    def _row(
+        self, step: int, place: int, number: int, example: Example, prompt: tuple[int, ...], sample: Sample
+    ) -> RolloutRow:
+        name, tokens, eos_id = f"{step}/{place}/{number}/{example.id}", sample.tokens, self._tokenizer.eos_id
+        for at, nats in enumerate(sample.logprobs):
+            if not math.isfinite(nats):
+                raise ContractError(f"rollout `{name}`: the engine's log-probability of answer token {at} is {nats}")
+        ended = bool(tokens) and tokens[-1] == eos_id
+        drawn = (True,) * len(tokens)
+        return RolloutRow(
+            id=name, group=f"{step}/{place}/{example.id}", prompt=prompt, response=tuple(tokens), sampled=drawn,
+            mask=drawn, logprobs=tuple(sample.logprobs), versions=(step - 1,) * len(tokens), reward=0.0,
+            answer=example.answer, text=self._tokenizer.decode(tokens[:-1] if ended else tokens), truncated=not ended,
+        )  # fmt: skip
+
+
+def _with_reward(row: RolloutRow, reward: float) -> RolloutRow:
+    from msgspec.structs import replace
+
+    return replace(row, reward=reward)

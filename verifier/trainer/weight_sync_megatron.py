@@ -1,0 +1,131 @@
+"""Weight sync of a training run, on one rank: export, chunk plan, verified transfer to the engine, and its evidence."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from verifier.core.record import Probe, Record
+from verifier.core.records_weights import Handover, SourceTensor
+from verifier.core.store import Recorder
+from verifier.engine import sender
+from verifier.engine.client import EngineClient
+from verifier.errors import ContractError
+from verifier.export import gather_megatron
+from verifier.launch.flight_recorder import label
+from verifier.model.checkpoint import Checkpoint
+from verifier.model.provider_megatron import TrainerModel
+from verifier.probes.engine_state import TransferProbe, held_by, record_views
+from verifier.probes.weights_megatron import described, plan_of, record_plan, recorded
+from verifier.runs.rank_run_megatron import EngineLink
+from verifier.train.step_megatron import device_of
+
+if TYPE_CHECKING:
+    from verifier.config import EngineOptions
+
+CHUNKS = 8
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 64 << 20
+
+
+class WeightSync:
+    """Link of one rank to the engine, and the plan by which weights travel. Every method is a collective.
+
+    Args:
+        trainer: whose weights are sent.
+        source: checkpoint that the engine began with.
+        rank: this one; rank 0 talks to the engine.
+    """
+
+    def __init__(self, trainer: TrainerModel, source: Checkpoint, rank: int) -> None:
+        self._trainer, self._source, self._rank = trainer, source, rank
+        self._link = EngineLink()
+        self._open = contextlib.ExitStack()
+        self._expected: list[SourceTensor] = []
+
+    def connect(self, socket: str, options: EngineOptions, transport: str, deadline_s: float) -> None:
+        """Connect to the engine, and derive the chunk plan from an export.
+
+        Raises:
+            ContractError: the ranks hold different plans, so nothing is sent.
+        """
+        link, self._num_ranks = self._link, options.tp
+        link.sleep_level = options.sleep_level
+        if transport == "ipc":
+            from verifier.transport.cuda_ipc import TrainerRounds
+
+            link.rounds = TrainerRounds()
+        if self._rank == 0:
+            from verifier.transport.gloo import Listener
+
+            client = EngineClient(socket, deadline_s=deadline_s)
+            link.client = self._open.enter_context(contextlib.closing(client))
+            listener = Listener(options.tp, deadline_s=deadline_s, kind=transport)
+            link.group = self._open.enter_context(contextlib.closing(sender.connect(client, listener, link.rounds)))
+            names = self._source.names()
+            self._expected = [SourceTensor(name=name, **described(self._source.read(name))) for name in names]
+        chunk_bytes = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, self._source.num_bytes // CHUNKS))
+        self._plan = plan_of(gather_megatron.export(self._trainer), chunk_bytes)
+        number = torch.tensor(int(self._plan.digest.partition(":")[2][:15], 16), device=device_of(self._trainer))
+        greatest, least = number.clone(), number.clone()
+        dist.all_reduce(greatest, dist.ReduceOp.MAX)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        if int(greatest) != int(least):
+            raise ContractError("the ranks hold different chunk plans: nothing is sent")
+
+    def sync(self, version: int, trace: str | None, probe: Recorder | None) -> str:
+        """Poison all that the engine holds, send every weight, and record what arrived.
+
+        Args:
+            version: of the weights.
+            trace: trace directory; None records nothing.
+            probe: this rank's recorder of the trace.
+
+        Returns:
+            On rank 0, why the engine refused the transfer; empty if it did not.
+        """
+        link = self._link
+        with contextlib.ExitStack() as stack:
+            ranks: list[Probe] = [_NoProbe() for _ in range(self._num_ranks)]
+            if trace is not None and self._rank == 0:
+                closing = [contextlib.closing(Recorder(Path(trace), "engine", at)) for at in range(self._num_ranks)]
+                ranks = [stack.enter_context(recorder) for recorder in closing]
+            watch = TransferProbe(ranks, version)
+            link.transfer(self._plan, self._stream(probe, version), watch)
+            if link.client is None or probe is None:
+                return link.refused
+            probe.emit(Handover(name=f"transfer of version {version}", version=version, refused=link.refused))
+            held_by(link.client).record(ranks, version)
+            for at, slices in enumerate(link.client.checkpoint_view()):
+                record_views(ranks[at], slices, watch.sent, version)
+        return link.refused
+
+    def rest(self) -> None:
+        """Let the engine sleep while the trainer steps, if it was started so."""
+        self._link.rest()
+
+    def close(self) -> None:
+        """Leave the transfer group."""
+        self._open.close()
+
+    def _stream(self, probe: Recorder | None, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        with label("export"):
+            stream = gather_megatron.export(self._trainer)
+            if probe is None:
+                yield from stream
+                return
+            for item in self._expected:
+                probe.emit(item)
+            record_plan(probe, self._plan, entries=self._rank == 0)
+            yield from recorded(probe, stream, version)
+
+
+class _NoProbe:
+    """A probe that nobody reads."""
+
+    def emit(self, record: Record, array: object = None) -> None:
+        pass
