@@ -16,6 +16,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -133,6 +134,10 @@ def discard(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def _now() -> str:
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
 @contextlib.contextmanager
 def recording(traces: Sequence[Path], manifest: Manifest) -> Iterator[Callable[[Path], None]]:
     """Make trace directories, which are absent or empty, with this manifest; yields what marks one as complete.
@@ -140,9 +145,10 @@ def recording(traces: Sequence[Path], manifest: Manifest) -> Iterator[Callable[[
     A usage error removes those that are not complete, any other error marks them.
     """
     incomplete: list[Path] = []
+    manifest = replace(manifest, began=_now())
 
     def finish(trace: Path) -> None:
-        complete(trace, manifest)
+        complete(trace, replace(manifest, ended=_now()))
         incomplete.remove(trace)
 
     try:
@@ -155,5 +161,5 @@ def recording(traces: Sequence[Path], manifest: Manifest) -> Iterator[Callable[[
         raise
     except (VerifierError, Stopped) as problem:
         for trace in incomplete:
-            fail(trace, manifest, str(problem))
+            fail(trace, replace(manifest, ended=_now()), str(problem))
         raise

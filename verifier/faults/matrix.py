@@ -6,14 +6,13 @@ The ledger has a line of JSON a trial, appended as it ends, so that a matrix can
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,6 +22,7 @@ from verifier.errors import UsageError
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import Fault
 from verifier.platform.pins import PINS, installed
+from verifier.platform.provenance import Code, this_code
 
 if TYPE_CHECKING:
     from verifier.faults.trial import TrialResult
@@ -125,15 +125,6 @@ def fill(ledger: Path, faults: Sequence[Fault], write: Callable[[str], None]) ->
     return run_trials(missing, write, record=lambda done: append(ledger, [row_of(done, code)]))
 
 
-class Code(NamedTuple):
-    """Version of this package that ran."""
-
-    commit: str
-    """Short commit; ends in ``+`` where the package's files differ from it, and is empty outside of a checkout."""
-    tree: str
-    """Git tree of the package, which commits that leave the package as it is share; empty where it is not known."""
-
-
 class TrialRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Result of one trial."""
 
@@ -160,19 +151,6 @@ class TrialRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     engine: str
     versions: dict[str, str]
     """Upstream distributions and their versions."""
-
-
-def this_code() -> Code:
-    """The commit and the tree of the package that is imported."""
-    package = Path(__file__).parents[1]
-    try:
-        commit, tree, changed = (
-            subprocess.run(["git", *words], cwd=package, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603, S607
-            for words in (("rev-parse", "--short=7", "HEAD"), ("rev-parse", "HEAD:./"), ("status", "--porcelain", "."))
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return Code("", "")
-    return Code(f"{commit}+", "") if changed else Code(commit, tree)
 
 
 def _row(fault: Fault, **found: Any) -> TrialRow:
