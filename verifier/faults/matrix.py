@@ -80,7 +80,7 @@ def run_trials(
 ) -> ExitCode:
     """Run trials, and write and record each as it ends: HOLDS if all of them are passed, else VIOLATED.
 
-    The traces go to the folder `keep`, or are thrown away.
+    The traces of faulted runs go to the folder `keep`, or are thrown away.
     """
     from verifier.faults.trial import Trials
 
@@ -89,7 +89,7 @@ def run_trials(
         for fault in sorted(faults, key=_resources):
             result = trials.trial(fault)
             record(result)
-            write(line_of(result))
+            write(line_of(result) + (_where(result) if keep is not None else ""))
             passed += not result.failures
     write(f"{passed} of {len(faults)} faults caught in the right stage, {time.monotonic() - began:.0f} s\n")
     return ExitCode.HOLDS if passed == len(faults) else ExitCode.VIOLATED
@@ -110,6 +110,12 @@ def line_of(result: TrialResult) -> str:
         reasons.append("the faulted run ended early: " + result.crashed.splitlines()[0])
     line = f"{verdict:<10}  {result.fault.id}: {where}, by {checks} ({result.duration_s:.0f} s)\n"
     return line + textwrap.indent("".join(f"{reason}\n" for reason in reasons), " " * 12)
+
+
+def _where(result: TrialResult) -> str:
+    """Place of a faulted run's trace, and the command that judges it."""
+    size = sum(file.stat().st_size for file in result.trace.rglob("*") if file.is_file())
+    return f"{'':12}trace: `{result.trace}` ({size / 1e6:.1f} MB)\n{'':12}next: `verifier replay {result.trace}`\n"
 
 
 def fill(ledger: Path, faults: Sequence[Fault], write: Callable[[str], None]) -> ExitCode:

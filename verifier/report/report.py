@@ -44,6 +44,12 @@ class Report:
         return [item for _, _, item in sorted(found, key=lambda entry: entry[:2])]
 
     @property
+    def compared_nothing(self) -> bool:
+        """True if checks ran, had what they need, and none of them compared anything."""
+        ran = [item for item in self.outcomes if item.error is None and not item.not_recorded]
+        return bool(ran) and not any(item.num_compared for item in self.outcomes)
+
+    @property
     def resembles(self) -> Resemblance | None:
         """Faults that violate the same checks, first in the same stage; None where the run was not judged whole."""
         violated = self.violated
