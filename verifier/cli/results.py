@@ -138,6 +138,8 @@ def run_and_judge(
     except UsageError:
         raise
     except VerifierError:
+        if (trace / "logs").is_dir():
+            print(f"verifier: logs of the run's processes are in `{trace / 'logs'}`", file=sys.stderr)
         left_a_trace = (trace / "manifest.json").exists()
         if left_a_trace and judge_trace(trace, json=json, junit=junit, detail=detail) == ExitCode.VIOLATED:
             return ExitCode.VIOLATED

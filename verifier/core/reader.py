@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 MANIFEST = "manifest.json"
-FOLDERS = {"evidence": ".jsonl", "arrays": ".safetensors"}
+FOLDERS = {"evidence": ".jsonl", "arrays": ".safetensors", "logs": ".log"}
 """Folders of a trace, and the suffix of the files in each."""
 KEPT_BYTES = 64 * 2**20
 """Contents of files that are kept in memory from the look at their digests to the checks, of one trace."""
