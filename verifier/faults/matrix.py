@@ -113,9 +113,11 @@ def line_of(result: TrialResult) -> str:
 
 
 def _where(result: TrialResult) -> str:
-    """Place of a faulted run's trace, and the command that judges it."""
+    """Place of what a faulted run left, and the command that judges it; of a training run, its last step's trace."""
+    traces = sorted(file.parent for file in result.trace.rglob("manifest.json"))
+    replay = f"{'':12}next: `verifier replay {traces[-1]}`\n" if traces else ""
     size = sum(file.stat().st_size for file in result.trace.rglob("*") if file.is_file())
-    return f"{'':12}trace: `{result.trace}` ({size / 1e6:.1f} MB)\n{'':12}next: `verifier replay {result.trace}`\n"
+    return f"{'':12}trace: `{result.trace}` ({size / 1e6:.1f} MB)\n" + replay
 
 
 def fill(ledger: Path, faults: Sequence[Fault], write: Callable[[str], None]) -> ExitCode:

@@ -50,7 +50,7 @@ class TrialResult:
     """Error that ended the faulted run early, if one did."""
     duration_s: float
     trace: Path
-    """Trace of the faulted run; gone with the trials unless they are kept."""
+    """Trace of the faulted run, or folder of a training run; gone with the trials unless they are kept."""
 
     @property
     def failures(self) -> list[str]:
@@ -139,14 +139,15 @@ class Trials:
             self._progress(f"clean training run of {fault.model} on {fault.mesh.label()}")
             self._trained[key] = run_training(fault, self._new_folder(fault, "clean"), launcher, self._progress)
         self._progress(f"{fault.id}: faulted and healed")
-        faulted = run_training(fault, self._new_folder(fault, "faulted"), launcher, self._progress, inject=True)
+        folder = self._new_folder(fault, "faulted")
+        faulted = run_training(fault, folder, launcher, self._progress, inject=True)
         healed = run_training(fault, self._new_folder(fault, "healed"), launcher, self._progress)
         clean = self._trained[key]
         return TrialResult(
             fault=fault, fired=faulted.fired, clean=clean.verdict, caught=faulted.caught,
             first_bad=min(faulted.bad, key=lambda item: item.place, default=None), healed=healed.verdict,
             healed_differs="" if healed.weights == clean.weights else "the weights of the last step",
-            crashed=faulted.crashed, duration_s=time.monotonic() - began,
+            crashed=faulted.crashed, duration_s=time.monotonic() - began, trace=folder,
         )  # fmt: skip
 
     def _new_folder(self, fault: Fault, name: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ class Code(NamedTuple):
     """Git tree of the package, which commits that leave the package as it is share; empty where it is not known."""
 
 
+@cache
 def this_code() -> Code:
     """The commit and the tree of the package that is imported."""
     package = Path(__file__).parents[1]

@@ -45,7 +45,7 @@ def manifest_of(
     refuse_impossible(sizes, run)
     manifest = Manifest(
         command="golden" if isinstance(config, GoldenConfig) else "roundtrip",
-        command_line=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command_line=shlex.join(["verifier", *sys.argv[1:]]),
         verifier=__version__,
         commit=this_code().commit,
         host=host(),

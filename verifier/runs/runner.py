@@ -157,7 +157,7 @@ class Runner:
         return self.resources.engine(asked, Deadline(config.timeout_s))
 
     def _logs(self, work: str) -> Callable[[], dict[str, bytes]]:
-        """What reads the logs of a run's ranks and engines."""
+        """A reader of the logs of a run's ranks and engines."""
         ranks = Path(work) / "ranks"
         return lambda: {file.stem: end_of(file) for file in sorted(ranks.glob("*.log"))} | self.resources.engine_logs()
 
