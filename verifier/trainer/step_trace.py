@@ -7,7 +7,7 @@ import sys
 
 import msgspec
 
-from verifier import __version__
+import verifier
 from verifier.config.training import TrainConfig
 from verifier.core.manifest import Manifest, MeshSizes, Scope
 from verifier.platform.pins import PINS, installed
@@ -27,7 +27,7 @@ def step_manifest(config: TrainConfig, model: ModelUnderTest) -> Manifest:
     if "replicas" in model.layout_scopes:
         scopes.append("replicas")
     return Manifest(
-        command="train", command_line=shlex.join(["verifier", *sys.argv[1:]]), verifier=__version__,
+        command="train", command_line=shlex.join(["verifier", *sys.argv[1:]]), verifier=verifier.__version__,
         commit=this_code().commit, host=host(), gpus=gpu_names(model.tier), model=config.model,
         dtype=model.dtype, mesh=msgspec.convert(model.mesh.to_dict(), MeshSizes), world_size=model.mesh.world_size,
         tier=model.tier, versions={name: found for name in PINS if (found := installed(name)) is not None},
