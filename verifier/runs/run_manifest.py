@@ -6,7 +6,6 @@ import dataclasses
 import shlex
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import cast
 
 import msgspec
