@@ -38,6 +38,13 @@ STARTS_APART_S = 1.0
 """Between two starts, so that the first finds its ports and compiles what the others then read from the cache."""
 
 
+def named(visible: Sequence[int]) -> list[str]:
+    """The GPUs that torch counts so, as a scheduler that gave this process some of the host's named them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in given.split(",")] if given else []
+    return [names[place] if names else str(place) for place in visible]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One pytest process."""
@@ -70,7 +77,7 @@ class Task:
                 stdout=log, stderr=subprocess.STDOUT,
                 env={
                     **os.environ,
-                    "CUDA_VISIBLE_DEVICES": ",".join(map(str, visible)),
+                    "CUDA_VISIBLE_DEVICES": ",".join(named(visible)),
                     "VERIFIER_GPU_RESULTS": str(results / f"{self.name}.part"),
                     **({TURN: str(results / "turn")} if self.timed else {}),
                 },

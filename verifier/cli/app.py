@@ -18,7 +18,18 @@ import typer
 
 from verifier.cli import faults as cli_faults
 from verifier.cli.command import configured
-from verifier.cli.results import JsonOption, JunitOption, judge_trace, require_results, run_and_judge, show
+from verifier.cli.results import (
+    STDOUT,
+    JsonOption,
+    JunitOption,
+    QuietOption,
+    VerboseOption,
+    detail_of,
+    judge_trace,
+    require_results,
+    run_and_judge,
+    show,
+)
 from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig, TrainConfig
 from verifier.core.finding import ExitCode
 from verifier.core.outputs import printable
@@ -37,38 +48,73 @@ app = typer.Typer(
     help="Judge every hand-over of an RL post-training stack: Megatron trains, Bridge exports, vLLM samples.",
     epilog="Exit codes: 0 holds, 1 violated, 2 inconclusive, 3 internal error, 4 usage.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.add_typer(cli_faults.app, name="faults")
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        from verifier import __version__
+        from verifier.platform.provenance import this_code
+
+        commit = this_code().commit
+        show(f"verifier {__version__}" + (f", commit {commit}\n" if commit else "\n"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Options of the command line as a whole."""
+
+
 @app.command()
 @configured
-def golden(config: GoldenConfig, json: JsonOption = None, junit: JunitOption = None) -> int:
+def golden(
+    config: GoldenConfig,
+    json: JsonOption = None,
+    junit: JunitOption = None,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+) -> int:
     """Load on a mesh, export, compare with the source bit by bit."""
     require_results(json, junit)
+    detail = detail_of(quiet, verbose)
     from verifier.runs.golden import write_manifest
     from verifier.runs.runner import Runner, run_once
 
     run = functools.partial(run_once, Runner.golden, config)
-    code = run_and_judge("golden", run, config.trace, json=json, junit=junit)
+    code = run_and_judge("golden", run, config.trace, json=json, junit=junit, detail=detail)
     if config.record:
         held = code == ExitCode.HOLDS
-        show(f"\nrecorded {write_manifest(config)}\n" if held else "\nnot recorded: not every check holds\n")
+        said = f"\nrecorded {write_manifest(config)}\n" if held else "\nnot recorded: not every check holds\n"
+        if STDOUT not in (json, junit):
+            show(said)
     return code
 
 
 @app.command()
 @configured
-def roundtrip(config: RoundtripConfig, json: JsonOption = None, junit: JunitOption = None) -> int:
+def roundtrip(
+    config: RoundtripConfig,
+    json: JsonOption = None,
+    junit: JunitOption = None,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+) -> int:
     """Train, export, sync a live engine, compare; several times."""
     require_results(json, junit)
+    detail = detail_of(quiet, verbose)
     from verifier.runs.runner import Runner, run_once
 
     run = functools.partial(run_once, Runner.roundtrip, config)
-    return run_and_judge("roundtrip", run, config.trace, json=json, junit=junit)
+    return run_and_judge("roundtrip", run, config.trace, json=json, junit=junit, detail=detail)
 
 
 @app.command()
@@ -105,18 +151,23 @@ def replay(
     only: Annotated[str, typer.Option("--only", metavar="NAME", help="Only subjects whose name contains this.")] = "",
     json: JsonOption = None,
     junit: JunitOption = None,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
 ) -> int:
     """Judge a saved trace again, on any machine."""
     from verifier.cli.explain import find_check
 
     require_results(json, junit)
+    detail = detail_of(quiet, verbose)
     codes = [find_check(code).code for code in check or ()]
-    return judge_trace(trace, json=json, junit=junit, codes=codes, names=only)
+    return judge_trace(trace, json=json, junit=junit, codes=codes, names=only, detail=detail)
 
 
 @app.command()
 def explain(
-    check: Annotated[str | None, typer.Argument(help="Code or name of a check; without it, the list of all.")] = None,
+    check: Annotated[
+        str | None, typer.Argument(help="Code or name of a check, or id of a fault; without it, the list of checks.")
+    ] = None,
 ) -> int:
     """Print what a check sees, why, and what it cannot see."""
     from verifier.cli.explain import list_of_checks, page_of
@@ -165,7 +216,9 @@ def run(arguments: list[str]) -> int:
     except typer.TyperException as problem:
         message = " ".join(problem.format_message().split()).rstrip(".?")
         message = message.replace("Value error, ", "").replace(". Did you", ": did you")
-        return _refuse(f"{message[:1].lower()}{message[1:]}; see `verifier --help`", ExitCode.USAGE)
+        context = getattr(problem, "ctx", None)
+        command = context.command_path if context is not None else "verifier"
+        return _refuse(f"{message[:1].lower()}{message[1:]}; see `{command} --help`", ExitCode.USAGE)
     except UsageError as problem:
         return _refuse(" ".join(str(problem).splitlines()), problem.exit_code)
     except (VerifierError, Stopped) as problem:

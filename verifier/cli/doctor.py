@@ -18,9 +18,14 @@ TIERS: dict[str, tuple[str, ...]] = {
 }
 """Tier -> distributions that it needs, at the versions that were verified together."""
 _MENDS = {
-    "cpu": "run the command through `ci/with-env`, which installs `ci/locks/cpu.txt`",
-    "cuda": "`uv pip install --no-deps --require-hashes -r ci/locks/gpu.txt` in an environment of its own",
+    "cpu": "`rm -f .venv/locked && ci/with-env verifier doctor` makes the environment of a checkout anew",
+    "cuda": (
+        "`pip install --no-deps --require-hashes -r ci/locks/gpu.txt` in an environment of its own; docs/gpu.md builds "
+        "what has no wheel"
+    ),
 }
+"""Tier -> mend of a package that is missing or of another version."""
+_PYTHON = "install Python 3.12, for example by `uv python install 3.12`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +93,7 @@ def examine() -> Findings:
 def _gaps(tier: str, distributions: tuple[Distribution, ...], gpus: tuple[tuple[str, int, int], ...]) -> Iterator[Gap]:
     seen = ", ".join(name for name, _, _ in gpus) or "none"
     probes = [
-        (sys.version_info[:2] == (3, 12), f"Python 3.12 (this is {platform.python_version()})", _MENDS[tier]),
+        (sys.version_info[:2] == (3, 12), f"Python 3.12 (this is {platform.python_version()})", _PYTHON),
         ((platform.system(), platform.machine()) == ("Linux", "x86_64"), "Linux on x86-64", "use such a machine"),
         (
             tier != "cuda" or any(major == 9 for _, major, _ in gpus),

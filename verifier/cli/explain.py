@@ -1,13 +1,17 @@
-"""Checks as the user names them: lookup by code or name, and their pages."""
+"""Checks and faults as the user names them: lookup by code, name or id, and their pages."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
+from typing import TYPE_CHECKING
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, Check, needed
 from verifier.errors import UsageError
+
+if TYPE_CHECKING:
+    from verifier.faults.fault import Fault
 
 
 def find_check(text: str) -> Check:
@@ -26,9 +30,11 @@ def find_check(text: str) -> Check:
 
 
 def page_of(text: str) -> str:
-    """Docstring of the check that `find_check` finds, under its code and name."""
+    """Page of a check, which is its docstring under its code and name, or of a fault by its id."""
     from verifier.faults.catalog import CATALOG
 
+    if text.lower() in CATALOG:
+        return _page_of_fault(CATALOG[text.lower()])
     item = find_check(text)
     needs = ", ".join(map(needed, item.needs))
     caught = [f"{fault.id} ({fault.reproduces})" for fault in CATALOG.values() if item.code in fault.caught_by]
@@ -37,6 +43,24 @@ def page_of(text: str) -> str:
         inspect.cleandoc(item.page),
         f"Caught faults: {'; '.join(caught) or 'none in the catalogue'}.",
         f"Needs: {needs}. Scope: {item.scope}.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _page_of_fault(item: Fault) -> str:
+    from verifier.faults.fault import NO_ENGINE
+
+    checks = ", ".join(f"{code} {REGISTRY[code].name}" for code in item.caught_by)
+    engine = "no engine" if item.engine == NO_ENGINE else f"engine {item.engine}"
+    adapter = f", an adapter of rank {item.lora_rank}" if item.lora_rank else ""
+    run = f"ci/gpu -k {item.id}" if item.gpus else f"verifier faults run {item.id}"
+    parts = [
+        f"{item.id}, a re-enacted bug",
+        item.summary,
+        f"Shipped as: {item.reproduces}.",
+        f"Stage: {item.stage.label}. Checks that must catch it: {checks}.",
+        f"Trial: {item.model} on {item.mesh.label()}, {item.dtype}, {engine}, {item.cycles} cycles{adapter}.",
+        f"Run it: `{run}`",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -32,14 +32,22 @@ def run(
     ids: Annotated[
         list[str], typer.Argument(metavar="FAULT...", help="Ids of faults, as `verifier faults list` prints them.")
     ],
-    keep: Annotated[Path | None, typer.Option("--keep", metavar="DIR", help="Keep the traces here.")] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep",
+            metavar="DIR",
+            help="Keep the faulted traces here; by default in the next free traces/faults-NNNN.",
+        ),
+    ] = None,
 ) -> int:
     """Inject some, one trial each: clean, faulted, healed."""
+    from verifier.config.commands import next_trace
     from verifier.faults.matrix import chosen, run_trials
 
     faults = chosen(ids)
-    if keep is not None:
-        require_empty(keep, "--keep")
+    keep = keep or next_trace("faults")
+    require_empty(keep, "--keep")
     return run_trials(faults, show, keep=keep)
 
 

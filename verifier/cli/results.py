@@ -13,14 +13,32 @@ import typer
 from verifier.core.finding import ExitCode
 from verifier.core.outputs import require_writable, write_whole
 from verifier.errors import UsageError, VerifierError
+from verifier.report.detail import Detail
 from verifier.report.progress import Progress, shown_progress
 
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Also write the complete report as JSON.")
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Also write the complete report as JSON; `-` prints it, and no text."),
 ]
 JunitOption = Annotated[
     Path | None, typer.Option("--junit", metavar="FILE", help="Also write the report as JUnit XML, one case per check.")
 ]
+
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict and the cause alone.")]
+VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Print every finding whole.")]
+STDOUT = Path("-")
+"""File of results that stands for stdout."""
+
+
+def detail_of(quiet: bool, verbose: bool) -> Detail:
+    """Length of the text that was asked for.
+
+    Raises:
+        UsageError: both were.
+    """
+    if quiet and verbose:
+        raise UsageError("--quiet and --verbose contradict each other: give one of the two")
+    return Detail.ANSWER if quiet else Detail.WHOLE if verbose else Detail.USUAL
 
 
 def require_results(*files: Path | None) -> None:
@@ -33,7 +51,8 @@ def require_results(*files: Path | None) -> None:
     if len({file.absolute() for file in named}) < len(named):
         raise UsageError(f"`{named[0]}` is asked for twice: give each result a file of its own")
     for file in named:
-        require_writable(file)
+        if file != STDOUT:
+            require_writable(file)
 
 
 def show(text: str) -> None:
@@ -50,32 +69,52 @@ def show(text: str) -> None:
 
 
 def judge_trace(
-    path: Path, *, json: Path | None, junit: Path | None, codes: Sequence[str] = (), names: str = ""
+    path: Path,
+    *,
+    json: Path | None,
+    junit: Path | None,
+    codes: Sequence[str] = (),
+    names: str = "",
+    detail: Detail = Detail.USUAL,
 ) -> int:
     """Read a trace, run its checks, print and write what they found; returns the exit code that this calls for.
 
     Args:
         path: trace directory.
-        json: file for the complete report, or None.
-        junit: file for the JUnit report, or None.
+        json: file for the complete report, or None; `STDOUT` takes the place of the text.
+        junit: file for the JUnit report, likewise.
         codes: run just these checks.
         names: keep only comparisons whose subject contains this text.
+        detail: length of the text.
+
+    Raises:
+        UsageError: there is no trace, or nothing in it has such a name.
     """
     import verifier.checks  # noqa: F401  (fills the registry)
     from verifier.core import store
-    from verifier.report import render_json, render_junit, render_text, report_of
+    from verifier.report import for_terminal, render_json, render_junit, render_text, report_of
 
     report = report_of(store.read(path), str(path), only_codes=codes, only_names=names)
-    show(render_text(report))
-    if json is not None:
-        write_whole(json, render_json(report))
-    if junit is not None:
-        write_whole(junit, render_junit(report))
+    if names and report.compared_nothing:
+        raise UsageError(f"these checks compared nothing whose name contains `{names}`: leave --only out to see all")
+    if STDOUT not in (json, junit):
+        show(for_terminal(render_text(report, detail), sys.stdout))
+    for file, render in ((json, render_json), (junit, render_junit)):
+        if file == STDOUT:
+            show(render(report))
+        elif file is not None:
+            write_whole(file, render(report))
     return int(report.exit_code)
 
 
 def run_and_judge(
-    what: str, run: Callable[[Progress], object], trace: Path, *, json: Path | None, junit: Path | None
+    what: str,
+    run: Callable[[Progress], object],
+    trace: Path,
+    *,
+    json: Path | None,
+    junit: Path | None,
+    detail: Detail = Detail.USUAL,
 ) -> int:
     """Run something that leaves a trace, then judge the trace; also what a run that broke had recorded.
 
@@ -87,19 +126,22 @@ def run_and_judge(
         trace: trace directory.
         json: file for the complete report, as in `judge_trace`.
         junit: file for the JUnit report.
+        detail: length of the text; at the shortest, no progress is shown.
 
     Raises:
         UsageError: nothing was run.
         VerifierError: the run broke and its trace shows no violation.
     """
     try:
-        with shown_progress(what) as progress:
+        with shown_progress(what, silent=detail is Detail.ANSWER) as progress:
             run(progress)
     except UsageError:
         raise
     except VerifierError:
+        if (trace / "logs").is_dir():
+            print(f"verifier: logs of the run's processes are in `{trace / 'logs'}`", file=sys.stderr)
         left_a_trace = (trace / "manifest.json").exists()
-        if left_a_trace and judge_trace(trace, json=json, junit=junit) == ExitCode.VIOLATED:
+        if left_a_trace and judge_trace(trace, json=json, junit=junit, detail=detail) == ExitCode.VIOLATED:
             return ExitCode.VIOLATED
         raise
-    return judge_trace(trace, json=json, junit=junit)
+    return judge_trace(trace, json=json, junit=junit, detail=detail)

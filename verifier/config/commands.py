@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import msgspec
 
+from verifier.config.stored_dtype import stored_dtype
 from verifier.errors import UsageError
 from verifier.knob import check, group, knob
 from verifier.mesh import Mesh
@@ -82,12 +83,17 @@ class RunConfig(CommandConfig):
     """Knobs of a run on the ranks of a trainer."""
 
     mesh: Mesh = group(Mesh, make=Mesh.fitting)
-    dtype: str = knob("Type of the weights.", "float32", flag="--dtype", choices=DTYPES)
+    dtype: str = knob(
+        "Type of the weights; by default the one that the checkpoint's config.json names, or fp32.", "", flag="--dtype",
+        choices=DTYPES, derived=True,
+    )  # fmt: skip
     fixes: tuple[str, ...] = knob(
         "Install the fix of an upstream bug, or `all`; repeatable.", (), flag="--fix", metavar="ID", last=True
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        if not self.dtype:
+            object.__setattr__(self, "dtype", stored_dtype(self.model, DTYPES.values()))
         CommandConfig.__post_init__(self)
         require_known(self.fixes)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 MANIFEST = "manifest.json"
-FOLDERS = {"evidence": ".jsonl", "arrays": ".safetensors"}
+FOLDERS = {"evidence": ".jsonl", "arrays": ".safetensors", "logs": ".log"}
 """Folders of a trace, and the suffix of the files in each."""
 KEPT_BYTES = 64 * 2**20
 """Contents of files that are kept in memory from the look at their digests to the checks, of one trace."""
@@ -112,9 +112,11 @@ def _read_manifest(path: Path) -> Manifest:
         raise UsageError(f"`{path}` has trace format {found}, this version reads format {FORMAT}")
     try:
         manifest = msgspec.json.decode(contents, type=Manifest)
+        # As it was written: by a version with other fields, perhaps.
+        written = msgspec.json.encode({**msgspec.json.decode(contents), "digest": ""})
     except _UNREADABLE as problem:
         raise UsageError(f"{file} is damaged: {problem}") from problem
-    if manifest.digest != _own_digest(manifest):
+    if manifest.digest != digest_of(written):
         raise UsageError(f"{file} is damaged: it is not what the run wrote")
     return manifest
 

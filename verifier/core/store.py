@@ -5,6 +5,7 @@ Layout of a trace directory::
     manifest.json                  identity of the run; digests of all other files once the run has finished writing
     evidence/<role>-<rank>.jsonl   one record a line, appended and flushed as it is seen
     arrays/<key>.safetensors       the arrays of one record, written aside and renamed
+    logs/<process>.log             of a run that broke: the ends of its processes' logs
 
 A run that dies leaves every line but possibly the last readable, and "complete": false.
 """
@@ -16,6 +17,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -133,16 +135,32 @@ def discard(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def _keep(trace: Path, logs: Mapping[str, bytes]) -> None:
+    """Put logs beside the evidence; a full disk costs the logs and not the error that they belong to."""
+    with contextlib.suppress(OSError):
+        for name, contents in logs.items():
+            (trace / "logs").mkdir(exist_ok=True)
+            (trace / "logs" / f"{name}.log").write_bytes(contents)
+
+
+def _now() -> str:
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
 @contextlib.contextmanager
-def recording(traces: Sequence[Path], manifest: Manifest) -> Iterator[Callable[[Path], None]]:
+def recording(
+    traces: Sequence[Path], manifest: Manifest, logs: Callable[[], Mapping[str, bytes]] = dict
+) -> Iterator[Callable[[Path], None]]:
     """Make trace directories, which are absent or empty, with this manifest; yields what marks one as complete.
 
-    A usage error removes those that are not complete, any other error marks them.
+    A usage error removes those that are not complete. Any other error marks them, and they get the `logs`: contents by
+    the name of a process, asked for then.
     """
     incomplete: list[Path] = []
+    manifest = replace(manifest, began=_now())
 
     def finish(trace: Path) -> None:
-        complete(trace, manifest)
+        complete(trace, replace(manifest, ended=_now()))
         incomplete.remove(trace)
 
     try:
@@ -154,6 +172,8 @@ def recording(traces: Sequence[Path], manifest: Manifest) -> Iterator[Callable[[
             discard(trace)
         raise
     except (VerifierError, Stopped) as problem:
+        found = logs() if incomplete else {}
         for trace in incomplete:
-            fail(trace, manifest, str(problem))
+            _keep(trace, found)
+            fail(trace, replace(manifest, ended=_now()), str(problem))
         raise

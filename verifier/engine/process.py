@@ -15,7 +15,7 @@ import msgspec
 from verifier.engine.api import EngineConfig
 from verifier.engine.client import EngineClient, EngineGone
 from verifier.errors import UsageError
-from verifier.launch.child import last_lines, spawn
+from verifier.launch.child import end_of, last_lines, spawn
 from verifier.launch.fork_server import ForkServer
 
 VLLM_ENVIRONMENT = {
@@ -60,7 +60,7 @@ class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
     """
 
     def __init__(self, config: EngineConfig, fork_server: ForkServer | None = None, name: str = "the engine") -> None:
-        self.config, self._name = config, name
+        self.config, self._name, self._last_log = config, name, b""
         folder = Path(tempfile.mkdtemp(prefix="verifier-engine-"))
         self.socket_path, self._log = folder / "socket", folder / "engine.log"
         arguments = {"socket_path": str(self.socket_path), "config": msgspec.json.encode(config).decode()}
@@ -103,9 +103,14 @@ class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
             if time.monotonic() > until:
                 raise EngineGone(f"{self._name} did not listen within {_LISTEN_S:g} s{last_lines(self._log)}")
 
+    def log(self) -> bytes:
+        """The end of what the server and its workers wrote, after the end of the engine too."""
+        return end_of(self._log) if self._log.is_file() else self._last_log
+
     def stop(self) -> None:
-        """End the server and all its workers; nothing is left, whatever state they are in."""
+        """End the server and all its workers; nothing is left but the log, whatever state they are in."""
         self._server.stop(_GRACE_S)
+        self._last_log = self.log()
         shutil.rmtree(self.socket_path.parent, ignore_errors=True)
 
     def __exit__(self, *error: object) -> None:

@@ -6,14 +6,13 @@ The ledger has a line of JSON a trial, appended as it ends, so that a matrix can
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,6 +22,7 @@ from verifier.errors import UsageError
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import Fault
 from verifier.platform.pins import PINS, installed
+from verifier.platform.provenance import Code, this_code
 
 if TYPE_CHECKING:
     from verifier.faults.trial import TrialResult
@@ -80,7 +80,7 @@ def run_trials(
 ) -> ExitCode:
     """Run trials, and write and record each as it ends: HOLDS if all of them are passed, else VIOLATED.
 
-    The traces go to the folder `keep`, or are thrown away.
+    The traces of faulted runs go to the folder `keep`, or are thrown away.
     """
     from verifier.faults.trial import Trials
 
@@ -89,7 +89,7 @@ def run_trials(
         for fault in sorted(faults, key=_resources):
             result = trials.trial(fault)
             record(result)
-            write(line_of(result))
+            write(line_of(result) + (_where(result) if keep is not None else ""))
             passed += not result.failures
     write(f"{passed} of {len(faults)} faults caught in the right stage, {time.monotonic() - began:.0f} s\n")
     return ExitCode.HOLDS if passed == len(faults) else ExitCode.VIOLATED
@@ -112,6 +112,14 @@ def line_of(result: TrialResult) -> str:
     return line + textwrap.indent("".join(f"{reason}\n" for reason in reasons), " " * 12)
 
 
+def _where(result: TrialResult) -> str:
+    """Place of what a faulted run left, and the command that judges it; of a training run, its last step's trace."""
+    traces = sorted(file.parent for file in result.trace.rglob("manifest.json"))
+    replay = f"{'':12}next: `verifier replay {traces[-1]}`\n" if traces else ""
+    size = sum(file.stat().st_size for file in result.trace.rglob("*") if file.is_file())
+    return f"{'':12}trace: `{result.trace}` ({size / 1e6:.1f} MB)\n" + replay
+
+
 def fill(ledger: Path, faults: Sequence[Fault], write: Callable[[str], None]) -> ExitCode:
     """Run the trials that a ledger lacks for the code that is checked out, and append a row as each ends.
 
@@ -123,15 +131,6 @@ def fill(ledger: Path, faults: Sequence[Fault], write: Callable[[str], None]) ->
     if not missing:
         return ExitCode.HOLDS
     return run_trials(missing, write, record=lambda done: append(ledger, [row_of(done, code)]))
-
-
-class Code(NamedTuple):
-    """Version of this package that ran."""
-
-    commit: str
-    """Short commit; ends in ``+`` where the package's files differ from it, and is empty outside of a checkout."""
-    tree: str
-    """Git tree of the package, which commits that leave the package as it is share; empty where it is not known."""
 
 
 class TrialRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -160,19 +159,6 @@ class TrialRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     engine: str
     versions: dict[str, str]
     """Upstream distributions and their versions."""
-
-
-def this_code() -> Code:
-    """The commit and the tree of the package that is imported."""
-    package = Path(__file__).parents[1]
-    try:
-        commit, tree, changed = (
-            subprocess.run(["git", *words], cwd=package, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603, S607
-            for words in (("rev-parse", "--short=7", "HEAD"), ("rev-parse", "HEAD:./"), ("status", "--porcelain", "."))
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return Code("", "")
-    return Code(f"{commit}+", "") if changed else Code(commit, tree)
 
 
 def _row(fault: Fault, **found: Any) -> TrialRow:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 import tempfile
 import time
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class TrialResult:
     crashed: str
     """Error that ended the faulted run early, if one did."""
     duration_s: float
+    trace: Path
+    """Trace of the faulted run, or folder of a training run; gone with the trials unless they are kept."""
 
     @property
     def failures(self) -> list[str]:
@@ -68,7 +71,8 @@ class TrialResult:
 class Trials:
     """Trials of any number of faults on the same resources; those of one config share its clean run.
 
-    Each step is a line of text for `progress`. The traces go to the folder `keep`, or are thrown away.
+    Each step is a line of text for `progress`. The traces of faulted runs go to the folder `keep`, or are thrown
+    away with those of the other runs.
     """
 
     def __init__(self, progress: Progress, keep: Path | None = None) -> None:
@@ -97,7 +101,9 @@ class Trials:
         key = (fault.engine, config)
         if key not in self._clean:
             self._progress(f"clean run of {fault.model} on {fault.mesh.label()}, engine {fault.engine}")
-            self._clean[key] = _judged(self._run(config, fault, ["clean"])["clean"])
+            trace = self._run(config, fault, ["clean"])["clean"]
+            self._clean[key] = _judged(trace)
+            shutil.rmtree(trace.parent, ignore_errors=True)
         clean, clean_trace = self._clean[key]
         self._progress(f"{fault.id}: faulted and healed")
         crashed = ""
@@ -109,6 +115,9 @@ class Trials:
             traces |= self._run(config, fault, ["healed"])
         report, _ = _judged(traces["faulted"])
         healed, healed_trace = _judged(traces["healed"])
+        difference = _difference(healed_trace, clean_trace)
+        for phase in traces.keys() - {"faulted"}:
+            shutil.rmtree(traces[phase].parent, ignore_errors=True)
         bad = [item for outcome in report.outcomes if outcome.finding for item in outcome.finding.bad]
         return TrialResult(
             fault=fault,
@@ -117,9 +126,10 @@ class Trials:
             caught=tuple(item.code for item in report.outcomes if item.verdict is Verdict.VIOLATED),
             first_bad=min(bad, key=lambda item: item.place, default=None),
             healed=healed.verdict,
-            healed_differs=_difference(healed_trace, clean_trace),
+            healed_differs=difference,
             crashed=crashed,
             duration_s=time.monotonic() - began,
+            trace=traces["faulted"],
         )
 
     def _training_trial(self, fault: Fault, began: float) -> TrialResult:
@@ -129,14 +139,15 @@ class Trials:
             self._progress(f"clean training run of {fault.model} on {fault.mesh.label()}")
             self._trained[key] = run_training(fault, self._new_folder(fault, "clean"), launcher, self._progress)
         self._progress(f"{fault.id}: faulted and healed")
-        faulted = run_training(fault, self._new_folder(fault, "faulted"), launcher, self._progress, inject=True)
+        folder = self._new_folder(fault, "faulted")
+        faulted = run_training(fault, folder, launcher, self._progress, inject=True)
         healed = run_training(fault, self._new_folder(fault, "healed"), launcher, self._progress)
         clean = self._trained[key]
         return TrialResult(
             fault=fault, fired=faulted.fired, clean=clean.verdict, caught=faulted.caught,
             first_bad=min(faulted.bad, key=lambda item: item.place, default=None), healed=healed.verdict,
             healed_differs="" if healed.weights == clean.weights else "the weights of the last step",
-            crashed=faulted.crashed, duration_s=time.monotonic() - began,
+            crashed=faulted.crashed, duration_s=time.monotonic() - began, trace=folder,
         )  # fmt: skip
 
     def _new_folder(self, fault: Fault, name: str) -> Path:

@@ -157,6 +157,14 @@ def resolve(name: str) -> Callable[..., Any]:
     return function
 
 
+def end_of(log: Path, num_bytes: int = 1 << 20) -> bytes:
+    """The last bytes of a log; nothing of one that is gone."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
+        return file.read()
+    return b""
+
+
 def last_lines(log: Path | IO[bytes]) -> str:
     """The end of a log as the end of an error's sentence; empty if there is none."""
     if isinstance(log, Path):

@@ -11,9 +11,9 @@ Progress = Callable[[str], None]
 
 
 @contextlib.contextmanager
-def shown_progress(what: str) -> Iterator[Progress]:
-    """A spinner with `what` runs, its step and the time so far on a terminal's stderr; silent if that is a file."""
-    if not sys.stderr.isatty():
+def shown_progress(what: str, *, silent: bool = False) -> Iterator[Progress]:
+    """A spinner with `what` runs, its step and the time so far on a terminal's stderr; none if that is a file."""
+    if silent or not sys.stderr.isatty():
         yield lambda text: None
         return
     from rich.console import Console

@@ -14,6 +14,8 @@ from verifier.core.finding import Outcome, Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.outputs import printable
 from verifier.core.stage import Stage
+from verifier.report.grouping import grouped
+from verifier.report.header import located, provenance
 from verifier.report.render_text import first_line, render_outcome
 from verifier.report.report import Report, explanation, stack_lines, why_it_ended
 
@@ -28,12 +30,29 @@ def render_json(report: Report) -> str:
         "run": msgspec.to_builtins(report.manifest),
         "outcomes": [_outcome(item, report.manifest) for item in report.outcomes],
         "not_judged": list(report.manifest.not_judged),
+        "resembles": [msgspec.to_builtins(item) for item in alike.faults] if (alike := report.resembles) else [],
+        "cause": _cause(report),
         "ended_by": why_it_ended(report.manifest),
         "switched_off": list(report.switched_off),
         "out_of_scope": list(report.out_of_scope),
     }
     del found["run"]["files"]  # digests of the trace's files; the manifest's own stands for them
     return json.dumps(found, indent=1, allow_nan=False) + "\n"
+
+
+def _cause(report: Report) -> dict[str, Any] | None:
+    """The first violation that data met; None if nothing is violated."""
+    if not report.violated or (finding := report.violated[0].finding) is None:
+        return None
+    first = finding.first
+    return {
+        "code": report.violated[0].code,
+        "stage": first.stage.label,
+        "version": first.version,
+        "what": first.what,
+        "owner": located(first.owner, report.manifest),
+        "kinds": grouped({item.what for item in finding.bad or (first,)}),
+    }
 
 
 def _outcome(outcome: Outcome, manifest: Manifest) -> dict[str, Any]:
@@ -71,7 +90,7 @@ def render_junit(report: Report) -> str:
         errors=str(verdicts.count(Verdict.INCONCLUSIVE)),
         skipped=str(len(report.switched_off)),
     )
-    if lines := stack_lines(report.manifest):
+    if lines := [*stack_lines(report.manifest), *provenance(report.manifest)]:
         properties = ElementTree.SubElement(suite, "properties")
         for name, value in lines:
             ElementTree.SubElement(properties, "property", name=name, value=printable(value))

@@ -3,45 +3,73 @@
 from __future__ import annotations
 
 import re
-
-import msgspec
+from collections.abc import Sequence
 
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Finding, Outcome, Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.outputs import printable
-from verifier.knob import flat
-from verifier.mesh import Mesh
-from verifier.report.report import Report, explanation, stack_lines, why_it_ended
+from verifier.report.detail import Detail
+from verifier.report.grouping import grouped
+from verifier.report.header import header, located
+from verifier.report.report import Report, explanation, why_it_ended
 
 MAX_FINDINGS = 20
 """Findings in one text; the number left out is stated, and JSON holds all."""
 _DIGEST = re.compile(r"\b([a-z][a-z0-9]*:[0-9a-f]{6})[0-9a-f]{2,}\b")
 _LABELS = {Verdict.HOLDS: "holds", Verdict.INCONCLUSIVE: "INCONCLUSIVE", Verdict.VIOLATED: "VIOLATED"}
-_CONFIG_KEYS = {
-    "dtype": "dtype", "engine": "engine.kind", "engine_tp": "engine.tp", "cycles": "cycles", "update": "update",
-    "seed": "seed", "against": "against",
-}  # fmt: skip
-"""Label in the header -> key of the config."""
+_LEGEND = "vd1: 6 of the 32 digits of a digest of a tensor's bytes; equal digests, equal bits"
 
 
-def render_text(report: Report) -> str:
-    """The whole report: identity, one line per check, a block per check that does not hold, the verdict."""
-    parts = [_identity(report.manifest), _table(report)]
-    not_holding = [item for item in report.outcomes if item.verdict is not Verdict.HOLDS]
-    not_holding.sort(key=_cause_first)
-    parts += [render_outcome(item, report.trace, report.manifest) for item in not_holding[:MAX_FINDINGS]]
-    if len(not_holding) > MAX_FINDINGS:
-        parts.append(f"{len(not_holding) - MAX_FINDINGS} more findings are left out here; `--json` holds all")
-    parts.append(_conclusion(report))
+def render_text(report: Report, detail: Detail = Detail.USUAL) -> str:
+    """The report: identity, one line per check, what went wrong first, what came of it, the verdict, the cause."""
+    if detail is Detail.ANSWER:
+        return _answer(report) + "\n"
+    roots, later = _split(report.violated)
+    if detail is Detail.WHOLE:
+        roots, later = [*roots, *later], []
+    parts = [_broke(report), header(report.manifest), _table(report)]
+    parts += [render_outcome(item, report.trace, report.manifest) for item in roots[:MAX_FINDINGS]]
+    if len(roots) > MAX_FINDINGS:
+        parts.append(f"{len(roots) - MAX_FINDINGS} more findings are left out here; `--json` holds all")
+    parts += [_folded(later), _not_judged(report)]
+    if any("vd1:" in part for part in parts):
+        parts.append(_LEGEND)
+    parts.append(_answer(report))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _cause_first(outcome: Outcome) -> tuple[bool, tuple[int, bool, int], str]:
-    """Violations in the order in which data met them, so that a cause stands before its consequences."""
-    if outcome.finding is None:
-        return True, (0, False, 0), outcome.code
-    return False, outcome.finding.first.place, outcome.code
+def _split(violated: Sequence[Outcome]) -> tuple[list[Outcome], list[Outcome]]:
+    """Split violations into those where data first went wrong, and those in later stages or versions."""
+    places = [item.finding.first.place for item in violated if item.finding]
+    return (
+        [item for item, place in zip(violated, places, strict=True) if place == places[0]],
+        [item for item, place in zip(violated, places, strict=True) if place != places[0]],
+    )
+
+
+def _folded(later: Sequence[Outcome]) -> str:
+    """One line for each violation that data met after the first bad stage."""
+    if not later:
+        return ""
+    lines = ["after it in the flow of data, so perhaps its consequences (`-v` shows each whole):"]
+    return "\n".join([*lines, *(f"  {first_line(item)}" for item in later)])
+
+
+def _not_judged(report: Report) -> str:
+    """One line on all that could not be judged."""
+    unsure = [item for item in report.outcomes if item.verdict is Verdict.INCONCLUSIVE]
+    said = "; ".join(f"{item.code} ({_why_unsure(item)})" for item in unsure)
+    return printable(f"not judged: {said}") if unsure else ""
+
+
+def _broke(report: Report) -> str:
+    """Line on what ended a run that did not finish."""
+    manifest = report.manifest
+    if manifest.complete or not manifest.failure:
+        return ""
+    bug = why_it_ended(manifest)
+    return printable(f"the run broke: {_in_one_line(manifest.failure)}" + (f"; {bug}" if bug else ""))
 
 
 def first_line(outcome: Outcome) -> str:
@@ -58,12 +86,13 @@ def render_outcome(outcome: Outcome, trace: str, manifest: Manifest) -> str:
         hint = explanation(outcome, manifest) or first.hint
         fields = [
             ("where", f"{finding.first_bad_stage.label}, version {first.version}, `{first.what}`"),
-            ("owner", first.owner),
+            ("owner", located(first.owner, manifest)),
             ("expected", _cut(first.expected)),
             ("actual", _cut(first.actual)),
             ("mismatched", first.mismatched),
             ("allowed", first.allowed),
             ("spread", _spread(finding)),
+            ("kinds", _kinds(finding)),
         ]
     fields.append(("coverage", _coverage(outcome)))
     fields.append(("replay", f"`verifier replay {trace} --check {outcome.code}{only}`"))
@@ -77,13 +106,23 @@ def _sentence(outcome: Outcome) -> str:
         sentence = _cut(first.sentence) or f"`{first.what}` is not what was expected"
         count = outcome.finding.count
         return sentence + (f" (the first of {count:,})" if count > 1 else "")
-    if outcome.error is not None:
-        return f"inconclusive, the check itself broke: {outcome.error}"
-    if outcome.not_recorded:
-        return f"inconclusive, the run recorded no {', no '.join(outcome.not_recorded)}"
-    if not outcome.num_compared:
-        return "inconclusive, there was nothing to compare"
+    if outcome.verdict is Verdict.INCONCLUSIVE:
+        return f"inconclusive, {_why_unsure(outcome)}"
     return f"holds, {outcome.num_compared:,} compared"
+
+
+def _why_unsure(outcome: Outcome) -> str:
+    if outcome.error is not None:
+        return f"the check itself broke: {outcome.error}"
+    if outcome.not_recorded:
+        return f"the run recorded no {', no '.join(outcome.not_recorded)}"
+    return "there was nothing to compare"
+
+
+def _kinds(finding: Finding) -> str:
+    """Kinds of what is wrong, where there are several."""
+    names = {item.what for item in finding.bad}
+    return grouped(names) if len(names) > 1 else ""
 
 
 def _spread(finding: Finding) -> str:
@@ -117,27 +156,6 @@ def _in_one_line(failure: str) -> str:
     return f"{lines[0]} {lines[-1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
 
 
-def _identity(manifest: Manifest) -> str:
-    config = manifest.config
-    lines = [f"verifier {manifest.command} {config.get('model', '')}".rstrip()]
-    if manifest.mesh is not None:
-        mesh = Mesh(**msgspec.structs.asdict(manifest.mesh))
-        lines[0] += f" on {mesh.label()}"
-        if mesh.world_size > 1:
-            gpus = manifest.num_gpus
-            shared = f" on {gpus} {'GPU' if gpus == 1 else 'GPUs'}" if 0 < gpus < manifest.world_size else ""
-            lines[0] += f" ({mesh.world_size} ranks{shared})"
-    stated = [f"tier {manifest.tier}"] if manifest.tier else []
-    knobs = flat(config)
-    stated += [f"{label} {knobs[key]}" for label, key in _CONFIG_KEYS.items() if knobs.get(key) is not None]
-    if stated:
-        lines.append("  " + ", ".join(stated))
-    if manifest.versions:
-        lines.append("  " + ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())))
-    lines += (f"  {name}: {value}" for name, value in stack_lines(manifest))
-    return "\n".join(map(printable, lines))
-
-
 def _table(report: Report) -> str:
     wide = max((len(item.name) for item in report.outcomes), default=0)
     lines = [
@@ -148,6 +166,21 @@ def _table(report: Report) -> str:
     return "\n".join([*lines, *(f"  {why}: {', '.join(codes)}" for why, codes in left_out.items() if codes)])
 
 
+def _answer(report: Report) -> str:
+    """The end of a report: the verdict, known faults that show alike, and the cause."""
+    lines = [_conclusion(report)]
+    if report.violated:
+        if alike := report.resembles:
+            lines.append(printable(f"resembles: {alike}"))
+        first = report.violated[0]
+        assert first.finding is not None
+        found = first.finding.first
+        where = f"{first.finding.first_bad_stage.label}, version {found.version}, `{found.what}`"
+        owner = located(found.owner, report.manifest)
+        lines.append(printable(f"cause: {first.code} {first.name}: {where}" + (f", {owner}" if owner else "")))
+    return "\n".join(lines)
+
+
 def _conclusion(report: Report) -> str:
     counts = {verdict: sum(item.verdict is verdict for item in report.outcomes) for verdict in Verdict}
     total = len(report.outcomes)
@@ -155,7 +188,7 @@ def _conclusion(report: Report) -> str:
     if report.verdict is Verdict.HOLDS:
         said = [f"holds: {total} of {total} checks hold"]
     elif report.verdict is Verdict.VIOLATED:
-        first = min(report.outcomes, key=_cause_first).finding
+        first = report.violated[0].finding
         assert first is not None
         where = f"first bad stage: {first.first_bad_stage.label}, version {first.first.version}"
         said = [f"violated: {counts[Verdict.VIOLATED]} of {total} checks are violated", where, unsure]

@@ -10,6 +10,7 @@ from verifier.core.check import REGISTRY, Check, run_check
 from verifier.core.finding import ExitCode, Outcome, Verdict, verdict_of
 from verifier.core.manifest import Manifest, UpstreamBug
 from verifier.core.trace import Trace
+from verifier.report.resemblance import Resemblance, resemblance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,28 @@ class Report:
     def exit_code(self) -> ExitCode:
         """Exit code of the command."""
         return self.verdict.exit_code
+
+    @property
+    def violated(self) -> list[Outcome]:
+        """Violations in the order in which data met them, so that a cause stands before its consequences."""
+        found = [(item.finding.first.place, item.code, item) for item in self.outcomes if item.finding is not None]
+        return [item for _, _, item in sorted(found, key=lambda entry: entry[:2])]
+
+    @property
+    def compared_nothing(self) -> bool:
+        """True if checks ran, had what they need, and none of them compared anything."""
+        ran = [item for item in self.outcomes if item.error is None and not item.not_recorded]
+        return bool(ran) and not any(item.num_compared for item in self.outcomes)
+
+    @property
+    def resembles(self) -> Resemblance | None:
+        """Faults that violate the same checks, first in the same stage; None where the run was not judged whole."""
+        violated = self.violated
+        if not violated or self.switched_off or not self.manifest.complete:
+            return None
+        assert violated[0].finding is not None
+        found = resemblance([item.code for item in violated], violated[0].finding.first_bad_stage.label)
+        return found if found.faults else None
 
 
 def report_of(

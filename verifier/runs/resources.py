@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from verifier.probes.engine_state import EngineState, held_by
 
 COLLECTIVE_DEADLINE_S = 180.0
 """All ranks wait for rank 0 while it asks the engine, whose first request may compile kernels: 75 s were seen."""
+
+_LOGS = 4
+"""Engines whose logs are kept in memory after their end."""
 
 
 class Deadline:
@@ -71,6 +75,7 @@ class Resources:
         self._launcher = launcher
         self._fork_server: ForkServer | None = None
         self._engines: dict[EngineConfig, RunningEngine] = {}
+        self._started: deque[EngineProcess] = deque(maxlen=_LOGS)
         self._oracle: Oracle | None = None
 
     def __enter__(self) -> Resources:
@@ -96,6 +101,7 @@ class Resources:
             if self._fork_server is None:
                 self._fork_server = self._stack.enter_context(engine_fork_server(until.left("the engine was started")))
             process = EngineProcess(config, fork_server=self._fork_server, name=name)
+            self._started.append(process)
             with contextlib.ExitStack() as until_ready:
                 until_ready.callback(process.stop)
                 with contextlib.closing(process.client(until.left(f"{name} listened"))) as client:
@@ -120,6 +126,10 @@ class Resources:
             self._launcher.close()
         if engine is not None:
             self._stop_engine(engine.process.config)
+
+    def engine_logs(self) -> dict[str, bytes]:
+        """Ends of the logs of the last engines, by name, in the order in which they were started."""
+        return {f"engine{number}": process.log() for number, process in enumerate(self._started)}
 
     def stop_engines(self) -> None:
         """End the engines; the launcher and the oracle stay."""

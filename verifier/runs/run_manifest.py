@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import platform
 import shlex
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import cast
 
 import msgspec
 from msgspec.structs import replace
 
+from verifier import __version__
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.core.manifest import Manifest, MeshSizes, Scope
 from verifier.model.families import num_experts_of
 from verifier.platform.pins import PINS, installed
+from verifier.platform.provenance import gpu_names, host, this_code
 from verifier.platform.stand_ins import stand_ins_of
 from verifier.platform.upstream_fixes import RunFacts, bugs_of, refuse_impossible
 from verifier.runs.model_under_test import ModelUnderTest
@@ -45,8 +44,11 @@ def manifest_of(
     refuse_impossible(sizes, run)
     manifest = Manifest(
         command="golden" if isinstance(config, GoldenConfig) else "roundtrip",
-        command_line=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors",
+        command_line=shlex.join(["verifier", *sys.argv[1:]]),
+        verifier=__version__,
+        commit=this_code().commit,
+        host=host(),
+        gpus=gpu_names(model.tier),
         model=config.model,
         dtype=model.dtype,
         mesh=msgspec.convert(model.mesh.to_dict(), MeshSizes),
@@ -65,7 +67,7 @@ def manifest_of(
     versions = tuple(range(config.cycles + 1))
     return replace(
         manifest, engine=config.engine.kind, engine_ranks=config.engine.tp,
-        synced_versions=versions if restores else versions[1:],
+        transport="" if tokens_only else placement.transport, synced_versions=versions if restores else versions[1:],
         untouched_versions=versions if model.lora_rank else manifest.untouched_versions,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from verifier.core.outputs import require_writable
 from verifier.core.store import recording
 from verifier.engine.api import EngineConfig
 from verifier.errors import InternalError, VerifierError
+from verifier.launch.child import end_of
 from verifier.mesh import Mesh
 from verifier.oracle.noise_floor import Floor, floor_path, write_floor
 from verifier.oracle.recording import record_oracle
@@ -61,7 +62,8 @@ class Runner:
             golden.require_same_model(recorded, model, config.against)
         if config.record:
             require_writable(golden.manifest_path(config), make_folder=True)
-        with recording([config.trace], manifest_of(config, model, placement)) as complete, _work_folder() as work:
+        manifest = manifest_of(config, model, placement)
+        with _work_folder() as work, recording([config.trace], manifest, self._logs(work)) as complete:
             spec = run_spec(
                 config, model, placement, trace=str(config.trace), work=work,
                 source_from_manifest=recorded is not None, deadline_s=self.resources.collective_deadline_s,
@@ -94,7 +96,8 @@ class Runner:
         resources, warm = self.resources, self.resources.warm
         phases = phases or (Phase(trace=config.trace),)
         manifest = manifest_of(config, model, placement, restores=warm, tokens_only=tokens_only)
-        with recording([phase.trace for phase in phases], manifest) as complete, _work_folder() as work:
+        traces = [phase.trace for phase in phases]
+        with _work_folder() as work, recording(traces, manifest, self._logs(work)) as complete:
             resources.launcher(until)
             if warm:
                 resources.oracle(model.checkpoint.path, until)  # it starts while the engine does
@@ -152,6 +155,11 @@ class Runner:
         model = open_for_roundtrip(config)
         asked = engine_config(config, model, place(config, model.tier))
         return self.resources.engine(asked, Deadline(config.timeout_s))
+
+    def _logs(self, work: str) -> Callable[[], dict[str, bytes]]:
+        """A reader of the logs of a run's ranks and engines."""
+        ranks = Path(work) / "ranks"
+        return lambda: {file.stem: end_of(file) for file in sorted(ranks.glob("*.log"))} | self.resources.engine_logs()
 
     def _run_ranks(self, specs: Sequence[RunSpec], work: str, until: Deadline) -> None:
         self.resources.launcher(until).run(

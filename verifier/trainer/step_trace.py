@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import shlex
 import sys
-from pathlib import Path
 
 import msgspec
 
+import verifier
 from verifier.config.training import TrainConfig
 from verifier.core.manifest import Manifest, MeshSizes, Scope
 from verifier.platform.pins import PINS, installed
+from verifier.platform.provenance import gpu_names, host, this_code
 from verifier.platform.stand_ins import stand_ins_of
 from verifier.platform.upstream_fixes import RunFacts, bugs_of
 from verifier.runs.model_under_test import ModelUnderTest
@@ -32,8 +31,8 @@ def step_manifest(config: TrainConfig, model: ModelUnderTest, step: int) -> Mani
     if "replicas" in model.layout_scopes:
         scopes.append("replicas")
     return Manifest(
-        command="train", command_line=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors", model=config.model,
+        command="train", command_line=shlex.join(["verifier", *sys.argv[1:]]), verifier=verifier.__version__,
+        commit=this_code().commit, host=host(), gpus=gpu_names(model.tier), model=config.model,
         dtype=model.dtype, mesh=msgspec.convert(model.mesh.to_dict(), MeshSizes), world_size=model.mesh.world_size,
         tier=model.tier, versions={name: found for name in PINS if (found := installed(name)) is not None},
         config=config.to_dict(), stand_ins=tuple(stand_ins_of(sizes, facts)),

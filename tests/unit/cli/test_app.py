@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+import verifier
 from tests.meta.sources import ROOT
 from verifier.cli import app as cli
 from verifier.cli import results as cli_results
@@ -65,9 +66,62 @@ def test_the_same_trace_gives_the_same_text_to_the_byte(tmp_path, capsys):
     assert texts[0] == texts[1]
 
 
-def test_restriction_to_another_name_is_inconclusive(tmp_path):
+def test_restriction_to_a_name_that_nothing_has_is_refused(tmp_path, capsys):
     trace = record(tmp_path / "trace", digest("b"))
-    assert cli.run(["replay", str(trace), "--check", "WGT004", "--only", "elsewhere"]) == 2
+    assert cli.run(["replay", str(trace), "--check", "WGT004", "--only", "elsewhere"]) == 4
+    said = "these checks compared nothing whose name contains `elsewhere`: leave --only out to see all"
+    assert capsys.readouterr() == ("", f"verifier: {said}\n")
+
+
+def test_quiet_is_the_verdict_and_the_cause_and_verbose_has_no_folded_line(tmp_path, capsys):
+    trace = record(tmp_path / "trace", digest("b"))
+    assert cli.run(["replay", str(trace), "--check", "WGT004", "-q"]) == 1
+    verdict, cause = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("violated: 1 of 1 checks are violated; first bad stage: export, version 0")
+    assert cause == "cause: WGT004 export-differs-from-source: export, version 0, `w`, trainer rank 0"
+    assert cli.run(["replay", str(trace), "-v"]) == 1
+    assert "after it in the flow of data" not in capsys.readouterr().out
+    assert cli.run(["replay", str(trace), "-v", "-q"]) == 4
+
+
+def test_json_to_stdout_is_the_json_alone(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trace = record(tmp_path / "trace", digest("b"))
+    assert cli.run(["replay", str(trace), "--check", "WGT004", "--json", "-"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["cause"]["what"] == "w"
+    assert [path.name for path in tmp_path.iterdir()] == ["trace"]
+
+
+def test_version(capsys):
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"verifier {verifier.__version__}")
+
+
+def test_an_error_of_a_command_names_the_help_of_that_command(capsys):
+    assert cli.run(["faults", "run"]) == 4
+    assert capsys.readouterr().err.endswith("; see `verifier faults run --help`\n")
+
+
+def test_shells_complete_commands():
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "_VERIFIER_COMPLETE": "complete_bash", "COMP_WORDS": "verifier ro",
+        "COMP_CWORD": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "verifier"], capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+    assert done.stdout.split() == ["roundtrip"]
+
+
+def test_explain_a_fault(capsys):
+    assert cli.run(["explain", "ep-rank-experts-swapped"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("ep-rank-experts-swapped, a re-enacted bug\n\n")
+    assert said.endswith("Run it: `verifier faults run ep-rank-experts-swapped`\n")
+    gpu = next(item for item in CATALOG.values() if item.gpus)
+    assert cli.run(["explain", gpu.id]) == 0
+    assert capsys.readouterr().out.endswith(f"Run it: `ci/gpu -k {gpu.id}`\n")
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_other_version_and_absent_package(machine):
     ]
     text = doctor.render_text(found)
     assert text.isascii()
-    assert "mend: run the command through `ci/with-env`" in text
+    assert "mend: `rm -f .venv/locked && ci/with-env verifier doctor` makes" in text
 
 
 def test_nothing_installed(machine):

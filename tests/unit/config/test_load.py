@@ -70,7 +70,7 @@ def test_what_the_command_line_says_beats_the_file_and_the_file_beats_the_defaul
 def test_what_print_config_shows_is_read_as_the_same_config(tmp_path_factory, config):
     if "$" in config.model or config.model == "null":
         return  # an interpolation
-    given = dict.fromkeys(("trace", "mesh.dp"), "--flag")
+    given = dict.fromkeys(("trace", "mesh.dp", "dtype"), "--flag")
     file = written(tmp_path_factory.mktemp("config"), resolved(config, given))
     assert load(RoundtripConfig, file=file)[0] == config
 

@@ -13,7 +13,7 @@ from verifier.core.manifest import Manifest
 from verifier.core.reader import sealed
 from verifier.core.records_tokens import TrainerLogprobs
 from verifier.core.records_weights import SourceTensor
-from verifier.errors import UsageError
+from verifier.errors import InternalError, UsageError
 
 MANIFEST = Manifest(command="golden", config={"seed": 1, "scale": 1.0})
 TENSOR = SourceTensor(name="a", version=2, digest="vd1:" + "0" * 32, dtype="bfloat16", shape=(2, 3))
@@ -216,3 +216,51 @@ def test_traces_are_kept_in_an_empty_folder_only(tmp_path):
 def test_a_folder_that_is_in_use_is_refused(trace):
     with pytest.raises(UsageError, match="is not empty: choose another --trace"):
         store.create(trace, MANIFEST)
+
+
+def test_a_run_that_broke_keeps_its_logs_and_can_be_judged(tmp_path):
+    traces = [tmp_path / "whole", tmp_path / "broken"]
+    logs = {"rank000": b"one", "engine0": b"two"}
+
+    def run():
+        with store.recording(traces, MANIFEST, lambda: logs) as complete:
+            complete(traces[0])
+            raise InternalError("rank 0 died")
+
+    with pytest.raises(InternalError):
+        run()
+    assert not (traces[0] / "logs").exists()
+    assert {file.name: file.read_bytes() for file in (traces[1] / "logs").iterdir()} == {
+        "rank000.log": b"one", "engine0.log": b"two",
+    }  # fmt: skip
+    found = store.read(traces[1]).manifest
+    assert (found.complete, found.failure) == (False, "rank 0 died")
+    assert found.began <= found.ended
+    assert found.began
+
+
+def test_a_refused_run_asks_for_no_logs(tmp_path):
+    def ask():
+        raise AssertionError("asked")
+
+    with pytest.raises(UsageError), store.recording([tmp_path / "trace"], MANIFEST, ask):
+        raise UsageError("mend it")
+    assert not (tmp_path / "trace").exists()
+
+
+def test_a_manifest_of_a_version_with_fewer_fields_is_read(tmp_path):
+    """Its digest is of what was written, not of what this version would write."""
+    import msgspec
+
+    from verifier.core.reader import digest_of
+
+    trace = store.create(tmp_path / "trace", MANIFEST)
+    written = msgspec.json.decode((trace / "manifest.json").read_bytes())
+    del written["began"], written["commit"]
+    written["digest"] = digest_of(msgspec.json.encode({**written, "digest": ""}))
+    (trace / "manifest.json").write_bytes(msgspec.json.encode(written))
+    assert store.read(trace).manifest.command == MANIFEST.command
+    written["command"] = "another"
+    (trace / "manifest.json").write_bytes(msgspec.json.encode(written))
+    with pytest.raises(UsageError, match="it is not what the run wrote"):
+        store.read(trace)

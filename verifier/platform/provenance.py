@@ -1,0 +1,47 @@
+"""Version of this package that runs, and the machine under it, for manifests and ledgers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Code(NamedTuple):
+    """Version of this package that ran."""
+
+    commit: str
+    """Short commit; ends in ``+`` where the package's files differ from it, and is empty outside of a checkout."""
+    tree: str
+    """Git tree of the package, which commits that leave the package as it is share; empty where it is not known."""
+
+
+@cache
+def this_code() -> Code:
+    """The commit and the tree of the package that is imported."""
+    package = Path(__file__).parents[1]
+    try:
+        commit, tree, changed = (
+            subprocess.run(["git", *words], cwd=package, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603, S607
+            for words in (("rev-parse", "--short=7", "HEAD"), ("rev-parse", "HEAD:./"), ("status", "--porcelain", "."))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return Code("", "")
+    return Code(f"{commit}+", "") if changed else Code(commit, tree)
+
+
+def host() -> str:
+    """The machine in a few words: system and processors."""
+    return f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
+
+
+def gpu_names(tier: str) -> tuple[str, ...]:
+    """Name of each GPU that torch sees; none on the CPU tier, which is not asked."""
+    if tier != "cuda":
+        return ()
+    import torch
+
+    return tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
