@@ -15,6 +15,7 @@ from tests.snapshots import training_traces
 from tests.snapshots.token_arrays import LEDGER, TOKENS
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.record import ArrayRecord, Measurement, Record, TensorRecord
+from verifier.core.records_config import ExportedConfig, ProviderFields, SourceConfig, StatedConfig
 from verifier.core.records_tokens import (
     DrawnTokens,
     EngineLogprobs,
@@ -45,7 +46,6 @@ from verifier.core.records_weights import (
     ExpectedView,
     ExportedAdapterMatrix,
     ExportedAdapterScaling,
-    ExportedConfig,
     ExportedTensor,
     ExportStream,
     FrozenShard,
@@ -65,7 +65,6 @@ from verifier.core.records_weights import (
     ShardAfterExport,
     ShardAfterIdleStep,
     ShardAfterScoring,
-    SourceConfig,
     SourceTensor,
     StepReport,
     SyncedSettings,
@@ -76,14 +75,9 @@ from verifier.core.records_weights import (
 from verifier.core.trace import Trace
 
 MANIFEST = Manifest(
-    command="roundtrip",
-    complete=True,
-    dtype="float32",
-    world_size=2,
-    mesh=MeshSizes(tp=2),
-    engine_ranks=1,
+    command="roundtrip", complete=True, dtype="float32", world_size=2, mesh=MeshSizes(tp=2), engine_ranks=1,
     synced_versions=(1,),
-)
+)  # fmt: skip
 SHAPES = {"a": (4, 2), "b": (3,)}
 DRAWN = tuple(int(digit) for digit in "001200102120010021010200020112001201002000120021010200102001")
 LENGTHS = (3, 2)
@@ -157,12 +151,19 @@ def weights() -> list[Record]:
         seen.append(PlanDigest(name="plan", role=role, rank=rank, digest=PLAN, num_tensors=2, num_chunks=1))
     config = {"num_experts_per_tok": "4", "transformers_version": '"5.12.1"'}
     seen += [kind(name="config.json", version=1, values=config) for kind in (SourceConfig, ExportedConfig)]
+    seen.append(StatedConfig(name="config.json", values=STATED))
+    seen += [ProviderFields(name="provider", rank=rank, values=PROVIDER) for rank in range(2)]
     seen.append(Update(name="version 1", version=1, how="step"))
     seen.append(ExportStream(name="the export", version=1, num_tensors=2))
     seen.append(SavedCheckpoint(name="shards", version=1, shards=1))
     return seen
 
 
+STATED = {"hidden_size": "8", "num_attention_heads": "2", "rms_norm_eps": "1e-06", "sliding_window": "2048"}
+PROVIDER = {
+    "hidden_size": "8", "num_attention_heads": "2", "layernorm_epsilon": "1e-06", "window_size": "[2047, 0]",
+    "kv_channels": "4", "softmax_scale": "null", "position_embedding_type": '"rope"', "num_moe_experts": "null",
+}  # fmt: skip
 PLAN = "blake2:" + "01" * 16
 
 
@@ -183,7 +184,7 @@ def engine() -> list[Record]:
         seen.append(tensor(ExpectedView, name, 1, role="engine", whole=shape))
         seen.append(tensor(SyncedTensor, name, 1, role="engine", sort="parameter"))
         seen.append(tensor(ColdTensor, name, 1, role="cold", sort="parameter"))
-    settings = {"variance_epsilon": "1e-06", "impl.scale": "0.25"}
+    settings = {"variance_epsilon": "1e-06", "impl.scale": "0.5"}
     seen.append(SyncedSettings(name="layers.0", version=1, role="engine", values=settings))
     seen.append(ColdSettings(name="layers.0", role="cold", values=settings))
     seen.append(LoadedNames(name="loaded", version=1, role="engine", names=("a", "b"), refused=""))
@@ -371,9 +372,11 @@ BROKEN: dict[str, list[Record]] = {
     "ENG003": change(Poison, having(outcomes={"a": "nan", "rotary.inv_freq": "left"})),
     "ENG004": change(LoadedNames, having(names=("b",))),
     "ENG005": change(SyncedSettings, lambda item: altered(item, variance_epsilon="1e-05")),
+    "ENG007": change(SyncedSettings, lambda item: altered(item, **{"impl.scale": "0.25"})),
     "ENG006": change(CheckpointView, having(box=((0, 2), (0, 2))), name="a"),
     "LGP001": change(TrainerLogprobs, with_array("wrong"), version=1),
     "LGP002": change(EngineLogprobs, with_array("not finite"), version=1),
+    "LGP007": change(ProviderFields, lambda item: altered(item, window_size="[2048, 0]"), rank=1),
     "LGP003": change(SampledTokens, having(lengths=(4, 1)), version=0),
     **{code: change(kind, how) for code, (kind, how) in training_traces.CHANGES.items()},
 }

@@ -145,21 +145,6 @@ class ExportedAdapterScaling(ScalingRecord, frozen=True, kw_only=True, tag="expo
     """The factor of an adapter's product in its exported configuration."""
 
 
-class ConfigRecord(Record, frozen=True, kw_only=True):
-    """A checkpoint's config.json as transformers reads it."""
-
-    values: dict[str, str]
-    """JSON of each value, by key."""
-
-
-class SourceConfig(ConfigRecord, frozen=True, kw_only=True, tag="load/config"):
-    """The source's config.json as transformers reads it."""
-
-
-class ExportedConfig(ConfigRecord, frozen=True, kw_only=True, tag="export/config"):
-    """The config.json that megatron-bridge wrote with an export, as transformers reads it."""
-
-
 class SavedTensor(TensorRecord, frozen=True, kw_only=True, tag="export/saved"):
     """A tensor that a reader finds in a saved checkpoint: in the file where the index says that it is."""
 

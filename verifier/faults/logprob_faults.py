@@ -60,6 +60,12 @@ def rope_base_default() -> dict[str, Any]:
     return {"rotary_base": 10_000}
 
 
+@on_provider("huggingface/transformers#38002", model="tiny:qwen2", engine=NO_ENGINE, caught_by=("LGP007",))
+def window_without_its_switch() -> dict[str, Any]:
+    """Layers get a sliding window although config.json switches it off; no sequence is as long as it."""
+    return {"window_size": (1022, 0)}
+
+
 @on_provider("NVIDIA-NeMo/Megatron-Bridge#2791", model="tiny:deepseek-v3")
 def mla_rope_factor_default() -> dict[str, Any]:
     """A model without rope scaling keeps the factor 40 that Megatron's latent attention defaults to."""

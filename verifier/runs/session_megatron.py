@@ -18,6 +18,7 @@ from verifier.model import provider_megatron
 from verifier.plan.digest import digest_tensor
 from verifier.platform import Tier, select
 from verifier.platform.cuda import another_cudnn, require_not_started
+from verifier.probes.configs_megatron import record_provider, record_stated
 from verifier.probes.engine_state import held_by, record_views
 from verifier.probes.routes_megatron import record_replay, replaying_every_second
 from verifier.probes.trainer import TokenProbe, record_of_rollouts, record_scored
@@ -126,6 +127,10 @@ class Session:
         live.record(run.probe, 0, LoadedShard)
         if run.rank == 0 and not spec.source_from_manifest:
             record_source(run.probe, run.source)
+        if spec.workload is not None:
+            record_provider(run.probe, self._trainer.provider)
+            if run.rank == 0:
+                record_stated(run.probe, run.source)
         if spec.workload is not None and spec.roundtrip.update == "step" and run.rank == 0:
             run.probe.emit(spec.workload.rule)
             run.probe.emit(spec.workload.objective)

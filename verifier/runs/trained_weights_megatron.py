@@ -28,11 +28,11 @@ from verifier.export.save import save_checkpoint
 from verifier.launch.flight_recorder import label
 from verifier.model import provider_megatron
 from verifier.model.provider_megatron import TrainerModel
+from verifier.probes.configs_megatron import record_config
 from verifier.probes.engine_state import TransferProbe
 from verifier.probes.weights_megatron import (
     LiveWeights,
     plan_of,
-    record_config,
     record_plan,
     record_saved,
     record_tensors,
