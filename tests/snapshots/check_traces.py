@@ -15,7 +15,7 @@ from tests.snapshots import training_traces
 from tests.snapshots.token_arrays import LEDGER, TOKENS
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.record import ArrayRecord, Measurement, Record, TensorRecord
-from verifier.core.records_config import ExportedConfig, ProviderFields, SourceConfig, StatedConfig
+from verifier.core.records_config import ExportedConfig, GivenArguments, ProviderFields, SourceConfig, StatedConfig
 from verifier.core.records_tokens import (
     DrawnTokens,
     EngineLogprobs,
@@ -109,9 +109,8 @@ def digest(name: str, version: int) -> str:
 
 def tensor(kind: type[TensorRecord], name: str, version: int = 0, rank: int = 0, **more: Any) -> TensorRecord:
     """One tensor as somebody saw it."""
-    return kind(
-        name=name, version=version, rank=rank, digest=digest(name, version), dtype="float32", shape=SHAPES[name], **more
-    )
+    facts: Any = {"digest": digest(name, version), "dtype": "float32", "shape": SHAPES[name], **more}
+    return kind(name=name, version=version, rank=rank, **facts)
 
 
 def clean() -> list[Record]:
@@ -145,8 +144,7 @@ def weights() -> list[Record]:
             seen += [tensor(ExportedTensor, name, version, rank) for version in (0, 1)]
             seen += [tensor(ShardAfterExport, name, version, rank, **shard) for version in (0, 1)]
             seen.append(replace(tensor(FrozenShard, name, 1, rank, **shard), digest=digest(name, 0)))
-        seen.append(tensor(SavedTensor, name, 1, shard="model.safetensors"))
-        seen.append(tensor(JoinedTensor, name, 1))
+        seen += [tensor(SavedTensor, name, 1, shard="model.safetensors"), tensor(JoinedTensor, name, 1)]
     for role, rank in (("trainer", 0), ("trainer", 1), ("engine", 0)):
         seen.append(PlanDigest(name="plan", role=role, rank=rank, digest=PLAN, num_tensors=2, num_chunks=1))
     config = {"num_experts_per_tok": "4", "transformers_version": '"5.12.1"'}
@@ -155,11 +153,12 @@ def weights() -> list[Record]:
     seen += [ProviderFields(name="provider", rank=rank, values=PROVIDER) for rank in range(2)]
     seen.append(Update(name="version 1", version=1, how="step"))
     seen.append(ExportStream(name="the export", version=1, num_tensors=2))
-    seen.append(SavedCheckpoint(name="shards", version=1, shards=1))
-    return seen
+    return [*seen, SavedCheckpoint(name="shards", version=1, shards=1)]
 
 
 STATED = {"hidden_size": "8", "num_attention_heads": "2", "rms_norm_eps": "1e-06", "sliding_window": "2048"}
+ENDS = {f"cu_seqlens_{of}{end}": at for of in ("q", "kv") for end, at in (("", (0, 3, 5)), ("_padded", (0, 4, 6)))}
+TOLD: Any = {**ENDS, "chunk": 0, "num_rows": 6, "max_seqlen_q": 4, "max_seqlen_kv": 4, "pad_between_seqs": 1}
 PROVIDER = {
     "hidden_size": "8", "num_attention_heads": "2", "layernorm_epsilon": "1e-06", "window_size": "[2047, 0]",
     "kv_channels": "4", "softmax_scale": "null", "position_embedding_type": '"rope"', "num_moe_experts": "null",
@@ -216,16 +215,16 @@ def tokens() -> list[Record]:
     return [
         *(
             PackedBatchDigest(
-                name=f"{name} dp=0 cp=0", version=version, rank=rank, digest="vd1:" + "b" * 32, coordinate=AT[rank],
+                name="trained dp=0 cp=0", version=1, rank=rank, digest="vd1:" + "b" * 32, coordinate=AT[rank],
                 micro_batches=1,
             )
-            for name, version in (("trained", 1),)
             for rank in range(2)
         ),
         PackLayout(
             name="trained micro-batch 0", version=1, cu_seqlens=(0, 3, 5), cu_seqlens_padded=(0, 4, 6), max_seqlen=4,
             lengths=LENGTHS, cp_rank=0, filler=False, array="rows",
         ),
+        *(GivenArguments(name="trained micro-batch 0", version=1, rank=rank, **TOLD) for rank in range(2)),
         Rollouts(
             name="trained", version=1, ids=("sequence-0", "sequence-1"), groups=("x", "y"), lengths=LENGTHS,
             prompt_lengths=(1, 1), rewards=(0.5, -1.0), array="tokens",
@@ -376,6 +375,7 @@ BROKEN: dict[str, list[Record]] = {
     "ENG006": change(CheckpointView, having(box=((0, 2), (0, 2))), name="a"),
     "LGP001": change(TrainerLogprobs, with_array("wrong"), version=1),
     "LGP002": change(EngineLogprobs, with_array("not finite"), version=1),
+    "LGP008": change(GivenArguments, having(max_seqlen_kv=3), rank=1),
     "LGP007": change(ProviderFields, lambda item: altered(item, window_size="[2048, 0]"), rank=1),
     "LGP003": change(SampledTokens, having(lengths=(4, 1)), version=0),
     **{code: change(kind, how) for code, (kind, how) in training_traces.CHANGES.items()},

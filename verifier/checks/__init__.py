@@ -1,6 +1,7 @@
 """The checks. Importing this package fills the registry in `verifier.core.check`."""
 
 from verifier.checks import (
+    arguments,
     configs,
     delivery,
     logprobs,
@@ -15,6 +16,6 @@ from verifier.checks import (
 )
 
 __all__ = [
-    "configs", "delivery", "logprobs", "moves", "packing", "policy_step", "routes", "samples", "step",
-    "training_step", "weights",
+    "arguments", "configs", "delivery", "logprobs", "moves", "packing", "policy_step", "routes", "samples",
+    "step", "training_step", "weights",
 ]  # fmt: skip

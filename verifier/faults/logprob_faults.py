@@ -202,6 +202,21 @@ def samples_not_told_apart(call: Call) -> Any:
     )  # fmt: skip
 
 
+@fault(
+    "NVIDIA-NeMo/RL#4070",
+    PACKED_SEQUENCES,
+    stage=Stage.LOGPROB,
+    caught_by=("LGP008",),
+    model="tiny:qwen3",
+    engine=NO_ENGINE,
+    mesh=Mesh(cp=2),
+)
+def padding_told_as_tokens(call: Call) -> Any:
+    """The model is told that padding belongs to the samples before it, and that none lies between samples."""
+    padded = call.cu_seqlens_q_padded
+    return call.faulty(cu_seqlens_q=padded, cu_seqlens_kv=padded, pad_between_seqs=False)
+
+
 @in_logprobs("NVIDIA-NeMo/RL#2529", PACKED_SEQUENCES, model="tiny:nemotron-h")
 def state_crosses_sequences(call: Call) -> Any:
     """State-space layers do not know where samples of a pack begin, and carry their state from one to the next."""
