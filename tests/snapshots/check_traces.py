@@ -12,10 +12,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from tests.snapshots import training_traces
+from tests.snapshots.config_records import configs
 from tests.snapshots.token_arrays import LEDGER, TOKENS
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.record import ArrayRecord, Measurement, Record, TensorRecord
-from verifier.core.records_config import ExportedConfig, GivenArguments, ProviderFields, SourceConfig, StatedConfig
+from verifier.core.records_config import ExportedConfig, GivenArguments, ProviderFields
 from verifier.core.records_tokens import (
     DrawnTokens,
     EngineLogprobs,
@@ -39,6 +40,8 @@ from verifier.core.records_tokens import (
     UsedRoutes,
 )
 from verifier.core.records_weights import (
+    AdapterShard,
+    AdapterSpread,
     CheckpointView,
     ColdSettings,
     ColdTensor,
@@ -117,6 +120,7 @@ def clean() -> list[Record]:
     """Everything that a run without a fault records."""
     return [
         *weights(),
+        *configs(),
         *adapters(),
         *engine(),
         *steps(),
@@ -147,22 +151,11 @@ def weights() -> list[Record]:
         seen += [tensor(SavedTensor, name, 1, shard="model.safetensors"), tensor(JoinedTensor, name, 1)]
     for role, rank in (("trainer", 0), ("trainer", 1), ("engine", 0)):
         seen.append(PlanDigest(name="plan", role=role, rank=rank, digest=PLAN, num_tensors=2, num_chunks=1))
-    config = {"num_experts_per_tok": "4", "transformers_version": '"5.12.1"'}
-    seen += [kind(name="config.json", version=1, values=config) for kind in (SourceConfig, ExportedConfig)]
-    seen.append(StatedConfig(name="config.json", values=STATED))
-    seen += [ProviderFields(name="provider", rank=rank, values=PROVIDER) for rank in range(2)]
     seen.append(Update(name="version 1", version=1, how="step"))
     seen.append(ExportStream(name="the export", version=1, num_tensors=2))
     return [*seen, SavedCheckpoint(name="shards", version=1, shards=1)]
 
 
-STATED = {"hidden_size": "8", "num_attention_heads": "2", "rms_norm_eps": "1e-06", "sliding_window": "2048"}
-ENDS = {f"cu_seqlens_{of}{end}": at for of in ("q", "kv") for end, at in (("", (0, 3, 5)), ("_padded", (0, 4, 6)))}
-TOLD: Any = {**ENDS, "chunk": 0, "num_rows": 6, "max_seqlen_q": 4, "max_seqlen_kv": 4, "pad_between_seqs": 1}
-PROVIDER = {
-    "hidden_size": "8", "num_attention_heads": "2", "layernorm_epsilon": "1e-06", "window_size": "[2047, 0]",
-    "kv_channels": "4", "softmax_scale": "null", "position_embedding_type": '"rope"', "num_moe_experts": "null",
-}  # fmt: skip
 PLAN = "blake2:" + "01" * 16
 
 
@@ -170,6 +163,11 @@ def adapters() -> list[Record]:
     """An adapter's matrices in the live model and in its file."""
     matrices, scalings = (LiveAdapterMatrix, ExportedAdapterMatrix), (LiveAdapterScaling, ExportedAdapterScaling)
     seen: list[Record] = [tensor(kind, name, 1) for name in SHAPES for kind in matrices]
+    for rank, sign in enumerate("xy"):
+        drawn: Any = {"digest": "vd1:" + "a" * 31 + str(rank), "dtype": "float32", "shape": (4, 2)}
+        who: Any = {"name": "q.adapter.linear_in.weight", "rank": rank, "coordinate": AT[rank], "replica": sign}
+        seen.append(AdapterShard(**who, **drawn))
+    seen.append(AdapterSpread(name="q.lora_A.weight", shape=(8, 92), deviation=0.14))
     return seen + [kind(name="alpha / rank", version=1, scaling=2.0) for kind in scalings]
 
 
@@ -224,7 +222,6 @@ def tokens() -> list[Record]:
             name="trained micro-batch 0", version=1, cu_seqlens=(0, 3, 5), cu_seqlens_padded=(0, 4, 6), max_seqlen=4,
             lengths=LENGTHS, cp_rank=0, filler=False, array="rows",
         ),
-        *(GivenArguments(name="trained micro-batch 0", version=1, rank=rank, **TOLD) for rank in range(2)),
         Rollouts(
             name="trained", version=1, ids=("sequence-0", "sequence-1"), groups=("x", "y"), lengths=LENGTHS,
             prompt_lengths=(1, 1), rewards=(0.5, -1.0), array="tokens",
@@ -357,6 +354,7 @@ BROKEN: dict[str, list[Record]] = {
     "WGT013": change(ExportedAdapterMatrix, bits_of_b, name="a"),
     "WGT014": change(SavedTensor, gone, name="b"),
     "WGT015": change(ExportedTensor, rounded, name="b", rank=0, version=1),
+    "WGT017": change(AdapterSpread, having(deviation=0.19)),
     "WGT016": change(ExportStream, having(reread=WRITTEN_OVER)),
     "PCK001": change(TokenLedger, with_array("shifted ledger")),
     "PCK002": change(PackLayout, having(cu_seqlens_padded=(0, 3, 5))),

@@ -2,6 +2,7 @@
 
 from verifier.checks import (
     arguments,
+    beginnings,
     configs,
     delivery,
     logprobs,
@@ -16,6 +17,6 @@ from verifier.checks import (
 )
 
 __all__ = [
-    "arguments", "configs", "delivery", "logprobs", "moves", "packing", "policy_step", "routes", "samples",
-    "step", "training_step", "weights",
+    "arguments", "beginnings", "configs", "delivery", "logprobs", "moves", "packing", "policy_step", "routes",
+    "samples", "step", "training_step", "weights",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from verifier.mesh import Coordinate, Mesh
 
 @check("LGP008", needs=(GivenArguments, PackLayout, ProviderFields), scope="tokens")
 def packed_arguments_disagree(trace: Trace) -> Iterator[Comparison]:
-    """What a forward pass is told of a packed micro-batch agrees with the pack, and with itself.
+    """Arguments of a forward pass over a packed micro-batch agree with the pack, and with each other.
 
     What it checks: on every rank, for each model chunk and micro-batch of passes that score all sequences or train:
     cumulative lengths of queries and keys, real and padded, against those of the pack; the greatest length, the number

@@ -35,6 +35,18 @@ class LoadedShard(ShardRecord, frozen=True, kw_only=True, tag="load/shard"):
     """A live shard right after the load."""
 
 
+class AdapterShard(ShardRecord, frozen=True, kw_only=True, tag="load/adapter-shard"):
+    """A live shard of an adapter before any step."""
+
+
+class AdapterSpread(Record, frozen=True, kw_only=True, tag="load/adapter-spread"):
+    """Size of the initial values of an adapter's matrix, joined from all ranks."""
+
+    shape: tuple[Count, Count]
+    deviation: Real
+    """Root of the mean square."""
+
+
 class UpdatedShard(ShardRecord, frozen=True, kw_only=True, tag="train/shard"):
     """A live shard after the update that made its version."""
 

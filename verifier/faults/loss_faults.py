@@ -88,12 +88,12 @@ def boundaries_lost_when_recomputed(call: Call) -> Any:
     model="tiny:qwen3-moe", cycles=3,
 )  # fmt: skip
 def gates_detached_when_replayed_again(call: Call) -> Any:
-    """Routers that replay while activations are recomputed take stored scores, and get no gradient."""
+    """Routers that replay while activations are recomputed take stored scores, and their gradient is zero."""
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
     if call.self.router_replay_action is not RouterReplayAction.REPLAY_BACKWARD:
         return call.original()
-    return call.faulty(scores=call.scores.detach())
+    return call.faulty(scores=call.scores.detach() + 0 * call.scores)
 
 
 @in_loss("verl-project/verl#2484", LOGPROB, mesh=Mesh(cp=2))
