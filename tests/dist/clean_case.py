@@ -70,7 +70,7 @@ def cases() -> list[Case]:
     """All rows of the table; those that share an engine follow each other."""
     found = [Case(family=family, mesh=mesh) for family in DENSE for mesh in DENSE_MESHES]
     found += [Case(family="qwen2", mesh=mesh) for mesh in DENSE_MESHES]
-    found += [Case(family="deepseek-v3-yarn", mesh=Mesh(tp=2))]
+    found += [Case(family="deepseek-v3-yarn", mesh=Mesh(tp=2)), Case(family="qwen3-moe-320", mesh=Mesh(ep=2, dp=2))]
     found += [Case(family=family, mesh=mesh) for family in MOE for mesh in MOE_MESHES if family != HYBRID]
     found += [Case(family=HYBRID, mesh=mesh) for mesh in HYBRID_MESHES]
     found += [Case(family=family, mesh=Mesh(tp=2), dtype="bfloat16") for family in ("qwen3", *MOE)]

@@ -12,29 +12,32 @@ from verifier.strategies import Packing, packings, stages
 from verifier.train.pack import PADDING, pack, shard_cp
 from verifier.train.router_replay import packed_rows_of, replay_routes
 
-NUM_EXPERTS, TOPK = 8, 2
+TOPK = 2
+SPREAD = 37
+"""Coprime with every number of experts: neighbours in a route stay different ones."""
 
 
 @given(
     case=packings(without_sp=True, max_tp=3, max_cp=3, max_rollouts=3, max_tokens=12, num_moe_layers=1),
     stage=stages(max_pp=4, max_layers=10),
     dense=st.integers(0, 3),
+    num_experts=st.sampled_from([8, 320]),
     data=st.data(),
 )
 def test_every_route_is_replayed_once_in_its_own_layer(
-    case: Packing, stage: tuple, dense: int, data: st.DataObject
+    case: Packing, stage: tuple, dense: int, num_experts: int, data: st.DataObject
 ) -> None:
     shape, num_layers = stage
     mesh = Mesh(**{**shape.to_dict(), "tp": case.alignment.tp, "cp": case.alignment.cp})
     moe_layers = range(min(dense, num_layers - 1), num_layers)
     for item in case.rollouts:
         columns = [torch.from_numpy(item.routes[:, 0].astype("int64")) + 3 * at for at in range(len(moe_layers))]
-        routes = torch.stack(columns, 1) % NUM_EXPERTS
+        routes = torch.stack(columns, 1) * SPREAD % num_experts
         routes[-1] = MISSING_ROUTE if data.draw(st.booleans()) else torch.tensor([3, 5])
         object.__setattr__(item, "routes", routes.numpy())
     packed = pack(case.rollouts, case.alignment)
     seen: dict[tuple[int, int], list[int]] = {}
-    counts = torch.zeros(num_layers, NUM_EXPERTS, dtype=torch.long)
+    counts = torch.zeros(num_layers, num_experts, dtype=torch.long)
     for cp in range(mesh.cp):
         shard = shard_cp(packed, cp)
         for tp in range(mesh.tp if case.alignment.sp else 1):
@@ -43,13 +46,13 @@ def test_every_route_is_replayed_once_in_its_own_layer(
                 for chunk in range(mesh.vpp):
                     replay = replay_routes(
                         shard, tp=tp, layers=mesh.layers_of(pp, chunk, num_layers), moe_layers=moe_layers,
-                        num_experts=NUM_EXPERTS, topk=TOPK,
+                        num_experts=num_experts, topk=TOPK,
                     )  # fmt: skip
                     assert replay.free_T[shard.segments_T[held] == PADDING].all()
                     for layer, experts in replay.experts.items():
                         assert layer in mesh.layers_of(pp, chunk, num_layers)
                         assert (experts.sort(-1).values.diff(dim=-1) > 0).all()
-                        counts[layer] += torch.bincount(experts[~replay.free_T].flatten(), minlength=NUM_EXPERTS)
+                        counts[layer] += torch.bincount(experts[~replay.free_T].flatten(), minlength=num_experts)
                         for row, free, chosen in zip(shard.rows_T[held], replay.free_T, experts, strict=True):
                             assert (int(row), layer) not in seen
                             seen[int(row), layer] = [] if free else chosen.tolist()

@@ -12,9 +12,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from tests.snapshots import training_traces
+from tests.snapshots.config_records import configs
 from tests.snapshots.token_arrays import LEDGER, TOKENS
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.record import ArrayRecord, Measurement, Record, TensorRecord
+from verifier.core.records_config import ExportedConfig, GivenArguments, ProviderFields
 from verifier.core.records_tokens import (
     DrawnTokens,
     EngineLogprobs,
@@ -38,6 +40,8 @@ from verifier.core.records_tokens import (
     UsedRoutes,
 )
 from verifier.core.records_weights import (
+    AdapterShard,
+    AdapterSpread,
     CheckpointView,
     ColdSettings,
     ColdTensor,
@@ -45,7 +49,6 @@ from verifier.core.records_weights import (
     ExpectedView,
     ExportedAdapterMatrix,
     ExportedAdapterScaling,
-    ExportedConfig,
     ExportedTensor,
     ExportStream,
     FrozenShard,
@@ -65,7 +68,6 @@ from verifier.core.records_weights import (
     ShardAfterExport,
     ShardAfterIdleStep,
     ShardAfterScoring,
-    SourceConfig,
     SourceTensor,
     StepReport,
     SyncedSettings,
@@ -76,14 +78,9 @@ from verifier.core.records_weights import (
 from verifier.core.trace import Trace
 
 MANIFEST = Manifest(
-    command="roundtrip",
-    complete=True,
-    dtype="float32",
-    world_size=2,
-    mesh=MeshSizes(tp=2),
-    engine_ranks=1,
+    command="roundtrip", complete=True, dtype="float32", world_size=2, mesh=MeshSizes(tp=2), engine_ranks=1,
     synced_versions=(1,),
-)
+)  # fmt: skip
 SHAPES = {"a": (4, 2), "b": (3,)}
 DRAWN = tuple(int(digit) for digit in "001200102120010021010200020112001201002000120021010200102001")
 LENGTHS = (3, 2)
@@ -115,15 +112,15 @@ def digest(name: str, version: int) -> str:
 
 def tensor(kind: type[TensorRecord], name: str, version: int = 0, rank: int = 0, **more: Any) -> TensorRecord:
     """One tensor as somebody saw it."""
-    return kind(
-        name=name, version=version, rank=rank, digest=digest(name, version), dtype="float32", shape=SHAPES[name], **more
-    )
+    facts: Any = {"digest": digest(name, version), "dtype": "float32", "shape": SHAPES[name], **more}
+    return kind(name=name, version=version, rank=rank, **facts)
 
 
 def clean() -> list[Record]:
     """Everything that a run without a fault records."""
     return [
         *weights(),
+        *configs(),
         *adapters(),
         *engine(),
         *steps(),
@@ -151,16 +148,12 @@ def weights() -> list[Record]:
             seen += [tensor(ExportedTensor, name, version, rank) for version in (0, 1)]
             seen += [tensor(ShardAfterExport, name, version, rank, **shard) for version in (0, 1)]
             seen.append(replace(tensor(FrozenShard, name, 1, rank, **shard), digest=digest(name, 0)))
-        seen.append(tensor(SavedTensor, name, 1, shard="model.safetensors"))
-        seen.append(tensor(JoinedTensor, name, 1))
+        seen += [tensor(SavedTensor, name, 1, shard="model.safetensors"), tensor(JoinedTensor, name, 1)]
     for role, rank in (("trainer", 0), ("trainer", 1), ("engine", 0)):
         seen.append(PlanDigest(name="plan", role=role, rank=rank, digest=PLAN, num_tensors=2, num_chunks=1))
-    config = {"num_experts_per_tok": "4", "transformers_version": '"5.12.1"'}
-    seen += [kind(name="config.json", version=1, values=config) for kind in (SourceConfig, ExportedConfig)]
     seen.append(Update(name="version 1", version=1, how="step"))
     seen.append(ExportStream(name="the export", version=1, num_tensors=2))
-    seen.append(SavedCheckpoint(name="shards", version=1, shards=1))
-    return seen
+    return [*seen, SavedCheckpoint(name="shards", version=1, shards=1)]
 
 
 PLAN = "blake2:" + "01" * 16
@@ -170,6 +163,11 @@ def adapters() -> list[Record]:
     """An adapter's matrices in the live model and in its file."""
     matrices, scalings = (LiveAdapterMatrix, ExportedAdapterMatrix), (LiveAdapterScaling, ExportedAdapterScaling)
     seen: list[Record] = [tensor(kind, name, 1) for name in SHAPES for kind in matrices]
+    for rank, sign in enumerate("xy"):
+        drawn: Any = {"digest": "vd1:" + "a" * 31 + str(rank), "dtype": "float32", "shape": (4, 2)}
+        who: Any = {"name": "q.adapter.linear_in.weight", "rank": rank, "coordinate": AT[rank], "replica": sign}
+        seen.append(AdapterShard(**who, **drawn))
+    seen.append(AdapterSpread(name="q.lora_A.weight", shape=(8, 92), deviation=0.14))
     return seen + [kind(name="alpha / rank", version=1, scaling=2.0) for kind in scalings]
 
 
@@ -183,7 +181,7 @@ def engine() -> list[Record]:
         seen.append(tensor(ExpectedView, name, 1, role="engine", whole=shape))
         seen.append(tensor(SyncedTensor, name, 1, role="engine", sort="parameter"))
         seen.append(tensor(ColdTensor, name, 1, role="cold", sort="parameter"))
-    settings = {"variance_epsilon": "1e-06", "impl.scale": "0.25"}
+    settings = {"variance_epsilon": "1e-06", "impl.scale": "0.5"}
     seen.append(SyncedSettings(name="layers.0", version=1, role="engine", values=settings))
     seen.append(ColdSettings(name="layers.0", role="cold", values=settings))
     seen.append(LoadedNames(name="loaded", version=1, role="engine", names=("a", "b"), refused=""))
@@ -215,10 +213,9 @@ def tokens() -> list[Record]:
     return [
         *(
             PackedBatchDigest(
-                name=f"{name} dp=0 cp=0", version=version, rank=rank, digest="vd1:" + "b" * 32, coordinate=AT[rank],
+                name="trained dp=0 cp=0", version=1, rank=rank, digest="vd1:" + "b" * 32, coordinate=AT[rank],
                 micro_batches=1,
             )
-            for name, version in (("trained", 1),)
             for rank in range(2)
         ),
         PackLayout(
@@ -357,6 +354,7 @@ BROKEN: dict[str, list[Record]] = {
     "WGT013": change(ExportedAdapterMatrix, bits_of_b, name="a"),
     "WGT014": change(SavedTensor, gone, name="b"),
     "WGT015": change(ExportedTensor, rounded, name="b", rank=0, version=1),
+    "WGT017": change(AdapterSpread, having(deviation=0.19)),
     "WGT016": change(ExportStream, having(reread=WRITTEN_OVER)),
     "PCK001": change(TokenLedger, with_array("shifted ledger")),
     "PCK002": change(PackLayout, having(cu_seqlens_padded=(0, 3, 5))),
@@ -371,9 +369,12 @@ BROKEN: dict[str, list[Record]] = {
     "ENG003": change(Poison, having(outcomes={"a": "nan", "rotary.inv_freq": "left"})),
     "ENG004": change(LoadedNames, having(names=("b",))),
     "ENG005": change(SyncedSettings, lambda item: altered(item, variance_epsilon="1e-05")),
+    "ENG007": change(SyncedSettings, lambda item: altered(item, **{"impl.scale": "0.25"})),
     "ENG006": change(CheckpointView, having(box=((0, 2), (0, 2))), name="a"),
     "LGP001": change(TrainerLogprobs, with_array("wrong"), version=1),
     "LGP002": change(EngineLogprobs, with_array("not finite"), version=1),
+    "LGP008": change(GivenArguments, having(max_seqlen_kv=3), rank=1),
+    "LGP007": change(ProviderFields, lambda item: altered(item, window_size="[2048, 0]"), rank=1),
     "LGP003": change(SampledTokens, having(lengths=(4, 1)), version=0),
     **{code: change(kind, how) for code, (kind, how) in training_traces.CHANGES.items()},
 }

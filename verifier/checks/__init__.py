@@ -1,6 +1,9 @@
 """The checks. Importing this package fills the registry in `verifier.core.check`."""
 
 from verifier.checks import (
+    arguments,
+    beginnings,
+    configs,
     delivery,
     logprobs,
     moves,
@@ -14,14 +17,6 @@ from verifier.checks import (
 )
 
 __all__ = [
-    "delivery",
-    "logprobs",
-    "moves",
-    "packing",
-    "policy_step",
-    "routes",
-    "samples",
-    "step",
-    "training_step",
-    "weights",
-]
+    "arguments", "beginnings", "configs", "delivery", "logprobs", "moves", "packing", "policy_step", "routes",
+    "samples", "step", "training_step", "weights",
+]  # fmt: skip

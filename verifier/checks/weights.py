@@ -10,11 +10,11 @@ from operator import attrgetter
 from verifier.checks.content import by_name, compare_contents, describe, owner_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.records_config import ExportedConfig, SourceConfig
 from verifier.core.records_weights import (
     ExpectedShard,
     ExportedAdapterMatrix,
     ExportedAdapterScaling,
-    ExportedConfig,
     ExportedTensor,
     ExportStream,
     JoinedTensor,
@@ -24,7 +24,6 @@ from verifier.core.records_weights import (
     SavedCheckpoint,
     SavedTensor,
     ShardRecord,
-    SourceConfig,
     SourceTensor,
     UpdatedShard,
 )

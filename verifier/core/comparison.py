@@ -47,6 +47,8 @@ class Comparison:
     hint: str = ""
     absent: bool = False
     """One side was not recorded: a mismatch, unless the run broke within this version and may not have got there."""
+    left_out: tuple[str, ...] = ()
+    """Names that the check had nothing to compare with; the same in every comparison of a check that has any."""
 
     @property
     def place(self) -> tuple[int, bool, Stage]:

@@ -77,6 +77,8 @@ class Outcome:
     not_recorded: tuple[str, ...] = ()
     """Needed evidence ("stage/kind") that the trace does not hold."""
     error: str | None = None
+    left_out: tuple[str, ...] = ()
+    """Names that the check had nothing to compare with."""
 
     @property
     def verdict(self) -> Verdict:

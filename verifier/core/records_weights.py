@@ -35,6 +35,18 @@ class LoadedShard(ShardRecord, frozen=True, kw_only=True, tag="load/shard"):
     """A live shard right after the load."""
 
 
+class AdapterShard(ShardRecord, frozen=True, kw_only=True, tag="load/adapter-shard"):
+    """A live shard of an adapter before any step."""
+
+
+class AdapterSpread(Record, frozen=True, kw_only=True, tag="load/adapter-spread"):
+    """Size of the initial values of an adapter's matrix, joined from all ranks."""
+
+    shape: tuple[Count, Count]
+    deviation: Real
+    """Root of the mean square."""
+
+
 class UpdatedShard(ShardRecord, frozen=True, kw_only=True, tag="train/shard"):
     """A live shard after the update that made its version."""
 
@@ -143,21 +155,6 @@ class ExportedAdapterMatrix(TensorRecord, frozen=True, kw_only=True, tag="export
 
 class ExportedAdapterScaling(ScalingRecord, frozen=True, kw_only=True, tag="export/adapter-scaling"):
     """The factor of an adapter's product in its exported configuration."""
-
-
-class ConfigRecord(Record, frozen=True, kw_only=True):
-    """A checkpoint's config.json as transformers reads it."""
-
-    values: dict[str, str]
-    """JSON of each value, by key."""
-
-
-class SourceConfig(ConfigRecord, frozen=True, kw_only=True, tag="load/config"):
-    """The source's config.json as transformers reads it."""
-
-
-class ExportedConfig(ConfigRecord, frozen=True, kw_only=True, tag="export/config"):
-    """The config.json that megatron-bridge wrote with an export, as transformers reads it."""
 
 
 class SavedTensor(TensorRecord, frozen=True, kw_only=True, tag="export/saved"):

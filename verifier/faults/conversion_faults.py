@@ -285,11 +285,27 @@ def adapter_merged_and_synced(call: Call) -> Any:
 @in_adapter(
     "NVIDIA-NeMo/Megatron-Bridge#1817",
     f"{PEFT}._split_fused_fc1_linear_out_weight(self, linear_out_weight, is_expert)",
-    mesh=Mesh(tp=2),
-)
+    mesh=Mesh(tp=2), fixes=("bridge-5840",),
+)  # fmt: skip
 def adapter_halves_cut_without_ranks(call: Call) -> Any:
     """Gate and up of an adapter's B are cut in the middle of the whole, not in each tensor-parallel shard."""
     return call.wrong(call.linear_out_weight.chunk(2, dim=0))
+
+
+@in_adapter(
+    "InfiniTensor/InfiniTrain#150 (found in review)", "verifier.train.lora_megatron:attach(chunks, rank)",
+    stage=Stage.LOAD, caught_by=("WGT017",), mesh=Mesh(dp=2),
+)  # fmt: skip
+def adapters_drawn_per_replica(call: Call) -> Any:
+    """Data-parallel ranks draw their own initial A, and nothing brings them together before the first step."""
+    import torch.distributed as dist
+
+    chunks = call.original()
+    if dist.get_rank():
+        for matrix in tensors_named(chunks, "linear_fc2.adapter.linear_in.weight"):
+            call.fire()
+            matrix.data.neg_()
+    return chunks
 
 
 @in_adapter("Tencent-Hunyuan/UniRL#155", "verifier.train.lora_megatron:save_adapter(path, adapter, rank)")

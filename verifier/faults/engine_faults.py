@@ -286,6 +286,15 @@ def epsilon_default_after_reload(call: Call) -> None:
     norm.variance_epsilon = 1e-5
 
 
+@in_vllm("InternLM/lmdeploy#3614", f"{WORKER}.finish_weight_update(self)", caught_by=("ENG007",))
+def engine_windows_without_their_switch(call: Call) -> None:
+    """The engine gives a layer a sliding window that config.json switches off; no sample is as long as it."""
+    call.faulty()
+    attention = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.attn").impl
+    call.undo(setattr, attention, "sliding_window", attention.sliding_window)
+    attention.sliding_window = (1022, 0)
+
+
 @on_gpu("vllm-project/vllm#16564", f"{WORKER}.sleep(self, level)", caught_by=("ENG002", "LGP002"))
 def sleep_level_2_buffers(call: Call) -> None:
     """A sleep that drops the weights drops buffers too, and no update restores them; the rotary table."""

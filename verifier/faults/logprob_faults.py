@@ -60,6 +60,12 @@ def rope_base_default() -> dict[str, Any]:
     return {"rotary_base": 10_000}
 
 
+@on_provider("huggingface/transformers#38002", model="tiny:qwen2", engine=NO_ENGINE, caught_by=("LGP007",))
+def window_without_its_switch() -> dict[str, Any]:
+    """Layers get a sliding window although config.json switches it off; no sequence is as long as it."""
+    return {"window_size": (1022, 0)}
+
+
 @on_provider("NVIDIA-NeMo/Megatron-Bridge#2791", model="tiny:deepseek-v3")
 def mla_rope_factor_default() -> dict[str, Any]:
     """A model without rope scaling keeps the factor 40 that Megatron's latent attention defaults to."""
@@ -194,6 +200,21 @@ def samples_not_told_apart(call: Call) -> Any:
         cu_seqlens_q=ends, cu_seqlens_kv=ends, cu_seqlens_q_padded=ends, cu_seqlens_kv_padded=ends,
         max_seqlen_q=whole, max_seqlen_kv=whole,
     )  # fmt: skip
+
+
+@fault(
+    "NVIDIA-NeMo/RL#4070",
+    PACKED_SEQUENCES,
+    stage=Stage.LOGPROB,
+    caught_by=("LGP008",),
+    model="tiny:qwen3",
+    engine=NO_ENGINE,
+    mesh=Mesh(cp=2),
+)
+def padding_told_as_tokens(call: Call) -> Any:
+    """The model is told that padding belongs to the samples before it, and that none lies between samples."""
+    padded = call.cu_seqlens_q_padded
+    return call.faulty(cu_seqlens_q=padded, cu_seqlens_kv=padded, pad_between_seqs=False)
 
 
 @in_logprobs("NVIDIA-NeMo/RL#2529", PACKED_SEQUENCES, model="tiny:nemotron-h")

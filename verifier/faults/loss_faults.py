@@ -81,6 +81,21 @@ def boundaries_lost_when_recomputed(call: Call) -> Any:
     return call.faulty(packed_seq_params=dataclasses.replace(call.packed_seq_params, total_tokens=None, seq_idx=None))
 
 
+@in_loss(
+    "ISEEKYAN/Megatron-LM#79 (found in review)",
+    "megatron.core.transformer.moe.router_replay:RouterReplay.get_replay_topk("
+    "self, scores, topk, num_groups, group_topk, default_compute_topk)",
+    model="tiny:qwen3-moe", cycles=3,
+)  # fmt: skip
+def gates_detached_when_replayed_again(call: Call) -> Any:
+    """Routers that replay while activations are recomputed take stored scores, and their gradient is zero."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    if call.self.router_replay_action is not RouterReplayAction.REPLAY_BACKWARD:
+        return call.original()
+    return call.faulty(scores=call.scores.detach() + 0 * call.scores)
+
+
 @in_loss("verl-project/verl#2484", LOGPROB, mesh=Mesh(cp=2))
 def entropy_of_spoiled_logits(call: Call) -> Any:
     """The entropy is taken of logits that the log-probabilities before it overwrote with their exponentials."""

@@ -338,6 +338,16 @@ def experts_replayed_without_weights(call: Call) -> Any:
     return values.sort(-1, descending=True).values, experts.sort(-1).values
 
 
+@on_replay("modelscope/ms-swift#9981", caught_by=("RPL001",), model="tiny:qwen3-moe-320")
+def experts_recorded_in_a_byte(call: Call) -> Any:
+    """Recorded experts are kept in eight bits, so those from the 256th on stand for others."""
+    import torch
+
+    _, experts = call.faulty()
+    kept = experts.to(torch.uint8).long()
+    return call.scores.gather(1, kept), kept
+
+
 @on_replay("ISEEKYAN/Megatron-LM#49 (found in review)", caught_by=("RPL003",))
 def gates_of_the_routers_own_choice(call: Call) -> Any:
     """Gate weights are those of the router's own choice, and zero for an expert that only the route names."""

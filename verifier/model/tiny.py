@@ -56,6 +56,10 @@ TINY: dict[str, tuple[str, dict[str, JSON]]] = {
     "qwen2": ("qwen2", {**DECODER, **_QWEN2}),
     "llama": ("llama", {**DECODER, **_LLAMA}),
     "qwen3-moe": ("qwen3-moe", {**QWEN3_MOE, **_GQA, **_EXPERTS, "num_experts": 16}),
+    "qwen3-moe-320": (
+        "qwen3-moe",
+        {**QWEN3_MOE, **_GQA, **_EXPERTS, "num_hidden_layers": 2, "num_experts": 320, "moe_intermediate_size": 32},
+    ),
     "deepseek-v3": ("deepseek-v3", _LATENT),
     "deepseek-v3-yarn": ("deepseek-v3", {**_LATENT, "rope_scaling": _YARN}),
     "nemotron-h": ("nemotron-h", _HYBRID),

@@ -238,7 +238,7 @@ class _Recording:
         rule, objective = next(seen.of(OptimizerRule), None), next(seen.of(Objective), None)
         if rule is None or objective is None:
             return
-        given = {item.version: item for item in seen.of(GivenRoutes)}
+        given = {item.version: item for item in seen.of(GivenRoutes) if item.version}  # the idle step replays none
         trained = sorted(seen.of(Rollouts, name="trained"), key=lambda record: record.version)
         batches = [self._batch(record) for record in trained]
         routes = [
@@ -246,7 +246,7 @@ class _Recording:
             for record in trained
         ]  # fmt: skip
         numbers = {**_content(rule), **_content(objective)}
-        arguments: list[Any] = [batches, numbers, routes]
+        arguments: list[Any] = [batches, numbers, routes, min((record.version for record in trained), default=1)]
         rank, layout = flat(self.seen.manifest.config)["engine.lora_rank"], layout_of(self.source.config)
         adapter = None
         if rank and layout is not None:

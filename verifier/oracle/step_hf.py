@@ -34,6 +34,7 @@ def judge_steps(
     batches: Sequence[Batch],
     rule: Mapping[str, float],
     routes: Sequence[Routes],
+    first: int,
     adapter: Mapping[str, Sequence[str]] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure every step of a run against the oracle; a request of an engine server.
@@ -47,6 +48,7 @@ def judge_steps(
         batches: the sequences of each step.
         rule: the fields of `OptimizerRule` and of `Objective`, by name; of an adapter also "scaling", of the product.
         routes: of each step, the routes that its routers are given; nothing where they choose by themselves.
+        first: version of the first step; 0 has a learning rate of 0, and only its gradients are measured.
         adapter: of each A that is the same for several tensors, its name to those of all; None trains all weights.
 
     Returns:
@@ -56,12 +58,13 @@ def judge_steps(
     records = []
     folder = Path(work)
     adam = _Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
-    for version, (batch, given) in enumerate(zip(batches, routes, strict=True), start=1):
+    past = 0
+    for version, (batch, given) in enumerate(zip(batches, routes, strict=True), start=first):
         before = folder / f"live-{version - 1}" if version > 1 else Path(source)
         held = [folder / f"matrices-{v}" if adapter else folder / f"live-{v}" for v in (version - 1, version)]
-        if not (folder / f"gradients-{version}").is_dir() or not held[1].is_dir():
+        if not (folder / f"gradients-{version}").is_dir() or (version and not held[1].is_dir()):
             break
-        old, new = _tensors(held[0] if adapter else before), _tensors(held[1])
+        old, new = _tensors(held[0] if adapter else before), _tensors(held[1]) if version else {}
         told = {**rule, "factor": 1.0 if version % 2 else rule["every_second"]}
         nats, expected = gradients(before, batch, told, given)
         rounded_nats, rounded = _rounded(before, batch, told, given, nats, expected)
@@ -71,7 +74,6 @@ def judge_steps(
             )
         actual = _tensors(folder / f"gradients-{version}")
         groups = _groups(expected, rounded, actual)
-        past = sum(map(len, batches[: version - 1]))
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in actual.values()))
         scale = min(1.0, rule["clip_grad"] / (norm + 1e-6)) if rule["clip_grad"] > 0 else 1.0
         whole = {
@@ -87,8 +89,11 @@ def judge_steps(
                 reduced = actual[name].double() if name in actual else torch.zeros_like(weight, dtype=torch.float64)
                 row["gradient_dtype"] = dtype_name(actual[name].dtype) if name in actual else "float32"
                 row["gradient"] = greatest((reduced - gradient.double()).abs())
-                row["step"] = adam.gap(name, weight, new[name], reduced * scale, version, **_rates(rule, past, name))
+                if version:
+                    rates = _rates(rule, past, name)
+                    row["step"] = adam.gap(name, weight, new[name], reduced * scale, version, **rates)
             records.append(row)
+        past += len(batch) if version else 0
     return records
 
 

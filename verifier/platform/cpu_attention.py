@@ -41,7 +41,9 @@ class TEDotProductAttention(torch.nn.Module):
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        **ignored: object,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
     ) -> None:
         super().__init__()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -76,22 +78,27 @@ class TEDotProductAttention(torch.nn.Module):
             query: [T, H, D] packed, or [rows, batch, H, D]; in zigzag order under context parallelism.
             key: [T, G, D] or [rows, batch, G, D].
             value: as `key`, with its own width.
-            attention_mask: ignored.
+            attention_mask: must be None.
             attn_mask_type: causal, or padding with causal.
             attention_bias: must be None.
-            packed_seq_params: cumulative lengths of the whole packed batch, over all context-parallel ranks.
-            num_splits: ignored.
+            packed_seq_params: cumulative lengths of the whole packed batch, over all context-parallel ranks; the same
+                for queries and keys. What repeats them, such as a greatest length, is for kernels (LGP008).
+            num_splits: must be None.
 
         Returns:
             [T, H * D] packed, or [rows, batch, H * D], in the query's dtype.
 
         Raises:
-            UsageError: a mask other than causal, or an attention bias.
+            UsageError: a mask other than causal, an attention bias, or queries and keys of different lengths.
         """
+        if attention_mask is not None or num_splits is not None:
+            raise UsageError("the cpu tier's reference attention reads no mask and splits nothing: use the gpu tier")
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal) or attention_bias is not None:
             raise UsageError(f"the cpu tier's reference attention is causal without bias, not {attn_mask_type.name}")
         if packed_seq_params is not None:
             ends, padded_ends = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded
+            _require_same(ends, packed_seq_params.cu_seqlens_kv)
+            _require_same(padded_ends, packed_seq_params.cu_seqlens_kv_padded)
             lengths = ends.diff().tolist()
             padded = lengths if padded_ends is None else padded_ends.diff().tolist()
             return self._attend_all(query, key, value, lengths, padded).flatten(-2)
@@ -121,6 +128,12 @@ class TEDotProductAttention(torch.nn.Module):
             parts.append(attended.flatten(0, 1))
         rows = query.new_zeros(num_rows, query.shape[1], value.shape[-1])
         return rows.index_put((torch.cat(places),), torch.cat(parts))
+
+
+def _require_same(queries: Tensor | None, keys: Tensor | None) -> None:
+    same = queries is keys if queries is None or keys is None else queries is keys or torch.equal(queries, keys)
+    if not same:
+        raise UsageError("the cpu tier's reference attention takes queries and keys of one length: use the gpu tier")
 
 
 def _natural_order(length: int, cp_size: int, begin: int, num_rows: int) -> Tensor:

@@ -43,6 +43,8 @@ class RunFacts:
     """Quantization of the weights that the engine loads."""
     cuda_graphs: bool = False
     sleep_level: int = 0
+    lora_rank: int = 0
+    tp: int = 1
     steps: int = 0
     """Optimizer steps; before the second, the optimizer's state is written and read again."""
     fixes: tuple[str, ...] = ()
@@ -79,6 +81,7 @@ _TAKES_PART: dict[str, Callable[[RunFacts], bool]] = {
     "vllm": lambda run: run.engine == "vllm",
     "transformers": lambda run: run.engine == "hf",
     "megatron-core": lambda run: True,
+    "megatron-bridge": lambda run: run.lora_rank > 0,
     "cudnn": lambda run: run.steps > 0,
 }
 """Package -> test for a run that it takes part in."""
@@ -112,6 +115,7 @@ TRANSFORMERS_SCAN = "transformers-47246"
 MEGATRON_DECAY = "miles-975"
 MEGATRON_INDEX = "megatron-2777"
 CUDNN_WIDTH = "cudnn-9.19"
+BRIDGE_ADAPTERS = "bridge-5840"
 
 FIXES: dict[str, UpstreamFix] = {
     fix.id: fix
@@ -182,6 +186,17 @@ FIXES: dict[str, UpstreamFix] = {
             "other parameters, or fails where their sizes differ",
             names="sharded_param_state_dp_reshardable",
             applies=_misplaces_states,
+        ),
+        UpstreamFix(
+            id=BRIDGE_ADAPTERS,
+            issue="Megatron-Bridge #5840",
+            package="megatron-bridge",
+            version="0.6.2",
+            summary="an adapter of a row-parallel linear begins with a spread by the width of the shard, and so with "
+            "another one for each tensor-parallel size",
+            names=r".*\.lora_A\.weight",
+            checks=("WGT017",),
+            applies=lambda model, run: run.lora_rank > 0 and run.tp > 1,
         ),
         UpstreamFix(
             id=CUDNN_WIDTH,

@@ -1,13 +1,15 @@
-"""Fixes of megatron-core in the trainer's ranks, each installed for a run that asks for its id."""
+"""Fixes of megatron-core and megatron-bridge in the trainer's ranks, each installed for a run that asks for its id."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
+from verifier.errors import UsageError
 from verifier.platform.patch import Patch, apply
-from verifier.platform.upstream_fixes import CUDNN_WIDTH
+from verifier.platform.upstream_fixes import BRIDGE_ADAPTERS, CUDNN_WIDTH
 
+INITIAL = "megatron.bridge.peft.utils:ParallelLinearAdapter._get_init_fn"
 PREPARE = "megatron.core.transformer.multi_latent_attention:_prepare_mla_core_attention_value"
 
 
@@ -19,6 +21,29 @@ def install(fixes: Collection[str]) -> None:
     """
     if CUDNN_WIDTH in fixes:
         apply([Patch(PREPARE, _unpadded, takes="parallel_attention query value packed_seq_params")])
+    if BRIDGE_ADAPTERS in fixes:
+        apply([Patch(INITIAL, _by_whole_width, takes="self init_method")])
+
+
+def _by_whole_width(self: Any, init_method: str) -> Callable[[Any], Any]:
+    """Initial values of an adapter's matrix: Glorot's normal distribution by the whole A, or zeros.
+
+    megatron-bridge 0.6.2 applies torch's function to a shard, whose width is that of the whole over tp where the linear
+    is row-parallel. `self` is a ParallelLinearAdapter under construction.
+
+    Source:
+        Megatron-Bridge #5840, mended by #5843.
+    """
+    import torch
+
+    def draw(shard: Any) -> Any:
+        width = shard.shape[1] * (self.tp_group.size() if self.input_is_parallel else 1)
+        return torch.nn.init.normal_(shard, std=(2 / (width + self.dim)) ** 0.5)
+
+    known = {"xavier": draw, "zero": torch.nn.init.zeros_}
+    if init_method not in known:
+        raise UsageError(f"--fix {BRIDGE_ADAPTERS} knows initial values {', '.join(known)}, not {init_method}")
+    return known[init_method]
 
 
 def _unpadded(

@@ -51,18 +51,18 @@ def record_replay(probe: Probe, trainer: TrainerModel, rollouts: Sequence[Rollou
 
 
 @contextlib.contextmanager
-def replaying_every_second(
-    probe: Probe, trainer: TrainerModel, rollouts: Sequence[Rollout], version: int, on_shards: OnShards
+def replaying(
+    probe: Probe, trainer: TrainerModel, rollouts: Sequence[Rollout], version: int, on_shards: OnShards, *, on: bool
 ) -> Iterator[tuple[Sequence[Rollout], OnShards]]:
-    """The rollouts of a training step; of a mixture of experts those of every second step have routes to be obeyed.
+    """The rollouts of a training step; of a mixture of experts they have routes to be obeyed if it is `on`.
 
     Routes that no router would choose: then no rounding flips one, and gradients in bf16 are as near to transformers'
-    as a dense model's. Steps between go by the routers' own choice.
+    as a dense model's. Other steps go by the routers' own choice.
 
     Yields:
         What to train on, and what has to be called with its micro-batches; it calls `on_shards` with them.
     """
-    if version % 2 == 0 or not trainer.provider.num_moe_experts or not trainer.provider.moe_enable_routing_replay:
+    if not on or not trainer.provider.num_moe_experts or not trainer.provider.moe_enable_routing_replay:
         yield rollouts, on_shards
         return
     routing = Routing(trainer)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from verifier.core.record import Probe, TensorRecord
 from verifier.core.records_weights import (
     ExpectedShard,
-    ExportedConfig,
     ExportedTensor,
     ExportStream,
     PlanDigest,
@@ -24,7 +23,6 @@ from verifier.core.records_weights import (
     SavedCheckpoint,
     SavedTensor,
     ShardRecord,
-    SourceConfig,
     SourceTensor,
 )
 from verifier.errors import ContractError
@@ -203,16 +201,6 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         last = sum((size - 1) * stride for size, stride in zip(item.shape, item.stride(), strict=True))
         ends.append(item.data_ptr() + (last + 1) * item.element_size())
     return max(one.data_ptr(), other.data_ptr()) < min(ends)
-
-
-def record_config(probe: Probe, source: Checkpoint, folder: Path, version: int) -> None:
-    """The config.json that megatron-bridge wrote with an export, and the source's, as transformers reads both."""
-    from transformers import AutoConfig
-
-    for kind, path in ((SourceConfig, source.path), (ExportedConfig, folder)):
-        read = AutoConfig.from_pretrained(path, local_files_only=True).to_dict()
-        values = {key: json.dumps(value, sort_keys=True, default=str) for key, value in read.items()}
-        probe.emit(kind(name="config.json", version=version, values=values))
 
 
 def record_saved(probe: Probe, folder: Path, version: int) -> None:

@@ -63,6 +63,7 @@ def _outcome(outcome: Outcome, manifest: Manifest) -> dict[str, Any]:
         "sentence": first_line(outcome),
         "num_compared": outcome.num_compared,
         "not_recorded": list(outcome.not_recorded),
+        "left_out": list(outcome.left_out),
         "error": outcome.error,
         "known_bug": explanation(outcome, manifest),
         "finding": _plain(outcome.finding),
@@ -73,7 +74,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Stage):
         return value.label
     if is_dataclass(value):
-        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+        names = [item.name for item in fields(value) if item.name != "left_out"]  # the outcome's own has it
+        return {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

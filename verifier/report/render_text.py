@@ -163,6 +163,7 @@ def _table(report: Report) -> str:
         for item in report.outcomes
     ]
     left_out = {"switched off": report.switched_off, "no subject in this run": report.out_of_scope}
+    left_out |= {f"nothing to compare with for {item.code}": item.left_out for item in report.outcomes}
     return "\n".join([*lines, *(f"  {why}: {', '.join(codes)}" for why, codes in left_out.items() if codes)])
 
 

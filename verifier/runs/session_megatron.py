@@ -18,8 +18,10 @@ from verifier.model import provider_megatron
 from verifier.plan.digest import digest_tensor
 from verifier.platform import Tier, select
 from verifier.platform.cuda import another_cudnn, require_not_started
+from verifier.probes.arguments_megatron import given_arguments
+from verifier.probes.configs_megatron import record_provider, record_stated
 from verifier.probes.engine_state import held_by, record_views
-from verifier.probes.routes_megatron import record_replay, replaying_every_second
+from verifier.probes.routes_megatron import record_replay, replaying
 from verifier.probes.trainer import TokenProbe, record_of_rollouts, record_scored
 from verifier.probes.weights_megatron import record_source
 from verifier.runs.engine_requests import EngineRequests
@@ -33,6 +35,8 @@ from verifier.train import step_megatron
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
 
+REPLAYED, RECOMPUTED = (1, 3), (2, 3)
+"""Versions, modulo 4, whose steps replay routes, and recompute activations; 0 is the idle step's."""
 RESUMED = 2
 """Version before whose step the optimizer is written, made anew and read again."""
 
@@ -126,6 +130,10 @@ class Session:
         live.record(run.probe, 0, LoadedShard)
         if run.rank == 0 and not spec.source_from_manifest:
             record_source(run.probe, run.source)
+        if spec.workload is not None:
+            record_provider(run.probe, self._trainer.provider)
+            if run.rank == 0:
+                record_stated(run.probe, run.source)
         if spec.workload is not None and spec.roundtrip.update == "step" and run.rank == 0:
             run.probe.emit(spec.workload.rule)
             run.probe.emit(spec.workload.objective)
@@ -139,7 +147,9 @@ class Session:
             if look is None and run.rank == 0:
                 run.probe.emit(*record_of_rollouts(item.name, version, expected_rollouts(item.rollouts)))
             rollouts = rollouts_of(item.rollouts)
-            found = step_megatron.score(self._trainer, rollouts, temperature=item.temperature, on_shards=look)
+            followed = look and given_arguments(run.probe, self._trainer, item.name, version)
+            with followed or contextlib.nullcontext():
+                found = step_megatron.score(self._trainer, rollouts, temperature=item.temperature, on_shards=look)
             record_scored(run.probe, item.name, version, found, item.temperature, whole=run.rank == 0)
         with step_megatron.params_synced(self._trainer):
             self._weights.live.record(run.probe, version, ShardAfterScoring)
@@ -161,7 +171,7 @@ class Session:
             return
         if self._weights.idles:
             batch = self._workload.batches[0]
-            self._new_steps().take(rollouts_of(batch[: len(batch) // 2]), learning_rate=0.0)
+            self._step(self._new_steps(), batch[: len(batch) // 2], 0, learning_rate=0.0)
             with step_megatron.params_synced(self._trainer):
                 self._weights.live.record(self._run.probe, 0, ShardAfterIdleStep)
         self._steps = self._new_steps()
@@ -178,13 +188,19 @@ class Session:
             return
         if version == RESUMED:
             self._steps.resume(run.folder("stopped"))
-        batch = workload.batches[version - 1]
+        self._step(self._steps, workload.batches[version - 1], version)
+
+    def _step(self, steps: Steps, batch: tuple[RolloutRow, ...], version: int, **options: float) -> None:
+        """One optimizer step, recorded; the first four have every combination of replay and recomputation."""
+        run, workload = self._run, self._workload
+        recompute, replay = version % 4 in RECOMPUTED, version % 4 in REPLAYED
         look = self._token_probe("trained", version, batch)
-        replaying = replaying_every_second(run.probe, self._trainer, rollouts_of(batch), version, look)
-        with step_megatron.recomputed(self._trainer, on=version % 2 == 0), replaying as (rollouts, follow):
-            result = self._steps.take(
+        routes = replaying(run.probe, self._trainer, rollouts_of(batch), version, look, on=replay)
+        given = given_arguments(run.probe, self._trainer, "trained", version)
+        with step_megatron.recomputed(self._trainer, on=recompute), routes as (rollouts, follow), given:
+            result = steps.take(
                 rollouts, loss=policy_loss(workload.objective, version), on_shards=follow,
-                temperature=workload.objective.temperature,
+                temperature=workload.objective.temperature, **options,
                 on_gradients=(lambda: self._weights.hand_on_gradients(version)) if run.spec.gradients else None,
             )  # fmt: skip
         run.probe.emit(

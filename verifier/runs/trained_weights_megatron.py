@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from verifier.core.record import real
 from verifier.core.records_weights import (
+    AdapterShard,
+    AdapterSpread,
     ExportedAdapterMatrix,
     ExportedAdapterScaling,
     FrozenShard,
@@ -28,11 +30,11 @@ from verifier.export.save import save_checkpoint
 from verifier.launch.flight_recorder import label
 from verifier.model import provider_megatron
 from verifier.model.provider_megatron import TrainerModel
+from verifier.probes.configs_megatron import record_config
 from verifier.probes.engine_state import TransferProbe
 from verifier.probes.weights_megatron import (
     LiveWeights,
     plan_of,
-    record_config,
     record_plan,
     record_saved,
     record_tensors,
@@ -213,7 +215,10 @@ class AdapterWeights(TrainedWeights):
         self._layout = None if run.layout is None else adapters_of(run.layout, lora_megatron.TARGETS, rank)
         self.live = LiveWeights(self.trainer.chunks, run.layout, run.mesh, run.rank, _in_base)
         self.trained = LiveWeights(self.trainer.chunks, self._layout, run.mesh, run.rank, _in_adapter)
-        self._record_matrices(0, self._joined("adapter-shards-0", self.trained))
+        self.trained.record(run.probe, 0, AdapterShard)
+        for name, matrix in self._record_matrices(0, self._joined("adapter-shards-0", self.trained)).items():
+            deviation = real(float(matrix.double().square().mean().sqrt()))
+            run.probe.emit(AdapterSpread(name=name, shape=tuple(matrix.shape), deviation=deviation))
 
     def begin(self) -> bool:
         """Export base and adapter as they are loaded."""

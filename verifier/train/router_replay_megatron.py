@@ -92,6 +92,7 @@ class RouterPass:
     """One pass over rollouts in which this rank's routers obey the rollouts' routes, or choose by themselves.
 
     It sees which experts each router uses for which token. Afterwards routers choose by themselves and keep nothing.
+    Where activations are recomputed, a router runs twice for each micro-batch and obeys the same routes both times.
 
     Args:
         routing: routers of this rank.
@@ -129,6 +130,9 @@ class RouterPass:
                 instance.set_router_replay_action(action)
                 self._undo.callback(instance.clear_indices)
                 self._undo.callback(instance.clear_router_replay_action)
+                if self._replay:
+                    hook = router.register_forward_pre_hook(lambda router, _: self._choose_routes(router))
+                    self._undo.callback(hook.remove)
                 hook = router.register_forward_hook(
                     lambda router, _, output, chunk=chunk: self._look(chunk, router, output[1])
                 )
@@ -171,7 +175,21 @@ class RouterPass:
                 experts_TK = torch.where(replay.free_T.unsqueeze(-1), next(self._stand_ins[chunk, layer]), experts_TK)
             router.router_replay.set_target_indices(experts_TK)
 
+    def _recomputes(self) -> bool:
+        """True in a pass that Megatron runs again for its gradients: it first ran without any."""
+        return self._routing.trainer.provider.recompute_granularity == "full" and torch.is_grad_enabled()
+
+    def _choose_routes(self, router: TopKRouter) -> None:
+        """Obey the routes set last, or when activations are recomputed the earliest of those not yet used again."""
+        from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+        again = self._recomputes()
+        action = RouterReplayAction.REPLAY_BACKWARD if again else RouterReplayAction.REPLAY_FORWARD
+        router.router_replay.set_router_replay_action(action)
+
     def _look(self, chunk: int, router: TopKRouter, routing_map_TE: torch.Tensor) -> None:
+        if self._recomputes():
+            return
         shard, layer = self._shards[chunk], router.layer_number - 1
         num_rows, num_experts = routing_map_TE.shape
         # With sequence parallelism each tensor-parallel rank has an equal run of the rows.

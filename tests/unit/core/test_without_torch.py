@@ -33,4 +33,4 @@ def test_same_report_to_the_byte(code, tmp_path):
         assert b"Traceback" not in done.stderr, done.stderr.decode()
         said.append((done.stdout, done.stderr, report.read_bytes()))
     assert said[0] == said[1]
-    assert (b"\nviolated: " if code else b"\nholds: 41 of 41") in said[0][0]
+    assert (b"\nviolated: " if code else b"\nholds: 54 of 54") in said[0][0]

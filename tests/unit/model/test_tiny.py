@@ -25,6 +25,8 @@ GOLDEN = {
     ("llama", "bfloat16"): "f55ce1d6c46cee63",
     ("qwen3-moe", "float32"): "39b41b2f32d6d856",
     ("qwen3-moe", "bfloat16"): "ec1d055d3925fd4c",
+    ("qwen3-moe-320", "float32"): "febff51bae276563",
+    ("qwen3-moe-320", "bfloat16"): "44430e1f8f390f2a",
     ("deepseek-v3", "float32"): "8fd5d5e620f0c45f",
     ("deepseek-v3", "bfloat16"): "8046dca080fe886d",
     ("deepseek-v3-yarn", "float32"): "8fd5d5e620f0c45f",
@@ -147,7 +149,8 @@ def test_resolve_model_takes_an_id_or_a_directory(tmp_path: Path) -> None:
         (
             lambda path: resolve_model("tiny:qwen4", path),
             "unknown model `tiny:qwen4`: known are tiny:qwen3, tiny:qwen3-tied, tiny:qwen2, tiny:llama, "
-            "tiny:qwen3-moe, tiny:deepseek-v3, tiny:deepseek-v3-yarn, tiny:nemotron-h, tiny:add, tiny:qwen3-504",
+            "tiny:qwen3-moe, tiny:qwen3-moe-320, tiny:deepseek-v3, tiny:deepseek-v3-yarn, tiny:nemotron-h, tiny:add, "
+            "tiny:qwen3-504",
         ),
         (
             lambda path: resolve_model("wide:qwen3", path, "bfloat16"),
@@ -160,8 +163,8 @@ def test_resolve_model_takes_an_id_or_a_directory(tmp_path: Path) -> None:
         (
             lambda path: resolve_model("Qwen/Qwen3-0.6B", path),
             "unknown model `Qwen/Qwen3-0.6B`: it is neither a local checkpoint directory nor one of `tiny:qwen3`, "
-            "`tiny:qwen3-tied`, `tiny:qwen2`, `tiny:llama`, `tiny:qwen3-moe`, `tiny:deepseek-v3`, "
-            "`tiny:deepseek-v3-yarn`, `tiny:nemotron-h`, `tiny:add`, `tiny:qwen3-504`, "
+            "`tiny:qwen3-tied`, `tiny:qwen2`, `tiny:llama`, `tiny:qwen3-moe`, `tiny:qwen3-moe-320`, "
+            "`tiny:deepseek-v3`, `tiny:deepseek-v3-yarn`, `tiny:nemotron-h`, `tiny:add`, `tiny:qwen3-504`, "
             "`wide:qwen3-30b-a3b`, `wide:deepseek-v3`, `wide:nemotron-3-nano`",
         ),
         (

@@ -118,7 +118,7 @@ def test_what_was_scored_and_sampled_is_read_from_the_trace(tmp_path: Path, sour
 
 
 def test_steps_are_judged_by_the_recorded_rollouts_objective_and_rule(tmp_path: Path, source: Checkpoint) -> None:
-    (batches, rule, routes) = record(tmp_path / "trace", source).steps
+    (batches, rule, routes, first) = record(tmp_path / "trace", source).steps
     assert batches == [
         [
             [[5, 6, 7, 8, 9, 3], [False, False, False, True, False, True], 0.25, [0, 0, 0, -1.5, -2.5, -3.5]],
@@ -126,6 +126,7 @@ def test_steps_are_judged_by_the_recorded_rollouts_objective_and_rule(tmp_path: 
         ]
     ]
     assert routes == [[]]
+    assert first == 1
     assert (rule["learning_rate"], rule["beta_2"], rule["clip_grad"]) == (1e-6, 0.999, 0.5)
     assert (rule["temperature"], rule["drift_weight"]) == (0.9, 0.3)
     (gradient,) = read(tmp_path / "trace").of(GradientRecord)

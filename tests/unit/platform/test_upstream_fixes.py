@@ -22,7 +22,13 @@ RUN = fixes.RunFacts(tier="cpu", dtype="float32", engine="vllm", steps=2)
 @pytest.fixture(autouse=True)
 def versions(monkeypatch):
     """The versions that were verified together, whatever is installed here."""
-    known = {"vllm": "0.21.0", "megatron-core": "0.19.2", "transformers": "5.12.1", "cudnn": "9.14.0"}
+    known = {
+        "vllm": "0.21.0",
+        "megatron-core": "0.19.2",
+        "transformers": "5.12.1",
+        "cudnn": "9.14.0",
+        "megatron-bridge": "0.6.2",
+    }
     monkeypatch.setattr(fixes, "_running", lambda package: known[package])
 
 
@@ -38,6 +44,8 @@ def reach(model, **run):
         (HYBRID, {"engine": "hf"}, [fixes.TRANSFORMERS_SCAN]),
         (HYBRID, {"engine": "hf", "dtype": "bfloat16"}, [fixes.TRANSFORMERS_SCAN, fixes.MEGATRON_DECAY]),
         (HYBRID, {"engine": "", "steps": 0, "dtype": "bfloat16"}, [fixes.MEGATRON_DECAY]),
+        (DENSE, {"lora_rank": 8, "tp": 2}, [fixes.BRIDGE_ADAPTERS]),
+        (DENSE, {"lora_rank": 8}, []),
         (LATENT, {"tier": "cpu"}, []),
         (LATENT, {"tier": "cuda", "dtype": "bfloat16"}, [fixes.CUDNN_WIDTH]),
         (LATENT, {"tier": "cuda", "steps": 0}, []),

@@ -1,0 +1,68 @@
+"""Arguments of forward passes over packed micro-batches, against the packs and each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from msgspec import structs
+
+from verifier.core.check import check
+from verifier.core.comparison import Comparison
+from verifier.core.manifest import MeshSizes
+from verifier.core.records_config import GivenArguments, ProviderFields
+from verifier.core.records_tokens import PackLayout
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+from verifier.mesh import Coordinate, Mesh
+
+
+@check("LGP008", needs=(GivenArguments, PackLayout, ProviderFields), scope="tokens")
+def packed_arguments_disagree(trace: Trace) -> Iterator[Comparison]:
+    """Arguments of a forward pass over a packed micro-batch agree with the pack, and with each other.
+
+    What it checks: on every rank, for each model chunk and micro-batch of passes that score all sequences or train:
+    cumulative lengths of queries and keys, real and padded, against those of the pack; the greatest length, the number
+    of all rows and the flag for padding between sequences against what follows from them; the rows of the tokens.
+    Why it matters: most of these arguments are redundant. The CPU tier's kernels read some, those of a GPU others, so a
+    wrong one is right on one of them.
+    Evidence: logprob/arguments, pack/layout.
+    Tolerance and its source: exact; integers that follow from each other.
+    What it does not catch: cumulative lengths that are wrong in the pack too (PCK002), arguments that change inside of
+    the model (LGP001).
+    References: RL#4070, Megatron-Bridge#4400, SkyRL#2056.
+    """
+    mesh = Mesh(**structs.asdict(trace.manifest.mesh or MeshSizes()))
+    hybrid = any(item.values.get("is_hybrid_model") == "true" for item in trace.of(ProviderFields))
+    layouts = {}
+    for pack in trace.of(PackLayout):  # of ranks of the first tensor and pipeline coordinate
+        at = mesh.coordinate(pack.rank)
+        layouts[at.dp, at.cp, pack.name, pack.version] = pack
+    for item in trace.of(GivenArguments):
+        at = mesh.coordinate(item.rank)
+        layout = layouts.get((at.dp, at.cp, item.name, item.version))
+        if layout is None:
+            yield _told(item, at, "pack", "recorded", "absent", absent=True)
+            continue
+        ends, padded = layout.cu_seqlens, layout.cu_seqlens_padded
+        longest = max(end - begin for begin, end in pairwise(padded))
+        for key, want in (
+            ("cu_seqlens_q", ends), ("cu_seqlens_kv", ends), ("cu_seqlens_q_padded", padded),
+            ("cu_seqlens_kv_padded", padded), ("max_seqlen_q", longest), ("max_seqlen_kv", longest),
+            ("total_tokens", padded[-1] if hybrid else None), ("pad_between_seqs", int(ends[:-1] != padded[:-1])),
+            ("num_rows", padded[-1] // mesh.cp),
+        ):  # fmt: skip
+            yield _told(item, at, key, want, getattr(item, key))
+
+
+def _told(
+    item: GivenArguments, at: Coordinate, key: str, want: object, got: object, *, absent: bool = False
+) -> Comparison:
+    want, got = (list(value) if isinstance(value, tuple) else value for value in (want, got))
+    return Comparison(
+        what=f"{item.name} {key}", same=want == got, stage=Stage.LOGPROB, version=item.version, badness=1.0,
+        owner=f"trainer rank {item.rank} ({at})", absent=absent,
+        sentence=f"the forward pass over {item.name} is told that `{key}` is {got}, by its pack it is {want}",
+        expected=f"{want} (the pack)", actual=f"{got} (argument of chunk {item.chunk})", allowed="exact",
+        hint="look at what makes the arguments of the forward pass",
+    )  # fmt: skip

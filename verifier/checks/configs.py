@@ -1,0 +1,261 @@
+"""Configurations that trainer and engine compute with, against the checkpoint's config.json, key by key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import verifier.checks.stated as stated
+from verifier.checks.stated import Config
+from verifier.core.check import check
+from verifier.core.comparison import Comparison
+from verifier.core.records_config import ProviderFields, StatedConfig
+from verifier.core.records_weights import SyncedSettings, SyncedTensor
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+Wanted = Callable[[Config], Any]
+"""Value that a config.json asks for; an ellipsis where it asks for none."""
+
+
+class Row(NamedTuple):
+    """Keys of config.json and their counterpart in Megatron."""
+
+    keys: str
+    """Keys, the first of which names the row."""
+    field: str
+    """Field of the provider, or several that together say the same."""
+    want: Wanted
+    got: Callable[[Config], Any] | None = None
+    """The counterpart's value in terms of config.json; None where the field has it as it is."""
+
+
+def _same(key: str, field: str = "", only: Wanted = lambda config: True) -> Row:
+    """Row of a key and a field that hold the same value, in the models for which `only` is true."""
+    return Row(key, field or key, lambda config: _stated(config, key) if only(config) else ...)
+
+
+def _stated(config: Config, key: str) -> Any:
+    """Value of a key; an ellipsis for null, which leaves it to the architecture."""
+    return ... if config.get(key) is None else config[key]
+
+
+def _rope(key: str, field: str, got: Callable[[Config], Any] | None = None) -> Row:
+    """Row of a number of the rope scaling."""
+    return Row(
+        f"rope_scaling.{key}", field, lambda config: stated.rope(config).get(key, ...),
+        got or (lambda fields: fields.get(_yarn(fields, field), ...)),
+    )  # fmt: skip
+
+
+def _yarn(fields: Config, field: str) -> str:
+    """Name of a field of YaRN: latent attention has its own, without the prefix."""
+    return field.removeprefix("yarn_") if fields.get("multi_latent_attention") else field
+
+
+TRAINER = (
+    *map(_same, ("hidden_size", "num_attention_heads", "vocab_size", "attention_dropout", "hidden_dropout")),
+    _same("num_hidden_layers", "num_layers"),
+    _same("intermediate_size", "ffn_hidden_size"),
+    _same("num_key_value_heads", "num_query_groups"),
+    _same("max_position_embeddings", "seq_length", lambda config: not stated.is_latent(config)),
+    _same("tie_word_embeddings", "share_embeddings_and_output_weights"),
+    _same("mlp_bias", "add_bias_linear"),
+    Row("attention_bias", "add_qkv_bias", stated.attention_bias, stated.trainer_attention_bias),
+    Row("head_dim hidden_size num_attention_heads", "kv_channels", stated.head_dim),
+    Row("rms_norm_eps layer_norm_epsilon norm_eps layer_norm_eps", "layernorm_epsilon", stated.epsilon),
+    Row("hidden_act hidden_activation mlp_hidden_act", "activation_func", stated.activation, stated.trainer_activation),
+    Row(
+        "sliding_window use_sliding_window layer_types max_window_layers", "window_size", stated.window,
+        stated.trainer_window,
+    ),
+    Row(
+        "softmax_scale query_pre_attn_scalar attention_multiplier", "softmax_scale", stated.softmax_scale,
+        stated.trainer_softmax_scale,
+    ),
+    Row("rope_theta", "rotary_base", stated.rope_theta),
+    Row("partial_rotary_factor", "rotary_percent", stated.rotary_share),
+    Row("rope_type rope_scaling rope_parameters", "rope scaling", stated.rope_type, stated.trainer_rope_type),
+    _rope("factor", "yarn_rotary_scaling_factor", stated.trainer_rope_factor),
+    _rope("low_freq_factor", "(1 in megatron-core)", lambda fields: 1),
+    _rope("high_freq_factor", "(4 in megatron-core)", lambda fields: 4),
+    Row(
+        "rope_scaling.original_max_position_embeddings", "original_max_position_embeddings",
+        stated.original_length, stated.trainer_original_length,
+    ),
+    *(_rope(key, f"yarn_{key}") for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
+    Row(
+        "num_experts n_routed_experts num_local_experts moe_num_experts", "num_moe_experts", stated.experts,
+        stated.trainer_experts,
+    ),
+    _same("num_experts_per_tok", "moe_router_topk", stated.has_experts),
+    _same("moe_intermediate_size", "moe_ffn_hidden_size", stated.has_experts),
+    _same("n_group", "moe_router_num_groups", stated.has_experts),
+    _same("topk_group", "moe_router_group_topk", stated.has_experts),
+    _same("routed_scaling_factor", "moe_router_topk_scaling_factor", stated.has_experts),
+    _same("scoring_func", "moe_router_score_function", stated.has_experts),
+    _same("norm_topk_prob", "moe_router_pre_softmax", stated.has_experts)._replace(got=stated.trainer_normalises),
+    Row(
+        "moe_shared_expert_intermediate_size shared_expert_intermediate_size n_shared_experts",
+        "moe_shared_expert_intermediate_size", stated.shared_width,
+    ),
+    Row(
+        "first_k_dense_replace mlp_only_layers decoder_sparse_step moe_layer_freq", "moe_layer_freq",
+        stated.sparse_layers, stated.trainer_sparse_layers,
+    ),
+    *(_same(key, only=stated.is_latent) for key in ("q_lora_rank", "kv_lora_rank", "v_head_dim")),
+    _same("qk_nope_head_dim", "qk_head_dim", stated.is_latent),
+    _same("qk_rope_head_dim", "qk_pos_emb_head_dim", stated.is_latent),
+    *(_same(key, only=stated.is_hybrid) for key in ("mamba_num_heads", "mamba_head_dim")),
+    _same("ssm_state_size", "mamba_state_dim", stated.is_hybrid),
+    _same("n_groups", "mamba_num_groups", stated.is_hybrid),
+    _same("chunk_size", "mamba_chunk_size", stated.is_hybrid),
+    _same("hybrid_override_pattern", "hybrid_layer_pattern", stated.is_hybrid),
+    _same("residual_in_fp32", "fp32_residual_connection", stated.is_hybrid),
+)  # fmt: skip
+"""Every key of config.json that has a counterpart in the trainer, and how the one says the other."""
+
+ENGINE_KEYS = frozenset(key for row in TRAINER for key in row.keys.split())
+"""Keys of config.json that are compared with the engine's own configuration of its model."""
+
+MODULES: tuple[tuple[str, str, Wanted], ...] = (
+    ("variance_epsilon", "rms_norm_eps", stated.epsilon),
+    ("base", "rope_theta", stated.rope_theta),
+    ("rotary_dim", "head_dim", stated.rotary_dim),
+    ("max_seq_len_cached", "max_position_embeddings", stated.positions),
+    ("max_position_embeddings", "max_position_embeddings", stated.positions),
+    ("scaling", "head_dim", stated.attention_scale),
+    ("impl.scale", "head_dim", stated.attention_scale),
+    ("impl.sliding_window", "sliding_window", stated.engine_window),
+    ("total_num_heads", "num_attention_heads", partial(_stated, key="num_attention_heads")),
+    ("total_num_kv_heads", "num_key_value_heads", partial(_stated, key="num_key_value_heads")),
+    ("top_k", "num_experts_per_tok", partial(_stated, key="num_experts_per_tok")),
+    ("router.top_k", "num_experts_per_tok", partial(_stated, key="num_experts_per_tok")),
+    ("renormalize", "norm_topk_prob", partial(_stated, key="norm_topk_prob")),
+    ("router.renormalize", "norm_topk_prob", partial(_stated, key="norm_topk_prob")),
+    ("norm_topk_prob", "norm_topk_prob", partial(_stated, key="norm_topk_prob")),
+    ("n_group", "n_group", partial(_stated, key="n_group")),
+    ("topk_group", "topk_group", partial(_stated, key="topk_group")),
+)
+"""Attribute of an engine's module, the key that it comes from, and its value."""
+
+
+@check("LGP007", needs=(StatedConfig, ProviderFields), scope="logprob")
+def trainer_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
+    """The trainer computes with the sizes, ropes, windows, scales and routers of the checkpoint's config.json.
+
+    What it checks: on every rank, each key of config.json that has a counterpart in megatron-bridge's provider,
+    which is Megatron's TransformerConfig, against it, by an explicit table (`TRAINER` in `verifier/checks/configs.py`).
+    Keys that config.json does not have count as what transformers takes for them.
+    Why it matters: a window of 2,048, a rope that scales from position 4,096 on, or an epsilon below the noise of bf16
+    changes nothing that a short run computes.
+    Evidence: load/stated-config, logprob/provider.
+    Tolerance and its source: exact, numbers as float64; a provider is derived by copying.
+    What it does not catch: keys without a counterpart, which its outcome names in JSON reports; a module that computes
+    with other values than the provider's (LGP001); what megatron-core derives from a field.
+    References: Megatron-Bridge#5097, transformers#38002, slime#1734.
+    """
+    config = _values(next(trace.of(StatedConfig)))
+    rest = sorted(config.keys() - ENGINE_KEYS - stated.NOT_OF_THE_FORWARD)
+    for item in trace.of(ProviderFields):
+        fields = _values(item)
+        for row in TRAINER:
+            key, wanted = row.keys.split()[0], row.want(config)
+            if wanted is ...:
+                continue
+            found = row.got(fields) if row.got else fields.get(row.field, ...)
+            got, want = _text(found), _text(wanted)
+            yield Comparison(
+                what=f"config.json {key}", same=got == want, stage=Stage.LOGPROB, badness=1.0,
+                owner=f"trainer rank {item.rank}",
+                sentence=f"`{key}` is {want} in config.json and {got} in the trainer, where it is `{row.field}`",
+                expected=f"{want} (config.json)", actual=f"{got} (the provider of trainer rank {item.rank})",
+                allowed="exact (a provider is derived by copying)",
+                hint="look at how megatron-bridge derives this field from config.json", left_out=tuple(rest),
+            )  # fmt: skip
+
+
+@check("ENG007", needs=(StatedConfig, SyncedSettings), scope="settings")
+def engine_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
+    """The engine computes with the sizes, ropes, epsilons and scales of the checkpoint's config.json.
+
+    What it checks: per engine rank and version, the engine's own configuration of its model, where vLLM keeps it or
+    transformers does, and attributes of its modules, against config.json by an explicit table (`MODULES` in
+    `verifier/checks/configs.py`); the rows of its tables of angles against the greatest position.
+    Why it matters: an engine that starts with another value starts cold with it too, and what no sample reaches, such
+    as a position beyond 300, changes no log-probability.
+    Evidence: load/stated-config, engine/settings, engine/state (tables of angles).
+    Tolerance and its source: exact, numbers as float64; these values are copied, or products of two of them.
+    What it does not catch: attributes that are not in the table (ENG005 compares them with a cold engine), and contents
+    of a table of angles (ENG002, LGP002).
+    References: vllm#48312, vllm#4845, lmdeploy#3614.
+    """
+    config = _values(next(trace.of(StatedConfig)))
+    for item in trace.of(SyncedSettings):
+        for attribute, key, wanted in _compared(config, item.name):
+            if attribute not in item.values or wanted is ...:
+                continue
+            got, want = _text(_parsed(item.values[attribute])), _text(wanted)
+            yield _engine(item, f"{item.name}.{attribute}", key, got, want, same=got == want)
+        if "config.rope_parameters" in item.values:
+            yield from _rope_of_engine(item, config)
+    greatest = stated.positions(config)
+    for table in trace.of(SyncedTensor, sort="buffer"):
+        if table.name.endswith("cos_sin_cache") and greatest is not ...:
+            rows = table.shape[0]
+            same = rows >= greatest
+            yield _engine(table, table.name, "max_position_embeddings", f"{rows} rows", f"{greatest}", same=same)
+
+
+def _compared(config: Config, module: str) -> Iterator[tuple[str, str, Any]]:
+    """(attribute, key of config.json, its value) of what one module of an engine may hold."""
+    for key in ENGINE_KEYS & config.keys():
+        if not isinstance(config[key], list | dict) and config[key] is not None:
+            yield f"config.{key}", key, config[key]
+    own = module.rpartition(".")[2]
+    for attribute, key, want in MODULES:
+        if (own, attribute) not in stated.OTHERS_OF_THE_NAME:
+            yield attribute, key, want(config)
+
+
+def _rope_of_engine(item: SyncedSettings, config: Config) -> Iterator[Comparison]:
+    parts = item.values["config.rope_parameters"].strip("[]").split(", ")
+    held = dict(zip(parts[::2], parts[1::2], strict=False))
+    for key, value in stated.rope(config).items():
+        if key in held:
+            got, want = _text(stated.ROPE_NAMES.get(held[key], _parsed(held[key]))), _text(value)
+            yield _engine(item, f"rope_parameters.{key}", f"rope_scaling.{key}", got, want, same=got == want)
+
+
+def _engine(item: SyncedSettings | SyncedTensor, what: str, key: str, got: str, want: str, *, same: bool) -> Comparison:
+    owner = f"engine rank {item.rank}"
+    return Comparison(
+        what=what, same=same, stage=Stage.ENGINE, version=item.version, badness=1.0, owner=owner,
+        sentence=f"`{what}` is {got} in the engine, and `{key}` of config.json asks for {want}",
+        expected=f"{want} (config.json)", actual=f"{got} ({owner})", allowed="exact (these values are copied)",
+        hint="look at how the engine derives this value from config.json",
+    )  # fmt: skip
+
+
+def _values(item: StatedConfig | ProviderFields) -> Config:
+    return {key: json.loads(value) for key, value in item.values.items()}
+
+
+def _parsed(text: str) -> Any:
+    """A number or flag that `str` wrote, or the text itself."""
+    flags = {"True": True, "False": False}
+    try:
+        return flags[text] if text in flags else float(text)
+    except ValueError:
+        return text
+
+
+def _text(value: Any) -> str:
+    """A value as text: 4 and 4.0 are the same number."""
+    if value is ...:
+        return "absent"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"{float(value):.15g}"
+    return json.dumps(value)

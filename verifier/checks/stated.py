@@ -1,0 +1,255 @@
+"""Meaning of config.json, and of Megatron's fields in its terms: heads, windows, ropes, scales, experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
+"""Keys of config.json, or fields of Megatron's TransformerConfig."""
+
+BIASED = frozenset({"qwen2", "qwen2_moe"})
+"""Model types whose queries, keys and values have biases whatever `attention_bias` says."""
+OWN_ACTIVATION = frozenset({"gpt_oss"})
+"""Model types whose activation is not the one that config.json names."""
+ACTIVATIONS = {"gelu_pytorch_tanh": "fast_gelu", "relu2": "squared_relu"}
+"""Activation of config.json -> Megatron's function, where the names differ."""
+ROPE_NAMES = {"deepseek_yarn": "yarn"}
+"""vLLM's own names of rope types."""
+OTHERS_OF_THE_NAME = frozenset((module, "variance_epsilon") for module in ("q_a_layernorm", "kv_a_layernorm"))
+"""Attributes that the name of a key does not decide: transformers gives the norms of latent attention an epsilon of
+their own, 1e-6."""
+NOT_OF_THE_FORWARD = frozenset({
+    "_name_or_path", "architectures", "auto_map", "aux_loss_alpha", "bos_token_id", "chunk_size_feed_forward",
+    "dtype", "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type",
+    "num_logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
+    "pretraining_tp", "problem_type", "rescale_prenorm_residual", "return_dict", "router_aux_loss_coef",
+    "torch_dtype", "transformers_version", "use_cache",
+})  # fmt: skip
+"""Keys that no forward pass of a trainer reads."""
+
+
+def is_latent(config: Config) -> bool:
+    """Test for latent attention (MLA)."""
+    return config.get("kv_lora_rank") is not None
+
+
+def is_hybrid(config: Config) -> bool:
+    """Test for a model with state-space layers."""
+    return config.get("hybrid_override_pattern") is not None
+
+
+def experts(config: Config) -> int | None:
+    """Number of routed experts of a layer; None where no layer has any."""
+    keys = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+    found = next((config[key] for key in keys if config.get(key)), None)
+    return None if is_hybrid(config) and "E" not in config["hybrid_override_pattern"] else found
+
+
+def has_experts(config: Config) -> bool:
+    """Test for routed experts."""
+    return experts(config) is not None
+
+
+def trainer_experts(fields: Config) -> int | None:
+    """Number of routed experts of a layer in the trainer."""
+    return fields.get("num_moe_experts")
+
+
+def attention_bias(config: Config) -> Any:
+    """Flag for biases of queries, keys and values."""
+    return True if config.get("model_type") in BIASED else config.get("attention_bias", ...)
+
+
+def trainer_attention_bias(fields: Config) -> bool:
+    """Flag for biases of queries, keys and values in the trainer: of these alone, or of all linears."""
+    return bool(fields.get("add_qkv_bias") or fields.get("add_bias_linear"))
+
+
+def head_dim(config: Config) -> Any:
+    """Width of a head of plain attention."""
+    if is_latent(config):
+        return ...
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def epsilon(config: Config) -> Any:
+    """Epsilon of the norms."""
+    names = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "layer_norm_eps")
+    return next((config[key] for key in names if config.get(key) is not None), ...)
+
+
+def activation(config: Config) -> Any:
+    """Activation of the feed-forward layers, by Megatron's name."""
+    if config.get("model_type") in OWN_ACTIVATION:
+        return ...
+    names = ("hidden_activation", "hidden_act", "mlp_hidden_act")
+    found: Any = next((config[key] for key in names if config.get(key) is not None), ...)
+    return ACTIVATIONS.get(found, found)
+
+
+def trainer_activation(fields: Config) -> Any:
+    """Activation of the feed-forward layers in the trainer."""
+    return fields.get("activation_func", ...)
+
+
+def window(config: Config) -> int | None:
+    """Tokens that a windowed layer sees, itself included; None where no layer has a window that cuts anything."""
+    size = config.get("sliding_window")
+    kinds = config.get("layer_types")
+    switched_off = config.get("use_sliding_window") is False or (kinds and "sliding_attention" not in kinds)
+    if not size or switched_off or size >= config.get("max_position_embeddings", size + 1):
+        return None
+    return int(size)
+
+
+def engine_window(config: Config) -> Any:
+    """Window of a layer in vLLM, tokens before and after: one of all layers, or none."""
+    if len(set(config.get("layer_types") or ())) > 1:
+        return ...
+    size = window(config)
+    return f"[{size - 1}, 0]" if size else "[-1, -1]"
+
+
+def trainer_window(fields: Config) -> int | None:
+    """Tokens that a windowed layer of the trainer sees, itself included: Megatron counts those before it."""
+    size = fields.get("window_size")
+    return int(size[0]) + 1 if isinstance(size, list) else size
+
+
+def softmax_scale(config: Config) -> Any:
+    """Scale of attention scores where config.json states one; null stands for that of the head's width."""
+    if is_latent(config):
+        return None
+    scalar = config.get("query_pre_attn_scalar")
+    scale = config.get("attention_multiplier") if scalar is None else float(scalar) ** -0.5
+    return None if scale == head_dim(config) ** -0.5 else scale
+
+
+def trainer_softmax_scale(fields: Config) -> Any:
+    """Scale of attention scores in the trainer; null stands for that of the head's width."""
+    scale = fields.get("softmax_scale")
+    return None if scale and scale == fields["kv_channels"] ** -0.5 else scale
+
+
+def attention_scale(config: Config) -> Any:
+    """Scale of attention scores of plain attention."""
+    if is_latent(config):
+        return ...
+    return softmax_scale(config) or head_dim(config) ** -0.5
+
+
+def rope(config: Config) -> dict[str, Any]:
+    """Numbers of the rope, its `rope_type` and `rope_theta` among them; empty where there is none, or one per kind."""
+    if is_hybrid(config):
+        return {}
+    found = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    if any(isinstance(value, dict) for value in found.values()):
+        return {}
+    theta = config.get("rope_theta", found.get("rope_theta"))
+    kind = found.pop("type", None)
+    found["rope_type"] = found.get("rope_type") or kind or "default"
+    if config.get("partial_rotary_factor") is not None:
+        found["partial_rotary_factor"] = config["partial_rotary_factor"]
+    return {**found, "rope_theta": theta} if theta is not None else found
+
+
+def rope_theta(config: Config) -> Any:
+    """Base of the rotary frequencies."""
+    return rope(config).get("rope_theta", ...)
+
+
+def rotary_share(config: Config) -> Any:
+    """Share of a head's width that is rotated, where config.json states it."""
+    return rope(config).get("partial_rotary_factor", ...)
+
+
+def rope_type(config: Config) -> Any:
+    """Kind of the rope's scaling; "none" where layers have no rope."""
+    return "none" if is_hybrid(config) else rope(config).get("rope_type", ...)
+
+
+def trainer_rope_type(fields: Config) -> Any:
+    """Kind of the rope's scaling in the trainer: several fields switch one each."""
+    kind = fields.get("position_embedding_type")
+    if kind != "rope":
+        return kind
+    if fields.get("multi_latent_attention"):
+        return "yarn" if fields.get("rope_type") == "yarn" and fields.get("rotary_scaling_factor") != 1 else "default"
+    if fields.get("rope_scaling"):
+        return "llama3"
+    return "linear" if fields.get("seq_len_interpolation_factor") else "default"
+
+
+def trainer_rope_factor(fields: Config) -> Any:
+    """Factor of the rope's scaling in the trainer."""
+    kind = trainer_rope_type(fields)
+    names = {"llama3": "rope_scaling_factor", "linear": "seq_len_interpolation_factor"}
+    latent = "rotary_scaling_factor" if fields.get("multi_latent_attention") else "yarn_rotary_scaling_factor"
+    return fields.get(names.get(kind, latent), ...)
+
+
+def original_length(config: Config) -> Any:
+    """Length that the rope was made for, before its scaling."""
+    return rope(config).get("original_max_position_embeddings", ...)
+
+
+def trainer_original_length(fields: Config) -> Any:
+    """Length that the trainer's rope was made for; megatron-core's constant for Llama 3's."""
+    if trainer_rope_type(fields) == "llama3":
+        return 8192
+    latent = fields.get("multi_latent_attention")
+    return fields.get("original_max_position_embeddings" if latent else "yarn_original_max_position_embeddings", ...)
+
+
+def rotary_dim(config: Config) -> Any:
+    """Width of the part of a head that is rotated."""
+    if is_latent(config):
+        return config["qk_rope_head_dim"]
+    return int(head_dim(config) * rope(config).get("partial_rotary_factor", 1)) if rope(config) else ...
+
+
+def positions(config: Config) -> Any:
+    """Greatest number of positions of an engine's table of angles, where the scaling leaves it as it is."""
+    plain = rope(config).get("rope_type") in ("default", "llama3")
+    return config.get("max_position_embeddings", ...) if plain else ...
+
+
+def trainer_normalises(fields: Config) -> bool:
+    """True if the trainer's weights of the chosen experts have the sum 1.
+
+    A softmax over the chosen ones has; sigmoid scores of more than one are always divided by their sum.
+    """
+    return fields.get("moe_router_score_function") != "softmax" or not fields.get("moe_router_pre_softmax")
+
+
+def shared_width(config: Config) -> Any:
+    """Width of all shared experts together."""
+    if not has_experts(config):
+        return ...
+    for key in ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"):
+        if config.get(key) is not None:
+            return config[key]
+    shared = config.get("n_shared_experts")
+    return shared * config["moe_intermediate_size"] if shared else ...
+
+
+def sparse_layers(config: Config) -> Any:
+    """1 for each layer with routed experts, 0 for one without."""
+    layers = range(config.get("num_hidden_layers") or 0)
+    if not has_experts(config) or is_hybrid(config):
+        return ...
+    if config.get("first_k_dense_replace") is not None and config.get("moe_layer_freq", 1) == 1:
+        return [int(layer >= config["first_k_dense_replace"]) for layer in layers]
+    if config.get("decoder_sparse_step") is not None:
+        dense = config.get("mlp_only_layers") or []
+        return [int(layer not in dense and (layer + 1) % config["decoder_sparse_step"] == 0) for layer in layers]
+    return ...
+
+
+def trainer_sparse_layers(fields: Config) -> Any:
+    """1 for each layer of the trainer with routed experts."""
+    found = fields.get("moe_layer_freq", ...)
+    if not isinstance(found, int):
+        return found
+    return [int(layer % found == 0) for layer in range(fields["num_layers"])]

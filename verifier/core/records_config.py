@@ -1,0 +1,46 @@
+"""Records of configurations: config.json, what the trainer is built from, and what its passes are told."""
+
+from __future__ import annotations
+
+from verifier.core.record import Count, Record
+
+
+class ConfigRecord(Record, frozen=True, kw_only=True):
+    """Values of a configuration."""
+
+    values: dict[str, str]
+    """JSON of each value, by key."""
+
+
+class SourceConfig(ConfigRecord, frozen=True, kw_only=True, tag="load/config"):
+    """The source's config.json as transformers reads it."""
+
+
+class StatedConfig(ConfigRecord, frozen=True, kw_only=True, tag="load/stated-config"):
+    """The source's config.json as it stands, with transformers' defaults for keys that it does not have."""
+
+
+class ProviderFields(ConfigRecord, frozen=True, kw_only=True, tag="logprob/provider"):
+    """Plain fields of megatron-bridge's provider, which is Megatron's TransformerConfig; functions by their name."""
+
+
+class GivenArguments(Record, frozen=True, kw_only=True, tag="logprob/arguments"):
+    """Arguments of one model chunk's forward pass over one packed micro-batch: fields of PackedSeqParams."""
+
+    chunk: Count
+    """Virtual pipeline stage."""
+    num_rows: Count
+    """Rows of the tokens that it is given."""
+    cu_seqlens_q: tuple[int, ...] | None = None
+    cu_seqlens_kv: tuple[int, ...] | None = None
+    cu_seqlens_q_padded: tuple[int, ...] | None = None
+    cu_seqlens_kv_padded: tuple[int, ...] | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+    total_tokens: int | None = None
+    pad_between_seqs: int | None = None
+    """0 or 1."""
+
+
+class ExportedConfig(ConfigRecord, frozen=True, kw_only=True, tag="export/config"):
+    """The config.json that megatron-bridge wrote with an export, as transformers reads it."""

@@ -1,0 +1,55 @@
+"""Probes of configurations: the source's and an export's config.json, and the provider that a trainer is built from."""
+
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verifier.core.record import Probe
+from verifier.core.records_config import ExportedConfig, ProviderFields, SourceConfig, StatedConfig
+from verifier.model.checkpoint import Checkpoint
+
+
+def record_config(probe: Probe, source: Checkpoint, folder: Path, version: int) -> None:
+    """The config.json that megatron-bridge wrote with an export, and the source's, as transformers reads both."""
+    for kind, path in ((SourceConfig, source.path), (ExportedConfig, folder)):
+        probe.emit(kind(name="config.json", version=version, values=_texts(_read(path))))
+
+
+def record_stated(probe: Probe, source: Checkpoint) -> None:
+    """The source's config.json as it stands; for keys that it does not have, what transformers takes."""
+    probe.emit(StatedConfig(name="config.json", values=_texts({**_read(source.path), **source.config})))
+
+
+def record_provider(probe: Probe, provider: Any) -> None:
+    """The plain fields of the provider that a rank's model was built from."""
+    fields = {name: _plain(value) for name, value in vars(provider).items()}
+    probe.emit(ProviderFields(name="provider", values=_texts({k: v for k, v in fields.items() if v is not ...})))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    return dict(AutoConfig.from_pretrained(path, local_files_only=True).to_dict())
+
+
+def _texts(values: dict[str, Any]) -> dict[str, str]:
+    return {key: json.dumps(value, sort_keys=True, default=str) for key, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A number, flag, name or list as it is, an enum or function by its name; an ellipsis for anything else."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, list | tuple):
+        parts = [_plain(item) for item in value]
+        return ... if ... in parts else parts
+    return getattr(value, "__name__", ...) if callable(value) else ...
