@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -147,7 +147,7 @@ def rng_states() -> dict[str, Any]:
     """Copy the random states of torch, its device, numpy, Python, and Megatron's tracker: plain values and tensors."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    name, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - the global state is what is saved
+    name, keys, position, has_gauss, gauss = cast("tuple[Any, ...]", np.random.get_state())
     version, words, gauss_next = random.getstate()
     return {
         "torch": torch.get_rng_state(), "device": torch.cuda.get_rng_state(),
@@ -162,7 +162,7 @@ def restore_rng(states: dict[str, Any]) -> None:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     name, keys, position, has_gauss, gauss = states["numpy"]
-    np.random.set_state((name, np.array(keys, np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+    np.random.set_state((name, np.array(keys, np.uint32), position, has_gauss, gauss))
     version, words, gauss_next = states["python"]
     random.setstate((version, tuple(words), gauss_next))
     get_cuda_rng_tracker().set_states(states["tracker"])

@@ -94,7 +94,7 @@ class Checkpoints:
 
     def last_whole(self) -> tuple[RunState | None, list[str]]:
         """Return the state of the last whole checkpoint, and why each one after it is none."""
-        refused = []
+        refused: list[str] = []
         for step in reversed(self._steps()):
             try:
                 return read_state(self.path(step)), refused

@@ -81,12 +81,6 @@ def _random() -> Iterator[tuple[str, torch.Tensor]]:
         yield name, state
 
 
-def position_facts(step: int) -> Facts:
-    """Digest the position of a run in its data, which is the number of steps taken."""
-    position = torch.tensor(step)
-    return [{"name": "data/position", "coordinate": "", **described(position)}]
-
-
 def write_facts(file: Path, facts: Facts) -> None:
     """Write facts as JSON."""
     file.write_bytes(msgspec.json.encode(facts))

@@ -18,8 +18,8 @@ from verifier.platform.upstream_fixes import RunFacts, bugs_of
 from verifier.runs.model_under_test import ModelUnderTest
 
 
-def step_manifest(config: TrainConfig, model: ModelUnderTest) -> Manifest:
-    """Identity of a step's trace; which step it is, its records say."""
+def step_manifest(config: TrainConfig, model: ModelUnderTest, *, resumed: bool = False) -> Manifest:
+    """Identity of a step's trace, the first after a resume or another; which step it is, its records say."""
     sizes = model.checkpoint.config
     facts = RunFacts(tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1)
     scopes: list[Scope] = ["data", "batch", "schedule", "tokens"]
@@ -27,6 +27,8 @@ def step_manifest(config: TrainConfig, model: ModelUnderTest) -> Manifest:
         scopes = ["batch", "schedule", "tokens", "policy", "reward"]
     if "replicas" in model.layout_scopes:
         scopes.append("replicas")
+    if resumed:
+        scopes.append("resume")
     return Manifest(
         command="train", command_line=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors", model=config.model,
