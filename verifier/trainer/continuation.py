@@ -48,9 +48,13 @@ class Continuation:
         step = 0 if at is None else at.step
         path = self._checkpoints.path(step)
         if at is not None and at.config != self._digest:
-            raise UsageError(f"the checkpoint `{path}` is of a run with other knobs: remove it, or choose another --run")
+            raise UsageError(
+                f"the checkpoint `{path}` is of a run with other knobs: remove it, or choose another --run"
+            )
         if step > self._config.steps:
-            raise UsageError(f"`{self._folder.path}` has trained {step} steps, --steps is {self._config.steps}: give more")
+            raise UsageError(
+                f"`{self._folder.path}` has trained {step} steps, --steps is {self._config.steps}: give more"
+            )
         self._checkpoints.remove_after(step)
         metrics = self._folder.rewind(step)
         if at is not None:

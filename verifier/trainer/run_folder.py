@@ -73,7 +73,6 @@ class RunFolder:
         except OSError as problem:
             raise UsageError(f"`{file}` cannot be written: {problem.strerror}") from problem
 
-
     def finish(self, asked: int, **ended: float | None) -> None:
         """Write how the run ended, and for how many steps it was asked."""
         self.write(FINISHED, json.dumps({"asked": asked, "judged": 0, **ended}) + "\n")

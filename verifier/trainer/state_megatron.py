@@ -95,5 +95,3 @@ def record_facts(probe: Probe, kind: type[StateRecord], facts: Facts, version: i
     """Record facts of the state that made a weight version."""
     for fact in facts:
         probe.emit(kind(version=version, **{**fact, "shape": tuple(fact["shape"])}))
-
-
