@@ -96,9 +96,9 @@ def load(trainer: TrainerModel, optimizer: Any, scheduler: Any, folder: Path, *,
         ContractError: it holds another number of model chunks than this rank builds.
 
     Source:
-        megatron-core 0.19.2, core/optimizer/distrib_optimizer.py, `load_parameter_state_from_fully_reshardable`: torch's
-        Adam, which replaces Transformer Engine's on the CPU tier, must have a state to load into, and its step is
-        dropped; `load_state_dict` leaves it in the group.
+        megatron-core 0.19.2, core/optimizer/distrib_optimizer.py, `load_parameter_state_from_fully_reshardable`: the step
+        of torch's Adam, which replaces Transformer Engine's on the CPU tier, is dropped and stays in its group, and it must
+        have a state to load into.
     """
     from megatron.core import dist_checkpointing
 
