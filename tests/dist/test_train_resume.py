@@ -5,15 +5,16 @@ What this does not exercise: what the check on a load catches (tests/faults), an
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import json
-import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -26,10 +27,11 @@ from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.errors import UsageError
 from verifier.launch.fork_launcher import ForkLauncher
+from verifier.launch.rank import RankContext
 from verifier.report.report import report_of
-from verifier.trainer import checkpoint_folder
-from verifier.trainer.checkpoint_folder import Checkpoints, RunState
+from verifier.trainer.checkpoint_folder import Checkpoints
 from verifier.trainer.controller import Judged, Trainer, TrainSummary
+from verifier.trainer.worker_spec import WorkerSpec
 
 CONFIG = ROOT / "configs" / "add-sft.yaml"
 STEPS = 6
@@ -47,11 +49,11 @@ class Passing:
         return done
 
 
-def train(launcher: ForkLauncher, run: Path, *knobs: str) -> TrainSummary:
+def train(launcher: ForkLauncher, run: Path, *knobs: str, within: Sequence[str] = ()) -> TrainSummary:
     given = {text.partition("=")[0] for text in knobs}
     kept = [text for text in KNOBS if text.partition("=")[0] not in given]
     config, _ = load(TrainConfig, file=CONFIG, overrides=[*kept, *knobs, f"run={run}"])
-    return Trainer(config, print, Passing() if config.verify.steps else None, launcher=launcher).run()
+    return Trainer(config, print, Passing() if config.verify.steps else None, launcher=launcher, within=within).run()
 
 
 def losses(run: Path) -> list[float]:
@@ -180,16 +182,18 @@ def last(checkpoints: Checkpoints) -> int:
     return state.step
 
 
-def test_a_full_disk_while_a_checkpoint_is_declared_leaves_the_one_before(stopped, trainer_launcher, monkeypatch):
-    def full(self: Checkpoints, state: RunState) -> Path:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_folder.Checkpoints, "finish", full)
-        with pytest.raises(UsageError, match="no space is left"):
-            train(trainer_launcher, stopped)
+def test_a_disk_that_is_full_leaves_the_checkpoint_before(stopped, trainer_launcher):
+    with pytest.raises(UsageError, match=r"cannot be written: File too large; .* continues from the last checkpoint"):
+        train(trainer_launcher, stopped, within=("tests.dist.test_train_resume:short_files",))
     assert last(Checkpoints(stopped / "checkpoints", keep=9)) == 4
     assert train(trainer_launcher, stopped).resumed_from == 4
+
+
+@contextlib.contextmanager
+def short_files(spec: WorkerSpec, context: RankContext) -> Iterator[None]:
+    """In a rank: files may not be longer than the kernel lets them, as on a disk without space."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    yield
 
 
 def command(run: Path, *words: str) -> list[str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from verifier.errors import ContractError, UsageError
+from verifier.core.outputs import full_disk_refused
+from verifier.errors import ContractError
 from verifier.launch.child import die_with_parent
 from verifier.model.provider_megatron import TrainerModel
 from verifier.train.optimizer_megatron import parameters_of, torch_adams, writing_here
@@ -96,9 +95,9 @@ def load(trainer: TrainerModel, optimizer: Any, scheduler: Any, folder: Path, *,
         ContractError: it holds another number of model chunks than this rank builds.
 
     Source:
-        megatron-core 0.19.2, core/optimizer/distrib_optimizer.py, `load_parameter_state_from_fully_reshardable`: the step
-        of torch's Adam, which replaces Transformer Engine's on the CPU tier, is dropped and stays in its group, and it must
-        have a state to load into.
+        megatron-core 0.19.2, core/optimizer/distrib_optimizer.py, `load_parameter_state_from_fully_reshardable`. Of
+        torch's Adam, which replaces Transformer Engine's on the CPU tier, the step is dropped, and stays in its group;
+        and there must be a state to load into.
     """
     from megatron.core import dist_checkpointing
 
@@ -168,20 +167,6 @@ def restore_rng(states: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(states["tracker"])
     torch.cuda.set_rng_state(states["device"])
     torch.set_rng_state(states["torch"])
-
-
-@contextlib.contextmanager
-def full_disk_refused(folder: Path) -> Iterator[None]:
-    """Make a UsageError of a full disk, which megatron-core's writers report as text."""
-    try:
-        yield
-    except Exception as problem:
-        if "No space left on device" in str(problem):
-            raise UsageError(
-                f"no space is left for the checkpoint `{folder}`: free some and run the same command again, which "
-                "continues from the checkpoint before"
-            ) from problem
-        raise
 
 
 def _sharded_state(trainer: TrainerModel, optimizer: Any, scheduler: Any, *, loading: bool = False) -> dict[str, Any]:

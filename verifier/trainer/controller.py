@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 from verifier.config.load import resolved
 from verifier.config.training import TrainConfig
+from verifier.core.outputs import full_disk_refused
 from verifier.core.records_trainer import OptimizerSettings
 from verifier.core.store import Recorder, complete, create
 from verifier.data.rollout_file import load_rollouts
@@ -29,7 +30,7 @@ from verifier.runs.resources import COLLECTIVE_DEADLINE_S, Deadline
 from verifier.trainer.batches import HeldOut, SftPlan, Update, UpdatePlan
 from verifier.trainer.continuation import Continuation
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
-from verifier.trainer.run_folder import RunFolder, full_disk_refused, opened
+from verifier.trainer.run_folder import RunFolder, opened
 from verifier.trainer.step_trace import step_manifest
 from verifier.trainer.worker_spec import WorkerSpec, optimizer_settings
 

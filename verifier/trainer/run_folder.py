@@ -13,18 +13,14 @@ finished.json          how the run ended
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError
 
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
@@ -133,20 +129,6 @@ def opened(config: TrainConfig) -> Iterator[RunFolder]:
         for name in ("batches", "steps"):
             (path / name).mkdir(exist_ok=True)
         yield folder
-
-
-@contextlib.contextmanager
-def full_disk_refused(path: Path) -> Iterator[None]:
-    """Make a UsageError of a full disk, whoever writes to it."""
-    try:
-        yield
-    except (OSError, SafetensorError) as problem:
-        if os.strerror(errno.ENOSPC) not in str(problem):
-            raise
-        raise UsageError(
-            f"no space is left for the run `{path}`: free some and run the same command again, which continues from "
-            "its last checkpoint"
-        ) from problem
 
 
 def _require_same_run(config: TrainConfig) -> None:

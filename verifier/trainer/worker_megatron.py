@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.numpy import save_file
 
 from verifier.algorithms.loss_options import LossOptions
+from verifier.core.outputs import full_disk_refused
 from verifier.core.record import real
 from verifier.core.records_policy import UpdateRatios
 from verifier.core.records_trainer import LoadedState, OptimizerSettings, SavedState, TrainerStep
@@ -127,7 +128,7 @@ class TrainerWorker:
     def save(self, folder: str) -> None:
         """Begin to write a checkpoint: this rank's state, and what it held."""
         path = Path(folder)
-        with checkpoint_megatron.full_disk_refused(path):
+        with full_disk_refused(path):
             write_facts(path / "saved" / f"{self._context.rank:04d}.json", self._state())
         self._writer.begin(path / "megatron")
 
