@@ -70,9 +70,10 @@ def test_the_same_seed_gives_the_same_weights_with_and_without_judging(run, tmp_
         assert file.read_bytes() == (tmp_path / "again" / "hf_model" / file.name).read_bytes()
 
 
-def test_a_folder_with_a_run_is_refused(run):
+def test_a_folder_with_a_run_of_another_config_is_refused(run):
     folder, _ = run
     done = train("--run", str(folder))
     assert (done.returncode, done.stderr.strip()) == (
-        4, f"verifier: the run folder `{folder}` holds a run already: choose another --run",
+        4, f"verifier: the run folder `{folder}` holds a run with data.batch_size=16, and data.batch_size=128 is asked "
+        "for: give the same value to continue it, or choose another --run",
     )  # fmt: skip

@@ -22,7 +22,7 @@ ROOMS = {
     "algorithms": {"core", "data"},
     "rewards": {"core", "data", "launch"},
     "model": {"core", "mesh", "data", "platform"},
-    "train": {"core", "mesh", "data", "model", "platform"},
+    "train": {"core", "mesh", "data", "model", "platform", "launch"},
     "export": {"core", "mesh", "model", "train", "platform"},
     "plan": {"core", "mesh"},
     "transport": {"core", "mesh", "plan", "launch"},

@@ -11,7 +11,15 @@ from msgspec.structs import replace
 
 from verifier.core.record import Record
 from verifier.core.records_policy import Advantages, GivenRewards, PolicyColumns, UpdateRatios
-from verifier.core.records_trainer import DataOrder, LossColumns, OptimizerSettings, StepAccount, TrainerStep
+from verifier.core.records_trainer import (
+    DataOrder,
+    LoadedState,
+    LossColumns,
+    OptimizerSettings,
+    SavedState,
+    StepAccount,
+    TrainerStep,
+)
 
 EPOCH = sorted(range(5), key=lambda index: hashlib.blake2b(f"3/0/{index}".encode(), digest_size=16).digest())
 ARRAYS: dict[str, dict[str, np.ndarray]] = {
@@ -76,6 +84,14 @@ def training() -> list[Record]:
             name="update 1", version=1, update=1, first=True, ratio_over="old", at_reference=True, ratio_gap=0.0,
             kl_gap=0.0, clipped=0, clamped=0,
         ),
+        *(
+            kind(
+                name="optimizer/exp_avg/decoder.weight (chunk 0)", version=1, rank=rank, digest=f"vd1:{rank + 7:032x}",
+                dtype="float32", shape=(4, 2), coordinate=f"tp=0 pp=0 ep=0 etp=0 cp=0 dp={rank}",
+            )
+            for kind in (SavedState, LoadedState)
+            for rank in range(2)
+        ),
     ]  # fmt: skip
 
 
@@ -89,6 +105,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "LSS003": (UpdateRatios, having(ratio_gap=0.25)),
     "RWD001": (GivenRewards, having(rewards=(0.0, 0.0))),
     "ADV001": (LossColumns, having(array="means of means")),
+    "CKP001": (LoadedState, having(digest=f"vd1:{0:032x}")),
     "DAT001": (DataOrder, having(array="other examples")),
     "DAT002": (StepAccount, having(dropped={"overlong": 1})),
     "TRN002": (TrainerStep, having(learning_rate=1e-3)),

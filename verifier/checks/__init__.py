@@ -9,6 +9,7 @@ from verifier.checks import (
     moves,
     packing,
     policy_step,
+    resume,
     routes,
     samples,
     step,
@@ -17,6 +18,6 @@ from verifier.checks import (
 )
 
 __all__ = [
-    "arguments", "beginnings", "configs", "delivery", "logprobs", "moves", "packing", "policy_step", "routes",
-    "samples", "step", "training_step", "weights",
+    "arguments", "beginnings", "configs", "delivery", "logprobs", "moves", "packing", "policy_step", "resume",
+    "routes", "samples", "step", "training_step", "weights",
 ]  # fmt: skip

@@ -220,7 +220,7 @@ def _ratios(difference: Sequence[float], level: str) -> list[float]:
     return [math.exp(min(max(value if level == "token" else share, -LIMIT), LIMIT)) for value in difference]
 
 
-@check("LGP008", needs=(PolicyColumns,), scope="mismatch")
+@check("LGP009", needs=(PolicyColumns,), scope="mismatch")
 def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
     """The engine's log-probability of every token that it sampled is the trainer's for the same weights.
 

@@ -64,5 +64,12 @@ def train(config: TrainConfig, progress: Progress) -> int:
             return found.exit_code
     accuracy = "" if summary.accuracy is None else f", held-out accuracy {summary.accuracy:.3f}"
     judged = f"; {summary.judged:,} steps judged, all hold" if judge is not None else "; not judged"
-    show(f"trained {summary.steps:,} steps: loss {summary.loss:.4f}{accuracy}{judged}\nrun: {config.run}\n")
+    if summary.finished_before:
+        show(
+            f"the run `{config.run}` is finished already: {summary.steps:,} steps, loss {summary.loss:.4f}{accuracy}; "
+            "give more --steps to go on, or another --run\n"
+        )
+        return ExitCode.HOLDS
+    resumed = f", continued from step {summary.resumed_from:,}" if summary.resumed_from else ""
+    show(f"trained {summary.steps:,} steps{resumed}: loss {summary.loss:.4f}{accuracy}{judged}\nrun: {config.run}\n")
     return ExitCode.HOLDS

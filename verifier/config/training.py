@@ -103,6 +103,22 @@ class EvaluationOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointOptions:
+    """Checkpoints, from which the same command continues a run that was stopped.
+
+    Raises:
+        UsageError: a value that its knob does not allow.
+    """
+
+    every: int = knob("Steps between two checkpoints; 0: at the end alone.", 100, least=0)
+    keep: int = knob("Checkpoints that are kept: the last ones.", 2, least=1)
+    asynchronous: bool = knob("Write checkpoints in a process of their own while training goes on.", False)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
     """Judging of steps while the run trains.
 
@@ -143,6 +159,7 @@ class TrainConfig(RunConfig):
     )  # fmt: skip
     optimizer: OptimizerOptions = group(OptimizerOptions)
     evaluation: EvaluationOptions = group(EvaluationOptions)
+    checkpoint: CheckpointOptions = group(CheckpointOptions)
     verify: VerifyOptions = group(VerifyOptions)
 
     def _refuse_contradictions(self) -> None:

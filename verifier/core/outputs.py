@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from verifier.errors import UsageError
+from verifier.errors import UsageError, VerifierError
 
 
 def require_writable(file: Path, *, make_folder: bool = False) -> None:
@@ -46,6 +49,27 @@ def write_whole(file: Path, text: str) -> None:
     except OSError as problem:
         aside.unlink(missing_ok=True)
         raise UsageError(f"`{file}` cannot be written: {problem.strerror}") from problem
+
+
+@contextlib.contextmanager
+def full_disk_refused(path: Path) -> Iterator[None]:
+    """Make a UsageError of a full disk, which other libraries report by errors of their own that have its text.
+
+    A quota and a limit of the size of files end the same way.
+    """
+    try:
+        yield
+    except VerifierError:
+        raise
+    except Exception as problem:
+        texts = (os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+        reason = next((text for text in texts if text in str(problem)), None)
+        if reason is None:
+            raise
+        raise UsageError(
+            f"`{path}` cannot be written: {reason}; free some space and run the same command again, which continues "
+            "from the last checkpoint"
+        ) from problem
 
 
 def printable(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from verifier.core.record import ArrayRecord, Count, Lengths, Real, Record
+from verifier.core.record import ArrayRecord, Count, Lengths, Real, Record, TensorRecord
 
 
 class DataOrder(ArrayRecord, frozen=True, kw_only=True, tag="data/order"):
@@ -92,3 +92,18 @@ class TrainerStep(Record, frozen=True, kw_only=True, tag="train/done"):
     """Steps that the optimizer counts after this one."""
     scheduler_steps: Count
     """Steps that the scheduler counts after this one."""
+
+
+class StateRecord(TensorRecord, frozen=True, kw_only=True):
+    """One tensor, counter or random state of a run: "weight/...", "optimizer/...", "scheduler/...", "rng/..."."""
+
+    coordinate: str
+    """Mesh coordinate of the rank; empty for the run's own state."""
+
+
+class SavedState(StateRecord, frozen=True, kw_only=True, tag="checkpoint/saved"):
+    """State that a rank held when the checkpoint was saved."""
+
+
+class LoadedState(StateRecord, frozen=True, kw_only=True, tag="checkpoint/loaded"):
+    """State that a rank holds after the checkpoint was loaded, before the next step."""

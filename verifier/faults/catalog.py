@@ -2,6 +2,7 @@
 
 from verifier.faults import (  # noqa: F401
     batch_faults,
+    checkpoint_faults,
     conversion_faults,
     engine_faults,
     logprob_faults,

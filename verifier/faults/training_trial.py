@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verifier.config.load import load
@@ -13,6 +13,7 @@ from verifier.core import store
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Verdict
 from verifier.core.records_weights import UpdatedShard
+from verifier.core.stage import Stage
 from verifier.errors import VerifierError
 from verifier.faults.fault import Fault, FireCounter, Side
 from verifier.faults.injection import INJECTED
@@ -51,15 +52,21 @@ def training_overrides(fault: Fault) -> tuple[str, ...]:
     knobs = [*KNOBS, *(GRPO_KNOBS if "algorithm=grpo" in fault.training else ())]
     own = {text.partition("=")[0] for text in fault.training}
     kept = [text for text in knobs if text.partition("=")[0] not in own]
-    return (f"model={fault.model}", *mesh, *kept, *fault.training)
+    resumed = ["checkpoint.every=1"] if fault.stage is Stage.CHECKPOINT else []
+    return (f"model={fault.model}", *mesh, *kept, *fault.training, *resumed)
 
 
 def run_training(
     fault: Fault, folder: Path, launcher: ForkLauncher, progress: Progress, *, inject: bool = False
 ) -> TrainingOutcome:
-    """Train in a folder, with the fault if asked to, and judge every step afterwards, the first bad one included."""
+    """Train in a folder, with the fault if asked to, and judge every step afterwards, the first bad one included.
+
+    A fault of checkpoints has a run that ends a step early, without it, and is then continued.
+    """
     run = folder / "run"
     config, _ = load(TrainConfig, overrides=[*training_overrides(fault), f"run={run}", "verify.steps=true"])
+    if fault.stage is Stage.CHECKPOINT:
+        Trainer(replace(config, steps=config.steps - 1), progress, _Later(), launcher=launcher).run()
     fire, crashed = FireCounter(mark=folder / "fired-controller"), ""
     with contextlib.ExitStack() as stack:
         if inject and fault.side is Side.CONTROLLER:

@@ -160,12 +160,12 @@ def save(optimizer: Any, scheduler: Any, folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
     state = {"optimizer": optimizer.sharded_state_dict({}, metadata=FORMAT), "scheduler": scheduler.state_dict()}
-    with _writing_here():
+    with writing_here():
         dist_checkpointing.save(state, str(folder))
 
 
 @contextlib.contextmanager
-def _writing_here() -> Iterator[None]:
+def writing_here() -> Iterator[None]:
     """Replace the writers' result queue by a local one: they run in this process, and the shared queue takes seconds.
 
     Source:
@@ -193,9 +193,8 @@ def load(optimizer: Any, scheduler: Any, folder: Path) -> None:
     """
     from megatron.core import dist_checkpointing
 
-    every_adam = [part.optimizer for part in optimizer.chained_optimizers]
-    torchs = [adam for adam in every_adam if isinstance(adam, torch.optim.Adam)]
-    for adam, _, parameter in _parameters_of(torchs):
+    torchs = torch_adams(optimizer)
+    for adam, _, parameter in parameters_of(torchs):
         moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         adam.state[parameter] = {"step": torch.zeros(()), **moments}
     state = {
@@ -206,11 +205,18 @@ def load(optimizer: Any, scheduler: Any, folder: Path) -> None:
     with torch.no_grad():
         optimizer.load_state_dict(found["optimizer"])
     scheduler.load_state_dict(found["scheduler"])
-    for adam, group, parameter in _parameters_of(torchs):
+    for adam, group, parameter in parameters_of(torchs):
         adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
 
-def _parameters_of(adams: list[torch.optim.Adam]) -> Iterator[tuple[torch.optim.Adam, dict[str, Any], torch.Tensor]]:
+def torch_adams(optimizer: Any) -> list[torch.optim.Adam]:
+    """List the optimizers that are torch's Adam, as all are on the CPU tier."""
+    every_adam = [part.optimizer for part in optimizer.chained_optimizers]
+    return [adam for adam in every_adam if isinstance(adam, torch.optim.Adam)]
+
+
+def parameters_of(adams: list[torch.optim.Adam]) -> Iterator[tuple[torch.optim.Adam, dict[str, Any], torch.Tensor]]:
+    """Yield each parameter with its optimizer and its group."""
     for adam in adams:
         for group in adam.param_groups:
             yield from ((adam, group, parameter) for parameter in group["params"])

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 from verifier.config.load import resolved
 from verifier.config.training import TrainConfig
+from verifier.core.outputs import full_disk_refused
 from verifier.core.records_trainer import OptimizerSettings
 from verifier.core.store import Recorder, complete, create
 from verifier.data.rollout_file import load_rollouts
@@ -30,6 +31,7 @@ from verifier.runs.model_under_test import ModelUnderTest, open_model
 from verifier.runs.resources import COLLECTIVE_DEADLINE_S, Deadline, Resources
 from verifier.runs.spec import place
 from verifier.trainer.batches import HeldOut, SftPlan, Update, UpdatePlan
+from verifier.trainer.continuation import Continuation
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
 from verifier.trainer.run_folder import RunFolder, opened
@@ -73,10 +75,14 @@ class TrainSummary:
     """Share of held-out problems that greedy decoding solves; None without evaluation."""
     judged: int
     """Steps that were judged, all of which held."""
+    resumed_from: int = 0
+    """Step of the checkpoint that it was continued from; 0 for a run from its beginning."""
+    finished_before: bool = False
+    """The folder held the whole run already: nothing was trained."""
 
 
 class Trainer:
-    """One run of a config, from an empty folder to the exported weights.
+    """One run of a config, from an empty folder, or its last checkpoint, to the exported weights.
 
     Args:
         config: of the run.
@@ -117,9 +123,13 @@ class Trainer:
         until = Deadline(config.timeout_s)
         model = open_model(config.model, config.dtype, config.mesh)
         plan = self._plan_of(model)
-        with opened(config.run) as folder, contextlib.ExitStack() as stack:
-            folder.write("config.yaml", resolved(config, {}))
+        with opened(config) as folder, full_disk_refused(folder.path), contextlib.ExitStack() as stack:
             self._folder, self._model, self._until = folder, model, until
+            if (ended := folder.finished(config.steps)) is not None:
+                return TrainSummary(**ended, finished_before=True)
+            self._continuation = Continuation(config, folder, self._progress)
+            done, metrics = self._continuation.rewind()
+            folder.write("config.yaml", resolved(config, {}))
             self._progress("importing Megatron")
             launcher = self._launcher or stack.enter_context(
                 ForkLauncher(preload=PRELOAD, load_deadline_s=until.left("importing Megatron"))
@@ -127,13 +137,16 @@ class Trainer:
             engine = self._start_engine(model, launcher, stack)
             self._job = self._start(launcher, model, folder)
             stack.callback(self._job.kill)
-            effective = self._call("load")[0]
+            effective = self._continuation.load(self._call)
             folder.write("effective.json", json.dumps(effective, indent=1, sort_keys=True) + "\n")
             if engine is not None and self._rollouts is not None:
                 self._connect(engine, self._rollouts, stack)
-            summary = self._train(plan)
+                if done:
+                    self._sync(done, None)
+            summary = self._train(plan, done, metrics)
             self._export()
             self._job.finish()
+            folder.finish(config.steps, steps=summary.steps, loss=summary.loss, accuracy=summary.accuracy)
         return summary
 
     def _start(self, launcher: ForkLauncher, model: ModelUnderTest, folder: RunFolder) -> ForkJob:
@@ -188,14 +201,16 @@ class Trainer:
         rollouts.start(client)
         self._call("connect", socket=str(engine.socket_path), transport=self._placement.transport)
 
-    def _train(self, plan: UpdatePlan) -> TrainSummary:
-        config, accuracy, loss, step = self._config, None, float("nan"), 0
-        metrics: dict[str, Any] = {}
-        for step in range(1, config.steps + 1):
+    def _train(self, plan: UpdatePlan, done: int, metrics: dict[str, Any]) -> TrainSummary:
+        config, step, loss = self._config, done, metrics.get("loss", float("nan"))
+        while step < config.steps and metrics.get("accuracy", -1.0) < config.evaluation.stop_above:
+            step += 1
             started = time.monotonic()
             trace = self._begin_trace(step) if self._judge is not None else None
             with self._controller_probe(trace, step) as probe:
                 updates = plan.updates(step, self._score, probe)
+                if updates and self._continuation.record(probe, step):
+                    self._manifest = step_manifest(config, self._model, step, resumed=True)
             reports = [self._take(update, trace, last=update is updates[-1]) for update in updates]
             if self._rollouts is not None:
                 self._sync(step, trace)
@@ -205,15 +220,23 @@ class Trainer:
             metrics = {"step": step, **_mean_of(reports), "time_s": time.monotonic() - started}
             loss = metrics.get("loss", loss)
             if config.evaluation.every and step % config.evaluation.every == 0 and self._held_out is not None:
-                accuracy = metrics["accuracy"] = self._evaluate(self._held_out)
+                metrics["accuracy"] = self._evaluate(self._held_out)
             self._folder.add_metrics(metrics)
             self._show(metrics)
-            if accuracy is not None and accuracy >= config.evaluation.stop_above:
-                break
-        self._settle(step)
-        if self._held_out is not None and "accuracy" not in metrics:
+            if self._continuation.is_due(step):
+                self._save(step)
+            self._continuation.finish(self._call, wait=False)
+        self._save(step)
+        self._continuation.finish(self._call, wait=True)
+        accuracy = metrics.get("accuracy")
+        if self._held_out is not None and accuracy is None:
             accuracy = self._evaluate(self._held_out)
-        return TrainSummary(steps=step, loss=loss, accuracy=accuracy, judged=self._num_judged)
+        return TrainSummary(steps=step, loss=loss, accuracy=accuracy, judged=self._num_judged, resumed_from=done)
+
+    def _save(self, step: int) -> None:
+        """Begin a checkpoint, once every step up to it has been judged."""
+        self._settle(step)
+        self._continuation.begin(self._call, step)
 
     def _take(self, update: Update, trace: Path | None, *, last: bool) -> dict[str, float]:
         """Have the ranks take one optimizer step."""
@@ -281,6 +304,7 @@ class Trainer:
         for file in self._model.checkpoint.path.iterdir():  # the tokenizer, and what else belongs to the model
             if file.suffix != ".safetensors" and not (aside / file.name).exists():
                 shutil.copy(file, aside)
+        shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
 
     def _show(self, metrics: dict[str, Any]) -> None:

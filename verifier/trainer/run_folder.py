@@ -5,7 +5,9 @@ effective.json         settings that Megatron ran with
 batches/000001.safetensors   rollouts and loss inputs of a step
 steps/000001/          trace of a step, with --verify
 metrics.jsonl          one line a step
+checkpoints/000020/    state after a step, see `checkpoint_folder`
 hf_model/              the trained weights and the tokenizer
+finished.json          how the run ended
 """
 
 from __future__ import annotations
@@ -13,13 +15,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verifier.config.load import load
+from verifier.config.training import TrainConfig
 from verifier.core.outputs import write_whole
 from verifier.errors import UsageError
+from verifier.knob import flat
+
+FREE = ("steps", "timeout_s", "run", "mesh.", "verify.", "evaluation.", "checkpoint.")
+"""Knobs, and groups of them, in which a run may be continued with another value."""
+FINISHED = "finished.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +69,51 @@ class RunFolder:
         except OSError as problem:
             raise UsageError(f"`{file}` cannot be written: {problem.strerror}") from problem
 
+    def finish(self, asked: int, **ended: float | None) -> None:
+        """Write how the run ended, and for how many steps it was asked."""
+        self.write(FINISHED, json.dumps({"asked": asked, "judged": 0, **ended}) + "\n")
+
+    def finished(self, asked: int) -> dict[str, Any] | None:
+        """Return how the run ended, or None if it has not, or is asked for more steps now."""
+        file = self.path / FINISHED
+        ended: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"asked": -1}
+        return ended if ended.pop("asked") == asked else None
+
+    def rewind(self, step: int) -> dict[str, Any]:
+        """Remove what the run did after a step; return the metrics of that step, empty for step 0."""
+        (self.path / FINISHED).unlink(missing_ok=True)
+        for folder in ("batches", "steps"):
+            for item in (self.path / folder).iterdir():
+                found = re.match(r"\d{6,}", item.name)
+                if found and int(found[0]) <= step:
+                    continue
+                if item.is_dir():
+                    shutil.rmtree(item)
+                else:
+                    item.unlink()
+        file, kept = self.path / "metrics.jsonl", []
+        for line in file.read_text().splitlines() if file.exists() else ():
+            with contextlib.suppress(ValueError):  # a line that was cut is of a step after the last checkpoint
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+        if file.exists():
+            write_whole(file, "".join(f"{line}\n" for line in kept))
+        return json.loads(kept[-1]) if kept else {}
+
+
+def shared_knobs(config: TrainConfig) -> dict[str, Any]:
+    """Values of the knobs in which a resumed run must agree with the one that it continues."""
+    return {key: value for key, value in flat(config.to_dict()).items() if not key.startswith(FREE)}
+
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[RunFolder]:
-    """Make the folder of a new run, and keep others out of it until exit.
+def opened(config: TrainConfig) -> Iterator[RunFolder]:
+    """Open the folder of a run, new or to be continued, and keep others out of it until exit.
 
     Raises:
-        UsageError: it holds another run, is in use, or cannot be written.
+        UsageError: it holds a run of another config, is in use, or cannot be written.
     """
+    path = config.run
     folder = RunFolder(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -77,8 +125,26 @@ def opened(path: Path) -> Iterator[RunFolder]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as problem:
             raise UsageError(f"the run folder `{path}` is in use by another run: choose another --run") from problem
-        if (path / "config.yaml").exists():
-            raise UsageError(f"the run folder `{path}` holds a run already: choose another --run")
+        _require_same_run(config)
         for name in ("batches", "steps"):
             (path / name).mkdir(exist_ok=True)
         yield folder
+
+
+def _require_same_run(config: TrainConfig) -> None:
+    file = config.run / "config.yaml"
+    if not file.exists():
+        return
+    try:
+        before, _ = load(TrainConfig, file=file)
+    except UsageError as problem:
+        raise UsageError(
+            f"the run folder `{config.run}` holds a run of another version ({problem}): choose another --run"
+        ) from problem
+    found, asked = shared_knobs(before), shared_knobs(config)
+    for key in sorted(found.keys() | asked.keys()):
+        if found.get(key) != asked.get(key):
+            raise UsageError(
+                f"the run folder `{config.run}` holds a run with {key}={found.get(key)}, and {key}={asked.get(key)} is "
+                "asked for: give the same value to continue it, or choose another --run"
+            )

@@ -17,8 +17,8 @@ from verifier.platform.upstream_fixes import RunFacts, bugs_of
 from verifier.runs.model_under_test import ModelUnderTest
 
 
-def step_manifest(config: TrainConfig, model: ModelUnderTest, step: int) -> Manifest:
-    """Identity of the trace of a step."""
+def step_manifest(config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False) -> Manifest:
+    """Identity of the trace of a step, the first after a resume or another."""
     sizes = model.checkpoint.config
     facts = RunFacts(tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1)
     scopes: list[Scope] = ["data", "batch", "schedule", "tokens"]
@@ -30,6 +30,8 @@ def step_manifest(config: TrainConfig, model: ModelUnderTest, step: int) -> Mani
     synced = config.algorithm == "grpo" and config.data.rollouts is None
     if "replicas" in model.layout_scopes:
         scopes.append("replicas")
+    if resumed:
+        scopes.append("resume")
     return Manifest(
         command="train", command_line=shlex.join(["verifier", *sys.argv[1:]]), verifier=verifier.__version__,
         commit=this_code().commit, host=host(), gpus=gpu_names(model.tier), model=config.model,

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from safetensors.numpy import save_file
 
 from verifier.algorithms.loss_options import LossOptions
+from verifier.core.outputs import full_disk_refused
 from verifier.core.record import real
 from verifier.core.records_policy import UpdateRatios
-from verifier.core.records_trainer import OptimizerSettings, TrainerStep
+from verifier.core.records_trainer import LoadedState, OptimizerSettings, SavedState, TrainerStep
 from verifier.core.records_weights import UpdatedShard
 from verifier.core.store import Recorder
 from verifier.data.rollout_file import load_rollouts
@@ -28,9 +29,17 @@ from verifier.model.checkpoint import open_checkpoint
 from verifier.platform.upstream_fixes import selected
 from verifier.probes.trainer import TokenProbe
 from verifier.probes.weights_megatron import LiveWeights
-from verifier.train import optimizer_megatron, step_megatron
+from verifier.train import checkpoint_megatron, optimizer_megatron, step_megatron
 from verifier.train.policy_loss_megatron import LossMeter, policy_loss
 from verifier.train.vocab_logprob import is_greedy
+from verifier.trainer.state_megatron import (
+    Facts,
+    read_facts,
+    record_facts,
+    reference_facts,
+    state_facts,
+    write_facts,
+)
 from verifier.trainer.weight_sync_megatron import WeightSync
 from verifier.trainer.worker_spec import WorkerSpec
 
@@ -41,7 +50,8 @@ DATA_PARALLEL = provider_megatron.DataParallel(
     distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
 )
 
-CALLS = ("load", "connect", "score", "train", "sync", "evaluate", "export")
+CALLS = ("load", "connect", "score", "train", "sync", "save", "saved", "evaluate", "export")
+"""Methods that the controller calls."""
 
 
 def run(context: RankContext) -> None:
@@ -63,6 +73,8 @@ class TrainerWorker:
         self._config = config = spec.config
         self._probe: Recorder | None = None
         self._sync: WeightSync | None = None
+        self._reference: list[torch.Tensor] = []
+        self._resumed: tuple[int, Facts, Facts] | None = None
         batch, options = config.batch, config.grpo
         self._batching: dict[str, Any] = {"micro_batch_size": batch.micro_batch_size, "max_tokens": batch.max_tokens}
         if config.algorithm == "sft":
@@ -75,8 +87,12 @@ class TrainerWorker:
         )  # fmt: skip
         self._loss, self._temperature = (options.loss, terms), options.temperature
 
-    def load(self) -> dict[str, Any]:
-        """Build the model, load the checkpoint and make a new optimizer; returns rank 0's effective settings."""
+    def load(self, resume: str | None = None, same_mesh: bool = True) -> dict[str, Any]:
+        """Build the model, load its weights and make a new optimizer, or take those of a run's checkpoint, if named.
+
+        Returns:
+            Rank 0's effective settings.
+        """
         spec, config = self._spec, self._config
         self._say(f"loading {config.mesh.world_size} trainer ranks ({config.mesh.label()})")
         self._trainer = provider_megatron.build(
@@ -90,7 +106,37 @@ class TrainerWorker:
         self._live = LiveWeights(self._trainer.chunks, layout, config.mesh, self._context.rank)
         if config.grpo.has_reference:
             self._reference = [tensor.clone() for _, _, tensor in self._live.tensors()]
+        self._writer = checkpoint_megatron.Writer(
+            self._trainer, self._optimizer, self._scheduler, asynchronous=config.checkpoint.asynchronous
+        )
+        if resume is not None:
+            self._resume(Path(resume), same_mesh)
         return self._effective() if self._context.rank == 0 else {}
+
+    def _resume(self, folder: Path, same_mesh: bool) -> None:
+        self._say(f"loading the checkpoint {folder}")
+        state = (self._trainer, self._optimizer, self._scheduler)
+        checkpoint_megatron.load(*state, folder / "megatron", same_mesh=same_mesh)
+        if same_mesh and self._config.verify.steps:
+            saved = read_facts(folder / "saved" / f"{self._context.rank:04d}.json")
+            self._resumed = (int(folder.name), saved, self._state())
+
+    def _state(self) -> Facts:
+        """Digests of all that this rank holds. A collective."""
+        with step_megatron.params_synced(self._trainer):
+            facts = state_facts(self._trainer, self._live, self._optimizer, self._scheduler, self._context.rank)
+        return [*facts, *reference_facts(self._reference, self._live)]
+
+    def save(self, folder: str) -> None:
+        """Begin to write a checkpoint: this rank's state, and what it held."""
+        path = Path(folder)
+        with full_disk_refused(path):
+            write_facts(path / "saved" / f"{self._context.rank:04d}.json", self._state())
+        self._writer.begin(path / "megatron")
+
+    def saved(self, folder: str, wait: bool) -> bool:
+        """Tell whether the checkpoint is written."""
+        return self._writer.done(Path(folder), wait=wait)
 
     def score(self, batch: str, which: str, to: str) -> None:
         """Score a batch by the weights as they are, or by the reference; rank 0 writes the log-probabilities.
@@ -126,6 +172,7 @@ class TrainerWorker:
         probe = self._recorder(trace)
         look = None
         if probe is not None:
+            self._record_resume(probe)
             look = TokenProbe(probe, self._config.mesh, self._context.rank, name, step, rollouts)
         result = step_megatron.train_step(
             self._trainer, self._optimizer, rollouts, loss=policy_loss(*self._loss, meter), columns=columns,
@@ -192,6 +239,14 @@ class TrainerWorker:
         self._say(f"exporting to {folder}")
         gather_megatron.save(self._trainer, Path(folder), whole=True)
         dist.barrier()
+
+    def _record_resume(self, probe: Recorder) -> None:
+        """Record, with the first step after a resume, what was saved and what was loaded."""
+        if self._resumed is not None:
+            version, saved, loaded = self._resumed
+            record_facts(probe, SavedState, saved, version)
+            record_facts(probe, LoadedState, loaded, version)
+            self._resumed = None
 
     @contextlib.contextmanager
     def _weights_of(self, which: str) -> Iterator[None]:

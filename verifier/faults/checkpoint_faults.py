@@ -1,0 +1,70 @@
+"""Bugs of a resume: state that is not loaded, is loaded from elsewhere, or is overwritten before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from verifier.core.stage import Stage
+from verifier.faults.fault import TRAINING, Call, fault
+
+CHECKPOINT = "verifier.train.checkpoint_megatron"
+RESTORE_OPTIMIZER = f"{CHECKPOINT}:restore_optimizer(optimizer, found)"
+ROW: dict[str, Any] = {
+    "stage": Stage.CHECKPOINT, "caught_by": ("CKP001",), "engine": TRAINING, "model": "tiny:add",
+    "training": ("dtype=bf16",),
+}  # fmt: skip
+
+
+@fault("NVIDIA-NeMo/RL#3171", RESTORE_OPTIMIZER, **ROW)
+def moments_not_loaded(call: Call) -> None:
+    """A run resumes with its weights and masters, and Adam's moments begin again at zero."""
+    call.faulty()
+    for state in _states(call.optimizer):
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name].zero_()
+
+
+@fault("NovaSky-AI/SkyRL#1403", f"{CHECKPOINT}:load(trainer, optimizer, scheduler, folder, same_mesh)", **ROW)
+def adam_step_not_loaded(call: Call) -> None:
+    """The load overwrites Adam's count of steps, and the moments' bias is corrected as in the first step."""
+    call.faulty()
+    for state in _states(call.optimizer):
+        state["step"].zero_()
+
+
+@fault("NVIDIA/Megatron-LM#2789", RESTORE_OPTIMIZER, **ROW)
+def masters_rounded_by_load(call: Call) -> None:
+    """The fp32 masters are made from the bf16 weights after the load, and lose their low bits."""
+    call.faulty()
+    call.optimizer.reload_model_params()
+
+
+@fault("THUDM/slime#1152", f"{CHECKPOINT}:restore_scheduler(scheduler, found)", **ROW)
+def schedule_begun_anew(call: Call) -> None:
+    """A run that resumes does not advance its scheduler: rates begin again at those of the first step."""
+    call.fire()
+
+
+@fault("allenai/open-instruct#1627", f"{CHECKPOINT}:restore_weights(trainer, found)", **ROW)
+def weights_of_the_start_resumed(call: Call) -> None:
+    """The model keeps the weights that the run began with, beside the masters and moments of the checkpoint."""
+    call.fire()
+
+
+@fault(
+    "NVIDIA-NeMo/RL#3722", "verifier.trainer.worker_megatron:TrainerWorker._state(self)",
+    **{**ROW, "training": ("algorithm=grpo", "grpo.kl_weight=0.1")},
+)  # fmt: skip
+def reference_taken_after_resume(call: Call) -> Any:
+    """The frozen reference is taken from the weights of the checkpoint: its anchor moves with every resume."""
+    if "taken" not in call.state:  # the first call is the load's
+        call.state["taken"] = True
+        call.self._reference = [tensor.clone() for _, _, tensor in call.self._live.tensors()]
+        call.fire()
+    return call.original()
+
+
+def _states(optimizer: Any) -> Iterator[dict[str, Any]]:
+    for part in optimizer.chained_optimizers:
+        yield from part.optimizer.state.values()

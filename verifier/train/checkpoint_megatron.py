@@ -1,0 +1,217 @@
+"""The whole state of a trainer in megatron-core's distributed checkpoints: saved by one mesh, loaded by any."""
+
+from __future__ import annotations
+
+import os
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from verifier.core.outputs import full_disk_refused
+from verifier.errors import ContractError
+from verifier.launch.child import die_with_parent
+from verifier.model.provider_megatron import TrainerModel
+from verifier.train.optimizer_megatron import parameters_of, torch_adams, writing_here
+from verifier.train.step_megatron import params_synced
+
+FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+"""Format of megatron-core in which every state of the optimizer has the shape and the place of its parameter."""
+RNG = "rng"
+
+
+class Writer:
+    """Saves of one rank, each written at once, or by a process of its own. Every method is a collective.
+
+    Args:
+        trainer: trainer built with `data_parallel`.
+        optimizer: from `make_optimizer`.
+        scheduler: from `make_step_scheduler`.
+        asynchronous: a process forked for each save writes it, and training goes on.
+
+    Source:
+        megatron-core 0.19.2, core/dist_checkpointing/serialization.py, `save`; strategies/async_utils.py.
+    """
+
+    def __init__(self, trainer: TrainerModel, optimizer: Any, scheduler: Any, *, asynchronous: bool) -> None:
+        self._trainer, self._optimizer, self._scheduler = trainer, optimizer, scheduler
+        self._queue: Any = None
+        if asynchronous:
+            from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+            self._queue = AsyncCallsQueue()
+
+    def begin(self, folder: Path) -> None:
+        """Write the state into an empty folder, the same for all ranks, or begin to.
+
+        Raises:
+            UsageError: no space is left for it.
+        """
+        from megatron.core import dist_checkpointing
+
+        state = _sharded_state(self._trainer, self._optimizer, self._scheduler)
+        with params_synced(self._trainer), full_disk_refused(folder):
+            if self._queue is None:
+                with writing_here():
+                    dist_checkpointing.save(state, str(folder))
+                return
+            _share_results()
+            request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, async_strategy="mcore")
+            if request.async_fn is not None:
+                request = request._replace(async_fn=partial(_mortal, os.getpid(), request.async_fn))
+            self._queue.schedule_async_request(request)
+
+    def done(self, folder: Path, *, wait: bool) -> bool:
+        """Tell whether what was begun is written; waits for it if asked to.
+
+        Raises:
+            UsageError: no space is left for it.
+        """
+        if self._queue is not None:
+            with full_disk_refused(folder):
+                self._queue.maybe_finalize_async_calls(blocking=wait)
+            return self._queue.get_num_unfinalized_calls() == 0
+        return True
+
+
+def load(trainer: TrainerModel, optimizer: Any, scheduler: Any, folder: Path, *, same_mesh: bool) -> None:
+    """Load what `Writer` saved into a new trainer, optimizer and scheduler. A collective.
+
+    Rates and decays are those of the config: of the scheduler only its count is loaded. Random states belong to ranks,
+    so another mesh keeps those of its seed.
+
+    Args:
+        trainer: trainer built with `data_parallel`.
+        optimizer: from `make_optimizer`, before its first step.
+        scheduler: from `make_step_scheduler`.
+        folder: of the save.
+        same_mesh: it was saved by the mesh that loads it.
+
+    Raises:
+        ContractError: it holds another number of model chunks than this rank builds.
+
+    Source:
+        megatron-core 0.19.2, core/optimizer/distrib_optimizer.py, `load_parameter_state_from_fully_reshardable`. Of
+        torch's Adam, which replaces Transformer Engine's on the CPU tier, the step is dropped, and stays in its group;
+        and there must be a state to load into.
+    """
+    from megatron.core import dist_checkpointing
+
+    torchs = torch_adams(optimizer)
+    for adam, _, parameter in parameters_of(torchs):
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        adam.state[parameter] = {"step": torch.zeros(()), **moments}
+    state = _sharded_state(trainer, optimizer, scheduler, loading=True)
+    if not same_mesh:
+        del state[RNG]
+    found = dist_checkpointing.load(state, str(folder))
+    restore_weights(trainer, found)
+    restore_optimizer(optimizer, found["optimizer"])
+    for adam, group, parameter in parameters_of(torchs):
+        adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
+    restore_scheduler(scheduler, found["scheduler"])
+    if same_mesh:
+        restore_rng(found[RNG])
+
+
+def restore_weights(trainer: TrainerModel, found: dict[str, Any]) -> None:
+    """Put loaded weights into the model's parameters and buffers."""
+    for index, chunk in enumerate(_bare(trainer)):
+        if f"model{index}" not in found:
+            raise ContractError(f"the checkpoint has no model chunk {index}")
+        chunk.load_state_dict(found[f"model{index}"])
+
+
+def restore_optimizer(optimizer: Any, found: Any) -> None:
+    """Put loaded masters and moments into the optimizer."""
+    with torch.no_grad():
+        optimizer.load_state_dict(found)
+
+
+def restore_scheduler(scheduler: Any, found: dict[str, Any]) -> None:
+    """Advance a new scheduler to the loaded count.
+
+    Megatron's adds what it loads to what it has counted, and asserts that the loaded rates are its own.
+    """
+    scheduler.override_opt_param_scheduler = True
+    scheduler.num_steps = 0
+    scheduler.load_state_dict(found)
+
+
+def rng_states() -> dict[str, Any]:
+    """Copy the random states of torch, its device, numpy, Python, and Megatron's tracker: plain values and tensors."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    name, keys, position, has_gauss, gauss = cast("tuple[Any, ...]", np.random.get_state())
+    version, words, gauss_next = random.getstate()
+    return {
+        "torch": torch.get_rng_state(), "device": torch.cuda.get_rng_state(),
+        "numpy": [str(name), keys.tolist(), int(position), int(has_gauss), float(gauss)],
+        "python": [version, list(words), gauss_next],
+        "tracker": {key: state.clone() for key, state in get_cuda_rng_tracker().get_states().items()},
+    }  # fmt: skip
+
+
+def restore_rng(states: dict[str, Any]) -> None:
+    """Set the random states that `rng_states` copied."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    name, keys, position, has_gauss, gauss = states["numpy"]
+    np.random.set_state((name, np.array(keys, np.uint32), position, has_gauss, gauss))
+    version, words, gauss_next = states["python"]
+    random.setstate((version, tuple(words), gauss_next))
+    get_cuda_rng_tracker().set_states(states["tracker"])
+    torch.cuda.set_rng_state(states["device"])
+    torch.set_rng_state(states["torch"])
+
+
+def _sharded_state(trainer: TrainerModel, optimizer: Any, scheduler: Any, *, loading: bool = False) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing import ShardedObject
+
+    model = {f"model{index}": chunk.sharded_state_dict(metadata=FORMAT) for index, chunk in enumerate(_bare(trainer))}
+    return {
+        **model,
+        "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=FORMAT),
+        "scheduler": scheduler.state_dict(),
+        RNG: ShardedObject(RNG, rng_states(), (dist.get_world_size(),), (dist.get_rank(),)),
+    }  # fmt: skip
+
+
+def _bare(trainer: TrainerModel) -> list[Any]:
+    """Model chunks without what wraps them for training."""
+    chunks = list(trainer.chunks)
+    for index, chunk in enumerate(chunks):
+        while hasattr(chunk, "module"):
+            chunk = chunk.module
+        chunks[index] = chunk
+    return chunks
+
+
+def _share_results() -> None:
+    """Let writers that are forked report to this rank: megatron-core's queue of results, from a process that is forked.
+
+    Its own is served by a process that imports everything anew, which takes seconds, and outlives a rank that is
+    killed.
+
+    Source:
+        megatron-core 0.19.2, core/dist_checkpointing/strategies/filesystem_async.py, `get_write_results_queue`.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from torch import multiprocessing
+
+    if filesystem_async._results_queue is None:
+        manager = multiprocessing.managers.SyncManager(ctx=multiprocessing.get_context("fork"))
+        manager.start(die_with_parent, (os.getpid(),))
+        queue = manager.Queue()
+        queue.manager = manager  # it ends when nobody holds it
+        filesystem_async._results_queue = queue
+
+
+def _mortal(parent: int, write: Any, *arguments: Any, **named: Any) -> None:
+    """Write, and end with the rank, so that nothing is written into a folder that another run has opened."""
+    die_with_parent(parent)
+    write(*arguments, **named)

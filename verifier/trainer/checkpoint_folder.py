@@ -1,0 +1,172 @@
+"""Checkpoints of a run on disk: each is whole, with a manifest that was written last, or does not exist.
+
+000020/megatron/       model, optimizer, scheduler and random states, by megatron-core
+000020/saved/          digests of what each rank held
+000020/state.json      step, position in the data, weight version, seed, config, rollouts not yet trained on
+000020/manifest.json   digest of every file, and of itself
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from verifier.errors import UsageError
+
+MANIFEST, STATE = "manifest.json", "state.json"
+_PIECE = 16 * 2**20
+"""Bytes that are read at a time."""
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The controller's part of a checkpoint."""
+
+    step: int
+    """Steps taken."""
+    data_position: int
+    """Batches taken from the data."""
+    weight_version: int
+    seed: int
+    config: str
+    """Digest of the knobs that a resumed run must share."""
+    mesh: str
+    """Label of the mesh that saved it."""
+    rollouts: list[Any] = []
+    """Rollouts that were sampled and not yet trained on."""
+
+
+class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    files: dict[str, str]
+    """Path within the checkpoint -> digest."""
+    digest: str = ""
+    """Of `files`."""
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: that they lie in; made if it is absent.
+        keep: number of the last ones that are kept.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+        folder.mkdir(exist_ok=True)
+
+    def path(self, step: int) -> Path:
+        """Folder of a whole checkpoint."""
+        return self._folder / f"{step:06d}"
+
+    def partial(self, step: int) -> Path:
+        """Folder of a checkpoint that is not whole yet."""
+        return self._folder / f"{step:06d}.partial"
+
+    def begin(self, step: int) -> Path:
+        """Make the folder of a checkpoint anew, for the ranks to write into."""
+        folder = self.partial(step)
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in ("megatron", "saved"):
+            (folder / name).mkdir(parents=True)
+        return folder
+
+    def finish(self, state: RunState) -> Path:
+        """Declare a checkpoint whole, once all of it is on the device, and remove those before the last ones."""
+        aside, folder = self.partial(state.step), self.path(state.step)
+        (aside / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=1) + b"\n")
+        files = {name: _digest(aside / name, settle=True) for name in _listed(aside)}
+        manifest = aside / MANIFEST
+        manifest.write_bytes(_sealed(files))
+        for settled in (manifest, *(item for item in aside.rglob("*") if item.is_dir()), aside):
+            _settle(settled)
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+        _settle(self._folder)
+        for step in self._steps()[: -self._keep]:
+            shutil.rmtree(self.path(step))
+        return folder
+
+    def last_whole(self) -> tuple[RunState | None, list[str]]:
+        """Return the state of the last whole checkpoint, and why each one after it is none."""
+        refused: list[str] = []
+        for step in reversed(self._steps()):
+            try:
+                return read_state(self.path(step)), refused
+            except UsageError as problem:
+                refused.append(str(problem))
+        return None, refused
+
+    def remove_after(self, step: int) -> None:
+        """Remove what was begun and never finished, and all checkpoints after a step."""
+        for folder in self._folder.iterdir():
+            if folder.suffix == ".partial" or (folder.name.isdigit() and int(folder.name) > step):
+                shutil.rmtree(folder)
+
+    def _steps(self) -> list[int]:
+        return sorted(int(item.name) for item in self._folder.iterdir() if re.fullmatch(r"\d{6,}", item.name))
+
+
+def read_state(folder: Path) -> RunState:
+    """Read a checkpoint's state after a look at every byte of it.
+
+    Raises:
+        UsageError: it is not whole: a file is missing, extra, cut or changed.
+    """
+    try:
+        written = (folder / MANIFEST).read_bytes()
+        manifest = msgspec.json.decode(written, type=_Manifest)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as problem:
+        raise UsageError(f"the checkpoint `{folder}` is not whole: it has no readable {MANIFEST}") from problem
+    if written != _sealed(manifest.files):
+        raise UsageError(f"the checkpoint `{folder}` is damaged: `{MANIFEST}` is not what the run wrote")
+    for name in sorted(manifest.files.keys() ^ set(_listed(folder))):
+        how = "is missing" if name in manifest.files else "is no file of it"
+        raise UsageError(f"the checkpoint `{folder}` is not whole: `{name}` {how}")
+    for name, digest in manifest.files.items():
+        if _digest(folder / name) != digest:
+            raise UsageError(f"the checkpoint `{folder}` is damaged: `{name}` is not what the run wrote")
+    try:
+        return msgspec.json.decode((folder / STATE).read_bytes(), type=RunState)
+    except msgspec.MsgspecError as problem:
+        raise UsageError(f"the checkpoint `{folder}` is of another version: {problem}") from problem
+
+
+def digest_of_values(values: Any) -> str:
+    """Digest of JSON-able values."""
+    return "xxh3:" + xxhash.xxh3_128_hexdigest(msgspec.json.encode(values, order="deterministic"))
+
+
+def _sealed(files: dict[str, str]) -> bytes:
+    manifest = _Manifest(files=files, digest=digest_of_values(files))
+    return msgspec.json.format(msgspec.json.encode(manifest, order="deterministic"), indent=1) + b"\n"
+
+
+def _listed(folder: Path) -> list[str]:
+    found = (str(item.relative_to(folder)) for item in folder.rglob("*") if not item.is_dir())
+    return sorted(name for name in found if name != MANIFEST)
+
+
+def _digest(file: Path, *, settle: bool = False) -> str:
+    """Digest of a file's contents, which are first written to the device if asked to."""
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        if settle:
+            os.fsync(stream.fileno())
+        while piece := stream.read(_PIECE):
+            digest.update(piece)
+    return "xxh3:" + digest.hexdigest()
+
+
+def _settle(path: Path) -> None:
+    """Write a file, or the names in a folder, to the device."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

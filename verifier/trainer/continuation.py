@@ -1,0 +1,115 @@
+"""Continuation of a run: where it was stopped, what is removed, and the checkpoints that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from verifier.config.training import TrainConfig
+from verifier.core.record import Probe
+from verifier.core.records_trainer import LoadedState, SavedState
+from verifier.errors import UsageError
+from verifier.trainer.checkpoint_folder import Checkpoints, RunState, digest_of_values
+from verifier.trainer.run_folder import RunFolder, shared_knobs
+
+Call = Callable[..., list[Any]]
+"""Calls a method of all ranks by its name and arguments."""
+
+
+class Continuation:
+    """The checkpoints of a run, from the one that it continues to the last that it writes.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        progress: called with a line of text.
+    """
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, progress: Callable[[str], None]) -> None:
+        self._config, self._folder, self._progress = config, folder, progress
+        self._checkpoints = Checkpoints(folder.path / "checkpoints", config.checkpoint.keep)
+        self._digest = digest_of_values(shared_knobs(config))
+        self._at: RunState | None = None
+        self._unjudged: RunState | None = None
+        self._writing: RunState | None = None
+
+    def rewind(self) -> tuple[int, dict[str, Any]]:
+        """Find the last whole checkpoint, and remove all that came after it.
+
+        Returns:
+            The number of steps that are done, and the metrics of the last.
+
+        Raises:
+            UsageError: the checkpoint is of other knobs, or of a later step than is asked for.
+        """
+        at, refused = self._checkpoints.last_whole()
+        for reason in refused:
+            self._progress(reason)
+        step = 0 if at is None else at.step
+        path = self._checkpoints.path(step)
+        if at is not None and at.config != self._digest:
+            raise UsageError(
+                f"the checkpoint `{path}` is of a run with other knobs: remove it, or choose another --run"
+            )
+        if step > self._config.steps:
+            raise UsageError(
+                f"`{self._folder.path}` has trained {step} steps, --steps is {self._config.steps}: give more"
+            )
+        self._checkpoints.remove_after(step)
+        metrics = self._folder.rewind(step)
+        if at is not None:
+            self._progress(f"continuing from the checkpoint `{path}`: {step} steps are done")
+        elif (self._folder.path / "config.yaml").exists():
+            self._progress("the run has no whole checkpoint: it begins anew")
+        self._at = at
+        return step, metrics
+
+    def load(self, call: Call) -> dict[str, Any]:
+        """Have the ranks load the checkpoint, or begin without one; returns rank 0's effective settings."""
+        arguments: dict[str, Any] = {}
+        if self._at is not None:
+            same_mesh = self._at.mesh == self._config.mesh.label()
+            arguments = {"resume": str(self._checkpoints.path(self._at.step)), "same_mesh": same_mesh}
+            self._unjudged = self._at if same_mesh else None
+        settings: dict[str, Any] = call("load", **arguments)[0]
+        return settings
+
+    def record(self, probe: Probe | None, step: int) -> bool:
+        """Record, in the trace of the first step after a load, where the data go on; tells whether it is that step."""
+        at = self._unjudged
+        if at is None or probe is None:
+            return False
+        self._unjudged = None
+        for kind, taken in ((SavedState, at.data_position), (LoadedState, step - 1)):
+            probe.emit(
+                kind(
+                    name="data/position", version=at.weight_version, coordinate="", dtype="int64", shape=(),
+                    digest=digest_of_values(taken),
+                )
+            )  # fmt: skip
+        return True
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether a checkpoint is to be written after a step."""
+        every = self._config.checkpoint.every
+        return every > 0 and step % every == 0
+
+    def begin(self, call: Call, step: int) -> None:
+        """Have the ranks begin a checkpoint of a step, unless there is one."""
+        if self._checkpoints.path(step).exists():
+            return
+        self.finish(call, wait=True)
+        call("save", folder=str(self._checkpoints.begin(step)))
+        self._writing = RunState(
+            step=step, data_position=step, weight_version=step, seed=self._config.seed, config=self._digest,
+            mesh=self._config.mesh.label(),
+        )  # fmt: skip
+
+    def finish(self, call: Call, *, wait: bool) -> None:
+        """Declare whole the checkpoint that was begun, once the ranks have written it; waits for that if asked to."""
+        if self._writing is None:
+            return
+        folder = self._checkpoints.partial(self._writing.step)
+        if all(call("saved", folder=str(folder), wait=wait)):
+            self._checkpoints.finish(self._writing)
+            self._writing = None

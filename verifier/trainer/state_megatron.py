@@ -1,0 +1,97 @@
+"""Digests of a rank's whole state: weights, masters, moments, counters, random states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from verifier.core.record import Probe
+from verifier.core.records_trainer import StateRecord
+from verifier.model.provider_megatron import TrainerModel
+from verifier.plan.digest import digest_tensors
+from verifier.probes.weights_megatron import LiveWeights, described
+from verifier.train.checkpoint_megatron import rng_states
+
+Facts = list[dict[str, Any]]
+"""Fields of a `StateRecord` of each part of a rank's state."""
+
+
+def state_facts(trainer: TrainerModel, live: LiveWeights, optimizer: Any, scheduler: Any, rank: int) -> Facts:
+    """Digest everything that a checkpoint must bring back.
+
+    Args:
+        trainer: with every parameter gathered.
+        live: of the trainer.
+        optimizer: from `make_optimizer`.
+        scheduler: from `make_step_scheduler`.
+        rank: this rank.
+    """
+    at = str(trainer.mesh.coordinate(rank))
+    named = [(f"weight/{name} (chunk {chunk})", tensor) for chunk, name, tensor in live.tensors()]
+    named += [*_optimizer_state(trainer, optimizer), ("scheduler/steps", torch.tensor(int(scheduler.num_steps)))]
+    named += [(f"rng/{name}", tensor) for name, tensor in _random()]
+    digests = digest_tensors(tensor for _, tensor in named)
+    return [
+        {"name": name, "coordinate": at, **described(tensor, digest)}
+        for (name, tensor), digest in zip(named, digests, strict=True)
+    ]
+
+
+def reference_facts(reference: Sequence[torch.Tensor], live: LiveWeights) -> Facts:
+    """Digest a frozen reference, a tensor for each of the live ones; none where the run has no reference."""
+    names = [f"reference/{name} (chunk {chunk})" for chunk, name, _ in live.tensors()] if reference else []
+    digests = digest_tensors(reference)
+    return [
+        {"name": name, "coordinate": "", **described(tensor, digest)}
+        for name, tensor, digest in zip(names, reference, digests, strict=True)
+    ]
+
+
+def _optimizer_state(trainer: TrainerModel, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's masters, moments and steps, by the name of their parameter."""
+    names = {
+        parameter: f"{name.replace('module.', '')} (chunk {chunk})"
+        for chunk, module in enumerate(trainer.chunks)
+        for name, parameter in module.named_parameters()
+    }
+    for part in optimizer.chained_optimizers:
+        if part.is_stub_optimizer:
+            continue
+        groups = part.optimizer.param_groups
+        for parameter, (group, order) in part.model_param_group_index_map.items():
+            master = groups[group]["params"][order]
+            yield f"optimizer/master/{names[parameter]}", master.detach()
+            for key, value in sorted(part.optimizer.state.get(master, {}).items()):
+                if isinstance(value, torch.Tensor):
+                    yield f"optimizer/{key}/{names[parameter]}", value.detach()
+        for index, group in enumerate(groups):
+            if "step" in group and not isinstance(part.optimizer, torch.optim.Adam):  # torch's has one a parameter
+                yield f"optimizer/step/group {index}", torch.tensor(int(group["step"]))
+
+
+def _random() -> Iterator[tuple[str, torch.Tensor]]:
+    states = rng_states()
+    for name, state in (*states.pop("tracker").items(), *states.items()):
+        if not isinstance(state, torch.Tensor):
+            state = torch.frombuffer(bytearray(repr(state).encode()), dtype=torch.uint8)
+        yield name, state
+
+
+def write_facts(file: Path, facts: Facts) -> None:
+    """Write facts as JSON."""
+    file.write_bytes(msgspec.json.encode(facts))
+
+
+def read_facts(file: Path) -> Facts:
+    """Read what `write_facts` wrote."""
+    return msgspec.json.decode(file.read_bytes(), type=Facts)
+
+
+def record_facts(probe: Probe, kind: type[StateRecord], facts: Facts, version: int) -> None:
+    """Record facts of the state that made a weight version."""
+    for fact in facts:
+        probe.emit(kind(version=version, **{**fact, "shape": tuple(fact["shape"])}))
