@@ -27,6 +27,8 @@ from verifier.launch.child import resolve
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import open_checkpoint
 from verifier.platform.upstream_fixes import selected
+from verifier.probes.arguments_megatron import given_arguments
+from verifier.probes.configs_megatron import record_provider
 from verifier.probes.trainer import TokenProbe
 from verifier.probes.weights_megatron import LiveWeights
 from verifier.train import checkpoint_megatron, optimizer_megatron, step_megatron
@@ -170,15 +172,19 @@ class TrainerWorker:
         decays = [group["weight_decay"] for group in self._optimizer.param_groups]
         name, meter = f"update {number}", LossMeter()
         probe = self._recorder(trace)
-        look = None
+        look, given = None, contextlib.nullcontext()
         if probe is not None:
             self._record_resume(probe)
             look = TokenProbe(probe, self._config.mesh, self._context.rank, name, step, rollouts)
-        result = step_megatron.train_step(
-            self._trainer, self._optimizer, rollouts, loss=policy_loss(*self._loss, meter), columns=columns,
-            scheduler=self._scheduler, scheduler_step=1, temperature=self._temperature, on_shards=look,
-            **self._batching,
-        )  # fmt: skip
+            given = given_arguments(probe, self._trainer, name, step)
+            if self._context.rank == 0 and first:
+                record_provider(probe, self._trainer.provider)
+        with given:
+            result = step_megatron.train_step(
+                self._trainer, self._optimizer, rollouts, loss=policy_loss(*self._loss, meter), columns=columns,
+                scheduler=self._scheduler, scheduler_step=1, temperature=self._temperature, on_shards=look,
+                **self._batching,
+            )  # fmt: skip
         at = self._config.mesh.coordinate(self._context.rank)
         facts = meter.read(counts=at.tp == 0, device=step_megatron.device_of(self._trainer))
         if probe is not None:
