@@ -340,11 +340,16 @@ def experts_replayed_without_weights(call: Call) -> Any:
 
 @on_replay("modelscope/ms-swift#9981", caught_by=("RPL001",), model="tiny:qwen3-moe-320")
 def experts_recorded_in_a_byte(call: Call) -> Any:
-    """Recorded experts are kept in eight bits, so those from the 256th on stand for others."""
+    """Recorded experts are kept in eight bits, so those from the 256th on stand for others.
+
+    Where two of a token's experts would be one the dispatcher fails: such tokens keep theirs.
+    """
     import torch
 
     _, experts = call.faulty()
     kept = experts.to(torch.uint8).long()
+    twice = kept.sort(-1).values.diff(dim=-1).eq(0).any(-1, keepdim=True)
+    kept = torch.where(twice, experts, kept)
     return call.scores.gather(1, kept), kept
 
 
