@@ -42,6 +42,7 @@ ROOMS = {
         "train",
         "export",
         "probes",
+        "engine",
         "runs",
     },
     "strategies": {"core", "mesh", "data", "train", "export", "plan"},

@@ -31,7 +31,7 @@ first token's is NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
+class OptimizerUpdate:
     """One optimizer step: its rollouts and the inputs of its loss."""
 
     step: int
@@ -63,11 +63,11 @@ class Update:
 class UpdatePlan(Protocol):
     """Updates of a run, each a function of the config, the number of its step and the weights that it finds."""
 
-    def updates(self, step: int, score: Score, probe: Probe | None) -> list[Update]:
+    def updates(self, step: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Make, save and record the updates of a step, from 1 on."""
 
 
-def record_columns(probe: Probe, config: TrainConfig, update: Update) -> None:
+def record_columns(probe: Probe, config: TrainConfig, update: OptimizerUpdate) -> None:
     """Record the weights of an update's tokens."""
     arrays = {
         "weight": np.concatenate([*update.weights]), "mask": np.concatenate([item.mask for item in update.rollouts])
@@ -83,7 +83,12 @@ def record_columns(probe: Probe, config: TrainConfig, update: Update) -> None:
 
 
 def record_account(
-    probe: Probe, updates: Sequence[Update], given: Sequence[Rollout], dropped: Mapping[str, int], *, passes: int = 1
+    probe: Probe,
+    updates: Sequence[OptimizerUpdate],
+    given: Sequence[Rollout],
+    dropped: Mapping[str, int],
+    *,
+    passes: int = 1,
 ) -> None:
     """Record where the rollouts and tokens of a step went."""
     probe.emit(
@@ -135,7 +140,7 @@ class SftPlan:
                 f"`{config.data.source}`"
             )
 
-    def updates(self, step: int, score: Score, probe: Probe | None) -> list[Update]:
+    def updates(self, step: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Encode the examples of a step."""
         config = self._config
         indices = batch_indices(len(self._examples), config.data.batch_size, config.seed, step - 1)
@@ -144,7 +149,7 @@ class SftPlan:
             replace(encode_example(example, self._tokenizer), id=f"{step}/{place}/{example.id}", group=example.id)
             for place, example in enumerate(examples)
         ]  # an example may occur twice where two epochs meet
-        update = Update(
+        update = OptimizerUpdate(
             step=step, number=step, file=self._file(step), rollouts=rollouts, weights=weights_of(config, rollouts)
         )
         update.save()

@@ -30,7 +30,7 @@ from verifier.platform.upstream_fixes import selected
 from verifier.runs.model_under_test import ModelUnderTest, open_model
 from verifier.runs.resources import COLLECTIVE_DEADLINE_S, Deadline, Resources
 from verifier.runs.spec import place
-from verifier.trainer.batches import HeldOut, SftPlan, Update, UpdatePlan
+from verifier.trainer.batches import HeldOut, OptimizerUpdate, SftPlan, UpdatePlan
 from verifier.trainer.continuation import Continuation
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
@@ -238,7 +238,7 @@ class Trainer:
         self._settle(step)
         self._continuation.begin(self._call, step)
 
-    def _take(self, update: Update, trace: Path | None, *, last: bool) -> dict[str, float]:
+    def _take(self, update: OptimizerUpdate, trace: Path | None, *, last: bool) -> dict[str, float]:
         """Have the ranks take one optimizer step."""
         report: dict[str, float] = self._call(
             "train", step=update.step, number=update.number, batch=str(update.file),

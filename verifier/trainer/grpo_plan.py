@@ -23,7 +23,7 @@ from verifier.data.rollout_file import save_rollouts
 from verifier.errors import UsageError
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.families import size_if_any
-from verifier.trainer.batches import Score, Update, Values, record_account, record_columns, weights_of
+from verifier.trainer.batches import OptimizerUpdate, Score, Values, record_account, record_columns, weights_of
 
 STALE = "stale"
 """Reason to drop a rollout: a token of it was sampled by weights that are older than the bound."""
@@ -81,7 +81,7 @@ class GrpoPlan:
     def __init__(self, config: TrainConfig, source: RolloutSource, file: Callable[[int, int], Path]) -> None:
         self._config, self._source, self._file = config, source, file
 
-    def updates(self, step: int, score: Score, probe: Probe | None) -> list[Update]:
+    def updates(self, step: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Score, judge by reward, weigh and divide the rollouts of a step."""
         config, options = self._config, self._config.grpo
         rows, reward = self._source.rollouts(step, probe)
@@ -154,7 +154,7 @@ class GrpoPlan:
 
     def _divided(
         self, step: int, kept: list[Rollout], columns: Mapping[str, list[np.ndarray]], parts: list[list[int]]
-    ) -> list[Update]:
+    ) -> list[OptimizerUpdate]:
         """Updates of all passes over the mini-batches that have a token in the loss."""
         options, updates = self._config.grpo, []
         done = (step - 1) * options.updates
@@ -162,7 +162,7 @@ class GrpoPlan:
             rollouts = [kept[index] for index in part]
             if not any(item.mask.any() for item in rollouts):
                 continue
-            update = Update(
+            update = OptimizerUpdate(
                 step=step, number=0, file=self._file(step, number), rollouts=rollouts,
                 weights=weights_of(self._config, rollouts),
                 columns={name: [values[index] for index in part] for name, values in columns.items()},
