@@ -95,14 +95,12 @@ def load(trainer: TrainerModel, optimizer: Any, scheduler: Any, folder: Path, *,
         ContractError: it holds another number of model chunks than this rank builds.
 
     Source:
-        megatron-core 0.19.2, core/optimizer/distrib_optimizer.py, `load_parameter_state_from_fully_reshardable`. Of
-        torch's Adam, which replaces Transformer Engine's on the CPU tier, the step is dropped, and stays in its group;
-        and there must be a state to load into.
+        megatron-core 0.19.2, core/optimizer/distrib_optimizer.py, `sharded_state_dict` with `is_loading`: torch's
+        Adam must have a state to load into.
     """
     from megatron.core import dist_checkpointing
 
-    torchs = torch_adams(optimizer)
-    for adam, _, parameter in parameters_of(torchs):
+    for adam, _, parameter in parameters_of(torch_adams(optimizer)):
         moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         adam.state[parameter] = {"step": torch.zeros(()), **moments}
     state = _sharded_state(trainer, optimizer, scheduler, loading=True)
@@ -111,8 +109,6 @@ def load(trainer: TrainerModel, optimizer: Any, scheduler: Any, folder: Path, *,
     found = dist_checkpointing.load(state, str(folder))
     restore_weights(trainer, found)
     restore_optimizer(optimizer, found["optimizer"])
-    for adam, group, parameter in parameters_of(torchs):
-        adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
     restore_scheduler(scheduler, found["scheduler"])
     if same_mesh:
         restore_rng(found[RNG])
@@ -127,9 +123,27 @@ def restore_weights(trainer: TrainerModel, found: dict[str, Any]) -> None:
 
 
 def restore_optimizer(optimizer: Any, found: Any) -> None:
-    """Put loaded masters and moments into the optimizer."""
+    """Put loaded masters, moments and steps into the optimizer.
+
+    megatron-core looks for the step of torch's Adam, which replaces Transformer Engine's on the CPU tier, among the
+    loaded tensors, and it is in the loaded group.
+    """
+    parts = optimizer.chained_optimizers
+    states = [found] if len(parts) == 1 else [found[index] for index in range(len(parts))]
     with torch.no_grad():
-        optimizer.load_state_dict(found)
+        for part, state in zip(parts, states, strict=True):
+            if part.is_stub_optimizer:  # of a rank without parameters
+                continue
+            if not isinstance(part.optimizer, torch.optim.Adam):
+                part.load_state_dict(state)
+                continue
+            tensors = state.pop("param_state")
+            part.load_state_dict(state)
+            for held in part.optimizer.state.values():
+                held.pop("step")
+            part.load_parameter_state_from_fully_reshardable(tensors)
+            for adam, group, parameter in parameters_of([part.optimizer]):
+                adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
 
 def restore_scheduler(scheduler: Any, found: dict[str, Any]) -> None:
