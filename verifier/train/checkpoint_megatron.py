@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -12,8 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from verifier.core.outputs import full_disk_refused
-from verifier.errors import ContractError
+from verifier.errors import ContractError, UsageError
 from verifier.launch.child import die_with_parent
 from verifier.model.provider_megatron import TrainerModel
 from verifier.train.optimizer_megatron import parameters_of, torch_adams, writing_here
@@ -49,12 +50,12 @@ class Writer:
         """Write the state into an empty folder, the same for all ranks, or begin to.
 
         Raises:
-            UsageError: no space is left for it.
+            UsageError: it cannot be written.
         """
         from megatron.core import dist_checkpointing
 
         state = _sharded_state(self._trainer, self._optimizer, self._scheduler)
-        with params_synced(self._trainer), full_disk_refused(folder):
+        with params_synced(self._trainer), _failed_write_refused(folder):
             if self._queue is None:
                 with writing_here():
                     dist_checkpointing.save(state, str(folder))
@@ -69,10 +70,10 @@ class Writer:
         """Tell whether what was begun is written; waits for it if asked to.
 
         Raises:
-            UsageError: no space is left for it.
+            UsageError: it cannot be written.
         """
         if self._queue is not None:
-            with full_disk_refused(folder):
+            with _failed_write_refused(folder):
                 self._queue.maybe_finalize_async_calls(blocking=wait)
             return self._queue.get_num_unfinalized_calls() == 0
         return True
@@ -156,6 +157,13 @@ def restore_scheduler(scheduler: Any, found: dict[str, Any]) -> None:
     scheduler.load_state_dict(found)
 
 
+def seed_all(seed: int) -> None:
+    """Seed the random states that Megatron leaves to chance or to others: numpy's, Python's, torch's."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def rng_states() -> dict[str, Any]:
     """Copy the random states of torch, its device, numpy, Python, and Megatron's tracker: plain values and tensors."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -181,6 +189,20 @@ def restore_rng(states: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(states["tracker"])
     torch.cuda.set_rng_state(states["device"])
     torch.set_rng_state(states["torch"])
+
+
+@contextlib.contextmanager
+def _failed_write_refused(folder: Path) -> Iterator[None]:
+    """Make a UsageError, on every rank, of a write that failed on one; megatron-core drops the reason but for its log."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as problem:
+        raise UsageError(
+            f"the checkpoint `{folder}` cannot be written, and the ranks' logs say why: free some space and run the same "
+            "command again, which continues from the checkpoint before"
+        ) from problem
 
 
 def _sharded_state(trainer: TrainerModel, optimizer: Any, scheduler: Any, *, loading: bool = False) -> dict[str, Any]:
