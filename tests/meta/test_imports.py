@@ -41,6 +41,7 @@ ROOMS = {
         "model",
         "train",
         "export",
+        "plan",
         "probes",
         "engine",
         "runs",

@@ -11,8 +11,9 @@ BROAD_EXCEPT = {
     ("verifier/core/check.py", "run_check"),
     ("verifier/cli/app.py", "run"),
     ("verifier/algorithms/registry.py", "load_plugins"),
+    ("verifier/core/outputs.py", "full_disk_refused"),
 }
-"""Frames around code that may raise anything: a check, a command, the import of a user's plugin."""
+"""Frames around code that may raise anything: a check, a command, the import of a user's plugin, any writer of files."""
 REGISTRY_HOSTS = re.compile(
     "|".join(["py" + r"pi\.org", "python" + "hosted", r"registry\.np" + "m", r"deb\.deb" + "ian"])
 )

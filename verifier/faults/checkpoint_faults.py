@@ -42,7 +42,7 @@ def masters_rounded_by_load(call: Call) -> None:
 
 @fault("THUDM/slime#1152", f"{CHECKPOINT}:restore_scheduler(scheduler, found)", **ROW)
 def schedule_begun_anew(call: Call) -> None:
-    """A run that resumes does not advance its scheduler: rates begin again at those of the first step."""
+    """The count of the scheduler is not loaded: weights and moments go on, and rates warm up once more."""
     call.fire()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -12,8 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from verifier.core.outputs import full_disk_refused
-from verifier.errors import ContractError
+from verifier.errors import ContractError, UsageError
 from verifier.launch.child import die_with_parent
 from verifier.model.provider_megatron import TrainerModel
 from verifier.train.optimizer_megatron import parameters_of, torch_adams, writing_here
@@ -49,12 +50,12 @@ class Writer:
         """Write the state into an empty folder, the same for all ranks, or begin to.
 
         Raises:
-            UsageError: no space is left for it.
+            UsageError: it cannot be written.
         """
         from megatron.core import dist_checkpointing
 
         state = _sharded_state(self._trainer, self._optimizer, self._scheduler)
-        with params_synced(self._trainer), full_disk_refused(folder):
+        with params_synced(self._trainer), _failed_write_refused(folder):
             if self._queue is None:
                 with writing_here():
                     dist_checkpointing.save(state, str(folder))
@@ -69,10 +70,10 @@ class Writer:
         """Tell whether what was begun is written; waits for it if asked to.
 
         Raises:
-            UsageError: no space is left for it.
+            UsageError: it cannot be written.
         """
         if self._queue is not None:
-            with full_disk_refused(folder):
+            with _failed_write_refused(folder):
                 self._queue.maybe_finalize_async_calls(blocking=wait)
             return self._queue.get_num_unfinalized_calls() == 0
         return True
@@ -95,14 +96,12 @@ def load(trainer: TrainerModel, optimizer: Any, scheduler: Any, folder: Path, *,
         ContractError: it holds another number of model chunks than this rank builds.
 
     Source:
-        megatron-core 0.19.2, core/optimizer/distrib_optimizer.py, `load_parameter_state_from_fully_reshardable`. Of
-        torch's Adam, which replaces Transformer Engine's on the CPU tier, the step is dropped, and stays in its group;
-        and there must be a state to load into.
+        megatron-core 0.19.2, core/optimizer/distrib_optimizer.py, `sharded_state_dict` with `is_loading`: torch's
+        Adam must have a state to load into.
     """
     from megatron.core import dist_checkpointing
 
-    torchs = torch_adams(optimizer)
-    for adam, _, parameter in parameters_of(torchs):
+    for adam, _, parameter in parameters_of(torch_adams(optimizer)):
         moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         adam.state[parameter] = {"step": torch.zeros(()), **moments}
     state = _sharded_state(trainer, optimizer, scheduler, loading=True)
@@ -111,8 +110,6 @@ def load(trainer: TrainerModel, optimizer: Any, scheduler: Any, folder: Path, *,
     found = dist_checkpointing.load(state, str(folder))
     restore_weights(trainer, found)
     restore_optimizer(optimizer, found["optimizer"])
-    for adam, group, parameter in parameters_of(torchs):
-        adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
     restore_scheduler(scheduler, found["scheduler"])
     if same_mesh:
         restore_rng(found[RNG])
@@ -127,9 +124,27 @@ def restore_weights(trainer: TrainerModel, found: dict[str, Any]) -> None:
 
 
 def restore_optimizer(optimizer: Any, found: Any) -> None:
-    """Put loaded masters and moments into the optimizer."""
+    """Put loaded masters, moments and steps into the optimizer.
+
+    megatron-core looks for the step of torch's Adam, which replaces Transformer Engine's on the CPU tier, among the
+    loaded tensors, and it is in the loaded group.
+    """
+    parts = optimizer.chained_optimizers
+    states = [found] if len(parts) == 1 else [found[index] for index in range(len(parts))]
     with torch.no_grad():
-        optimizer.load_state_dict(found)
+        for part, state in zip(parts, states, strict=True):
+            if part.is_stub_optimizer:  # of a rank without parameters
+                continue
+            if not isinstance(part.optimizer, torch.optim.Adam):
+                part.load_state_dict(state)
+                continue
+            tensors = state.pop("param_state")
+            part.load_state_dict(state)
+            for held in part.optimizer.state.values():
+                held.pop("step")
+            part.load_parameter_state_from_fully_reshardable(tensors)
+            for adam, group, parameter in parameters_of([part.optimizer]):
+                adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
 
 def restore_scheduler(scheduler: Any, found: dict[str, Any]) -> None:
@@ -140,6 +155,13 @@ def restore_scheduler(scheduler: Any, found: dict[str, Any]) -> None:
     scheduler.override_opt_param_scheduler = True
     scheduler.num_steps = 0
     scheduler.load_state_dict(found)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the random states that Megatron leaves to chance or to others: numpy's, Python's, torch's."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def rng_states() -> dict[str, Any]:
@@ -167,6 +189,20 @@ def restore_rng(states: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(states["tracker"])
     torch.cuda.set_rng_state(states["device"])
     torch.set_rng_state(states["torch"])
+
+
+@contextlib.contextmanager
+def _failed_write_refused(folder: Path) -> Iterator[None]:
+    """Make a UsageError, on every rank, of a write that failed on one; megatron-core drops the reason but for its log."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as problem:
+        raise UsageError(
+            f"the checkpoint `{folder}` cannot be written, and the ranks' logs say why: free some space and run the same "
+            "command again, which continues from the checkpoint before"
+        ) from problem
 
 
 def _sharded_state(trainer: TrainerModel, optimizer: Any, scheduler: Any, *, loading: bool = False) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     files: dict[str, str]
     """Path within the checkpoint -> digest."""
     digest: str = ""
-    """Of `files`."""
+    """Digest of `files`."""
 
 
 class Checkpoints:

@@ -97,6 +97,7 @@ class TrainerWorker:
         """
         spec, config = self._spec, self._config
         self._say(f"loading {config.mesh.world_size} trainer ranks ({config.mesh.label()})")
+        checkpoint_megatron.seed_all(config.seed)
         self._trainer = provider_megatron.build(
             spec.checkpoint, config.mesh, dtype=config.dtype, tier=spec.tier, data_parallel=DATA_PARALLEL,
             seed=config.seed, deadline_s=spec.collective_deadline_s, fixes=sorted(selected(config.fixes)),
