@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import functools
+import itertools
 from typing import Any
 
 from verifier.core.stage import Stage
