@@ -6,13 +6,15 @@ import contextlib
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verifier.cli.results import show
+from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core.finding import ExitCode
-from verifier.errors import ViolationFound
+from verifier.errors import UsageError, ViolationFound
 from verifier.report.progress import Progress
 
 if TYPE_CHECKING:
@@ -55,6 +57,14 @@ def train(config: TrainConfig, progress: Progress) -> int:
     """Run the config, print how it ended, and return the exit code."""
     from verifier.trainer.controller import Trainer
 
+    if config.first is not None:
+        words = [f"run={config.run / 'first'}", f"verify.steps={config.verify.steps}"]
+        begin, _ = load(TrainConfig, file=config.first, overrides=words)
+        if begin.model != config.model:
+            raise UsageError(f"`{config.first}` trains {begin.model} and this run {config.model}: name the same model")
+        if code := train(begin, progress):
+            return code
+        config = replace(config, model=str(begin.run / "hf_model"), first=None)
     with contextlib.ExitStack() as stack:
         judge = stack.enter_context(started_judge()) if config.verify.steps else None
         try:
@@ -70,6 +80,7 @@ def train(config: TrainConfig, progress: Progress) -> int:
             "give more --steps to go on, or another --run\n"
         )
         return ExitCode.HOLDS
+    loss = f"loss {summary.loss:.4f}" if summary.loss == summary.loss else "no token in the loss of any step"
     resumed = f", continued from step {summary.resumed_from:,}" if summary.resumed_from else ""
-    show(f"trained {summary.steps:,} steps{resumed}: loss {summary.loss:.4f}{accuracy}{judged}\nrun: {config.run}\n")
+    show(f"trained {summary.steps:,} steps{resumed}: {loss}{accuracy}{judged}\nrun: {config.run}\n")
     return ExitCode.HOLDS

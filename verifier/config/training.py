@@ -141,6 +141,9 @@ class TrainConfig(RunConfig):
         "Deadline of the whole run.", 86_400.0, flag="--timeout", metavar="SECONDS", unit="seconds", last=True
     )  # fmt: skip
     algorithm: str = knob("Supervised fine-tuning, or GRPO.", "sft", choices=("sft", "grpo"))
+    first: Path | None = knob(
+        "Config of a run to train before this one, in its folder `first`; this run begins with its weights.", None,
+    )  # fmt: skip
     steps: int = knob("Optimizer steps.", 100, flag="--steps", least=1)
     seed: int = knob("Seed of data and order.", 1, flag="--seed")
     run: Path = knob(

@@ -54,6 +54,7 @@ class Writer:
         """
         from megatron.core import dist_checkpointing
 
+        _fill_states(self._optimizer)  # a run may be saved before its first optimizer step
         state = _sharded_state(self._trainer, self._optimizer, self._scheduler)
         with params_synced(self._trainer), _failed_write_refused(folder):
             if self._queue is None:
@@ -101,9 +102,7 @@ def load(trainer: TrainerModel, optimizer: Any, scheduler: Any, folder: Path, *,
     """
     from megatron.core import dist_checkpointing
 
-    for adam, _, parameter in parameters_of(torch_adams(optimizer)):
-        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        adam.state[parameter] = {"step": torch.zeros(()), **moments}
+    _fill_states(optimizer)
     state = _sharded_state(trainer, optimizer, scheduler, loading=True)
     if not same_mesh:
         del state[RNG]
@@ -113,6 +112,14 @@ def load(trainer: TrainerModel, optimizer: Any, scheduler: Any, folder: Path, *,
     restore_scheduler(scheduler, found["scheduler"])
     if same_mesh:
         restore_rng(found[RNG])
+
+
+def _fill_states(optimizer: Any) -> None:
+    """Give torch's Adam the moments of no step for each parameter that has none yet; Transformer Engine's does so."""
+    for adam, _, parameter in parameters_of(torch_adams(optimizer)):
+        if parameter not in adam.state:
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            adam.state[parameter] = {"step": torch.zeros(()), **moments}
 
 
 def restore_weights(trainer: TrainerModel, found: dict[str, Any]) -> None:
@@ -193,15 +200,15 @@ def restore_rng(states: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _failed_write_refused(folder: Path) -> Iterator[None]:
-    """Make a UsageError, on every rank, of a write that failed on one; megatron-core drops the reason but for its log."""
+    """Make a UsageError, on every rank, of a write that failed on one; the reason is in that rank's log."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
     except CheckpointException as problem:
         raise UsageError(
-            f"the checkpoint `{folder}` cannot be written, and the ranks' logs say why: free some space and run the same "
-            "command again, which continues from the checkpoint before"
+            f"the checkpoint `{folder}` cannot be written, and the ranks' logs say why: free some space and run the "
+            "same command again, which continues from the checkpoint before"
         ) from problem
 
 

@@ -63,6 +63,9 @@ class OptimizerUpdate:
 class UpdatePlan(Protocol):
     """Updates of a run, each a function of the config, the number of its step and the weights that it finds."""
 
+    facts: Mapping[str, float]
+    """Metrics of the last step's batch, by name."""
+
     def updates(self, step: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Make, save and record the updates of a step, from 1 on."""
 
@@ -130,6 +133,7 @@ class SftPlan:
     """Supervised fine-tuning: examples in the order of (seed, epoch), encoded as they come, one update a step."""
 
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint, folder: Callable[[int], Path]) -> None:
+        self.facts: Mapping[str, float] = {}
         self._config, self._file = config, folder
         self._tokenizer = open_tokenizer(checkpoint.path)
         self._examples = load_examples(config.data.source, "sft", count=config.data.num_examples, seed=config.seed)

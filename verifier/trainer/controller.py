@@ -20,7 +20,7 @@ from verifier.config.load import resolved
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
 from verifier.core.records_trainer import OptimizerSettings
-from verifier.core.store import Recorder, complete, create
+from verifier.core.store import Recorder, complete, create, discard
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.process import EngineProcess
 from verifier.errors import ContractError, InternalError, ViolationFound
@@ -34,6 +34,7 @@ from verifier.trainer.batches import HeldOut, OptimizerUpdate, SftPlan, UpdatePl
 from verifier.trainer.continuation import Continuation
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
+from verifier.trainer.metrics import metrics_of
 from verifier.trainer.run_folder import RunFolder, opened
 from verifier.trainer.step_trace import step_manifest
 from verifier.trainer.worker_spec import WorkerSpec, optimizer_settings
@@ -125,6 +126,7 @@ class Trainer:
         plan = self._plan_of(model)
         with opened(config) as folder, full_disk_refused(folder.path), contextlib.ExitStack() as stack:
             self._folder, self._model, self._until = folder, model, until
+            self._metrics = stack.enter_context(metrics_of(folder))
             if (ended := folder.finished(config.steps)) is not None:
                 return TrainSummary(**ended, finished_before=True)
             self._continuation = Continuation(config, folder, self._progress)
@@ -174,10 +176,8 @@ class Trainer:
             self._held_out = plan.held_out if plan.held_out.examples else None
             return plan
         if config.data.rollouts is not None:
-            self._held_out = None
             return GrpoPlan(config, RecordedRollouts(config, model.checkpoint), batch_of)
         self._rollouts = EngineRollouts(config, model.checkpoint)
-        self._held_out = self._rollouts.held_out if self._rollouts.held_out.examples else None
         return GrpoPlan(config, self._rollouts, batch_of)
 
     def _start_engine(
@@ -211,17 +211,23 @@ class Trainer:
                 updates = plan.updates(step, self._score, probe)
                 if updates and self._continuation.record(probe, step):
                     self._manifest = step_manifest(config, self._model, step, resumed=True)
+            rolled_s = time.monotonic() - started
             reports = [self._take(update, trace, last=update is updates[-1]) for update in updates]
-            if self._rollouts is not None:
+            trained_s = time.monotonic() - started - rolled_s
+            if self._rollouts is not None and updates:
                 self._sync(step, trace)
-            if trace is not None:
+            synced_s = time.monotonic() - started - rolled_s - trained_s
+            if trace is not None and not updates:
+                discard(trace)  # no token was left in the loss: the weights are as they were
+            elif trace is not None:
                 self._submit(step, trace)
                 self._settle(step if self._rollouts is not None else step - JUDGED_BEHIND)
-            metrics = {"step": step, **_mean_of(reports), "time_s": time.monotonic() - started}
+            times = {"prepare_s": rolled_s, "train_s": trained_s, "sync_s": synced_s}
+            metrics = {"step": step, **_mean_of(reports), **plan.facts, **times, "time_s": time.monotonic() - started}
             loss = metrics.get("loss", loss)
-            if config.evaluation.every and step % config.evaluation.every == 0 and self._held_out is not None:
-                metrics["accuracy"] = self._evaluate(self._held_out)
-            self._folder.add_metrics(metrics)
+            if config.evaluation.every and step % config.evaluation.every == 0:
+                metrics |= self._evaluate(step)
+            self._metrics.add(metrics)
             self._show(metrics)
             if self._continuation.is_due(step):
                 self._save(step)
@@ -229,8 +235,8 @@ class Trainer:
         self._save(step)
         self._continuation.finish(self._call, wait=True)
         accuracy = metrics.get("accuracy")
-        if self._held_out is not None and accuracy is None:
-            accuracy = self._evaluate(self._held_out)
+        if accuracy is None:
+            accuracy = self._evaluate(step).get("accuracy")
         return TrainSummary(steps=step, loss=loss, accuracy=accuracy, judged=self._num_judged, resumed_from=done)
 
     def _save(self, step: int) -> None:
@@ -289,12 +295,17 @@ class Trainer:
             if judged.exit_code:
                 raise ViolationFound(judged.text, judged.exit_code)
 
-    def _evaluate(self, held_out: HeldOut) -> float:
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate the weights of a step on the held-out problems, if there are any."""
+        if self._rollouts is not None:
+            return self._rollouts.evaluate(step)
+        if self._held_out is None:
+            return {}
         file = self._folder.path / "batches" / "held-out.safetensors"
         if not file.exists():
-            held_out.save(file)
+            self._held_out.save(file)
         answers = self._call("evaluate", batch=str(file))[0]
-        return sum(answers) / len(answers)
+        return {"accuracy": sum(answers) / len(answers)}
 
     def _export(self) -> None:
         folder = self._folder.exported
@@ -311,8 +322,9 @@ class Trainer:
         text = f"step {metrics['step']}: no token in the loss"
         if "loss" in metrics:
             text = f"step {metrics['step']}: loss {metrics['loss']:.4f}, gradient norm {metrics['grad_norm']:.3f}"
-        if "accuracy" in metrics:
-            text += f", held-out accuracy {metrics['accuracy']:.3f}"
+        for name in ("reward", "held_out_reward", "accuracy"):
+            if name in metrics:
+                text += f", {name.replace('_', ' ')} {metrics[name]:.3f}"
         self._progress(text)
 
 

@@ -13,14 +13,14 @@ from verifier.data.encode import encode_prompt
 from verifier.data.examples import Example
 from verifier.data.order import batch_indices
 from verifier.data.recorded import RolloutRow
-from verifier.data.text_dataset import load_examples
+from verifier.data.text_dataset import load_examples, require_disjoint
 from verifier.data.tokenizer import open_tokenizer
 from verifier.engine.api import EngineConfig, Sample, Sampling
 from verifier.engine.client import EngineClient
 from verifier.errors import ContractError, UsageError
 from verifier.model.checkpoint import Checkpoint
 from verifier.rewards.scorer import RewardProcess
-from verifier.trainer.batches import HeldOut, order_of
+from verifier.trainer.batches import order_of
 
 _SEEDS = 1_000_003
 """Seeds of a run begin at a multiple of it, so that runs of neighbouring seeds share none."""
@@ -32,16 +32,17 @@ class EngineRollouts:
     Args:
         config: of the run.
         checkpoint: whose tokenizer writes the prompts.
-
-    Attributes:
-        held_out: problems of the evaluation.
     """
 
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint) -> None:
         self._config, self._checkpoint = config, checkpoint
         self._tokenizer = open_tokenizer(checkpoint.path)
         self._examples = load_examples(config.data.source, "grpo", count=config.data.num_examples, seed=config.seed)
-        self.held_out = HeldOut(config, self._tokenizer, self._examples)
+        self._held_out: Sequence[Example] = ()
+        if config.evaluation.num_problems:
+            source, count = config.data.held_out or config.data.source, config.evaluation.num_problems
+            self._held_out = load_examples(source, "grpo", split="held-out", count=count, seed=config.seed)
+        require_disjoint(self._examples, self._held_out)
         if config.data.batch_size > len(self._examples):
             raise UsageError(
                 f"data.batch_size is {config.data.batch_size}, more than the {len(self._examples):,} examples of "
@@ -99,6 +100,38 @@ class EngineRollouts:
         )
         return [_with_reward(row, reward) for row, reward in zip(rows, rewards, strict=True)], config.grpo.reward
 
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Mean reward of held-out problems by the weights that the engine holds: sampled, and decoded greedily.
+
+        Args:
+            step: whose weights these are; the samples of each evaluation have seeds of their own.
+
+        Returns:
+            "held_out_reward" at the temperature of training and "accuracy" at 0; empty without held-out problems.
+        """
+        if not self._held_out:
+            return {}
+        assert self._client is not None
+        assert self._reward is not None
+        prompts = [encode_prompt(example, self._tokenizer) for example in self._held_out]
+        found = {}
+        for name, temperature in (("held_out_reward", self._config.grpo.temperature), ("accuracy", 0.0)):
+            sampling = Sampling(
+                seed=(self._config.seed + 1) * _SEEDS - (step + 1) * len(prompts), temperature=temperature,
+                max_tokens=self._config.grpo.max_answer_tokens, stop=(self._tokenizer.eos_id,),
+            )  # fmt: skip
+            samples = [answers[0] for answers in self._client.generate(prompts, sampling)]
+            rewards = self._reward.score(
+                [example.id for example in self._held_out], [self._text(sample.tokens) for sample in samples],
+                [example.answer or "" for example in self._held_out],
+            )  # fmt: skip
+            found[name] = sum(rewards) / len(rewards)
+        return found
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """Text of an answer, without its end token."""
+        return self._tokenizer.decode(tokens[:-1] if tokens and tokens[-1] == self._tokenizer.eos_id else tokens)
+
     def _row(
         self, step: int, place: int, number: int, example: Example, prompt: tuple[int, ...], sample: Sample
     ) -> RolloutRow:
@@ -111,7 +144,7 @@ class EngineRollouts:
         return RolloutRow(
             id=name, group=f"{step}/{place}/{example.id}", prompt=prompt, response=tuple(tokens), sampled=drawn,
             mask=drawn, logprobs=tuple(sample.logprobs), versions=(step - 1,) * len(tokens), reward=0.0,
-            answer=example.answer, text=self._tokenizer.decode(tokens[:-1] if ended else tokens), truncated=not ended,
+            answer=example.answer, text=self._text(tokens), truncated=not ended,
         )  # fmt: skip
 
 

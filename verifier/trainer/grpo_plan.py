@@ -80,6 +80,7 @@ class GrpoPlan:
 
     def __init__(self, config: TrainConfig, source: RolloutSource, file: Callable[[int, int], Path]) -> None:
         self._config, self._source, self._file = config, source, file
+        self.facts: Mapping[str, float] = {}
 
     def updates(self, step: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Score, judge by reward, weigh and divide the rollouts of a step."""
@@ -113,6 +114,7 @@ class GrpoPlan:
         }
         if scored.reference is not None and options.kl_in == "loss":
             columns["reference"] = [*scored.reference]
+        self.facts = _facts(rows, given, scored.old)
         updates = self._divided(step, kept, columns, parts)
         if probe is not None and updates:
             dropped = Counter[str]()
@@ -212,6 +214,27 @@ class GrpoPlan:
             ),
             {name: np.concatenate([*values]) for name, values in flat.items()},
         )  # fmt: skip
+
+
+def _facts(rows: Sequence[RolloutRow], given: Sequence[Rollout], old: Values) -> dict[str, float]:
+    """Metrics of a batch: rewards, lengths, groups with several rewards, mismatch of trainer and engine."""
+    rewards: dict[str, set[float]] = {}
+    for row in rows:
+        rewards.setdefault(row.group, set()).add(row.reward)
+    pairs = zip(given, old, strict=True)
+    difference = np.concatenate([(own - item.logprobs)[item.sampled] for item, own in pairs]).astype(np.float64)
+    found = {
+        "reward": float(np.mean([row.reward for row in rows])),
+        "answer_tokens": float(np.mean([len(row.response) for row in rows])),
+        "truncated_share": float(np.mean([row.truncated for row in rows])),
+        "mixed_groups": float(np.mean([len(values) > 1 for values in rewards.values()])),
+    }
+    if not len(difference):
+        return found
+    return found | {
+        "mismatch_max": float(np.abs(difference).max()), "mismatch_p99": float(np.quantile(np.abs(difference), 0.99)),
+        "mismatch_k3": float(np.mean(np.expm1(difference) - difference)),
+    }  # fmt: skip
 
 
 def _out_of_loss(rollout: Rollout) -> Rollout:
