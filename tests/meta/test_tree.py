@@ -13,7 +13,7 @@ BROAD_EXCEPT = {
     ("verifier/algorithms/registry.py", "load_plugins"),
     ("verifier/core/outputs.py", "full_disk_refused"),
 }
-"""Frames around code that may raise anything: a check, a command, the import of a user's plugin, any writer of files."""
+"""Frames around code that may raise anything: a check, a command, the import of a plugin, any writer of files."""
 REGISTRY_HOSTS = re.compile(
     "|".join(["py" + r"pi\.org", "python" + "hosted", r"registry\.np" + "m", r"deb\.deb" + "ian"])
 )

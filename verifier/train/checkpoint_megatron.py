@@ -193,15 +193,15 @@ def restore_rng(states: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _failed_write_refused(folder: Path) -> Iterator[None]:
-    """Make a UsageError, on every rank, of a write that failed on one; megatron-core drops the reason but for its log."""
+    """Make a UsageError, on every rank, of a write that failed on one; megatron-core leaves the reason in its log."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
     except CheckpointException as problem:
         raise UsageError(
-            f"the checkpoint `{folder}` cannot be written, and the ranks' logs say why: free some space and run the same "
-            "command again, which continues from the checkpoint before"
+            f"the checkpoint `{folder}` cannot be written, and the ranks' logs say why: free some space and run the "
+            "same command again, which continues from the checkpoint before"
         ) from problem
 
 
