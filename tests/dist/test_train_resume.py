@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+import verifier.checks  # noqa: F401  (fills the registry)
 from tests.meta.sources import ROOT
 from verifier.config.load import load
 from verifier.config.training import TrainConfig

@@ -9,6 +9,7 @@ from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, fault
 
 CHECKPOINT = "verifier.train.checkpoint_megatron"
+LOAD = f"{CHECKPOINT}:load(trainer, optimizer, scheduler, folder, same_mesh)"
 RESTORE_OPTIMIZER = f"{CHECKPOINT}:restore_optimizer(optimizer, found)"
 ROW: dict[str, Any] = {
     "stage": Stage.CHECKPOINT, "caught_by": ("CKP001",), "engine": TRAINING, "model": "tiny:add",
@@ -25,7 +26,7 @@ def moments_not_loaded(call: Call) -> None:
             state[name].zero_()
 
 
-@fault("NovaSky-AI/SkyRL#1403", f"{CHECKPOINT}:load(trainer, optimizer, scheduler, folder, same_mesh)", **ROW)
+@fault("NovaSky-AI/SkyRL#1403", LOAD, **ROW)
 def adam_step_not_loaded(call: Call) -> None:
     """The load overwrites Adam's count of steps, and the moments' bias is corrected as in the first step."""
     call.faulty()
@@ -46,10 +47,17 @@ def schedule_begun_anew(call: Call) -> None:
     call.fire()
 
 
-@fault("allenai/open-instruct#1627", f"{CHECKPOINT}:restore_weights(trainer, found)", **ROW)
+@fault("allenai/open-instruct#1627", LOAD, **ROW)
 def weights_of_the_start_resumed(call: Call) -> None:
     """The model keeps the weights that the run began with, beside the masters and moments of the checkpoint."""
-    call.fire()
+    import torch
+
+    parameters = [parameter for chunk in call.trainer.chunks for parameter in chunk.parameters()]
+    begun = [parameter.detach().clone() for parameter in parameters]
+    call.faulty()
+    with torch.no_grad():
+        for parameter, weight in zip(parameters, begun, strict=True):
+            parameter.copy_(weight)
 
 
 @fault(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import random
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -244,14 +246,12 @@ def _share_results() -> None:
         megatron-core 0.19.2, core/dist_checkpointing/strategies/filesystem_async.py, `get_write_results_queue`.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from torch import multiprocessing
 
     if filesystem_async._results_queue is None:
-        manager = multiprocessing.managers.SyncManager(ctx=multiprocessing.get_context("fork"))
+        manager = SyncManager(ctx=multiprocessing.get_context("fork"))
         manager.start(die_with_parent, (os.getpid(),))
-        queue = manager.Queue()
-        queue.manager = manager  # it ends when nobody holds it
-        filesystem_async._results_queue = queue
+        filesystem_async._results_queue = manager.Queue()
+        filesystem_async._results_manager = manager  # it ends when nobody holds it
 
 
 def _mortal(parent: int, write: Any, *arguments: Any, **named: Any) -> None:

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import numpy as np
 from safetensors.numpy import load_file
 
-from verifier.config.load import resolved
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
 from verifier.core.records_trainer import OptimizerSettings
@@ -131,7 +130,7 @@ class Trainer:
                 return TrainSummary(**ended, finished_before=True)
             self._continuation = Continuation(config, folder, self._progress)
             done, metrics = self._continuation.rewind()
-            folder.write("config.yaml", resolved(config, {}))
+            folder.write_config(config)
             self._progress("importing Megatron")
             launcher = self._launcher or stack.enter_context(
                 ForkLauncher(preload=PRELOAD, load_deadline_s=until.left("importing Megatron"))

@@ -7,6 +7,7 @@ steps/000001/          trace of a step, with --verify
 metrics.jsonl          one line a step
 checkpoints/000020/    state after a step, see `checkpoint_folder`
 hf_model/              the trained weights and the tokenizer
+knobs.json             values that the command must share to continue it
 finished.json          how the run ended
 """
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verifier.config.load import load
+from verifier.config.load import resolved
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import write_whole
 from verifier.errors import UsageError
@@ -30,7 +31,7 @@ from verifier.knob import flat
 
 FREE = ("steps", "timeout_s", "run", "mesh.", "verify.", "evaluation.", "checkpoint.")
 """Knobs, and groups of them, in which a run may be continued with another value."""
-FINISHED = "finished.json"
+FINISHED, KNOBS = "finished.json", "knobs.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,11 @@ class RunFolder:
     def exported(self) -> Path:
         """Folder of the trained weights."""
         return self.path / "hf_model"
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Write every knob, and those that a run which continues this one must share."""
+        self.write(KNOBS, json.dumps(shared_knobs(config), indent=1) + "\n")
+        self.write("config.yaml", resolved(config, {}))
 
     def write(self, name: str, text: str) -> None:
         """Write a file whole."""
@@ -132,16 +138,12 @@ def opened(config: TrainConfig) -> Iterator[RunFolder]:
 
 
 def _require_same_run(config: TrainConfig) -> None:
-    file = config.run / "config.yaml"
+    file = config.run / KNOBS
     if not file.exists():
+        if (config.run / "config.yaml").exists():
+            raise UsageError(f"the run folder `{config.run}` holds a run of another version: choose another --run")
         return
-    try:
-        before, _ = load(TrainConfig, file=file)
-    except UsageError as problem:
-        raise UsageError(
-            f"the run folder `{config.run}` holds a run of another version ({problem}): choose another --run"
-        ) from problem
-    found, asked = shared_knobs(before), shared_knobs(config)
+    found, asked = json.loads(file.read_text()), shared_knobs(config)
     for key in sorted(found.keys() | asked.keys()):
         if found.get(key) != asked.get(key):
             raise UsageError(
