@@ -13,14 +13,14 @@ from verifier.data.encode import encode_prompt
 from verifier.data.examples import Example
 from verifier.data.order import batch_indices
 from verifier.data.recorded import RolloutRow
-from verifier.data.text_dataset import load_examples
 from verifier.data.tokenizer import open_tokenizer
 from verifier.engine.api import EngineConfig, Sample, Sampling
 from verifier.engine.client import EngineClient
-from verifier.errors import ContractError, UsageError
+from verifier.errors import ContractError
 from verifier.model.checkpoint import Checkpoint
 from verifier.rewards.scorer import RewardProcess
 from verifier.trainer.batches import HeldOut, order_of
+from verifier.trainer.fitting import load_train
 
 _SEEDS = 1_000_003
 """Seeds of a run begin at a multiple of it, so that runs of neighbouring seeds share none."""
@@ -40,13 +40,8 @@ class EngineRollouts:
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint) -> None:
         self._config, self._checkpoint = config, checkpoint
         self._tokenizer = open_tokenizer(checkpoint.path)
-        self._examples = load_examples(config.data.source, "grpo", count=config.data.num_examples, seed=config.seed)
+        self._examples = load_train(config, "grpo")
         self.held_out = HeldOut(config, self._tokenizer, self._examples)
-        if config.data.batch_size > len(self._examples):
-            raise UsageError(
-                f"data.batch_size is {config.data.batch_size}, more than the {len(self._examples):,} examples of "
-                f"`{config.data.source}`"
-            )
         self._prompts = [encode_prompt(example, self._tokenizer) for example in self._examples]
         self._client: EngineClient | None = None
         self._reward: RewardProcess | None = None
