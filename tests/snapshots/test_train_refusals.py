@@ -49,6 +49,7 @@ REFUSED = {
     "wide-in-fp32": "model=wide:qwen3-30b-a3b",
     "gather-without-distributed-optimizer": f"{ADD} megatron.distributed_optimizer=false",
     "gather-without-grad-reduce": f"{ADD} megatron.overlap_grad_reduce=false",
+    "no-shards-to-save": f"{ADD} megatron.distributed_optimizer=false megatron.overlap_param_gather=false",
     "buckets-without-overlap": (
         f"{ADD} megatron.bucket_size=1000 megatron.overlap_grad_reduce=false megatron.overlap_param_gather=false"
     ),

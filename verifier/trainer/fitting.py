@@ -68,6 +68,11 @@ def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> No
             f"megatron.recompute_modules has {needing[0]}, which takes Transformer Engine, so a GPU, and none "
             "is here: leave it out"
         )
+    if not options.distributed_optimizer:
+        raise UsageError(
+            "megatron.distributed_optimizer is false, and checkpoints of a run hold the shards of a distributed one: "
+            "leave it on"
+        )
     if options.optimizer_offload and tier == "cpu":
         raise UsageError(
             f"megatron.optimizer_offload is {options.optimizer_offload:g} and this machine has no GPU: its optimizer "
