@@ -13,6 +13,8 @@ from verifier.core.record import Record
 from verifier.core.records_policy import Advantages, GivenRewards, PolicyColumns, UpdateRatios
 from verifier.core.records_trainer import (
     DataOrder,
+    KnobsAsked,
+    KnobsReached,
     LoadedState,
     LossColumns,
     OptimizerSettings,
@@ -46,6 +48,14 @@ ARRAYS["over the engine"] = {
 def training() -> list[Record]:
     """Data, batch and step 1, over the two rollouts of `check_traces.tokens`."""
     return [
+        KnobsAsked(name="config", version=1, values={"megatron.recompute": "full", "optimizer.clip_grad": "1.0"}),
+        *(
+            KnobsReached(
+                name="update 1", version=1, rank=rank,
+                values={"megatron.recompute": "full", "optimizer.clip_grad": "1.0", "megatron.bucket_size": "40000.0"},
+            )
+            for rank in range(2)
+        ),
         DataOrder(
             name="examples", version=1, num_examples=5, seed=3, step=1, examples=("a", "b"), prompts=("1+1=", "3+1="),
             holds_out_by_crc=True, array="examples",
@@ -106,6 +116,10 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "RWD001": (GivenRewards, having(rewards=(0.0, 0.0))),
     "ADV001": (LossColumns, having(array="means of means")),
     "CKP001": (LoadedState, having(digest=f"vd1:{0:032x}")),
+    "CFG001": (
+        KnobsReached,
+        having(values={"megatron.recompute": "null", "optimizer.clip_grad": "1.0", "megatron.bucket_size": "40000.0"}),
+    ),
     "DAT001": (DataOrder, having(array="other examples")),
     "DAT002": (StepAccount, having(dropped={"overlong": 1})),
     "TRN002": (TrainerStep, having(learning_rate=1e-3)),

@@ -5,6 +5,7 @@ from verifier.checks import (
     beginnings,
     configs,
     delivery,
+    knobs,
     logprobs,
     moves,
     packing,
@@ -18,6 +19,6 @@ from verifier.checks import (
 )
 
 __all__ = [
-    "arguments", "beginnings", "configs", "delivery", "logprobs", "moves", "packing", "policy_step", "resume",
+    "arguments", "beginnings", "configs", "delivery", "knobs", "logprobs", "moves", "packing", "policy_step", "resume",
     "routes", "samples", "step", "training_step", "weights",
 ]  # fmt: skip

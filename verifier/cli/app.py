@@ -119,8 +119,19 @@ def roundtrip(
 
 @app.command()
 @configured
-def train(config: TrainConfig) -> int:
+def train(
+    config: TrainConfig,
+    owners: dict[str, str],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check config, model sizes and data, print the plan, and stop.")
+    ] = False,
+) -> int:
     """Train from text or recorded rollouts; judge every step while it trains."""
+    if dry_run:
+        from verifier.trainer import fitting
+
+        show(fitting.dry_run(config, owners))
+        return ExitCode.HOLDS
     from verifier.cli import train as cli_train
     from verifier.report.progress import shown_progress
 

@@ -32,16 +32,19 @@ def configured(function: Callable[..., int]) -> Callable[..., int]:
     """Make a command of a function whose first parameter is a config; what follows it are options of the command alone.
 
     Args:
-        function: takes the config, which is loaded, checked and typed; returns the exit code.
+        function: takes the config, which is loaded, checked and typed; returns the exit code. A parameter `owners` gets
+            key -> who gave its value.
     """
     first, *own = inspect.signature(function, eval_str=True).parameters.values()
+    takes_owners = any(item.name == "owners" for item in own)
+    own = [item for item in own if item.name != "owners"]
     flags = {entry.key.replace(".", "_"): entry for entry in entries(first.annotation) if entry.knob.flag}
 
     @functools.wraps(function)
     def command(
         context: typer.Context, overrides: list[str] | None, config: Path | None, print_config: bool, **options: Any
     ) -> int:
-        given = {
+        flagged = {
             entry.key: options[name] for name, entry in flags.items()
             if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
         }  # fmt: skip
@@ -49,13 +52,14 @@ def configured(function: Callable[..., int]) -> Callable[..., int]:
         if len(files) + (config is not None) > 1:
             raise UsageError(f"two files of knobs are given, `{config or files[1]}` and `{files[0]}`: give one")
         loaded, owners = load(
-            first.annotation, file=Path(files[0]) if files else config, flags=given,
+            first.annotation, file=Path(files[0]) if files else config, flags=flagged,
             overrides=[text for text in overrides or () if text not in files],
         )  # fmt: skip
         if print_config:
             show(resolved(loaded, owners))
             return ExitCode.HOLDS
-        return function(loaded, **{item.name: options[item.name] for item in own})
+        also = {"owners": owners} if takes_owners else {}
+        return function(loaded, **also, **{item.name: options[item.name] for item in own})
 
     named = inspect.Parameter.KEYWORD_ONLY
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

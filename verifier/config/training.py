@@ -7,12 +7,15 @@ from pathlib import Path
 
 from verifier.config.commands import EngineOptions, RunConfig, next_trace
 from verifier.config.grpo import GrpoOptions
+from verifier.config.megatron import MegatronOptions
 from verifier.errors import UsageError
 from verifier.knob import check, group, knob
 
 SCHEDULES = ("constant", "linear", "cosine")
 AGGREGATIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant")
 FIRST_RUN = Path("runs")
+DEFAULT_COUNT = 8
+"""Rollouts of a micro-batch where none of the knobs says how it is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +44,25 @@ class BatchOptions:
         UsageError: a value that its knob does not allow.
     """
 
-    micro_batch_size: int = knob("Rollouts of a micro-batch, at most.", 8, least=1)
+    micro_batch_size: int | None = knob(
+        "Rollouts of a micro-batch, at most; by default 8, or by tokens.", None, least=1
+    )  # fmt: skip
     max_tokens: int | None = knob(
-        "Tokens of a micro-batch, padding included, at most; replaces batch.micro_batch_size.", None, least=1,
-        unit="tokens",
+        "Tokens of a micro-batch, padding included, at most; in place of a count.", None, least=1, unit="tokens"
     )  # fmt: skip
 
     def __post_init__(self) -> None:
         check(self)
+        if self.micro_batch_size is not None and self.max_tokens is not None:
+            raise UsageError(
+                f"batch.micro_batch_size is {self.micro_batch_size} and batch.max_tokens is {self.max_tokens:,}: a "
+                "micro-batch is cut by one of the two, leave the other out"
+            )
+
+    @property
+    def count(self) -> int:
+        """Greatest number of rollouts of a micro-batch that is cut by count."""
+        return DEFAULT_COUNT if self.micro_batch_size is None else self.micro_batch_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +97,11 @@ class OptimizerOptions:
             raise UsageError(
                 f"optimizer.least_learning_rate is {self.least_learning_rate:g}, above optimizer.learning_rate, "
                 f"{self.learning_rate:g}: make it smaller"
+            )
+        if self.schedule == "constant" and self.least_learning_rate:
+            raise UsageError(
+                f"optimizer.least_learning_rate is {self.least_learning_rate:g} and optimizer.schedule is constant, "
+                "which never falls: choose linear or cosine"
             )
 
 
@@ -161,6 +180,7 @@ class TrainConfig(RunConfig):
         choices=("gloo", "nccl", "ipc"),
     )  # fmt: skip
     optimizer: OptimizerOptions = group(OptimizerOptions)
+    megatron: MegatronOptions = group(MegatronOptions)
     evaluation: EvaluationOptions = group(EvaluationOptions)
     checkpoint: CheckpointOptions = group(CheckpointOptions)
     verify: VerifyOptions = group(VerifyOptions)
@@ -170,3 +190,57 @@ class TrainConfig(RunConfig):
             raise UsageError(
                 "aggregation=constant divides by aggregation_constant, no other aggregation does: give both or neither"
             )
+        if self.algorithm == "sft" and self.data.rollouts is not None:
+            raise UsageError(
+                f"data.rollouts is {self.data.rollouts} and algorithm is sft, which trains on text: "
+                "leave data.rollouts out, or give algorithm=grpo"
+            )
+        self._refuse_sizes()
+        self._refuse_course()
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of the run."""
+        return self.steps * (self.grpo.updates if self.algorithm == "grpo" else 1)
+
+    def _refuse_sizes(self) -> None:
+        """Refuse a batch that its data cannot fill, or that cannot fill the ranks."""
+        size, data, mesh = self.data.batch_size, self.data, self.mesh
+        if data.num_examples is not None and size > data.num_examples:
+            raise UsageError(f"data.batch_size is {size}, more than data.num_examples, {data.num_examples}")
+        if not self.megatron.grad_reduce_in_fp32 and self.dtype == "float32":
+            raise UsageError(
+                "megatron.grad_reduce_in_fp32 is false and dtype is fp32: gradients have the weights' type, so there "
+                "is no other to reduce in; give dtype=bf16"
+            )
+        if data.rollouts is not None:
+            return  # their files say how many there are
+        least = mesh.dp * (mesh.pp if mesh.vpp > 1 else 1)
+        shown = f"data.batch_size is {size}"
+        if self.algorithm == "grpo":
+            parts = self.grpo.mini_batches
+            shown += f", grpo.group_size is {self.grpo.group_size} and grpo.mini_batches is {parts}"
+            if size < parts:
+                raise UsageError(f"{shown}: a mini-batch needs a group of its own")
+            size = size * self.grpo.group_size // parts
+        if size < least:
+            stages = f", mesh.pp is {mesh.pp} and mesh.vpp is {mesh.vpp}" if least > mesh.dp else ""
+            raise UsageError(
+                f"{shown}, mesh.dp is {mesh.dp}{stages}: an optimizer step has {size} rollouts, "
+                f"and the ranks take {least} at a time"
+            )
+
+    def _refuse_course(self) -> None:
+        """Refuse a schedule, an evaluation or a judgement that would never come."""
+        optimizer = self.optimizer
+        if optimizer.schedule != "constant" and optimizer.warmup_steps > self.num_updates:
+            raise UsageError(
+                f"optimizer.warmup_steps is {optimizer.warmup_steps} and steps is {self.steps}, {self.num_updates} "
+                f"optimizer steps: the {optimizer.schedule} schedule would never begin"
+            )
+        if self.data.held_out is not None and not self.evaluation.num_problems:
+            raise UsageError(
+                "data.held_out is given and evaluation.num_problems is 0: nothing would be evaluated, leave one out"
+            )
+        if self.verify.every and not self.verify.steps:
+            raise UsageError(f"verify.every is {self.verify.every} and verify.steps is false: give --verify")

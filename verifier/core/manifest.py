@@ -11,7 +11,7 @@ from verifier.core.record import Count
 
 FORMAT: Literal[2] = 2
 Scope = Literal[
-    "adapter", "batch", "cold", "data", "engine", "export", "forced", "gradient", "held", "layout", "logprob",
+    "adapter", "batch", "cold", "config", "data", "engine", "export", "forced", "gradient", "held", "layout", "logprob",
     "mismatch", "order", "plan", "policy", "replay", "replicas", "resume", "reward", "rollout", "saved", "schedule",
     "settings", "step", "tokens", "transport", "update",
 ]  # fmt: skip
@@ -91,7 +91,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Weight versions whose exported base must be the source's."""
     versions: dict[str, str] = {}
     """Upstream packages and their versions."""
-    config: dict[str, bool | int | float | str | list[str] | dict[str, bool | int | float | str | None] | None] = {}
+    config: dict[
+        str, bool | int | float | str | list[str] | dict[str, bool | int | float | str | list[str] | None] | None
+    ] = {}
     """Settings of the command, JSON values."""
     stand_ins: tuple[str, ...] = ()
     """Stand-ins for upstream's code on this tier, one sentence each."""

@@ -107,3 +107,17 @@ class SavedState(StateRecord, frozen=True, kw_only=True, tag="checkpoint/saved")
 
 class LoadedState(StateRecord, frozen=True, kw_only=True, tag="checkpoint/loaded"):
     """State that a rank holds after the checkpoint was loaded, before the next step."""
+
+
+class KnobsAsked(Record, frozen=True, kw_only=True, tag="load/asked"):
+    """Settings that the config asks of Megatron, its optimizer and its scheduler."""
+
+    values: dict[str, str]
+    """Knob -> value as text; knobs that leave upstream's own value are absent."""
+
+
+class KnobsReached(Record, frozen=True, kw_only=True, tag="load/reached"):
+    """Settings that one rank's live objects hold when an optimizer step has been taken."""
+
+    values: dict[str, str]
+    """Knob -> value as text, or all values where objects differ, with ` | ` between them."""

@@ -5,6 +5,7 @@ from verifier.faults import (  # noqa: F401
     checkpoint_faults,
     conversion_faults,
     engine_faults,
+    knob_faults,
     logprob_faults,
     loss_faults,
     pack_faults,

@@ -62,6 +62,23 @@ NEMOTRON_H: dict[str, JSON] = {
 }  # fmt: skip
 
 
+def generated_config(
+    model: str, known: Models, dtype: str, changes: Mapping[str, JSON] | None = None
+) -> dict[str, JSON]:
+    """Return the config.json of a generated checkpoint; see `write_checkpoint`."""
+    if model not in known:
+        raise UsageError(f"unknown model `{model}`: known are {', '.join(known)}")
+    if dtype not in DTYPES:
+        raise UsageError(f"generated checkpoints come in {' and '.join(DTYPES)}, not {dtype}")
+    family_name, sizes = known[model]
+    family = FAMILIES[family_name]
+    config: dict[str, JSON] = {"architectures": [family.architecture], "model_type": family.model_type, "dtype": dtype}
+    config |= {**sizes, **(changes or {})}
+    if family_of(config) is not family:
+        raise UsageError(f"this config.json is not of family `{family_name}`: see `requires` and `needs` of the family")
+    return config
+
+
 def write_checkpoint(
     model: str, known: Models, directory: Path, *, dtype: str, seed: int, values: Values,
     changes: Mapping[str, JSON] | None = None, texts: Mapping[str, str] | None = None,
@@ -81,16 +98,9 @@ def write_checkpoint(
     Raises:
         UsageError: unknown model or dtype, a config that leaves the family's row, or a folder that cannot be written.
     """
-    if model not in known:
-        raise UsageError(f"unknown model `{model}`: known are {', '.join(known)}")
-    if dtype not in DTYPES:
-        raise UsageError(f"generated checkpoints come in {' and '.join(DTYPES)}, not {dtype}")
-    family_name, sizes = known[model]
+    config = generated_config(model, known, dtype, changes)
+    family_name, _ = known[model]
     family = FAMILIES[family_name]
-    config: dict[str, JSON] = {"architectures": [family.architecture], "model_type": family.model_type, "dtype": dtype}
-    config |= {**sizes, **(changes or {})}
-    if family_of(config) is not family:
-        raise UsageError(f"this config.json is not of family `{family_name}`: see `requires` and `needs` of the family")
     made_of = [_GENERATOR, seed, config, *([texts] if texts else [])]
     key = hashlib.blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=6).hexdigest()
     target = Path(directory) / f"{model.replace(':', '-')}-{dtype}-{key}"

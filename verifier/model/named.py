@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from verifier.errors import UsageError
 from verifier.model import tiny, wide
+from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_described
+from verifier.model.families import JSON
+from verifier.model.generated import generated_config
 
 
 def resolve_model(model: str, cache: Path, dtype: str = "float32") -> Path:
@@ -18,6 +22,42 @@ def resolve_model(model: str, cache: Path, dtype: str = "float32") -> Path:
         return tiny.write_tiny(model.removeprefix(tiny.PREFIX), cache, dtype)
     if model.startswith(wide.PREFIX):
         return wide.write_wide(model.removeprefix(wide.PREFIX), cache, dtype)
+    return _local(model)
+
+
+def config_of(model: str, dtype: str = "float32") -> Mapping[str, JSON]:
+    """Return the config.json of a model without generating it; of a local directory, all files are checked.
+
+    Raises:
+        UsageError: see `resolve_model` and `open_checkpoint`; or a local checkpoint is stored in another dtype.
+    """
+    if model.startswith(tiny.PREFIX):
+        return generated_config(model, tiny.KNOWN_TINY, dtype)
+    if model.startswith(wide.PREFIX):
+        wide.require_published_dtype(model.removeprefix(wide.PREFIX), dtype)
+        return generated_config(model, wide.wide_models(), dtype)
+    checkpoint = open_checkpoint(_local(model))
+    require_stored(checkpoint, dtype)
+    return checkpoint.config
+
+
+def require_stored(checkpoint: Checkpoint, dtype: str) -> None:
+    """Refuse a dtype other than that of most tensors, and a config.json that does not match the tensors.
+
+    Raises:
+        UsageError: the dtype; or see `require_described`.
+    """
+    dtypes = [checkpoint.meta(name).dtype for name in checkpoint.names()]
+    stored = max(sorted(set(dtypes)), key=dtypes.count)
+    if stored != dtype:
+        raise UsageError(
+            f"the checkpoint is stored in {stored} and the run asks for {dtype}: rounding it would hide what is to be "
+            f"shown; choose the checkpoint's own dtype, or convert it first"
+        )
+    require_described(checkpoint, dtype)
+
+
+def _local(model: str) -> Path:
     path = Path(model)
     if not path.is_dir():
         tables = ((tiny.PREFIX, tiny.KNOWN), (wide.PREFIX, wide.WIDE))

@@ -19,7 +19,8 @@ from typing import Any
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import open_checkpoint
-from verifier.model.families import num_experts_of, size_if_any
+from verifier.model.families import num_experts_of
+from verifier.model.mesh_fit import architecture_of, validate
 from verifier.platform import Tier, install_for, select, upstream_fixes_megatron
 from verifier.platform.upstream_fixes import MEGATRON_DECAY
 
@@ -36,7 +37,7 @@ _FUSIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallel:
-    """Options of the gradient and parameter communication over data-parallel ranks.
+    """Options of the gradient and parameter communication over data-parallel ranks, and of what they shard.
 
     Raises:
         UsageError: `overlap_param_gather` without `distributed_optimizer` and `overlap_grad_reduce`.
@@ -45,6 +46,13 @@ class DataParallel:
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    grad_reduce_in_fp32: bool = True
+    """Gradients are accumulated and reduced in fp32, or in the weights' dtype."""
+    bucket_size: int | None = None
+    """Elements of a gradient bucket; None takes `SMALL_BUCKET` on the CPU tier, elsewhere Megatron's."""
+    offload: float = 0.0
+    """Share of masters and moments that are kept and stepped on the host; a GPU's."""
+    overlap_offload: bool = False
 
     def __post_init__(self) -> None:
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
@@ -79,42 +87,6 @@ def preload(tier: Tier | None = None) -> None:
     from megatron.core.distributed import finalize_model_grads  # noqa: F401
     from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401
     from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: F401
-
-
-def validate(config: Mapping[str, Any], mesh: Mesh) -> None:
-    """Refuse a mesh that does not divide the model with this config.json.
-
-    Raises:
-        UsageError: names the axis, the size, and what it does not divide.
-    """
-    size, name, experts = partial(size_if_any, config), _architecture(config), num_experts_of(config)
-    latent = config.get("kv_lora_rank") is not None
-    hybrid = config.get("hybrid_override_pattern") is not None
-    for axis, parts in (("ep", mesh.ep), ("etp", mesh.etp)):
-        if parts > 1 and not experts:
-            raise UsageError(f"{axis} = {parts}, but {name} has no experts")
-    if hybrid and mesh.vpp > 1:
-        raise UsageError(f"vpp = {mesh.vpp}, but megatron-bridge builds {name} without virtual stages")
-    groups = size("n_groups") if hybrid else None
-    held = groups and groups // mesh.tp
-    cp_parts = 1 if held and mesh.cp % held == 0 else mesh.cp  # 1: every rank has a copy of one group
-    tp, tp_cp = f"tp = {mesh.tp}", f"tp * cp = {mesh.tp} * {mesh.cp}"
-    for shown, parts, count, what in (
-        (tp, mesh.tp, size("num_attention_heads"), "attention heads"),
-        (tp, mesh.tp, None if latent else size("num_key_value_heads"), "key-value heads"),
-        (tp, mesh.tp, groups, "groups of the state-space layers"),
-        (tp, mesh.tp, size("vocab_size"), "vocabulary entries"),
-        (tp, mesh.tp, size("intermediate_size"), "columns of the feed-forward layers"),
-        (f"ep = {mesh.ep}", mesh.ep, experts, "experts"),
-        (f"etp = {mesh.etp}", mesh.etp, size("moe_intermediate_size") if experts else None, "columns of an expert"),
-        (tp_cp, mesh.tp * mesh.cp, size("mamba_num_heads") if hybrid else None, "heads of the state-space layers"),
-        (f"cp = {mesh.cp}", cp_parts, held, "groups that a tensor-parallel rank holds of the state-space layers"),
-    ):
-        if count is not None and count % parts:
-            raise UsageError(f"{shown} does not divide the {count:,} {what} of {name}")
-    num_layers = size("num_hidden_layers")
-    if num_layers is not None:
-        mesh.stage_sizes(num_layers)
 
 
 def build(
@@ -161,7 +133,7 @@ def build(
 
     if dist.get_world_size() != mesh.world_size:
         raise UsageError(f"mesh {mesh.label()} needs {mesh.world_size} ranks, there are {dist.get_world_size()}")
-    bridge = _bridge(path, _architecture(config))
+    bridge = _bridge(path, architecture_of(config))
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         provider = bridge.to_megatron_provider(load_weights=True)
@@ -201,10 +173,6 @@ def teardown() -> None:
 
     RouterReplay.clear_global_router_replay_instances()
     parallel_state.destroy_model_parallel()
-
-
-def _architecture(config: Mapping[str, Any]) -> str:
-    return str((config.get("architectures") or ["the model"])[0])
 
 
 def _bridge(path: Path | str, architecture: str) -> Any:
@@ -280,11 +248,11 @@ def _ddp_config(data_parallel: DataParallel, tier: Tier) -> Any:
     from megatron.core.distributed import DistributedDataParallelConfig
 
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=data_parallel.grad_reduce_in_fp32,
         use_distributed_optimizer=data_parallel.distributed_optimizer,
         overlap_grad_reduce=data_parallel.overlap_grad_reduce,
         overlap_param_gather=data_parallel.overlap_param_gather,
-        bucket_size=SMALL_BUCKET if tier == "cpu" else None,
+        bucket_size=data_parallel.bucket_size or (SMALL_BUCKET if tier == "cpu" else None),
     )
 
 

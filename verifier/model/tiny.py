@@ -81,6 +81,8 @@ PADDED: dict[str, tuple[str, dict[str, JSON]]] = {"qwen3-504": ("qwen3", {**DECO
 """Like `TINY`, a vocabulary that engines pad to a multiple of 64; no family of its own either."""
 KNOWN = TINY | TO_TRAIN | PADDED
 """All of them."""
+KNOWN_TINY = {PREFIX + item: row for item, row in KNOWN.items()}
+"""Full model id -> (family, keys of config.json)."""
 
 
 def write_tiny(
@@ -92,8 +94,7 @@ def write_tiny(
     changes: Mapping[str, JSON] | None = None,
 ) -> Path:
     """Write the tiny checkpoint `name`, a key of `KNOWN`; see `write_checkpoint`."""
-    known = {PREFIX + item: row for item, row in KNOWN.items()}
     return write_checkpoint(
-        PREFIX + name, known, directory, dtype=dtype, seed=seed, values=generate, changes=changes,
+        PREFIX + name, KNOWN_TINY, directory, dtype=dtype, seed=seed, values=generate, changes=changes,
         texts=tokenizer_files() if name in TO_TRAIN else None,
     )  # fmt: skip

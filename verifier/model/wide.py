@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from verifier.errors import UsageError
 from verifier.model.families import JSON, Content, TensorSpec
-from verifier.model.generated import DEEPSEEK_V3, NEMOTRON_H, QWEN3_MOE, generate, write_checkpoint
+from verifier.model.generated import DEEPSEEK_V3, NEMOTRON_H, QWEN3_MOE, Models, generate, write_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -54,16 +54,25 @@ WIDE: dict[str, tuple[str, dict[str, JSON]]] = {
 """Model id without "wide:" -> (family, keys of config.json)."""
 
 
+def wide_models() -> Models:
+    """Return the wide models by their full ids."""
+    return {PREFIX + item: row for item, row in WIDE.items()}
+
+
+def require_published_dtype(name: str, dtype: str) -> None:
+    """Raise a UsageError for a wide checkpoint in another dtype than bfloat16."""
+    if name in WIDE and dtype != DTYPE:
+        raise UsageError(f"`{PREFIX}{name}` has the published dtype, so it takes --dtype bf16")
+
+
 def write_wide(name: str, directory: Path, dtype: str = DTYPE) -> Path:
     """Write the wide checkpoint `name`, a key of `WIDE`; see `write_checkpoint`.
 
     Raises:
         UsageError: as there, and another dtype than bfloat16.
     """
-    if name in WIDE and dtype != DTYPE:
-        raise UsageError(f"`{PREFIX}{name}` has the published dtype, so it takes --dtype bf16")
-    known = {PREFIX + item: row for item, row in WIDE.items()}
-    return write_checkpoint(PREFIX + name, known, directory, dtype=dtype, seed=1, values=hashed)
+    require_published_dtype(name, dtype)
+    return write_checkpoint(PREFIX + name, wide_models(), directory, dtype=dtype, seed=1, values=hashed)
 
 
 def hashed(spec: TensorSpec, dtype: str, stream: str) -> torch.Tensor:

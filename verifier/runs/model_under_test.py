@@ -14,9 +14,9 @@ from verifier.errors import UsageError
 from verifier.export.names import layout_of
 from verifier.launch.fork_launcher import require_ranks
 from verifier.mesh import Mesh
-from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_described, require_room
-from verifier.model.named import resolve_model
-from verifier.model.provider_megatron import validate
+from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_room
+from verifier.model.mesh_fit import validate
+from verifier.model.named import require_stored, resolve_model
 from verifier.platform import Tier, select
 from verifier.platform.pins import TRAINER, require_pins
 
@@ -86,14 +86,7 @@ def open_model(model: str, dtype: str, mesh: Mesh) -> ModelUnderTest:
     require_ranks(mesh.world_size)
     checkpoint = open_checkpoint(resolve_model(model, cache_folder(), dtype))
     validate(checkpoint.config, mesh)
-    dtypes = [checkpoint.meta(name).dtype for name in checkpoint.names()]
-    stored = max(sorted(set(dtypes)), key=dtypes.count)
-    if stored != dtype:
-        raise UsageError(
-            f"the checkpoint is stored in {stored} and the run asks for {dtype}: rounding it would hide what is to be "
-            f"shown; choose the checkpoint's own dtype, or convert it first"
-        )
-    require_described(checkpoint, dtype)
+    require_stored(checkpoint, dtype)
     return ModelUnderTest(checkpoint=checkpoint, dtype=dtype, mesh=mesh, tier=select())
 
 

@@ -57,6 +57,11 @@ def make_optimizer(
         params_dtype=torch.bfloat16 if trainer.provider.bf16 else torch.float32,
         use_distributed_optimizer=options.distributed_optimizer,
         overlap_param_gather=options.overlap_param_gather,
+        # Masters and moments on the host come with the optimizer that is told where each of them is.
+        optimizer_cpu_offload=options.offload > 0,
+        use_precision_aware_optimizer=options.offload > 0,
+        optimizer_offload_fraction=options.offload,
+        overlap_cpu_optimizer_d2h_h2d=options.overlap_offload,
     )
     optimizer = get_megatron_optimizer(config, trainer.chunks, use_gloo_process_groups=False)
     if options.distributed_optimizer and MEGATRON_INDEX in trainer.fixes:

@@ -18,10 +18,10 @@ from verifier.data.examples import Example
 from verifier.data.order import batch_indices
 from verifier.data.rollout import Rollout
 from verifier.data.rollout_file import save_rollouts
-from verifier.data.text_dataset import ARITHMETIC, load_examples, require_disjoint
+from verifier.data.text_dataset import ARITHMETIC
 from verifier.data.tokenizer import Tokenizer, open_tokenizer
-from verifier.errors import UsageError
 from verifier.model.checkpoint import Checkpoint
+from verifier.trainer.fitting import load_held_out, load_train, near_budget, require_budget
 
 Values = Sequence[np.ndarray]
 """Per rollout [L] values of its tokens."""
@@ -116,13 +116,9 @@ class HeldOut:
     """Held-out problems: the text data set that a run evaluates on."""
 
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer, train: Sequence[Example]) -> None:
-        data, num_problems = config.data, config.evaluation.num_problems
-        self.examples: tuple[Example, ...] = ()
         self._tokenizer = tokenizer
-        if num_problems:
-            source = data.held_out or data.source
-            self.examples = load_examples(source, "sft", split="held-out", count=num_problems, seed=config.seed)
-        require_disjoint(train, self.examples)
+        self.examples = load_held_out(config, train)
+        require_budget(config, [encode_example(example, tokenizer) for example in near_budget(config, self.examples)])
 
     def save(self, file: Path) -> None:
         """Write the problems with their responses, for ranks that score them."""
@@ -136,13 +132,10 @@ class SftPlan:
         self.facts: Mapping[str, float] = {}
         self._config, self._file = config, folder
         self._tokenizer = open_tokenizer(checkpoint.path)
-        self._examples = load_examples(config.data.source, "sft", count=config.data.num_examples, seed=config.seed)
+        self._examples = load_train(config, "sft")
+        near = [encode_example(example, self._tokenizer) for example in near_budget(config, self._examples)]
+        require_budget(config, near)
         self.held_out = HeldOut(config, self._tokenizer, self._examples)
-        if config.data.batch_size > len(self._examples):
-            raise UsageError(
-                f"data.batch_size is {config.data.batch_size}, more than the {len(self._examples):,} examples of "
-                f"`{config.data.source}`"
-            )
 
     def updates(self, step: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Encode the examples of a step."""

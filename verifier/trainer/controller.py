@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
-from verifier.core.records_trainer import OptimizerSettings
+from verifier.core.records_trainer import KnobsAsked, OptimizerSettings
 from verifier.core.store import Recorder, complete, create, discard
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.process import EngineProcess
@@ -31,11 +31,13 @@ from verifier.runs.resources import COLLECTIVE_DEADLINE_S, Deadline, Resources
 from verifier.runs.spec import place
 from verifier.trainer.batches import HeldOut, OptimizerUpdate, SftPlan, UpdatePlan
 from verifier.trainer.continuation import Continuation
+from verifier.trainer.fitting import require_fit
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
 from verifier.trainer.metrics import metrics_of
 from verifier.trainer.run_folder import RunFolder, opened
 from verifier.trainer.step_trace import step_manifest
+from verifier.trainer.upstream_fields import asked
 from verifier.trainer.worker_spec import WorkerSpec, optimizer_settings
 
 Progress = Callable[[str], None]
@@ -122,6 +124,7 @@ class Trainer:
         config = self._config
         until = Deadline(config.timeout_s)
         model = open_model(config.model, config.dtype, config.mesh)
+        require_fit(config, model.checkpoint.config, model.tier)
         plan = self._plan_of(model)
         with opened(config) as folder, full_disk_refused(folder.path), contextlib.ExitStack() as stack:
             self._folder, self._model, self._until = folder, model, until
@@ -275,6 +278,7 @@ class Trainer:
             return
         with contextlib.closing(Recorder(trace, "controller", 0)) as probe:
             yield probe
+            probe.emit(KnobsAsked(name="config", version=step, values=asked(self._config)))
             probe.emit(OptimizerSettings(name="Adam", version=step, **optimizer_settings(self._config)))
 
     def _submit(self, step: int, trace: Path) -> None:

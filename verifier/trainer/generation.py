@@ -17,10 +17,11 @@ from verifier.data.text_dataset import load_examples, require_disjoint
 from verifier.data.tokenizer import open_tokenizer
 from verifier.engine.api import EngineConfig, Sample, Sampling
 from verifier.engine.client import EngineClient
-from verifier.errors import ContractError, UsageError
+from verifier.errors import ContractError
 from verifier.model.checkpoint import Checkpoint
 from verifier.rewards.scorer import RewardProcess
 from verifier.trainer.batches import order_of
+from verifier.trainer.fitting import load_train
 
 _SEEDS = 1_000_003
 """Seeds of a run begin at a multiple of it, so that runs of neighbouring seeds share none."""
@@ -37,17 +38,12 @@ class EngineRollouts:
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint) -> None:
         self._config, self._checkpoint = config, checkpoint
         self._tokenizer = open_tokenizer(checkpoint.path)
-        self._examples = load_examples(config.data.source, "grpo", count=config.data.num_examples, seed=config.seed)
+        self._examples = load_train(config, "grpo")
         self._held_out: Sequence[Example] = ()
         if config.evaluation.num_problems:
             source, count = config.data.held_out or config.data.source, config.evaluation.num_problems
             self._held_out = load_examples(source, "grpo", split="held-out", count=count, seed=config.seed)
         require_disjoint(self._examples, self._held_out)
-        if config.data.batch_size > len(self._examples):
-            raise UsageError(
-                f"data.batch_size is {config.data.batch_size}, more than the {len(self._examples):,} examples of "
-                f"`{config.data.source}`"
-            )
         self._prompts = [encode_prompt(example, self._tokenizer) for example in self._examples]
         self._client: EngineClient | None = None
         self._reward: RewardProcess | None = None

@@ -21,9 +21,9 @@ def step_manifest(config: TrainConfig, model: ModelUnderTest, step: int, *, resu
     """Identity of the trace of a step, the first after a resume or another."""
     sizes = model.checkpoint.config
     facts = RunFacts(tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1)
-    scopes: list[Scope] = ["data", "batch", "schedule", "tokens"]
+    scopes: list[Scope] = ["config", "data", "batch", "schedule", "tokens"]
     if config.algorithm == "grpo":
-        scopes = ["batch", "schedule", "tokens", "policy", "reward"]
+        scopes = ["config", "batch", "schedule", "tokens", "policy", "reward"]
         if config.data.rollouts is None:
             scopes += ["data", "plan", "transport", "held", "engine"]
             scopes += ["mismatch"] if model.dtype == "float32" else []

@@ -17,7 +17,7 @@ from verifier.algorithms.loss_options import LossOptions
 from verifier.core.outputs import full_disk_refused
 from verifier.core.record import real
 from verifier.core.records_policy import UpdateRatios
-from verifier.core.records_trainer import LoadedState, OptimizerSettings, SavedState, TrainerStep
+from verifier.core.records_trainer import KnobsReached, LoadedState, OptimizerSettings, SavedState, TrainerStep
 from verifier.core.records_weights import UpdatedShard
 from verifier.core.store import Recorder
 from verifier.data.rollout_file import load_rollouts
@@ -34,6 +34,7 @@ from verifier.probes.weights_megatron import LiveWeights
 from verifier.train import checkpoint_megatron, optimizer_megatron, step_megatron
 from verifier.train.policy_loss_megatron import LossMeter, policy_loss
 from verifier.train.vocab_logprob import is_greedy
+from verifier.trainer.live_settings_megatron import data_parallel_of, settings_of
 from verifier.trainer.state_megatron import (
     Facts,
     read_facts,
@@ -42,15 +43,12 @@ from verifier.trainer.state_megatron import (
     state_facts,
     write_facts,
 )
+from verifier.trainer.upstream_fields import found, provider_overrides
 from verifier.trainer.weight_sync_megatron import WeightSync
 from verifier.trainer.worker_spec import WorkerSpec
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
-
-DATA_PARALLEL = provider_megatron.DataParallel(
-    distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
-)
 
 CALLS = ("load", "connect", "score", "train", "sync", "save", "saved", "evaluate", "export")
 """Methods that the controller calls."""
@@ -78,7 +76,7 @@ class TrainerWorker:
         self._reference: list[torch.Tensor] = []
         self._resumed: tuple[int, Facts, Facts] | None = None
         batch, options = config.batch, config.grpo
-        self._batching: dict[str, Any] = {"micro_batch_size": batch.micro_batch_size, "max_tokens": batch.max_tokens}
+        self._batching: dict[str, Any] = {"micro_batch_size": batch.count, "max_tokens": batch.max_tokens}
         if config.algorithm == "sft":
             self._loss, self._temperature = ("cross_entropy", LossOptions()), 1.0
             return
@@ -99,7 +97,8 @@ class TrainerWorker:
         self._say(f"loading {config.mesh.world_size} trainer ranks ({config.mesh.label()})")
         checkpoint_megatron.seed_all(config.seed)
         self._trainer = provider_megatron.build(
-            spec.checkpoint, config.mesh, dtype=config.dtype, tier=spec.tier, data_parallel=DATA_PARALLEL,
+            spec.checkpoint, config.mesh, dtype=config.dtype, tier=spec.tier,
+            data_parallel=data_parallel_of(config.megatron), overrides=provider_overrides(config),
             seed=config.seed, deadline_s=spec.collective_deadline_s, fixes=sorted(selected(config.fixes)),
         )  # fmt: skip
         self._settings = OptimizerSettings(name="Adam", **spec.optimizer)
@@ -189,6 +188,7 @@ class TrainerWorker:
         at = self._config.mesh.coordinate(self._context.rank)
         facts = meter.read(counts=at.tp == 0, device=step_megatron.device_of(self._trainer))
         if probe is not None:
+            probe.emit(KnobsReached(name=name, version=step, values=self._reached()))
             probe.emit(
                 TrainerStep(
                     name=name, version=step, step=number, loss=real(result.loss), num_tokens=result.num_tokens,
@@ -287,7 +287,10 @@ class TrainerWorker:
         """Settings that Megatron runs with: its transformer config, data parallelism and optimizer, as plain values."""
         chunk = self._trainer.chunks[0]
         parts = {"model": self._trainer.provider, "ddp": chunk.ddp_config, "optimizer": self._optimizer.config}
-        return {name: _plain(part) for name, part in parts.items()}
+        return {"knobs": self._reached(), **{name: _plain(part) for name, part in parts.items()}}
+
+    def _reached(self) -> dict[str, str]:
+        return found(settings_of(self._trainer, self._optimizer, self._scheduler))
 
     def _say(self, text: str) -> None:
         if self._context.rank == 0:

@@ -7,7 +7,8 @@ import pytest
 
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
-from verifier.model.provider_megatron import DataParallel, validate
+from verifier.model.mesh_fit import validate
+from verifier.model.provider_megatron import DataParallel
 from verifier.model.tiny import TINY
 
 

@@ -1,0 +1,52 @@
+"""Division of a model by a mesh, from the sizes in config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from verifier.errors import UsageError
+from verifier.mesh import Mesh
+from verifier.model.families import num_experts_of, size_if_any
+
+
+def validate(config: Mapping[str, Any], mesh: Mesh) -> None:
+    """Refuse a mesh that does not divide the model with this config.json.
+
+    Raises:
+        UsageError: names the axis, the size, and what it does not divide.
+    """
+    size, name, experts = partial(size_if_any, config), architecture_of(config), num_experts_of(config)
+    latent = config.get("kv_lora_rank") is not None
+    hybrid = config.get("hybrid_override_pattern") is not None
+    for axis, parts in (("ep", mesh.ep), ("etp", mesh.etp)):
+        if parts > 1 and not experts:
+            raise UsageError(f"{axis} = {parts}, but {name} has no experts")
+    if hybrid and mesh.vpp > 1:
+        raise UsageError(f"vpp = {mesh.vpp}, but megatron-bridge builds {name} without virtual stages")
+    groups = size("n_groups") if hybrid else None
+    held = groups and groups // mesh.tp
+    cp_parts = 1 if held and mesh.cp % held == 0 else mesh.cp  # 1: every rank has a copy of one group
+    tp, tp_cp = f"tp = {mesh.tp}", f"tp * cp = {mesh.tp} * {mesh.cp}"
+    for shown, parts, count, what in (
+        (tp, mesh.tp, size("num_attention_heads"), "attention heads"),
+        (tp, mesh.tp, None if latent else size("num_key_value_heads"), "key-value heads"),
+        (tp, mesh.tp, groups, "groups of the state-space layers"),
+        (tp, mesh.tp, size("vocab_size"), "vocabulary entries"),
+        (tp, mesh.tp, size("intermediate_size"), "columns of the feed-forward layers"),
+        (f"ep = {mesh.ep}", mesh.ep, experts, "experts"),
+        (f"etp = {mesh.etp}", mesh.etp, size("moe_intermediate_size") if experts else None, "columns of an expert"),
+        (tp_cp, mesh.tp * mesh.cp, size("mamba_num_heads") if hybrid else None, "heads of the state-space layers"),
+        (f"cp = {mesh.cp}", cp_parts, held, "groups that a tensor-parallel rank holds of the state-space layers"),
+    ):
+        if count is not None and count % parts:
+            raise UsageError(f"{shown} does not divide the {count:,} {what} of {name}")
+    num_layers = size("num_hidden_layers")
+    if num_layers is not None:
+        mesh.stage_sizes(num_layers)
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """Return the first of a config.json's architectures."""
+    return str((config.get("architectures") or ["the model"])[0])

@@ -1,0 +1,239 @@
+"""Refusals of a training run before anything starts, from config, config.json and data; loads no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verifier.config.load import resolved
+from verifier.config.training import TrainConfig
+from verifier.data.examples import Example
+from verifier.data.rollout import Rollout
+from verifier.data.text_dataset import Task, load_examples, require_disjoint
+from verifier.errors import UsageError
+from verifier.launch.fork_launcher import require_ranks
+from verifier.model.families import Content, family_of, num_experts_of, size_if_any
+from verifier.model.mesh_fit import architecture_of, validate
+from verifier.model.named import config_of
+from verifier.platform import Tier
+from verifier.train.microbatch import split_by_count
+from verifier.train.token_layout import Alignment
+
+_GPU = Path("/dev/nvidiactl")
+"""Device file of NVIDIA's driver; without it no GPU can be used."""
+_WITHOUT_OUTPUT = ("layernorm", "mla_up_proj", "moe_act")
+"""Modules that megatron-core 0.19.2 recomputes by `CheckpointWithoutOutput`, which calls Transformer Engine."""
+_TEXT_OF_TEMPLATE = 256
+"""Bytes that a chat template may put around an example, generously."""
+
+
+def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> None:
+    """Refuse knobs that the model or the tier does not have.
+
+    Args:
+        config: of the run.
+        sizes: config.json of its model.
+        tier: of this machine.
+
+    Raises:
+        UsageError: names the knob, its value and what it contradicts.
+    """
+    options, name = config.megatron, architecture_of(sizes)
+    if not num_experts_of(sizes):
+        for knob, value in options.mixture_knobs.items():
+            raise UsageError(f"{knob} is {value}, but {name} has no experts: leave it out")
+    family = family_of(sizes)
+    if options.moe_bias_update_rate and family and all(row.content is not Content.SCORE_BIAS for row in family.tensors):
+        raise UsageError(
+            f"megatron.moe_bias_update_rate is {options.moe_bias_update_rate:g}, but the routers of {name} have no "
+            "score bias to update: leave it out"
+        )
+    if "mla_up_proj" in options.recompute_modules and sizes.get("kv_lora_rank") is None:
+        raise UsageError(
+            f"megatron.recompute_modules has mla_up_proj, but {name} has no latent attention: leave it out"
+        )
+    layers = size_if_any(sizes, "num_hidden_layers")
+    if layers is not None and options.recompute_layers is not None:
+        held = max(config.mesh.stage_sizes(layers)) // config.mesh.vpp
+        if options.recompute_layers > held:
+            raise UsageError(
+                f"megatron.recompute_layers is {options.recompute_layers}, more than the {held} layers that "
+                f"mesh.pp = {config.mesh.pp} and mesh.vpp = {config.mesh.vpp} leave to a stage"
+            )
+    needing = [module for module in options.recompute_modules if module in _WITHOUT_OUTPUT]
+    if needing and tier == "cpu":
+        raise UsageError(
+            f"megatron.recompute_modules has {needing[0]}, which takes Transformer Engine, so a GPU, and none "
+            "is here: leave it out"
+        )
+    if not options.distributed_optimizer:
+        raise UsageError(
+            "megatron.distributed_optimizer is false, and checkpoints of a run hold the shards of a distributed one: "
+            "leave it on"
+        )
+    if options.optimizer_offload and tier == "cpu":
+        raise UsageError(
+            f"megatron.optimizer_offload is {options.optimizer_offload:g} and this machine has no GPU: its optimizer "
+            "is on the host already, leave it out"
+        )
+    alignment = alignment_of(config)
+    if config.batch.max_tokens is not None and config.batch.max_tokens < alignment.total_multiple:
+        raise UsageError(
+            f"batch.max_tokens is {config.batch.max_tokens}, below {alignment.total_multiple}, the multiple that "
+            f"mesh.tp = {config.mesh.tp} and mesh.cp = {config.mesh.cp} pad every rollout to"
+        )
+
+
+def alignment_of(config: TrainConfig) -> Alignment:
+    """Return the multiples that the mesh of a run pads rollouts to."""
+    return Alignment(tp=config.mesh.tp, cp=config.mesh.cp, sp=config.mesh.tp > 1)
+
+
+def load_train(config: TrainConfig, task: Task) -> tuple[Example, ...]:
+    """Read and check the examples to train on.
+
+    Raises:
+        UsageError: a bad row, or too few examples for a step.
+    """
+    data = config.data
+    train = load_examples(data.source, task, count=data.num_examples, seed=config.seed)
+    if data.batch_size > len(train):
+        raise UsageError(
+            f"data.batch_size is {data.batch_size}, more than the {len(train):,} examples of `{data.source}`"
+        )
+    return train
+
+
+def load_held_out(config: TrainConfig, train: Sequence[Example]) -> tuple[Example, ...]:
+    """Read and check the problems of the evaluation; none where there is no evaluation.
+
+    Raises:
+        UsageError: a bad row, too few problems, or problems that are trained on.
+    """
+    data, num_problems = config.data, config.evaluation.num_problems
+    if not num_problems:
+        return ()
+    if data.held_out is None and Path(data.source).is_file():
+        raise UsageError(
+            f"evaluation.num_problems is {num_problems} and data.held_out is not given, but `{data.source}` is a "
+            "file without a held-out split: give data.held_out, or evaluation.num_problems=0"
+        )
+    source = data.held_out or data.source
+    try:
+        held_out = load_examples(source, "sft", split="held-out", count=num_problems, seed=config.seed)
+    except UsageError as problem:
+        raise UsageError(f"evaluation.num_problems is {num_problems}: {problem}") from problem
+    require_disjoint(train, held_out)
+    return held_out
+
+
+def near_budget(config: TrainConfig, examples: Iterable[Example]) -> list[Example]:
+    """Return the examples whose text has bytes enough for more tokens than the budget of a micro-batch."""
+    most = config.batch.max_tokens
+    if most is None:
+        return []
+
+    def size(item: Example) -> int:
+        turns = [message.content for message in item.messages]
+        return sum(len(text.encode()) for text in (item.prompt, item.response or "", *turns)) + _TEXT_OF_TEMPLATE
+
+    return [item for item in examples if size(item) > most - alignment_of(config).total_multiple]
+
+
+def require_budget(config: TrainConfig, rollouts: Sequence[Rollout]) -> None:
+    """Refuse a rollout that is longer than a micro-batch may be.
+
+    Raises:
+        UsageError: names the longest, its padded length and the knob.
+    """
+    most, alignment = config.batch.max_tokens, alignment_of(config)
+    if most is None or not rollouts:
+        return
+    longest = max(rollouts, key=len)
+    padded = -(-len(longest) // alignment.total_multiple) * alignment.total_multiple
+    if padded > most:
+        raise UsageError(
+            f"batch.max_tokens is {most:,}, below the {padded:,} tokens of `{longest.id}`, padded to a multiple of "
+            f"{alignment.total_multiple}: raise it, or shorten the example"
+        )
+
+
+def require_place(run: Path) -> None:
+    """Refuse a run folder that cannot be made or written, and write nothing.
+
+    Raises:
+        UsageError: names the folder and the nearest one that exists.
+    """
+    there = next(path for path in (run, *run.parents) if path.exists())
+    if not there.is_dir():
+        raise UsageError(f"the run folder `{run}` cannot be written: `{there}` is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"the run folder `{run}` cannot be written: `{there}` is not writable for this user")
+
+
+def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
+    """Check everything that needs no torch and no tokenizer; return the resolved config and the arithmetic of a step.
+
+    Args:
+        config: of the run.
+        owners: key -> who gave its value.
+
+    Raises:
+        UsageError: what the run would be refused for.
+    """
+    require_place(config.run)
+    sizes = config_of(config.model, config.dtype)
+    require_ranks(config.mesh.world_size)
+    validate(sizes, config.mesh)
+    require_fit(config, sizes, "cuda" if _GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "" else "cpu")
+    lines = [resolved(config, owners), "\n", _mesh_line(config), "\n"]
+    if config.data.rollouts is None:
+        train = load_train(config, "sft" if config.algorithm == "sft" else "grpo")
+        held_out = load_held_out(config, train)
+        lines.append(
+            f"data: {len(train):,} examples to train on, {len(held_out):,} held out, none in both; "
+            f"{config.steps:,} steps of {config.data.batch_size:,} are {_epochs(config, len(train))} epochs\n"
+        )
+    lines += [_batch_line(config), "\nnot checked without torch and the tokenizer: weights, lengths in tokens, GPUs\n"]
+    return "".join(lines)
+
+
+def _epochs(config: TrainConfig, num_examples: int) -> str:
+    return f"{config.steps * config.data.batch_size / num_examples:.3g}"
+
+
+def _mesh_line(config: TrainConfig) -> str:
+    mesh = config.mesh
+    return (
+        f"mesh: {mesh.world_size} ranks = tp {mesh.tp} * cp {mesh.cp} * dp {mesh.dp} * pp {mesh.pp}; "
+        f"experts: etp {mesh.etp} * ep {mesh.ep} * {mesh.expert_dp} copies in each of {mesh.pp} stages"
+    )
+
+
+def _batch_line(config: TrainConfig) -> str:
+    if config.data.rollouts is not None:
+        return f"batch: the rollouts of each step are those of `{config.data.rollouts}`"
+    mesh, most, options = config.mesh, config.batch.max_tokens, config.grpo
+    size, shown = config.data.batch_size, f"{config.data.batch_size:,} examples a step"
+    if config.algorithm == "grpo":
+        size = size * options.group_size // options.mini_batches
+        shown += (
+            f" * {options.group_size} answers / {options.mini_batches} mini-batches * {options.epochs} epochs = "
+            f"{options.updates} optimizer steps of {size:,} rollouts"
+        )
+    multiple = mesh.pp if mesh.vpp > 1 else 1
+    if most is not None:
+        return (
+            f"batch: {shown}; over {mesh.dp} data-parallel ranks in micro-batches of at most {most:,} tokens, "
+            f"padded to multiples of {alignment_of(config).total_multiple}; a multiple of {multiple} micro-batches on "
+            f"each rank, so at most {mesh.dp * multiple * most:,} tokens at a time"
+        )
+    parts = split_by_count(size, dp=mesh.dp, micro_batch_size=config.batch.count, multiple=multiple)
+    counts = sorted({len(part) for rank in parts for part in rank})
+    span = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return (
+        f"batch: {shown}; {size:,} = {mesh.dp} data-parallel ranks * {len(parts[0])} micro-batches of {span} "
+        f"(at most {config.batch.count})"
+    )

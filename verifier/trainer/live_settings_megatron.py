@@ -1,0 +1,35 @@
+"""Settings of the live Megatron objects of a rank, and the options that they are built with."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from verifier.config.megatron import MegatronOptions
+from verifier.model.provider_megatron import DataParallel, TrainerModel
+from verifier.trainer.upstream_fields import Part
+
+
+def data_parallel_of(options: MegatronOptions) -> DataParallel:
+    """Return the options of data parallelism that a config asks for."""
+    return DataParallel(
+        distributed_optimizer=options.distributed_optimizer, overlap_grad_reduce=options.overlap_grad_reduce,
+        overlap_param_gather=options.overlap_param_gather, grad_reduce_in_fp32=options.grad_reduce_in_fp32,
+        bucket_size=options.bucket_size, offload=options.optimizer_offload,
+        overlap_offload=options.overlap_optimizer_offload,
+    )  # fmt: skip
+
+
+def settings_of(trainer: TrainerModel, optimizer: Any, scheduler: Any) -> dict[Part, list[Any]]:
+    """Return the live objects that hold settings, each once: layers may have copies of the model's config."""
+    modules = [module for chunk in trainer.chunks for module in chunk.modules()]
+    configs = {id(item): item for module in modules if hasattr(item := getattr(module, "config", None), "num_layers")}
+    groups = [group for part in optimizer.chained_optimizers for group in part.optimizer.param_groups]
+    return {
+        "model": list(configs.values()), "ddp": [chunk.ddp_config for chunk in trainer.chunks],
+        "optimizer": [part.config for part in optimizer.chained_optimizers],
+        "adam": [
+            SimpleNamespace(beta_1=group["betas"][0], beta_2=group["betas"][1], eps=group["eps"]) for group in groups
+        ],
+        "scheduler": [scheduler],
+    }  # fmt: skip

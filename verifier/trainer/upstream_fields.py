@@ -1,0 +1,135 @@
+"""Table of the knobs that go to Megatron: the field of its configs that each one reaches, and the value asked for.
+
+The ranks are built from this table, and every step's trace has what was asked for and what the live objects hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verifier.config.megatron import MegatronOptions
+from verifier.config.training import TrainConfig
+
+Part = Literal["model", "ddp", "optimizer", "adam", "scheduler"]
+"""Upstream's object: TransformerConfig, DistributedDataParallelConfig, OptimizerConfig, Adam's groups of parameters,
+OptimizerParamScheduler."""
+
+
+class _Upstream:
+    """Sign of a knob that leaves upstream's own value."""
+
+
+UPSTREAM = _Upstream()
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamField:
+    """One row: where a knob ends up."""
+
+    knob: str
+    part: Part
+    field: str
+    asked: Callable[[TrainConfig], Any]
+    """Value of the field that a config asks for, or `UPSTREAM`."""
+
+
+def _given(value: Any) -> Any:
+    return UPSTREAM if value is None else value
+
+
+def _with_full(value: Callable[[MegatronOptions], Any]) -> Callable[[TrainConfig], Any]:
+    """A field of full recomputation: upstream refuses it beside selective, and nothing reads it beside none."""
+
+    def asked_of(config: TrainConfig) -> Any:
+        kind = config.megatron.recompute
+        return value(config.megatron) if kind == "full" else None if kind == "selective" else UPSTREAM
+
+    return asked_of
+
+
+FIELDS: tuple[UpstreamField, ...] = (
+    UpstreamField("dtype", "model", "params_dtype", lambda c: c.dtype),
+    UpstreamField("mesh.tp", "model", "tensor_model_parallel_size", lambda c: c.mesh.tp),
+    UpstreamField("mesh.pp", "model", "pipeline_model_parallel_size", lambda c: c.mesh.pp),
+    UpstreamField("mesh.vpp", "model", "virtual_pipeline_model_parallel_size",
+                  lambda c: c.mesh.vpp if c.mesh.vpp > 1 else None),
+    UpstreamField("mesh.ep", "model", "expert_model_parallel_size", lambda c: c.mesh.ep),
+    UpstreamField("mesh.etp", "model", "expert_tensor_parallel_size", lambda c: c.mesh.etp),
+    UpstreamField("mesh.cp", "model", "context_parallel_size", lambda c: c.mesh.cp),
+    UpstreamField("megatron.recompute", "model", "recompute_granularity",
+                  lambda c: None if c.megatron.recompute == "none" else c.megatron.recompute),
+    UpstreamField("megatron.recompute_method", "model", "recompute_method",
+                  _with_full(lambda m: m.recompute_method or "uniform")),
+    UpstreamField("megatron.recompute_layers", "model", "recompute_num_layers",
+                  _with_full(lambda m: m.recompute_layers or 1)),
+    UpstreamField("megatron.recompute_modules", "model", "recompute_modules",
+                  lambda c: list(c.megatron.recompute_modules) or ["core_attn"]
+                  if c.megatron.recompute == "selective" else UPSTREAM),
+    UpstreamField("megatron.moe_load_balancing", "model", "moe_router_load_balancing_type",
+                  lambda c: c.megatron.moe_load_balancing),
+    UpstreamField("megatron.moe_aux_loss", "model", "moe_aux_loss_coeff", lambda c: c.megatron.moe_aux_loss),
+    UpstreamField("megatron.moe_z_loss", "model", "moe_z_loss_coeff", lambda c: c.megatron.moe_z_loss or None),
+    UpstreamField("megatron.moe_bias_update_rate", "model", "moe_router_bias_update_rate",
+                  lambda c: c.megatron.moe_bias_update_rate),
+    UpstreamField("megatron.moe_router_dtype", "model", "moe_router_dtype",
+                  lambda c: _given(c.megatron.moe_router_dtype)),
+    UpstreamField("megatron.distributed_optimizer", "ddp", "use_distributed_optimizer",
+                  lambda c: c.megatron.distributed_optimizer),
+    UpstreamField("megatron.overlap_grad_reduce", "ddp", "overlap_grad_reduce",
+                  lambda c: c.megatron.overlap_grad_reduce),
+    UpstreamField("megatron.overlap_param_gather", "ddp", "overlap_param_gather",
+                  lambda c: c.megatron.overlap_param_gather),
+    UpstreamField("megatron.grad_reduce_in_fp32", "ddp", "grad_reduce_in_fp32",
+                  lambda c: c.megatron.grad_reduce_in_fp32),
+    UpstreamField("megatron.bucket_size", "ddp", "bucket_size", lambda c: _given(c.megatron.bucket_size)),
+    UpstreamField("megatron.optimizer_offload", "optimizer", "optimizer_offload_fraction",
+                  lambda c: c.megatron.optimizer_offload),
+    UpstreamField("megatron.overlap_optimizer_offload", "optimizer", "overlap_cpu_optimizer_d2h_h2d",
+                  lambda c: c.megatron.overlap_optimizer_offload),
+    UpstreamField("optimizer.clip_grad", "optimizer", "clip_grad", lambda c: c.optimizer.clip_grad),
+    UpstreamField("optimizer.beta_1", "adam", "beta_1", lambda c: c.optimizer.beta_1),
+    UpstreamField("optimizer.beta_2", "adam", "beta_2", lambda c: c.optimizer.beta_2),
+    UpstreamField("optimizer.epsilon", "adam", "eps", lambda c: c.optimizer.epsilon),
+    UpstreamField("optimizer.learning_rate", "scheduler", "max_lr", lambda c: c.optimizer.learning_rate),
+    UpstreamField("optimizer.least_learning_rate", "scheduler", "min_lr", lambda c: c.optimizer.least_learning_rate),
+    UpstreamField("optimizer.schedule", "scheduler", "lr_decay_style", lambda c: c.optimizer.schedule),
+    UpstreamField("optimizer.warmup_steps", "scheduler", "lr_warmup_steps", lambda c: c.optimizer.warmup_steps),
+    UpstreamField("optimizer.weight_decay", "scheduler", "end_wd", lambda c: c.optimizer.weight_decay),
+)  # fmt: skip
+
+
+def provider_overrides(config: TrainConfig) -> dict[str, Any]:
+    """Fields of the bridge's provider that the knobs of the group `megatron` set."""
+    rows = [(row.field, row.asked(config)) for row in FIELDS if row.part == "model" and row.knob.startswith("megatron")]
+    return {field: value for field, value in rows if value is not UPSTREAM}
+
+
+def asked(config: TrainConfig) -> dict[str, str]:
+    """Knob -> value that a config asks of the upstream field, as text; without those that it leaves to upstream."""
+    values = {row.knob: row.asked(config) for row in FIELDS}
+    return {knob: text_of([value]) for knob, value in values.items() if value is not UPSTREAM}
+
+
+def found(parts: Mapping[Part, Iterable[Any]]) -> dict[str, str]:
+    """Knob -> value that the live objects of each part hold, as text; all of them where they differ.
+
+    Raises:
+        AttributeError: an upstream object has lost a field of the table.
+    """
+    objects = {part: list(items) for part, items in parts.items()}
+    return {row.knob: text_of([getattr(item, row.field) for item in objects[row.part]]) for row in FIELDS}
+
+
+def text_of(values: Iterable[Any]) -> str:
+    """Write equal values once, and different ones one after another."""
+    return " | ".join(sorted({_text(value) for value in values}))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(map(_text, value))
+    if isinstance(value, bool) or value is None:
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(float(value)) if isinstance(value, int | float) else str(value).removeprefix("torch.")
