@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import tempfile
 import time
-from pathlib import Path
 
 import msgspec
 
+from verifier.core.work_folder import WorkFolder
 from verifier.engine.api import EngineConfig
 from verifier.engine.client import EngineClient, EngineGone
 from verifier.errors import InternalError, UsageError
@@ -71,11 +69,12 @@ class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
     ) -> None:  # fmt: skip
         self.config, self._name, self._fork_server, self._vigil = config, name, fork_server, vigil or Vigil()
         self._grace_s, self._last_log = _GRACE_S, b""
-        folder = Path(tempfile.mkdtemp(prefix="verifier-engine-"))
+        self._folder = WorkFolder("engine")
+        folder = self._folder.path
         self.socket_path, self._log = folder / "socket", folder / "engine.log"
         arguments = {"socket_path": str(self.socket_path), "config": msgspec.json.encode(config).decode()}
         with contextlib.ExitStack() as undo:
-            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            undo.callback(self._folder.close)
             if len(os.fsencode(folder)) > _MAX_DIRECTORY:
                 raise UsageError(
                     f"the folder for temporary files, `{folder.parent}`, has too long a name for sockets: set "
@@ -135,7 +134,7 @@ class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
         self._vigil.drop(self._server)
         self._server.stop(self._grace_s)
         self._last_log = self.log()
-        shutil.rmtree(self.socket_path.parent, ignore_errors=True)
+        self._folder.close()
 
     def __exit__(self, *error: object) -> None:
         self.stop()

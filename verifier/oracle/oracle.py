@@ -27,7 +27,9 @@ class Oracle:
         start: starts the process.
     """
 
-    def __init__(self, checkpoint: Path, deadline_s: float, start: Callable[..., EngineProcess] = EngineProcess) -> None:
+    def __init__(
+        self, checkpoint: Path, deadline_s: float, start: Callable[..., EngineProcess] = EngineProcess
+    ) -> None:
         config = EngineConfig(kind="hf", checkpoint=str(checkpoint), dtype="float32")
         self._answers: dict[str, str] = {}
         with contextlib.ExitStack() as started:

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from verifier.core.work_folder import sweep
 from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.errors import InternalError
@@ -59,7 +60,7 @@ class Resources:
     every run has to bring its engine back first: it sends the weights of version 0 into parameters that were
     poisoned, and must then find the engine as it was right after its start.
 
-    The death of any of them ends whatever the run waits for, and the error names it.
+    To enter sweeps what a killed run left. The death of any of them ends whatever the run waits for; the error names it.
 
     Args:
         warm: keep everything until the end.
@@ -84,6 +85,7 @@ class Resources:
         self._oracle: Oracle | None = None
 
     def __enter__(self) -> Resources:
+        sweep()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
