@@ -81,7 +81,7 @@ def configured(function: Callable[..., int]) -> Callable[..., int]:
 
 @contextlib.contextmanager
 def _trace_claimed[C](config: C, named: bool) -> Iterator[C]:
-    """The config; where the user named no trace, with one that no other run takes. A folder that stays empty is gone."""
+    """The config; where no trace was named, with one that no other run takes. A folder that stays empty is gone."""
     trace = None if named else getattr(config, "trace", None)
     if trace is None:
         yield config

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -36,8 +35,6 @@ from verifier.launch.rank import JobSpec, log_path, stack_path
 from verifier.launch.vigil import Vigil
 
 JSON = Any
-_HOST = "127.0.0.1"
-"""Interface at which ranks of one host meet."""
 _TURN_S = 0.25
 """Longest sleep between two looks at the flight recorder."""
 _HASTY_TURN_S = 0.02
@@ -147,33 +144,32 @@ class ForkJob:
             self._end(LaunchError(f"`{self._spec.function}` was ended on request"))
 
     def _start(self) -> None:
-        """Fork the ranks, with the socket at which they will meet and the memory of the flight recorder."""
+        """Fork the ranks, with the file in memory in which they find each other, and that of the flight recorder."""
         spec = self._spec
         spec.run_dir.mkdir(parents=True, exist_ok=True)
         memory_fd = os.memfd_create("flight-recorder")
+        store_fd = os.memfd_create("store")  # only processes that are handed it can read or write it
         self._slots = flight.slots_for(spec.world_size, memory_fd)
         try:
-            with socket.create_server((_HOST, 0), backlog=flight.MAX_RANKS) as store:
-                shared = {
-                    "function": spec.function, "world_size": spec.world_size, "args": dict(spec.args),
-                    "run_dir": str(spec.run_dir.absolute()), "collective_deadline_s": spec.collective_deadline_s,
-                    "num_gpus": spec.num_gpus, "rendezvous": (_HOST, store.getsockname()[1]),
-                }  # fmt: skip
-                for rank in range(spec.world_size):
-                    log = log_path(spec.run_dir.absolute(), rank)
-                    log.write_bytes(b"")
-                    fds = [memory_fd] if rank > 0 else [memory_fd, store.fileno()]
-                    arguments = {**shared, "rank": rank}
-                    child, reports = self._server.fork(
-                        "verifier.launch.rank:run_rank", arguments, log_path=log, fds=fds
-                    )
-                    self._ranks.append((child, reports))
-                    self._watched |= {reports: rank, child: rank}
+            shared = {
+                "function": spec.function, "world_size": spec.world_size, "args": dict(spec.args),
+                "run_dir": str(spec.run_dir.absolute()), "collective_deadline_s": spec.collective_deadline_s,
+                "num_gpus": spec.num_gpus,
+            }  # fmt: skip
+            for rank in range(spec.world_size):
+                log = log_path(spec.run_dir.absolute(), rank)
+                log.write_bytes(b"")
+                child, reports = self._server.fork(
+                    "verifier.launch.rank:run_rank", {**shared, "rank": rank}, log_path=log, fds=[memory_fd, store_fd]
+                )
+                self._ranks.append((child, reports))
+                self._watched |= {reports: rank, child: rank}
         except BaseException:  # nobody else will end the ranks that are there
             self._end(None)
             raise
         finally:
             os.close(memory_fd)
+            os.close(store_fd)
 
     def _turn(self, turn_s: float) -> None:
         """Wait for something to happen, at most so many seconds, and deal with it."""

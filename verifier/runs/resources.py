@@ -60,7 +60,7 @@ class Resources:
     every run has to bring its engine back first: it sends the weights of version 0 into parameters that were
     poisoned, and must then find the engine as it was right after its start.
 
-    To enter sweeps what a killed run left. The death of any of them ends whatever the run waits for; the error names it.
+    To enter sweeps what a killed run left. The death of any of them ends what the run waits for; the error names it.
 
     Args:
         warm: keep everything until the end.
