@@ -68,7 +68,7 @@ class ControlChannel:
         key, until = secrets.token_hex(16), time.monotonic() + self._address.deadline_s
         members: dict[int, connection.Connection] = {}
         guests: dict[connection.Connection, float] = {}
-        """Who has come and said nothing yet, and until when; any number of strangers keeps no member out."""
+        """Connections that have said nothing yet -> when they are closed; no number of strangers keeps a member out."""
         with socket.create_server((self._address.host, 0), backlog=_MAX_GUESTS) as door:
             store.set(_KEY, key)
             store.set(_PORT, str(door.getsockname()[1]))
