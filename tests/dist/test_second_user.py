@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 STRANGER = """
-import os, socket, sys, time
+import encodings.idna, os, socket, sys, time  # all before its rights are gone
 os.setgid(65534); os.setgroups([]); os.setuid(65534)
 store = b"\\x3c\\x85\\xf7\\xce\\x01"  # what a client of torch's TCPStore says first: VALIDATE, 0x3C85F7CE
 opened, refused = [], 0
