@@ -33,6 +33,16 @@ def sum_of_ranks(context: RankContext) -> dict:
     }
 
 
+def stores(context: RankContext) -> str:
+    """Kind of the store that ranks find each other by."""
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return type(store).__name__
+
+
 def count_imports() -> None:
     """A preload: leaves a mark that forked ranks inherit."""
     os.environ["VERIFIER_TEST_IMPORTS"] = str(int(os.environ.get("VERIFIER_TEST_IMPORTS", "0")) + 1)

@@ -130,7 +130,7 @@ def test_absent_engine_is_named() -> None:
 def test_nobody_sends() -> None:
     address = Listener(1, deadline_s=0.5).address
     gone = Listener(1, deadline_s=0.5).address
-    assert address.port != gone.port
+    assert address.store != gone.store
     with pytest.raises(TransferFailed):
         join(gone, 1)
 

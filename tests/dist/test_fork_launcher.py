@@ -68,6 +68,18 @@ def test_a_result_longer_than_a_pipe(launcher, tmp_path):
     assert [len(result) for result in results] == [3_000_000] * 2
 
 
+def test_json_from_every_rank_to_every_rank(launcher, tmp_path):
+    results = launcher.run("gather_functions:gather", world_size=3, run_dir=tmp_path, deadline_s=60)
+    rows = [{"rank": rank, "text": "x" * 1000 * rank, "third": 1 / 3} for rank in range(3)]
+    assert results == [[rows, [[], [], []]]] * 3
+
+
+def test_no_rank_listens_with_a_store(launcher, tmp_path):
+    """Torch's TCPStore answers every user of the machine; ranks and launcher have none."""
+    (result,) = launcher.run("launch_functions:stores", world_size=1, run_dir=tmp_path)
+    assert result == "FileStore"
+
+
 def test_backward_runs_in_a_forked_rank(launcher, tmp_path):
     results = launcher.run("launch_functions:backward", world_size=2, run_dir=tmp_path, deadline_s=60)
     assert results == [64 * 64 * 128.0] * 2

@@ -1,5 +1,6 @@
 """The lock lists, the pins and the command that makes the environment agree with each other."""
 
+import os
 import re
 import subprocess
 import tomllib
@@ -72,6 +73,28 @@ def test_with_env_without_a_command_says_so():
     done = subprocess.run([ROOT / "ci" / "with-env"], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (4, "")
     assert done.stderr == "ci/with-env: name a command to run, for example `ci/with-env pytest`\n"
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["warm-cache", "cold-cache"])
+def test_with_env_asks_the_index_only_for_what_is_not_cached(tmp_path, cached):
+    """A stand-in for uv notes how it was called; offline it has what is cached."""
+    copy = tmp_path / "project"
+    (copy / "ci" / "locks").mkdir(parents=True)
+    for name in ("ci/with-env", "ci/locks/cpu.txt", "ci/locks/cpu.in", "pyproject.toml"):
+        (copy / name).write_bytes((ROOT / name).read_bytes())
+    (tmp_path / "bin").mkdir()
+    uv = tmp_path / "bin" / "uv"
+    uv.write_text(
+        "#!/bin/bash\n"
+        f'echo "$*" >> {tmp_path}/calls\n'
+        f'[ "$1" != venv ] || mkdir -p {copy}/.venv\n'
+        f'[[ " $* " != *" --offline "* ]] || exit {0 if cached else 2}\n'
+    )
+    uv.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{uv.parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", copy / "ci" / "with-env", "true"], env=environment, check=True, timeout=60)
+    installs = [line for line in (tmp_path / "calls").read_text().splitlines() if line.startswith("pip install")]
+    assert ["--offline" in line for line in installs] == ([True, True] if cached else [True, False, True, False])
 
 
 def test_with_env_without_python_says_so(tmp_path):

@@ -25,7 +25,7 @@ ROOMS = {
     "train": {"core", "mesh", "data", "model", "platform", "launch"},
     "export": {"core", "mesh", "model", "train", "platform"},
     "plan": {"core", "mesh"},
-    "transport": {"core", "mesh", "plan", "launch"},
+    "transport": {"core", "mesh", "plan", "launch", "platform"},
     "engine": {"core", "mesh", "config", "model", "plan", "transport", "platform", "launch"},
     "oracle": {"core", "mesh", "model", "export", "engine", "platform", "plan", "train", "transport"},
     "probes": {"core", "mesh", "data", "model", "train", "export", "plan", "transport", "engine"},

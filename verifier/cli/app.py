@@ -5,7 +5,6 @@ Commands import what they need when they run, so that `--help`, `explain` and `r
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import os
@@ -24,6 +23,7 @@ from verifier.cli.results import (
     JunitOption,
     QuietOption,
     VerboseOption,
+    complain,
     detail_of,
     judge_trace,
     require_results,
@@ -32,7 +32,6 @@ from verifier.cli.results import (
 )
 from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig, TrainConfig
 from verifier.core.finding import ExitCode
-from verifier.core.outputs import printable
 from verifier.errors import Stopped, UsageError, VerifierError
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -250,8 +249,7 @@ def _require_current_directory() -> None:
 
 
 def _refuse(sentence: str, code: int) -> int:
-    with contextlib.suppress(OSError):  # nobody may be left to read it; the exit code stands
-        print("verifier:", "\n".join(map(printable, sentence.split("\n"))), file=sys.stderr)
+    complain(sentence)
     return int(code)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from verifier.cli.results import show
+from verifier.config import claim_trace
 from verifier.config.load import load, resolved
 from verifier.core.finding import ExitCode
 from verifier.errors import UsageError
@@ -59,7 +62,8 @@ def configured(function: Callable[..., int]) -> Callable[..., int]:
             show(resolved(loaded, owners))
             return ExitCode.HOLDS
         also = {"owners": owners} if takes_owners else {}
-        return function(loaded, **also, **{item.name: options[item.name] for item in own})
+        with _trace_claimed(loaded, "trace" in owners) as ours:
+            return function(ours, **also, **{item.name: options[item.name] for item in own})
 
     named = inspect.Parameter.KEYWORD_ONLY
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -77,6 +81,25 @@ def configured(function: Callable[..., int]) -> Callable[..., int]:
     )
     command.__annotations__ = {}
     return command
+
+
+@contextlib.contextmanager
+def _trace_claimed[C](config: C, named: bool) -> Iterator[C]:
+    """The config; where no trace was named, with one that no other run takes. A folder that stays empty is gone."""
+    trace = None if named else getattr(config, "trace", None)
+    if trace is None:
+        yield config
+        return
+    above_is_new = not trace.parent.exists()
+    trace = claim_trace(trace)
+    try:
+        yield dataclasses.replace(config, trace=trace)  # type: ignore[type-var]  # a dataclass, as it has knobs
+    finally:
+        with contextlib.suppress(OSError):
+            trace.rmdir()
+        if above_is_new:
+            with contextlib.suppress(OSError):
+                trace.parent.rmdir()
 
 
 def _default(entry: KnobEntry) -> Any:

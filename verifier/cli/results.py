@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Annotated
 import typer
 
 from verifier.core.finding import ExitCode
-from verifier.core.outputs import require_writable, write_whole
+from verifier.core.outputs import printable, require_writable, write_whole
 from verifier.errors import UsageError, VerifierError
 from verifier.report.detail import Detail
 from verifier.report.progress import Progress, shown_progress
@@ -68,6 +69,12 @@ def show(text: str) -> None:
             raise UsageError(f"stdout cannot be written: {problem.strerror}") from problem
 
 
+def complain(sentence: str) -> None:
+    """Print what ended a command to stderr."""
+    with contextlib.suppress(OSError):  # nobody may be left to read it; the exit code stands
+        print("verifier:", "\n".join(map(printable, sentence.split("\n"))), file=sys.stderr, flush=True)
+
+
 def judge_trace(
     path: Path,
     *,
@@ -118,7 +125,8 @@ def run_and_judge(
 ) -> int:
     """Run something that leaves a trace, then judge the trace; also what a run that broke had recorded.
 
-    A run that broke is a violation where its trace already shows one; of any other, its error comes out.
+    A run that broke begins with its reason, and is a violation where its trace already shows one; of any other, the
+    exit code is that of its error.
 
     Args:
         what: the command, for the progress display.
@@ -130,18 +138,19 @@ def run_and_judge(
 
     Raises:
         UsageError: nothing was run.
-        VerifierError: the run broke and its trace shows no violation.
+        VerifierError: the run broke and left no trace.
     """
     try:
         with shown_progress(what, silent=detail is Detail.ANSWER) as progress:
             run(progress)
     except UsageError:
         raise
-    except VerifierError:
+    except VerifierError as problem:
+        if not (trace / "manifest.json").exists():
+            raise
+        complain(str(problem))  # before the checks, which take their time
         if (trace / "logs").is_dir():
-            print(f"verifier: logs of the run's processes are in `{trace / 'logs'}`", file=sys.stderr)
-        left_a_trace = (trace / "manifest.json").exists()
-        if left_a_trace and judge_trace(trace, json=json, junit=junit, detail=detail) == ExitCode.VIOLATED:
-            return ExitCode.VIOLATED
-        raise
+            complain(f"logs of the run's processes are in `{trace / 'logs'}`")
+        judged = judge_trace(trace, json=json, junit=junit, detail=detail)
+        return int(ExitCode.VIOLATED if judged == ExitCode.VIOLATED else problem.exit_code)
     return judge_trace(trace, json=json, junit=junit, detail=detail)

@@ -6,11 +6,15 @@ from verifier.config.commands import (
     GoldenConfig,
     NoiseConfig,
     RoundtripConfig,
+    claim_trace,
     next_trace,
 )
 from verifier.config.training import TrainConfig
 
-__all__ = ["CONFIGS", "EngineOptions", "GoldenConfig", "NoiseConfig", "RoundtripConfig", "TrainConfig", "next_trace"]
+__all__ = [
+    "CONFIGS", "EngineOptions", "GoldenConfig", "NoiseConfig", "RoundtripConfig", "TrainConfig", "claim_trace",
+    "next_trace",
+]  # fmt: skip
 
 CONFIGS: dict[str, type[CommandConfig]] = {
     "golden": GoldenConfig, "roundtrip": RoundtripConfig, "train": TrainConfig, "noise": NoiseConfig,

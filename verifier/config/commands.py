@@ -31,6 +31,22 @@ def next_trace(command: str, under: Path = Path("traces")) -> Path:
     return next(path for path in paths if not path.exists())
 
 
+def claim_trace(trace: Path) -> Path:
+    """Make the folder of a trace that `next_trace` named, or the next free one where another run was faster.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    while True:
+        try:
+            trace.mkdir(parents=True)
+            return trace
+        except FileExistsError:
+            trace = next_trace(trace.name.rpartition("-")[0], trace.parent)
+        except OSError as problem:
+            raise UsageError(f"the trace at `{trace}` cannot be written: {problem.strerror}") from problem
+
+
 def _trace(command: str) -> Any:
     return knob(
         "Where to save the trace; by default the next free traces/NAME-NNNN.",

@@ -92,12 +92,20 @@ def create(path: Path, manifest: Manifest) -> Path:
     Raises:
         UsageError: it exists and is not empty, or cannot be written.
     """
+    in_use = UsageError(f"the trace directory `{path}` is not empty: choose another --trace")
     with _writing(path):
         if path.exists() and any(path.iterdir()):
-            raise UsageError(f"the trace directory `{path}` is not empty: choose another --trace")
+            raise in_use
     try:
         with _writing(path):
-            (path / "evidence").mkdir(parents=True)
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "evidence").mkdir()  # of two runs that are here at once, one can
+    except UsageError as problem:
+        with contextlib.suppress(OSError):
+            path.rmdir()  # stays if another run has it
+        raise (in_use if isinstance(problem.__cause__, FileExistsError) else problem) from problem.__cause__
+    try:
+        with _writing(path):
             (path / "arrays").mkdir()
         _write_manifest(path, replace(manifest, complete=False, failure="", files={}))
     except UsageError:

@@ -15,8 +15,12 @@ from verifier.engine.api import EngineSlice, EngineTensor, Poisoned, Sample, Sam
 from verifier.errors import InternalError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
 from verifier.launch.child import last_lines
+from verifier.launch.vigil import Vigil
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt
+
+_DEATH_S = 0.5
+"""Seconds from the end of a connection to the end of its process, which knows the signal."""
 
 
 class EngineGone(InternalError):
@@ -31,10 +35,13 @@ class EngineClient:
     """One connection to an engine server. Requests are answered in their order; not for several threads.
 
     Errors call the engine `name`, and quote its log beside the socket. `deadline_s` holds for requests that name none.
+    The death of a process that `vigil` watches ends every wait.
     """
 
-    def __init__(self, socket_path: Path | str, deadline_s: float = 300, name: str = "the engine") -> None:
-        self._name, self._deadline_s = name, deadline_s
+    def __init__(
+        self, socket_path: Path | str, deadline_s: float = 300, name: str = "the engine", vigil: Vigil | None = None
+    ) -> None:
+        self._name, self._deadline_s, self._vigil = name, deadline_s, vigil or Vigil()
         self._log = Path(socket_path).with_name("engine.log")
         self._channel: Channel | None = None
         try:
@@ -141,7 +148,7 @@ class EngineClient:
     def _answer(self, request: str, kind: Any, deadline_s: float) -> Any:
         """Wait for the answer to the request under way."""
         try:
-            reply = self._connected(f"during the request `{request}`").receive(deadline_s)
+            reply = self._connected(f"during the request `{request}`").receive(deadline_s, self._vigil)
         except DeadlinePassed as error:
             self.close()
             raise EngineTimeout(
@@ -158,4 +165,5 @@ class EngineClient:
 
     def _gone(self, request: str) -> EngineGone:
         self.close()
+        self._vigil.look(_DEATH_S)
         return EngineGone(f"{self._name}'s process ended during the request `{request}`{last_lines(self._log)}")

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import tempfile
 import time
-from pathlib import Path
 
 import msgspec
 
+from verifier.core.work_folder import WorkFolder
 from verifier.engine.api import EngineConfig
 from verifier.engine.client import EngineClient, EngineGone
-from verifier.errors import UsageError
+from verifier.errors import InternalError, UsageError
 from verifier.launch.child import end_of, last_lines, spawn
 from verifier.launch.fork_server import ForkServer
+from verifier.launch.vigil import Vigil
 
 VLLM_ENVIRONMENT = {
     # No separate engine core: the driver is this process, and its workers are forked from it.
@@ -33,13 +32,16 @@ VLLM_ENVIRONMENT = {
 """Set before torch and vLLM are imported: nothing is compiled, idle threads sleep, nothing is fetched."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Keeps imports from starting threads, which a forked server would miss; it has its share of the cores afterwards."""
-_GRACE_S = 10.0
+DEATH = "death"
+"""File beside the socket in which a server leaves the reason that ended it."""
+_GRACE_S, _HASTY_S = 10.0, 0.3
+"""Seconds that a server has to end; after a failure."""
 _LISTEN_S = 60.0
 _MAX_DIRECTORY = 107 - len("/socket")
 """Bytes of a socket's path that Linux takes (unix(7), sun_path), less our file name."""
 
 
-def engine_fork_server(load_deadline_s: float = 300.0) -> ForkServer:
+def engine_fork_server(load_deadline_s: float = 300.0, vigil: Vigil | None = None) -> ForkServer:
     """Configure the process that vLLM's engine servers are forked from; it starts with the first engine.
 
     Start engines from one thread that outlives them, and stop them before it. Importing vLLM has `load_deadline_s`.
@@ -49,6 +51,7 @@ def engine_fork_server(load_deadline_s: float = 300.0) -> ForkServer:
         name="the process that forks engines",
         environment={**VLLM_ENVIRONMENT, **_ONE_THREAD},
         load_deadline_s=load_deadline_s,
+        vigil=vigil,
     )
 
 
@@ -56,16 +59,22 @@ class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
     """Starts an engine server, and does not wait for its model: start early. A fork server is waited for.
 
     Start it from a thread that outlives the engine: the kernel kills the server when that thread ends. Only vLLM's is
-    forked; without a fork server it gets an interpreter of its own, as the others do. Errors call it `name`.
+    forked; without a fork server it gets an interpreter of its own, as the others do. Errors call it `name`. Its death
+    ends the waits of its `vigil`, and the death of another process there ends the waits of its clients.
     """
 
-    def __init__(self, config: EngineConfig, fork_server: ForkServer | None = None, name: str = "the engine") -> None:
-        self.config, self._name, self._last_log = config, name, b""
-        folder = Path(tempfile.mkdtemp(prefix="verifier-engine-"))
+    def __init__(
+        self, config: EngineConfig, fork_server: ForkServer | None = None, name: str = "the engine",
+        vigil: Vigil | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self._name, self._fork_server, self._vigil = config, name, fork_server, vigil or Vigil()
+        self._grace_s, self._last_log = _GRACE_S, b""
+        self._folder = WorkFolder("engine")
+        folder = self._folder.path
         self.socket_path, self._log = folder / "socket", folder / "engine.log"
         arguments = {"socket_path": str(self.socket_path), "config": msgspec.json.encode(config).decode()}
         with contextlib.ExitStack() as undo:
-            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            undo.callback(self._folder.close)
             if len(os.fsencode(folder)) > _MAX_DIRECTORY:
                 raise UsageError(
                     f"the folder for temporary files, `{folder.parent}`, has too long a name for sockets: set "
@@ -80,6 +89,7 @@ class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
                 self._server, channel = fork_server.fork(forked, arguments, log_path=self._log)
                 channel.close()
             undo.pop_all()
+        self._vigil.keep(self._server, self.death)
 
     @property
     def pid(self) -> int:
@@ -91,15 +101,14 @@ class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
 
         Raises:
             EngineGone: the server died first.
+            InternalError: another process that its vigil watches died.
         """
         until = time.monotonic() + _LISTEN_S
         while True:
             if self.socket_path.exists():
                 with contextlib.suppress(EngineGone):  # it may not listen yet, or have died since
-                    return EngineClient(self.socket_path, deadline_s, self._name)
-            if self._server.ended(0.02):
-                why = f"ended before it listened ({self._server.cause_of_death()})"
-                raise EngineGone(f"{self._name}'s process {why}{last_lines(self._log)}")
+                    return EngineClient(self.socket_path, deadline_s, self._name, self._vigil)
+            self._vigil.look(0.02)
             if time.monotonic() > until:
                 raise EngineGone(f"{self._name} did not listen within {_LISTEN_S:g} s{last_lines(self._log)}")
 
@@ -107,11 +116,25 @@ class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
         """The end of what the server and its workers wrote, after the end of the engine too."""
         return end_of(self._log) if self._log.is_file() else self._last_log
 
+    def death(self) -> InternalError:
+        """The error of a server that has ended by itself, with its signal, and who died before it."""
+        of_worker = self.socket_path.with_name(DEATH)
+        cause = of_worker.read_text() if of_worker.is_file() else self._server.cause_of_death()
+        if cause is None and self._fork_server is not None:
+            return self._fork_server.death()
+        return EngineGone(f"{self._name}'s process ended by itself ({cause}){last_lines(self._log)}")
+
+    def hasten(self) -> None:
+        """Ask it to end now, and give it little time for that later: what it was needed for has failed."""
+        self._grace_s = _HASTY_S
+        self._server.send_signal(signal.SIGTERM)
+
     def stop(self) -> None:
         """End the server and all its workers; nothing is left but the log, whatever state they are in."""
-        self._server.stop(_GRACE_S)
+        self._vigil.drop(self._server)
+        self._server.stop(self._grace_s)
         self._last_log = self.log()
-        shutil.rmtree(self.socket_path.parent, ignore_errors=True)
+        self._folder.close()
 
     def __exit__(self, *error: object) -> None:
         self.stop()

@@ -12,15 +12,19 @@ import selectors
 import signal
 import socket
 import sys
-from multiprocessing import connection
+import threading
+import time
+from multiprocessing import active_children, connection
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
 from verifier.engine.api import Engine, EngineConfig, Sampling, refuse_unsupported, reply_of
-from verifier.engine.process import VLLM_ENVIRONMENT
+from verifier.engine.process import DEATH, VLLM_ENVIRONMENT
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
+from verifier.launch.child import described
 from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.platform.upstream_fixes import ENGINE_VARIABLE
@@ -35,6 +39,8 @@ _MAX_FOLDER = 107 - len("/01234567-0123-0123-0123-0123456789ab")
 """Bytes of a socket's path that Linux takes (unix(7), sun_path), less what vLLM calls its sockets."""
 _MAX_WAITING = 128
 """Clients that may connect before the engine is loaded."""
+_LOOK_S = 0.5
+"""Seconds between two looks for workers that have started; the end of one is seen at once."""
 _REQUEST_S = 60.0
 """Seconds that a client may stop in the middle of a request."""
 _REQUESTS = frozenset(name for name in vars(Engine) if not name.startswith("_")) - {"shutdown"}
@@ -124,6 +130,7 @@ class EngineServer:
     """Clients' connections, and what answers their requests: first nothing, then the engine, or why there is none."""
 
     def __init__(self, socket_path: str) -> None:
+        self._death, self._ending = Path(socket_path).with_name(DEATH), threading.Event()
         self._door = socket.socket(socket.AF_UNIX)
         self._door.bind(socket_path)
         self._door.listen(_MAX_WAITING)
@@ -134,6 +141,8 @@ class EngineServer:
     def run(self, config: EngineConfig) -> NoReturn:
         """Load the engine, and answer until terminated; an engine that could not be loaded answers with the reason."""
         try:
+            if config.kind == "vllm":
+                threading.Thread(target=self._end_with_a_worker, daemon=True).start()
             self._engine = load(config)
         except VerifierError as error:
             self._engine = error
@@ -146,8 +155,29 @@ class EngineServer:
                     else:
                         self._serve(key.data)
         finally:
+            self._ending.set()
             if not isinstance(self._engine, VerifierError):
                 self._engine.shutdown()
+
+    def end(self) -> NoReturn:
+        """Leave `run`."""
+        self._ending.set()
+        sys.exit(0)
+
+    def _end_with_a_worker(self) -> None:
+        """End this process when a signal has killed a worker, and leave the reason in a file.
+
+        vLLM notices, and says neither the signal nor that there was one. Workers that vLLM ends itself, after one that
+        failed to start or at the end, are not meant.
+        """
+        workers: set[Any] = set()
+        while not (codes := {item.name: item.exitcode for item in workers if item.exitcode is not None}):
+            workers.update(active_children())
+            connection.wait([item.sentinel for item in workers], _LOOK_S) if workers else time.sleep(_LOOK_S)
+        name, code = next(iter(codes.items()))
+        if max(codes.values()) < 0 and -signal.SIGTERM not in codes.values() and not self._ending.is_set():
+            self._death.write_text(f"its worker {name} was {described(code)}")
+            os._exit(1)
 
     def _serve(self, client: Channel) -> None:
         try:
@@ -173,8 +203,8 @@ def forked(channel: Channel, socket_path: str, config: str) -> NoReturn:
 
 def main(socket_path: str, config: str) -> NoReturn:
     """Be an engine server that listens at a socket; its config is JSON."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     server = EngineServer(socket_path)
+    signal.signal(signal.SIGTERM, lambda *_: server.end())
     folder = os.path.dirname(socket_path)
     if len(os.fsencode(folder)) <= _MAX_FOLDER:
         os.environ["VLLM_RPC_BASE_PATH"] = folder  # vLLM leaves its sockets there; they go with the folder

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import shutil
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from verifier.core.finding import Verdict
 from verifier.core.record import TensorRecord
 from verifier.core.records_weights import CheckpointView, ExportedTensor, SyncedTensor, UpdatedShard
 from verifier.core.trace import Trace
+from verifier.core.work_folder import work_folder
 from verifier.errors import VerifierError
 from verifier.faults.fault import NO_ENGINE, TRAINING, Fault, Side
 from verifier.faults.injection import INJECTED, end
@@ -85,8 +85,8 @@ class Trials:
     def __enter__(self) -> Trials:
         resources = Resources(warm=True, collective_deadline_s=COLLECTIVE_DEADLINE_S)
         self._runner = Runner(self._stack.enter_context(resources), self._progress)
-        aside = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="verifier-faults-"))
-        self._folder = self._keep or Path(aside)
+        aside = self._stack.enter_context(work_folder("faults"))
+        self._folder = self._keep or aside
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -7,7 +7,10 @@ import os
 import socket
 import struct
 from multiprocessing import connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verifier.launch.vigil import Vigil
 
 JSON = Any
 
@@ -42,11 +45,12 @@ class Channel:
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 
-    def receive(self, deadline_s: float | None = None) -> JSON:
+    def receive(self, deadline_s: float | None = None, vigil: Vigil | None = None) -> JSON:
         """Receive one JSON value.
 
         Args:
             deadline_s: seconds until the message begins, and between any two parts of it; None: no limit.
+            vigil: processes whose death ends the wait; its error comes out.
 
         Raises:
             ChannelClosed: the other side went away.
@@ -54,7 +58,8 @@ class Channel:
         """
         try:
             if deadline_s is not None:
-                if not self.wire.poll(max(deadline_s, 0)):
+                wait = connection.wait if vigil is None else vigil.wait
+                if not wait([self.wire], max(deadline_s, 0)):
                     raise DeadlinePassed
                 limit_reads(self.wire, deadline_s)
             return json.loads(self.wire.recv_bytes())

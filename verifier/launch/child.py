@@ -47,10 +47,18 @@ class Child:
     def cause_of_death(self) -> str | None:
         """Wait for its end: "exit status 7" or "killed by SIGKILL"; None if nobody knows."""
         code = self._collect()
-        if code is None or code >= 0:
-            return None if code is None else f"exit status {code}"
-        hint = " (the kernel does this when memory runs out)" if code == -signal.SIGKILL else ""
-        return f"killed by {signal.Signals(-code).name}{hint}"
+        return None if code is None else described(code)
+
+    @property
+    def stopped(self) -> bool:
+        """A signal such as SIGSTOP has stopped it, and nothing has continued it since.
+
+        Source:
+            proc_pid_stat(5): the state is T, or t under a tracer.
+        """
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return False
 
     def fileno(self) -> int:
         """Descriptor that becomes readable when it ends."""
@@ -95,6 +103,14 @@ class Child:
         except ProcessLookupError:
             return False
         return True
+
+
+def described(code: int) -> str:
+    """An exit status as `subprocess` gives it: "exit status 7" or "killed by SIGKILL"."""
+    if code >= 0:
+        return f"exit status {code}"
+    hint = " (the kernel does this when memory runs out)" if code == -signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-code).name}{hint}"
 
 
 def spawn(

@@ -72,12 +72,16 @@ class Stall:
     missing: tuple[int, ...]
     waited_s: float
     """Seconds that the longest waiting rank had waited."""
+    stopped: tuple[int, ...] = ()
+    """Ranks of the group that a signal has stopped, arrived or not."""
 
     def __str__(self) -> str:
         of_tensor = f" of {self.tensor}" if self.tensor else ""
         what = "every rank arrived, yet it did not complete"
         if self.missing:
             what = f"{_ranks(self.arrived)} arrived, {_ranks(self.missing)} did not"
+        if self.stopped:
+            what = f"rank {_ranks(self.stopped)} is stopped by a signal ({what})"
         where = f"in a group of {len(self.group)} ranks {_ranks(self.group)}"
         return f"{self.op}{of_tensor} waited {self.waited_s:.1f} s {where}: {what}"
 
@@ -87,7 +91,7 @@ class CollectiveTimeout(LaunchError):
 
     Attributes:
         stall: the collective.
-        missing: ranks that did not arrive, each with where it is instead.
+        missing: ranks that did not arrive or are stopped, each with where it is instead.
     """
 
     def __init__(self, stall: Stall, missing: Sequence[RankState]) -> None:

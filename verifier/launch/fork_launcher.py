@@ -11,11 +11,9 @@ from __future__ import annotations
 import math
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import connection
 from typing import Any, Self
 
 from verifier.errors import InternalError, UsageError, VerifierError
@@ -34,16 +32,16 @@ from verifier.launch.failures import (
 )
 from verifier.launch.fork_server import ForkServer
 from verifier.launch.rank import JobSpec, log_path, stack_path
+from verifier.launch.vigil import Vigil
 
 JSON = Any
-_HOST = "127.0.0.1"
-"""Interface at which ranks of one host meet."""
 _TURN_S = 0.25
 """Longest sleep between two looks at the flight recorder."""
 _HASTY_TURN_S = 0.02
 """The same after the first failure."""
 _GRACE_S = 0.2
-"""Seconds from the first failure to the verdict: a peer's lost connection may be seen before its cause."""
+"""Seconds from the first failure to the verdict, and to a look at other processes: a lost connection may be seen before
+its cause."""
 _REPORT_S = 10.0
 """Seconds that a rank may stop in the middle of a report."""
 _STACK_S = 0.5
@@ -93,7 +91,7 @@ class ForkJob:
             CollectiveTimeout: a collective waited longer than its deadline; names the ranks that did not come.
             JobTimeout: the job passed its deadline.
             UsageError, ContractError: a rank raised it; the RankFailed is its cause.
-            InternalError: the fork server is gone or answers no more.
+            InternalError: the fork server, or another process that its vigil watches, is gone or answers no more.
         """
         while self._outcome is None:
             self._turn(_HASTY_TURN_S if self._failures else _TURN_S)
@@ -146,38 +144,42 @@ class ForkJob:
             self._end(LaunchError(f"`{self._spec.function}` was ended on request"))
 
     def _start(self) -> None:
-        """Fork the ranks, with the socket at which they will meet and the memory of the flight recorder."""
+        """Fork the ranks, with the file in memory in which they find each other, and that of the flight recorder."""
         spec = self._spec
         spec.run_dir.mkdir(parents=True, exist_ok=True)
         memory_fd = os.memfd_create("flight-recorder")
+        store_fd = os.memfd_create("store")  # only processes that are handed it can read or write it
         self._slots = flight.slots_for(spec.world_size, memory_fd)
         try:
-            with socket.create_server((_HOST, 0), backlog=flight.MAX_RANKS) as store:
-                shared = {
-                    "function": spec.function, "world_size": spec.world_size, "args": dict(spec.args),
-                    "run_dir": str(spec.run_dir.absolute()), "collective_deadline_s": spec.collective_deadline_s,
-                    "num_gpus": spec.num_gpus, "rendezvous": (_HOST, store.getsockname()[1]),
-                }  # fmt: skip
-                for rank in range(spec.world_size):
-                    log = log_path(spec.run_dir.absolute(), rank)
-                    log.write_bytes(b"")
-                    fds = [memory_fd] if rank > 0 else [memory_fd, store.fileno()]
-                    arguments = {**shared, "rank": rank}
-                    child, reports = self._server.fork(
-                        "verifier.launch.rank:run_rank", arguments, log_path=log, fds=fds
-                    )
-                    self._ranks.append((child, reports))
-                    self._watched |= {reports: rank, child: rank}
+            shared = {
+                "function": spec.function, "world_size": spec.world_size, "args": dict(spec.args),
+                "run_dir": str(spec.run_dir.absolute()), "collective_deadline_s": spec.collective_deadline_s,
+                "num_gpus": spec.num_gpus,
+            }  # fmt: skip
+            for rank in range(spec.world_size):
+                log = log_path(spec.run_dir.absolute(), rank)
+                log.write_bytes(b"")
+                child, reports = self._server.fork(
+                    "verifier.launch.rank:run_rank", {**shared, "rank": rank}, log_path=log, fds=[memory_fd, store_fd]
+                )
+                self._ranks.append((child, reports))
+                self._watched |= {reports: rank, child: rank}
         except BaseException:  # nobody else will end the ranks that are there
             self._end(None)
             raise
         finally:
             os.close(memory_fd)
+            os.close(store_fd)
 
     def _turn(self, turn_s: float) -> None:
         """Wait for something to happen, at most so many seconds, and deal with it."""
-        for ready in connection.wait(self._watched, turn_s):  # type: ignore[arg-type]  # they have a fileno
-            rank = self._watched.get(ready)  # type: ignore[call-overload]
+        try:
+            found = self._server.vigil.wait(self._watched, turn_s)
+        except VerifierError as death:
+            self._end(death)
+            return
+        for ready in found:
+            rank = self._watched.get(ready)
             if rank is not None:
                 self._read_reports(rank)
                 if isinstance(ready, Child):
@@ -232,8 +234,12 @@ class ForkJob:
             states = self._states(everyone, now)
             return JobTimeout(function=self._spec.function, deadline_s=self._spec.deadline_s, states=states)
         slots = [flight.read_slot(slot) for slot in self._slots]
-        stall = watchdog.find_stall(slots, now, self._spec.collective_deadline_s)
-        return None if stall is None else CollectiveTimeout(stall, self._states(stall.missing, now))
+        if watchdog.find_stall(slots, now, self._spec.collective_deadline_s) is None:
+            return None
+        stopped = [rank for rank in everyone if self._ranks[rank][0].stopped]
+        stall = watchdog.find_stall(slots, now, self._spec.collective_deadline_s, stopped)
+        assert stall is not None, "who is stopped changes which stall is the root, not whether there is one"
+        return CollectiveTimeout(stall, self._states(sorted({*stall.missing, *stopped}), now))
 
     def _failed(self) -> VerifierError:
         """The first failure, but a cause before a connection that was lost by it; a rank's own errors as themselves."""
@@ -241,6 +247,10 @@ class ForkJob:
         def peer_lost(rank: int) -> bool:
             return any(symptom in self._failures[rank]["message"].lower() for symptom in _PEER_LOST)
 
+        try:
+            self._server.vigil.look(_GRACE_S)
+        except VerifierError as death:
+            return death
         first = min(self._failures, key=peer_lost)
         record = self._failures[first]
         failed = RankFailed(
@@ -255,7 +265,8 @@ class ForkJob:
 
     def _states(self, ranks: Sequence[int], now: float) -> list[RankState]:
         """Occupation of each of these ranks; for the first few with the Python frame that it is in."""
-        asked = [rank for rank in ranks[:_MAX_STACKS] if rank not in self._results]
+        stopped = {rank for rank in ranks if self._ranks[rank][0].stopped}
+        asked = [rank for rank in ranks[:_MAX_STACKS] if rank not in self._results and rank not in stopped]
         for rank in asked:
             self._ranks[rank][0].send_signal(signal.SIGUSR1)
         give_up_at = time.monotonic() + _STACK_S
@@ -266,6 +277,8 @@ class ForkJob:
             doing = watchdog.doing(flight.read_slot(self._slots[rank]), now)
             if rank in self._results:
                 doing = "has returned its result"
+            if rank in stopped:
+                doing = f"stopped by a signal, as SIGSTOP does; {doing}"
             frame = watchdog.innermost_frame(self._stack(rank)) if rank in asked else ""
             states.append(RankState(rank=rank, place=self._spec.place(rank), doing=doing, frame=frame))
         return states
@@ -300,15 +313,17 @@ class ForkLauncher(ForkServer):
     Args:
         preload: "package.module:function", called without arguments before the first fork; it must start no thread.
         load_deadline_s: seconds that imports may take.
+        vigil: other processes whose death ends a job.
     """
 
-    def __init__(self, *, preload: str = "", load_deadline_s: float = 300.0) -> None:
+    def __init__(self, *, preload: str = "", load_deadline_s: float = 300.0, vigil: Vigil | None = None) -> None:
         super().__init__(
             *filter(None, ["verifier.launch.rank:preload", preload]),
             name="the process that forks ranks",
             # Whoever asks for GPUs while importing asks the driver's management library, which does not start CUDA.
             environment={"OMP_NUM_THREADS": "1", **os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             load_deadline_s=load_deadline_s,
+            vigil=vigil,
         )
 
     def __enter__(self) -> Self:

@@ -27,6 +27,7 @@ from verifier.errors import ContractError, InternalError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
 from verifier.launch.child import Child, die_with_parent, last_lines, resolve, spawn
 from verifier.launch.failures import error_from, to_record
+from verifier.launch.vigil import Vigil
 
 _REPLY_S = 60.0
 """Seconds that a fork, or the collection of a child's exit status, may take."""
@@ -42,6 +43,7 @@ class ForkServer:
         name: what errors call the process.
         environment: variables over those of this process.
         load_deadline_s: seconds that the preloads may take.
+        vigil: other processes whose death ends the wait for the preloads; this one is watched beside them.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class ForkServer:
         name: str,
         environment: Mapping[str, str] | None = None,
         load_deadline_s: float = 300.0,
+        vigil: Vigil | None = None,
     ) -> None:
+        self.vigil = vigil or Vigil()
         self._preloads, self._name, self._environment = preloads, name, environment
         self._load_deadline_s = load_deadline_s
         self._process: Child | None = None
@@ -82,6 +86,7 @@ class ForkServer:
                 environment=self._environment,
                 pass_fds=[theirs.fileno()],
             )
+        self.vigil.keep(self._process, self.death)
         self._load_until = time.monotonic() + self._load_deadline_s
 
     @property
@@ -104,7 +109,7 @@ class ForkServer:
         """
         if self.pid and not self._loaded:
             what = f"load {', '.join(self._preloads)} within {self._load_deadline_s:g} s"
-            record = self._receive(self._load_until - time.monotonic(), what)
+            record = self._receive(self._load_until - time.monotonic(), what, self.vigil)
             if record is not None:
                 self.close()
                 raise error_from(record, f"{self._name} could not load")
@@ -145,6 +150,7 @@ class ForkServer:
         """End all children and the process; nothing is left when this returns."""
         process, self._process = self._process, None
         if process is not None:
+            self.vigil.drop(process)
             self._channel.close()
             process.stop(_END_S)
             self._log.close()
@@ -165,9 +171,9 @@ class ForkServer:
             raise self.death() from None
         return self._receive(_REPLY_S, f"answer within {_REPLY_S:g} s")
 
-    def _receive(self, deadline_s: float, what: str) -> Any:
+    def _receive(self, deadline_s: float, what: str, vigil: Vigil | None = None) -> Any:
         try:
-            return self._channel.receive(deadline_s)
+            return self._channel.receive(deadline_s, vigil)
         except DeadlinePassed:
             self._death = InternalError(f"{self._name} did not {what}")
             self.close()

@@ -23,6 +23,8 @@ from verifier.launch.failures import to_record
 from verifier.mesh.mesh import Mesh
 
 JSON = Any
+_HOST = "127.0.0.1"
+"""Interface at which ranks of one host meet."""
 _STORE_GRACE_S = 30.0
 """Seconds that gloo itself waits beyond the watchdog, so that the watchdog, which can say more, speaks first."""
 
@@ -111,10 +113,9 @@ def stack_path(run_dir: Path, rank: int) -> Path:
 def run_rank(
     reports: Channel,
     memory_fd: int,
-    store_fd: int | None = None,
+    store_fd: int,
     *,
     rank: int,
-    rendezvous: tuple[str, int],
     run_dir: str,
     **shared: Any,
 ) -> NoReturn:
@@ -125,9 +126,8 @@ def run_rank(
     Args:
         reports: gets any number of "progress" messages and an "answer" to each call, then a "result" or a "failure".
         memory_fd: of the flight recorder.
-        store_fd: the listening socket of the store, on rank 0.
+        store_fd: of the file in memory by which ranks find each other.
         rank: this one.
-        rendezvous: host and port of the store.
         run_dir: of the job.
         shared: further fields of the `JobSpec`.
     """
@@ -137,7 +137,7 @@ def run_rank(
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         call = resolve(job.function)
         flight.RECORDER.use(flight.slots_for(job.world_size, memory_fd)[rank])
-        _join(job, rank, rendezvous, store_fd)
+        _join(job, rank, store_fd)
         context = RankContext(
             rank=rank, world_size=job.world_size, run_dir=job.run_dir, args=job.args, report=reports.send,
             receive=reports.receive,
@@ -168,8 +168,16 @@ def take_gpu(rank: int, world_size: int, num_gpus: int) -> int:
     return rank % num_gpus
 
 
-def _join(job: JobSpec, rank: int, rendezvous: tuple[str, int], store_fd: int | None) -> None:
-    """Initialise torch.distributed on the store whose socket was bound before the fork; with GPUs, over NCCL too."""
+def _join(job: JobSpec, rank: int, store_fd: int) -> None:
+    """Initialise torch.distributed, with GPUs over NCCL too.
+
+    Ranks find each other through a file in memory, which nobody else can open. Torch's TCPStore lets every user of the
+    host read, list and write its keys.
+
+    Source:
+        torch 2.11, torch/csrc/distributed/c10d/FileStore.cpp: opens its path for each operation; TCPStore.cpp: no
+        client is asked who it is.
+    """
     import torch
     import torch.distributed as dist
 
@@ -180,17 +188,17 @@ def _join(job: JobSpec, rank: int, rendezvous: tuple[str, int], store_fd: int | 
         backends = "cpu:gloo,cuda:nccl"
         gpu = take_gpu(rank, world_size, job.num_gpus or torch.cuda.device_count())
         torch.cuda.set_device(gpu)
-    host, port = rendezvous
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(gpu), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR=host, MASTER_PORT=str(port),
+        MASTER_ADDR=_HOST,
     )  # fmt: skip
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _share_gloo_device()
     everyone = flight.group_key("init_process_group", range(world_size))
     with flight.blocked(flight.RECORDER.enter(everyone, "init_process_group")):
         timeout = datetime.timedelta(seconds=job.collective_deadline_s + _STORE_GRACE_S)
-        store = dist.TCPStore(host, port, world_size, store_fd is not None, timeout, master_listen_fd=store_fd)
+        store = dist.FileStore(f"/proc/self/fd/{store_fd}", world_size)
+        store.set_timeout(timeout)
         dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

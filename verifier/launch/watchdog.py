@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from verifier.launch.failures import Stall
 from verifier.launch.flight_recorder import Slot
 
 
-def find_stall(slots: Sequence[Slot | None], now_s: float, deadline_s: float) -> Stall | None:
+def find_stall(
+    slots: Sequence[Slot | None], now_s: float, deadline_s: float, stopped: Collection[int] = ()
+) -> Stall | None:
     """The stall at the root, if any collective has waited longer than `deadline_s`.
 
     Ranks wait in chains: tp peers for one rank, which waits for its pp peer, which computes. Of all overdue
-    collectives, the one that misses a rank which waits in no collective is the root; among equals the oldest.
+    collectives, the one that misses a rank which waits in no collective is the root; among equals the oldest. A rank
+    that a signal has stopped waits for nothing, even where it has arrived.
 
     Args:
         slots: per rank, None before its first collective.
         now_s: the recorder's clock.
         deadline_s: seconds that a rank may wait.
+        stopped: ranks that a signal has stopped.
     """
     waiting = {rank for rank, slot in enumerate(slots) if slot is not None and slot.since_s > 0}
 
@@ -28,10 +32,14 @@ def find_stall(slots: Sequence[Slot | None], now_s: float, deadline_s: float) ->
         return Stall(
             op=overdue.op, tensor=overdue.tensor, group=overdue.ranks, arrived=tuple(arrived),
             missing=tuple(rank for rank in overdue.ranks if rank not in arrived), waited_s=now_s - overdue.since_s,
+            stopped=tuple(rank for rank in overdue.ranks if rank in stopped),
         )  # fmt: skip
 
     stalls = [stall_of(slot) for slot in slots if slot is not None and 0 < slot.since_s < now_s - deadline_s]
-    return min(stalls, key=lambda stall: (waiting.issuperset(stall.missing), -stall.waited_s), default=None)
+    return min(
+        stalls, default=None,
+        key=lambda stall: (not stall.stopped and waiting.issuperset(stall.missing), -stall.waited_s),
+    )  # fmt: skip
 
 
 def doing(slot: Slot | None, now_s: float) -> str:

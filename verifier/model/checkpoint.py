@@ -40,6 +40,10 @@ _NAMES = dict.fromkeys(("dtype", "torch_dtype"), "float64 float32 float16 bfloat
     ("hidden_act", "hidden_activation", "mlp_hidden_act", "mamba_hidden_act"),
     "silu gelu gelu_pytorch_tanh fast_gelu quick_gelu relu relu2 squared_relu sigmoid tanh swigluoai",
 )
+_NUMBERS = {
+    "rope_theta": 1e12, "partial_rotary_factor": 1.0, "rms_norm_eps": 1.0, "layer_norm_epsilon": 1.0, "norm_eps": 1.0,
+}  # fmt: skip
+"""Key -> greatest value that can be meant; each is above 0."""
 _ROPES = dict.fromkeys(("default", "mrope", "proportional", "longrope"), "") | {
     **dict.fromkeys(("linear", "dynamic", "yarn"), "factor"), "llama3": "factor low_freq_factor high_freq_factor",
 }  # fmt: skip
@@ -173,6 +177,15 @@ def _require_plausible(file: Path, config: Mapping[str, JSON], names: Collection
     experts = ("num_experts", "num_experts_per_tok") if any(".experts." in name for name in names) else ()
     for key in (*_SIZES, *experts):  # a dense model may have 0 experts
         size_if_any(config, key)
+    for key in ("head_dim", "qk_rope_head_dim"):
+        if (size_if_any(config, key) or 0) % 2:
+            raise UsageError(f"{file} has `{key}` = {config[key]}: rotary embeddings turn pairs, so it has to be even")
+    nested: Any = config.get("rope_parameters")
+    for key, most in _NUMBERS.items():
+        for item in (config, nested if isinstance(nested, Mapping) else {}):
+            found: Any = item.get(key)
+            if found is not None and not (isinstance(found, int | float) and 0 < found <= most):
+                raise UsageError(f"{file} has `{key}` = {found!r}: it has to be a number above 0, at most {most:g}")
     for key, known in _NAMES.items():
         if config.get(key) not in (None, *known.split()):
             raise UsageError(f"{file} has `{key}` = {config[key]!r}: it has to be one of {known}")

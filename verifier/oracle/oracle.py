@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,17 @@ class Oracle:
     Args:
         checkpoint: any directory that transformers loads; the process starts with it.
         deadline_s: for the start and for each request.
+        start: starts the process.
     """
 
-    def __init__(self, checkpoint: Path, deadline_s: float) -> None:
+    def __init__(
+        self, checkpoint: Path, deadline_s: float, start: Callable[..., EngineProcess] = EngineProcess
+    ) -> None:
         config = EngineConfig(kind="hf", checkpoint=str(checkpoint), dtype="float32")
         self._answers: dict[str, str] = {}
         with contextlib.ExitStack() as started:
-            process = started.enter_context(EngineProcess(config, name="the fp32 oracle"))
-            self._client = process.client(deadline_s=deadline_s)
+            self.process = started.enter_context(start(config, name="the fp32 oracle"))
+            self._client = self.process.client(deadline_s=deadline_s)
             started.callback(self._client.close)
             self._started = started.pop_all()
 

@@ -154,6 +154,7 @@ def rank_run(spec: RunSpec, context: RankContext) -> Iterator[RankRun]:
                 link.client = stack.enter_context(contextlib.closing(client))
                 num_ranks = spec.roundtrip.engine.tp
                 link.ranks = [recorder("engine", rank) for rank in range(num_ranks)]
-                listener = Listener(num_ranks, deadline_s=deadline_s, kind=spec.transport)
+                closed = Path(spec.engine_socket).parent
+                listener = Listener(num_ranks, deadline_s=deadline_s, kind=spec.transport, folder=closed)
                 link.group = stack.enter_context(contextlib.closing(sender.connect(client, listener, link.rounds)))
         yield RankRun(spec=spec, context=context, probe=probe, link=link)

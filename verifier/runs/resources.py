@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from verifier.core.work_folder import sweep
 from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.errors import InternalError
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.fork_server import ForkServer
+from verifier.launch.vigil import Vigil
 from verifier.oracle.oracle import Oracle
 from verifier.probes.engine_state import EngineState, held_by
 
@@ -57,6 +60,8 @@ class Resources:
     every run has to bring its engine back first: it sends the weights of version 0 into parameters that were
     poisoned, and must then find the engine as it was right after its start.
 
+    To enter sweeps what a killed run left. The death of any of them ends what the run waits for; the error names it.
+
     Args:
         warm: keep everything until the end.
         launcher: one whose owner ends it, with Megatron imported; None starts one.
@@ -73,23 +78,31 @@ class Resources:
         self.warm, self.collective_deadline_s = warm, collective_deadline_s
         self._stack = contextlib.ExitStack()
         self._launcher = launcher
+        self._vigil = Vigil() if launcher is None else launcher.vigil
         self._fork_server: ForkServer | None = None
         self._engines: dict[EngineConfig, RunningEngine] = {}
         self._started: deque[EngineProcess] = deque(maxlen=_LOGS)
         self._oracle: Oracle | None = None
 
     def __enter__(self) -> Resources:
+        sweep()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # the user waits for the reason
+            for process in [engine.process for engine in self._engines.values()]:
+                process.hasten()
+            if self._oracle is not None:
+                self._oracle.process.hasten()
         self._stack.close()
 
     def launcher(self, until: Deadline) -> ForkLauncher:
         """The process that ranks are forked from; it imports Megatron while the caller goes on."""
         if self._launcher is None:
             launcher = ForkLauncher(
-                preload="verifier.runs.session_megatron:preload", load_deadline_s=until.left("importing Megatron")
-            )
+                preload="verifier.runs.session_megatron:preload", load_deadline_s=until.left("importing Megatron"),
+                vigil=self._vigil,
+            )  # fmt: skip
             self._launcher = self._stack.enter_context(launcher)
         return self._launcher
 
@@ -99,11 +112,13 @@ class Resources:
             self._stop_engine(config)
         if config not in self._engines:
             if self._fork_server is None:
-                self._fork_server = self._stack.enter_context(engine_fork_server(until.left("the engine was started")))
-            process = EngineProcess(config, fork_server=self._fork_server, name=name)
+                server = engine_fork_server(until.left("the engine was started"), self._vigil)
+                self._fork_server = self._stack.enter_context(server)
+            process = EngineProcess(config, fork_server=self._fork_server, name=name, vigil=self._vigil)
             self._started.append(process)
             with contextlib.ExitStack() as until_ready:
                 until_ready.callback(process.stop)
+                until_ready.callback(process.hasten)
                 with contextlib.closing(process.client(until.left(f"{name} listened"))) as client:
                     client.wait_ready(until.left(f"{name} had started"))
                     loaded = held_by(client) if self.warm else None
@@ -115,7 +130,9 @@ class Resources:
     def oracle(self, checkpoint: Path, until: Deadline) -> Oracle:
         """The oracle, which judges any checkpoint; it starts with this one while the caller goes on."""
         if self._oracle is None:
-            self._oracle = self._stack.enter_context(Oracle(checkpoint, until.left("the oracle was started")))
+            start = functools.partial(EngineProcess, vigil=self._vigil)
+            oracle = Oracle(checkpoint, until.left("the oracle was started"), start)
+            self._oracle = self._stack.enter_context(oracle)
         return self._oracle
 
     def release(self, engine: RunningEngine | None) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
 from verifier.core.outputs import require_writable
 from verifier.core.store import recording
+from verifier.core.work_folder import work_folder
 from verifier.engine.api import EngineConfig
 from verifier.errors import InternalError, VerifierError
 from verifier.launch.child import end_of
@@ -63,9 +64,9 @@ class Runner:
         if config.record:
             require_writable(golden.manifest_path(config), make_folder=True)
         manifest = manifest_of(config, model, placement)
-        with _work_folder() as work, recording([config.trace], manifest, self._logs(work)) as complete:
+        with work_folder("run") as work, recording([config.trace], manifest, self._logs(work)) as complete:
             spec = run_spec(
-                config, model, placement, trace=str(config.trace), work=work,
+                config, model, placement, trace=str(config.trace), work=str(work),
                 source_from_manifest=recorded is not None, deadline_s=self.resources.collective_deadline_s,
             )  # fmt: skip
             self._progress("importing Megatron")
@@ -97,7 +98,7 @@ class Runner:
         phases = phases or (Phase(trace=config.trace),)
         manifest = manifest_of(config, model, placement, restores=warm, tokens_only=tokens_only)
         traces = [phase.trace for phase in phases]
-        with _work_folder() as work, recording(traces, manifest, self._logs(work)) as complete:
+        with work_folder("run") as work, recording(traces, manifest, self._logs(work)) as complete:
             resources.launcher(until)
             if warm:
                 resources.oracle(model.checkpoint.path, until)  # it starts while the engine does
@@ -156,16 +157,16 @@ class Runner:
         asked = engine_config(config, model, place(config, model.tier))
         return self.resources.engine(asked, Deadline(config.timeout_s))
 
-    def _logs(self, work: str) -> Callable[[], dict[str, bytes]]:
+    def _logs(self, work: Path) -> Callable[[], dict[str, bytes]]:
         """A reader of the logs of a run's ranks and engines."""
-        ranks = Path(work) / "ranks"
+        ranks = work / "ranks"
         return lambda: {file.stem: end_of(file) for file in sorted(ranks.glob("*.log"))} | self.resources.engine_logs()
 
-    def _run_ranks(self, specs: Sequence[RunSpec], work: str, until: Deadline) -> None:
+    def _run_ranks(self, specs: Sequence[RunSpec], work: Path, until: Deadline) -> None:
         self.resources.launcher(until).run(
             "verifier.runs.session_megatron:run",
             world_size=specs[0].config.mesh.world_size,
-            run_dir=Path(work) / "ranks",
+            run_dir=work / "ranks",
             args={"sessions": [spec.to_json() for spec in specs]},
             deadline_s=until.left("the ranks were started"),
             collective_deadline_s=specs[0].deadline_s + ENGINE_FIRST_S,
@@ -206,8 +207,3 @@ def run_once[C, R](run: Callable[[Runner, C], R], config: C, progress: Progress)
     """Run a method of `Runner`, such as `Runner.golden`, on cold resources."""
     with Resources() as resources:
         return run(Runner(resources, progress), config)
-
-
-def _work_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for what processes hand to each other, gone afterwards."""
-    return tempfile.TemporaryDirectory(prefix="verifier-run-", ignore_cleanup_errors=True)

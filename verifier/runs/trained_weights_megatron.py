@@ -30,6 +30,7 @@ from verifier.export.save import save_checkpoint
 from verifier.launch.flight_recorder import label
 from verifier.model import provider_megatron
 from verifier.model.provider_megatron import TrainerModel
+from verifier.platform.gather_json import gather_json
 from verifier.probes.configs_megatron import record_config
 from verifier.probes.engine_state import TransferProbe
 from verifier.probes.weights_megatron import (
@@ -166,9 +167,7 @@ class FullWeights(TrainedWeights):
         if not restores:
             self._record_exported(0)
         record_plan(run.probe, self._plan, entries=run.rank == 0)
-        digests: list[str] = [""] * run.mesh.world_size
-        dist.all_gather_object(digests, self._plan.digest)
-        agreed = len(set(digests)) == 1
+        agreed = len(set(gather_json(self._plan.digest))) == 1
         if not agreed:
             run.say("the ranks hold different chunk plans: nothing is sent")
             if restores:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from verifier.data.rollout import MISSING_ROUTE, Rollout
 from verifier.errors import ContractError
 from verifier.model.provider_megatron import TrainerModel
+from verifier.platform.gather_json import gather_json
 from verifier.train.pack import PADDING, PackedBatch
 from verifier.train.router_replay import replay_routes
 from verifier.train.step_megatron import score
@@ -47,8 +48,7 @@ class Routing:
         self.trainer = trainer
         self.at = trainer.mesh.coordinate(dist.get_rank())
         self.routers = [routers_of(chunk) for chunk in trainer.chunks]
-        found: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, [layer for held in self.routers for layer in held])
+        found = gather_json([layer for held in self.routers for layer in held])
         self.moe_layers = sorted({layer for held in found for layer in held})
         self.num_experts = int(trainer.provider.num_moe_experts)
         self.topk = int(trainer.provider.moe_router_topk)
@@ -62,9 +62,8 @@ class Routing:
         """
         with RouterPass(self, rollouts, replay=False) as seen:
             scored = score(self.trainer, rollouts, on_shards=seen.on_shards)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, seen.choices())
-        rows = np.concatenate(everyone)
+        rows = np.array([row for rows in gather_json(seen.choices().tolist()) for row in rows], np.int32)
+        rows = rows.reshape(-1, 3 + self.topk)
         sequence, position, layer = rows[:, :3].T
         column = np.searchsorted(self.moe_layers, layer)
         routed = []

@@ -11,15 +11,18 @@ import socket
 import time
 from collections.abc import Callable
 from multiprocessing import connection
+from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import FileStore
 
 from verifier.launch.channel import limit_reads
 from verifier.transport.wire import Address, Agreement, TransferFailed, overdue
 
 _HELLO_S = 5.0
 """Seconds for the hello of a member, which sends it at once: a silent stranger keeps nobody out for long."""
-_MAX_HELLO = 64
+_PART_S = 0.2
+"""The same once it has begun."""
+_MAX_HELLO, _MAX_GUESTS = 64, 128
 _PORT, _KEY = "control port", "control key"
 """Keys of the store: the sender's port, and the secret by which members know each other."""
 
@@ -36,7 +39,7 @@ class ControlChannel:
         TransferFailed: a member did not join before the deadline.
     """
 
-    def __init__(self, store: TCPStore, rank: int, address: Address) -> None:
+    def __init__(self, store: FileStore, rank: int, address: Address) -> None:
         self._rank, self._address = rank, address
         self._others: list[connection.Connection] = []
         """The receivers in their order; on a receiver, the sender."""
@@ -61,25 +64,34 @@ class ControlChannel:
             other.close()
         self._others = []
 
-    def _accept(self, store: TCPStore) -> list[connection.Connection]:
+    def _accept(self, store: FileStore) -> list[connection.Connection]:
         key, until = secrets.token_hex(16), time.monotonic() + self._address.deadline_s
         members: dict[int, connection.Connection] = {}
-        with socket.create_server((self._address.host, 0)) as door:
+        guests: dict[connection.Connection, float] = {}
+        """Connections that have said nothing yet -> when they are closed; no number of strangers keeps a member out."""
+        with socket.create_server((self._address.host, 0), backlog=_MAX_GUESTS) as door:
             store.set(_KEY, key)
             store.set(_PORT, str(door.getsockname()[1]))
             while len(members) < self._address.world_size - 1:
-                door.settimeout(max(until - time.monotonic(), 0.001))
-                other = _wrap(door.accept()[0], min(_HELLO_S, self._address.deadline_s))
-                hello = _first_message(other).split()
-                if len(hello) == 2 and secrets.compare_digest(hello[0], key.encode()):
-                    members[int(hello[1])] = other
-                else:
-                    other.close()
+                ready: list[Any] = connection.wait([door, *guests], min(_HELLO_S, max(until - time.monotonic(), 0)))
+                if door in ready:
+                    guests[_wrap(door.accept()[0], _PART_S)] = time.monotonic() + _HELLO_S
+                for guest in [guest for guest, leaves in guests.items() if guest in ready or leaves < time.monotonic()]:
+                    del guests[guest]
+                    hello = _first_message(guest).split() if guest in ready else []
+                    if len(hello) == 2 and secrets.compare_digest(hello[0], key.encode()):
+                        members[int(hello[1])] = guest
+                    else:
+                        guest.close()
+                if time.monotonic() > until:
+                    raise TimeoutError("timed out")
+            for guest in guests:
+                guest.close()
         for other in members.values():
             limit_reads(other, self._address.deadline_s)
         return [members[rank] for rank in sorted(members)]
 
-    def _connect(self, store: TCPStore) -> connection.Connection:
+    def _connect(self, store: FileStore) -> connection.Connection:
         address = self._address.host, int(store.get(_PORT))
         sender = _wrap(socket.create_connection(address, self._address.deadline_s), self._address.deadline_s)
         sender.send_bytes(b"%s %d" % (store.get(_KEY), self._rank))

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import Chunk, ChunkPlan
+from verifier.platform.gather_json import gather_json
 from verifier.transport.buffer import pack
 from verifier.transport.gloo import GlooGroup
 from verifier.transport.group import TransferGroup
@@ -73,8 +74,7 @@ class TrainerRounds:
             self._open = False
 
     def _round(self, record: dict[str, JSON] | None) -> list[dict[str, JSON]] | None:
-        rows: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(rows, record)
+        rows = gather_json(record)
         if any(row is None for row in rows):
             self._open = False
             return None

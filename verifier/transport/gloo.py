@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import socket
+import os
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import BroadcastOptions, FileStore, PrefixStore, ProcessGroupGloo
 
 from verifier.transport.control_channel import ControlChannel
 from verifier.transport.group import BroadcastGroup
@@ -26,9 +28,10 @@ class GlooGroup(BroadcastGroup):
         TransferFailed: a member did not join before the deadline.
     """
 
-    def __init__(self, store: TCPStore, rank: int, address: Address) -> None:
+    def __init__(self, store: FileStore, rank: int, address: Address) -> None:
         super().__init__()
         self.rank, self.address, self.store = rank, address, store
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
         self._control = ControlChannel(store, rank, address)
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname=address.host)]
@@ -66,40 +69,46 @@ class GlooGroup(BroadcastGroup):
 
 
 class Listener:
-    """Listening socket of the sender. `address` goes to the engine; `accept` waits for the engine's ranks."""
+    """The sender's file, by which members find each other. `address` goes to the engine; `accept` waits for its ranks.
 
-    def __init__(self, num_receivers: int, *, deadline_s: float, host: str = "127.0.0.1", kind: str = "gloo") -> None:
-        listening = socket.create_server((host, 0))
-        port = listening.getsockname()[1]
-        self.address = Address(host=host, port=port, world_size=num_receivers + 1, deadline_s=deadline_s, kind=kind)
-        self._store = TCPStore(
-            host,
-            port,
-            world_size=num_receivers + 1,
-            is_master=True,
-            timeout=timedelta(seconds=deadline_s),
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
+    A file and no TCPStore, which lets every user of the host read, list and write its keys.
+
+    Args:
+        num_receivers: number of the engine's ranks.
+        deadline_s: of every single wait in the group, seconds.
+        host: interface at which the members meet.
+        kind: of the transport; see `Address`.
+        folder: folder that no other user can enter, for the file; None makes one, which goes with the group.
+    """
+
+    def __init__(
+        self, num_receivers: int, *, deadline_s: float, host: str = "127.0.0.1", kind: str = "gloo",
+        folder: Path | None = None,
+    ) -> None:  # fmt: skip
+        self._own = tempfile.TemporaryDirectory(prefix="verifier-transfer-") if folder is None else None
+        handle, store = tempfile.mkstemp(prefix="store-", dir=self._own.name if self._own else folder)
+        os.close(handle)
+        self.address = Address(host=host, store=store, world_size=num_receivers + 1, deadline_s=deadline_s, kind=kind)
 
     def accept(self) -> GlooGroup:
         """Wait for every engine rank; raises TransferFailed after the deadline."""
-        return GlooGroup(self._store, 0, self.address)
+        group = join(self.address, 0)
+        group.folder = self._own
+        return group
 
 
 def join(address: Address, rank: int) -> GlooGroup:
-    """Join as an engine rank.
+    """Join the group of a listener.
 
     Args:
         address: address of the listener.
-        rank: rank in the group, engine rank + 1.
+        rank: rank in the group, engine rank + 1; 0 is the sender.
 
     Raises:
         TransferFailed: nobody listens there, or a member did not join before the deadline.
     """
-    deadline = timedelta(seconds=address.deadline_s)
-    try:
-        store = TCPStore(address.host, address.port, address.world_size, False, deadline, wait_for_workers=False)
-    except RuntimeError as error:
-        raise TransferFailed(f"no sender listens at {address.host}:{address.port}: {error}") from error
+    if not os.access(address.store, os.R_OK | os.W_OK):
+        raise TransferFailed(f"no sender listens at {address.store}: there is no such file")
+    store = FileStore(address.store, -1)
+    store.set_timeout(timedelta(seconds=address.deadline_s))
     return GlooGroup(store, rank, address)

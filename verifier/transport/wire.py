@@ -22,7 +22,8 @@ class Address:
     """Address of the sender. The sender is rank 0 of the group; engine rank r is rank r + 1."""
 
     host: str
-    port: int
+    store: str
+    """File by which the members find each other, in a folder that no other user can enter."""
     world_size: int
     """Number of members: the sender and all engine ranks."""
     deadline_s: float

@@ -264,15 +264,17 @@ def test_a_broken_run_is_a_violation_where_its_trace_shows_one(tmp_path, capsys)
     assert "the run did not finish" in capsys.readouterr().out
 
 
-def test_a_broken_run_without_a_violation_stays_an_internal_error(tmp_path):
+def test_a_broken_run_without_a_violation_stays_an_internal_error_and_begins_with_its_reason(tmp_path, capsys):
     trace = tmp_path / "trace"
 
     def run(progress: object) -> None:
         record(trace, digest("a"), complete=False)
         raise InternalError("rank 3 died")
 
-    with pytest.raises(InternalError, match="rank 3 died"):
-        cli_results.run_and_judge("golden", run, trace, json=None, junit=None)
+    assert cli_results.run_and_judge("golden", run, trace, json=None, junit=None) == 3
+    said = capsys.readouterr()
+    assert said.err == "verifier: rank 3 died\n"
+    assert "the run did not finish" in said.out
 
 
 def test_a_broken_run_without_a_trace_is_just_the_error(tmp_path, capsys):

@@ -57,3 +57,13 @@ print("omegaconf" in sys.modules, "torch" in sys.modules)
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.splitlines()[-1] == f"{loaded} False"
+
+
+def test_a_command_that_is_refused_leaves_no_trace_of_the_name_that_it_took(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["golden", "--model", "tiny:gpt5"]) == 4
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "traces").mkdir()
+    assert cli.run(["golden", "--model", "tiny:gpt5"]) == 4
+    assert list((tmp_path / "traces").iterdir()) == []
+    assert "unknown model" in capsys.readouterr().err

@@ -2,11 +2,20 @@
 
 import dataclasses
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from verifier.config import CONFIGS, EngineOptions, GoldenConfig, NoiseConfig, RoundtripConfig, next_trace
+from verifier.config import (
+    CONFIGS,
+    EngineOptions,
+    GoldenConfig,
+    NoiseConfig,
+    RoundtripConfig,
+    claim_trace,
+    next_trace,
+)
 from verifier.errors import UsageError
 from verifier.knob import entries
 from verifier.mesh import Mesh
@@ -76,3 +85,18 @@ def test_configs_are_frozen_and_can_be_keys():
     assert len({EngineOptions(), EngineOptions(), EngineOptions(tp=2)}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
         RoundtripConfig(model="m", trace=Path("t")).cycles = 4
+
+
+def test_runs_that_begin_at_once_claim_different_traces(tmp_path):
+    """All have found the same name free."""
+    first = next_trace("golden", tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        claimed = list(pool.map(lambda _: claim_trace(first), range(8)))
+    assert sorted(path.name for path in claimed) == [f"golden-{number:04d}" for number in range(1, 9)]
+    assert all(path.is_dir() for path in claimed)
+
+
+def test_a_place_where_no_trace_can_be_made_is_named(tmp_path):
+    (tmp_path / "traces").touch()
+    with pytest.raises(UsageError, match=r"traces/golden-0001` cannot be written: Not a directory"):
+        claim_trace(tmp_path / "traces" / "golden-0001")

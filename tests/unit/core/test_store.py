@@ -1,6 +1,7 @@
 """A trace on disk: what was written comes back, and what is not whole is refused in one sentence."""
 
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -264,3 +265,26 @@ def test_a_manifest_of_a_version_with_fewer_fields_is_read(tmp_path):
     (trace / "manifest.json").write_bytes(msgspec.json.encode(written))
     with pytest.raises(UsageError, match="it is not what the run wrote"):
         store.read(trace)
+
+
+def test_of_two_runs_that_want_one_folder_one_gets_it_and_it_stays(tmp_path):
+    """Many at the same moment: the others are refused, and take nothing of it away."""
+    for attempt in range(20):
+        path, outcomes, start = tmp_path / str(attempt), [], threading.Barrier(4)
+
+        def take(path=path, outcomes=outcomes, start=start):
+            start.wait()
+            try:
+                store.create(path, Manifest())
+                outcomes.append("made")
+            except UsageError as problem:
+                outcomes.append(str(problem))
+
+        threads = [threading.Thread(target=take) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        refused = f"the trace directory `{path}` is not empty: choose another --trace"
+        assert sorted(outcomes) == sorted(["made", refused, refused, refused])
+        assert not store.read(path).manifest.complete

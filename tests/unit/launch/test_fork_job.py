@@ -19,6 +19,7 @@ import pytest
 from verifier.errors import ContractError, InternalError
 from verifier.launch import flight_recorder as flight
 from verifier.launch import rank
+from verifier.launch.child import Child
 from verifier.launch.failures import CollectiveTimeout, JobTimeout, LaunchError, RankFailed
 from verifier.launch.fork_launcher import ForkJob
 from verifier.launch.fork_server import ForkServer
@@ -69,6 +70,15 @@ def hang(context: RankContext) -> None:
     if context.rank < context.world_size - 1:
         with flight.label("w"):
             flight.RECORDER.wait(flight.RECORDER.enter(everyone, "all_reduce", "float32", (2, 3)))
+    time.sleep(60)
+
+
+def stop(context: RankContext) -> None:
+    """All wait in a collective that every rank has entered; a signal stops rank 1 there."""
+    everyone = flight.group_key("world", range(context.world_size))
+    flight.RECORDER.wait(flight.RECORDER.enter(everyone, "all_reduce", "float32", (2, 3)))
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(60)
 
 
@@ -165,6 +175,30 @@ def test_a_hang_names_who_did_not_come_and_where_it_is(server, tmp_path):
     (state,) = error.missing
     assert (state.rank, state.doing) == (2, "in no collective yet")
     assert state.frame.endswith("in hang")
+
+
+def test_a_stopped_rank_is_named_though_it_has_arrived(server, tmp_path):
+    with pytest.raises(CollectiveTimeout) as caught:
+        job(server, "stop", tmp_path, world_size=3, collective_deadline_s=0.5).wait()
+    error = caught.value
+    assert (error.stall.arrived, error.stall.stopped) == ((0, 1, 2), (1,))
+    assert "rank [1] is stopped by a signal (every rank arrived" in str(error)
+    (state,) = error.missing
+    assert (state.rank, state.doing.partition(";")[0]) == (1, "stopped by a signal, as SIGSTOP does")
+
+
+def test_another_process_of_the_run_that_dies_ends_the_job(server, tmp_path):
+    other = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    child = Child(other.pid, other.wait)
+    found, pids = sleepers(server, tmp_path)
+    server.vigil.keep(child, lambda: InternalError(f"the oracle was {child.cause_of_death()}"))
+    other.kill()
+    began = time.monotonic()
+    with pytest.raises(InternalError, match="the oracle was killed by SIGKILL"):
+        found.wait()
+    assert time.monotonic() - began < 2
+    server.vigil.drop(child)
+    assert gone(pids)
 
 
 def test_a_job_past_its_deadline_says_where_its_ranks_are(server, tmp_path):

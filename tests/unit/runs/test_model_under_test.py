@@ -135,6 +135,22 @@ class TestValuesThatNoLibraryTakes:
     def test_a_rope_without_its_factor(self, copy, row, key, value):
         self.refused(copy, row, {key: value}, rf"`{key}` = .* has no usable `factor`; types: ")
 
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("rope_theta", 0), ("rope_theta", -1e4), ("rope_theta", "1e4"), ("rope_theta", float("nan")),
+            ("rms_norm_eps", -1e-6), ("rms_norm_eps", float("inf")), ("partial_rotary_factor", 1.5),
+        ],
+    )  # fmt: skip
+    def test_a_number(self, copy, row, key, value):
+        said = re.escape(f"`{key}` = {value!r}: it has to be a number above 0, at most ")
+        self.refused(copy, row, {key: value}, said)
+        if key != "rms_norm_eps":
+            self.refused(copy, row, {key: 0.5, "rope_parameters": {"rope_type": "default", key: value}}, said)
+
+    def test_half_a_pair(self, copy, row):
+        self.refused(copy, row, {"head_dim": 7}, "`head_dim` = 7: rotary embeddings turn pairs, so it has to be even")
+
     def refused(self, copy, row, changes, said):
         configure(copy, **row, **changes)
         with pytest.raises(UsageError, match=said):

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import FileStore
 
 from verifier.transport import control_channel
 from verifier.transport.control_channel import ControlChannel
@@ -20,22 +21,19 @@ from verifier.transport.wire import Address, TransferFailed
 NUM_RANKS = 4
 
 
-def served(deadline_s: float) -> TCPStore:
-    return TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=deadline_s), wait_for_workers=False)
-
-
-def client(store: TCPStore) -> TCPStore:
-    """A connection of its own: a store that waits lets no other thread through."""
-    return TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=20), wait_for_workers=False)
+def served(folder: Path, deadline_s: float) -> FileStore:
+    """A store of its own for each call: one that waits lets no other thread through."""
+    store = FileStore(str(folder / "store"), -1)
+    store.set_timeout(timedelta(seconds=deadline_s))
+    return store
 
 
 class Members:
     """All members' ends, each used by a thread of its own where they have to meet."""
 
-    def __init__(self, deadline_s: float) -> None:
-        store = served(deadline_s)
-        stores = [store, *(client(store) for _ in range(1, NUM_RANKS))]
-        address = Address(host="127.0.0.1", port=store.port, world_size=NUM_RANKS, deadline_s=deadline_s)
+    def __init__(self, folder: Path, deadline_s: float) -> None:
+        stores = [served(folder, deadline_s) for _ in range(NUM_RANKS)]
+        address = Address(host="127.0.0.1", store="", world_size=NUM_RANKS, deadline_s=deadline_s)
         self.ends = self.together(lambda rank: ControlChannel(stores[rank], rank, address))
 
     def together[T](self, act: Callable[[int], T]) -> list[T]:
@@ -44,8 +42,8 @@ class Members:
 
 
 @pytest.fixture
-def members() -> Iterator[Members]:
-    found = Members(20)
+def members(tmp_path: Path) -> Iterator[Members]:
+    found = Members(tmp_path, 20)
     yield found
     for end in found.ends:
         end.close()
@@ -66,8 +64,8 @@ def test_agreements_end_in_the_order_in_which_they_were_proposed(members: Member
 
 
 @pytest.mark.parametrize("silent", [0, 2])
-def test_a_member_that_says_nothing_is_given_up(silent: int) -> None:
-    members = Members(2)
+def test_a_member_that_says_nothing_is_given_up(silent: int, tmp_path: Path) -> None:
+    members = Members(tmp_path, 2)
     began = time.monotonic()
 
     def propose(rank: int) -> str:
@@ -105,19 +103,18 @@ def test_when_one_leaves_the_others_do_not_wait_for_the_deadline(members: Member
         members.ends[gone].propose("more")
 
 
-def test_a_member_that_never_joins_is_given_up() -> None:
-    store = served(0.5)
-    address = Address(host="127.0.0.1", port=store.port, world_size=2, deadline_s=0.5)
+def test_a_member_that_never_joins_is_given_up(tmp_path: Path) -> None:
+    store = served(tmp_path, 0.5)
+    address = Address(host="127.0.0.1", store="", world_size=2, deadline_s=0.5)
     with pytest.raises(TransferFailed, match=r"waited up to 0\.5 s with the engine's ranks for the others to join"):
         ControlChannel(store, 0, address)
 
 
 @pytest.mark.parametrize("manners", ["says something else", "leaves", "keeps silent"])
-def test_a_stranger_at_the_door_is_turned_away(manners: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_at_the_door_is_turned_away(manners: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(control_channel, "_HELLO_S", 0.5)
-    store = served(20)
-    theirs = client(store)
-    address = Address(host="127.0.0.1", port=store.port, world_size=2, deadline_s=20)
+    store, theirs = served(tmp_path, 20), served(tmp_path, 20)
+    address = Address(host="127.0.0.1", store="", world_size=2, deadline_s=20)
     ends: dict[int, ControlChannel] = {}
     sender = threading.Thread(target=lambda: ends.update({0: ControlChannel(store, 0, address)}))
     sender.start()
@@ -137,3 +134,20 @@ def test_a_stranger_at_the_door_is_turned_away(manners: str, monkeypatch: pytest
     assert hear().reached
     for end in ends.values():
         end.close()
+
+
+def test_a_crowd_of_silent_strangers_keeps_no_member_out(tmp_path: Path) -> None:
+    """They would have kept a member out for 5 s each."""
+    store, theirs = served(tmp_path, 20), served(tmp_path, 20)
+    address = Address(host="127.0.0.1", store="", world_size=2, deadline_s=20)
+    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as crowd:
+        joined = thread.submit(lambda: ControlChannel(store, 0, address))
+        port = int(theirs.get("control port"))
+        for _ in range(30):
+            stranger = crowd.enter_context(socket.create_connection(("127.0.0.1", port)))
+            stranger.sendall(b"\0\0")  # half of a message's length
+        began = time.monotonic()
+        ours = ControlChannel(theirs, 1, address)
+        joined.result(20).close()
+        ours.close()
+        assert time.monotonic() - began < 10
