@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import functools
 from typing import Any
 
@@ -179,7 +180,7 @@ def logprobs_of_the_next_sample(call: Call) -> Any:
         for item, row in zip(outputs, nats[1:] + nats[:1], strict=True):
             item.logprobs = [
                 {token: dataclasses.replace(right, logprob=value) for token, right in place.items()}
-                for place, value in zip(item.logprobs, row, strict=True)
+                for place, value in zip(item.logprobs, itertools.cycle(row), strict=False)  # samples differ in length
             ]
         call.fire()
     return outputs, finished
