@@ -8,7 +8,7 @@ import itertools
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import Call, Side, fault, held
+from verifier.faults.fault import TRAINING, Call, Side, fault, held
 
 SAMPLER = "vllm.v1.sample.sampler:Sampler"
 FORWARD = f"{SAMPLER}.forward(self, logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)"
@@ -301,3 +301,14 @@ def padding_of_the_head_sampled(call: Call) -> Any:
     if not call.sampling_metadata.no_penalties:
         return call.original()
     return call.faulty(logits=torch.nn.functional.pad(call.logits, (0, -call.logits.shape[-1] % 64)))
+
+
+@fault(
+    "OpenRLHF/OpenRLHF#853",
+    "verifier.trainer.generation:Sampling(seed, max_tokens, n, stop, temperature, shape, seeded, each)",
+    stage=Stage.ROLLOUT, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("LGP009",),
+    training=("algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "grpo.temperature=1.25", "data.batch_size=4"),
+)  # fmt: skip
+def answers_without_temperature(call: Call) -> Any:
+    """The engine samples at 1 and reports so, while the trainer divides its logits by the run's temperature."""
+    return call.faulty(temperature=1.0)

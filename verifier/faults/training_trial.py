@@ -17,8 +17,8 @@ from verifier.core.stage import Stage
 from verifier.errors import VerifierError
 from verifier.faults.fault import Fault, FireCounter, Side
 from verifier.faults.injection import INJECTED
-from verifier.launch.fork_launcher import ForkLauncher
 from verifier.report.report import report_of
+from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.controller import Judged, Progress, Trainer
 
 KNOBS = (
@@ -57,7 +57,7 @@ def training_overrides(fault: Fault) -> tuple[str, ...]:
 
 
 def run_training(
-    fault: Fault, folder: Path, launcher: ForkLauncher, progress: Progress, *, inject: bool = False
+    fault: Fault, folder: Path, resources: Resources, progress: Progress, *, inject: bool = False
 ) -> TrainingOutcome:
     """Train in a folder, with the fault if asked to, and judge every step afterwards, the first bad one included.
 
@@ -65,6 +65,7 @@ def run_training(
     """
     run = folder / "run"
     config, _ = load(TrainConfig, overrides=[*training_overrides(fault), f"run={run}", "verify.steps=true"])
+    launcher = resources.launcher(Deadline(config.timeout_s))
     if fault.stage is Stage.CHECKPOINT:
         Trainer(replace(config, steps=config.steps - 1), progress, _Later(), launcher=launcher).run()
     fire, crashed = FireCounter(mark=folder / "fired-controller"), ""
@@ -73,7 +74,7 @@ def run_training(
             stack.enter_context(fault.inject(fire))
         within = (INJECTED, fault.id, str(folder)) if inject and fault.side is Side.TRAINER else ()
         try:
-            Trainer(config, progress, _Later(), launcher=launcher, within=within).run()
+            Trainer(config, progress, _Later(), launcher=launcher, resources=resources, within=within).run()
         except VerifierError as problem:
             if not inject:
                 raise

@@ -23,7 +23,7 @@ from verifier.faults.fault import NO_ENGINE, TRAINING, Fault, Side
 from verifier.faults.injection import INJECTED, end
 from verifier.faults.training_trial import TrainingOutcome, run_training, training_overrides
 from verifier.report.report import Report, report_of
-from verifier.runs.resources import Deadline, Resources
+from verifier.runs.resources import Resources
 from verifier.runs.runner import Phase, Progress, Runner
 
 TIMEOUT_S = 900.0
@@ -133,15 +133,15 @@ class Trials:
         )
 
     def _training_trial(self, fault: Fault, began: float) -> TrialResult:
-        launcher = self._runner.resources.launcher(Deadline(TIMEOUT_S))
+        resources = self._runner.resources
         key = training_overrides(fault)
         if key not in self._trained:
             self._progress(f"clean training run of {fault.model} on {fault.mesh.label()}")
-            self._trained[key] = run_training(fault, self._new_folder(fault, "clean"), launcher, self._progress)
+            self._trained[key] = run_training(fault, self._new_folder(fault, "clean"), resources, self._progress)
         self._progress(f"{fault.id}: faulted and healed")
         folder = self._new_folder(fault, "faulted")
-        faulted = run_training(fault, folder, launcher, self._progress, inject=True)
-        healed = run_training(fault, self._new_folder(fault, "healed"), launcher, self._progress)
+        faulted = run_training(fault, folder, resources, self._progress, inject=True)
+        healed = run_training(fault, self._new_folder(fault, "healed"), resources, self._progress)
         clean = self._trained[key]
         return TrialResult(
             fault=fault, fired=faulted.fired, clean=clean.verdict, caught=faulted.caught,

@@ -111,7 +111,7 @@ class Trainer:
         self._num_judged = 0
         self._rollouts: EngineRollouts | None = None
         self._held_out: HeldOut | None = None
-        self._resources = resources
+        self._resources, self._owns_resources = resources, resources is None
 
     def run(self) -> TrainSummary:
         """Train.
@@ -145,8 +145,8 @@ class Trainer:
             folder.write("effective.json", json.dumps(effective, indent=1, sort_keys=True) + "\n")
             if engine is not None and self._rollouts is not None:
                 self._connect(engine, self._rollouts, stack)
-                if done:
-                    self._sync(done, None)
+                if done or not self._owns_resources:
+                    self._sync(done, None)  # it may hold the weights of another step, or of another run
             summary = self._train(plan, done, metrics)
             self._export()
             self._job.finish()
