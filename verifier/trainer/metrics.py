@@ -1,8 +1,9 @@
-"""Metrics of a training run: a line of JSON a step, and the same numbers for TensorBoard."""
+"""Metrics of a training run: a line of JSON a step, and the same numbers for TensorBoard where it is installed."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,6 +26,8 @@ class Metrics:
     def add(self, values: Mapping[str, Any]) -> None:
         """Write the metrics of a step, which has the key "step"."""
         self._folder.add_metrics(values)
+        if self._writer is None:
+            return
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -43,6 +46,9 @@ def _group(name: str) -> str:
 @contextlib.contextmanager
 def metrics_of(folder: RunFolder) -> Iterator[Metrics]:
     """Open the metrics of a run until exit; a resumed run goes on in a further file of events."""
+    if importlib.util.find_spec("tensorboard") is None:
+        yield Metrics(folder, None)
+        return
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     writer = EventFileWriter(str(folder.path / "tensorboard"))
