@@ -64,7 +64,7 @@ class WeightSync:
 
             client = EngineClient(socket, deadline_s=deadline_s)
             link.client = self._open.enter_context(contextlib.closing(client))
-            listener = Listener(options.tp, deadline_s=deadline_s, kind=transport)
+            listener = Listener(options.tp, deadline_s=deadline_s, kind=transport, folder=Path(socket).parent)
             link.group = self._open.enter_context(contextlib.closing(sender.connect(client, listener, link.rounds)))
             names = self._source.names()
             self._expected = [SourceTensor(name=name, **described(self._source.read(name))) for name in names]
