@@ -30,16 +30,17 @@ ARRAYS: dict[str, dict[str, np.ndarray]] = {
     "columns": {"weight": np.array([0, 1, 1, 0, 1]) / 3, "mask": np.array([False, True, True, False, True])},
     "policy": {
         "old": np.array([np.nan, -1.0, -2.0, np.nan, -3.0], np.float32),
-        "engine": np.array([np.nan, -1.5, -2.25, np.nan, -6.0], np.float32),
+        "engine": np.array([np.nan, -1.5, -2.25, np.nan, -3.0], np.float32),
         "divisor": np.array([np.nan, -1.0, -2.0, np.nan, -3.0], np.float32),
         "advantage": np.array([0, 0.5, 0.5, 0, -0.5]),
         "mask": np.array([False, True, True, False, True]),
-        "version": np.array([-1, 0, 0, -1, 0], np.int32),
+        "version": np.array([-1, 0, 0, -1, 1], np.int32),
     },
     "means of means": {"weight": np.array([0, 2, 2, 0, 3]) / 6, "mask": np.array([False, True, True, False, True])},
 }
 
 
+ARRAYS["other weights"] = {**ARRAYS["policy"], "engine": np.array([np.nan, -1.5, -2.25, np.nan, -6.0], np.float32)}
 ARRAYS["over the engine"] = {
     **ARRAYS["policy"], "divisor": np.array([np.nan, -1.5, -2.25, np.nan, -3.0], np.float32)
 }  # fmt: skip
@@ -87,7 +88,7 @@ def training() -> list[Record]:
         ),
         PolicyColumns(
             name="policy inputs", version=1, ids=("x", "y"), lengths=(3, 2), ratio_over="old", weight_level="",
-            weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=0,
+            weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=1, trained_version=1,
             array="policy",
         ),
         UpdateRatios(
@@ -112,6 +113,7 @@ def having(**values: Any) -> Callable[[Any], Record]:
 CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "ADV002": (Advantages, having(advantages=(0.5, 0.5))),
     "ADV003": (PolicyColumns, having(array="over the engine")),
+    "LGP009": (PolicyColumns, having(array="other weights")),
     "LSS003": (UpdateRatios, having(ratio_gap=0.25)),
     "RWD001": (GivenRewards, having(rewards=(0.0, 0.0))),
     "ADV001": (LossColumns, having(array="means of means")),
