@@ -24,8 +24,12 @@ FACTOR = Tolerance(
     absolute=1e-10, unit="of the greatest input", source="float64: exp of a sum of differences, in another order"
 )
 MISMATCH = Tolerance(
-    absolute=2e-5, unit="nats", source="fp32 on CPU: trainer and engine are each within 1e-5 of the oracle"
-)
+    absolute=1e-4, unit="nats",
+    source="fp32 on CPU: 2.4e-5 was measured over 114,000 tokens of a run; weights of one step before differ by 1 nat",
+)  # fmt: skip
+MOST = Tolerance(absolute=1e-5, unit="nats", source="fp32 on CPU: 1.6e-6 was measured over each of 114 steps of a run")
+SHARE = 0.9
+"""Share of a step's tokens that `MOST` speaks of."""
 LIMIT = 20.0
 """Log-ratios are clamped to it before they are exponentiated, nats."""
 FLOOR = -1e4
@@ -225,23 +229,26 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
     """The engine's log-probability of every token that it sampled is the trainer's for the same weights.
 
     What it checks: per rollout in the loss, each token that the very weights sampled which are about to be trained:
-    `engine` against `old`, both at the run's temperature.
+    `engine` against `old`, both at the run's temperature. And nine tenths of all such tokens of the step.
     Why it matters: a mismatch is a sync that went wrong, a cache of old weights, another temperature or another model;
     an importance weight hides it, and the reward stops rising.
     Evidence: advantage/policy ("engine", "old", "version").
-    Tolerance and its source: 2e-5 nats in fp32, 1e-5 for each side against the oracle (LGP001, LGP002).
+    Tolerance and its source: 1e-4 nats in fp32 for each token, 1e-5 for nine tenths of them; measured on a clean run
+    of 114 steps. Rounding grows as weights sharpen, so the bound of one token is above that of LGP001.
     What it does not catch: both sides wrong alike (LGP001), tokens of older weights, runs of less than fp32.
     References: NeMo-RL#4018, SkyRL#979, verl#7495, NeMo-RL#2100.
     """
     for item in trace.of(PolicyColumns):
         ends = np.cumsum(item.lengths)[:-1]
         arrays = {name: np.split(trace.array(item, name), ends) for name in ("old", "engine", "mask", "version")}
+        seen: list[np.ndarray] = []
         for place, name in enumerate(item.ids):
             old, engine, mask, version = (arrays[key][place] for key in ("old", "engine", "mask", "version"))
             fresh = mask.astype(bool) & (version == item.trained_version)
             if not fresh.any():
                 continue
             gaps = np.abs(np.where(fresh, old.astype(np.float64) - engine.astype(np.float64), 0.0))
+            seen.append(gaps[fresh])
             at = int(np.nanargmax(np.where(np.isfinite(gaps), gaps, np.inf)))
             gap = float(gaps[at])
             yield Comparison(
@@ -253,6 +260,16 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
                 actual=f"{float(engine[at]):.6g} (the engine, which says version {int(version[at])})",
                 allowed=str(MISMATCH), hint="look at the last sync, the prefix cache and the temperature",
             )  # fmt: skip
+        if not seen:
+            continue
+        most = float(np.quantile(np.concatenate(seen), SHARE))
+        yield Comparison(
+            what=f"{SHARE:.0%} of the tokens", same=most <= MOST.absolute, stage=Stage.ROLLOUT, version=item.version,
+            badness=times(most, MOST.absolute), owner="engine",
+            sentence=f"one token in ten differs by {most:.3g} nats or more between engine and trainer",
+            expected="the trainer's log-probabilities of the same tokens", actual=f"{most:.3g} nats apart",
+            allowed=str(MOST), hint="look at the arithmetic of both sides: dtype, epsilon, scale, temperature",
+        )  # fmt: skip
 
 
 @check("LSS003", needs=(UpdateRatios,), scope="policy")

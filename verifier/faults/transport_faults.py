@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import Call, Side, fault, kind
+from verifier.faults.fault import TRAINING, Call, Side, fault, kind
 from verifier.mesh import Mesh
 
 PACK = "verifier.engine.sender:pack(chunk, tensors, into)"
@@ -127,3 +127,16 @@ def received_in_another_order(call: Call) -> Any:
 def prefix_cache_in_use(call: Call) -> Any:
     """A request that nobody ended holds a block, so the engine refuses to drop its prefix cache, and says so."""
     return call.wrong(False)
+
+
+@fault(
+    "verl-project/verl#7495", "verifier.trainer.controller:Trainer._sync(self, version, trace)",
+    stage=Stage.TRANSPORT, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("TPT002", "LGP009"),
+    training=(
+        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.entropy_weight=1.0",
+        "optimizer.learning_rate=2.0e-4", "optimizer.warmup_steps=0",
+    ),
+)  # fmt: skip
+def sync_that_delivers_nothing(call: Call) -> Any:
+    """A sync returns at once, so the engine samples from the weights that it began with."""
+    return None if call.version == 0 and call.original() else call.wrong(None)

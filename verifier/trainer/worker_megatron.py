@@ -274,6 +274,8 @@ class TrainerWorker:
 
     def _recorder(self, trace: str | None) -> Recorder | None:
         """Recorder of a step's trace, which all of its updates share."""
+        if self._probe is not None and (trace is None or self._probe.path != Path(trace)):
+            self._close_recorder()
         if trace is not None and self._probe is None:
             self._probe = Recorder(Path(trace), "trainer", self._context.rank)
         return self._probe
