@@ -60,6 +60,7 @@ def train(config: TrainConfig, progress: Progress) -> int:
     if config.first is not None:
         words = [f"run={config.run / 'first'}", f"verify.steps={config.verify.steps}"]
         begin, _ = load(TrainConfig, file=config.first, overrides=words)
+        begin = replace(begin, dtype=config.dtype)
         if begin.model != config.model:
             raise UsageError(f"`{config.first}` trains {begin.model} and this run {config.model}: name the same model")
         if code := train(begin, progress):
