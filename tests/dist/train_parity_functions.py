@@ -63,7 +63,7 @@ def columns(rollouts: list[Rollout], scored: list[np.ndarray], how: str) -> dict
     return {name: [value.astype(np.float32) for value in values] for name, values in made.items()}
 
 
-def _exported(trainer: Any) -> dict[str, Any]:
+def exported_gradients(trainer: Any) -> dict[str, Any]:
     """Reduced gradients under their checkpoint names: put where the weights are for as long as an export takes."""
     import torch
 
@@ -143,7 +143,7 @@ def steps(context: RankContext) -> dict[str, Any]:
                 loss, num_tokens = step_megatron.backward(built, rollouts, **given(recipe, meter))
             at = mesh.coordinate(context.rank)
             facts = meter.read(counts=at.tp == 0, device=step_megatron.device_of(built))
-            keep(str(number), _exported(built))
+            keep(str(number), exported_gradients(built))
             results.append({"loss": loss, "num_tokens": num_tokens, **facts})
 
     settings = OptimizerSettings(name="Adam", **SETTINGS)
@@ -155,7 +155,7 @@ def steps(context: RankContext) -> dict[str, Any]:
         taken: dict[str, Any] = {}
         result = step_megatron.train_step(
             built, optimizer, rollouts, **given(args["recipes"][0], LossMeter()), scheduler=scheduler,
-            scheduler_step=1, on_gradients=lambda taken=taken: taken.update(_exported(built)),
+            scheduler_step=1, on_gradients=lambda taken=taken: taken.update(exported_gradients(built)),
         )  # fmt: skip
         norms.append(result.grad_norm)
         keep(f"gradients {step}", taken)
