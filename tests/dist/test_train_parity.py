@@ -1,4 +1,4 @@
-"""Steps of the trainer on meshes: loss, every gradient and the norm against one rank, the update against Adam in float64.
+"""Steps of the trainer on meshes: loss, gradients and norm against one rank, the update against Adam in float64.
 
 Ranks are wrapped as in `verifier train`: distributed optimizer, gradients and parameters overlapped. What this does not
 exercise: the division of a batch into updates (tests/faults), bf16, and an optimizer on the host.
