@@ -22,7 +22,7 @@ from verifier.model.tiny import write_tiny
 OF_GREATEST = 1e-5
 """Greatest difference of a tensor over its greatest entry, and relative of loss and norm (issue 16)."""
 ROUNDING = 2.0**-24
-"""A float32 weight is rounded by at most this share of itself, once a step."""
+"""A float32 weight is rounded by at most this share of itself; decay and update each round once in a step."""
 LOSSES = ("clipped", "gspo", "cispo", "cross_entropy")
 AGGREGATIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant")
 ALL = list(product(LOSSES, AGGREGATIONS))
@@ -121,9 +121,10 @@ def check_recipes(case, run, one_rank):
             (folder, at), (expected_folder, file)
         ))  # fmt: skip
         worst, name = greatest(actual, reference)
-        print(f"{model} {Mesh(**sizes).label()} {recipe}: {worst:.1e} {name}")
         assert worst < OF_GREATEST, (recipe, name)
-        assert norm(actual) == pytest.approx(norm(reference), rel=OF_GREATEST)
+        off = abs(norm(actual) / norm(reference) - 1)
+        assert off < OF_GREATEST, recipe
+        print(f"{recipe}: gradients {worst:.1e}, norm {off:.1e}, loss {abs(found['loss'] / wanted['loss'] - 1):.1e}")
     return folder, result
 
 
@@ -133,6 +134,7 @@ def check_steps(folder: Path, norms: list[float]) -> None:
     first = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     second = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     beta_1, beta_2 = SETTINGS["beta_1"], SETTINGS["beta_2"]
+    worst = 0.0
     for step in range(1, STEPS + 1):
         gradients = load_file(folder / f"gradients {step - 1}.safetensors")
         after = load_file(folder / f"weights {step}.safetensors")
@@ -153,9 +155,11 @@ def check_steps(folder: Path, norms: list[float]) -> None:
             decay = SETTINGS["weight_decay"] if before.ndim > 1 else 0.0
             expected = -rate * (direction + decay * before)
             off = float((after[name].double() - before - expected).abs().max())
-            allowed = OF_GREATEST * float(expected.abs().max()) + 2 * ROUNDING * float(before.abs().max())
-            assert off <= allowed, (step, name, off / float(expected.abs().max()))
+            off = max(0.0, off - 2 * ROUNDING * float(before.abs().max())) / float(expected.abs().max())
+            assert off < OF_GREATEST, (step, name)
+            worst = max(worst, off)
         weights = {name: tensor.double() for name, tensor in after.items()}
+    print(f"updates beyond the rounding of weights: {worst:.1e}")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{Mesh(**case[1]).label()}")
