@@ -155,7 +155,14 @@ class SecondTrainer:
 
 
 def _load(checkpoint: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, attn_implementation="eager")
+    """Load a model in float64.
+
+    transformers gives the padding token's embedding no gradient from inputs (`padding_idx` of `torch.nn.Embedding`).
+    Nothing is padded here, and a policy may sample that token like any other, so its gradient counts.
+    """
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, attn_implementation="eager")
+    model.get_input_embeddings().padding_idx = None
+    return model
 
 
 def _parts(rows: list[dict[str, Any]], count: int) -> list[list[dict[str, Any]]]:

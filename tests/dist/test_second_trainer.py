@@ -68,6 +68,15 @@ class Trained:
         return found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads of torch would wait for each other: the second trainer's tensors are small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def rollouts(checkpoints, tmp_path_factory):
     """Checkpoint, and rollouts sampled from it for every step."""
