@@ -31,11 +31,11 @@ OF_CHANGE = 0.01
 KNOBS = (
     "model=tiny:add", "algorithm=grpo", f"steps={STEPS}", "grpo.group_size=4", "grpo.clip_high=0.28",
     "grpo.kl_weight=0.05", "optimizer.learning_rate=0.002", "optimizer.least_learning_rate=0.0005",
-    "optimizer.schedule=linear", "optimizer.warmup_steps=4", "optimizer.clip_grad=0.5", "batch.micro_batch_size=3",
+    "optimizer.schedule=linear", "optimizer.warmup_steps=4", "optimizer.clip_grad=0.5",
     "evaluation.num_problems=0",
 )  # fmt: skip
 RUNS = {
-    "ratio over the engine": ("grpo.ratio_over=engine",),
+    "ratio over the engine": ("grpo.ratio_over=engine", "batch.micro_batch_size=3"),
     "mini-batches, epochs, two ranks": ("grpo.mini_batches=2", "grpo.epochs=2", "mesh.dp=2", "batch.max_tokens=48"),
 }
 

@@ -107,16 +107,18 @@ def steps(context: RankContext) -> dict[str, Any]:
     from safetensors.torch import save_file
 
     from verifier.algorithms.loss_options import LossOptions
+    from verifier.config.megatron import MegatronOptions
     from verifier.core.records_trainer import OptimizerSettings
     from verifier.export.gather_megatron import export
     from verifier.model.provider_megatron import build
     from verifier.train import optimizer_megatron, step_megatron
     from verifier.train.policy_loss_megatron import LossMeter, policy_loss
-    from verifier.trainer.worker_megatron import DATA_PARALLEL
+    from verifier.trainer.live_settings_megatron import data_parallel_of
 
     args = context.args
     mesh = Mesh(**args["mesh"])
-    built = build(args["checkpoint"], mesh, dtype="float32", tier="cpu", data_parallel=DATA_PARALLEL)
+    data_parallel = data_parallel_of(MegatronOptions())
+    built = build(args["checkpoint"], mesh, dtype="float32", tier="cpu", data_parallel=data_parallel)
     rollouts, scores, folder = batch(), Path(args["scores"]), Path(args["folder"])
     if not scores.exists():
         np.savez(scores, *[row.numpy() for row in step_megatron.score(built, rollouts)])
