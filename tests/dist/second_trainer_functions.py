@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,17 @@ def captured(spec: WorkerSpec, context: RankContext, folder: str) -> Iterator[No
             path = Path(folder) / f"{kind} {count}.safetensors"
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
-    def watched(trainer: Any, *arguments: Any, **more: Any) -> Any:
+    def watched(trainer: Any, *arguments: Any, on_gradients: Callable[[], None] | None = None, **more: Any) -> Any:
         nonlocal count
         count += 1
         keep("weights", {name: tensor.clone() for name, tensor in export(trainer)})
-        return take(trainer, *arguments, **more, on_gradients=lambda: keep("gradients", exported_gradients(trainer)))
+
+        def both() -> None:
+            keep("gradients", exported_gradients(trainer))
+            if on_gradients is not None:
+                on_gradients()
+
+        return take(trainer, *arguments, on_gradients=both, **more)
 
     step_megatron.train_step = watched
     try:
