@@ -47,6 +47,7 @@ def load_model(
     if TRANSFORMERS_SCAN in fixes:
         scan_in_one_chunk(model)
     _scan_without_kernels(model)
+    _learn_padding(model)
     return model.eval().requires_grad_(False)
 
 
@@ -92,6 +93,16 @@ def _scan_without_kernels(model: PreTrainedModel) -> None:
     for module in model.modules():
         if type(module).__name__ == "NemotronHMamba2Mixer":
             module.cuda_kernels_forward = module.torch_forward
+
+
+def _learn_padding(model: PreTrainedModel) -> None:
+    """Give the padding token's embedding its gradient, which torch leaves out: here no token is padding.
+
+    A policy may sample the token like any other, and then it is an input of those that follow.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
 
 
 @torch.inference_mode()

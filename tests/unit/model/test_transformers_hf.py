@@ -1,4 +1,4 @@
-"""The oracle's model is kept between requests for one checkpoint, and for no other."""
+"""The oracle's model is kept between requests for one checkpoint and for no other, and learns its padding token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verifier.model.tiny import write_tiny
-from verifier.model.transformers_hf import hold_model, release_model
+from verifier.model.transformers_hf import hold_model, load_model, release_model
 
 
 @pytest.fixture(autouse=True)
@@ -32,3 +32,10 @@ def test_a_checkpoint_that_was_written_since_is_another(tmp_path: Path) -> None:
     for file in write_tiny("qwen3", tmp_path, "bfloat16", seed=2).iterdir():
         shutil.copyfile(file, folder / file.name)
     assert not hold_model(folder, torch.float32, "cpu").lm_head.weight.equal(first)
+
+
+def test_a_padding_token_that_was_sampled_has_its_gradient(tmp_path: Path) -> None:
+    """torch leaves it out where transformers names a padding token, as in the checkpoint whose token 0 pads."""
+    embeddings = load_model(write_tiny("add", tmp_path), torch.float32).get_input_embeddings().requires_grad_()
+    embeddings(torch.tensor([0, 3])).sum().backward()
+    assert embeddings.weight.grad[[0, 3]].eq(1).all()
