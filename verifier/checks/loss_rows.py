@@ -222,7 +222,7 @@ def _textbook(update: _Update, terms: LossTerms) -> tuple[np.ndarray, np.ndarray
     return value - terms.entropy_weight * update.rows["entropy"].astype(np.float64), slope, edge
 
 
-@check("LGP010", needs=(ReferenceShard,), scope="policy")
+@check("LGP010", needs=(ReferenceShard,), scope="reference")
 def reference_moved(trace: Trace) -> Iterator[Comparison]:
     """The reference is scored with the weights that the run began with, in every step.
 
