@@ -10,7 +10,16 @@ import numpy as np
 from msgspec.structs import replace
 
 from verifier.core.record import Record
-from verifier.core.records_policy import Advantages, GivenRewards, PolicyColumns, UpdateRatios
+from verifier.core.records_policy import (
+    Advantages,
+    Drops,
+    GivenRewards,
+    LossRows,
+    LossTerms,
+    PolicyColumns,
+    ReferenceShard,
+    UpdateRatios,
+)
 from verifier.core.records_trainer import (
     DataOrder,
     KnobsAsked,
@@ -20,6 +29,7 @@ from verifier.core.records_trainer import (
     OptimizerSettings,
     SavedState,
     StepAccount,
+    TrainedText,
     TrainerStep,
 )
 
@@ -41,6 +51,19 @@ ARRAYS: dict[str, dict[str, np.ndarray]] = {
 
 
 ARRAYS["other weights"] = {**ARRAYS["policy"], "engine": np.array([np.nan, -1.5, -2.25, np.nan, -6.0], np.float32)}
+ARRAYS["loss rows"] = {
+    "sentinel": np.array([1 << 32 | 1, 1 << 32 | 2, 0, 2 << 32 | 1]), "mask": np.array([True, True, False, True]),
+    "current": np.array([-1.0, -2.0, 0, -3.0], np.float32), "entropy": np.full(4, 1.5, np.float32),
+    "loss": np.array([-0.5, -0.5, 0, 0.5], np.float32), "gradient": np.array([-0.5, -0.5, 0, 0.5], np.float32),
+    "entropy_gradient": np.zeros(4, np.float32), "weight": np.array([1, 1, 0, 1], np.float32),
+    "divisor": np.array([-1.0, -2.0, 0, -3.0], np.float32), "advantage": np.array([0.5, 0.5, 0, -0.5], np.float32),
+}  # fmt: skip
+ARRAYS["rows without gradient"] = {
+    **ARRAYS["loss rows"], "gradient": np.array([-0.5, -0.5, 0, 0.0], np.float32)
+}  # fmt: skip
+ARRAYS["rows of another token"] = {
+    **ARRAYS["loss rows"], "advantage": np.array([0.5, 0.5, 0, 0.5], np.float32)
+}  # fmt: skip
 ARRAYS["over the engine"] = {
     **ARRAYS["policy"], "divisor": np.array([np.nan, -1.5, -2.25, np.nan, -3.0], np.float32)
 }  # fmt: skip
@@ -72,7 +95,7 @@ def training() -> list[Record]:
         ),
         *(
             TrainerStep(
-                name="update 1", version=1, rank=rank, step=1, loss=0.5, num_tokens=3, grad_norm=2.0,
+                name="update 1", version=1, rank=rank, step=1, loss=-1 / 6, num_tokens=3, grad_norm=2.0,
                 learning_rate=5e-4, weight_decay=0.1, optimizer_steps=1, scheduler_steps=2,
             )
             for rank in range(2)
@@ -95,6 +118,19 @@ def training() -> list[Record]:
             name="update 1", version=1, update=1, first=True, ratio_over="old", at_reference=True, ratio_gap=0.0,
             kl_gap=0.0, clipped=0, clamped=0,
         ),
+        TrainedText(
+            name="examples", version=1, ids=("a", "b"), responses=("2", "4"), texts=("2<eos>", "4<eos>"), end="<eos>"
+        ),
+        Drops(
+            name="batch", version=1, ids=("x", "y"), truncated=(False, False), reasons=("", ""), drop_overlong=True,
+            drop_zero_variance=True,
+        ),
+        LossTerms(name="loss", version=1, loss="clipped", clip_low=0.2, clip_high=0.2),
+        LossRows(name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", array="loss rows"),
+        ReferenceShard(
+            name="decoder.weight (chunk 0)", version=1, digest=f"vd1:{5:032x}", dtype="float32", shape=(4, 2),
+            frozen=f"vd1:{5:032x}",
+        ),
         *(
             kind(
                 name="optimizer/exp_avg/decoder.weight (chunk 0)", version=1, rank=rank, digest=f"vd1:{rank + 7:032x}",
@@ -114,7 +150,12 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "ADV002": (Advantages, having(advantages=(0.5, 0.5))),
     "ADV003": (PolicyColumns, having(array="over the engine")),
     "LGP009": (PolicyColumns, having(array="other weights")),
+    "DAT003": (TrainedText, having(texts=("2<eos>", "4"))),
+    "DAT004": (Drops, having(reasons=("", "zero_variance"))),
     "LSS003": (UpdateRatios, having(ratio_gap=0.25)),
+    "LGP010": (ReferenceShard, having(digest=f"vd1:{6:032x}")),
+    "LSS004": (LossRows, having(array="rows without gradient")),
+    "PCK004": (LossRows, having(array="rows of another token")),
     "RWD001": (GivenRewards, having(rewards=(0.0, 0.0))),
     "ADV001": (LossColumns, having(array="means of means")),
     "CKP001": (LoadedState, having(digest=f"vd1:{0:032x}")),

@@ -2,11 +2,13 @@
 
 from verifier.checks import (
     arguments,
+    batch_content,
     beginnings,
     configs,
     delivery,
     knobs,
     logprobs,
+    loss_rows,
     moves,
     packing,
     policy_step,
@@ -19,6 +21,6 @@ from verifier.checks import (
 )
 
 __all__ = [
-    "arguments", "beginnings", "configs", "delivery", "knobs", "logprobs", "moves", "packing", "policy_step", "resume",
-    "routes", "samples", "step", "training_step", "weights",
+    "arguments", "batch_content", "beginnings", "configs", "delivery", "knobs", "logprobs", "loss_rows", "moves",
+    "packing", "policy_step", "resume", "routes", "samples", "step", "training_step", "weights",
 ]  # fmt: skip

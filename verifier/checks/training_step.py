@@ -13,6 +13,7 @@ import numpy as np
 from verifier.checks.content import owner_of, times
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.record import Real
 from verifier.core.records_tokens import Rollouts
 from verifier.core.records_trainer import DataOrder, LossColumns, OptimizerSettings, StepAccount, TrainerStep
 from verifier.core.stage import Stage
@@ -208,19 +209,22 @@ def step_counted_wrong(trace: Trace) -> Iterator[Comparison]:
     """A step is one step of the optimizer and one of the scheduler, over the tokens of the whole batch.
 
     What it checks: per rank, the counters of Adam and of the scheduler after the step, and the number of tokens in the
-    loss, against the number of the step and the account of the batch.
+    loss, against the number of the step and the account of the batch; and that all ranks clipped by one norm.
     Why it matters: an optimizer that is stepped per micro-batch, skipped, or made anew by a resume, whose bias
-    correction then begins again.
+    correction then begins again; a norm of one rank's gradients, which clips each rank by another factor.
     Evidence: train/done, data/account, advantage/columns.
-    Tolerance and its source: exact; these are counts.
-    What it does not catch: moments that are wrong (TRN001).
+    Tolerance and its source: exact; these are counts, and one number that all ranks have from one reduction.
+    What it does not catch: moments that are wrong, a norm that is wrong on all ranks alike (TRN001).
     References: NeMo-RL#3171, open-r1#450, SkyRL#1420.
     """
     for account in trace.of(StepAccount):
         columns = trace.of(LossColumns, version=account.version)
         in_loss = {item.name: int(trace.array(item, "mask").sum()) for item in columns}
+        norms: dict[str, Real] = {}
         for report in trace.of(TrainerStep, version=account.version):
+            norm = norms.setdefault(report.name, report.grad_norm)
             counts = (
+                ("as the norm that it clipped by", report.grad_norm, norm),
                 ("optimizer steps", report.optimizer_steps, report.step),
                 ("scheduler steps", report.scheduler_steps, report.step + 1),
                 ("tokens in the loss", report.num_tokens, in_loss.get(report.name, 0)),

@@ -1,8 +1,8 @@
-"""Records of a policy-gradient step: rewards, advantages, log-probabilities by name, ratios of the update."""
+"""Records of a policy-gradient step: rewards, advantages, log-probabilities by name, ratios and rows of the loss."""
 
 from __future__ import annotations
 
-from verifier.core.record import ArrayRecord, Count, Lengths, Real, Record
+from verifier.core.record import ArrayRecord, Count, Digest, Lengths, Real, Record, TensorRecord
 
 
 class GivenRewards(Record, frozen=True, kw_only=True, tag="reward/rewards"):
@@ -73,3 +73,51 @@ class UpdateRatios(Record, frozen=True, kw_only=True, tag="loss/ratios"):
     """Greatest magnitude of a token's KL estimate, nats."""
     clipped: Count
     clamped: Count
+
+
+class Drops(Record, frozen=True, kw_only=True, tag="data/drops"):
+    """Reasons for which rollouts of a batch left the loss; lists have an entry a rollout."""
+
+    ids: tuple[str, ...]
+    truncated: tuple[bool, ...]
+    """The answer was cut off at the greatest length."""
+    reasons: tuple[str, ...]
+    """Empty for a rollout that stays."""
+    drop_overlong: bool
+    """The config asks to leave out answers that were cut off."""
+    drop_zero_variance: bool
+    """The config asks to leave out groups whose rewards are all equal."""
+
+
+class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
+    """Loss of a token that the config asks for."""
+
+    loss: str
+    """Name of the loss; plugins add others."""
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None = None
+    kl_weight: float = 0.0
+    """Weight of the KL estimate in the loss; 0 where it is in the reward."""
+    kl_kind: str = "k3"
+    entropy_weight: float = 0.0
+
+
+class LossRows(ArrayRecord, frozen=True, kw_only=True, tag="loss/rows"):
+    """Rows that the loss of one update read and made on one rank, over its micro-batches; every array is [T].
+
+    ``sentinel`` int64 as in `TokenLedger`; ``mask`` bool, in the loss; ``current``, ``entropy`` float32, nats;
+    ``loss`` float32, of the token before its weight; ``gradient``, ``entropy_gradient`` float32, of the rank's summed
+    loss by the token's log-probability and entropy. And the columns that it read, float32: ``weight``, and for a policy
+    loss ``divisor``, ``advantage`` and ``reference``.
+    """
+
+    coordinate: str
+    """Mesh coordinate of the rank."""
+
+
+class ReferenceShard(TensorRecord, frozen=True, kw_only=True, tag="logprob/reference"):
+    """One live tensor of a rank while it scored as the reference."""
+
+    frozen: Digest
+    """Content of the reference's tensor when the run was loaded."""

@@ -23,6 +23,18 @@ class DataOrder(ArrayRecord, frozen=True, kw_only=True, tag="data/order"):
     """Prompts are generated, and those whose CRC-32 ends in 0 are held out."""
 
 
+class TrainedText(Record, frozen=True, kw_only=True, tag="data/trained"):
+    """Texts of a step's examples with a prompt and a response; lists have an entry an example."""
+
+    ids: tuple[str, ...]
+    responses: tuple[str, ...]
+    """Text that the data set has after the prompt."""
+    texts: tuple[str, ...]
+    """Text of the tokens in the loss, special ones included."""
+    end: str
+    """Text of the end token."""
+
+
 class StepAccount(Record, frozen=True, kw_only=True, tag="data/account"):
     """Rollouts and tokens that came into one step, and where they went."""
 

@@ -1,14 +1,18 @@
 """All faults by id. Importing this module imports every file of faults, which fills the catalogue."""
 
 from verifier.faults import (  # noqa: F401
-    batch_faults,
+    advantage_faults,
     checkpoint_faults,
+    column_faults,
     conversion_faults,
+    data_faults,
     engine_faults,
     knob_faults,
     logprob_faults,
     loss_faults,
     pack_faults,
+    policy_faults,
+    reward_faults,
     rollout_faults,
     train_faults,
     transport_faults,

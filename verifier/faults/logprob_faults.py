@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, TRAINING, Body, Call, fault, held, kind
+from verifier.faults.fault import NO_ENGINE, TRAINING, Body, Call, Side, fault, held, kind
 from verifier.mesh import Mesh
 
 STEP = "verifier.train.step_megatron"
@@ -256,3 +256,51 @@ def gates_not_normalised(call: Call) -> Any:
 def old_without_temperature(call: Call) -> Any:
     """The trainer scores rollouts without the temperature that it trains with, so no ratio begins at 1."""
     return call.faulty(temperature=1.0)
+
+
+POLICY: dict[str, Any] = {"stage": Stage.LOGPROB, "engine": TRAINING, "model": "tiny:add"}
+WORKER = "verifier.trainer.worker_megatron:TrainerWorker"
+WITH_REFERENCE = ("algorithm=grpo", "grpo.kl_weight=0.1")
+
+
+@fault(
+    "THUDM/slime#914", f"{WORKER}._weights_of(self, which)", **POLICY, caught_by=("LGP010",), training=WITH_REFERENCE
+)  # fmt: skip
+def reference_is_the_policy(call: Call) -> Any:
+    """The reference's pass calls the policy, so the KL is 0 for ever."""
+    return call.original() if call.which == "current" else call.faulty(which="current")
+
+
+@fault(
+    "huggingface/trl#6688", f"{WORKER}.score(self, batch, which, to)", **POLICY, caught_by=("LGP010",),
+    training=WITH_REFERENCE,
+)  # fmt: skip
+def reference_drifts(call: Call) -> Any:
+    """The reference is made from weights that something is added to and taken from, and loses low bits each time."""
+    if call.which == "reference":
+        call.fire()
+        call.self._reference = [(tensor + 0.1) - 0.1 for tensor in call.self._reference]
+    return call.original()
+
+
+@fault(
+    "OpenRLHF/OpenRLHF#853", f"{WORKER}.score(self, batch, which, to)", **POLICY, caught_by=("LSS003",),
+    training=(*WITH_REFERENCE, "grpo.temperature=1.25"),
+)  # fmt: skip
+def reference_without_temperature(call: Call) -> Any:
+    """The reference is scored at temperature 1, and policy and rollouts at another."""
+    if call.which == "current":
+        return call.original()
+    with held(call.self, _temperature=1.0):
+        return call.faulty()
+
+
+@fault(
+    "NovaSky-AI/SkyRL#1315", "verifier.trainer.grpo_plan:GrpoPlan._scored(self, step, given, parts, score)",
+    **POLICY, side=Side.CONTROLLER, caught_by=("LSS003",), training=("algorithm=grpo",),
+)  # fmt: skip
+def old_is_the_engines(call: Call) -> Any:
+    """The engine's log-probabilities stand in for the trainer's, and the mismatch is in every ratio."""
+    import dataclasses
+
+    return dataclasses.replace(call.faulty(), old=[item.logprobs for item in call.given])

@@ -312,3 +312,17 @@ def padding_of_the_head_sampled(call: Call) -> Any:
 def answers_without_temperature(call: Call) -> Any:
     """The engine samples at 1 and reports so, while the trainer divides its logits by the run's temperature."""
     return call.faulty(temperature=1.0)
+
+
+LIVE: dict[str, Any] = {
+    "stage": Stage.ROLLOUT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LGP009",),
+    "training": ("algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4"),
+}  # fmt: skip
+RECEIVED = "verifier.trainer.generation:EngineRollouts._row(self, step, place, number, example, prompt, sample)"
+
+
+@fault("PrimeIntellect-ai/prime-rl#1525", RECEIVED, **LIVE)
+def reported_one_token_late(call: Call) -> Any:
+    """The engine's log-probability of each token is attached to the token after it."""
+    nats = call.sample.logprobs
+    return call.faulty(sample=dataclasses.replace(call.sample, logprobs=(*nats[-1:], *nats[:-1])))

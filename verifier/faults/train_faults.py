@@ -212,3 +212,32 @@ def moments_dropped(call: Call) -> Any:
 def scheduler_counts_rollouts(call: Call) -> Any:
     """The schedule is told the number of rollouts where it counts steps, and has ended after the first."""
     return call.faulty(scheduler_step=len(call.rollouts))
+
+
+@fault(
+    "verl-project/verl#2377", STEP, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add", caught_by=("TRN003",),
+)  # fmt: skip
+def step_skipped_in_silence(call: Call) -> Any:
+    """The optimizer skips a step, as for a gradient that is not finite, and the run counts it."""
+    return call.wrong(True)
+
+
+@fault(
+    "Lightning-AI/pytorch-lightning#1476", TRAIN_STEP, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add",
+    caught_by=("TRN002", "TRN003"),
+)  # fmt: skip
+def scheduler_counts_micro_batches(call: Call) -> Any:
+    """The schedule goes on with every micro-batch, not with every step."""
+    return call.faulty(scheduler_step=-(-len(call.rollouts) // call.micro_batch_size))
+
+
+@fault(
+    "areal-project/AReaL#312",
+    "megatron.core.optimizer.optimizer:get_grad_norm_fp32(grads_for_norm, norm_type, grad_stats_parallel_group)",
+    stage=Stage.TRAIN, engine=TRAINING, model="tiny:add", mesh=Mesh(dp=2), caught_by=("TRN003",),
+)  # fmt: skip
+def norm_of_one_rank(call: Call) -> Any:
+    """The norm by which gradients are clipped is that of a rank's own shard, so ranks clip by different factors."""
+    from megatron.core import parallel_state
+
+    return call.faulty(grad_stats_parallel_group=parallel_state.get_tensor_model_parallel_group())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -19,9 +21,14 @@ GREATEST = ("ratio_gap", "kl_gap")
 
 
 class LossMeter:
-    """Facts of the rows that one rank's losses saw in a step; `read` joins those of all ranks."""
+    """Facts of the rows that one rank's losses saw in a step; `read` joins those of all ranks.
 
-    def __init__(self) -> None:
+    Args:
+        rows: keep the rows themselves too, of batches with a ledger.
+    """
+
+    def __init__(self, *, rows: bool = False) -> None:
+        self._keeps_rows, self._rows = rows, list[dict[str, torch.Tensor]]()
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64)
         self._greatest = torch.zeros(len(GREATEST), dtype=torch.float64)
 
@@ -33,6 +40,25 @@ class LossMeter:
         gaps = [torch.where(mask_T, facts.ratio_T - 1, 0).abs().amax(), facts.kl_T.abs().amax()]
         self._sums += torch.stack([value.double() for value in sums]).cpu()
         self._greatest = torch.maximum(self._greatest, torch.stack([value.double() for value in gaps]).cpu())
+
+    def keep(self, shard: PackedBatch, current_T: torch.Tensor, entropy_T: torch.Tensor, loss_T: torch.Tensor) -> None:
+        """Keep the rows of one micro-batch, and their gradients as the backward pass reaches them."""
+        if not self._keeps_rows or shard.ledger_T is None:
+            return
+        row = {
+            "sentinel": shard.ledger_T, "mask": shard.loss_mask_T, "current": current_T.detach(),
+            "entropy": entropy_T.detach(), "loss": loss_T.detach(), **shard.columns,
+        }  # fmt: skip
+        for name, values_T in (("gradient", current_T), ("entropy_gradient", entropy_T)):
+            row[name] = torch.zeros_like(values_T.detach())
+            if values_T.requires_grad:
+                values_T.register_hook(partial(_kept, row[name]))
+        self._rows.append(row)
+
+    def rows(self) -> dict[str, np.ndarray]:
+        """Kept rows after the step, as arrays of `core.records_policy.LossRows`; empty if there are none."""
+        names = self._rows[0] if self._rows else ()
+        return {name: torch.cat([row[name].cpu() for row in self._rows]).numpy() for name in names}
 
     def read(self, *, counts: bool, device: torch.device) -> dict[str, float]:
         """Join the ranks. A collective.
@@ -46,6 +72,11 @@ class LossMeter:
         dist.all_reduce(sums)
         dist.all_reduce(greatest, dist.ReduceOp.MAX)
         return dict(zip(SUMS, sums.tolist(), strict=True)) | dict(zip(GREATEST, greatest.tolist(), strict=True))
+
+
+def _kept(into_T: torch.Tensor, gradient_T: torch.Tensor | None) -> None:
+    if gradient_T is not None:  # one output of a function may have none
+        into_T.copy_(gradient_T)
 
 
 def policy_loss(name: str, options: LossOptions, meter: LossMeter) -> TokenLoss:
@@ -63,7 +94,9 @@ def policy_loss(name: str, options: LossOptions, meter: LossMeter) -> TokenLoss:
             mask_T=mask_T, sequence_mean=lambda values_T: _sequence_mean(values_T, mask_T, shard),
         )  # fmt: skip
         meter.add(name, inputs, options)
-        return token_loss(name, inputs, options)
+        loss_T = token_loss(name, inputs, options)
+        meter.keep(shard, logprob_T, entropy_T, loss_T)
+        return loss_T
 
     return loss
 

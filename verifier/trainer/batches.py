@@ -12,7 +12,7 @@ import numpy as np
 from verifier.algorithms.aggregation import token_weights
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
-from verifier.core.records_trainer import DataOrder, LossColumns, StepAccount
+from verifier.core.records_trainer import DataOrder, LossColumns, StepAccount, TrainedText
 from verifier.data.encode import encode_example
 from verifier.data.examples import Example
 from verifier.data.order import batch_indices
@@ -152,9 +152,22 @@ class SftPlan:
         update.save()
         if probe is not None:
             probe.emit(order_of(config, step, len(self._examples), examples), np.array(indices, np.int64))
+            probe.emit(_trained_text(step, examples, rollouts, self._tokenizer))
             record_account(probe, [update], rollouts, {})
             record_columns(probe, config, update)
         return [update]
+
+
+def _trained_text(
+    step: int, examples: Sequence[Example], rollouts: Sequence[Rollout], tokenizer: Tokenizer
+) -> TrainedText:
+    """Record of what a step's examples train on; conversations, which a template writes, are left out."""
+    kept = [(item, rollout) for item, rollout in zip(examples, rollouts, strict=True) if item.response is not None]
+    return TrainedText(
+        name="examples", version=step, ids=tuple(rollout.id for _, rollout in kept),
+        responses=tuple(item.response or "" for item, _ in kept), end=tokenizer.decode((tokenizer.eos_id,)),
+        texts=tuple(tokenizer.decode(rollout.tokens[rollout.mask].tolist()) for _, rollout in kept),
+    )  # fmt: skip
 
 
 def order_of(config: TrainConfig, step: int, num_examples: int, examples: Sequence[Example]) -> DataOrder:

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
+from verifier.core.records_policy import LossTerms
 from verifier.core.records_trainer import KnobsAsked, OptimizerSettings
 from verifier.core.store import Recorder, complete, create, discard
 from verifier.data.rollout_file import load_rollouts
@@ -38,7 +39,7 @@ from verifier.trainer.metrics import metrics_of
 from verifier.trainer.run_folder import RunFolder, opened
 from verifier.trainer.step_trace import step_manifest
 from verifier.trainer.upstream_fields import asked
-from verifier.trainer.worker_spec import WorkerSpec, optimizer_settings
+from verifier.trainer.worker_spec import WorkerSpec, loss_terms, optimizer_settings
 
 Progress = Callable[[str], None]
 PRELOAD = "verifier.runs.session_megatron:preload"
@@ -280,6 +281,7 @@ class Trainer:
             yield probe
             probe.emit(KnobsAsked(name="config", version=step, values=asked(self._config)))
             probe.emit(OptimizerSettings(name="Adam", version=step, **optimizer_settings(self._config)))
+            probe.emit(LossTerms(name="loss", version=step, **loss_terms(self._config)))
 
     def _submit(self, step: int, trace: Path) -> None:
         assert self._judge is not None

@@ -16,7 +16,7 @@ from verifier.algorithms.kl import kl_penalty
 from verifier.algorithms.off_policy import CorrectionOptions, correction
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
-from verifier.core.records_policy import Advantages, GivenRewards, PolicyColumns
+from verifier.core.records_policy import Advantages, Drops, GivenRewards, PolicyColumns
 from verifier.data.recorded import RolloutRow, read_recorded, rollout_of
 from verifier.data.rollout import Rollout
 from verifier.data.rollout_file import save_rollouts
@@ -122,6 +122,13 @@ class GrpoPlan:
                 if reason is not None:
                     dropped[reason] += int(item.mask.sum())
             record_account(probe, updates, given, dropped, passes=options.epochs)
+            probe.emit(
+                Drops(
+                    name="batch", version=step, ids=tuple(row.id for row in rows),
+                    truncated=tuple(row.truncated for row in rows), reasons=tuple(str(item or "") for item in reasons),
+                    drop_overlong=options.drop_overlong, drop_zero_variance=options.drop_zero_variance,
+                )
+            )  # fmt: skip
             self._record(probe, step, rows, reward, penalties, found, scored, columns, kept)
             for update in updates:
                 record_columns(probe, config, update)

@@ -24,6 +24,7 @@ def step_manifest(config: TrainConfig, model: ModelUnderTest, step: int, *, resu
     scopes: list[Scope] = ["config", "data", "batch", "schedule", "tokens"]
     if config.algorithm == "grpo":
         scopes = ["config", "batch", "schedule", "tokens", "policy", "reward"]
+        scopes += ["reference"] if config.grpo.has_reference else []
         if config.data.rollouts is None:
             scopes += ["data", "plan", "transport", "held", "engine"]
             scopes += ["mismatch"] if model.dtype == "float32" else []

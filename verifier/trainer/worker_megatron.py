@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from verifier.algorithms.loss_options import LossOptions
 from verifier.core.outputs import full_disk_refused
 from verifier.core.record import real
-from verifier.core.records_policy import UpdateRatios
+from verifier.core.records_policy import LossRows, ReferenceShard, UpdateRatios
 from verifier.core.records_trainer import KnobsReached, LoadedState, OptimizerSettings, SavedState, TrainerStep
 from verifier.core.records_weights import UpdatedShard
 from verifier.core.store import Recorder
@@ -26,11 +26,12 @@ from verifier.export.names import layout_of
 from verifier.launch.child import resolve
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import open_checkpoint
+from verifier.plan.digest import digest_tensors
 from verifier.platform.upstream_fixes import selected
 from verifier.probes.arguments_megatron import given_arguments
 from verifier.probes.configs_megatron import record_provider
 from verifier.probes.trainer import TokenProbe
-from verifier.probes.weights_megatron import LiveWeights
+from verifier.probes.weights_megatron import LiveWeights, described
 from verifier.train import checkpoint_megatron, optimizer_megatron, step_megatron
 from verifier.train.policy_loss_megatron import LossMeter, policy_loss
 from verifier.train.vocab_logprob import is_greedy
@@ -74,6 +75,8 @@ class TrainerWorker:
         self._probe: Recorder | None = None
         self._sync: WeightSync | None = None
         self._reference: list[torch.Tensor] = []
+        self._frozen: dict[str, dict[str, Any]] = {}
+        self._scored: dict[str, dict[str, Any]] = {}
         self._resumed: tuple[int, Facts, Facts] | None = None
         batch, options = config.batch, config.grpo
         self._batching: dict[str, Any] = {"micro_batch_size": batch.count, "max_tokens": batch.max_tokens}
@@ -113,6 +116,7 @@ class TrainerWorker:
         )
         if resume is not None:
             self._resume(Path(resume), same_mesh)
+        self._frozen = self._digests(self._reference)
         return self._effective() if self._context.rank == 0 else {}
 
     def _resume(self, folder: Path, same_mesh: bool) -> None:
@@ -150,6 +154,8 @@ class TrainerWorker:
         """
         rollouts, _ = load_rollouts(Path(batch))
         with self._weights_of(which):
+            if which == "reference":
+                self._scored = self._digests([tensor for _, _, tensor in self._live.tensors()])
             found = step_megatron.score(self._trainer, rollouts, temperature=self._temperature, **self._batching)
         if self._context.rank == 0:
             nan = torch.full((1,), math.nan)
@@ -170,7 +176,7 @@ class TrainerWorker:
         rollouts, columns = load_rollouts(Path(batch))
         rates = [group["lr"] for group in self._optimizer.param_groups]
         decays = [group["weight_decay"] for group in self._optimizer.param_groups]
-        name, meter = f"update {number}", LossMeter()
+        name, meter = f"update {number}", LossMeter(rows=trace is not None)
         probe = self._recorder(trace)
         look, given = None, contextlib.nullcontext()
         if probe is not None:
@@ -197,7 +203,10 @@ class TrainerWorker:
                     scheduler_steps=int(self._scheduler.num_steps),
                 )
             )  # fmt: skip
+            if at.tp == 0 and (rows := meter.rows()):
+                probe.emit(LossRows(name=name, version=step, coordinate=str(at)), rows)
             if self._config.algorithm == "grpo":
+                self._record_reference(probe, step)
                 probe.emit(
                     UpdateRatios(
                         name=name, version=step, update=number, first=first, at_reference=number == 1,
@@ -254,6 +263,19 @@ class TrainerWorker:
             record_facts(probe, SavedState, saved, version)
             record_facts(probe, LoadedState, loaded, version)
             self._resumed = None
+
+    def _digests(self, tensors: list[torch.Tensor]) -> dict[str, dict[str, Any]]:
+        """Fields of a `TensorRecord` of tensors in the order of the live ones, by their names; none for none."""
+        names = [f"{name} (chunk {chunk})" for chunk, name, _ in self._live.tensors()] if tensors else []
+        parts = zip(names, tensors, digest_tensors(tensors), strict=True)
+        return {name: described(tensor, digest) for name, tensor, digest in parts}
+
+    def _record_reference(self, probe: Recorder, version: int) -> None:
+        """Record the weights that the step's reference was scored with, once."""
+        for name, fields in self._scored.items():
+            frozen = self._frozen[name]["digest"]
+            probe.emit(ReferenceShard(name=name, version=version, frozen=frozen, **fields))
+        self._scored = {}
 
     @contextlib.contextmanager
     def _weights_of(self, which: str) -> Iterator[None]:

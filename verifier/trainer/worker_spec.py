@@ -41,3 +41,15 @@ def optimizer_settings(config: TrainConfig) -> dict[str, Any]:
     values = asdict(config.optimizer)
     updates = config.steps * (config.grpo.updates if config.algorithm == "grpo" else 1)
     return {**values, "decay_steps": max(updates, config.optimizer.warmup_steps + 1)}
+
+
+def loss_terms(config: TrainConfig) -> dict[str, Any]:
+    """Fields of `LossTerms`."""
+    options = config.grpo
+    if config.algorithm == "sft":
+        return {"loss": "cross_entropy", "clip_low": 0.0, "clip_high": 0.0}
+    return {
+        "loss": options.loss, "clip_low": options.clip_low, "clip_high": options.clip_high,
+        "dual_clip": options.dual_clip, "kl_weight": options.kl_weight if options.kl_in == "loss" else 0.0,
+        "kl_kind": options.kl_kind, "entropy_weight": options.entropy_weight,
+    }  # fmt: skip

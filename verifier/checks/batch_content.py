@@ -1,0 +1,96 @@
+"""Content of a training batch: the text that examples train on, and the rollouts that filters leave out."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from unicodedata import normalize
+
+import numpy as np
+
+from verifier.core.check import check
+from verifier.core.comparison import Comparison
+from verifier.core.records_policy import Advantages, Drops, PolicyColumns
+from verifier.core.records_trainer import TrainedText
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+
+@check("DAT003", needs=(TrainedText,), scope="data")
+def other_text_trained(trace: Trace) -> Iterator[Comparison]:
+    """The tokens in the loss of an example are its response and the end token, and no others.
+
+    What it checks: per example with a prompt and a response, the text that its tokens in the loss decode to, against
+    the response of the data set followed by the end token.
+    Why it matters: a mask that reaches into the prompt trains the model to ask; one that stops before the end token
+    trains it never to stop. The loss falls in both.
+    Evidence: data/trained.
+    Tolerance and its source: exact texts, composed (Unicode's NFC) as the tokenizer may compose them.
+    What it does not catch: conversations, whose turns a chat template writes; a response that is wrong in the data.
+    References: Megatron-Bridge#4660, SkyRL#710, verl#3287, trl#1623.
+    """
+    for item in trace.of(TrainedText):
+        for name, response, text in zip(item.ids, item.responses, item.texts, strict=True):
+            expected = normalize("NFC", response + item.end)
+            yield Comparison(
+                what=name, same=normalize("NFC", text) == expected, stage=Stage.DATA, version=item.version,
+                badness=1.0, sentence=f"`{name}` trains on `{text[-60:]}`, it should train on `{expected[-60:]}`",
+                expected=f"`{expected[-60:]}` (the response and the end token)", actual=f"`{text[-60:]}`",
+                allowed="exact (texts)", hint="look at the loss mask, where the response begins and where it ends",
+            )  # fmt: skip
+
+
+@check("DAT004", needs=(Drops, Advantages, PolicyColumns), scope="policy")
+def dropped_for_another_reason(trace: Trace) -> Iterator[Comparison]:
+    """A rollout leaves the loss for the first reason that applies to it, and for no other.
+
+    What it checks: per rollout, the reason that the batch gives, against the rules: a token is older than the bound;
+    the answer was cut off; all trajectories of the group have one reward. The last two where the config asks for them.
+    Why it matters: a filter on the group's mean, or on a shaped reward, drops the prompts that teach most, and the
+    counts still add up.
+    Evidence: data/drops, advantage/advantages, advantage/policy ("version").
+    Tolerance and its source: exact; reasons are names, rewards are compared as they are.
+    What it does not catch: a rollout that says wrongly whether it was cut off.
+    References: OpenRLHF#1270, NeMo-RL#2431, NeMo-RL#4158, slime#1445.
+    """
+    for item in trace.of(Drops):
+        expected = _reasons(trace, item)
+        for name, reason in zip(item.ids, item.reasons, strict=True):
+            right = expected.get(name, "")
+            yield Comparison(
+                what=name, same=reason == right, stage=Stage.DATA, version=item.version, badness=1.0,
+                sentence=f"`{name}` is {_said(reason)}, it should be {_said(right)}",
+                expected=_said(right), actual=_said(reason), allowed="exact (names)",
+                hint="look at what the filter compares, and over which rollouts",
+            )  # fmt: skip
+
+
+def _said(reason: str) -> str:
+    return f"dropped as {reason.replace('_', ' ')}" if reason else "in the loss"
+
+
+def _reasons(trace: Trace, item: Drops) -> dict[str, str]:
+    """Reason of each rollout by the rules; empty for one that stays."""
+    found: dict[str, str] = {}
+    for batch in trace.of(Advantages, version=item.version):
+        parts: dict[str, list[float]] = defaultdict(list)
+        for trajectory, reward in zip(batch.trajectories, batch.rewards, strict=True):
+            parts[trajectory].append(reward)
+        sums = {name: math.fsum(own) for name, own in parts.items()}
+        members: dict[str, dict[str, float]] = defaultdict(dict)
+        for trajectory, group in zip(batch.trajectories, batch.groups, strict=True):
+            members[group][trajectory] = sums[trajectory]
+        for name, group in zip(batch.ids, batch.groups, strict=True):
+            own = list(members[group].values())
+            if item.drop_zero_variance and len(own) > 1 and min(own) == max(own):
+                found[name] = "zero_variance"
+    if item.drop_overlong:
+        found |= {name: "overlong" for name, cut in zip(item.ids, item.truncated, strict=True) if cut}
+    for policy in trace.of(PolicyColumns, version=item.version):
+        versions = np.split(trace.array(policy, "version"), np.cumsum(policy.lengths)[:-1])
+        for name, by in zip(policy.ids, versions, strict=True):
+            sampled = by[by >= 0]
+            if len(sampled) and policy.trained_version - int(sampled.min()) > policy.max_staleness:
+                found[name] = "stale"
+    return found

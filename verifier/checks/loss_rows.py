@@ -1,0 +1,245 @@
+"""Rows of a training step's loss: the inputs that it read, its value, its gradient, and the weights of a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from verifier.checks.content import owner_of, times
+from verifier.checks.packing import POSITION_BITS
+from verifier.core.check import check
+from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.records_policy import LossRows, LossTerms, PolicyColumns, ReferenceShard
+from verifier.core.records_trainer import LossColumns, TrainerStep
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+Rows = Mapping[str, np.ndarray]
+INPUT = Tolerance(
+    absolute=1e-6, unit="of the value", source="fp32: one rounding of a float64 is 6e-8, and a weight is multiplied"
+)
+TERM = Tolerance(
+    absolute=2e-5, unit="of the update's greatest",
+    source="fp32: a ratio is the exponential of a difference of numbers of up to 20, each 1e-6 off",
+)  # fmt: skip
+LIMIT = 20.0
+"""Log-ratios are clamped to it before they are exponentiated, nats."""
+READ = ("weight", "divisor", "advantage", "reference")
+"""Columns of a token that a loss may read."""
+KNOWN = ("cross_entropy", "clipped", "gspo", "cispo", "importance")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """Rows in the loss of one update, of all ranks, and what they should have read."""
+
+    columns: LossColumns
+    place: np.ndarray
+    """[T] token of the update that each row predicts."""
+    rollout: np.ndarray
+    """[T] rollout that it belongs to."""
+    rows: Rows
+    """Rows as the ranks recorded them."""
+    given: Rows
+    """[T] inputs as the controller recorded them, float64."""
+    in_loss: np.ndarray
+    """[N] tokens of the update in the loss."""
+
+
+def _updates(trace: Trace) -> Iterator[_Update]:
+    for columns in trace.of(LossColumns):
+        parts = [trace.arrays(item) for item in trace.of(LossRows, version=columns.version, name=columns.name)]
+        if not parts:
+            continue
+        joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        kept = joined["mask"].astype(bool)
+        rows = {name: values[kept] for name, values in joined.items()}
+        sentinel = rows["sentinel"].astype(np.int64)
+        rollout, position = (sentinel >> POSITION_BITS) - 1, sentinel & ((1 << POSITION_BITS) - 1)
+        starts = np.concatenate([[0], np.cumsum(columns.lengths)])
+        place = starts[rollout] + position
+        mask = trace.array(columns, "mask").astype(bool)
+        given = {"weight": trace.array(columns, "weight").astype(np.float64) * int(mask.sum())}
+        for policy in trace.of(PolicyColumns, version=columns.version):
+            given |= _of_update(trace, policy, columns)
+        given = {name: values[place] for name, values in given.items()}
+        yield _Update(columns=columns, place=place, rollout=rollout, rows=rows, given=given, in_loss=mask)
+
+
+def _of_update(trace: Trace, policy: PolicyColumns, columns: LossColumns) -> dict[str, np.ndarray]:
+    """Columns of the batch for the rollouts of one update, by id."""
+    number = {name: place for place, name in enumerate(policy.ids)}
+    ends = np.cumsum(policy.lengths)[:-1]
+    found = {}
+    for name in READ[1:]:
+        if name in (arrays := trace.arrays(policy)):
+            parts = np.split(arrays[name].astype(np.float64), ends)
+            found[name] = np.concatenate([parts[number[own]] for own in columns.ids])
+    return found
+
+
+@check("PCK004", needs=(LossRows, LossColumns), scope="batch")
+def loss_read_another_token(trace: Trace) -> Iterator[Comparison]:
+    """Every token in the loss is read once, with the weight, divisor, advantage and reference that it was given.
+
+    What it checks: per rollout of an update, over all ranks: the columns that the loss read at the row that predicts a
+    token, against what the controller computed for that token by id; and that each token in the loss has one row.
+    Why it matters: an advantage that is shifted by one, cut for another context-parallel rank or normalised once more
+    on a data-parallel rank keeps every shape, and the loss looks as ever.
+    Evidence: loss/rows, advantage/columns, advantage/policy.
+    Tolerance and its source: 1e-6 of the value; a float64 is rounded to float32.
+    What it does not catch: columns that were computed wrongly (ADV001, ADV003).
+    References: ms-swift#8427, prime-rl#583, SkyRL#1908, RL#2787.
+    """
+    for update in _updates(trace):
+        columns = update.columns
+        times_read = np.bincount(update.place, minlength=len(update.in_loss))
+        starts = np.concatenate([[0], np.cumsum(columns.lengths)])
+        for number, name in enumerate(columns.ids):
+            own = update.rollout == number
+            span = slice(starts[number], starts[number + 1])
+            rows = int((times_read[span] != update.in_loss[span]).sum())
+            worst, which = float(rows), "rows" if rows else ""
+            for column, given in update.given.items():
+                read = update.rows[column][own].astype(np.float64) if column in update.rows else np.full(own.sum(), 0)
+                wanted = given[own]
+                gap = np.abs(read - wanted) / (INPUT.absolute * np.maximum(np.abs(wanted), 1e-30))
+                greatest = float(np.where(np.isnan(gap), np.inf, gap).max(initial=0.0))
+                if greatest > max(worst, 1.0):
+                    worst, which = greatest, column
+            yield Comparison(
+                what=f"{name} in {columns.name}", same=not which, stage=Stage.PACK, version=columns.version,
+                badness=worst,
+                sentence=f"in {columns.name} the loss of `{name}` read "
+                + (f"{rows} tokens not once" if which == "rows" else f"another {which} than it was given"),
+                expected="each token once, with its own columns", actual=f"{which} differs" if which else "",
+                allowed=str(INPUT), hint="look at what packs, cuts and moves the columns of a batch",
+            )  # fmt: skip
+
+
+@check("LSS004", needs=(LossRows, LossTerms, LossColumns), scope="batch")
+def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
+    """Every token's loss and its gradient are the textbook's, and the step reports their weighted sum.
+
+    What it checks: per rollout of an update, the loss of each token and the derivatives of the summed loss by its
+    log-probability and its entropy, against the formula in float64 of the log-probability that the ranks computed and
+    of the weight, divisor, advantage and reference that the controller computed: cross-entropy, clipped with dual clip,
+    GSPO over the whole sequence, CISPO, importance sampling, KL and entropy. And the loss that a rank reports.
+    Why it matters: a clip that is read and not applied, a KL term of the wrong sign or without a gradient, a ratio that
+    is always 1, a sequence's mean over one context-parallel shard: the curve looks plausible.
+    Evidence: loss/rows, loss/terms, advantage/columns, advantage/policy, train/done.
+    Tolerance and its source: 2e-5 of the greatest of the update; fp32. Rows within that of a clip's edge have either
+    gradient.
+    What it does not catch: what becomes of the gradient behind the log-probability (LSS001); losses of plugins.
+    References: rllm#81, tianshou#433, verl#179, SkyRL#1353, AReaL#1273, SkyRL#1296.
+    """
+    for update in _updates(trace):
+        for terms in trace.of(LossTerms, version=update.columns.version):
+            if terms.loss in KNOWN:
+                yield from _formula(trace, update, terms)
+
+
+def _formula(trace: Trace, update: _Update, terms: LossTerms) -> Iterator[Comparison]:
+    columns, weight = update.columns, update.given["weight"]
+    value, slope, edge = _textbook(update, terms)
+    pairs = (
+        ("loss", update.rows["loss"].astype(np.float64), value, np.zeros(len(edge), bool)),
+        ("gradient", update.rows["gradient"].astype(np.float64), weight * slope, edge),
+        (
+            "gradient by the entropy", update.rows["entropy_gradient"].astype(np.float64),
+            -terms.entropy_weight * weight, np.zeros(len(edge), bool),
+        ),
+    )  # fmt: skip
+    for what, actual, expected, spared in pairs:
+        allowed = TERM.absolute * max(float(np.abs(expected).max(initial=0.0)), 1e-12)
+        gaps = np.where(spared, 0.0, np.abs(actual - expected))
+        gaps = np.where(np.isnan(gaps), np.inf, gaps)
+        for number, name in enumerate(columns.ids):
+            own = np.flatnonzero(update.rollout == number)
+            if not len(own):
+                continue
+            at = own[int(np.argmax(gaps[own]))]
+            gap = float(gaps[at])
+            yield Comparison(
+                what=f"{what} of {name} in {columns.name}", same=gap <= allowed, stage=Stage.LOSS,
+                version=columns.version, badness=times(gap, allowed),
+                sentence=f"in {columns.name} a token of `{name}` has a {what} of {actual[at]:.6g}, "
+                f"it should be {expected[at]:.6g}",
+                expected=f"{expected[at]:.6g} ({terms.loss}, float64)", actual=f"{actual[at]:.6g} (the trainer's)",
+                allowed=f"{allowed:.3g}, {TERM}", hint="look at the terms of the loss, their signs and their divisors",
+            )  # fmt: skip
+    total = float((weight * value).sum()) / max(int(update.in_loss.sum()), 1)
+    scale = float(np.abs(weight * value).sum()) / max(int(update.in_loss.sum()), 1)
+    for report in trace.of(TrainerStep, version=columns.version, name=columns.name):
+        gap, allowed = abs(float(report.loss) - total), TERM.absolute * max(scale, 1e-12)
+        yield Comparison(
+            what=f"reported loss of {columns.name} on rank {report.rank}", same=gap <= allowed, stage=Stage.LOSS,
+            version=columns.version, badness=times(gap, allowed), owner=owner_of(report),
+            sentence=f"{columns.name} reports a loss of {float(report.loss):.6g}, it should be {total:.6g}",
+            expected=f"{total:.6g} (the weighted sum over all tokens, float64)", actual=f"{float(report.loss):.6g}",
+            allowed=f"{allowed:.3g}, {TERM}", hint="look at what is summed over which ranks",
+        )  # fmt: skip
+
+
+def _textbook(update: _Update, terms: LossTerms) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Loss of each row, its derivative by the log-probability, and whether a clip's edge is too near to tell."""
+    current = update.rows["current"].astype(np.float64)
+    edge = np.zeros(len(current), bool)
+    if terms.loss == "cross_entropy":
+        value, slope = -current, np.full(len(current), -1.0)
+    else:
+        difference, advantage = current - update.given["divisor"], update.given["advantage"]
+        if terms.loss == "gspo":
+            sums = np.bincount(update.rollout, difference) / np.maximum(np.bincount(update.rollout), 1)
+            difference = sums[update.rollout]
+        ratio = np.exp(np.clip(difference, -LIMIT, LIMIT))
+        low, high = max(0.0, 1 - terms.clip_low), 1 + terms.clip_high
+        for bound in (low, high, terms.dual_clip or high):
+            edge |= np.abs(ratio - bound) < TERM.absolute
+        within = np.clip(ratio, low, high)
+        if terms.loss == "importance":
+            value = slope = -ratio * advantage
+        elif terms.loss == "cispo":
+            value, slope = -within * advantage * current, -within * advantage
+        else:
+            stopped = np.where(advantage > 0, ratio > high, ratio < low)
+            value = -np.minimum(ratio * advantage, within * advantage)
+            if terms.dual_clip is not None:
+                stopped |= (advantage < 0) & (ratio > terms.dual_clip)
+                value = np.where(advantage < 0, np.minimum(value, -terms.dual_clip * advantage), value)
+            slope = np.where(stopped, 0.0, -ratio * advantage)
+    if terms.kl_weight:
+        distance = current - update.given["reference"]
+        near = np.clip(distance, -LIMIT, LIMIT)
+        kinds = {
+            "k1": (distance, np.ones_like(distance)), "k2": (distance**2 / 2, distance),
+            "k3": (np.expm1(-near) + near, -np.expm1(-near)),
+        }  # fmt: skip
+        estimate, its_slope = kinds[terms.kl_kind]
+        value, slope = value + terms.kl_weight * estimate, slope + terms.kl_weight * its_slope
+    return value - terms.entropy_weight * update.rows["entropy"].astype(np.float64), slope, edge
+
+
+@check("LGP010", needs=(ReferenceShard,), scope="reference")
+def reference_moved(trace: Trace) -> Iterator[Comparison]:
+    """The reference is scored with the weights that the run began with, in every step.
+
+    What it checks: per rank and tensor, the content that the model held while it scored as the reference, against that
+    of the reference when the run was loaded.
+    Why it matters: a reference that is the live model has a KL of 0, one that follows the policy has no anchor, and the
+    reported KL looks healthy in both.
+    Evidence: logprob/reference.
+    Tolerance and its source: bitwise; the reference is a copy.
+    What it does not catch: a reference that a resume takes from other weights (CKP001), or the first load (WGT001).
+    References: slime#914, RL#3722, trl#6688.
+    """
+    for item in trace.of(ReferenceShard):
+        yield Comparison(
+            what=f"{item.name} on rank {item.rank}", same=item.digest == item.frozen, stage=Stage.LOGPROB,
+            version=item.version, badness=1.0, owner=owner_of(item),
+            sentence=f"`{item.name}` of the reference is not what it was when it was loaded",
+            expected=f"{item.frozen} (when it was loaded)", actual=f"{item.digest} (while the reference was scored)",
+            allowed="bitwise (a copy)", hint="look at what else writes the reference, and at which model scores",
+        )  # fmt: skip

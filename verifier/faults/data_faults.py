@@ -1,0 +1,111 @@
+"""Bugs of a training run's data: examples of a step, their labels, what is left out, how old it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from verifier.core.stage import Stage
+from verifier.faults.fault import TRAINING, Call, Side, fault
+
+BATCHES = "verifier.trainer.batches"
+ORDER = f"{BATCHES}:batch_indices(num_examples, batch_size, seed, step)"
+NUMBERS = Path(__file__).parent / "rollouts" / "numbers"
+"""Rollouts with made-up texts; some answers begin under older weights than they end."""
+ROW: dict[str, Any] = {"stage": Stage.DATA, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add"}
+
+
+@fault("huggingface/open-r1#450", ORDER, caught_by=("DAT001",), **ROW)
+def position_of_data_lost(call: Call) -> Any:
+    """Every step begins the data set anew, as a run does that resumes without its position."""
+    return call.faulty(step=0)
+
+
+@fault(
+    "huggingface/transformers#4398", "verifier.data.order:epoch_order(num_examples, seed, epoch)",
+    caught_by=("DAT001",), **ROW, training=("data.num_examples=8",),
+)  # fmt: skip
+def order_of_the_first_epoch(call: Call) -> Any:
+    """The sampler is not told the epoch, so every epoch has the order of the first."""
+    return call.original() if not call.epoch else call.faulty(epoch=0)
+
+
+@fault(
+    "herniqeu/extract0#1", "verifier.data.arithmetic:is_held_out(prompt)", caught_by=("DAT001",),
+    **ROW, training=("data.batch_size=16",),
+)  # fmt: skip
+def held_out_trained_on(call: Call) -> Any:
+    """The split is not applied, and steps train on prompts that the evaluation holds out."""
+    return call.wrong(False)
+
+
+@fault(
+    "verl-project/verl#6362", f"{BATCHES}:save_rollouts(path, rollouts, columns)", caught_by=("DAT002",), **ROW,
+)  # fmt: skip
+def rollout_left_out_unsaid(call: Call) -> Any:
+    """The last rollout of a batch is left out on its way to the ranks, and no account has it."""
+    columns = {name: values[:-1] for name, values in call.columns.items()}
+    return call.faulty(rollouts=call.rollouts[:-1], columns=columns)
+
+
+@fault(
+    "THUDM/slime#1445", "verifier.trainer.grpo_plan:GrpoPlan._reasons(self, step, rows, given, trajectories)",
+    caught_by=("ADV003", "DAT004"), **ROW, training=("algorithm=grpo", f"data.rollouts={NUMBERS}"),
+)  # fmt: skip
+def stale_beginning_trained_on(call: Call) -> Any:
+    """An answer that newer weights finished is judged by its last token, and its stale beginning is trained on."""
+    reasons = call.original()
+    if "stale" in reasons:
+        call.fire()
+    return [None if reason == "stale" else reason for reason in reasons]
+
+
+@fault(
+    "Tencent-Hunyuan/UniRL#324",
+    "verifier.trainer.generation:EngineRollouts._row(self, step, place, number, example, prompt, sample)",
+    caught_by=("ADV003",), **ROW,
+    training=("algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4"),
+)  # fmt: skip
+def versions_count_requests(call: Call) -> Any:
+    """Answers are stamped with a count of requests where the version of the weights that sampled them belongs."""
+    from msgspec.structs import replace
+
+    row = call.original()
+    if not call.place:
+        return row
+    return call.wrong(replace(row, versions=tuple(version + call.place for version in row.versions)))
+
+
+ENCODE = f"{BATCHES}:encode_example(example, tokenizer)"
+
+
+@fault("NVIDIA-NeMo/Megatron-Bridge#4660", ENCODE, caught_by=("DAT003",), **ROW)
+def end_token_left_out(call: Call) -> Any:
+    """The end token is that of padding too, and the mask of padding takes it out of the loss."""
+    rollout = call.faulty()
+    return dataclasses.replace(rollout, mask=rollout.mask & (rollout.tokens != call.tokenizer.eos_id))
+
+
+@fault("NovaSky-AI/SkyRL#710", ENCODE, caught_by=("DAT003",), **ROW)
+def prompt_trained_on(call: Call) -> Any:
+    """The mask covers the whole text of an example, and the model learns to write its prompts."""
+    rollout = call.faulty()
+    mask = rollout.mask.copy()
+    mask[1:] = True
+    return dataclasses.replace(rollout, mask=mask, sampled=mask, prompt_length=1)
+
+
+@fault(
+    "OpenRLHF/OpenRLHF#1270", "verifier.trainer.grpo_plan:zero_variance(rewards, groups, trajectories)",
+    caught_by=("DAT004",), **ROW,
+    training=("algorithm=grpo", f"data.rollouts={NUMBERS}", "grpo.drop_zero_variance=true"),
+)  # fmt: skip
+def groups_dropped_by_their_mean(call: Call) -> Any:
+    """The filter looks at the mean reward of a group, and drops easy ones whose rewards differ."""
+    found = call.faulty()
+    of_group: dict[str, list[float]] = {}
+    for group, reward in zip(call.groups, call.rewards, strict=True):
+        of_group.setdefault(group, []).append(reward)
+    easy = {group for group, rewards in of_group.items() if sum(rewards) > 0.7 * len(rewards)}
+    return ["zero_variance" if group in easy else reason for group, reason in zip(call.groups, found, strict=True)]
