@@ -271,7 +271,7 @@ def _of_drawn(nats: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
     return np.array([nats[token] if token < len(nats) else -math.inf for token in tokens], np.float64)
 
 
-@check("LGP001", needs=(TrainerLogprobs, OracleLogprobs), scope="logprob")
+@check("LGP001", needs=(TrainerLogprobs, OracleLogprobs), scope="logprob", also="scored")
 def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The trainer scores tokens as transformers in fp32 does with the same weights.
 
@@ -324,7 +324,7 @@ def engine_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     )  # fmt: skip
 
 
-@check("LGP003", needs=(SampledTokens, OracleOfSampled), scope="rollout")
+@check("LGP003", needs=(SampledTokens, OracleOfSampled), scope="rollout", also="sampled")
 def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The log-probabilities reported with sampled tokens are those of the synced weights.
 
