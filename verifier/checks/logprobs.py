@@ -279,6 +279,8 @@ def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     implementation that holds the trainer's own live weights (joined without Megatron-Bridge; of a family without a
     layout row, the exported ones); and that every rank gets the same ones back. At version 0 at a temperature too, and,
     of a model without experts, of a sequence of 1,000 tokens.
+    On sampled steps of a training run (`verify.every`) `old` of all rollouts, by the weights before the step, and
+    `reference`, by the checkpoint that the run began with, at the run's temperature.
     Why it matters: import and export that are wrong alike, a wrong rope base, epsilon or scaling, a misplaced label:
     all leave the round trip an identity.
     Evidence: logprob/trainer, logprob/oracle (arrays).
@@ -335,6 +337,7 @@ def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     At version 0 also tokens sampled side by side at several temperatures, whose log-probabilities are those of the
     logits divided by it; a greedy one's are the greatest. In fp32 also tokens whose requests ask for penalties, biases,
     allowed tokens and truncation, and the samples that LGP004 counts.
+    On sampled steps of a training run every sampled token, by the weights of the version that the token claims.
     Why it matters: a prefix cache that outlives its weights answers from the old policy; log-probabilities of another
     distribution than was sampled from make every importance ratio wrong.
     Evidence: rollout/sampled, logprob/sampled-oracle, rollout/shaped, logprob/shaped-oracle, rollout/drawn,

@@ -53,7 +53,10 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     Why it matters: a hook that does not run, a gradient reduced twice or over the wrong group, means of means: the loss
     curve and the norm look the same.
     Evidence: loss/gradient (a measurement by the oracle's process, from the trainer's reduced gradients).
-    Tolerance and its source: 3e-5 of the tensor's greatest gradient, in fp32; measured on clean runs. In bf16 five
+    On sampled steps of a training run (`verify.every`) it is the gradient of the true loss of each update, written
+    anew from the papers' formulas, on the tokens and columns that the controller recorded.
+    Tolerance and its source: 3e-5 of the tensor's greatest gradient, in fp32; measured on clean runs. Of a loss with
+    ratios or a KL term as much more as 1e-5 nats of each log-probability change it by (LGP001). In bf16 five
     times the run's own noise, of all tensors the greatest; gradients are summed in float32 there too. A length may be
     off by twice the tensor's own noise, which is how far transformers' gradient in bf16 is from that in fp32, or the
     median of its layer's tensors', if that is more: a few elements say little of how noisy they are.
@@ -98,7 +101,8 @@ def _lengths(trace: Trace) -> Iterator[Comparison]:
         length = float(item.group_length)
         gap = abs(length - 1)
         yield Comparison(
-            what=f"{name} (length)" + (f" of update {update}" if update else ""), same=gap <= bound.absolute, stage=Stage.LOSS, version=version,
+            what=f"{name} (length)" + (f" of update {update}" if update else ""),
+            same=gap <= bound.absolute, stage=Stage.LOSS, version=version,
             badness=times(gap, bound.absolute),
             sentence=f"the gradient of `{name}` is {length:.3g} times as long as it should be",
             expected="1 (along transformers' gradient, fp32)",
@@ -154,7 +158,8 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     Tolerance and its source: 1e-3 of the learning rate; fp32 rounding of weights and moments, measured on clean runs.
     In bf16 half a step of that dtype more, from the unrounded weights that Adam has: a trainer's fp32 masters.
     1e-5 of the norm.
-    What it does not catch: a wrong gradient (LSS001).
+    What it does not catch: a wrong gradient (LSS001); on sampled steps of a training run, whose moments (in bf16 also
+    masters) before the step are the trainer's own, what earlier steps did to these, and wrong rates (TRN002).
     References: SkyRL#2149, RL#2371, SkyRL#1403, slime#1152, slime#1775.
     """
     for item in trace.of(GradientRecord):
@@ -193,7 +198,8 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     Why it matters: what is logged is what people steer by; a sum over one group too many changes no gradient.
     Evidence: train/step ("loss", "num_tokens"), loss/gradient ("loss", "loss_scale", "num_tokens").
     Tolerance and its source: the count is exact; the mean is within 1e-6 of the mean magnitude of a token's loss, in
-    less than fp32 within twice the mean noise of a token's loss.
+    less than fp32 within twice the mean noise of a token's loss. A loss with ratios may be off by twice what 1e-5 nats
+    of each log-probability change it by.
     What it does not catch: gradients of another loss than the reported one (LSS001).
     References: SkyRL#1420, verl#3294, slime#987.
     """

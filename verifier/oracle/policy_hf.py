@@ -103,7 +103,7 @@ def _rows(file: Path) -> list[Row]:
 
 
 def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], dtype: torch.dtype) -> _Found:
-    """Loss and gradient by transformers, whole sequence by whole sequence; in float32 also of shifted log-probabilities.
+    """Loss and gradient by transformers, sequence by sequence; in float32 also of shifted log-probabilities.
 
     Shifts tell what two right sides may differ by, all tokens alike or by turns.
     """

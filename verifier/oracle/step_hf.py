@@ -158,6 +158,7 @@ def _rounded(
 
 
 def noise_of(rounded: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> float:
+    """Greatest distance of a gradient from the exact one, in units of its tensor's greatest element."""
     shares = (
         float((rounded[name].double() - gradient.double()).abs().max() / gradient.abs().max())
         for name, gradient in exact.items()
@@ -220,6 +221,7 @@ def gradients(
 
 
 def gradients_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gradients by checkpoint name, in the place of the weights, which are lost."""
     buffers = {name for name, _ in model.named_buffers()}
     with torch.no_grad():
         for parameter in model.parameters():
@@ -300,5 +302,6 @@ def half_step(magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def tensors_of(path: Path) -> Mapping[str, torch.Tensor]:
+    """All tensors of a checkpoint directory."""
     checkpoint = open_checkpoint(path)
     return {name: checkpoint.read(name) for name in checkpoint.names()}

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,19 @@ from verifier.config import TrainConfig
 from verifier.config.grpo import LOSSES
 from verifier.core.outputs import full_disk_refused
 from verifier.core.record import Probe
-from verifier.core.records_tokens import OracleLogprobs, OracleOfSampled, SampledTokens, TrainerLogprobs
+from verifier.core.records_tokens import (
+    OracleLogprobs,
+    OracleOfSampled,
+    OracleRecord,
+    SampledTokens,
+    TrainerLogprobs,
+)
 from verifier.core.store import Recorder
 from verifier.data.rollout import Rollout
 from verifier.errors import UsageError
 from verifier.export.names import layout_of
 from verifier.export.sharding import Owners
-from verifier.oracle.oracle import Oracle
+from verifier.oracle.oracle import Oracle, Scored
 from verifier.oracle.recording import gradient_record, noise_of_logprobs
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
@@ -46,8 +53,8 @@ def require_judgeable(config: TrainConfig, model: ModelUnderTest) -> None:
         return
     if not model.judges_gradients:
         raise UsageError(
-            f"verify.every is {config.verify.every} and the gradients of {config.model} cannot be judged: its family has "
-            "no layout, or it is too large for the host: set verify.every=0"
+            f"verify.every is {config.verify.every} and the gradients of {config.model} cannot be judged: its family "
+            "has no layout, or it is too large for the host: set verify.every=0"
         )
     if config.algorithm == "grpo" and config.grpo.loss not in LOSSES:
         raise UsageError(
@@ -77,7 +84,7 @@ def _runs(rollout: Rollout) -> list[tuple[Rollout, int, int]]:
     """Begin and end of each run of tokens that the same weights sampled."""
     keys = np.where(rollout.sampled, rollout.versions, -1)
     edges = [0, *(np.flatnonzero(np.diff(keys)) + 1).tolist(), len(rollout)]
-    return [(rollout, a, b) for a, b in zip(edges, edges[1:], strict=False) if rollout.sampled[a]]
+    return [(rollout, a, b) for a, b in pairwise(edges) if rollout.sampled[a]]
 
 
 def _record_sampled(probe: Probe, version: int, runs: Sequence[tuple[Rollout, int, int]], temperature: float) -> None:
@@ -149,39 +156,39 @@ class SampledStep:
 
     def _record_logprobs(self, recorder: Recorder, scored: ScoredRollouts, before: Path) -> None:
         """Score what `record_scored` recorded, by the weights that it claims."""
-        config, dtype, whole = self._config, self._model.dtype, [len(rollout) for rollout in scored.rollouts]
-        source = self._model.checkpoint.path
+        source, last = self._model.checkpoint.path, self._step - 1
         sequences = [rollout.tokens.tolist() for rollout in scored.rollouts]
-        runs = [run for rollout in scored.rollouts for run in _runs(rollout)]
-        fresh = [run for run in runs if run[0].versions[run[1]] == self._step - 1]
-        for name, version, checkpoint in (("old", self._step - 1, before), ("reference", 0, source)):
-            if name == "reference" and scored.reference is None:
-                continue
-            rows = self._scored(checkpoint, sequences)
-            lengths = tuple(map(len, rows))
-            record = OracleLogprobs(name=name, version=version, lengths=lengths, whole=tuple(whole))
-            recorder.emit(record, np.concatenate([np.array(row) for row in rows]))
-            rounded = rows if dtype == "float32" else self._scored(checkpoint, sequences, dtype)
-            if dtype != "float32":
-                recorder.emit(noise_of_logprobs(name, version, rounded, rows))
-            if name == "old" and config.data.rollouts is None and fresh:
-                by_rollout = {id(rollout): place for place, rollout in enumerate(scored.rollouts)}
-                tails, low = (
-                    [table[by_rollout[id(rollout)]][a - 1 : b - 1] for rollout, a, b in fresh]
-                    for table in (rows, rounded)
-                )
-                told = OracleOfSampled(
-                    name="rollouts", version=version, lengths=tuple(map(len, tails)),
-                    whole=tuple(b for _, _, b in fresh),
-                )  # fmt: skip
-                recorder.emit(told, np.concatenate([np.array(row) for row in tails]))
-                if dtype != "float32":
-                    recorder.emit(noise_of_logprobs("rollouts", version, low, tails))
+        whole = [len(tokens) for tokens in sequences]
+        exact, rounded = self._scored(before, sequences)
+        _record_oracle(recorder, OracleLogprobs, "old", last, exact, rounded, whole)
+        if scored.reference is not None:
+            _record_oracle(recorder, OracleLogprobs, "reference", 0, *self._scored(source, sequences), whole)
+        if self._config.data.rollouts is None:
+            runs = [(at, run) for at, rollout in enumerate(scored.rollouts) for run in _runs(rollout)]
+            fresh = [(at, a, b) for at, (rollout, a, b) in runs if rollout.versions[a] == last]
+            tails, low = (
+                None if rows is None else [rows[at][a - 1 : b - 1] for at, a, b in fresh] for rows in (exact, rounded)
+            )
+            if tails:
+                _record_oracle(recorder, OracleOfSampled, "rollouts", last, tails, low, [b for _, _, b in fresh])
 
-    def _scored(
-        self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str = "float32"
-    ) -> list[list[float]]:
-        return self._oracle.score(checkpoint, sequences, dtype, temperature=self._config.grpo.temperature)
+    def _scored(self, checkpoint: Path, sequences: Sequence[Sequence[int]]) -> tuple[Scored, Scored | None]:
+        """Log-probabilities in float32, and in the run's dtype where that is another."""
+        temperature, dtype = self._config.grpo.temperature, self._model.dtype
+        exact = self._oracle.score(checkpoint, sequences, temperature=temperature)
+        if dtype == "float32":
+            return exact, None
+        return exact, self._oracle.score(checkpoint, sequences, dtype, temperature=temperature)
+
+
+def _record_oracle(
+    probe: Probe, kind: type[OracleRecord], name: str, version: int, exact: Scored, rounded: Scored | None,
+    whole: Sequence[int],
+) -> None:  # fmt: skip
+    record = kind(name=name, version=version, lengths=tuple(map(len, exact)), whole=tuple(whole))
+    probe.emit(record, np.array([value for row in exact for value in row], np.float64))
+    if rounded is not None:
+        probe.emit(noise_of_logprobs(name, version, rounded, exact))
 
 
 def objective_of(config: TrainConfig) -> Mapping[str, Any]:
