@@ -61,8 +61,7 @@ def test_every_sampled_step_holds(name, resources, tmp_path):
     given = ["model=tiny:add", *kept, *knobs, "verify.steps=true", "verify.every=2", f"run={tmp_path / 'run'}"]
     config, _ = load(TrainConfig, overrides=given)
     launcher = resources.launcher(Deadline(300))
-    shared = None if name == "live" else resources
-    Trainer(config, lambda text: None, _Later(), launcher=launcher, resources=shared).run()
+    Trainer(config, lambda text: None, _Later(), launcher=launcher, resources=resources).run()
     for step in (1, 2, 3):
         trace = store.read(tmp_path / "run" / "steps" / f"{step:06d}")
         report = report_of(trace, "")
@@ -75,5 +74,5 @@ def test_every_sampled_step_holds(name, resources, tmp_path):
 
 
 def test_sampled_steps_without_a_judge_are_refused():
-    with pytest.raises(UsageError, match=r"verify\.every is 5 and no step is judged"):
+    with pytest.raises(UsageError, match=r"verify\.every is 5 and verify\.steps is false"):
         load(TrainConfig, overrides=["model=tiny:add", "verify.every=5"])

@@ -37,6 +37,9 @@ from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
 COLUMNS = ("advantage", "divisor", "reference")
 """Inputs of a loss besides tokens, mask and weight."""
 
+WITHOUT_ORACLE = ("moe_aux_loss", "moe_z_loss", "moe_bias_update_rate", "optimizer_offload")
+"""Options of Megatron that change loss, weights or optimizer in a way that the oracle does not compute."""
+
 
 def is_sampled(config: TrainConfig, step: int) -> bool:
     """Tell whether transformers computes a step too."""
@@ -47,7 +50,8 @@ def require_judgeable(config: TrainConfig, model: ModelUnderTest) -> None:
     """Refuse sampled steps that the oracle has no means to judge.
 
     Raises:
-        UsageError: a family without a layout, a model that is too large for the host, or a loss of a plugin.
+        UsageError: a family without a layout, a model that is too large for the host, a loss of a plugin, or an option
+            of Megatron that the oracle has not.
     """
     if not (config.verify.steps and config.verify.every):
         return
@@ -56,6 +60,18 @@ def require_judgeable(config: TrainConfig, model: ModelUnderTest) -> None:
             f"verify.every is {config.verify.every} and the gradients of {config.model} cannot be judged: its family "
             "has no layout, or it is too large for the host: set verify.every=0"
         )
+    options = config.megatron
+    asked = {
+        "distributed_optimizer": "false" if not options.distributed_optimizer else "",
+        "grad_reduce_in_fp32": "false" if not options.grad_reduce_in_fp32 and config.dtype != "float32" else "",
+        **{name: f"{value:g}" if (value := getattr(options, name)) else "" for name in WITHOUT_ORACLE},
+    }
+    for name, text in asked.items():
+        if text:
+            raise UsageError(
+                f"verify.every is {config.verify.every} and megatron.{name} is {text}, which the oracle does not "
+                "compute: set verify.every=0, or leave it out"
+            )
     if config.algorithm == "grpo" and config.grpo.loss not in LOSSES:
         raise UsageError(
             f"verify.every is {config.verify.every} and grpo.loss is {config.grpo.loss}, whose formula the oracle does "
