@@ -12,7 +12,6 @@ from verifier.faults import (  # noqa: F401
     rollout_faults,
     train_faults,
     transport_faults,
-    update_faults,
 )
 from verifier.faults.fault import CATALOG
 

@@ -256,3 +256,12 @@ def gates_not_normalised(call: Call) -> Any:
 def old_without_temperature(call: Call) -> Any:
     """The trainer scores rollouts without the temperature that it trains with, so no ratio begins at 1."""
     return call.faulty(temperature=1.0)
+
+
+@fault(
+    "NVIDIA-NeMo/RL#316", LOGPROB, stage=Stage.LOGPROB, engine=TRAINING, model="tiny:add", caught_by=("LGP001",),
+    training=("algorithm=grpo", "verify.every=1", "grpo.temperature=0.7"),
+)  # fmt: skip
+def temperature_left_out_of_training(call: Call) -> Any:
+    """The trainer divides no logits by the temperature, when it scores and when it trains: its ratios are 1."""
+    return call.faulty(temperature=1.0)

@@ -23,7 +23,7 @@ ROUNDINGS = 2
 Row = Mapping[str, torch.Tensor]
 """Columns of one sequence: tokens, mask, and where the loss reads them weight, advantage, divisor, reference."""
 Gradients = dict[str, torch.Tensor]
-"""By checkpoint name."""
+"""Checkpoint name -> gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
