@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from verifier.model.transformers_hf import load_model, release_model
-from verifier.oracle.step_hf import Adam, clip_of, gradients_of, measured, noise_of, tensors_of
+from verifier.oracle.step_hf import Adam, clip_of, gradients_of, measured, noise_of, tensors_of, trainable
 
 SHIFT = 1e-5
 """Nats by which log-probabilities of two right sides in float32 may differ (LGP001)."""
@@ -107,8 +106,7 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
 
     Shifts tell what two right sides may differ by, all tokens alike or by turns.
     """
-    release_model()
-    model = load_model(checkpoint, dtype).requires_grad_(True)
+    model = trainable(checkpoint, dtype)
     parameters = list(model.parameters())
     shifts = [lambda at: 0.0 * at]
     if objective["loss"] != "cross_entropy" and dtype == torch.float32:

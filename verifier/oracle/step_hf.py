@@ -200,8 +200,7 @@ def gradients(
     Returns:
         [N] float64, nats, one for each token in the loss; and the gradients, on the host.
     """
-    release_model()
-    model = load_model(checkpoint, dtype).requires_grad_(True)
+    model = trainable(checkpoint, dtype)
     num_tokens = sum(sum(mask) for _, mask, _, _ in batch)
     found = []
     for (tokens, mask, reward, engine), rows in zip(batch, routes or [[]] * len(batch), strict=True):
@@ -218,6 +217,16 @@ def gradients(
         found.append(nats.detach())
         (nats.sum() / num_tokens).backward()
     return torch.cat(found), dict(gradients_of(model))
+
+
+def trainable(checkpoint: Path, dtype: torch.dtype) -> Any:
+    """Load a model whose weights all have gradients: transformers gives the embedding of its pad token none."""
+    release_model()
+    model = load_model(checkpoint, dtype).requires_grad_(True)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None
+    return model
 
 
 def gradients_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
