@@ -33,7 +33,7 @@ RUNS: dict[str, tuple[tuple[str, ...], set[str]]] = {
         {"LGP001"},
     ),
     "cispo": ((*GRPO, "grpo.loss=cispo", "grpo.epochs=2", "grpo.kl_weight=0.5", "grpo.kl_kind=k2"), {"LGP001"}),
-    "live": ((*LIVE, "grpo.temperature=0.8"), {"LGP001", "LGP003"}),
+    "live": ((*LIVE, "grpo.temperature=0.8", "grpo.entropy_weight=0.05"), {"LGP001", "LGP003"}),
 }
 """Name of a run -> its knobs, and the checks that it has besides those of gradients."""
 

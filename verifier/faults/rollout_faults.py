@@ -319,7 +319,7 @@ def answers_without_temperature(call: Call) -> Any:
     stage=Stage.ROLLOUT, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("LGP003", "LGP009"),
     training=(
         "algorithm=grpo", "verify.every=1", "data.rollouts=null", "engine.kind=hf", "data.batch_size=2",
-        "grpo.max_answer_tokens=8",
+        "grpo.max_answer_tokens=8", "grpo.entropy_weight=0.05",
     ),
 )  # fmt: skip
 def version_stamped_after_sync(call: Call) -> Any:

@@ -145,9 +145,9 @@ class SampledStep:
         for update in updates:
             self._save_inputs(update)
         asked = [{"number": item.number, "learning_rate": rate} for item, rate in zip(updates, rates, strict=True)]
-        rows = self._oracle.ask(
-            "policy_hf:judge_updates", [self.folder], asdict(config.optimizer), objective_of(config), asked
-        )
+        rule, objective = asdict(config.optimizer), objective_of(config)
+        read = [self.folder, *sorted(item for item in self.folder.iterdir() if item.is_dir())]
+        rows = self._oracle.ask("policy_hf:judge_updates", [self.folder], rule, objective, asked, read=read)
         layout = layout_of(model.checkpoint.config)
         owners = None if layout is None else Owners(layout.placements, model.mesh)
         with contextlib.closing(Recorder(trace, "oracle", 0)) as recorder:
