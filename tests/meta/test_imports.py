@@ -47,7 +47,7 @@ ROOMS = {
         "oracle",
         "probes",
         "runs",
-    },  # fmt: skip
+    },
     "strategies": {"core", "mesh", "data", "train", "export", "plan"},
     "checks": {"core", "mesh", "plan"},
     "report": {"core", "mesh"},

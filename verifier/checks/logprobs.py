@@ -271,7 +271,7 @@ def _of_drawn(nats: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
     return np.array([nats[token] if token < len(nats) else -math.inf for token in tokens], np.float64)
 
 
-@check("LGP001", needs=(TrainerLogprobs, OracleLogprobs), scope="logprob")
+@check("LGP001", needs=(TrainerLogprobs, OracleLogprobs), scope="logprob", also="scored")
 def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The trainer scores tokens as transformers in fp32 does with the same weights.
 
@@ -279,6 +279,8 @@ def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     implementation that holds the trainer's own live weights (joined without Megatron-Bridge; of a family without a
     layout row, the exported ones); and that every rank gets the same ones back. At version 0 at a temperature too, and,
     of a model without experts, of a sequence of 1,000 tokens.
+    On sampled steps of a training run (`verify.every`) `old` of all rollouts, by the weights before the step, and
+    `reference`, by the checkpoint that the run began with, at the run's temperature.
     Why it matters: import and export that are wrong alike, a wrong rope base, epsilon or scaling, a misplaced label:
     all leave the round trip an identity.
     Evidence: logprob/trainer, logprob/oracle (arrays).
@@ -324,7 +326,7 @@ def engine_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     )  # fmt: skip
 
 
-@check("LGP003", needs=(SampledTokens, OracleOfSampled), scope="rollout")
+@check("LGP003", needs=(SampledTokens, OracleOfSampled), scope="rollout", also="sampled")
 def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The log-probabilities reported with sampled tokens are those of the synced weights.
 
@@ -335,6 +337,7 @@ def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     At version 0 also tokens sampled side by side at several temperatures, whose log-probabilities are those of the
     logits divided by it; a greedy one's are the greatest. In fp32 also tokens whose requests ask for penalties, biases,
     allowed tokens and truncation, and the samples that LGP004 counts.
+    On sampled steps of a training run every sampled token, by the weights of the version that the token claims.
     Why it matters: a prefix cache that outlives its weights answers from the old policy; log-probabilities of another
     distribution than was sampled from make every importance ratio wrong.
     Evidence: rollout/sampled, logprob/sampled-oracle, rollout/shaped, logprob/shaped-oracle, rollout/drawn,

@@ -169,7 +169,7 @@ def token_misplaced(trace: Trace) -> Iterator[Comparison]:
         if ledgers:
             yield from _audited(trace, item, ledgers)
     passes = {("scored", item.version) for item in trace.of(TrainerLogprobs, name="scored")}
-    passes |= {("trained", item.version) for item in trace.of(StepReport)}
+    passes |= {(item.name if item.update else "trained", item.version) for item in trace.of(StepReport)}
     followed = {(item.name, item.version) for item in trace.of(TokenLedger)}
     for name, version in sorted(passes - followed):
         yield Comparison(

@@ -53,7 +53,10 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     Why it matters: a hook that does not run, a gradient reduced twice or over the wrong group, means of means: the loss
     curve and the norm look the same.
     Evidence: loss/gradient (a measurement by the oracle's process, from the trainer's reduced gradients).
-    Tolerance and its source: 3e-5 of the tensor's greatest gradient, in fp32; measured on clean runs. In bf16 five
+    On sampled steps of a training run (`verify.every`) it is the gradient of the true loss of each update, written
+    anew from the papers' formulas, on the tokens and columns that the controller recorded.
+    Tolerance and its source: 3e-5 of the tensor's greatest gradient, in fp32; measured on clean runs. Of a loss with
+    ratios or a KL term as much more as 1e-5 nats of each log-probability change it by (LGP001). In bf16 five
     times the run's own noise, of all tensors the greatest; gradients are summed in float32 there too. A length may be
     off by twice the tensor's own noise, which is how far transformers' gradient in bf16 is from that in fp32, or the
     median of its layer's tensors', if that is more: a few elements say little of how noisy they are.
@@ -69,12 +72,12 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
                 f"this run's noise: transformers in the run's dtype against itself in fp32, times {GRADIENT_NOISES}"
             )
             bound = Tolerance(absolute=GRADIENT_NOISES * noise, unit=GRADIENT.unit, source=source)
-        allowed = bound.absolute * scale
+        allowed = bound.absolute * scale + float(item.gradient_doubt)
         found = f"off by up to {gap:.3g}" if math.isfinite(gap) else "not finite" if item.gradient else "absent"
         found += "" if dtype == "float32" else f", summed in {dtype}"
         owner, place, mismatched = _measured(item.gradient)
         yield Comparison(
-            what=item.name, same=item.gradient is not None and gap <= allowed and dtype == "float32",
+            what=_subject(item), same=item.gradient is not None and gap <= allowed and dtype == "float32",
             stage=Stage.LOSS, version=item.version, badness=times(gap, allowed),
             sentence=f"the gradient of `{item.name}` is {found}{place}, its greatest element should be {scale:.3g}",
             owner=owner, mismatched=mismatched, expected=f"greatest element {scale:.3g} (transformers' gradient, fp32)",
@@ -86,18 +89,20 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
 
 def _lengths(trace: Trace) -> Iterator[Comparison]:
     """One comparison per group of tensors and version, where the run has noise: how long the gradient is."""
-    groups = {(item.version, item.group): item for item in trace.of(GradientRecord) if item.group and item.group_noise}
-    layers: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for (version, name), item in groups.items():
-        layers[version, _layer(name)].append(float(item.group_noise))
-    for (version, name), item in groups.items():
-        noise = max(float(item.group_noise), statistics.median(layers[version, _layer(name)]))
+    noisy = (item for item in trace.of(GradientRecord) if item.group and item.group_noise)
+    groups = {(item.version, item.update, item.group): item for item in noisy}
+    layers: dict[tuple[int, int, str], list[float]] = defaultdict(list)
+    for (version, update, name), item in groups.items():
+        layers[version, update, _layer(name)].append(float(item.group_noise))
+    for (version, update, name), item in groups.items():
+        noise = max(float(item.group_noise), statistics.median(layers[version, update, _layer(name)]))
         source = f"the noise of this tensor in this run, or the median of its layer's, times {LENGTH_NOISES}"
         bound = Tolerance(absolute=LENGTH_NOISES * noise, unit="of the gradient's length", source=source)
         length = float(item.group_length)
         gap = abs(length - 1)
         yield Comparison(
-            what=f"{name} (length)", same=gap <= bound.absolute, stage=Stage.LOSS, version=version,
+            what=f"{name} (length)" + (f" of update {update}" if update else ""),
+            same=gap <= bound.absolute, stage=Stage.LOSS, version=version,
             badness=times(gap, bound.absolute),
             sentence=f"the gradient of `{name}` is {length:.3g} times as long as it should be",
             expected="1 (along transformers' gradient, fp32)",
@@ -110,6 +115,15 @@ def _layer(name: str) -> str:
     """Up to the layer's index; the tensor's own name outside of layers."""
     found = re.match(r".*\.layers\.\d+\.", name)
     return found[0] if found else name
+
+
+def _subject(item: GradientRecord) -> str:
+    """The tensor, and the update where a version may have several."""
+    return item.name + _of_update(item)
+
+
+def _of_update(item: GradientRecord | StepReport) -> str:
+    return f" of update {item.update}" if item.update else ""
 
 
 def _measured(measured: Measurement | None) -> tuple[str, str, str]:
@@ -125,8 +139,9 @@ def _measured(measured: Measurement | None) -> tuple[str, str, str]:
 
 def _reports(trace: Trace) -> Iterator[tuple[StepReport, GradientRecord]]:
     """Each rank's report of a step, with a record of what the oracle says of that step."""
-    measured = {item.version: item for item in trace.of(GradientRecord)}
-    return ((report, measured[report.version]) for report in trace.of(StepReport) if report.version in measured)
+    measured = {(item.version, item.update): item for item in trace.of(GradientRecord)}
+    reports = ((report, measured.get((report.version, report.update))) for report in trace.of(StepReport))
+    return ((report, item) for report, item in reports if item is not None)
 
 
 @check("TRN001", needs=(GradientRecord, StepReport), scope="gradient")
@@ -143,7 +158,8 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     Tolerance and its source: 1e-3 of the learning rate; fp32 rounding of weights and moments, measured on clean runs.
     In bf16 half a step of that dtype more, from the unrounded weights that Adam has: a trainer's fp32 masters.
     1e-5 of the norm.
-    What it does not catch: a wrong gradient (LSS001).
+    What it does not catch: a wrong gradient (LSS001); on sampled steps of a training run, whose moments (in bf16 also
+    masters) before the step are the trainer's own, what earlier steps did to these, and wrong rates (TRN002).
     References: SkyRL#2149, RL#2371, SkyRL#1403, slime#1152, slime#1775.
     """
     for item in trace.of(GradientRecord):
@@ -153,7 +169,7 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
         owner, place, mismatched = _measured(item.step)
         found = f"{gap:.3g} learning rates off" if math.isfinite(gap) else "not finite, unlike"
         yield Comparison(
-            what=item.name, same=gap <= STEP.absolute, stage=Stage.TRAIN, version=item.version,
+            what=_subject(item), same=gap <= STEP.absolute, stage=Stage.TRAIN, version=item.version,
             badness=times(gap, STEP.absolute),
             sentence=f"`{item.name}` is {found} what Adam makes of its gradient{place}",
             owner=owner, mismatched=mismatched,
@@ -165,7 +181,7 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
         actual, right = float(report.grad_norm), float(item.gradient_norm)
         gap, allowed = abs(actual - right), NORM.absolute * right
         yield Comparison(
-            what=f"gradient norm on rank {report.rank}", same=gap <= allowed, stage=Stage.TRAIN,
+            what=f"gradient norm on rank {report.rank}{_of_update(report)}", same=gap <= allowed, stage=Stage.TRAIN,
             version=report.version, badness=times(gap, allowed), owner=owner_of(report),
             sentence=f"the optimizer clipped by a gradient norm of {actual:.6g}, which is {right:.6g}",
             expected=f"{right:.6g} (of all reduced gradients, float64)",
@@ -182,7 +198,8 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     Why it matters: what is logged is what people steer by; a sum over one group too many changes no gradient.
     Evidence: train/step ("loss", "num_tokens"), loss/gradient ("loss", "loss_scale", "num_tokens").
     Tolerance and its source: the count is exact; the mean is within 1e-6 of the mean magnitude of a token's loss, in
-    less than fp32 within twice the mean noise of a token's loss.
+    less than fp32 within twice the mean noise of a token's loss. A loss with ratios may be off by twice what 1e-5 nats
+    of each log-probability change it by.
     What it does not catch: gradients of another loss than the reported one (LSS001).
     References: SkyRL#1420, verl#3294, slime#987.
     """
@@ -192,10 +209,12 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
         allowed, why = LOSS.absolute * float(item.loss_scale), str(LOSS)
         if allowed < by_noise:
             noise = "the mean noise of a token's loss (this run's: transformers in its dtype against itself in fp32)"
+            if trace.manifest.dtype == "float32":
+                noise = "what 1e-5 nats of a token's log-probability change its loss by (LGP001)"
             allowed, why = by_noise, f"{LOSS_NOISES} times {noise}"
         gap = abs(loss - right)
         yield Comparison(
-            what=f"reported loss on rank {report.rank}",
+            what=f"reported loss on rank {report.rank}{_of_update(report)}",
             same=gap <= allowed and report.num_tokens == item.num_tokens, stage=Stage.LOSS,
             version=report.version, badness=times(gap, allowed), owner=owner_of(report),
             sentence=f"the step reports a loss of {loss:.6g} over {report.num_tokens:,} tokens, "

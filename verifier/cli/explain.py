@@ -42,7 +42,7 @@ def page_of(text: str) -> str:
         f"{item.code} {item.name}",
         inspect.cleandoc(item.page),
         f"Caught faults: {'; '.join(caught) or 'none in the catalogue'}.",
-        f"Needs: {needs}. Scope: {item.scope}.",
+        f"Needs: {needs}. Scope: {item.scope}{f' or {item.also}' if item.also else ''}.",
     ]
     return "\n\n".join(parts) + "\n"
 

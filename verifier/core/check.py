@@ -27,6 +27,8 @@ class Check:
     scope: Scope
     """Part of a run's declaration that it belongs to; a run lists in its manifest the scopes that it exercises."""
     fn: CheckFn
+    also: Scope | None = None
+    """Another scope that it belongs to, of runs that have a subject for this check and not for its neighbours."""
 
     @property
     def page(self) -> str:
@@ -37,7 +39,9 @@ class Check:
 REGISTRY: dict[str, Check] = {}
 
 
-def check(code: str, *, needs: tuple[type[Record] | UnionType, ...], scope: Scope) -> Callable[[CheckFn], CheckFn]:
+def check(
+    code: str, *, needs: tuple[type[Record] | UnionType, ...], scope: Scope, also: Scope | None = None
+) -> Callable[[CheckFn], CheckFn]:
     """Register a function as a check; its name states what is wrong and its docstring is its page."""
 
     def register(fn: CheckFn) -> CheckFn:
@@ -45,7 +49,8 @@ def check(code: str, *, needs: tuple[type[Record] | UnionType, ...], scope: Scop
             raise ValueError(f"check code {code} is taken by `{REGISTRY[code].name}`")
         if not fn.__doc__:
             raise ValueError(f"check {code} has no page: write the docstring first")
-        REGISTRY[code] = Check(code=code, name=fn.__name__.replace("_", "-"), needs=needs, scope=scope, fn=fn)
+        name = fn.__name__.replace("_", "-")
+        REGISTRY[code] = Check(code=code, name=name, needs=needs, scope=scope, fn=fn, also=also)
         return fn
 
     return register

@@ -106,6 +106,8 @@ class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
     """Distance of the trainer's gradient from transformers'; None where the trainer has no gradient."""
     gradient_dtype: Dtype = "float32"
     """Dtype of the trainer's gradient."""
+    gradient_doubt: Real = 0.0
+    """Greatest change of transformers' gradient if log-probabilities move by what two right sides may differ by."""
     gradient_noise: Real = 0.0
     """Greatest noise of any tensor's gradient in the run's dtype, in units of its greatest element."""
     gradient_norm: Real
@@ -126,6 +128,8 @@ class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
     """Tokens in the loss."""
     step: Measurement | None = None
     """Distance of the live weight from Adam's; None where the trainer has no gradient."""
+    update: Count = 0
+    """Number of the optimizer step in a training run, from 1; 0 where each version has one."""
 
 
 class LogprobRecord(ArrayRecord, frozen=True, kw_only=True):

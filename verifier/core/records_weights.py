@@ -102,6 +102,8 @@ class StepReport(Record, frozen=True, kw_only=True, tag="train/step"):
     """Tokens in the loss, over all ranks."""
     grad_norm: Real
     """L2 norm that the optimizer clipped by."""
+    update: Count = 0
+    """Number of the optimizer step in a training run, from 1; 0 where each version has one."""
 
 
 class OptimizerRule(Record, frozen=True, kw_only=True, tag="train/rule"):

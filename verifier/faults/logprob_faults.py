@@ -304,3 +304,12 @@ def old_is_the_engines(call: Call) -> Any:
     import dataclasses
 
     return dataclasses.replace(call.faulty(), old=[item.logprobs for item in call.given])
+
+
+@fault(
+    "NVIDIA-NeMo/RL#316", LOGPROB, stage=Stage.LOGPROB, engine=TRAINING, model="tiny:add", caught_by=("LGP001",),
+    training=("algorithm=grpo", "verify.every=1", "grpo.temperature=0.7"),
+)  # fmt: skip
+def temperature_left_out_of_training(call: Call) -> Any:
+    """The trainer divides no logits by the temperature, when it scores and when it trains: its ratios are 1."""
+    return call.faulty(temperature=1.0)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, Call, fault, kind, tensors_named
+from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, kind, tensors_named
 from verifier.faults.logprob_faults import LOGPROB, STEP
 from verifier.mesh import Mesh
 
@@ -20,6 +20,12 @@ REDUCE_REPLICATED = f"{FINALIZE}:_allreduce_non_tensor_model_parallel_grads(mode
 in_loss = functools.partial(fault, stage=Stage.LOSS, caught_by=("LSS001",), model="tiny:qwen3", engine=NO_ENGINE)
 on_replicas = functools.partial(fault, stage=Stage.LOSS, caught_by=("LSS001", "WGT002"), mesh=Mesh(tp=2, ep=2))
 """Faults of gradients that leave replicas of a parameter apart after the step."""
+LOSS_OF_ROWS = "verifier.train.policy_loss_megatron:token_loss(name, inputs, options)"
+in_policy_loss = functools.partial(
+    fault, stage=Stage.LOSS, caught_by=("LSS001",), model="tiny:add", engine=TRAINING
+)  # fmt: skip
+SAMPLED = ("algorithm=grpo", "verify.every=1")
+"""Knobs of a run each of whose steps transformers computes too."""
 
 
 @kind(SUM_LOSS, stage=Stage.LOSS, caught_by=("LSS001",), model="tiny:qwen3", engine=NO_ENGINE, mesh=Mesh(cp=2))
@@ -236,3 +242,27 @@ def finalize_hook_missing(call: Call) -> None:
 def tied_grads_not_reduced(call: Call) -> None:
     """The two copies of a tied embedding are trained apart, each on its own stage's gradient."""
     call.fire()
+
+
+@in_policy_loss(
+    "allenai/open-instruct#530", "verifier.algorithms.losses:kl_estimate(current, reference, kind)",
+    training=(*SAMPLED, "grpo.kl_weight=0.5"),
+)  # fmt: skip
+def kl_loss_detached(call: Call) -> Any:
+    """The KL term of the loss is computed without a gradient: it is reported, and holds nothing back."""
+    return call.faulty(current=call.current.detach())
+
+
+@in_policy_loss("huggingface/trl#6140", LOSS_OF_ROWS, training=(*SAMPLED, "grpo.entropy_weight=0.05"))
+def entropy_detached(call: Call) -> Any:
+    """The entropy that the loss is lowered by has no gradient: the loss has it, no weight moves for it."""
+    return call.faulty(inputs=dataclasses.replace(call.inputs, entropy_T=call.inputs.entropy_T.detach()))
+
+
+@in_policy_loss(
+    "RLinf/RLinf#316", LOSS_OF_ROWS, caught_by=("LSS001", "LSS002"),
+    training=(*SAMPLED, "grpo.dual_clip=1.001", "grpo.epochs=2"),
+)  # fmt: skip
+def dual_clip_unread(call: Call) -> Any:
+    """The loss takes any options, calls the dual clip by another name, and never reads the one that is given."""
+    return call.faulty(options=dataclasses.replace(call.options, dual_clip=None))

@@ -326,3 +326,25 @@ def reported_one_token_late(call: Call) -> Any:
     """The engine's log-probability of each token is attached to the token after it."""
     nats = call.sample.logprobs
     return call.faulty(sample=dataclasses.replace(call.sample, logprobs=(*nats[-1:], *nats[:-1])))
+
+
+@fault(
+    "rllm-org/rllm#622", "verifier.trainer.generation:EngineRollouts.rollouts(self, step, probe)",
+    stage=Stage.ROLLOUT, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("LGP003", "LGP009"),
+    training=(
+        "algorithm=grpo", "verify.every=1", "data.rollouts=null", "engine.kind=hf", "data.batch_size=2",
+        "grpo.max_answer_tokens=8", "grpo.entropy_weight=0.05",
+    ),
+)  # fmt: skip
+def version_stamped_after_sync(call: Call) -> Any:
+    """Rollouts that are sampled before a sync get the version that the engine has after it."""
+    found = call.original()
+    if call.probe is not None and "ahead" in call.state:
+        return call.wrong(call.state["ahead"])
+    return found
+
+
+@version_stamped_after_sync.also("verifier.trainer.controller:Trainer._sync(self, version, trace)")
+def _sample_ahead(call: Call) -> Any:
+    call.state["ahead"] = call.self._rollouts.rollouts(call.version + 1, None)
+    return call.original()

@@ -61,7 +61,8 @@ def run_training(
 ) -> TrainingOutcome:
     """Train in a folder, with the fault if asked to, and judge every step afterwards, the first bad one included.
 
-    A fault of checkpoints has a run that ends a step early, without it, and is then continued.
+    `resources` serve runs that sample from no engine, and keep the oracle from run to run. A fault of checkpoints has a
+    run that ends a step early, without it, and is then continued.
     """
     run = folder / "run"
     config, _ = load(TrainConfig, overrides=[*training_overrides(fault), f"run={run}", "verify.steps=true"])

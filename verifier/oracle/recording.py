@@ -261,7 +261,7 @@ class _Recording:
         mesh = Mesh(**msgspec.structs.asdict(self.seen.manifest.mesh or MeshSizes()))
         owners = Owners((adapter or layout).placements, mesh) if layout else None
         for row in rows:
-            self.recorder.emit(_gradient_record(row, owners, mesh))
+            self.recorder.emit(gradient_record(row, owners, mesh))
 
     def _batch(self, record: Rollouts) -> list[list[Any]]:
         """The rollouts of a step as `verifier.oracle.step_hf` takes them."""
@@ -290,14 +290,12 @@ class _Recording:
 
     def _emit_noise(self, name: str, version: int, rounded: Scored, exact: Scored) -> float:
         """The distances of what one dtype gives from the exact; the greatest of them, nats."""
-        gaps = [abs(x - y) for low, high in zip(rounded, exact, strict=True) for x, y in zip(low, high, strict=True)]
-        self._emit_gaps(DtypeNoise, name, version, gaps)
-        return max(gaps)
+        noise = noise_of_logprobs(name, version, rounded, exact)
+        self.recorder.emit(noise)
+        return float(noise.greatest)
 
     def _emit_gaps(self, kind: type[NoiseRecord], name: str, version: int, gaps: Sequence[float]) -> None:
-        mean, deviation = real(statistics.fmean(gaps)), real(statistics.pstdev(gaps))
-        record = kind(name=name, version=version, greatest=real(max(gaps)), mean=mean, deviation=deviation)
-        self.recorder.emit(record)
+        self.recorder.emit(_noise_of(kind, name, version, gaps))
 
     def _gaps(self, kind: type[LogprobRecord], name: str, exact: Scored) -> list[float]:
         """Distances of what the engine reported at version 0 from the oracle, nats."""
@@ -305,7 +303,18 @@ class _Recording:
         return [abs(float(x) - y) for x, y in zip(found, (value for row in exact for value in row), strict=True)]
 
 
-def _gradient_record(row: Mapping[str, Any], owners: Owners | None, mesh: Mesh) -> GradientRecord:
+def noise_of_logprobs(name: str, version: int, rounded: Scored, exact: Scored) -> DtypeNoise:
+    """Record of the distances of what one dtype gives from the exact log-probabilities."""
+    gaps = [abs(x - y) for low, high in zip(rounded, exact, strict=True) for x, y in zip(low, high, strict=True)]
+    return _noise_of(DtypeNoise, name, version, gaps)
+
+
+def _noise_of[Noise: NoiseRecord](kind: type[Noise], name: str, version: int, gaps: Sequence[float]) -> Noise:
+    mean, deviation = real(statistics.fmean(gaps)), real(statistics.pstdev(gaps))
+    return kind(name=name, version=version, greatest=real(max(gaps)), mean=mean, deviation=deviation)
+
+
+def gradient_record(row: Mapping[str, Any], owners: Owners | None, mesh: Mesh) -> GradientRecord:
     """Record of one row of `step_hf.judge_steps`; `owners` is None where the family has no layout."""
     fields: dict[str, Any] = {key: real(item) if isinstance(item, float) else item for key, item in row.items()}
     for key, how in GAPS.items():

@@ -57,14 +57,14 @@ def judge_steps(
     """
     records = []
     folder = Path(work)
-    adam = _Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
+    adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
     past = 0
     for version, (batch, given) in enumerate(zip(batches, routes, strict=True), start=first):
         before = folder / f"live-{version - 1}" if version > 1 else Path(source)
         held = [folder / f"matrices-{v}" if adapter else folder / f"live-{v}" for v in (version - 1, version)]
         if not (folder / f"gradients-{version}").is_dir() or (version and not held[1].is_dir()):
             break
-        old, new = _tensors(held[0] if adapter else before), _tensors(held[1]) if version else {}
+        old, new = tensors_of(held[0] if adapter else before), tensors_of(held[1]) if version else {}
         told = {**rule, "factor": 1.0 if version % 2 else rule["every_second"]}
         nats, expected = gradients(before, batch, told, given)
         rounded_nats, rounded = _rounded(before, batch, told, given, nats, expected)
@@ -72,29 +72,49 @@ def judge_steps(
             expected, rounded = (
                 adapter_gradients(found, old, rule["scaling"], adapter) for found in (expected, rounded)
             )
-        actual = _tensors(folder / f"gradients-{version}")
-        groups = _groups(expected, rounded, actual)
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in actual.values()))
-        scale = min(1.0, rule["clip_grad"] / (norm + 1e-6)) if rule["clip_grad"] > 0 else 1.0
+        actual = tensors_of(folder / f"gradients-{version}")
+        norm, scale = clip_of(actual, rule["clip_grad"])
         whole = {
-            "version": version, "gradient_norm": norm, "gradient_noise": _noise(rounded, expected),
+            "version": version, "gradient_norm": norm, "gradient_noise": noise_of(rounded, expected),
             "loss": float(nats.mean()), "loss_scale": float(nats.abs().mean()), "num_tokens": len(nats),
             "loss_noise": float((rounded_nats - nats).abs().mean()),
         }  # fmt: skip
-        for name, weight in old.items():
-            gradient = expected.get(name, torch.zeros(()))
-            row: dict[str, Any] = {"name": name, "gradient_scale": float(gradient.abs().max()), **whole}
-            row |= groups.get(_group(name), {})
-            if name in actual or name not in expected:
-                reduced = actual[name].double() if name in actual else torch.zeros_like(weight, dtype=torch.float64)
-                row["gradient_dtype"] = dtype_name(actual[name].dtype) if name in actual else "float32"
-                row["gradient"] = greatest((reduced - gradient.double()).abs())
-                if version:
-                    rates = _rates(rule, past, name)
-                    row["step"] = adam.gap(name, weight, new[name], reduced * scale, version, **rates)
-            records.append(row)
+        for row, reduced in measured(old, expected, rounded, actual):
+            if version and reduced is not None:
+                name = row["name"]
+                rates = _rates(rule, past, name)
+                row["step"] = adam.gap(name, old[name], new[name], reduced * scale, version, **rates)
+            records.append({**row, **whole})
         past += len(batch) if version else 0
     return records
+
+
+def clip_of(actual: Mapping[str, torch.Tensor], clip_grad: float) -> tuple[float, float]:
+    """Norm of all gradients, and the factor by which they are clipped; a `clip_grad` of 0 clips none."""
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in actual.values()))
+    return norm, min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
+
+
+def measured(
+    old: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    rounded: Mapping[str, torch.Tensor],
+    actual: Mapping[str, torch.Tensor],
+) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
+    """Per tensor the fields of `GradientRecord` that are its own, and the trainer's gradient, float64.
+
+    The gradient is zero where neither side has one, and None where transformers has one and the trainer has not.
+    """
+    groups = groups_of(expected, rounded, actual)
+    for name, weight in old.items():
+        gradient, reduced = expected.get(name, torch.zeros(())), None
+        row: dict[str, Any] = {"name": name, "gradient_scale": float(gradient.abs().max())}
+        row |= groups.get(group_of(name), {})
+        if name in actual or name not in expected:
+            reduced = actual[name].double() if name in actual else torch.zeros_like(weight, dtype=torch.float64)
+            row["gradient_dtype"] = dtype_name(actual[name].dtype) if name in actual else "float32"
+            row["gradient"] = greatest((reduced - gradient.double()).abs())
+        yield row, reduced
 
 
 def adapter_gradients(
@@ -132,31 +152,33 @@ def _rounded(
     exact: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
     """`gradients` in the checkpoint's dtype; in float32 they are known."""
-    stored = [tensor.dtype for tensor in _tensors(checkpoint).values()]
+    stored = [tensor.dtype for tensor in tensors_of(checkpoint).values()]
     dtype = max(set(stored), key=stored.count)
     return (nats, exact) if dtype == torch.float32 else gradients(checkpoint, batch, rule, routes, dtype)
 
 
-def _noise(rounded: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> float:
-    return max(
+def noise_of(rounded: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> float:
+    """Greatest distance of a gradient from the exact one, in units of its tensor's greatest element."""
+    shares = (
         float((rounded[name].double() - gradient.double()).abs().max() / gradient.abs().max())
         for name, gradient in exact.items()
         if gradient.any()
     )
+    return max(shares, default=0.0)
 
 
-def _group(name: str) -> str:
+def group_of(name: str) -> str:
     """A tensor's own name, or one for all experts' tensors of its kind in its layer: one expert has few tokens."""
     return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
 
 
-def _groups(
+def groups_of(
     exact: Mapping[str, torch.Tensor], rounded: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, Any]]:
     """Per group of tensors that has a gradient: its name, the length of `actual` along `exact`, and the noise."""
     sums: dict[str, list[float]] = {}
     for name, gradient in exact.items():
-        right, group = gradient.double(), sums.setdefault(_group(name), [0.0, 0.0, 0.0])
+        right, group = gradient.double(), sums.setdefault(group_of(name), [0.0, 0.0, 0.0])
         group[0] += float(right.square().sum())
         group[1] += float((actual[name].double() * right).sum()) if name in actual else 0.0
         group[2] += float((rounded[name].double() - right).square().sum())
@@ -178,8 +200,7 @@ def gradients(
     Returns:
         [N] float64, nats, one for each token in the loss; and the gradients, on the host.
     """
-    release_model()
-    model = load_model(checkpoint, dtype).requires_grad_(True)
+    model = trainable(checkpoint, dtype)
     num_tokens = sum(sum(mask) for _, mask, _, _ in batch)
     found = []
     for (tokens, mask, reward, engine), rows in zip(batch, routes or [[]] * len(batch), strict=True):
@@ -195,10 +216,21 @@ def gradients(
         nats = rule["factor"] * (-reward * logprob - rule["entropy_weight"] * entropy + drift)
         found.append(nats.detach())
         (nats.sum() / num_tokens).backward()
-    return torch.cat(found), dict(_gradients_of(model))
+    return torch.cat(found), dict(gradients_of(model))
 
 
-def _gradients_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def trainable(checkpoint: Path, dtype: torch.dtype) -> Any:
+    """Load a model whose weights all have gradients: transformers gives the embedding of its pad token none."""
+    release_model()
+    model = load_model(checkpoint, dtype).requires_grad_(True)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None
+    return model
+
+
+def gradients_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gradients by checkpoint name, in the place of the weights, which are lost."""
     buffers = {name for name, _ in model.named_buffers()}
     with torch.no_grad():
         for parameter in model.parameters():
@@ -214,17 +246,25 @@ def greatest(gaps: torch.Tensor) -> Greatest:
     return float(gaps.flatten()[at]), [int(place) for place in torch.unravel_index(torch.tensor(at), gaps.shape)]
 
 
-class _Adam:
+class Adam:
     """Adam in float64, with moments of its own (Kingma and Ba 2015, algorithm 1), and weight decay beside it.
 
     Matrices decay (Loshchilov and Hutter 2019, algorithm 2); vectors, which are norms and biases, do not. Of weights
-    that are rounded to less than float32 it keeps the unrounded ones too, as a trainer's masters do.
+    that are rounded to less than float32 it keeps the unrounded ones too, as a trainer's masters do. A step may be off
+    by so many `roundings` to float32, which matter where the learning rate is small beside the weights.
     """
 
-    def __init__(self, beta_1: float, beta_2: float, epsilon: float) -> None:
+    def __init__(self, beta_1: float, beta_2: float, epsilon: float, roundings: int = 0) -> None:
+        self._roundings = roundings
         self._betas, self._epsilon = (beta_1, beta_2), epsilon
         self._moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._masters: dict[str, torch.Tensor] = {}
+
+    def begin(self, name: str, first: torch.Tensor, second: torch.Tensor, master: torch.Tensor | None) -> None:
+        """Take the moments of a tensor, and the unrounded weights where it is rounded, as those before the step."""
+        self._moments[name] = (first.double(), second.double())
+        if master is not None:
+            self._masters[name] = master.double()
 
     def gap(
         self, name: str, old: torch.Tensor, live: torch.Tensor, gradient: torch.Tensor, step: int,
@@ -245,8 +285,11 @@ class _Adam:
         excess = (live.double() - stepped).abs()
         if rounded:
             self._masters[name] = stepped
-            excess = (excess - _half_step(torch.maximum(live.double().abs(), stepped.abs()), live.dtype)).clamp(min=0)
-        return greatest(excess / learning_rate)
+        magnitude = torch.maximum(live.double().abs(), stepped.abs())
+        allowed = half_step(magnitude, live.dtype) if rounded else torch.zeros_like(magnitude)
+        allowed = allowed + self._roundings * half_step(magnitude, torch.float32)
+        excess = (excess - allowed).clamp(min=0)
+        return greatest(torch.where(excess == 0, 0.0, excess / learning_rate))
 
 
 def _rates(rule: Mapping[str, float], past: int, name: str) -> dict[str, float]:
@@ -261,12 +304,13 @@ def _rates(rule: Mapping[str, float], past: int, name: str) -> dict[str, float]:
     return {"learning_rate": low + height * (rule[group] - low), "decay": rising}
 
 
-def _half_step(magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def half_step(magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Half the distance between neighbours of a dtype at these magnitudes: what rounding may move a number by."""
     _, exponent = torch.frexp(magnitude)
     return torch.ldexp(torch.full_like(magnitude, torch.finfo(dtype).eps / 4), exponent)
 
 
-def _tensors(path: Path) -> Mapping[str, torch.Tensor]:
+def tensors_of(path: Path) -> Mapping[str, torch.Tensor]:
+    """All tensors of a checkpoint directory."""
     checkpoint = open_checkpoint(path)
     return {name: checkpoint.read(name) for name in checkpoint.names()}

@@ -74,7 +74,7 @@ def report_of(
     and the scoped rest is reported as switched off; `only_names` keeps comparisons whose subject contains this text.
     """
     scopes = set(trace.manifest.scopes)
-    scoped = [item for _, item in sorted(checks.items()) if item.scope in scopes]
+    scoped = [item for _, item in sorted(checks.items()) if scopes & {item.scope, item.also}]
     chosen = [item for code, item in sorted(checks.items()) if code in only_codes] if only_codes else scoped
     return Report(
         trace=path,

@@ -135,6 +135,41 @@ def named_gradients(trainer: TrainerModel) -> Iterator[tuple[int, str, torch.Ten
                 yield at, names[parameter], whole[begin:end].view(parameter.shape).clone()
 
 
+def named_states(trainer: TrainerModel, optimizer: Any, part: str) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Copy a part of Adam's state of each parameter, all data-parallel ranks' shards together. A collective.
+
+    Args:
+        trainer: built with a distributed optimizer.
+        optimizer: from `make_optimizer`.
+        part: "exp_avg" or "exp_avg_sq", zero before the first step, or "master".
+
+    Yields:
+        (model chunk, local parameter name without wrappers, float32 tensor of the parameter's shape).
+
+    Source:
+        megatron-core 0.19.2, core/optimizer/distrib_optimizer.py, `_get_model_param_range_map`: a rank's shard of a
+        parameter is a range of its elements.
+    """
+    held = {}
+    for one in optimizer.chained_optimizers:
+        for parameter, (group, order) in {} if one.is_stub_optimizer else one.model_param_group_index_map.items():
+            master = one.optimizer.param_groups[group]["params"][order]
+            own = master if part == "master" else one.optimizer.state.get(master, {}).get(part)
+            if own is not None:
+                held[parameter] = (one._get_model_param_range_map(parameter)["param"], own)
+    for at, chunk in enumerate(trainer.chunks):
+        names = {parameter: name.replace("module.", "") for name, parameter in chunk.named_parameters()}
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            for parameter in buffer.param_index_map:
+                whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+                if parameter in held:
+                    place, own = held[parameter]
+                    whole[place.start : place.end] = own.detach().view(-1)
+                if buffer.data_parallel_world_size > 1:
+                    dist.all_reduce(whole, group=buffer.data_parallel_group)
+                yield at, names[parameter], whole.view(parameter.shape)
+
+
 def _gathered(buffer: Any) -> torch.Tensor:
     whole = torch.empty_like(buffer.grad_data)
     rank = dist.get_rank(buffer.data_parallel_group)

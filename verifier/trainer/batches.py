@@ -60,11 +60,22 @@ class OptimizerUpdate:
         save_rollouts(self.file, self.rollouts, {"weight": scaled, **self.columns})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRollouts:
+    """Rollouts of a step with their log-probabilities; lists have an entry a rollout."""
+
+    rollouts: Sequence[Rollout]
+    old: Values
+    reference: Values | None
+
+
 class UpdatePlan(Protocol):
     """Updates of a run, each a function of the config, the number of its step and the weights that it finds."""
 
     facts: Mapping[str, float]
     """Metrics of the last step's batch, by name."""
+    scored: ScoredRollouts | None
+    """Rollouts of the last step, as they were scored before its updates; None in supervised fine-tuning."""
 
     def updates(self, step: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Make, save and record the updates of a step, from 1 on."""
@@ -127,6 +138,8 @@ class HeldOut:
 
 class SftPlan:
     """Supervised fine-tuning: examples in the order of (seed, epoch), encoded as they come, one update a step."""
+
+    scored: ScoredRollouts | None = None
 
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint, folder: Callable[[int], Path]) -> None:
         self.facts: Mapping[str, float] = {}

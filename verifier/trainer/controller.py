@@ -37,6 +37,7 @@ from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
 from verifier.trainer.metrics import metrics_of
 from verifier.trainer.run_folder import RunFolder, opened
+from verifier.trainer.sampled_step import SampledStep, is_sampled, record_scored, require_judgeable
 from verifier.trainer.step_trace import step_manifest
 from verifier.trainer.upstream_fields import asked
 from verifier.trainer.worker_spec import WorkerSpec, loss_terms, optimizer_settings
@@ -139,6 +140,10 @@ class Trainer:
             launcher = self._launcher or stack.enter_context(
                 ForkLauncher(preload=PRELOAD, load_deadline_s=until.left("importing Megatron"))
             )
+            if self._resources is None:
+                self._resources = stack.enter_context(Resources(launcher=launcher))
+            if config.verify.steps and config.verify.every:
+                self._oracle = self._resources.oracle(model.checkpoint.path, until)
             engine = self._start_engine(model, launcher, stack)
             self._job = self._start(launcher, model, folder)
             stack.callback(self._job.kill)
@@ -173,6 +178,7 @@ class Trainer:
     def _plan_of(self, model: ModelUnderTest) -> UpdatePlan:
         """Open the data of the run; everything that can be refused is refused here."""
         config = self._config
+        require_judgeable(config, model)
         batch_of = RunFolder(config.run).batch
         if config.algorithm == "sft":
             plan = SftPlan(config, model.checkpoint, batch_of)
@@ -192,8 +198,7 @@ class Trainer:
         config = self._config
         self._placement = place(config, model.tier)
         self._progress(f"starting the engine ({config.engine.kind})")
-        if self._resources is None:
-            self._resources = stack.enter_context(Resources(launcher=launcher))
+        assert self._resources is not None
         asked = self._rollouts.engine_config(self._placement.engine_gpus, sorted(selected(config.fixes)))
         return self._resources.engine(asked, self._until).process
 
@@ -210,12 +215,20 @@ class Trainer:
             step += 1
             started = time.monotonic()
             trace = self._begin_trace(step) if self._judge is not None else None
+            sampled = None
             with self._controller_probe(trace, step) as probe:
                 updates = plan.updates(step, self._score, probe)
-                if updates and self._continuation.record(probe, step):
-                    self._manifest = step_manifest(config, self._model, step, resumed=True)
+                resumed = bool(updates) and self._continuation.record(probe, step)
+                if updates and probe is not None and is_sampled(config, step):
+                    sampled = SampledStep(config, self._model, self._oracle, self._folder.oracle(step), step)
+                    if plan.scored is not None:
+                        record_scored(probe, config, step, plan.scored)
+                self._manifest = step_manifest(
+                    config, self._model, step, resumed=resumed, sampled=sampled is not None
+                )  # fmt: skip
             rolled_s = time.monotonic() - started
-            reports = [self._take(update, trace, last=update is updates[-1]) for update in updates]
+            folder = None if sampled is None else str(sampled.folder)
+            reports = [self._take(update, trace, folder, last=update is updates[-1]) for update in updates]
             trained_s = time.monotonic() - started - rolled_s
             if self._rollouts is not None and updates:
                 self._sync(step, trace)
@@ -223,8 +236,11 @@ class Trainer:
             if trace is not None and not updates:
                 discard(trace)  # no token was left in the loss: the weights are as they were
             elif trace is not None:
+                if sampled is not None:
+                    sampled.judge(trace, updates, [report["learning_rate"] for report in reports], plan.scored)
                 self._submit(step, trace)
-                self._settle(step if self._rollouts is not None else step - JUDGED_BEHIND)
+                waits = self._rollouts is not None or sampled is not None
+                self._settle(step if waits else step - JUDGED_BEHIND)
             times = {"prepare_s": rolled_s, "train_s": trained_s, "sync_s": synced_s}
             metrics = {"step": step, **_mean_of(reports), **plan.facts, **times, "time_s": time.monotonic() - started}
             loss = metrics.get("loss", loss)
@@ -247,11 +263,12 @@ class Trainer:
         self._settle(step)
         self._continuation.begin(self._call, step)
 
-    def _take(self, update: OptimizerUpdate, trace: Path | None, *, last: bool) -> dict[str, float]:
+    def _take(self, update: OptimizerUpdate, trace: Path | None, oracle: str | None, *, last: bool) -> dict[str, float]:
         """Have the ranks take one optimizer step."""
         report: dict[str, float] = self._call(
             "train", step=update.step, number=update.number, batch=str(update.file),
             trace=None if trace is None else str(trace), first=update.first, last=last,
+            oracle=oracle,
         )[0]  # fmt: skip
         return report
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -23,7 +23,15 @@ from verifier.data.rollout_file import save_rollouts
 from verifier.errors import UsageError
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.families import size_if_any
-from verifier.trainer.batches import OptimizerUpdate, Score, Values, record_account, record_columns, weights_of
+from verifier.trainer.batches import (
+    OptimizerUpdate,
+    Score,
+    ScoredRollouts,
+    Values,
+    record_account,
+    record_columns,
+    weights_of,
+)
 
 STALE = "stale"
 """Reason to drop a rollout: a token of it was sampled by weights that are older than the bound."""
@@ -60,15 +68,6 @@ class RecordedRollouts:
         return read_recorded(file, vocab_size=self._vocab_size, group_size=self._group_size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Scored:
-    """Rollouts of a step with their log-probabilities; lists have an entry a rollout."""
-
-    rollouts: list[Rollout]
-    old: Values
-    reference: Values | None
-
-
 class GrpoPlan:
     """GRPO and its kin on the rollouts of a source.
 
@@ -81,6 +80,7 @@ class GrpoPlan:
     def __init__(self, config: TrainConfig, source: RolloutSource, file: Callable[[int, int], Path]) -> None:
         self._config, self._source, self._file = config, source, file
         self.facts: Mapping[str, float] = {}
+        self.scored: ScoredRollouts | None = None
 
     def updates(self, step: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Score, judge by reward, weigh and divide the rollouts of a step."""
@@ -88,7 +88,7 @@ class GrpoPlan:
         rows, reward = self._source.rollouts(step, probe)
         given = [rollout_of(row) for row in rows]
         parts = [part.tolist() for part in np.array_split(np.arange(len(given)), options.mini_batches)]
-        scored = self._scored(step, given, parts, score)
+        self.scored = scored = self._scored(step, given, parts, score)
         penalties = np.zeros(len(given))
         masks = [item.mask for item in given]
         if scored.reference is not None and options.kl_in == "reward":
@@ -134,7 +134,7 @@ class GrpoPlan:
                 record_columns(probe, config, update)
         return updates
 
-    def _scored(self, step: int, given: list[Rollout], parts: list[list[int]], score: Score) -> _Scored:
+    def _scored(self, step: int, given: list[Rollout], parts: list[list[int]], score: Score) -> ScoredRollouts:
         """Score each mini-batch by itself, divided as the first pass divides it, so that its ratios are exactly 1."""
         old: list[np.ndarray] = [np.empty(0)] * len(given)
         reference: list[np.ndarray] = [np.empty(0)] * len(given)
@@ -145,7 +145,7 @@ class GrpoPlan:
             for values, which in sides:
                 for index, found in zip(part, score(file, which), strict=True):
                     values[index] = found
-        return _Scored(rollouts=given, old=old, reference=reference if self._config.grpo.has_reference else None)
+        return ScoredRollouts(rollouts=given, old=old, reference=reference if self._config.grpo.has_reference else None)
 
     def _reasons(
         self, step: int, rows: Sequence[RolloutRow], given: Sequence[Rollout], trajectories: Sequence[str]
@@ -185,7 +185,7 @@ class GrpoPlan:
 
     def _record(
         self, probe: Probe, step: int, rows: Sequence[RolloutRow], reward: str, penalties: np.ndarray,
-        found: np.ndarray, scored: _Scored, columns: Mapping[str, Values], kept: Sequence[Rollout],
+        found: np.ndarray, scored: ScoredRollouts, columns: Mapping[str, Values], kept: Sequence[Rollout],
     ) -> None:  # fmt: skip
         options, given = self._config.grpo, scored.rollouts
         ids = tuple(row.id for row in rows)

@@ -4,6 +4,7 @@ config.yaml            every knob, as `--config` takes it again
 effective.json         settings that Megatron ran with
 batches/000001.safetensors   rollouts and loss inputs of a step
 steps/000001/          trace of a step, with --verify
+oracle/000003/         what the oracle computes a step from, while it does
 metrics.jsonl          one line a step
 checkpoints/000020/    state after a step, see `checkpoint_folder`
 hf_model/              the trained weights and the tokenizer
@@ -47,6 +48,10 @@ class RunFolder:
     def trace(self, step: int) -> Path:
         """Trace directory of a step."""
         return self.path / "steps" / f"{step:06d}"
+
+    def oracle(self, step: int) -> Path:
+        """Folder for the oracle in a step; what was left there by a run that was stopped is no longer needed."""
+        return self.path / "oracle" / f"{step:06d}"
 
     @property
     def exported(self) -> Path:

@@ -17,8 +17,10 @@ from verifier.platform.upstream_fixes import RunFacts, bugs_of
 from verifier.runs.model_under_test import ModelUnderTest
 
 
-def step_manifest(config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False) -> Manifest:
-    """Identity of the trace of a step, the first after a resume or another."""
+def step_manifest(
+    config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False
+) -> Manifest:
+    """Identity of the trace of a step, the first after a resume or not, computed by transformers too or not."""
     sizes = model.checkpoint.config
     facts = RunFacts(tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1)
     scopes: list[Scope] = ["config", "data", "batch", "schedule", "tokens"]
@@ -31,6 +33,10 @@ def step_manifest(config: TrainConfig, model: ModelUnderTest, step: int, *, resu
     synced = config.algorithm == "grpo" and config.data.rollouts is None
     if "replicas" in model.layout_scopes:
         scopes.append("replicas")
+    if sampled:
+        scopes.append("gradient")
+        scopes += ["scored"] if config.algorithm == "grpo" else []
+        scopes += ["sampled"] if synced else []
     if resumed:
         scopes.append("resume")
     return Manifest(

@@ -18,7 +18,7 @@ from verifier.core.outputs import full_disk_refused
 from verifier.core.record import real
 from verifier.core.records_policy import LossRows, ReferenceShard, UpdateRatios
 from verifier.core.records_trainer import KnobsReached, LoadedState, OptimizerSettings, SavedState, TrainerStep
-from verifier.core.records_weights import UpdatedShard
+from verifier.core.records_weights import StepReport, UpdatedShard
 from verifier.core.store import Recorder
 from verifier.data.rollout_file import load_rollouts
 from verifier.export import gather_megatron
@@ -35,6 +35,7 @@ from verifier.probes.weights_megatron import LiveWeights, described
 from verifier.train import checkpoint_megatron, optimizer_megatron, step_megatron
 from verifier.train.policy_loss_megatron import LossMeter, policy_loss
 from verifier.train.vocab_logprob import is_greedy
+from verifier.trainer.hand_on_megatron import HandOn
 from verifier.trainer.live_settings_megatron import data_parallel_of, settings_of
 from verifier.trainer.state_megatron import (
     Facts,
@@ -107,7 +108,8 @@ class TrainerWorker:
         self._settings = OptimizerSettings(name="Adam", **spec.optimizer)
         self._optimizer = optimizer_megatron.make_optimizer(self._trainer, rule=self._settings)
         self._scheduler = optimizer_megatron.make_step_scheduler(self._optimizer, self._settings)
-        layout = layout_of(open_checkpoint(spec.checkpoint).config)
+        self._source = open_checkpoint(spec.checkpoint)
+        layout = layout_of(self._source.config)
         self._live = LiveWeights(self._trainer.chunks, layout, config.mesh, self._context.rank)
         if config.grpo.has_reference:
             self._reference = [tensor.clone() for _, _, tensor in self._live.tensors()]
@@ -162,7 +164,9 @@ class TrainerWorker:
             whole = torch.cat([part for row in found for part in (nan, row)])
             save_file({"logprobs": whole.numpy()}, to)
 
-    def train(self, step: int, number: int, batch: str, trace: str | None, first: bool, last: bool) -> dict[str, float]:
+    def train(
+        self, step: int, number: int, batch: str, trace: str | None, first: bool, last: bool, oracle: str | None = None
+    ) -> dict[str, float]:
         """Take one optimizer step on a batch of `save_rollouts`; its evidence goes to a trace, if one is named.
 
         Args:
@@ -172,6 +176,7 @@ class TrainerWorker:
             trace: trace directory.
             first: the weights are those that made the `old` log-probabilities.
             last: no other update of this step follows.
+            oracle: folder in which the oracle finds gradients, weights and moments; None for a step that it skips.
         """
         rollouts, columns = load_rollouts(Path(batch))
         rates = [group["lr"] for group in self._optimizer.param_groups]
@@ -179,6 +184,10 @@ class TrainerWorker:
         name, meter = f"update {number}", LossMeter(rows=trace is not None)
         probe = self._recorder(trace)
         look, given = None, contextlib.nullcontext()
+        hand_on = None
+        if oracle is not None:
+            hand_on = HandOn(self._trainer, self._optimizer, self._live, self._context.rank, Path(oracle), self._source)
+            hand_on.before(number, first=first)
         if probe is not None:
             self._record_resume(probe)
             look = TokenProbe(probe, self._config.mesh, self._context.rank, name, step, rollouts)
@@ -189,8 +198,10 @@ class TrainerWorker:
             result = step_megatron.train_step(
                 self._trainer, self._optimizer, rollouts, loss=policy_loss(*self._loss, meter), columns=columns,
                 scheduler=self._scheduler, scheduler_step=1, temperature=self._temperature, on_shards=look,
-                **self._batching,
+                on_gradients=None if hand_on is None else lambda: hand_on.gradients(number), **self._batching,
             )  # fmt: skip
+        if hand_on is not None:
+            hand_on.after(number)
         at = self._config.mesh.coordinate(self._context.rank)
         facts = meter.read(counts=at.tp == 0, device=step_megatron.device_of(self._trainer))
         if probe is not None:
@@ -205,6 +216,13 @@ class TrainerWorker:
             )  # fmt: skip
             if at.tp == 0 and (rows := meter.rows()):
                 probe.emit(LossRows(name=name, version=step, coordinate=str(at)), rows)
+            if hand_on is not None:
+                probe.emit(
+                    StepReport(
+                        name=name, version=step, update=number, loss=real(result.loss), num_tokens=result.num_tokens,
+                        grad_norm=real(result.grad_norm),
+                    )
+                )  # fmt: skip
             if self._config.algorithm == "grpo":
                 self._record_reference(probe, step)
                 probe.emit(
@@ -230,8 +248,7 @@ class TrainerWorker:
 
     def connect(self, socket: str, transport: str) -> None:
         """Connect to the engine that samples, which holds the weights that this run began with."""
-        source = open_checkpoint(self._spec.checkpoint)
-        self._sync = WeightSync(self._trainer, source, self._context.rank)
+        self._sync = WeightSync(self._trainer, self._source, self._context.rank)
         self._sync.connect(socket, self._config.engine, transport, self._spec.collective_deadline_s)
 
     def sync(self, version: int, trace: str | None) -> str:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from verifier.oracle.step_hf import _Adam, _groups, _half_step, _rates, adapter_gradients
+from verifier.oracle.step_hf import Adam, _rates, adapter_gradients, groups_of, half_step
 from verifier.runs.scenario import RULE
 
 LEARNING_RATE = 1e-3
@@ -18,7 +18,7 @@ def steps(dtype: torch.dtype, *, lose_low_bits: bool) -> list[float]:
     live = torch.randn(64, 32, generator=generator).mul(0.05).to(dtype)
     master = torch.nn.Parameter(live.float().clone())
     theirs = torch.optim.Adam([master], lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8)
-    oracle, gaps = _Adam(0.9, 0.95, 1e-8), []
+    oracle, gaps = Adam(0.9, 0.95, 1e-8), []
     for step in (1, 2):
         old = live
         gradient = torch.randn(64, 32, generator=generator)
@@ -45,7 +45,7 @@ def test_masters_that_lose_their_low_bits_show_at_the_second_step() -> None:
 def test_half_a_step_is_what_rounding_may_move_a_number_by() -> None:
     values = torch.randn(4096, generator=torch.Generator().manual_seed(7)).double()
     rounded = values.bfloat16().double()
-    limit = _half_step(torch.maximum(values.abs(), rounded.abs()), torch.bfloat16)
+    limit = half_step(torch.maximum(values.abs(), rounded.abs()), torch.bfloat16)
     assert bool(((values - rounded).abs() <= limit).all())
     assert float(((values - rounded).abs() / limit).max()) > 0.99
 
@@ -59,7 +59,7 @@ def test_matrices_decay_and_vectors_do_not(shape: tuple[int, ...], decays: bool)
         weight = torch.nn.Parameter(old.clone())
         weight.grad = gradient.clone()
         torch.optim.AdamW([weight], lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay).step()
-        gaps.append(_Adam(0.9, 0.95, 1e-8).gap("w", old, weight.detach(), gradient.double(), 1, LEARNING_RATE, 0.1)[0])
+        gaps.append(Adam(0.9, 0.95, 1e-8).gap("w", old, weight.detach(), gradient.double(), 1, LEARNING_RATE, 0.1)[0])
     right, wrong = gaps if decays else reversed(gaps)
     assert right < 1e-3
     assert wrong > 0.1
@@ -72,12 +72,12 @@ def test_experts_of_a_layer_are_one_group_and_a_factor_shows_in_its_length() -> 
     exact["unused.weight"].zero_()
     noisy = {name: value + 0.1 * torch.randn(16, generator=generator) for name, value in exact.items()}
     doubled = {name: 2 * value if "layers.1" in name else value for name, value in noisy.items()}
-    found = _groups(exact, noisy, doubled)
+    found = groups_of(exact, noisy, doubled)
     assert sorted(found) == ["layers.0.experts.*.up.weight", "layers.1.experts.*.up.weight", "norm.weight"]
     assert found["layers.1.experts.*.up.weight"]["group_length"] == pytest.approx(2, abs=0.1)
     assert found["layers.0.experts.*.up.weight"]["group_length"] == pytest.approx(1, abs=0.05)
     assert all(0.05 < row["group_noise"] < 0.2 for row in found.values())
-    assert all(row["group_noise"] == 0 for row in _groups(exact, exact, noisy).values())
+    assert all(row["group_noise"] == 0 for row in groups_of(exact, exact, noisy).values())
 
 
 def test_gradients_of_an_adapter_are_those_of_autograd_also_where_linears_share_one_matrix() -> None:

@@ -1,0 +1,78 @@
+"""Steps that transformers computes too: gradients, Adam and log-probabilities hold on every mesh and loss.
+
+What this does not exercise: the bugs that these checks catch (tests/faults), and meshes with experts.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from verifier.config.load import load
+from verifier.config.training import TrainConfig
+from verifier.core import store
+from verifier.core.finding import Verdict
+from verifier.core.records_tokens import GradientRecord
+from verifier.errors import UsageError
+from verifier.faults.training_trial import GRPO_KNOBS, KNOBS
+from verifier.report.report import report_of
+from verifier.runs.resources import Deadline, Resources
+from verifier.trainer.controller import Judged, Trainer
+
+GRPO = ("algorithm=grpo", *GRPO_KNOBS)
+LIVE = ("algorithm=grpo", "grpo.group_size=4", "engine.kind=hf", "data.batch_size=2", "grpo.max_answer_tokens=8")
+RUNS: dict[str, tuple[tuple[str, ...], set[str]]] = {
+    "sft": ((), set()),
+    "sft on dp=2": (("mesh.dp=2",), set()),
+    "sft on tp=2": (("mesh.tp=2",), set()),
+    "clipped on dp=2": ((*GRPO, "mesh.dp=2", "grpo.kl_weight=0.5", "grpo.entropy_weight=0.01"), {"LGP001"}),
+    "gspo on tp=2": (
+        (*GRPO, "mesh.tp=2", "grpo.loss=gspo", "grpo.epochs=2", "grpo.clip_low=0.003", "grpo.temperature=0.7"),
+        {"LGP001"},
+    ),
+    "cispo": ((*GRPO, "grpo.loss=cispo", "grpo.epochs=2", "grpo.kl_weight=0.5", "grpo.kl_kind=k2"), {"LGP001"}),
+    "live": ((*LIVE, "grpo.temperature=0.8", "grpo.entropy_weight=0.05"), {"LGP001", "LGP003"}),
+}
+"""Name of a run -> its knobs, and the checks that it has besides those of gradients."""
+
+
+class _Later:
+    """A judge that lets every step pass: the test judges them itself."""
+
+    def submit(self, trace: Path) -> Future[Judged]:
+        done: Future[Judged] = Future()
+        done.set_result(Judged(0, ""))
+        return done
+
+
+@pytest.fixture(scope="module")
+def resources():
+    with Resources(warm=True) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_sampled_step_holds(name, resources, tmp_path):
+    knobs, also = RUNS[name]
+    own = {text.partition("=")[0] for text in knobs}
+    kept = [text for text in KNOBS if text.partition("=")[0] not in own]
+    given = ["model=tiny:add", *kept, *knobs, "verify.steps=true", "verify.every=2", f"run={tmp_path / 'run'}"]
+    config, _ = load(TrainConfig, overrides=given)
+    launcher = resources.launcher(Deadline(300))
+    Trainer(config, lambda text: None, _Later(), launcher=launcher, resources=resources).run()
+    for step in (1, 2, 3):
+        trace = store.read(tmp_path / "run" / "steps" / f"{step:06d}")
+        report = report_of(trace, "")
+        assert report.verdict is Verdict.HOLDS, [item for item in report.outcomes if item.verdict is not Verdict.HOLDS]
+        sampled = {"LSS001", "LSS002", "TRN001", *also}
+        assert sampled & {item.code for item in report.outcomes} == (sampled if step == 2 else set())
+    updates = {item.update for item in store.read(tmp_path / "run" / "steps" / "000002").of(GradientRecord)}
+    assert len(updates) == config.grpo.epochs
+    assert not list((tmp_path / "run" / "oracle").iterdir())
+
+
+def test_sampled_steps_without_a_judge_are_refused():
+    with pytest.raises(UsageError, match=r"verify\.every is 5 and verify\.steps is false"):
+        load(TrainConfig, overrides=["model=tiny:add", "verify.every=5"])

@@ -1,0 +1,181 @@
+"""The oracle's losses: against those under test, which share no code with them; and what they say when these differ.
+
+What this does not exercise: models (tests/dist/test_train_sampled.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import verifier.faults
+from verifier.algorithms.loss_options import LossOptions
+from verifier.algorithms.losses import LossInputs, token_loss
+from verifier.data.recorded import read_recorded
+from verifier.export.save import save_checkpoint
+from verifier.model.checkpoint import open_checkpoint
+from verifier.model.named import resolve_model
+from verifier.model.transformers_hf import load_model
+from verifier.oracle.policy_hf import judge_updates, token_losses
+from verifier.runs.model_under_test import cache_folder
+
+ROLLOUTS = Path(verifier.faults.__file__).parent / "rollouts"
+
+OPTIONS = {
+    "clip_low": 0.1, "clip_high": 0.3, "dual_clip": None, "kl_weight": 0.0, "kl_kind": "k3", "entropy_weight": 0.0,
+}  # fmt: skip
+CASES = {
+    "clipped": {},
+    "clipped with dual clip": {"dual_clip": 1.2},
+    "gspo": {},
+    "cispo": {},
+    "importance": {},
+    "cross_entropy": {},
+    "clipped with k1": {"kl_weight": 0.5, "kl_kind": "k1"},
+    "clipped with k2": {"kl_weight": 0.5, "kl_kind": "k2"},
+    "cispo with k3": {"kl_weight": 0.5, "kl_kind": "k3", "entropy_weight": 0.1},
+}
+
+
+def both(name, **changed):
+    """Loss and gradient by the oracle and by the trainer's function, on one sequence of 64 tokens."""
+    generator = torch.Generator().manual_seed(5)
+    logits, divisor, reference, advantage = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) * size
+        for shape, size in (((64, 7), 1.0), (64, 0.3), (64, 0.3), (64, 1.0))
+    )
+    found = []
+    for side in ("oracle", "trainer"):
+        scores = logits.clone().requires_grad_(True)
+        every = scores.log_softmax(-1)
+        logprob, entropy = every[:, 0], -(every.exp() * every).sum(-1)
+        columns = {
+            "divisor": divisor + every[:, 0].detach(), "reference": reference + every[:, 0].detach(),
+            "advantage": advantage,
+        }  # fmt: skip
+        if side == "oracle":
+            loss = token_losses(logprob, entropy, columns, {**OPTIONS, **CASES[name], "loss": name.split()[0]})
+        else:
+            rows = LossInputs(
+                current_T=logprob, entropy_T=entropy, divisor_T=columns["divisor"], advantage_T=advantage,
+                reference_T=columns["reference"], mask_T=torch.ones(64, dtype=torch.bool),
+                sequence_mean=lambda values: values.mean().expand(64),
+            )  # fmt: skip
+            loss = token_loss(name.split()[0], rows, LossOptions(**{**OPTIONS, **CASES[name], **changed}))
+        loss.sum().backward()
+        found.append((loss.detach(), scores.grad))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradient_are_those_of_the_trainers_losses(name):
+    (ours, gradient), (theirs, other) = both(name)
+    assert (ours - theirs).abs().max() < 1e-12  # float64: the same formula, written twice
+    assert (gradient - other).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("changed", [{"clip_high": 0.1}, {"clip_low": 0.3}, {"kl_weight": 0.5}])
+def test_another_option_gives_another_gradient(changed):
+    (_, gradient), (_, other) = both("clipped", **changed)
+    assert (gradient - other).abs().max() > 0.01
+
+
+def test_an_unknown_loss_has_no_formula():
+    with pytest.raises(ValueError, match="no formula of the loss `mine` is known"):
+        token_losses(torch.zeros(1), torch.zeros(1), {"advantage": torch.zeros(1), "divisor": torch.zeros(1)}, {
+            **OPTIONS, "loss": "mine"
+        })  # fmt: skip
+
+
+RULE = {"clip_grad": 1.0, "beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
+ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
+
+
+def judged(folder, *, detached=False, lost=False):
+    """Two updates by torch in float32, the second after the first, and what the oracle says of each tensor.
+
+    `detached`: the KL term has no gradient. `lost`: Adam begins anew, moments and count, before the second.
+    """
+    checkpoint = open_checkpoint(resolve_model("tiny:add", cache_folder(), "float32"))
+    rows = read_recorded(ROLLOUTS / "000001.jsonl", vocab_size=32, group_size=4)[:4]
+    model = load_model(checkpoint.path, torch.float32).requires_grad_(True)
+    names = {id(tensor): name for name, tensor in model.named_parameters()}
+    matrices = [tensor for tensor in model.parameters() if tensor.ndim > 1]
+    vectors = [tensor for tensor in model.parameters() if tensor.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, **ADAM)
+    generator = torch.Generator().manual_seed(3)
+    save(folder / "weights-0", checkpoint, dict(model.named_parameters()))
+    for number in (1, 2):
+        if lost and number == 2:
+            adam.state.clear()
+        for part in ("exp_avg", "exp_avg_sq"):
+            state = {names[id(tensor)]: adam.state.get(tensor, {}).get(part) for tensor in model.parameters()}
+            found = {
+                name: torch.zeros(checkpoint.meta(name).shape) if held is None else held for name, held in state.items()
+            }
+            save(folder / f"{part}-{number}", checkpoint, found)
+        loss, inputs = torch.zeros(()), []
+        for row in rows:
+            tokens, num_prompt = torch.tensor([*row.prompt, *row.response]), len(row.prompt)
+            mask = torch.arange(len(tokens)) >= num_prompt
+            noise = 0.1 * torch.randn(len(tokens), 2, generator=generator)
+            every = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+            logprob = every.gather(1, tokens[1:, None])[:, 0]
+            columns = {
+                "divisor": noise[:, 0].clone(),
+                "reference": noise[:, 1].clone(),
+                "advantage": torch.ones(len(tokens)),
+            }
+            columns["divisor"][1:] += logprob.detach()
+            columns["reference"][1:] += logprob.detach()
+            kept, current = mask[1:], logprob.detach() if detached else logprob
+            distance = (current - columns["reference"][1:])[kept]
+            ratio = (logprob - columns["divisor"][1:])[kept].exp()
+            gain = torch.minimum(ratio, ratio.clamp(0.9, 1.3))
+            loss = loss + (0.1 * (-gain + 0.5 * (torch.exp(-distance) - 1 + distance))).sum()
+            weight = torch.where(mask, 0.1, 0.0).double()
+            inputs.append({"tokens": tokens, "mask": mask.to(torch.uint8), "weight": weight, **columns})
+        adam.zero_grad()
+        loss.backward()
+        gradients = {name: tensor.grad.clone() for name, tensor in model.named_parameters()}
+        save(folder / f"gradients-{number}", checkpoint, gradients)
+        joined = {name: torch.cat([row[name] for row in inputs]) for name in inputs[0]}
+        lengths = torch.tensor([len(row["tokens"]) for row in inputs])
+        save_file({**joined, "lengths": lengths}, folder / f"inputs-{number}.safetensors")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+        save(folder / f"weights-{number}", checkpoint, dict(model.named_parameters()))
+    told = {**OPTIONS, "loss": "clipped", "kl_weight": 0.5, "temperature": 1.0}
+    asked = [{"number": number, "learning_rate": 1e-3} for number in (1, 2)]
+    return judge_updates(None, str(folder), RULE, told, asked)
+
+
+def save(path, checkpoint, tensors):
+    save_checkpoint(path, checkpoint.config, [(name, tensors[name]) for name in checkpoint.names()])
+
+
+def greatest_of(rows, number):
+    """Greatest gap of a gradient, of its tensor's greatest element, and greatest gap of a step, in learning rates."""
+    of_update = [row for row in rows if row["update"] == number]
+    gaps = (row["gradient"][0] / (3e-5 * row["gradient_scale"] + row["gradient_doubt"]) for row in of_update)
+    return max(gaps), max(row["step"][0] for row in of_update)
+
+
+def test_two_updates_by_torch_hold(tmp_path):
+    rows = judged(tmp_path)
+    for number in (1, 2):
+        gradient, step = greatest_of(rows, number)
+        assert gradient < 1  # the bound of LSS001: 3e-5 of the tensor's greatest
+        assert step < 1e-3  # the bound of TRN001, learning rates
+
+
+def test_a_kl_term_without_gradient_shows(tmp_path):
+    assert greatest_of(judged(tmp_path, detached=True), 1)[0] > 100
+
+
+def test_an_adam_that_begins_anew_shows(tmp_path):
+    assert greatest_of(judged(tmp_path, lost=True), 2)[1] > 0.1

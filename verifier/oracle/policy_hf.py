@@ -1,0 +1,194 @@
+"""The oracle of a training step: the true loss of recorded tokens in float64, its gradient, and Adam from its moments.
+
+Written from the papers' formulas. It shares no code with the losses under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from verifier.oracle.step_hf import Adam, clip_of, gradients_of, measured, noise_of, tensors_of, trainable
+
+SHIFT = 1e-5
+"""Nats by which log-probabilities of two right sides in float32 may differ (LGP001)."""
+ROUNDINGS = 2
+"""Times that Adam rounds a weight in float32 in a step: for the decay, and for the move."""
+Row = Mapping[str, torch.Tensor]
+"""Columns of one sequence: tokens, mask, and where the loss reads them weight, advantage, divisor, reference."""
+Gradients = dict[str, torch.Tensor]
+"""Checkpoint name -> gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """Loss of a batch by one model."""
+
+    nats: torch.Tensor
+    """[N] float64: weight times loss of each token in the loss."""
+    shifted: tuple[torch.Tensor, ...]
+    """[N] each, with shifted log-probabilities."""
+    gradients: Gradients
+    of_shifted: tuple[Gradients, ...]
+
+
+def judge_updates(
+    _: object,
+    folder: str,
+    rule: Mapping[str, float],
+    objective: Mapping[str, Any],
+    updates: Sequence[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Measure every update of one step against the oracle; a request of an engine server.
+
+    Args:
+        folder: see `verifier.trainer.sampled_step`; for update n it has the checkpoints ``weights-n`` and that before
+            it, ``gradients-n``, ``exp_avg-n``, ``exp_avg_sq-n``, of rounded weights ``master-n``, and
+            ``inputs-n.safetensors``.
+        rule: "clip_grad", "beta_1", "beta_2", "epsilon", "weight_decay".
+        objective: "loss", its name; "temperature"; and the fields of its options by name.
+        updates: of each in order its "number", from 1, and "learning_rate".
+
+    Returns:
+        Per update and tensor the fields of `GradientRecord`, by name; "gradient" and "step" are a greatest gap and its
+        index.
+    """
+    records = []
+    for update in updates:
+        number, path = int(update["number"]), Path(folder)
+        old, new = (tensors_of(path / f"weights-{at}") for at in (number - 1, number))
+        rows = _rows(path / f"inputs-{number}.safetensors")
+        stored = [tensor.dtype for tensor in old.values()]
+        dtype = max(set(stored), key=stored.count)
+        exact = _loss(path / f"weights-{number - 1}", rows, objective, torch.float32)
+        rounded = exact if dtype == torch.float32 else _loss(path / f"weights-{number - 1}", rows, objective, dtype)
+        actual = tensors_of(path / f"gradients-{number}")
+        norm, scale = clip_of(actual, rule["clip_grad"])
+        off = [(rounded.nats - exact.nats).abs().sum(), *((part - exact.nats).abs().sum() for part in exact.shifted)]
+        whole = {
+            "update": number, "gradient_norm": norm, "gradient_noise": noise_of(rounded.gradients, exact.gradients),
+            "loss": float(exact.nats.sum()), "loss_scale": float(exact.nats.abs().sum()),
+            "loss_noise": float(max(off)), "num_tokens": len(exact.nats),
+        }  # fmt: skip
+        adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"], roundings=ROUNDINGS)
+        before = [tensors_of(path / f"{part}-{number}") for part in ("exp_avg", "exp_avg_sq")]
+        masters = tensors_of(path / f"master-{number}") if dtype != torch.float32 else {}
+        for row, reduced in measured(old, exact.gradients, rounded.gradients, actual):
+            name = row["name"]
+            if name in actual and reduced is not None:
+                adam.begin(name, *(part[name] for part in before), masters.get(name))
+                row["step"] = adam.gap(
+                    name, old[name], new[name], reduced * scale, number, update["learning_rate"], rule["weight_decay"]
+                )
+            row["gradient_doubt"] = max(
+                (float((part[name] - exact.gradients[name]).abs().max()) for part in exact.of_shifted if name in part),
+                default=0.0,
+            )
+            records.append({**row, **whole})
+    return records
+
+
+def _rows(file: Path) -> list[Row]:
+    """Columns of each sequence."""
+    columns = load_file(file)
+    lengths = columns.pop("lengths").tolist()
+    parts = {name: values.split(lengths) for name, values in columns.items()}
+    return [{name: values[at] for name, values in parts.items()} for at in range(len(lengths))]
+
+
+def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], dtype: torch.dtype) -> _Found:
+    """Loss and gradient by transformers, sequence by sequence; in float32 also of shifted log-probabilities.
+
+    Shifts tell what two right sides may differ by, all tokens alike or by turns.
+    """
+    model = trainable(checkpoint, dtype)
+    parameters = list(model.parameters())
+    shifts = [lambda at: 0.0 * at]
+    if objective["loss"] != "cross_entropy" and dtype == torch.float32:
+        shifts += [lambda at: SHIFT + 0.0 * at, lambda at: SHIFT * (1 - 2 * (at % 2))]
+    sums: list[list[torch.Tensor | None]] = [[None] * len(parameters) for _ in shifts]
+    nats: list[list[torch.Tensor]] = [[] for _ in shifts]
+    for row in rows:
+        kept = row["mask"][1:].bool()
+        if not kept.any():
+            continue
+        logits = model(input_ids=row["tokens"][None], use_cache=False).logits[0, :-1].double()
+        every = torch.log_softmax(logits / objective["temperature"], dim=-1)[kept]
+        labels = row["tokens"][1:][kept]
+        entropy = -(every.exp() * every).sum(-1)
+        columns = {name: row[name][1:][kept].double() for name in row.keys() - {"tokens", "mask"}}
+        at = torch.arange(len(labels), dtype=torch.float64)
+        for place, shift in enumerate(shifts):
+            logprob = every.gather(1, labels[:, None])[:, 0] + shift(at)
+            loss = columns["weight"] * token_losses(logprob, entropy, columns, objective)
+            nats[place].append(loss.detach())
+            found = torch.autograd.grad(loss.sum(), parameters, retain_graph=place + 1 < len(shifts), allow_unused=True)
+            for index, gradient in enumerate(found):
+                if gradient is not None:
+                    before = sums[place][index]
+                    sums[place][index] = gradient if before is None else before + gradient
+    gradients = []
+    for part in sums:
+        for parameter, gradient in zip(parameters, part, strict=True):
+            parameter.grad = gradient
+        gradients.append({name: tensor.clone() for name, tensor in gradients_of(model)})
+    joined = [torch.cat(part) if part else torch.zeros(0, dtype=torch.float64) for part in nats]
+    return _Found(
+        nats=joined[0], shifted=tuple(joined[1:]), gradients=gradients[0], of_shifted=tuple(gradients[1:])
+    )  # fmt: skip
+
+
+def token_losses(
+    logprob: torch.Tensor, entropy: torch.Tensor, columns: Mapping[str, torch.Tensor], objective: Mapping[str, Any]
+) -> torch.Tensor:
+    """Loss of each token of one sequence that is in the loss, before its weight.
+
+    Args:
+        logprob: [K] float64 log-probabilities by the weights that are trained, nats.
+        entropy: [K] float64, nats.
+        columns: [K] "advantage", "divisor" and "reference".
+        objective: "loss" and its options.
+
+    Returns:
+        [K] float64.
+
+    Raises:
+        ValueError: the loss is unknown here, such as one of a plugin.
+
+    Source:
+        PPO (arXiv 1707.06347), equation 7; DAPO (arXiv 2503.14476), equation 10; dual clip: arXiv 1912.09729,
+        equation 5; GSPO (arXiv 2507.18071), equation 14; CISPO: arXiv 2506.13585, equation 4; k1, k2, k3:
+        http://joschu.net/blog/kl-approx.html.
+    """
+    name = objective["loss"]
+    if name == "cross_entropy":
+        total = -logprob
+    else:
+        advantage, low, high = columns["advantage"], max(0.0, 1 - objective["clip_low"]), 1 + objective["clip_high"]
+        ratio = torch.exp(logprob - columns["divisor"])
+        if name == "gspo":
+            sequence = torch.exp((logprob - columns["divisor"]).mean()).detach()
+            ratio = sequence * torch.exp(logprob - logprob.detach())
+        if name in ("clipped", "gspo"):
+            gain = torch.minimum(ratio * advantage, torch.clamp(ratio, low, high) * advantage)
+            if objective["dual_clip"] is not None:
+                gain = torch.where(advantage < 0, torch.maximum(gain, objective["dual_clip"] * advantage), gain)
+            total = -gain
+        elif name == "cispo":
+            total = -torch.clamp(ratio.detach(), low, high) * advantage * logprob
+        elif name == "importance":
+            total = -ratio * advantage
+        else:
+            raise ValueError(f"no formula of the loss `{name}` is known")
+    if objective["kl_weight"]:
+        distance = logprob - columns["reference"]
+        estimates = {"k1": distance, "k2": distance.square() / 2, "k3": torch.exp(-distance) - 1 + distance}
+        total = total + objective["kl_weight"] * estimates[objective["kl_kind"]]
+    if objective["entropy_weight"]:
+        total = total - objective["entropy_weight"] * entropy
+    return total

@@ -1,0 +1,219 @@
+"""Steps that transformers computes too: gradients, Adam and log-probabilities by the oracle, on the step's record."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from verifier.config import TrainConfig
+from verifier.config.grpo import LOSSES
+from verifier.core.outputs import full_disk_refused
+from verifier.core.record import Probe
+from verifier.core.records_tokens import (
+    OracleLogprobs,
+    OracleOfSampled,
+    OracleRecord,
+    SampledTokens,
+    TrainerLogprobs,
+)
+from verifier.core.store import Recorder
+from verifier.data.rollout import Rollout
+from verifier.errors import UsageError
+from verifier.export.names import layout_of
+from verifier.export.sharding import Owners
+from verifier.oracle.oracle import Oracle, Scored
+from verifier.oracle.recording import gradient_record, noise_of_logprobs
+from verifier.runs.model_under_test import ModelUnderTest
+from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
+
+COLUMNS = ("advantage", "divisor", "reference")
+"""Inputs of a loss besides tokens, mask and weight."""
+
+WITHOUT_ORACLE = ("moe_aux_loss", "moe_z_loss", "moe_bias_update_rate", "optimizer_offload")
+"""Options of Megatron that change loss, weights or optimizer in a way that the oracle does not compute."""
+
+
+def is_sampled(config: TrainConfig, step: int) -> bool:
+    """Tell whether transformers computes a step too."""
+    return config.verify.steps and config.verify.every > 0 and step % config.verify.every == 0
+
+
+def require_judgeable(config: TrainConfig, model: ModelUnderTest) -> None:
+    """Refuse sampled steps that the oracle has no means to judge.
+
+    Raises:
+        UsageError: a family without a layout, a model that is too large for the host, a loss of a plugin, or an option
+            of Megatron that the oracle has not.
+    """
+    if not (config.verify.steps and config.verify.every):
+        return
+    if not model.judges_gradients:
+        raise UsageError(
+            f"verify.every is {config.verify.every} and the gradients of {config.model} cannot be judged: its family "
+            "has no layout, or it is too large for the host: set verify.every=0"
+        )
+    options = config.megatron
+    asked = {
+        "distributed_optimizer": "false" if not options.distributed_optimizer else "",
+        "grad_reduce_in_fp32": "false" if not options.grad_reduce_in_fp32 and config.dtype != "float32" else "",
+        **{name: f"{value:g}" if (value := getattr(options, name)) else "" for name in WITHOUT_ORACLE},
+    }
+    for name, text in asked.items():
+        if text:
+            raise UsageError(
+                f"verify.every is {config.verify.every} and megatron.{name} is {text}, which the oracle does not "
+                "compute: set verify.every=0, or leave it out"
+            )
+    if config.algorithm == "grpo" and config.grpo.loss not in LOSSES:
+        raise UsageError(
+            f"verify.every is {config.verify.every} and grpo.loss is {config.grpo.loss}, whose formula the oracle does "
+            "not know: set verify.every=0, or choose another loss"
+        )
+
+
+def record_scored(probe: Probe, config: TrainConfig, step: int, scored: ScoredRollouts) -> None:
+    """Record what trainer and engine say of a step's rollouts, each under the version of the weights that it claims."""
+    temperature, lengths = config.grpo.temperature, tuple(len(rollout) - 1 for rollout in scored.rollouts)
+    sides = [("old", step - 1, scored.old)]
+    if scored.reference is not None:
+        sides.append(("reference", 0, scored.reference))
+    for name, version, values in sides:
+        record = TrainerLogprobs(name=name, version=version, lengths=lengths, temperature=temperature)
+        probe.emit(record, np.concatenate([row[1:] for row in values]).astype(np.float32))
+    if config.data.rollouts is None:
+        runs = [run for rollout in scored.rollouts for run in _runs(rollout)]
+        for version in sorted({rollout.versions[begin] for rollout, begin, _ in runs}):
+            _record_sampled(
+                probe, int(version), [run for run in runs if run[0].versions[run[1]] == version], temperature
+            )
+
+
+def _runs(rollout: Rollout) -> list[tuple[Rollout, int, int]]:
+    """Begin and end of each run of tokens that the same weights sampled."""
+    keys = np.where(rollout.sampled, rollout.versions, -1)
+    edges = [0, *(np.flatnonzero(np.diff(keys)) + 1).tolist(), len(rollout)]
+    return [(rollout, a, b) for a, b in pairwise(edges) if rollout.sampled[a]]
+
+
+def _record_sampled(probe: Probe, version: int, runs: Sequence[tuple[Rollout, int, int]], temperature: float) -> None:
+    tokens = tuple(tuple(rollout.tokens[a:b].tolist()) for rollout, a, b in runs)
+    record = SampledTokens(
+        name="rollouts", version=version, lengths=tuple(map(len, tokens)), tokens=tokens,
+        prompts=tuple(tuple(rollout.tokens[:a].tolist()) for rollout, a, _ in runs), stops=((),) * len(runs),
+        limits=tuple(map(len, tokens)), ended=("length",) * len(runs), temperatures=(temperature,) * len(runs),
+    )  # fmt: skip
+    probe.emit(record, np.concatenate([rollout.logprobs[a:b] for rollout, a, b in runs]))
+
+
+class SampledStep:
+    """One step that the oracle computes too, in a folder of its own that ranks and controller fill.
+
+    Args:
+        config: of the run.
+        model: of the run.
+        oracle: running.
+        folder: for the step; see `verifier.oracle.policy_hf`.
+        step: number of the step, from 1.
+    """
+
+    def __init__(self, config: TrainConfig, model: ModelUnderTest, oracle: Oracle, folder: Path, step: int) -> None:
+        self._config, self._model, self._oracle, self.folder, self._step = config, model, oracle, folder, step
+        shutil.rmtree(folder, ignore_errors=True)
+        with full_disk_refused(folder):
+            folder.mkdir(parents=True)
+
+    def judge(
+        self, trace: Path, updates: Sequence[OptimizerUpdate], rates: Sequence[float], scored: ScoredRollouts | None
+    ) -> None:
+        """Ask the oracle about all updates of the step, record what it says, and remove the folder.
+
+        Args:
+            trace: of the step.
+            updates: in order.
+            rates: learning rate of each.
+            scored: log-probabilities that were recorded; None in supervised fine-tuning.
+        """
+        config, model = self._config, self._model
+        for update in updates:
+            self._save_inputs(update)
+        asked = [{"number": item.number, "learning_rate": rate} for item, rate in zip(updates, rates, strict=True)]
+        rule, objective = asdict(config.optimizer), objective_of(config)
+        read = [self.folder, *sorted(item for item in self.folder.iterdir() if item.is_dir())]
+        rows = self._oracle.ask("policy_hf:judge_updates", [self.folder], rule, objective, asked, read=read)
+        layout = layout_of(model.checkpoint.config)
+        owners = None if layout is None else Owners(layout.placements, model.mesh)
+        with contextlib.closing(Recorder(trace, "oracle", 0)) as recorder:
+            for row in rows:
+                recorder.emit(gradient_record({**row, "version": self._step}, owners, model.mesh))
+            if scored is not None:
+                self._record_logprobs(recorder, scored, self.folder / f"weights-{updates[0].number - 1}")
+        shutil.rmtree(self.folder)
+
+    def _save_inputs(self, update: OptimizerUpdate) -> None:
+        """Write the inputs of an update's loss, as they were recorded."""
+        arrays = {
+            "lengths": np.array([len(rollout) for rollout in update.rollouts], np.int64),
+            "tokens": np.concatenate([rollout.tokens for rollout in update.rollouts]),
+            "mask": np.concatenate([rollout.mask for rollout in update.rollouts]).astype(np.uint8),
+            "weight": np.concatenate([*update.weights]),
+        }
+        arrays |= {name: np.concatenate([*values]) for name, values in update.columns.items() if name in COLUMNS}
+        file = self.folder / f"inputs-{update.number}.safetensors"
+        with full_disk_refused(file):
+            save_file(arrays, file)
+
+    def _record_logprobs(self, recorder: Recorder, scored: ScoredRollouts, before: Path) -> None:
+        """Score what `record_scored` recorded, by the weights that it claims."""
+        source, last = self._model.checkpoint.path, self._step - 1
+        sequences = [rollout.tokens.tolist() for rollout in scored.rollouts]
+        whole = [len(tokens) for tokens in sequences]
+        exact, rounded = self._scored(before, sequences)
+        _record_oracle(recorder, OracleLogprobs, "old", last, exact, rounded, whole)
+        if scored.reference is not None:
+            _record_oracle(recorder, OracleLogprobs, "reference", 0, *self._scored(source, sequences), whole)
+        if self._config.data.rollouts is None:
+            runs = [(at, run) for at, rollout in enumerate(scored.rollouts) for run in _runs(rollout)]
+            fresh = [(at, a, b) for at, (rollout, a, b) in runs if rollout.versions[a] == last]
+            tails, low = (
+                None if rows is None else [rows[at][a - 1 : b - 1] for at, a, b in fresh] for rows in (exact, rounded)
+            )
+            if tails:
+                _record_oracle(recorder, OracleOfSampled, "rollouts", last, tails, low, [b for _, _, b in fresh])
+
+    def _scored(self, checkpoint: Path, sequences: Sequence[Sequence[int]]) -> tuple[Scored, Scored | None]:
+        """Log-probabilities in float32, and in the run's dtype where that is another."""
+        temperature, dtype = self._config.grpo.temperature, self._model.dtype
+        exact = self._oracle.score(checkpoint, sequences, temperature=temperature)
+        if dtype == "float32":
+            return exact, None
+        return exact, self._oracle.score(checkpoint, sequences, dtype, temperature=temperature)
+
+
+def _record_oracle(
+    probe: Probe, kind: type[OracleRecord], name: str, version: int, exact: Scored, rounded: Scored | None,
+    whole: Sequence[int],
+) -> None:  # fmt: skip
+    record = kind(name=name, version=version, lengths=tuple(map(len, exact)), whole=tuple(whole))
+    probe.emit(record, np.array([value for row in exact for value in row], np.float64))
+    if rounded is not None:
+        probe.emit(noise_of_logprobs(name, version, rounded, exact))
+
+
+def objective_of(config: TrainConfig) -> Mapping[str, Any]:
+    """The loss that a config asks for, as `verifier.oracle.policy_hf` takes it."""
+    if config.algorithm == "sft":
+        return {"loss": "cross_entropy", "temperature": 1.0, "kl_weight": 0.0, "entropy_weight": 0.0}
+    options = config.grpo
+    return {
+        "loss": options.loss, "temperature": options.temperature, "clip_low": options.clip_low,
+        "clip_high": options.clip_high, "dual_clip": options.dual_clip, "kl_kind": options.kl_kind,
+        "kl_weight": options.kl_weight if options.kl_in == "loss" else 0.0, "entropy_weight": options.entropy_weight,
+    }  # fmt: skip
