@@ -181,8 +181,8 @@ def _join(
 ) -> None:  # fmt: skip
     """Initialise torch.distributed, with GPUs over NCCL too.
 
-    Ranks of one node find each other through a file in memory, which nobody else can open. Torch's TCPStore, which those
-    of several nodes have, lets whoever reaches its port read, list and write its keys.
+    Ranks of one node find each other through a file in memory, which nobody else can open. Those of several nodes have
+    torch's TCPStore, which lets whoever reaches its port read, list and write its keys.
 
     Source:
         torch 2.11, torch/csrc/distributed/c10d/FileStore.cpp: opens its path for each operation; TCPStore.cpp: no
@@ -213,7 +213,12 @@ def _join(
             store: dist.Store = dist.FileStore(f"/proc/self/fd/{store_fd}", world_size)
         else:
             store = dist.TCPStore(
-                *rendezvous, world_size, store_fd is not None, timeout, master_listen_fd=store_fd, wait_for_workers=False
+                *rendezvous,
+                world_size,
+                store_fd is not None,
+                timeout,
+                master_listen_fd=store_fd,
+                wait_for_workers=False,
             )
         store.set_timeout(timeout)
         dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=timeout)
