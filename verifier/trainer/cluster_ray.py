@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -238,6 +239,8 @@ def joined(options: RayOptions, run: Path, world_size: int) -> Iterator[Cluster]
     with contextlib.ExitStack() as stack:
         if options.address == LOCAL:
             stack.enter_context(_local_environment(run))
+            Config.initialize("")  # ray read the mode of authentication when it was imported
+            AuthenticationTokenLoader.instance().reset_cache()
             folder = stack.enter_context(work_folder("ray"))
             if len(os.fsencode(folder)) > _MAX_FOLDER:
                 raise UsageError(
@@ -289,8 +292,10 @@ def _init(address: str, **where: Any) -> None:
     try:
         ray.init(log_to_driver=False, logging_level="ERROR", **where)
     except (RayError, ConnectionError, RuntimeError, ValueError, TimeoutError) as problem:
-        text = str(problem).strip().splitlines()
-        raise UsageError(f"Ray cannot be used at ray.address={address}: {text[0] if text else problem!r}") from problem
+        text = (str(problem).strip() or repr(problem)).splitlines()[0]
+        if address == LOCAL:
+            raise InternalError(f"Ray did not start: {text}") from problem
+        raise UsageError(f"Ray cannot be joined at ray.address={address}: {text}") from problem
     finally:
         if on_main_thread:
             signal.signal(signal.SIGTERM, before)
