@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._raylet import AuthenticationTokenLoader, Config
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # absent from its stub
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -75,7 +75,8 @@ class _Actor:
             raise InternalError(f"{self.name} did not answer within {within_s:.0f} s") from None
         except RayActorError as error:
             why = next((line for line in str(error).splitlines()[::-1] if line.strip()), "")
-            raise LaunchError(f"{self.name} ended by itself: {why.partition('. ')[0]}") from None
+            why = why.partition(". ")[0].removeprefix("The actor is dead because ")
+            raise LaunchError(f"{self.name} ended by itself: {why}") from None
         except RayError as error:
             raise LaunchError(f"{self.name} cannot be reached: {str(error).splitlines()[0]}") from None
 

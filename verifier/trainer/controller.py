@@ -22,7 +22,7 @@ from verifier.core.records_trainer import KnobsAsked, OptimizerSettings
 from verifier.core.store import Recorder, complete, create, discard
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.process import EngineProcess
-from verifier.errors import ContractError, InternalError, ViolationFound
+from verifier.errors import ContractError, InternalError, UsageError, ViolationFound
 from verifier.launch.fork_launcher import ForkJob, ForkLauncher
 from verifier.launch.rank import JobSpec
 from verifier.platform.upstream_fixes import selected
@@ -169,6 +169,8 @@ class Trainer:
         if config.ray.use:
             from verifier.trainer.cluster_ray import joined
 
+            if config.ray.nodes > 1 and self._model.tier == "cuda":
+                raise UsageError(f"ray.nodes is {config.ray.nodes}: several nodes are for the CPU tier so far, use 1")
             self._progress(f"starting Ray ({config.ray.address})")
             self._cluster = stack.enter_context(joined(config.ray, config.run, config.mesh.world_size))
             self._progress("importing Megatron")
