@@ -160,7 +160,7 @@ class NodeRanks:
         self._watched.clear()
 
     def _reported(self, rank: int) -> list[JSON]:
-        """What a rank has reported so far: progress, answers, its result, or its failure."""
+        """Reports of a rank so far: progress, answers, its result, or its failure."""
         reports, found = self._processes[rank][1], []
         while reports in self._watched and reports.wire.poll():
             try:
