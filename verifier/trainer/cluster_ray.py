@@ -93,10 +93,17 @@ class _Actor:
 
 
 class ActorRanks:
-    """Ranks of a job on another node; see `Ranks`."""
+    """Ranks of a job behind their node's actor; see `Ranks`.
 
-    def __init__(self, actor: _Actor, node: str, ranks: range) -> None:
-        self._actor, self.node, self.ranks = actor, node, ranks
+    Args:
+        actor: of the node.
+        node: its name, for errors; empty where there is one only.
+        ranks: of the node.
+        look: raises the error of a process beside the ranks that has died.
+    """
+
+    def __init__(self, actor: _Actor, node: str, ranks: range, look: Callable[[], None]) -> None:
+        self._actor, self.node, self.ranks, self._look = actor, node, ranks, look
 
     def tell(self, message: Any) -> None:
         """See `NodeRanks.tell`."""
@@ -106,6 +113,8 @@ class ActorRanks:
     def poll(self, within_s: float) -> tuple[list[tuple[int, Any]], float]:
         """See `NodeRanks.poll`."""
         found: tuple[list[tuple[int, Any]], float] = self._ask("poll", within_s)
+        if not found[0]:
+            self._look()
         return found
 
     def stopped(self) -> list[int]:
@@ -116,6 +125,7 @@ class ActorRanks:
     def look(self, within_s: float) -> None:
         """See `NodeRanks.look`."""
         self._ask("look", within_s)
+        self._look()
 
     def slots(self) -> tuple[float, list[bytes]]:
         """See `NodeRanks.slots`."""
@@ -167,6 +177,7 @@ class Cluster:
         addresses = [str(node["NodeManagerAddress"]) for node in nodes]
         self._addresses = addresses if len(set(addresses)) > 1 else [LOOPBACK] * len(nodes)
         self._trainers: list[_Actor] = []
+        self._engines: list[_Actor] = []
 
     def load(self, preload: str, deadline_s: float) -> None:
         """Start the trainer's actors and their launchers, which import while the caller goes on."""
@@ -181,14 +192,20 @@ class Cluster:
         for place, (actor, address) in enumerate(zip(self._trainers, self._addresses, strict=True)):
             ranks = range(place * count, (place + 1) * count)
             rendezvous = actor.ask("submit", spec, ranks, address, rendezvous, within_s=spec.deadline_s)
-            parts.append(ActorRanks(actor, self._name(place) if len(self._nodes) > 1 else "", ranks))
+            parts.append(ActorRanks(actor, self._name(place) if len(self._nodes) > 1 else "", ranks, self._look))
         return ForkJob(parts, spec, on_progress)
 
     def engine(self, config: EngineConfig, deadline_s: float, request_deadline_s: float) -> ClusterEngine:
         """Start an engine on the node of rank 0, which sends the weights, and wait until it has loaded its model."""
         actor = self._actor(EngineNode, "engine", self._nodes[0])
         path = actor.ask("start", config, deadline_s, request_deadline_s, within_s=deadline_s + _ACTOR_S)
+        self._engines.append(actor)
         return ClusterEngine(actor, path, request_deadline_s)
+
+    def _look(self) -> None:
+        """Raise the error of an engine that has died, or of its actor."""
+        for actor in self._engines:
+            actor.ask("look")
 
     def environments(self) -> list[dict[str, str]]:
         """Forwarded variables as each trainer actor has them."""

@@ -26,6 +26,7 @@ from verifier.errors import UsageError
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.node_ranks import NodeRanks
 from verifier.launch.rank import JobSpec
+from verifier.launch.vigil import Vigil
 from verifier.platform.pins import PINS, installed
 
 FORWARDED = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONHASHSEED", "TMPDIR", "XDG_CACHE_HOME")
@@ -151,16 +152,20 @@ class EngineNode(NodeServer):
 
     def start(self, config: EngineConfig, deadline_s: float, request_deadline_s: float) -> str:
         """Start the engine and wait until it has loaded its model; return the path of its socket."""
-        self._stack = contextlib.ExitStack()
+        self._stack, self._vigil = contextlib.ExitStack(), Vigil()
         with contextlib.ExitStack() as stack:
-            server = stack.enter_context(engine_fork_server(deadline_s))
-            self._process = stack.enter_context(EngineProcess(config, fork_server=server))
+            server = stack.enter_context(engine_fork_server(deadline_s, self._vigil))
+            self._process = stack.enter_context(EngineProcess(config, fork_server=server, vigil=self._vigil))
             self._client: EngineClient = stack.enter_context(
                 contextlib.closing(self._process.client(request_deadline_s))
             )
             self._client.wait_ready(deadline_s)
             self._stack = stack.pop_all()
         return str(self._process.socket_path)
+
+    def look(self) -> None:
+        """Raise the error of an engine that has died."""
+        self._vigil.look()
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, Any]:
         """Samples of each prompt; see `columns_of`."""
