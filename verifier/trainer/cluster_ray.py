@@ -271,7 +271,7 @@ def joined(options: RayOptions, run: Path, world_size: int) -> Iterator[Cluster]
             }  # fmt: skip
         else:
             require_answer(options.address)
-            where = {"address": options.address}
+            where = {}
         stack.callback(ray.shutdown)
         _init(options.address, **where)
         if options.address == LOCAL:  # two of Ray's agents would outlive a driver that is killed, by a minute
@@ -308,7 +308,7 @@ def _init(address: str, **where: Any) -> None:
     on_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(log_to_driver=False, logging_level="ERROR", **where)
+        ray.init(address, log_to_driver=False, logging_level="ERROR", **where)
     except (RayError, ConnectionError, RuntimeError, ValueError, TimeoutError) as problem:
         text = (str(problem).strip() or repr(problem)).splitlines()[0]
         if address == LOCAL:
