@@ -34,7 +34,7 @@ CONFIG = ROOT / "configs" / "add-sft.yaml"
 KNOBS = ("steps=3", "data.batch_size=16", "evaluation.num_problems=0")
 GIVEN = {
     "HOME": "/proc/none", "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", "NCCL_DEBUG": "WARN", "VERIFIER_TEST": "ray",
-    "XDG_CACHE_HOME": None, "MKL_NUM_THREADS": None,
+    "HF_HOME": None, "MKL_NUM_THREADS": None,
 }  # fmt: skip
 """Environment of the driver; HOME cannot be written, None is absent."""
 
@@ -53,12 +53,14 @@ def weights(run: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def local(trainer_launcher: ForkLauncher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+def local(
+    trainer_launcher: ForkLauncher, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SimpleNamespace]:
     """A local Ray whose actor has Megatron loaded, and what it was started with."""
     run = tmp_path_factory.mktemp("ray")
     before = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in GIVEN.items():
+        for name, value in {**GIVEN, "XDG_CACHE_HOME": str(checkpoints)}.items():
             if value is None:
                 patch.delenv(name, raising=False)
             else:
