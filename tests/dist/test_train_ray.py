@@ -107,7 +107,9 @@ def test_more_nodes_than_the_cluster_has(monkeypatch):
 
 
 def command(run: Path, *knobs: str) -> list[str]:
-    return [sys.executable, "-m", "verifier", "train", str(CONFIG), *KNOBS, "ray.use=true", *knobs, "--run", str(run)]
+    given = {text.partition("=")[0] for text in knobs}
+    kept = [text for text in KNOBS if text.partition("=")[0] not in given]
+    return [sys.executable, "-m", "verifier", "train", str(CONFIG), *kept, "ray.use=true", *knobs, "--run", str(run)]
 
 
 def alive(pid: int) -> bool:
