@@ -60,7 +60,8 @@ def local(
     run = tmp_path_factory.mktemp("ray")
     before = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**GIVEN, "XDG_CACHE_HOME": str(checkpoints)}.items():
+        caches = {"XDG_CACHE_HOME": str(checkpoints), "MEGATRON_CONFIG_LOCK_DIR": str(run)}  # both lie in HOME else
+        for name, value in {**GIVEN, **caches}.items():
             if value is None:
                 patch.delenv(name, raising=False)
             else:
