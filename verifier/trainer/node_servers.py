@@ -31,8 +31,8 @@ from verifier.platform.pins import PINS, installed
 
 FORWARDED = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONHASHSEED", "TMPDIR", "XDG_CACHE_HOME")
 FORWARDED_PREFIXES = (
-    "CUBLAS_", "GLOO_", "HF_", "MEGATRON_", "MKL_", "NCCL_", "NVTE_", "OPENBLAS_", "PYTORCH_", "TORCH", "TRANSFORMERS_", "TRITON_",
-    "VERIFIER_", "VLLM_",
+    "CUBLAS_", "GLOO_", "HF_", "MEGATRON_", "MKL_", "NCCL_", "NVTE_", "OPENBLAS_", "PYTORCH_", "TORCH", "TRANSFORMERS_",
+    "TRITON_", "VERIFIER_", "VLLM_",
 )  # fmt: skip
 """Names, and beginnings of names, of variables that actors and their children take from the driver, absent ones too."""
 
