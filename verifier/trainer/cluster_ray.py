@@ -76,6 +76,7 @@ class _Actor:
         except RayActorError as error:
             why = next((line for line in str(error).splitlines()[::-1] if line.strip()), "")
             why = why.partition(". ")[0].removeprefix("The actor is dead because ")
+            why = why.replace("its owner has died", "the raylet of its node or of this one has died")
             raise LaunchError(f"{self.name} ended by itself: {why}") from None
         except RayError as error:
             raise LaunchError(f"{self.name} cannot be reached: {str(error).splitlines()[0]}") from None
