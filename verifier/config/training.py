@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from verifier.config.cluster import RayOptions
 from verifier.config.commands import EngineOptions, RunConfig, next_trace
 from verifier.config.grpo import GrpoOptions
 from verifier.config.megatron import MegatronOptions
@@ -184,6 +185,7 @@ class TrainConfig(RunConfig):
     evaluation: EvaluationOptions = group(EvaluationOptions)
     checkpoint: CheckpointOptions = group(CheckpointOptions)
     verify: VerifyOptions = group(VerifyOptions)
+    ray: RayOptions = group(RayOptions)
 
     def _refuse_contradictions(self) -> None:
         if (self.aggregation == "constant") != (self.aggregation_constant is not None):

@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch import flight_recorder as flight
 from verifier.launch import watchdog
-from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
-from verifier.launch.child import Child
 from verifier.launch.failures import (
     CollectiveTimeout,
     JobTimeout,
@@ -28,49 +24,74 @@ from verifier.launch.failures import (
     RankFailed,
     RankState,
     known_error,
-    to_record,
 )
 from verifier.launch.fork_server import ForkServer
-from verifier.launch.rank import JobSpec, log_path, stack_path
+from verifier.launch.node_ranks import NodeRanks
+from verifier.launch.rank import JobSpec
 from verifier.launch.vigil import Vigil
 
 JSON = Any
 _TURN_S = 0.25
 """Longest sleep between two looks at the flight recorder."""
 _HASTY_TURN_S = 0.02
-"""The same after the first failure."""
+"""The same after the first failure, and of each of several nodes."""
 _GRACE_S = 0.2
 """Seconds from the first failure to the verdict, and to a look at other processes: a lost connection may be seen before
 its cause."""
-_REPORT_S = 10.0
-"""Seconds that a rank may stop in the middle of a report."""
-_STACK_S = 0.5
-_TAIL_BYTES = 8192
 _MAX_STACKS = 8
 _PEER_LOST = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
+
+
+class Ranks(Protocol):
+    """Ranks of a job that live on one node: `NodeRanks`, or what stands for them where that node is another."""
+
+    node: str
+    """Name of the node; empty where there is one only."""
+    ranks: range
+
+    def tell(self, message: JSON) -> None:
+        """See `NodeRanks.tell`."""
+
+    def poll(self, within_s: float) -> tuple[list[tuple[int, JSON]], float]:
+        """See `NodeRanks.poll`."""
+
+    def slots(self) -> tuple[float, list[bytes]]:
+        """See `NodeRanks.slots`."""
+
+    def stopped(self) -> list[int]:
+        """See `NodeRanks.stopped`."""
+
+    def look(self, within_s: float) -> None:
+        """See `NodeRanks.look`."""
+
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """See `NodeRanks.stacks`."""
+
+    def tail(self, rank: int, traceback: str) -> str:
+        """See `NodeRanks.tail`."""
+
+    def end(self) -> None:
+        """See `NodeRanks.end`."""
 
 
 class ForkJob:
     """A function under way on its ranks. Nothing is watched, and no progress shown, but in `wait` and `done`.
 
     Args:
-        server: forks the ranks; all of them share the memory of what it has imported.
+        nodes: the ranks of each node, in rank order.
         spec: the job.
         on_progress: called with (rank, text) for each `context.progress`.
     """
 
     def __init__(
-        self, server: ForkServer, spec: JobSpec, on_progress: Callable[[int, str], None] | None = None
+        self, nodes: Sequence[Ranks], spec: JobSpec, on_progress: Callable[[int, str], None] | None = None
     ) -> None:
-        self._server, self._spec, self._on_progress = server, spec, on_progress
-        self._ranks: list[tuple[Child, Channel]] = []
-        self._watched: dict[Channel | Child, int] = {}
+        self._nodes, self._spec, self._on_progress = nodes, spec, on_progress
         self._results: dict[int, JSON] = {}
         self._answers: dict[int, JSON] = {}
         self._failures: dict[int, Mapping[str, JSON]] = {}
         self._failed_at = math.inf
         self._outcome: list[JSON] | VerifierError | None = None
-        self._start()
         self._deadline_at = time.monotonic() + spec.deadline_s
 
     @property
@@ -134,96 +155,41 @@ class ForkJob:
         return self.wait()
 
     def _tell(self, message: JSON) -> None:
-        for _, channel in self._ranks if self._outcome is None else ():
-            with suppress(ChannelClosed):  # a rank that is gone is found by whoever waits
-                channel.send(message)
+        for node in self._nodes if self._outcome is None else ():
+            node.tell(message)
 
     def kill(self) -> None:
         """End all ranks, and what they have started."""
         if not self.done:
             self._end(LaunchError(f"`{self._spec.function}` was ended on request"))
 
-    def _start(self) -> None:
-        """Fork the ranks, with the file in memory in which they find each other, and that of the flight recorder."""
-        spec = self._spec
-        spec.run_dir.mkdir(parents=True, exist_ok=True)
-        memory_fd = os.memfd_create("flight-recorder")
-        store_fd = os.memfd_create("store")  # only processes that are handed it can read or write it
-        self._slots = flight.slots_for(spec.world_size, memory_fd)
-        try:
-            shared = {
-                "function": spec.function, "world_size": spec.world_size, "args": dict(spec.args),
-                "run_dir": str(spec.run_dir.absolute()), "collective_deadline_s": spec.collective_deadline_s,
-                "num_gpus": spec.num_gpus,
-            }  # fmt: skip
-            for rank in range(spec.world_size):
-                log = log_path(spec.run_dir.absolute(), rank)
-                log.write_bytes(b"")
-                child, reports = self._server.fork(
-                    "verifier.launch.rank:run_rank", {**shared, "rank": rank}, log_path=log, fds=[memory_fd, store_fd]
-                )
-                self._ranks.append((child, reports))
-                self._watched |= {reports: rank, child: rank}
-        except BaseException:  # nobody else will end the ranks that are there
-            self._end(None)
-            raise
-        finally:
-            os.close(memory_fd)
-            os.close(store_fd)
-
     def _turn(self, turn_s: float) -> None:
         """Wait for something to happen, at most so many seconds, and deal with it."""
+        longest_s = 0.0
         try:
-            found = self._server.vigil.wait(self._watched, turn_s)
-        except VerifierError as death:
-            self._end(death)
-            return
-        for ready in found:
-            rank = self._watched.get(ready)
-            if rank is not None:
-                self._read_reports(rank)
-                if isinstance(ready, Child):
-                    self._bury(rank)
-        if self._outcome is None and (verdict := self._verdict()) is not None:
-            self._end(verdict)
+            for node in self._nodes:
+                messages, waited_s = node.poll(turn_s if len(self._nodes) == 1 else min(turn_s, _HASTY_TURN_S))
+                longest_s = max(longest_s, waited_s)
+                for rank, message in messages:
+                    self._deal_with(rank, message)
+            if self._outcome is None and (verdict := self._verdict(longest_s)) is not None:
+                self._end(verdict)
+        except VerifierError as problem:  # what the ranks were forked from, or another process, is gone
+            self._end(problem)
 
-    def _read_reports(self, rank: int) -> None:
-        """Deal with what a rank has reported so far: progress, its result, or its failure."""
-        reports = self._ranks[rank][1]
-        while reports in self._watched and reports.wire.poll():
-            try:
-                message = reports.receive(_REPORT_S)
-            except ChannelClosed:
-                del self._watched[reports]
-                return
-            except DeadlinePassed:
-                del self._watched[reports]
-                message = {"failure": to_record(InternalError(f"stopped {_REPORT_S:g} s in the middle of a report"))}
-            if "failure" in message:
-                self._fail(rank, message["failure"])
-            elif "result" in message:
-                self._results[rank] = message["result"]
-            elif "answer" in message:
-                self._answers[rank] = message["answer"]
-            elif self._on_progress is not None:
-                self._on_progress(rank, message["progress"])
+    def _deal_with(self, rank: int, message: JSON) -> None:
+        """Deal with what a rank has reported: progress, its result, an answer, or its failure."""
+        if "failure" in message:  # unless it has told a reason before
+            self._failed_at = min(self._failed_at, time.monotonic())
+            self._failures.setdefault(rank, message["failure"])
+        elif "result" in message:
+            self._results[rank] = message["result"]
+        elif "answer" in message:
+            self._answers[rank] = message["answer"]
+        elif self._on_progress is not None:
+            self._on_progress(rank, message["progress"])
 
-    def _bury(self, rank: int) -> None:
-        """Note that a rank has ended before the job has: a failure, whatever its exit status."""
-        child = self._ranks[rank][0]
-        del self._watched[child]
-        cause = child.cause_of_death()
-        if cause is None:
-            self._end(self._server.death())
-        else:
-            self._fail(rank, {"kinds": [], "message": cause, "cause": cause, "traceback": ""})
-
-    def _fail(self, rank: int, record: Mapping[str, JSON]) -> None:
-        """Note the failure of a rank, unless it has told a reason before."""
-        self._failed_at = min(self._failed_at, time.monotonic())
-        self._failures.setdefault(rank, record)
-
-    def _verdict(self) -> list[JSON] | VerifierError | None:
+    def _verdict(self, longest_s: float) -> list[JSON] | VerifierError | None:
         """Results or error once the job is over, for any reason; None while it runs."""
         now, everyone = time.monotonic(), range(self._spec.world_size)
         if self._failures:
@@ -233,10 +199,12 @@ class ForkJob:
         if now > self._deadline_at:
             states = self._states(everyone, now)
             return JobTimeout(function=self._spec.function, deadline_s=self._spec.deadline_s, states=states)
-        slots = [flight.read_slot(slot) for slot in self._slots]
+        if longest_s <= self._spec.collective_deadline_s:
+            return None
+        slots = self._slots()
         if watchdog.find_stall(slots, now, self._spec.collective_deadline_s) is None:
             return None
-        stopped = [rank for rank in everyone if self._ranks[rank][0].stopped]
+        stopped = self._stopped()
         stall = watchdog.find_stall(slots, now, self._spec.collective_deadline_s, stopped)
         assert stall is not None, "who is stopped changes which stall is the root, not whether there is one"
         return CollectiveTimeout(stall, self._states(sorted({*stall.missing, *stopped}), now))
@@ -247,15 +215,16 @@ class ForkJob:
         def peer_lost(rank: int) -> bool:
             return any(symptom in self._failures[rank]["message"].lower() for symptom in _PEER_LOST)
 
-        try:
-            self._server.vigil.look(_GRACE_S)
-        except VerifierError as death:
-            return death
+        for node in self._nodes:
+            try:
+                node.look(_GRACE_S)
+            except VerifierError as death:
+                return death
         first = min(self._failures, key=peer_lost)
         record = self._failures[first]
         failed = RankFailed(
-            rank=first, place=self._spec.place(first), cause=record["cause"], traceback=record["traceback"],
-            log_tail=self._tail(first),
+            rank=first, place=self._place(first), cause=record["cause"], traceback=record["traceback"],
+            log_tail=self._node_of(first).tail(first, record["traceback"]),
         )  # fmt: skip
         error = known_error(record)
         if error is None:
@@ -263,48 +232,46 @@ class ForkJob:
         error.__cause__ = failed
         return error
 
+    def _slots(self) -> list[flight.Slot | None]:
+        """Slots of all ranks, with their times on the clock of this process."""
+        found: list[flight.Slot | None] = []
+        for node in self._nodes:
+            there_s, slots = node.slots()
+            found += [watchdog.on_this_clock(raw, time.monotonic() - there_s) for raw in slots]
+        return found
+
     def _states(self, ranks: Sequence[int], now: float) -> list[RankState]:
         """Occupation of each of these ranks; for the first few with the Python frame that it is in."""
-        stopped = {rank for rank in ranks if self._ranks[rank][0].stopped}
+        stopped = self._stopped()
         asked = [rank for rank in ranks[:_MAX_STACKS] if rank not in self._results and rank not in stopped]
-        for rank in asked:
-            self._ranks[rank][0].send_signal(signal.SIGUSR1)
-        give_up_at = time.monotonic() + _STACK_S
-        while time.monotonic() < give_up_at and not all(self._stack(rank) for rank in asked):
-            time.sleep(0.02)
-        states = []
+        stacks: dict[int, str] = {}
+        for node in self._nodes:
+            if there := [rank for rank in asked if rank in node.ranks]:
+                stacks |= node.stacks(there)
+        states, slots = [], self._slots()
         for rank in ranks:
-            doing = watchdog.doing(flight.read_slot(self._slots[rank]), now)
-            if rank in self._results:
-                doing = "has returned its result"
+            doing = "has returned its result" if rank in self._results else watchdog.doing(slots[rank], now)
             if rank in stopped:
                 doing = f"stopped by a signal, as SIGSTOP does; {doing}"
-            frame = watchdog.innermost_frame(self._stack(rank)) if rank in asked else ""
-            states.append(RankState(rank=rank, place=self._spec.place(rank), doing=doing, frame=frame))
+            frame = watchdog.innermost_frame(stacks.get(rank, ""))
+            states.append(RankState(rank=rank, place=self._place(rank), doing=doing, frame=frame))
         return states
 
-    def _stack(self, rank: int) -> str:
-        path = stack_path(self._spec.run_dir, rank)
-        return path.read_text() if path.exists() else ""
+    def _stopped(self) -> list[int]:
+        return [rank for node in self._nodes for rank in node.stopped()]
 
-    def _tail(self, rank: int) -> str:
-        """The last lines of a rank's log; its traceback, if any, is put below them for whoever opens the file."""
-        with suppress(FileNotFoundError), log_path(self._spec.run_dir, rank).open("rb+") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            tail = log.read().decode("utf-8", "replace")
-            log.write(self._failures[rank]["traceback"].encode())
-            return tail
-        return ""
+    def _node_of(self, rank: int) -> Ranks:
+        return next(node for node in self._nodes if rank in node.ranks)
+
+    def _place(self, rank: int) -> str:
+        """Coordinates of a rank and the name of its node, as far as there are any."""
+        return ", ".join(filter(None, [self._spec.place(rank), self._node_of(rank).node]))
 
     def _end(self, outcome: list[JSON] | VerifierError | None) -> None:
         """Kill every rank and whatever it started, and wait until they are gone."""
-        for child, _ in self._ranks:
-            child.send_signal(signal.SIGKILL)
-        for child, reports in self._ranks:
-            child.stop()
-            reports.close()
-        self._watched.clear()
         self._outcome = outcome
+        for node in self._nodes:
+            node.end()
 
 
 class ForkLauncher(ForkServer):
@@ -342,7 +309,7 @@ class ForkLauncher(ForkServer):
             InternalError: the fork server is gone or did not load.
         """
         require_ranks(spec.world_size)
-        return ForkJob(self, spec, on_progress)
+        return ForkJob([NodeRanks(self, spec)], spec, on_progress)
 
     def run(
         self, function: str, *, on_progress: Callable[[int, str], None] | None = None, **options: Any

@@ -23,8 +23,8 @@ from verifier.launch.failures import to_record
 from verifier.mesh.mesh import Mesh
 
 JSON = Any
-_HOST = "127.0.0.1"
-"""Interface at which ranks of one host meet."""
+LOOPBACK = "127.0.0.1"
+"""Address at which ranks of one host meet."""
 _STORE_GRACE_S = 30.0
 """Seconds that gloo itself waits beyond the watchdog, so that the watchdog, which can say more, speaks first."""
 
@@ -113,10 +113,13 @@ def stack_path(run_dir: Path, rank: int) -> Path:
 def run_rank(
     reports: Channel,
     memory_fd: int,
-    store_fd: int,
+    store_fd: int | None = None,
     *,
     rank: int,
     run_dir: str,
+    address: str,
+    here: tuple[int, int],
+    rendezvous: tuple[str, int] | None,
     **shared: Any,
 ) -> NoReturn:
     """Be a rank: join the process group, call the function, report its result or its failure, wait to be ended.
@@ -126,9 +129,13 @@ def run_rank(
     Args:
         reports: gets any number of "progress" messages and an "answer" to each call, then a "result" or a "failure".
         memory_fd: of the flight recorder.
-        store_fd: of the file in memory by which ranks find each other.
+        store_fd: of the file in memory by which ranks of one node find each other; of several nodes, the listening
+            socket of the store on rank 0.
         rank: this one.
         run_dir: of the job.
+        address: of this node.
+        here: first rank of this node, and their number.
+        rendezvous: host and port of the store of several nodes.
         shared: further fields of the `JobSpec`.
     """
     job = JobSpec(run_dir=Path(run_dir), **shared)
@@ -137,7 +144,7 @@ def run_rank(
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         call = resolve(job.function)
         flight.RECORDER.use(flight.slots_for(job.world_size, memory_fd)[rank])
-        _join(job, rank, store_fd)
+        _join(job, rank, store_fd, address, here, rendezvous)
         context = RankContext(
             rank=rank, world_size=job.world_size, run_dir=job.run_dir, args=job.args, report=reports.send,
             receive=reports.receive,
@@ -168,11 +175,14 @@ def take_gpu(rank: int, world_size: int, num_gpus: int) -> int:
     return rank % num_gpus
 
 
-def _join(job: JobSpec, rank: int, store_fd: int) -> None:
+def _join(
+    job: JobSpec, rank: int, store_fd: int | None, address: str, here: tuple[int, int],
+    rendezvous: tuple[str, int] | None,
+) -> None:  # fmt: skip
     """Initialise torch.distributed, with GPUs over NCCL too.
 
-    Ranks find each other through a file in memory, which nobody else can open. Torch's TCPStore lets every user of the
-    host read, list and write its keys.
+    Ranks of one node find each other through a file in memory, which nobody else can open. Those of several nodes have
+    torch's TCPStore, which lets whoever reaches its port read, list and write its keys.
 
     Source:
         torch 2.11, torch/csrc/distributed/c10d/FileStore.cpp: opens its path for each operation; TCPStore.cpp: no
@@ -183,26 +193,38 @@ def _join(job: JobSpec, rank: int, store_fd: int) -> None:
 
     from verifier.platform import select
 
-    backends, gpu, world_size = "gloo", rank, job.world_size
+    backends, world_size, local_size = "gloo", job.world_size, here[1]
+    gpu = rank - here[0]
     if select() == "cuda":
         backends = "cpu:gloo,cuda:nccl"
-        gpu = take_gpu(rank, world_size, job.num_gpus or torch.cuda.device_count())
+        gpu = take_gpu(gpu, local_size, job.num_gpus or torch.cuda.device_count())
         torch.cuda.set_device(gpu)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(gpu), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR=_HOST,
+        RANK=str(rank), LOCAL_RANK=str(gpu), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(local_size),
+        MASTER_ADDR=LOOPBACK if rendezvous is None else rendezvous[0],
     )  # fmt: skip
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    _share_gloo_device()
+    if address == LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    _share_gloo_device(address)
     everyone = flight.group_key("init_process_group", range(world_size))
     with flight.blocked(flight.RECORDER.enter(everyone, "init_process_group")):
         timeout = datetime.timedelta(seconds=job.collective_deadline_s + _STORE_GRACE_S)
-        store = dist.FileStore(f"/proc/self/fd/{store_fd}", world_size)
+        if rendezvous is None:
+            store: dist.Store = dist.FileStore(f"/proc/self/fd/{store_fd}", world_size)
+        else:
+            store = dist.TCPStore(
+                *rendezvous,
+                world_size,
+                store_fd is not None,
+                timeout,
+                master_listen_fd=store_fd,
+                wait_for_workers=False,
+            )
         store.set_timeout(timeout)
         dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _share_gloo_device() -> None:
+def _share_gloo_device(address: str) -> None:
     """Give every gloo group that this process makes from now on the same device, which serves any number of them.
 
     Gloo gives every group a device of its own, and every device a thread that looks for work a hundred times a second.
@@ -216,6 +238,8 @@ def _share_gloo_device() -> None:
 
     original = ProcessGroupGloo.__init__
     device = ProcessGroupGloo.create_default_device()
+    if address != LOOPBACK:  # the default is the address of this host's name, which other hosts may not reach
+        device = ProcessGroupGloo.create_device(hostname=address)
 
     @functools.wraps(original)
     def init(group: Any, *args: Any, timeout: datetime.timedelta | None = None, **kwargs: Any) -> None:

@@ -42,6 +42,21 @@ def find_stall(
     )  # fmt: skip
 
 
+def on_this_clock(raw: bytes, offset_s: float) -> Slot | None:
+    """A slot as `NodeRanks.slots` gives it, with its time on the clock of this process.
+
+    Args:
+        raw: the slot; empty before the rank's first collective.
+        offset_s: this process's monotonic clock, less that of the rank's node.
+    """
+    if not raw:
+        return None
+    slot = Slot.from_buffer_copy(raw)
+    if slot.since_s:
+        slot.since_s += offset_s if slot.since_s > 0 else -offset_s
+    return slot
+
+
 def doing(slot: Slot | None, now_s: float) -> str:
     """Occupation of a rank, in words."""
     if slot is None:

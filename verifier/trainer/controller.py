@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -23,7 +23,7 @@ from verifier.core.records_trainer import KnobsAsked, OptimizerSettings
 from verifier.core.store import Recorder, complete, create, discard
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.process import EngineProcess
-from verifier.errors import ContractError, InternalError, ViolationFound
+from verifier.errors import ContractError, InternalError, UsageError, ViolationFound
 from verifier.launch.fork_launcher import ForkJob, ForkLauncher
 from verifier.launch.rank import JobSpec
 from verifier.platform.upstream_fixes import selected
@@ -33,7 +33,7 @@ from verifier.runs.spec import place
 from verifier.trainer.batches import HeldOut, OptimizerUpdate, SftPlan, UpdatePlan
 from verifier.trainer.continuation import Continuation
 from verifier.trainer.fitting import require_fit
-from verifier.trainer.generation import EngineRollouts
+from verifier.trainer.generation import EngineRollouts, Sampler
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
 from verifier.trainer.metrics import metrics_of
 from verifier.trainer.run_folder import RunFolder, opened
@@ -41,6 +41,9 @@ from verifier.trainer.sampled_step import SampledStep, is_sampled, record_scored
 from verifier.trainer.step_trace import step_manifest
 from verifier.trainer.upstream_fields import asked
 from verifier.trainer.worker_spec import WorkerSpec, loss_terms, optimizer_settings
+
+if TYPE_CHECKING:
+    from verifier.trainer.cluster_ray import Cluster, ClusterEngine
 
 Progress = Callable[[str], None]
 PRELOAD = "verifier.runs.session_megatron:preload"
@@ -59,6 +62,13 @@ class Judged:
     exit_code: int
     text: str
     """The report."""
+
+
+class Launcher(Protocol):
+    """Starts the ranks of a job: a `ForkLauncher`, or nodes of a cluster, each with one."""
+
+    def submit(self, spec: JobSpec, on_progress: Callable[[int, str], None] | None = None) -> ForkJob:
+        """See `ForkLauncher.submit`."""
 
 
 class Judge(Protocol):
@@ -103,7 +113,7 @@ class Trainer:
         progress: Progress,
         judge: Judge | None = None,
         *,
-        launcher: ForkLauncher | None = None,
+        launcher: Launcher | None = None,
         resources: Resources | None = None,
         within: Sequence[str] = (),
     ) -> None:
@@ -114,6 +124,7 @@ class Trainer:
         self._rollouts: EngineRollouts | None = None
         self._held_out: HeldOut | None = None
         self._resources, self._owns_resources = resources, resources is None
+        self._cluster: Cluster | None = None
 
     def run(self) -> TrainSummary:
         """Train.
@@ -136,14 +147,9 @@ class Trainer:
             self._continuation = Continuation(config, folder, self._progress)
             done, metrics = self._continuation.rewind()
             folder.write_config(config)
-            self._progress("importing Megatron")
-            launcher = self._launcher or stack.enter_context(
-                ForkLauncher(preload=PRELOAD, load_deadline_s=until.left("importing Megatron"))
-            )
-            if self._resources is None:
-                self._resources = stack.enter_context(Resources(launcher=launcher))
+            launcher = self._open_launcher(stack)
             if config.verify.steps and config.verify.every:
-                self._oracle = self._resources.oracle(model.checkpoint.path, until)
+                self._oracle = self._on_this_host(launcher, stack).oracle(model.checkpoint.path, until)
             engine = self._start_engine(model, launcher, stack)
             self._job = self._start(launcher, model, folder)
             stack.callback(self._job.kill)
@@ -159,7 +165,25 @@ class Trainer:
             folder.finish(config.steps, steps=summary.steps, loss=summary.loss, accuracy=summary.accuracy)
         return summary
 
-    def _start(self, launcher: ForkLauncher, model: ModelUnderTest, folder: RunFolder) -> ForkJob:
+    def _open_launcher(self, stack: contextlib.ExitStack) -> Launcher:
+        """The launcher that was given, or one that imports Megatron while the caller goes on."""
+        config, until = self._config, self._until
+        if self._launcher is not None:
+            return self._launcher
+        if config.ray.use:
+            from verifier.trainer.cluster_ray import joined
+
+            if config.ray.nodes > 1 and self._model.tier == "cuda":
+                raise UsageError(f"ray.nodes is {config.ray.nodes}: several nodes are for the CPU tier so far, use 1")
+            self._progress(f"starting Ray ({config.ray.address})")
+            self._cluster = stack.enter_context(joined(config.ray, config.run, config.mesh.world_size))
+            self._progress("importing Megatron")
+            self._cluster.load(PRELOAD, until.left("importing Megatron"))
+            return self._cluster
+        self._progress("importing Megatron")
+        return stack.enter_context(ForkLauncher(preload=PRELOAD, load_deadline_s=until.left("importing Megatron")))
+
+    def _start(self, launcher: Launcher, model: ModelUnderTest, folder: RunFolder) -> ForkJob:
         config = self._config
         spec = WorkerSpec(
             config=config, checkpoint=str(model.checkpoint.path), tier=model.tier,
@@ -190,21 +214,34 @@ class Trainer:
         return GrpoPlan(config, self._rollouts, batch_of)
 
     def _start_engine(
-        self, model: ModelUnderTest, launcher: ForkLauncher, stack: contextlib.ExitStack
-    ) -> EngineProcess | None:
+        self, model: ModelUnderTest, launcher: Launcher, stack: contextlib.ExitStack
+    ) -> EngineProcess | ClusterEngine | None:
         """Start the engine that samples, if the run has one, while Megatron is imported."""
         if self._rollouts is None:
             return None
         config = self._config
         self._placement = place(config, model.tier)
         self._progress(f"starting the engine ({config.engine.kind})")
-        assert self._resources is not None
         asked = self._rollouts.engine_config(self._placement.engine_gpus, sorted(selected(config.fixes)))
-        return self._resources.engine(asked, self._until).process
+        if self._cluster is not None:
+            return self._cluster.engine(asked, self._until.left("the engine was started"), ENGINE_DEADLINE_S)
+        return self._on_this_host(launcher, stack).engine(asked, self._until).process
 
-    def _connect(self, engine: EngineProcess, rollouts: EngineRollouts, stack: contextlib.ExitStack) -> None:
+    def _on_this_host(self, launcher: Launcher, stack: contextlib.ExitStack) -> Resources:
+        """Engines and oracle of this host, each started when it is first asked for."""
+        if self._resources is None:
+            self._resources = stack.enter_context(
+                Resources(launcher=launcher if isinstance(launcher, ForkLauncher) else None)
+            )
+        return self._resources
+
+    def _connect(
+        self, engine: EngineProcess | ClusterEngine, rollouts: EngineRollouts, stack: contextlib.ExitStack
+    ) -> None:
         """Wait for the engine, and let controller and ranks talk to it."""
-        client = stack.enter_context(contextlib.closing(engine.client(ENGINE_DEADLINE_S)))
+        client: Sampler = engine if not isinstance(engine, EngineProcess) else stack.enter_context(
+            contextlib.closing(engine.client(ENGINE_DEADLINE_S))
+        )  # fmt: skip
         stack.callback(rollouts.close)
         rollouts.start(client)
         self._call("connect", socket=str(engine.socket_path), transport=self._placement.transport)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from verifier.data.recorded import RolloutRow
 from verifier.data.text_dataset import load_examples, require_disjoint
 from verifier.data.tokenizer import open_tokenizer
 from verifier.engine.api import EngineConfig, Sample, Sampling
-from verifier.engine.client import EngineClient
 from verifier.errors import ContractError
 from verifier.model.checkpoint import Checkpoint
 from verifier.rewards.scorer import RewardProcess
@@ -25,6 +25,13 @@ from verifier.trainer.fitting import load_train
 
 _SEEDS = 1_000_003
 """Seeds of a run begin at a multiple of it, so that runs of neighbouring seeds share none."""
+
+
+class Sampler(Protocol):
+    """An engine, as far as it samples."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
+        """See `Engine.generate`."""
 
 
 class EngineRollouts:
@@ -45,7 +52,7 @@ class EngineRollouts:
             self._held_out = load_examples(source, "grpo", split="held-out", count=count, seed=config.seed)
         require_disjoint(self._examples, self._held_out)
         self._prompts = [encode_prompt(example, self._tokenizer) for example in self._examples]
-        self._client: EngineClient | None = None
+        self._client: Sampler | None = None
         self._reward: RewardProcess | None = None
 
     def engine_config(self, gpus: str, fixes: Sequence[str]) -> EngineConfig:
@@ -60,7 +67,7 @@ class EngineRollouts:
             max_batch_tokens=max(640, num_seqs * longest), gpus=gpus, fixes=tuple(fixes),
         )  # fmt: skip
 
-    def start(self, client: EngineClient) -> None:
+    def start(self, client: Sampler) -> None:
         """Take the engine, and start the reward's process."""
         self._client = client
         self._reward = RewardProcess(self._config.grpo.reward)

@@ -30,7 +30,7 @@ from verifier.core.outputs import write_whole
 from verifier.errors import UsageError
 from verifier.knob import flat
 
-FREE = ("steps", "timeout_s", "run", "mesh.", "verify.", "evaluation.", "checkpoint.")
+FREE = ("steps", "timeout_s", "run", "mesh.", "verify.", "evaluation.", "checkpoint.", "ray.")
 """Knobs, and groups of them, in which a run may be continued with another value."""
 FINISHED, KNOBS = "finished.json", "knobs.json"
 

@@ -23,6 +23,7 @@ from verifier.launch.child import Child
 from verifier.launch.failures import CollectiveTimeout, JobTimeout, LaunchError, RankFailed
 from verifier.launch.fork_launcher import ForkJob
 from verifier.launch.fork_server import ForkServer
+from verifier.launch.node_ranks import NodeRanks
 from verifier.launch.rank import JobSpec, RankContext
 from verifier.mesh.mesh import Mesh
 
@@ -113,7 +114,7 @@ def server() -> Iterator[ForkServer]:
 
 def job(server: ForkServer, function: str, run_dir: Path, reported: Any = None, **fields: Any) -> ForkJob:
     spec = JobSpec(function=f"{OURS}:{function}", run_dir=run_dir, **{"world_size": 2, **fields})
-    return ForkJob(server, spec, reported)
+    return ForkJob([NodeRanks(server, spec)], spec, reported)
 
 
 def sleepers(server: ForkServer, run_dir: Path) -> tuple[ForkJob, list[int]]:
@@ -220,8 +221,9 @@ def test_a_job_that_is_killed_takes_grandchildren_along_and_leaves_others_alone(
 
 
 def test_a_function_that_is_not_there(server, tmp_path):
+    spec = JobSpec(function="no_such_module:f", world_size=1, run_dir=tmp_path)
     with pytest.raises(RankFailed, match="No module named 'no_such_module'"):
-        ForkJob(server, JobSpec(function="no_such_module:f", world_size=1, run_dir=tmp_path)).wait()
+        ForkJob([NodeRanks(server, spec)], spec).wait()
 
 
 def test_the_death_of_the_fork_server_ends_the_job(tmp_path, monkeypatch):

@@ -1,0 +1,219 @@
+"""A run under Ray: the bits of one without it, its environment, and its ends, on one node and on two.
+
+What this does not exercise: nodes on several hosts, and GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.meta.sources import ROOT
+from verifier.config.cluster import RayOptions
+from verifier.config.load import load
+from verifier.config.training import TrainConfig
+from verifier.errors import UsageError
+from verifier.launch.fork_launcher import ForkLauncher
+from verifier.launch.keeper import descendants
+from verifier.launch.rank import JobSpec
+from verifier.trainer import cluster_ray
+from verifier.trainer.cluster_ray import joined, require_answer
+from verifier.trainer.controller import Launcher, Trainer
+from verifier.trainer.node_servers import forwarded
+
+CONFIG = ROOT / "configs" / "add-sft.yaml"
+KNOBS = ("steps=3", "data.batch_size=16", "evaluation.num_problems=0")
+GIVEN = {
+    "HOME": "/proc/none", "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", "NCCL_DEBUG": "WARN", "VERIFIER_TEST": "ray",
+    "HF_HOME": None, "MKL_NUM_THREADS": None,
+}  # fmt: skip
+"""Environment of the driver; HOME cannot be written, None is absent."""
+
+
+def trained(launcher: Launcher, run: Path, *knobs: str) -> dict[str, bytes]:
+    """Weights of a run."""
+    config, _ = load(TrainConfig, file=CONFIG, overrides=[*KNOBS, *knobs, f"run={run}"])
+    Trainer(config, print, launcher=launcher).run()
+    return weights(run)
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    found = {file.name: file.read_bytes() for file in (run / "hf_model").glob("*.safetensors")}
+    assert found
+    return found
+
+
+@pytest.fixture(scope="module")
+def local(
+    trainer_launcher: ForkLauncher, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SimpleNamespace]:
+    """A local Ray whose actor has Megatron loaded, and what it was started with."""
+    run = tmp_path_factory.mktemp("ray")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch:
+        caches = {"XDG_CACHE_HOME": str(checkpoints), "MEGATRON_CONFIG_LOCK_DIR": str(run)}  # both lie in HOME else
+        for name, value in {**GIVEN, **caches}.items():
+            if value is None:
+                patch.delenv(name, raising=False)
+            else:
+                patch.setenv(name, value)
+        wanted = forwarded(os.environ)
+        with joined(RayOptions(use=True), run, 1) as cluster:
+            cluster.load("trainer_functions:preload", 300.0)
+            yield SimpleNamespace(cluster=cluster, run=run, wanted=wanted, sigterm=before)
+
+
+def test_actor_and_rank_have_the_environment_of_the_driver(local):
+    assert local.cluster.environments() == [local.wanted]
+    spec = JobSpec(function="ray_functions:environment", world_size=1, run_dir=local.run)
+    rank = local.cluster.submit(spec).wait()[0]
+    assert local.wanted.items() <= rank.items()
+    assert not {name for name, value in GIVEN.items() if value is None} & rank.keys()
+
+
+def test_the_token_lies_in_the_folder_of_the_run_and_signals_are_as_before(local):
+    assert (local.run / "ray_token").stat().st_mode & 0o777 == 0o600
+    assert signal.getsignal(signal.SIGTERM) is local.sigterm
+
+
+def test_three_steps_have_the_bits_of_a_run_without_ray(local, trainer_launcher, tmp_path):
+    assert trained(local.cluster, tmp_path / "ray") == trained(trainer_launcher, tmp_path / "plain")
+
+
+@pytest.mark.parametrize("speaks", [False, True])
+def test_an_address_that_is_silent_is_refused(speaks):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        if not speaks:
+            listener.close()
+        with pytest.raises(UsageError, match=r"refused|silent for 0\.5 s"):
+            require_answer(address, 0.5)
+
+
+def test_more_nodes_than_the_cluster_has(monkeypatch):
+    node = {"NodeID": "a", "Alive": True}
+    monkeypatch.setattr(cluster_ray.ray, "nodes", lambda: [node, {**node, "Alive": False}])
+    monkeypatch.setattr(cluster_ray.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
+    with pytest.raises(UsageError, match=r"ray.nodes is 2, the cluster has 1: make it smaller"):
+        cluster_ray._nodes(RayOptions(use=True, address="h:1", nodes=2))
+
+
+def command(run: Path, *knobs: str) -> list[str]:
+    given = {text.partition("=")[0] for text in knobs}
+    kept = [text for text in KNOBS if text.partition("=")[0] not in given]
+    return [sys.executable, "-m", "verifier", "train", str(CONFIG), *kept, "ray.use=true", *knobs, "--run", str(run)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def pids_of(driver: int, words: Sequence[str]) -> list[int]:
+    """Descendants of a driver whose command line has all of these words."""
+    found = []
+    for pid in descendants(driver):
+        text = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        if all(word in text for word in words):
+            found.append(pid)
+    return found
+
+
+VICTIMS = {
+    "driver": (), "raylet": ("/raylet ",), "trainer actor": ("ray::TrainerNode",), "launcher": ("fork_server:serve",),
+    "rank": ("fork_server:serve",),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_nothing_is_left_when_a_process_is_killed(victim, tmp_path):
+    run = tmp_path / "run"
+    with subprocess.Popen(
+        command(run, "steps=100000", "checkpoint.every=2"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, env={**os.environ, "TMPDIR": str(short := Path(os.environ.get("TMPDIR", "/tmp")))},
+    ) as driver:  # fmt: skip
+        until = time.monotonic() + 240
+        while not (run / "metrics.jsonl").exists():
+            assert driver.poll() is None, driver.stdout.read()
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        folders = set(short.glob("verifier-ray-*"))
+        everything = [driver.pid, *descendants(driver.pid)]
+        found = pids_of(driver.pid, VICTIMS[victim]) if victim != "driver" else [driver.pid]
+        os.kill(found[-1] if victim == "rank" else found[0], signal.SIGKILL)
+        printed = driver.communicate(timeout=60)[0]
+        assert driver.returncode == (-signal.SIGKILL if victim == "driver" else 3), printed
+        until = time.monotonic() + 15
+        while (left := [pid for pid in everything if alive(pid)]) and time.monotonic() < until:
+            time.sleep(0.1)
+        names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes()[:200] for pid in left}
+        assert not left, names
+        if victim != "driver":
+            assert victim.partition(" ")[0] in printed or "launcher" in victim or "raylet" in victim, printed
+    assert not any(folder.exists() for folder in folders)
+    again = subprocess.run(
+        command(run, "steps=100000", "timeout_s=0.5"), cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert "in use by another run" not in again.stderr
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory) -> Iterator[tuple[str, dict[str, str]]]:
+    """Address of a Ray cluster of two nodes on this host, and the environment that its token is in."""
+    token = tmp_path_factory.mktemp("token") / "token"
+    token.write_text("5" * 64)
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, str(ROOT / "tests/dist/ray_functions.py"), "two_nodes"], stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+    ) as owner:  # fmt: skip
+        lines = iter(owner.stdout.readline, "")
+        yield next(line.split()[1] for line in lines if line.startswith("address ")), environment
+        owner.stdin.close()
+        owner.wait(60)
+
+
+@pytest.mark.slow
+def test_two_nodes_have_the_bits_of_one(two_nodes, trainer_launcher, tmp_path):
+    address, environment = two_nodes
+    knobs = ("mesh.dp=2", f"ray.address={address}", "ray.nodes=2")
+    done = subprocess.run(
+        command(tmp_path / "run", *knobs), cwd=ROOT, capture_output=True, text=True, timeout=400, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert weights(tmp_path / "run") == trained(trainer_launcher, tmp_path / "plain", "mesh.dp=2")
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_with_its_node(two_nodes, tmp_path):
+    address, environment = two_nodes
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/dist/ray_functions.py"), "hang", address, str(tmp_path)],
+        capture_output=True, text=True, timeout=200, env=environment,
+    )  # fmt: skip
+    assert "ranks [0-3]: [0-2] arrived, [3] did not" in done.stdout, done.stdout + done.stderr
+    assert "rank 3 (node 1, " in done.stdout
+
+
+@pytest.mark.slow
+def test_more_nodes_than_there_are_is_refused_by_the_command(two_nodes, tmp_path):
+    address, environment = two_nodes
+    knobs = ("mesh.dp=3", f"ray.address={address}", "ray.nodes=3", "data.batch_size=24")
+    done = subprocess.run(
+        command(tmp_path / "run", *knobs), cwd=ROOT, capture_output=True, text=True, timeout=200, env=environment
+    )
+    assert (done.returncode, done.stderr.strip().splitlines()[-1]) == (
+        4, "verifier: ray.nodes is 3, the cluster has 2: make it smaller",
+    )  # fmt: skip

@@ -1,0 +1,33 @@
+"""Knobs of a run on a Ray cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verifier.errors import UsageError
+from verifier.knob import check, knob
+
+LOCAL = "local"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayOptions:
+    """Ray actors around trainer ranks and engine.
+
+    Raises:
+        UsageError: a value that its knob does not allow, or knobs that contradict each other; names the keys.
+    """
+
+    use: bool = knob("Start trainer ranks and engine from Ray actors.", False)
+    address: str = knob("Ray cluster to join, HOST:PORT; `local` starts one on this host.", LOCAL)
+    nodes: int = knob("Nodes that share the trainer's ranks, in blocks of the same size.", 1, least=1)
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not self.use and (self.address != LOCAL or self.nodes != 1):
+            raise UsageError("ray.address and ray.nodes need ray.use=true")
+        if self.address == LOCAL and self.nodes != 1:
+            raise UsageError(f"ray.nodes is {self.nodes}, and a local Ray has one node: give ray.address")
+        host, _, port = self.address.rpartition(":")
+        if self.address != LOCAL and not (host and port.isdecimal() and 0 < int(port) < 65_536):
+            raise UsageError(f"ray.address is `{self.address}`, it must be `local` or HOST:PORT")

@@ -1,0 +1,355 @@
+"""Ray around trainer ranks and engine: an actor per node that owns a launcher, and one that owns the engine.
+
+Weights go from rank 0 to the engine as without Ray; a step's answers come back as one object of columns; batches,
+checkpoints and traces are files of the run's folder, which all nodes share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # absent from its stub
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verifier.config.cluster import LOCAL, RayOptions
+from verifier.core.work_folder import work_folder
+from verifier.engine.api import EngineConfig, Sample, Sampling
+from verifier.errors import InternalError, UsageError, VerifierError
+from verifier.launch.failures import LaunchError
+from verifier.launch.fork_launcher import ForkJob, require_ranks
+from verifier.launch.keeper import kept
+from verifier.launch.rank import LOOPBACK, JobSpec
+from verifier.platform.pins import require_pins
+from verifier.trainer.node_servers import EngineNode, TrainerNode, forwarded, identity, samples_of
+
+SILENT_S = 20.0
+"""Seconds that a Ray address may be silent."""
+_ACTOR_S = 120.0
+"""Seconds that an actor may take to start, and to answer beyond what its request takes."""
+_STORE_BYTES = 80 << 20
+"""Object store of a local Ray, the smallest that it takes with room: no weights pass through it."""
+_END_S = 20.0
+_MAX_FOLDER = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+"""Bytes of a socket's path that Linux takes (unix(7), sun_path), less what Ray calls its sockets."""
+_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""First bytes of a client of HTTP/2, on which gRPC is built, with empty settings (RFC 9113, 3.4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Actor:
+    """One actor, and what errors call it."""
+
+    handle: Any
+    name: str
+
+    def start(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.handle, method).remote(*arguments)
+
+    def answer(self, reference: Any, within_s: float) -> Any:
+        """Wait for an answer.
+
+        Raises:
+            LaunchError: the actor died.
+            InternalError: no answer in time, or an error that is not ours.
+            VerifierError: what the method raised.
+        """
+        try:
+            return ray.get(reference, timeout=within_s)
+        except RayTaskError as error:
+            if isinstance(error.cause, VerifierError):
+                raise error.cause from None
+            raise InternalError(f"{self.name} failed: {error.cause!r}") from error
+        except GetTimeoutError:
+            raise InternalError(f"{self.name} did not answer within {within_s:.0f} s") from None
+        except RayActorError as error:
+            why = next((line for line in str(error).splitlines()[::-1] if line.strip()), "")
+            why = why.partition(". ")[0].removeprefix("The actor is dead because ")
+            why = why.replace("its owner has died", "the raylet of its node or of this one has died")
+            raise LaunchError(f"{self.name} ended by itself: {why}") from None
+        except RayError as error:
+            raise LaunchError(f"{self.name} cannot be reached: {str(error).splitlines()[0]}") from None
+
+    def ask(self, method: str, *arguments: Any, within_s: float = _ACTOR_S) -> Any:
+        """Call a method and wait for its answer; see `answer`."""
+        return self.answer(self.start(method, *arguments), within_s)
+
+    def end(self, method: str) -> None:
+        """Call the method that ends its children, as far as it can, and kill it."""
+        with contextlib.suppress(VerifierError):
+            self.ask(method, within_s=_END_S)
+        with contextlib.suppress(RayError):
+            ray.kill(self.handle)
+
+
+class ActorRanks:
+    """Ranks of a job behind their node's actor; see `Ranks`.
+
+    Args:
+        actor: of the node.
+        node: its name, for errors; empty where there is one only.
+        ranks: of the node.
+        look: raises the error of a process beside the ranks that has died.
+    """
+
+    def __init__(self, actor: _Actor, node: str, ranks: range, look: Callable[[], None]) -> None:
+        self._actor, self.node, self.ranks, self._look = actor, node, ranks, look
+
+    def tell(self, message: Any) -> None:
+        """See `NodeRanks.tell`."""
+        with contextlib.suppress(LaunchError):  # an actor that is gone is found by `poll`
+            self._ask("tell", message)
+
+    def poll(self, within_s: float) -> tuple[list[tuple[int, Any]], float]:
+        """See `NodeRanks.poll`."""
+        found: tuple[list[tuple[int, Any]], float] = self._ask("poll", within_s)
+        if not found[0]:
+            self._look()
+        return found
+
+    def stopped(self) -> list[int]:
+        """See `NodeRanks.stopped`."""
+        found: list[int] = self._ask("stopped")
+        return found
+
+    def look(self, within_s: float) -> None:
+        """See `NodeRanks.look`."""
+        self._ask("look", within_s)
+        self._look()
+
+    def slots(self) -> tuple[float, list[bytes]]:
+        """See `NodeRanks.slots`."""
+        found: tuple[float, list[bytes]] = self._ask("slots")
+        return found
+
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """See `NodeRanks.stacks`."""
+        found: dict[int, str] = self._ask("stacks", list(ranks))
+        return found
+
+    def tail(self, rank: int, traceback: str) -> str:
+        """See `NodeRanks.tail`."""
+        return str(self._ask("tail", rank, traceback))
+
+    def end(self) -> None:
+        """See `NodeRanks.end`."""
+        with contextlib.suppress(LaunchError):  # the kernel has ended the ranks of an actor that is gone
+            self._ask("end")
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        return self._actor.ask("ask", method, *arguments)
+
+
+class ClusterEngine:
+    """An engine behind its actor, with what the controller asks of an `EngineProcess` and its client."""
+
+    def __init__(self, actor: _Actor, socket_path: str, deadline_s: float) -> None:
+        self._actor, self.socket_path, self._deadline_s = actor, Path(socket_path), deadline_s
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
+        """See `Engine.generate`."""
+        return samples_of(self._actor.ask("generate", [*prompts], sampling, within_s=self._deadline_s + _ACTOR_S))
+
+
+class Cluster:
+    """Nodes that a run has, with the actor of each.
+
+    Args:
+        nodes: of Ray, as `ray.nodes` describes them.
+        adopted: arguments of `NodeServer.adopt`.
+        stack: ends the actors.
+    """
+
+    def __init__(
+        self, nodes: Sequence[Mapping[str, Any]], adopted: tuple[Any, ...], stack: contextlib.ExitStack
+    ) -> None:
+        self._nodes, self._adopted, self._stack = nodes, adopted, stack
+        addresses = [str(node["NodeManagerAddress"]) for node in nodes]
+        self._addresses = addresses if len(set(addresses)) > 1 else [LOOPBACK] * len(nodes)
+        self._trainers: list[_Actor] = []
+        self._engines: list[_Actor] = []
+
+    def load(self, preload: str, deadline_s: float) -> None:
+        """Start the trainer's actors and their launchers, which import while the caller goes on."""
+        self._trainers = [self._actor(TrainerNode, "trainer", node) for node in self._nodes]
+        for actor in self._trainers:
+            actor.ask("load", preload, deadline_s)
+
+    def submit(self, spec: JobSpec, on_progress: Callable[[int, str], None] | None = None) -> ForkJob:
+        """Start a job on all nodes; see `ForkLauncher.submit`."""
+        require_ranks(spec.world_size)
+        count, rendezvous, parts = spec.world_size // len(self._nodes), None, []
+        for place, (actor, address) in enumerate(zip(self._trainers, self._addresses, strict=True)):
+            ranks = range(place * count, (place + 1) * count)
+            rendezvous = actor.ask("submit", spec, ranks, address, rendezvous, within_s=spec.deadline_s)
+            parts.append(ActorRanks(actor, self._name(place) if len(self._nodes) > 1 else "", ranks, self._look))
+        return ForkJob(parts, spec, on_progress)
+
+    def engine(self, config: EngineConfig, deadline_s: float, request_deadline_s: float) -> ClusterEngine:
+        """Start an engine on the node of rank 0, which sends the weights, and wait until it has loaded its model."""
+        actor = self._actor(EngineNode, "engine", self._nodes[0])
+        path = actor.ask("start", config, deadline_s, request_deadline_s, within_s=deadline_s + _ACTOR_S)
+        self._engines.append(actor)
+        return ClusterEngine(actor, path, request_deadline_s)
+
+    def _look(self) -> None:
+        """Raise the error of an engine that has died, or of its actor."""
+        for actor in self._engines:
+            actor.ask("look")
+
+    def environments(self) -> list[dict[str, str]]:
+        """Forwarded variables as each trainer actor has them."""
+        return [actor.ask("environment") for actor in self._trainers]
+
+    def _name(self, place: int) -> str:
+        node = self._nodes[place]
+        return f"node {place}, {node['NodeManagerAddress']}"
+
+    def _actor(self, kind: type, role: str, node: Mapping[str, Any]) -> _Actor:
+        """Start an actor on a node, and give it what the driver's children would have.
+
+        Raises:
+            UsageError: the node has other files or versions.
+        """
+        name = f"the {role}'s actor on {self._name(self._nodes.index(node))}"
+        options = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(kind).options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        )
+        actor = _Actor(options.remote(), name)
+        self._stack.callback(actor.end, "close")
+        there, here = actor.ask("adopt", *self._adopted), identity()
+        for item in here:
+            if there[item] != here[item]:
+                raise UsageError(
+                    f"{self._name(self._nodes.index(node))} has {item} {there[item]}, this one has {here[item]}: "
+                    "install the same on every node"
+                )
+        return actor
+
+
+@contextlib.contextmanager
+def joined(options: RayOptions, run: Path, world_size: int) -> Iterator[Cluster]:
+    """Start a local Ray, or join a cluster, and leave nothing at exit.
+
+    Args:
+        options: of the run.
+        run: its folder, which gets the token of a local Ray.
+        world_size: trainer ranks.
+
+    Raises:
+        UsageError: nobody answers at the address, or the cluster has too few nodes.
+    """
+    require_pins("ray")
+    if world_size % options.nodes:
+        raise UsageError(
+            f"ray.nodes is {options.nodes}, which does not divide the {world_size} ranks of the mesh: choose another"
+        )
+    with contextlib.ExitStack() as stack:
+        if options.address == LOCAL:
+            stack.enter_context(_local_environment(run))
+            Config.initialize("")  # ray read the mode of authentication when it was imported
+            AuthenticationTokenLoader.instance().reset_cache()
+            folder = stack.enter_context(work_folder("ray"))
+            if len(os.fsencode(folder)) > _MAX_FOLDER:
+                raise UsageError(
+                    f"the folder for temporary files, `{folder.parent}`, has too long a name for Ray's sockets: set "
+                    "TMPDIR to another"
+                )
+            where: dict[str, Any] = {
+                "num_cpus": os.cpu_count(), "num_gpus": 0, "object_store_memory": _STORE_BYTES,
+                "include_dashboard": False, "_temp_dir": str(folder),
+            }  # fmt: skip
+        else:
+            require_answer(options.address)
+            where = {}
+        stack.callback(ray.shutdown)
+        _init(options.address, **where)
+        if options.address == LOCAL:  # two of Ray's agents would outlive a driver that is killed, by a minute
+            stack.enter_context(kept(folder))
+        mark = run / f"seen-{secrets.token_hex(8)}"
+        mark.touch()
+        stack.callback(mark.unlink, missing_ok=True)
+        adopted = (forwarded(os.environ), list(sys.path), os.getcwd(), str(mark.absolute()))
+        yield Cluster(_nodes(options), adopted, stack)
+
+
+def require_answer(address: str, within_s: float = SILENT_S) -> None:
+    """Refuse an address at which nobody speaks gRPC.
+
+    Raises:
+        UsageError: it is silent.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), within_s) as wire:
+            wire.sendall(_HTTP2)
+            if len(wire.recv(9)) == 9:  # the header of the server's own settings
+                return
+            why = "it closed the connection"
+    except TimeoutError:
+        why = f"it was silent for {within_s:g} s"
+    except OSError as problem:
+        why = problem.strerror or str(problem)
+    raise UsageError(f"no Ray answers at ray.address={address} ({why}): start the cluster, or leave it out")
+
+
+def _init(address: str, **where: Any) -> None:
+    """Call `ray.init`, and keep the handler of SIGTERM, which it replaces."""
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address, log_to_driver=False, logging_level="ERROR", **where)
+    except (RayError, ConnectionError, RuntimeError, ValueError, TimeoutError) as problem:
+        text = (str(problem).strip() or repr(problem)).splitlines()[0]
+        if address == LOCAL:
+            raise InternalError(f"Ray did not start: {text}") from problem
+        raise UsageError(f"Ray cannot be joined at ray.address={address}: {text}") from problem
+    finally:
+        if on_main_thread:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _nodes(options: RayOptions) -> list[Mapping[str, Any]]:
+    """Nodes of the run: the driver's own, then the others by their id."""
+    own = ray.get_runtime_context().get_node_id()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    if len(alive) < options.nodes:
+        raise UsageError(f"ray.nodes is {options.nodes}, the cluster has {len(alive)}: make it smaller")
+    return sorted(alive, key=lambda node: (node["NodeID"] != own, node["NodeID"]))[: options.nodes]
+
+
+@contextlib.contextmanager
+def _local_environment(run: Path) -> Iterator[None]:
+    """Set what Ray's own processes inherit: a token in the run's folder, no GPUs hidden, no word to others."""
+    token = run / "ray_token"
+    token.unlink(missing_ok=True)
+    with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    values = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token.absolute()),
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        token.unlink(missing_ok=True)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
