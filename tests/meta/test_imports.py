@@ -22,7 +22,7 @@ ROOMS = {
     "algorithms": {"core", "data"},
     "rewards": {"core", "data", "launch"},
     "model": {"core", "mesh", "data", "platform"},
-    "train": {"core", "mesh", "data", "algorithms", "model", "platform"},
+    "train": {"core", "mesh", "launch", "data", "algorithms", "model", "platform"},
     "export": {"core", "mesh", "model", "train", "platform"},
     "plan": {"core", "mesh"},
     "transport": {"core", "mesh", "plan", "launch", "platform"},
