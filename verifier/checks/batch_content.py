@@ -17,7 +17,7 @@ from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 
-@check("DAT003", needs=(TrainedText,), scope="data")
+@check("DAT003", needs=(TrainedText,), scope="labels")
 def other_text_trained(trace: Trace) -> Iterator[Comparison]:
     """The tokens in the loss of an example are its response and the end token, and no others.
 

@@ -23,7 +23,7 @@ def step_manifest(
     """Identity of the trace of a step, the first after a resume or not, computed by transformers too or not."""
     sizes = model.checkpoint.config
     facts = RunFacts(tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1)
-    scopes: list[Scope] = ["config", "data", "batch", "schedule", "tokens"]
+    scopes: list[Scope] = ["config", "data", "labels", "batch", "schedule", "tokens"]
     if config.algorithm == "grpo":
         scopes = ["config", "batch", "schedule", "tokens", "policy", "reward"]
         scopes += ["reference"] if config.grpo.has_reference else []
