@@ -19,7 +19,7 @@ from verifier.export.save import save_checkpoint
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.named import resolve_model
 from verifier.model.transformers_hf import load_model
-from verifier.oracle.policy_hf import judge_updates, token_losses
+from verifier.oracle.policy_hf import _loss, judge_updates, token_losses
 from verifier.runs.model_under_test import cache_folder
 
 ROLLOUTS = Path(verifier.faults.__file__).parent / "rollouts"
@@ -179,3 +179,13 @@ def test_a_kl_term_without_gradient_shows(tmp_path):
 
 def test_an_adam_that_begins_anew_shows(tmp_path):
     assert greatest_of(judged(tmp_path, lost=True), 2)[1] > 0.1
+
+
+def test_the_pad_token_has_a_gradient_where_it_is_an_input():
+    checkpoint = open_checkpoint(resolve_model("tiny:add", cache_folder(), "float32"))
+    pad = checkpoint.config["pad_token_id"]
+    tokens = torch.tensor([3, pad, 4])
+    row = {"tokens": tokens, "mask": torch.tensor([0, 0, 1], dtype=torch.uint8), "weight": torch.ones(3)}
+    objective = {**OPTIONS, "loss": "cross_entropy", "temperature": 1.0}
+    found = _loss(checkpoint.path, [row], objective, torch.float32)
+    assert found.gradients["model.embed_tokens.weight"][pad].any()
