@@ -23,6 +23,8 @@ from verifier.mesh import Mesh
 from verifier.model import provider_megatron
 from verifier.model.families import FAMILIES, Content, tensors_of
 from verifier.model.tiny import TINY
+from verifier.probes.arguments_megatron import given_arguments
+from verifier.probes.configs_megatron import record_provider
 from verifier.probes.trainer import TokenProbe
 from verifier.probes.weights_megatron import LiveWeights
 from verifier.runs.scenario import rollout_rows
@@ -143,6 +145,7 @@ class Recorded:
         self._path = store.create(folder, self._manifest)
         self._probe = store.Recorder(self._path, "trainer", 0)
         self._live.record(self._probe, 0, LoadedShard)
+        record_provider(self._probe, self._trainer.provider)
         self.own_s = 0.0
         """Seconds in which a step waited for what records it."""
 
@@ -155,7 +158,8 @@ class Recorded:
             on_the_host = rest is not None and self._trainer.tier == "cpu"  # a GPU computes meanwhile
             return partial(self._timed, rest) if on_the_host else rest
 
-        result = train(on_shards=timed_tokens)
+        with given_arguments(self._probe, self._trainer, "trained", 0):
+            result = train(on_shards=timed_tokens)
         report = StepReport(name="step", loss=result.loss, grad_norm=result.grad_norm, num_tokens=result.num_tokens)
         if self._trainer.tier == "cuda":
             torch.cuda.synchronize()

@@ -89,7 +89,9 @@ def policy_loss(objective: Objective, version: int) -> TokenLoss:
 
     def loss(logprob_T: torch.Tensor, entropy_T: torch.Tensor, shard: PackedBatch) -> torch.Tensor:
         device = logprob_T.device
-        reward_T = torch.tensor([*shard.rewards, 0.0], dtype=logprob_T.dtype)[shard.segments_T.long()].to(device)
+        reward_T = torch.tensor([*shard.rewards, 0.0], dtype=logprob_T.dtype, device=device)[
+            shard.segments_T.long().to(device)
+        ]
         engine_T = torch.where(shard.loss_mask_T.cpu(), shard.engine_logprobs_T, 0).to(device)
         drift_T = logprob_T - engine_T
         regular_T = objective.drift_weight / 2 * drift_T.square() - objective.entropy_weight * entropy_T
