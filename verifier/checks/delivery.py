@@ -133,7 +133,7 @@ def transfer_refused(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("TPT002", needs=(ExportedTensor,), scope="transport")
+@check("TPT002", needs=(), scope="transport")
 def export_not_transferred(trace: Trace) -> Iterator[Comparison]:
     """Every exported version was transferred to every engine rank.
 
