@@ -6,11 +6,12 @@ import pytest
 from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.snapshots.check_traces import change, clean, having, make_trace
+from tests.snapshots.check_traces import ARRAYS, MANIFEST, change, clean, having, make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.records_tokens import GradientRecord
 from verifier.core.records_weights import StepReport
+from verifier.core.trace import Trace
 
 
 @pytest.mark.parametrize(("norm", "verdict"), [(2.000019, Verdict.HOLDS), (2.00003, Verdict.VIOLATED)])
@@ -68,7 +69,8 @@ def test_a_loss_may_be_off_by_the_noise_of_a_tokens_loss(noise: float, verdict: 
         replace(item, loss=8.0, loss_noise=noise, gradient_noise=1.0) if type(item) is GradientRecord else item
         for item in clean()
     ]
-    outcome = run_check(REGISTRY["LSS002"], make_trace(run))
+    trace = Trace(replace(MANIFEST, dtype="bfloat16"), run, ARRAYS.__getitem__)
+    outcome = run_check(REGISTRY["LSS002"], trace)
     assert outcome.verdict is verdict
     if outcome.finding:
         assert outcome.finding.first.allowed == (
