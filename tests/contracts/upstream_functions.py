@@ -240,10 +240,13 @@ def attention_equals_torchs_own(context: RankContext) -> None:
     for begin, length, size in zip(starts, lengths, padded, strict=True):
         for tensor in (query, key, value):
             tensor[begin + length : begin + size] = torch.nan
+    ends, padded_ends = (torch.tensor(item, dtype=torch.int32) for item in ([0, 5, 6, 13], [0, 8, 12, 24]))
     packed = PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=torch.tensor([0, 5, 6, 13], dtype=torch.int32),
-        cu_seqlens_q_padded=torch.tensor([0, 8, 12, 24], dtype=torch.int32),
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=padded_ends,
+        cu_seqlens_kv_padded=padded_ends,
     )
     actual = attention(query, key, value, None, AttnMaskType.padding_causal, packed_seq_params=packed)
     for begin, length, size in zip(starts, lengths, padded, strict=True):

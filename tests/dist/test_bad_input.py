@@ -28,9 +28,12 @@ KNOWN = (
     "tiny:qwen2",
     "tiny:llama",
     "tiny:qwen3-moe",
+    "tiny:qwen3-moe-320",
     "tiny:deepseek-v3",
     "tiny:deepseek-v3-yarn",
     "tiny:nemotron-h",
+    "tiny:add",
+    "tiny:qwen3-504",
 )
 WIDE = ("wide:qwen3-30b-a3b", "wide:deepseek-v3", "wide:nemotron-3-nano")
 GOLDEN_MOE = ("golden", "--model", "tiny:qwen3-moe")
