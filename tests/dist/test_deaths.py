@@ -23,6 +23,8 @@ from verifier.model.tiny import write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMED_S = 2.0
+BESIDE_OTHERS_S = 15.0
+"""The same where another worker of a suite computes on the same two cores; alone 2 s hold (`-m slow`)."""
 """From the kill to the sentence."""
 START_S = 240.0
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
@@ -111,7 +113,7 @@ class Run:
         self.command.communicate()
 
 
-def kill(folder: Path, cache: Path, engine: str, what: str, signum: int, delay_s: float) -> float | None:
+def kill(folder: Path, cache: Path, engine: str, what: str, signum: int, delay_s: float, within_s=NAMED_S) -> float | None:
     """Kill a process so many seconds after it has appeared; seconds to the sentence, None if it had ended before."""
     run = Run(folder, cache, engine)
     try:
@@ -128,7 +130,7 @@ def kill(folder: Path, cache: Path, engine: str, what: str, signum: int, delay_s
         expected = SAID[what.rpartition(" ")[0] if what.startswith("rank") else what]
         expected = expected.format(signal.Signals(signum).name, rank=what[-1])
         assert line.removeprefix("verifier: ").startswith(expected), line
-        assert said - killed < NAMED_S
+        assert said - killed < within_s
         assert run.command.wait(60) == 3
         assert run.left() == []
         return said - killed
@@ -141,7 +143,7 @@ def kill(folder: Path, cache: Path, engine: str, what: str, signum: int, delay_s
     [("launcher", signal.SIGKILL, 0.5), ("rank 1", signal.SIGSEGV, 2.0), ("engine", signal.SIGKILL, 2.0)],
 )
 def test_the_first_processes_of_a_round_trip(tmp_path, cache, what, signum, delay_s):
-    assert kill(tmp_path / "run", cache, "hf", what, signum, delay_s) is not None
+    assert kill(tmp_path / "run", cache, "hf", what, signum, delay_s, BESIDE_OTHERS_S) is not None
 
 
 @pytest.mark.slow
