@@ -10,8 +10,10 @@ import os
 import random
 import selectors
 import signal
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -51,8 +53,8 @@ class Run:
     """A round trip, and the processes that it has started so far, by what they are."""
 
     def __init__(self, folder: Path, cache: Path, engine: str) -> None:
-        self._temporary = folder / "tmp"
-        self._temporary.mkdir(parents=True)
+        folder.mkdir(parents=True)
+        self._temporary = Path(tempfile.mkdtemp(prefix="kill-"))  # a socket's path has room for 107 bytes
         environment = {"XDG_CACHE_HOME": str(cache), "TMPDIR": str(self._temporary), "PYTHONPATH": str(ROOT)}
         command = ["roundtrip", "--model", "tiny:qwen3", "--tp", "2", "--cycles", "1", "--engine", engine]
         self.command = subprocess.Popen(
@@ -111,6 +113,7 @@ class Run:
         """End it, whatever it is doing."""
         self.command.kill()
         self.command.communicate()
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def kill(folder: Path, cache: Path, engine: str, what: str, signum: int, delay_s: float, within_s=NAMED_S) -> float | None:
