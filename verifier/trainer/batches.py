@@ -77,8 +77,8 @@ class UpdatePlan(Protocol):
     scored: ScoredRollouts | None
     """Rollouts of the last step, as they were scored before its updates; None in supervised fine-tuning."""
 
-    def updates(self, step: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
-        """Make, save and record the updates of a step, from 1 on."""
+    def updates(self, step: int, taken: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
+        """Make, save and record the updates of a step, from 1 on; `taken` updates were taken before it."""
 
 
 def record_columns(probe: Probe, config: TrainConfig, update: OptimizerUpdate) -> None:
@@ -150,7 +150,7 @@ class SftPlan:
         require_budget(config, near)
         self.held_out = HeldOut(config, self._tokenizer, self._examples)
 
-    def updates(self, step: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
+    def updates(self, step: int, taken: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Encode the examples of a step."""
         config = self._config
         indices = batch_indices(len(self._examples), config.data.batch_size, config.seed, step - 1)
@@ -160,7 +160,7 @@ class SftPlan:
             for place, example in enumerate(examples)
         ]  # an example may occur twice where two epochs meet
         update = OptimizerUpdate(
-            step=step, number=step, file=self._file(step), rollouts=rollouts, weights=weights_of(config, rollouts)
+            step=step, number=taken + 1, file=self._file(step), rollouts=rollouts, weights=weights_of(config, rollouts)
         )
         update.save()
         if probe is not None:

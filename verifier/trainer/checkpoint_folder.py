@@ -29,6 +29,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     step: int
     """Steps taken."""
+    updates: int
+    """Optimizer steps taken: fewer than the config says where a mini-batch had no token in the loss."""
     data_position: int
     """Batches taken from the data."""
     weight_version: int

@@ -64,6 +64,11 @@ class Continuation:
         self._at = at
         return step, metrics
 
+    @property
+    def updates(self) -> int:
+        """Optimizer steps that the checkpoint has taken; 0 without one."""
+        return 0 if self._at is None else self._at.updates
+
     def load(self, call: Call) -> dict[str, Any]:
         """Have the ranks load the checkpoint, or begin without one; returns rank 0's effective settings."""
         arguments: dict[str, Any] = {}
@@ -94,15 +99,15 @@ class Continuation:
         every = self._config.checkpoint.every
         return every > 0 and step % every == 0
 
-    def begin(self, call: Call, step: int) -> None:
-        """Have the ranks begin a checkpoint of a step, unless there is one."""
+    def begin(self, call: Call, step: int, updates: int) -> None:
+        """Have the ranks begin a checkpoint of a step and its updates, unless there is one."""
         if self._checkpoints.path(step).exists():
             return
         self.finish(call, wait=True)
         call("save", folder=str(self._checkpoints.begin(step)))
         self._writing = RunState(
-            step=step, data_position=step, weight_version=step, seed=self._config.seed, config=self._digest,
-            mesh=self._config.mesh.label(),
+            step=step, updates=updates, data_position=step, weight_version=step, seed=self._config.seed,
+            config=self._digest, mesh=self._config.mesh.label(),
         )  # fmt: skip
 
     def finish(self, call: Call, *, wait: bool) -> None:

@@ -146,6 +146,7 @@ class Trainer:
                 return TrainSummary(**ended, finished_before=True)
             self._continuation = Continuation(config, folder, self._progress)
             done, metrics = self._continuation.rewind()
+            self._updates = self._continuation.updates
             folder.write_config(config)
             launcher = self._open_launcher(stack)
             if config.verify.steps and config.verify.every:
@@ -254,7 +255,7 @@ class Trainer:
             trace = self._begin_trace(step) if self._judge is not None else None
             sampled = None
             with self._controller_probe(trace, step) as probe:
-                updates = plan.updates(step, self._score, probe)
+                updates = plan.updates(step, self._updates, self._score, probe)
                 resumed = bool(updates) and self._continuation.record(probe, step)
                 if updates and probe is not None and is_sampled(config, step):
                     sampled = SampledStep(config, self._model, self._oracle, self._folder.oracle(step), step)
@@ -266,6 +267,7 @@ class Trainer:
             rolled_s = time.monotonic() - started
             folder = None if sampled is None else str(sampled.folder)
             reports = [self._take(update, trace, folder, last=update is updates[-1]) for update in updates]
+            self._updates += len(updates)
             trained_s = time.monotonic() - started - rolled_s
             if self._rollouts is not None and updates:
                 self._sync(step, trace)
@@ -298,7 +300,7 @@ class Trainer:
     def _save(self, step: int) -> None:
         """Begin a checkpoint, once every step up to it has been judged."""
         self._settle(step)
-        self._continuation.begin(self._call, step)
+        self._continuation.begin(self._call, step, self._updates)
 
     def _take(self, update: OptimizerUpdate, trace: Path | None, oracle: str | None, *, last: bool) -> dict[str, float]:
         """Have the ranks take one optimizer step."""

@@ -82,7 +82,7 @@ class GrpoPlan:
         self.facts: Mapping[str, float] = {}
         self.scored: ScoredRollouts | None = None
 
-    def updates(self, step: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
+    def updates(self, step: int, taken: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Score, judge by reward, weigh and divide the rollouts of a step."""
         config, options = self._config, self._config.grpo
         rows, reward = self._source.rollouts(step, probe)
@@ -115,7 +115,7 @@ class GrpoPlan:
         if scored.reference is not None and options.kl_in == "loss":
             columns["reference"] = [*scored.reference]
         self.facts = _facts(rows, given, scored.old)
-        updates = self._divided(step, kept, columns, parts)
+        updates = self._divided(step, taken, kept, columns, parts)
         if probe is not None and updates:
             dropped = Counter[str]()
             for item, reason in zip(given, reasons, strict=True):
@@ -162,11 +162,11 @@ class GrpoPlan:
         return [STALE if is_late else reason for is_late, reason in zip(late, filters, strict=True)]
 
     def _divided(
-        self, step: int, kept: list[Rollout], columns: Mapping[str, list[np.ndarray]], parts: list[list[int]]
-    ) -> list[OptimizerUpdate]:
-        """Updates of all passes over the mini-batches that have a token in the loss."""
+        self, step: int, taken: int, kept: list[Rollout], columns: Mapping[str, list[np.ndarray]],
+        parts: list[list[int]],
+    ) -> list[OptimizerUpdate]:  # fmt: skip
+        """Updates of all passes over the mini-batches that have a token in the loss, numbered after those taken."""
         options, updates = self._config.grpo, []
-        done = (step - 1) * options.updates
         for number, part in enumerate(parts):
             rollouts = [kept[index] for index in part]
             if not any(item.mask.any() for item in rollouts):
@@ -179,7 +179,7 @@ class GrpoPlan:
             update.save()
             updates.append(update)
         return [
-            replace(update, number=done + place + 1, first=place == 0)
+            replace(update, number=taken + place + 1, first=place == 0)
             for place, update in enumerate(updates * options.epochs)
         ]
 

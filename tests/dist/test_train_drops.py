@@ -1,0 +1,77 @@
+"""Steps and mini-batches without a token in the loss: no update is taken, nothing is alarmed, counters go on from there.
+
+What this does not exercise: a live engine, whose weights stay as they are through such a step.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+import verifier.checks  # noqa: F401  (fills the registry)
+from verifier.config.load import load
+from verifier.config.training import TrainConfig
+from verifier.core import store
+from verifier.core.finding import Verdict
+from verifier.core.records_trainer import TrainerStep
+from verifier.data.recorded import read_recorded, write_recorded
+from verifier.faults.training_trial import GRPO_KNOBS
+from verifier.report.report import report_of
+from verifier.runs.resources import Deadline, Resources
+from verifier.trainer.controller import Judged, Trainer
+
+KNOBS = (
+    "model=tiny:add", "algorithm=grpo", "grpo.group_size=4", "grpo.mini_batches=2", "grpo.epochs=2",
+    "grpo.drop_zero_variance=true", "optimizer.warmup_steps=9", "evaluation.num_problems=0", "checkpoint.every=1",
+    "verify.steps=true", "verify.every=1",
+)  # fmt: skip
+
+
+class _Later:
+    """A judge that lets every step pass: the test judges them itself."""
+
+    def submit(self, trace: Path) -> Future[Judged]:
+        done: Future[Judged] = Future()
+        done.set_result(Judged(0, ""))
+        return done
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory):
+    """Three steps of the recorded rollouts; all rewards of the second, and half of the third's, are alike."""
+    folder = tmp_path_factory.mktemp("drops")
+    given = Path(GRPO_KNOBS[0].partition("=")[2])
+    for step, file in enumerate(sorted(given.glob("*.jsonl"))[:3], start=1):
+        rows = list(read_recorded(file, group_size=4))
+        for index in range({1: 0, 2: len(rows), 3: len(rows) // 2}[step]):
+            row = rows[index]
+            if row.reward:
+                wrong = next(item for item in rows if item.group == row.group and not item.reward)
+                rows[index] = replace(wrong, id=row.id)
+        write_recorded(folder / file.name, rows)
+    return folder
+
+
+def test_updates_are_counted_as_they_are_taken(rollouts, tmp_path):
+    with Resources(warm=True) as resources:
+        for steps in (2, 3):  # the second continues the first, from a step that took no update
+            words = [*KNOBS, f"data.rollouts={rollouts}", f"steps={steps}", f"run={tmp_path / 'run'}"]
+            config, _ = load(TrainConfig, overrides=words)
+            launcher = resources.launcher(Deadline(300))
+            Trainer(config, lambda text: None, _Later(), launcher=launcher, resources=resources).run()
+    found = sorted((tmp_path / "run" / "steps").iterdir())
+    assert [path.name for path in found] == ["000001", "000003"]  # the second left nothing to judge
+    numbers = []
+    for path in found:
+        trace = store.read(path)
+        report = report_of(trace, "")
+        assert report.verdict is Verdict.HOLDS, [item for item in report.outcomes if item.verdict is not Verdict.HOLDS]
+        assert {"TRN001", "TRN002", "TRN003", "LSS001"} <= {item.code for item in report.outcomes}
+        numbers.append([item.step for item in trace.of(TrainerStep)])
+    assert numbers == [[1, 2, 3, 4], [5, 6]]  # two mini-batches of two epochs; one of the third step's is left
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert ["loss" in line for line in lines] == [True, False, True]
