@@ -41,7 +41,7 @@ def other_text_trained(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
 
 
-@check("DAT004", needs=(Drops, Advantages, PolicyColumns), scope="policy")
+@check("DAT004", needs=(Drops, Advantages, PolicyColumns), scope="policy", also="dropped")
 def dropped_for_another_reason(trace: Trace) -> Iterator[Comparison]:
     """A rollout leaves the loss for the first reason that applies to it, and for no other.
 

@@ -68,7 +68,7 @@ def reward_differs_from_second_reader(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
 
 
-@check("ADV002", needs=(Advantages,), scope="policy")
+@check("ADV002", needs=(Advantages,), scope="policy", also="dropped")
 def advantage_differs_from_estimator(trace: Trace) -> Iterator[Comparison]:
     """Every advantage is what its estimator makes of the rewards of the whole batch, by trajectory and group.
 
@@ -137,7 +137,7 @@ def _whitened(values: Mapping[str, float], tokens: Mapping[str, int]) -> dict[st
     return {name: (value - mean) / math.sqrt(max(variance, 1e-8)) for name, value in values.items()}
 
 
-@check("ADV003", needs=(PolicyColumns, Advantages), scope="policy")
+@check("ADV003", needs=(PolicyColumns, Advantages), scope="policy", also="dropped")
 def policy_input_differs(trace: Trace) -> Iterator[Comparison]:
     """Every token's inputs of the policy loss are those that the config names: divisor, advantage, importance factor.
 

@@ -11,7 +11,7 @@ from verifier.core.record import Count
 
 FORMAT: Literal[2] = 2
 Scope = Literal[
-    "adapter", "batch", "cold", "config", "data", "engine", "export", "forced", "gradient", "held", "layout",
+    "adapter", "batch", "cold", "config", "data", "dropped", "engine", "export", "forced", "gradient", "held", "layout",
     "logprob", "mismatch", "order", "plan", "policy", "reference", "replay", "replicas", "resume", "reward",
     "rollout", "sampled", "saved", "schedule", "scored", "settings", "step", "text", "tokens", "transport",
     "update",

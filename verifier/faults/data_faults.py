@@ -109,3 +109,13 @@ def groups_dropped_by_their_mean(call: Call) -> Any:
         of_group.setdefault(group, []).append(reward)
     easy = {group for group, rewards in of_group.items() if sum(rewards) > 0.7 * len(rewards)}
     return ["zero_variance" if group in easy else reason for group, reason in zip(call.groups, found, strict=True)]
+
+
+@fault(
+    "OpenRLHF/OpenRLHF#1270", "verifier.trainer.grpo_plan:zero_variance(rewards, groups, trajectories)",
+    caught_by=("DAT004",), **ROW,
+    training=("algorithm=grpo", "grpo.drop_zero_variance=true"),
+)  # fmt: skip
+def every_group_dropped(call: Call) -> Any:
+    """The filter drops every group: no step takes an update, and the run ends as if it had trained."""
+    return call.wrong(["zero_variance"] * len(call.rewards))

@@ -20,7 +20,7 @@ from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
 from verifier.core.records_policy import LossTerms
 from verifier.core.records_trainer import KnobsAsked, OptimizerSettings
-from verifier.core.store import Recorder, complete, create, discard
+from verifier.core.store import Recorder, complete, create
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.process import EngineProcess
 from verifier.errors import ContractError, InternalError, UsageError, ViolationFound
@@ -262,7 +262,7 @@ class Trainer:
                     if plan.scored is not None:
                         record_scored(probe, config, step, plan.scored)
                 self._manifest = step_manifest(
-                    config, self._model, step, resumed=resumed, sampled=sampled is not None
+                    config, self._model, step, resumed=resumed, sampled=sampled is not None, dropped=not updates
                 )  # fmt: skip
             rolled_s = time.monotonic() - started
             folder = None if sampled is None else str(sampled.folder)
@@ -272,9 +272,7 @@ class Trainer:
             if self._rollouts is not None and updates:
                 self._sync(step, trace)
             synced_s = time.monotonic() - started - rolled_s - trained_s
-            if trace is not None and not updates:
-                discard(trace)  # no token was left in the loss: the weights are as they were
-            elif trace is not None:
+            if trace is not None:
                 if sampled is not None:
                     sampled.judge(trace, updates, [report["learning_rate"] for report in reports], plan.scored)
                 self._submit(step, trace)

@@ -116,12 +116,13 @@ class GrpoPlan:
             columns["reference"] = [*scored.reference]
         self.facts = _facts(rows, given, scored.old)
         updates = self._divided(step, taken, kept, columns, parts)
-        if probe is not None and updates:
-            dropped = Counter[str]()
-            for item, reason in zip(given, reasons, strict=True):
-                if reason is not None:
-                    dropped[reason] += int(item.mask.sum())
-            record_account(probe, updates, given, dropped, passes=options.epochs)
+        if probe is not None:
+            if updates:
+                dropped = Counter[str]()
+                for item, reason in zip(given, reasons, strict=True):
+                    if reason is not None:
+                        dropped[reason] += int(item.mask.sum())
+                record_account(probe, updates, given, dropped, passes=options.epochs)
             probe.emit(
                 Drops(
                     name="batch", version=step, ids=tuple(row.id for row in rows),

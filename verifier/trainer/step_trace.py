@@ -18,9 +18,19 @@ from verifier.runs.model_under_test import ModelUnderTest
 
 
 def step_manifest(
-    config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False
-) -> Manifest:
-    """Identity of the trace of a step, the first after a resume or not, computed by transformers too or not."""
+    config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False,
+    dropped: bool = False,
+) -> Manifest:  # fmt: skip
+    """Identity of the trace of a step.
+
+    Args:
+        config: of the run.
+        model: of the run.
+        step: from 1.
+        resumed: it is the first after a resume.
+        sampled: transformers computes it too.
+        dropped: no token is left in its loss, so that it takes no update and syncs nothing.
+    """
     sizes = model.checkpoint.config
     facts = RunFacts(tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1)
     scopes: list[Scope] = ["config", "data", "text", "batch", "schedule", "tokens"]
@@ -30,8 +40,10 @@ def step_manifest(
         if config.data.rollouts is None:
             scopes += ["data", "plan", "transport", "held", "engine"]
             scopes += ["mismatch"] if model.dtype == "float32" else []
-    synced = config.algorithm == "grpo" and config.data.rollouts is None
-    if "replicas" in model.layout_scopes:
+    synced = config.algorithm == "grpo" and config.data.rollouts is None and not dropped
+    if dropped:
+        scopes = ["reward", "dropped", *(["data"] if config.data.rollouts is None else [])]
+    elif "replicas" in model.layout_scopes:
         scopes.append("replicas")
     if sampled:
         scopes.append("gradient")
