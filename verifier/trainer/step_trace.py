@@ -42,7 +42,7 @@ def step_manifest(
             scopes += ["mismatch"] if model.dtype == "float32" else []
     synced = config.algorithm == "grpo" and config.data.rollouts is None and not dropped
     if dropped:
-        scopes = ["reward", "dropped", *(["data"] if config.data.rollouts is None else [])]
+        scopes = ["reward", "dropped"] if config.data.rollouts is not None else ["reward", "dropped", "data"]
     elif "replicas" in model.layout_scopes:
         scopes.append("replicas")
     if sampled:
