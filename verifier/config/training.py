@@ -9,6 +9,7 @@ from verifier.config.cluster import RayOptions
 from verifier.config.commands import EngineOptions, RunConfig, next_trace
 from verifier.config.grpo import GrpoOptions
 from verifier.config.megatron import MegatronOptions
+from verifier.config.profile import ProfileOptions
 from verifier.errors import UsageError
 from verifier.knob import check, group, knob
 
@@ -185,6 +186,7 @@ class TrainConfig(RunConfig):
     evaluation: EvaluationOptions = group(EvaluationOptions)
     checkpoint: CheckpointOptions = group(CheckpointOptions)
     verify: VerifyOptions = group(VerifyOptions)
+    profile: ProfileOptions = group(ProfileOptions)
     ray: RayOptions = group(RayOptions)
 
     def _refuse_contradictions(self) -> None:
@@ -246,3 +248,12 @@ class TrainConfig(RunConfig):
             )
         if self.verify.every and not self.verify.steps:
             raise UsageError(f"verify.every is {self.verify.every} and verify.steps is false: give --verify")
+        for step in self.profile.steps:
+            if int(step) > self.steps:
+                raise UsageError(f"profile.steps has {step} and steps is {self.steps}: the run has no such step")
+        for rank in self.profile.ranks:
+            if int(rank) >= self.mesh.world_size:
+                raise UsageError(
+                    f"profile.ranks has {rank} and the mesh has {self.mesh.world_size} ranks, 0 to "
+                    f"{self.mesh.world_size - 1}: there is no such rank"
+                )

@@ -135,6 +135,35 @@ def named_gradients(trainer: TrainerModel) -> Iterator[tuple[int, str, torch.Ten
                 yield at, names[parameter], whole[begin:end].view(parameter.shape).clone()
 
 
+def owned_gradients(trainer: TrainerModel) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Views of the reduced gradients that this rank owns, between backward pass and step; nothing is gathered.
+
+    Yields:
+        (model chunk, local parameter name without wrappers, flat view of the part that the optimizer of this rank reads:
+        all of it, or this rank's share of it under a distributed optimizer); none of a parameter without a part here.
+
+    Raises:
+        ContractError: the trainer was built for forward passes only.
+
+    Source:
+        as `named_gradients`.
+    """
+    sharded = _trained(trainer).distributed_optimizer
+    for at, chunk in enumerate(trainer.chunks):
+        names = {parameter: name.replace("module.", "") for name, parameter in chunk.named_parameters()}
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            parts = buffer.data_parallel_world_size if sharded else 1
+            rank = dist.get_rank(buffer.data_parallel_group) if parts > 1 else 0
+            for bucket in buffer.buckets:
+                size = bucket.grad_data.numel() // parts
+                least = bucket.offset + rank * size
+                for parameter in bucket.params_list:
+                    begin, end, _ = buffer.param_index_map[parameter]
+                    begin, end = max(begin, least), min(end, least + size)
+                    if begin < end:
+                        yield at, names[parameter], buffer.grad_data[begin:end]
+
+
 def named_states(trainer: TrainerModel, optimizer: Any, part: str) -> Iterator[tuple[int, str, torch.Tensor]]:
     """Copy a part of Adam's state of each parameter, all data-parallel ranks' shards together. A collective.
 

@@ -94,10 +94,12 @@ class Checkpoints:
             shutil.rmtree(self.path(step))
         return folder
 
-    def last_whole(self) -> tuple[RunState | None, list[str]]:
-        """Return the state of the last whole checkpoint, and why each one after it is none."""
+    def last_whole(self, before: int | None = None) -> tuple[RunState | None, list[str]]:
+        """Return the state of the last whole checkpoint, or of the last before a step, and why later ones are none."""
         refused: list[str] = []
         for step in reversed(self._steps()):
+            if before is not None and step >= before:
+                continue
             try:
                 return read_state(self.path(step)), refused
             except UsageError as problem:

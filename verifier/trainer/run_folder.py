@@ -2,8 +2,10 @@
 
 config.yaml            every knob, as `--config` takes it again
 effective.json         settings that Megatron ran with
-batches/000001.safetensors   rollouts and loss inputs of a step
+batches/000001-00.safetensors   rollouts and loss inputs of a step's mini-batch
 steps/000001/          trace of a step, with --verify
+ranks/0000.jsonl       what a rank says of each update, see `update_log`
+profiles/step-3-rank-0.json.gz   chrome trace of torch.profiler, with profile.steps
 oracle/000003/         what the oracle computes a step from, while it does
 metrics.jsonl          one line a step
 checkpoints/000020/    state after a step, see `checkpoint_folder`
@@ -29,8 +31,9 @@ from verifier.config.training import TrainConfig
 from verifier.core.outputs import write_whole
 from verifier.errors import UsageError
 from verifier.knob import flat
+from verifier.trainer import update_log
 
-FREE = ("steps", "timeout_s", "run", "mesh.", "verify.", "evaluation.", "checkpoint.", "ray.")
+FREE = ("steps", "timeout_s", "run", "mesh.", "verify.", "evaluation.", "checkpoint.", "profile.", "ray.")
 """Knobs, and groups of them, in which a run may be continued with another value."""
 FINISHED, KNOBS = "finished.json", "knobs.json"
 
@@ -53,6 +56,11 @@ class RunFolder:
         """Folder for the oracle in a step; what was left there by a run that was stopped is no longer needed."""
         return self.path / "oracle" / f"{step:06d}"
 
+    def profile(self, step: int, number: int | None, rank: int) -> Path:
+        """File of the profile of a step, or of one of its updates where steps have several."""
+        update = "" if number is None else f"-update-{number}"
+        return self.path / "profiles" / f"step-{step}{update}-rank-{rank}.json.gz"
+
     @property
     def exported(self) -> Path:
         """Folder of the trained weights."""
@@ -61,7 +69,7 @@ class RunFolder:
     def write_config(self, config: TrainConfig) -> None:
         """Write every knob, and those that a run which continues this one must share."""
         self.write(KNOBS, json.dumps(shared_knobs(config), indent=1) + "\n")
-        self.write("config.yaml", resolved(config, {}))
+        self.write("config.yaml", resolved(config, {"dtype": "this run"}))
 
     def write(self, name: str, text: str) -> None:
         """Write a file whole."""
@@ -102,6 +110,7 @@ class RunFolder:
                     shutil.rmtree(item)
                 else:
                     item.unlink()
+        update_log.rewind(self.path, step)
         file, kept = self.path / "metrics.jsonl", []
         for line in file.read_text().splitlines() if file.exists() else ():
             with contextlib.suppress(ValueError):  # a line that was cut is of a step after the last checkpoint
@@ -143,15 +152,20 @@ def opened(config: TrainConfig) -> Iterator[RunFolder]:
 
 
 def _require_same_run(config: TrainConfig) -> None:
-    file = config.run / KNOBS
-    if not file.exists():
+    if not (config.run / KNOBS).exists():
         if (config.run / "config.yaml").exists():
             raise UsageError(f"the run folder `{config.run}` holds a run of another version: choose another --run")
         return
-    found, asked = json.loads(file.read_text()), shared_knobs(config)
+    for key, found, asked in other_knobs(config.run, config):
+        raise UsageError(
+            f"the run folder `{config.run}` holds a run with {key}={found}, and {key}={asked} is "
+            "asked for: give the same value to continue it, or choose another --run"
+        )
+
+
+def other_knobs(run: Path, config: TrainConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Knobs in which a run and a config differ and must not: (key, value of the run, value of the config)."""
+    found, asked = json.loads((run / KNOBS).read_text()), shared_knobs(config)
     for key in sorted(found.keys() | asked.keys()):
         if found.get(key) != asked.get(key):
-            raise UsageError(
-                f"the run folder `{config.run}` holds a run with {key}={found.get(key)}, and {key}={asked.get(key)} is "
-                "asked for: give the same value to continue it, or choose another --run"
-            )
+            yield key, found.get(key), asked.get(key)

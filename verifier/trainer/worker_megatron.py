@@ -45,6 +45,9 @@ from verifier.trainer.state_megatron import (
     state_facts,
     write_facts,
 )
+from verifier.trainer import update_log
+from verifier.trainer.update_facts_megatron import gradient_digests, peak_memory, profiler
+from verifier.trainer.update_log import RankUpdate
 from verifier.trainer.upstream_fields import found, provider_overrides
 from verifier.trainer.weight_sync_megatron import WeightSync
 from verifier.trainer.worker_spec import WorkerSpec
@@ -178,30 +181,44 @@ class TrainerWorker:
             last: no other update of this step follows.
             oracle: folder in which the oracle finds gradients, weights and moments; None for a step that it skips.
         """
+        config = self._config
         rollouts, columns = load_rollouts(Path(batch))
         rates = [group["lr"] for group in self._optimizer.param_groups]
         decays = [group["weight_decay"] for group in self._optimizer.param_groups]
         name, meter = f"update {number}", LossMeter(rows=trace is not None)
         probe = self._recorder(trace)
         look, given = None, contextlib.nullcontext()
-        hand_on = None
+        hand_on, gradients = None, dict[str, str]()
         if oracle is not None:
             hand_on = HandOn(self._trainer, self._optimizer, self._live, self._context.rank, Path(oracle), self._source)
             hand_on.before(number, first=first)
+
+        def on_gradients() -> None:
+            gradients.update(gradient_digests(self._trainer))
+            if hand_on is not None:
+                hand_on.gradients(number)
+
         if probe is not None:
             self._record_resume(probe)
             look = TokenProbe(probe, self._config.mesh, self._context.rank, name, step, rollouts)
             given = given_arguments(probe, self._trainer, name, step)
             if self._context.rank == 0 and first:
                 record_provider(probe, self._trainer.provider)
-        with given:
+        profiled = profiler(config, step, number, self._context.rank)
+        with given, profiled:
             result = step_megatron.train_step(
                 self._trainer, self._optimizer, rollouts, loss=policy_loss(*self._loss, meter), columns=columns,
                 scheduler=self._scheduler, scheduler_step=1, temperature=self._temperature, on_shards=look,
-                on_gradients=None if hand_on is None else lambda: hand_on.gradients(number), **self._batching,
+                on_gradients=on_gradients, **self._batching,
             )  # fmt: skip
         if hand_on is not None:
             hand_on.after(number)
+        memory = peak_memory(self._spec.tier)
+        said = RankUpdate(
+            step=step, number=number, batch=Path(batch).name, first=first, mesh=config.mesh.label(), steps=config.steps,
+            loss=result.loss, grad_norm=result.grad_norm, peak_memory=memory, gradients=gradients,
+        )  # fmt: skip
+        update_log.append(config.run, self._context.rank, said)
         at = self._config.mesh.coordinate(self._context.rank)
         facts = meter.read(counts=at.tp == 0, device=step_megatron.device_of(self._trainer))
         if probe is not None:

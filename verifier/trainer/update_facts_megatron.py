@@ -1,0 +1,54 @@
+"""Facts of one update on one rank, beside its evidence: digests of gradients, peak memory, and a profile if asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Iterator
+
+import torch
+
+from verifier.config.training import TrainConfig
+from verifier.core.outputs import full_disk_refused
+from verifier.model.provider_megatron import TrainerModel
+from verifier.plan.digest import digest_tensors
+from verifier.platform import Tier
+from verifier.train.optimizer_megatron import owned_gradients
+from verifier.trainer.run_folder import RunFolder
+
+
+def gradient_digests(trainer: TrainerModel) -> dict[str, str]:
+    """Digest the reduced gradients that this rank owns, by parameter, between backward pass and step."""
+    owned = [(f"{name} (chunk {chunk})", tensor) for chunk, name, tensor in owned_gradients(trainer)]
+    digests = digest_tensors(tensor for _, tensor in owned)
+    return {name: digest for (name, _), digest in zip(owned, digests, strict=True)}
+
+
+def peak_memory(tier: Tier) -> int:
+    """Most memory that this rank has held since it started, bytes: of torch on its GPU, or of its process without one.
+
+    Source:
+        getrusage(2): `ru_maxrss` is in KiB, and a forked process begins with what it shares with its parent.
+    """
+    if tier == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextlib.contextmanager
+def profiler(config: TrainConfig, step: int, number: int, rank: int) -> Iterator[None]:
+    """Profile the body by torch.profiler if the config asks for this step and rank; a chrome trace is left at exit."""
+    if not config.profile.covers(step, rank):
+        yield
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    file = RunFolder(config.run).profile(step, number if config.num_updates > config.steps else None, rank)
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with full_disk_refused(file):
+        file.parent.mkdir(exist_ok=True)
+        with profile(activities=kinds) as found:
+            yield
+        aside = file.with_name(f".partial-{file.name}")  # torch compresses by the end of the name
+        found.export_chrome_trace(str(aside))
+        aside.replace(file)

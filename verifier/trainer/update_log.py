@@ -1,0 +1,68 @@
+"""What each rank says of each of its updates, a line of JSON each: `ranks/0000.jsonl` in the folder of a run.
+
+A replay takes the same updates from the lines, and compares the digests of their gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+
+from verifier.core.outputs import full_disk_refused, write_whole
+
+FOLDER = "ranks"
+
+
+class RankUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step on one rank."""
+
+    step: int
+    """Step of the run, from 1."""
+    number: int
+    """Number of the optimizer step, from 1."""
+    batch: str
+    """Name of its file in the folder of batches."""
+    first: bool
+    """The weights were still those that made the `old` log-probabilities."""
+    mesh: str
+    """Label of the mesh."""
+    steps: int
+    """Steps that the run was asked for; schedules of rates end there."""
+    loss: float
+    grad_norm: float
+    peak_memory: int
+    """Most memory that the rank has held since it started, bytes: of the GPU, or of the process without one."""
+    gradients: dict[str, str]
+    """Parameter -> digest of the part of its reduced gradient that this rank owns."""
+
+
+def file_of(run: Path, rank: int) -> Path:
+    """File of a rank."""
+    return run / FOLDER / f"{rank:04d}.jsonl"
+
+
+def append(run: Path, rank: int, update: RankUpdate) -> None:
+    """Append the line of an update."""
+    file = file_of(run, rank)
+    with full_disk_refused(file):
+        file.parent.mkdir(exist_ok=True)
+        with file.open("ab") as stream:
+            stream.write(msgspec.json.encode(update) + b"\n")
+
+
+def read(run: Path, rank: int) -> list[RankUpdate]:
+    """Return the updates of a rank, in order; a line that was cut is left out, and a rank without a file has none."""
+    file, found = file_of(run, rank), []
+    for line in file.read_bytes().splitlines() if file.exists() else ():
+        with contextlib.suppress(msgspec.DecodeError):
+            found.append(msgspec.json.decode(line, type=RankUpdate))
+    return found
+
+
+def rewind(run: Path, step: int) -> None:
+    """Remove the updates after a step."""
+    for file in sorted((run / FOLDER).glob("*.jsonl")):
+        kept = [item for item in read(run, int(file.stem)) if item.step <= step]
+        write_whole(file, "".join(msgspec.json.encode(item).decode() + "\n" for item in kept))
