@@ -116,16 +116,32 @@ def roundtrip(
     return run_and_judge("roundtrip", run, config.trace, json=json, junit=junit, detail=detail)
 
 
+def _file_of_replay(*, replay: Path | None, **_: object) -> Path | None:
+    from verifier.cli.replay_step import config_of
+
+    return None if replay is None else config_of(replay)
+
+
 @app.command()
-@configured
+@functools.partial(configured, file_of=_file_of_replay)
 def train(
     config: TrainConfig,
     owners: dict[str, str],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check config, model sizes and data, print the plan, and stop.")
     ] = False,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            "--replay", metavar="RUN", help="Train --step of this run again; compare its gradients, and stop."
+        ),
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", metavar="K", help="Step of --replay.")] = None,
 ) -> int:
     """Train from text or recorded rollouts; judge every step while it trains."""
+    from verifier.cli.replay_step import replay_step, require_replay
+
+    require_replay(owners, replay, step, {"--dry-run": dry_run})
     if dry_run:
         from verifier.trainer import fitting
 
@@ -135,6 +151,8 @@ def train(
     from verifier.report.progress import shown_progress
 
     with shown_progress("train") as progress:
+        if replay is not None and step is not None:
+            return replay_step(config, replay, step, progress)
         return cli_train.train(config, progress)
 
 

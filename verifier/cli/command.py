@@ -31,12 +31,15 @@ _PRINT = Annotated[
 ]
 
 
-def configured(function: Callable[..., int]) -> Callable[..., int]:
+def configured(
+    function: Callable[..., int], *, file_of: Callable[..., Path | None] = lambda **_: None
+) -> Callable[..., int]:
     """Make a command of a function whose first parameter is a config; what follows it are options of the command alone.
 
     Args:
         function: takes the config, which is loaded, checked and typed; returns the exit code. A parameter `owners` gets
             key -> who gave its value.
+        file_of: takes the command's own options, and returns the file of the config where the user named none.
     """
     first, *own = inspect.signature(function, eval_str=True).parameters.values()
     takes_owners = any(item.name == "owners" for item in own)
@@ -55,7 +58,7 @@ def configured(function: Callable[..., int]) -> Callable[..., int]:
         if len(files) + (config is not None) > 1:
             raise UsageError(f"two files of knobs are given, `{config or files[1]}` and `{files[0]}`: give one")
         loaded, owners = load(
-            first.annotation, file=Path(files[0]) if files else config, flags=flagged,
+            first.annotation, file=Path(files[0]) if files else config or file_of(**options), flags=flagged,
             overrides=[text for text in overrides or () if text not in files],
         )  # fmt: skip
         if print_config:

@@ -139,8 +139,8 @@ def owned_gradients(trainer: TrainerModel) -> Iterator[tuple[int, str, torch.Ten
     """Views of the reduced gradients that this rank owns, between backward pass and step; nothing is gathered.
 
     Yields:
-        (model chunk, local parameter name without wrappers, flat view of the part that the optimizer of this rank reads:
-        all of it, or this rank's share of it under a distributed optimizer); none of a parameter without a part here.
+        (model chunk, local parameter name without wrappers, flat view of the part that this rank's optimizer reads: all
+        of it, or the rank's share under a distributed optimizer); nothing for a parameter without a part here.
 
     Raises:
         ContractError: the trainer was built for forward passes only.

@@ -24,11 +24,10 @@ from verifier.core.store import Recorder, complete, create
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.process import EngineProcess
 from verifier.errors import ContractError, InternalError, UsageError, ViolationFound
-from verifier.launch.fork_launcher import ForkJob, ForkLauncher
-from verifier.launch.rank import JobSpec
+from verifier.launch.fork_launcher import ForkLauncher
 from verifier.platform.upstream_fixes import selected
 from verifier.runs.model_under_test import ModelUnderTest, open_model
-from verifier.runs.resources import COLLECTIVE_DEADLINE_S, Deadline, Resources
+from verifier.runs.resources import Deadline, Resources
 from verifier.runs.spec import place
 from verifier.trainer.batches import HeldOut, OptimizerUpdate, SftPlan, UpdatePlan
 from verifier.trainer.continuation import Continuation
@@ -36,17 +35,17 @@ from verifier.trainer.fitting import require_fit
 from verifier.trainer.generation import EngineRollouts, Sampler
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
 from verifier.trainer.metrics import metrics_of
+from verifier.trainer.ranks import PRELOAD, Launcher, start_ranks
 from verifier.trainer.run_folder import RunFolder, opened
 from verifier.trainer.sampled_step import SampledStep, is_sampled, record_scored, require_judgeable
 from verifier.trainer.step_trace import step_manifest
 from verifier.trainer.upstream_fields import asked
-from verifier.trainer.worker_spec import WorkerSpec, loss_terms, optimizer_settings
+from verifier.trainer.worker_spec import loss_terms, optimizer_settings
 
 if TYPE_CHECKING:
     from verifier.trainer.cluster_ray import Cluster, ClusterEngine
 
 Progress = Callable[[str], None]
-PRELOAD = "verifier.runs.session_megatron:preload"
 JUDGED_BEHIND = 2
 """Steps that may have been trained and not yet judged."""
 ENGINE_DEADLINE_S = 600.0
@@ -62,13 +61,6 @@ class Judged:
     exit_code: int
     text: str
     """The report."""
-
-
-class Launcher(Protocol):
-    """Starts the ranks of a job: a `ForkLauncher`, or nodes of a cluster, each with one."""
-
-    def submit(self, spec: JobSpec, on_progress: Callable[[int, str], None] | None = None) -> ForkJob:
-        """See `ForkLauncher.submit`."""
 
 
 class Judge(Protocol):
@@ -152,7 +144,7 @@ class Trainer:
             if config.verify.steps and config.verify.every:
                 self._oracle = self._on_this_host(launcher, stack).oracle(model.checkpoint.path, until)
             engine = self._start_engine(model, launcher, stack)
-            self._job = self._start(launcher, model, folder)
+            self._job = start_ranks(config, model, launcher, folder.path, until, self._progress, within=self._within)
             stack.callback(self._job.kill)
             effective = self._continuation.load(self._call)
             folder.write("effective.json", json.dumps(effective, indent=1, sort_keys=True) + "\n")
@@ -183,19 +175,6 @@ class Trainer:
             return self._cluster
         self._progress("importing Megatron")
         return stack.enter_context(ForkLauncher(preload=PRELOAD, load_deadline_s=until.left("importing Megatron")))
-
-    def _start(self, launcher: Launcher, model: ModelUnderTest, folder: RunFolder) -> ForkJob:
-        config = self._config
-        spec = WorkerSpec(
-            config=config, checkpoint=str(model.checkpoint.path), tier=model.tier,
-            optimizer=optimizer_settings(config), collective_deadline_s=COLLECTIVE_DEADLINE_S, within=self._within,
-        )  # fmt: skip
-        job = JobSpec(
-            function="verifier.trainer.worker_megatron:run", world_size=config.mesh.world_size,
-            run_dir=folder.path / "logs", args=spec.to_json(), deadline_s=self._until.left("the ranks were started"),
-            collective_deadline_s=COLLECTIVE_DEADLINE_S, mesh=config.mesh,
-        )  # fmt: skip
-        return launcher.submit(job, lambda rank, text: self._progress(text))
 
     def _call(self, name: str, **arguments: Any) -> list[Any]:
         return self._job.call(name, self._until.left(f"`{name}` was called"), **arguments)

@@ -1,4 +1,4 @@
-"""Facts of one update on one rank, beside its evidence: digests of gradients, peak memory, and a profile if asked for."""
+"""Facts of one update on one rank, beside its evidence: digests of gradients, peak memory, a profile if asked for."""
 
 from __future__ import annotations
 

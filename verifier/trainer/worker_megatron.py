@@ -35,6 +35,7 @@ from verifier.probes.weights_megatron import LiveWeights, described
 from verifier.train import checkpoint_megatron, optimizer_megatron, step_megatron
 from verifier.train.policy_loss_megatron import LossMeter, policy_loss
 from verifier.train.vocab_logprob import is_greedy
+from verifier.trainer import update_log
 from verifier.trainer.hand_on_megatron import HandOn
 from verifier.trainer.live_settings_megatron import data_parallel_of, settings_of
 from verifier.trainer.state_megatron import (
@@ -45,7 +46,6 @@ from verifier.trainer.state_megatron import (
     state_facts,
     write_facts,
 )
-from verifier.trainer import update_log
 from verifier.trainer.update_facts_megatron import gradient_digests, peak_memory, profiler
 from verifier.trainer.update_log import RankUpdate
 from verifier.trainer.upstream_fields import found, provider_overrides
