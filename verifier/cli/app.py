@@ -137,11 +137,14 @@ def train(
         ),
     ] = None,
     step: Annotated[int | None, typer.Option("--step", metavar="K", help="Step of --replay.")] = None,
+    preflight: Annotated[
+        bool, typer.Option("--preflight", help="One step of the longest samples, a sync, all checks, and stop.")
+    ] = False,
 ) -> int:
     """Train from text or recorded rollouts; judge every step while it trains."""
     from verifier.cli.replay_step import replay_step, require_replay
 
-    require_replay(owners, replay, step, {"--dry-run": dry_run})
+    require_replay(owners, replay, step, {"--dry-run": dry_run, "--preflight": preflight})
     if dry_run:
         from verifier.trainer import fitting
 
@@ -153,6 +156,8 @@ def train(
     with shown_progress("train") as progress:
         if replay is not None and step is not None:
             return replay_step(config, replay, step, progress)
+        if preflight:
+            return cli_train.preflight(config, progress)
         return cli_train.train(config, progress)
 
 

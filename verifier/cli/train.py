@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verifier.cli.results import show
+from verifier.config.commands import next_trace
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core.finding import ExitCode
-from verifier.errors import UsageError, ViolationFound
+from verifier.errors import UsageError, VerifierError, ViolationFound
 from verifier.report.progress import Progress
 
 if TYPE_CHECKING:
@@ -84,4 +86,30 @@ def train(config: TrainConfig, progress: Progress) -> int:
     loss = f"loss {summary.loss:.4f}" if summary.loss == summary.loss else "no token in the loss of any step"
     resumed = f", continued from step {summary.resumed_from:,}" if summary.resumed_from else ""
     show(f"trained {summary.steps:,} steps{resumed}: {loss}{accuracy}{judged}\nrun: {config.run}\n")
+    return ExitCode.HOLDS
+
+
+def preflight(config: TrainConfig, progress: Progress) -> int:
+    """Try one step of the longest samples in a folder beside the run's; print what it took and return the exit code."""
+    from verifier.trainer.preflight import preflight as tried
+
+    folder = next_trace(f"{config.run.name}-preflight", config.run.parent)
+    try:
+        with started_judge() as judge:
+            found = tried(replace(config, run=folder), progress, judge)
+    except ViolationFound as problem:
+        show(f"{problem}preflight did not hold; its folder is kept: {folder}\n")
+        return problem.exit_code
+    except VerifierError:
+        if folder.exists():
+            progress(f"the folder of the preflight is kept: {folder}")
+        raise
+    shutil.rmtree(folder)
+    seconds = ", ".join(f"{name} {value:.3g}" for name, value in found.seconds.items())
+    memory = ", ".join(f"rank {rank} {size / 2**30:.3g}" for rank, size in enumerate(found.peak_memory))
+    show(
+        f"longest samples: {found.samples:,} of at most {found.longest:,} tokens, {found.tokens:,} in all\n"
+        f"seconds: {seconds}\npeak memory, GiB: {memory}\nother than the run: {'; '.join(found.notes)}\n"
+        "preflight holds: one step judged, and its checkpoint loaded in new ranks as it was saved\n"
+    )
     return ExitCode.HOLDS

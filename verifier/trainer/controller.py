@@ -97,6 +97,7 @@ class Trainer:
         launcher: one whose owner ends it, with Megatron imported; None starts one.
         resources: starts the engine, and ends it; None starts one for this run.
         within: see `WorkerSpec.within`.
+        whole_answers: see `EngineRollouts`.
     """
 
     def __init__(
@@ -108,9 +109,10 @@ class Trainer:
         launcher: Launcher | None = None,
         resources: Resources | None = None,
         within: Sequence[str] = (),
+        whole_answers: bool = False,
     ) -> None:
         self._config, self._progress, self._judge = config, progress, judge
-        self._launcher, self._within = launcher, within
+        self._launcher, self._within, self._whole_answers = launcher, within, whole_answers
         self._pending: deque[tuple[int, Future[Judged]]] = deque()
         self._num_judged = 0
         self._rollouts: EngineRollouts | None = None
@@ -190,7 +192,7 @@ class Trainer:
             return plan
         if config.data.rollouts is not None:
             return GrpoPlan(config, RecordedRollouts(config, model.checkpoint), batch_of)
-        self._rollouts = EngineRollouts(config, model.checkpoint)
+        self._rollouts = EngineRollouts(config, model.checkpoint, whole_answers=self._whole_answers)
         return GrpoPlan(config, self._rollouts, batch_of)
 
     def _start_engine(

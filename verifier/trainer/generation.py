@@ -40,10 +40,11 @@ class EngineRollouts:
     Args:
         config: of the run.
         checkpoint: whose tokenizer writes the prompts.
+        whole_answers: the end token ends no answer of a step, so that each has `grpo.max_answer_tokens`.
     """
 
-    def __init__(self, config: TrainConfig, checkpoint: Checkpoint) -> None:
-        self._config, self._checkpoint = config, checkpoint
+    def __init__(self, config: TrainConfig, checkpoint: Checkpoint, *, whole_answers: bool = False) -> None:
+        self._config, self._checkpoint, self._whole_answers = config, checkpoint, whole_answers
         self._tokenizer = open_tokenizer(checkpoint.path)
         self._examples = load_train(config, "grpo")
         self._held_out: Sequence[Example] = ()
@@ -89,8 +90,8 @@ class EngineRollouts:
         prompts = [self._prompts[index] for index in indices]
         sampling = Sampling(
             seed=config.seed * _SEEDS + (step - 1) * config.data.batch_size, n=config.grpo.group_size,
-            max_tokens=config.grpo.max_answer_tokens, stop=(self._tokenizer.eos_id,),
-            temperature=config.grpo.temperature,
+            max_tokens=config.grpo.max_answer_tokens, temperature=config.grpo.temperature,
+            stop=() if self._whole_answers else (self._tokenizer.eos_id,),
         )  # fmt: skip
         answers = self._client.generate(prompts, sampling)
         rows = [

@@ -30,7 +30,7 @@ from verifier.config.load import resolved
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import write_whole
 from verifier.errors import UsageError
-from verifier.knob import flat
+from verifier.knob import entries, flat
 from verifier.trainer import update_log
 
 FREE = ("steps", "timeout_s", "run", "mesh.", "verify.", "evaluation.", "checkpoint.", "profile.", "ray.")
@@ -69,7 +69,8 @@ class RunFolder:
     def write_config(self, config: TrainConfig) -> None:
         """Write every knob, and those that a run which continues this one must share."""
         self.write(KNOBS, json.dumps(shared_knobs(config), indent=1) + "\n")
-        self.write("config.yaml", resolved(config, {"dtype": "this run"}))
+        made = {entry.key: "this run" for entry in entries(TrainConfig) if entry.computed and entry.key != "run"}
+        self.write("config.yaml", resolved(config, made))
 
     def write(self, name: str, text: str) -> None:
         """Write a file whole."""

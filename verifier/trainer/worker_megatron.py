@@ -55,7 +55,7 @@ from verifier.trainer.worker_spec import WorkerSpec
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
 
-CALLS = ("load", "connect", "score", "train", "sync", "save", "saved", "evaluate", "export")
+CALLS = ("load", "record_load", "connect", "score", "train", "sync", "save", "saved", "evaluate", "export")
 """Methods that the controller calls."""
 
 
@@ -131,6 +131,11 @@ class TrainerWorker:
         if same_mesh and self._config.verify.steps:
             saved = read_facts(folder / "saved" / f"{self._context.rank:04d}.json")
             self._resumed = (int(folder.name), saved, self._state())
+
+    def record_load(self, trace: str) -> None:
+        """Record what was saved and what was loaded, in a trace of its own."""
+        with contextlib.closing(Recorder(Path(trace), "trainer", self._context.rank)) as probe:
+            self._record_resume(probe)
 
     def _state(self) -> Facts:
         """Digests of all that this rank holds. A collective."""

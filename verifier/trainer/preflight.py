@@ -1,0 +1,190 @@
+"""Preflight of a training run: one step of its longest samples with all checks, its sync, and its checkpoint loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verifier.config.profile import ProfileOptions
+from verifier.config.training import DataOptions, EvaluationOptions, TrainConfig, VerifyOptions
+from verifier.core.store import Recorder, complete, create
+from verifier.data.encode import encode_example, encode_prompt
+from verifier.data.examples import Example
+from verifier.data.recorded import read_recorded
+from verifier.data.tokenizer import open_tokenizer
+from verifier.errors import UsageError, ViolationFound
+from verifier.launch.fork_launcher import ForkLauncher
+from verifier.model.checkpoint import Checkpoint
+from verifier.runs.model_under_test import ModelUnderTest, open_model
+from verifier.runs.resources import Deadline
+from verifier.trainer import update_log
+from verifier.trainer.continuation import Continuation
+from verifier.trainer.controller import JUDGE_DEADLINE_S, Judge, Trainer
+from verifier.trainer.fitting import load_train, require_fit
+from verifier.trainer.ranks import PRELOAD, start_ranks
+from verifier.trainer.run_folder import RunFolder
+from verifier.trainer.sampled_step import require_judgeable
+from verifier.trainer.step_trace import step_manifest
+
+ENTROPY_WEIGHT = 0.01
+"""Weight of the entropy where the config has none: answers that nobody ended earn equal rewards, and the gradient of
+the rest of the loss is then 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight:
+    """End of a preflight that held."""
+
+    samples: int
+    """Rollouts of the step."""
+    longest: int
+    """Tokens of the longest of them."""
+    tokens: int
+    """Tokens of all of them."""
+    seconds: dict[str, float]
+    """Stage -> seconds."""
+    peak_memory: list[int]
+    """Most memory that each rank has held, bytes; see `update_facts_megatron.peak_memory`."""
+    notes: tuple[str, ...]
+    """What the step had not, or had otherwise than the run."""
+
+
+def preflight(config: TrainConfig, progress: Callable[[str], None], judge: Judge) -> Preflight:
+    """Train one step in the folder `config.run`, which holds nothing yet, and load its checkpoint in new ranks.
+
+    Args:
+        config: of the run, but for its folder.
+        progress: called with a line of text.
+        judge: of the step and of the load.
+
+    Raises:
+        UsageError: what the run would be refused for.
+        ViolationFound: a check does not hold.
+        VerifierError: a process died or hung.
+    """
+    until = Deadline(config.timeout_s)
+    model = open_model(config.model, config.dtype, config.mesh)
+    require_fit(config, model.checkpoint.config, model.tier)
+    config.run.mkdir(parents=True)
+    own, notes = _one_step(config, model)
+    with contextlib.ExitStack() as stack:
+        progress("importing Megatron")
+        deadline_s = until.left("importing Megatron")
+        launcher = stack.enter_context(ForkLauncher(preload=PRELOAD, load_deadline_s=deadline_s))
+        ranks = None if own.ray.use else launcher
+        Trainer(own, progress, judge, launcher=ranks, whole_answers=True).run()
+        trace = _load_again(own, model, launcher, until, progress)
+        judged = judge.submit(trace).result(JUDGE_DEADLINE_S)
+        if judged.exit_code:
+            raise ViolationFound(judged.text, judged.exit_code)
+    metrics = json.loads((own.run / "metrics.jsonl").read_text().splitlines()[-1])
+    if "loss" not in metrics:
+        raise UsageError("no token of the longest samples was in the loss: there is nothing to try the step with")
+    lengths = _lengths(own)
+    return Preflight(
+        samples=len(lengths), longest=max(lengths), tokens=sum(lengths), notes=notes,
+        seconds={name.removesuffix("_s"): value for name, value in metrics.items() if name.endswith("_s")},
+        peak_memory=[
+            max(item.peak_memory for item in update_log.read(own.run, rank)) for rank in range(own.mesh.world_size)
+        ],
+    )  # fmt: skip
+
+
+def _one_step(config: TrainConfig, model: ModelUnderTest) -> tuple[TrainConfig, tuple[str, ...]]:
+    """Config of one judged step of the longest samples, and what it has otherwise than the run."""
+    data, notes = replace(config.data, held_out=None, num_examples=None), ["no held-out problems"]
+    if config.first is not None:
+        notes.append("begins with the weights of `model`, not with those of `first`")
+    options = config.grpo
+    if config.algorithm == "grpo":
+        options = replace(options, drop_overlong=False, drop_zero_variance=False)
+        notes.append("no answer is dropped")
+        if not options.entropy_weight:
+            options = replace(options, entropy_weight=ENTROPY_WEIGHT)
+            notes.append(f"grpo.entropy_weight is {ENTROPY_WEIGHT:g}, for a gradient where all rewards are equal")
+    own = replace(
+        config, first=None, steps=1, grpo=options, verify=VerifyOptions(steps=True),
+        evaluation=EvaluationOptions(num_problems=0), profile=ProfileOptions(),
+        data=_longest(config, data, model.checkpoint),
+        optimizer=replace(config.optimizer, schedule="constant", warmup_steps=0, least_learning_rate=0.0),
+    )  # fmt: skip
+    sampled = replace(own, verify=VerifyOptions(steps=True, every=1))
+    try:
+        require_judgeable(sampled, model)
+    except UsageError as problem:
+        return own, (*notes, f"not computed by transformers too: {str(problem).partition(': set verify')[0]}")
+    return sampled, tuple(notes)
+
+
+def _longest(config: TrainConfig, data: DataOptions, checkpoint: Checkpoint) -> DataOptions:
+    """Write the longest samples of the run's data into its folder, as data of one step."""
+    if data.rollouts is not None:
+        files = sorted(data.rollouts.glob("*.jsonl"))[: config.steps]
+        if not files:
+            raise UsageError(f"data.rollouts, `{data.rollouts}`, has no files *.jsonl")
+        folder = config.run / "longest"
+        folder.mkdir()
+        sizes = {file: sorted((len(row.tokens) for row in read_recorded(file)), reverse=True) for file in files}
+        shutil.copy(max(files, key=lambda file: sizes[file]), folder)
+        return replace(data, rollouts=folder)
+    tokenizer = open_tokenizer(checkpoint.path)
+    examples = load_train(config, "sft" if config.algorithm == "sft" else "grpo")
+
+    def length(example: Example) -> int:
+        return len((encode_example if config.algorithm == "sft" else encode_prompt)(example, tokenizer))
+
+    chosen = sorted(examples, key=length, reverse=True)[: data.batch_size]
+    file = config.run / "longest.jsonl"
+    file.write_bytes(b"".join(msgspec.json.encode(_row(example)) + b"\n" for example in chosen))
+    return replace(data, source=str(file))
+
+
+def _row(example: Example) -> dict[str, Any]:
+    """Return an example as a row of a file."""
+    row: dict[str, Any] = {"id": example.id}
+    if example.prompt:
+        row["prompt"] = example.prompt
+    else:
+        row["messages"] = [{"role": item.role, "content": item.content} for item in example.messages]
+    return row | {name: value for name in ("response", "answer") if (value := getattr(example, name)) is not None}
+
+
+def _load_again(
+    config: TrainConfig, model: ModelUnderTest, launcher: ForkLauncher, until: Deadline, progress: Callable[[str], None]
+) -> Path:
+    """Load the step's checkpoint in new ranks; return the trace of what was saved and what was loaded."""
+    folder = RunFolder(config.run)
+    continuation = Continuation(config, folder, progress)
+    continuation.rewind()
+    manifest = msgspec.structs.replace(step_manifest(config, model, 1), scopes=("resume",))
+    trace = create(config.run / "loaded", manifest)
+    job = start_ranks(config, model, launcher, config.run / "again", until, progress)
+    try:
+
+        def call(name: str, **arguments: Any) -> list[Any]:
+            return job.call(name, until.left(f"`{name}` was called"), **arguments)
+
+        continuation.load(call)
+        with contextlib.closing(Recorder(trace, "controller", 0)) as probe:
+            continuation.record(probe, 2)
+        call("record_load", trace=str(trace))
+        job.finish()
+    finally:
+        job.kill()
+    complete(trace, manifest)
+    return trace
+
+
+def _lengths(config: TrainConfig) -> Sequence[int]:
+    """Tokens of each rollout of the step."""
+    from verifier.data.rollout_file import load_rollouts
+
+    files = {item.batch for item in update_log.read(config.run, 0)}
+    return [len(rollout) for name in sorted(files) for rollout in load_rollouts(config.run / "batches" / name)[0]]
