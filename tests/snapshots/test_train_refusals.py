@@ -95,6 +95,14 @@ REFUSED = {
     "constant-without-length": f"{ADD} aggregation=constant",
     "rollouts-without-grpo": f"{ADD} data.rollouts=rollouts",
     "oracle-without-judge": f"{ADD} verify.every=10",
+    "profile-of-no-step": f"{ADD} steps=3 profile.steps=[4]",
+    "profile-of-no-number": f"{ADD} profile.steps=[third]",
+    "profile-of-no-rank": f"{ADD} mesh.dp=2 profile.steps=[1] profile.ranks=[0,2]",
+    "profile-of-nobody": f"{ADD} profile.steps=[1] profile.ranks=[]",
+    "step-without-replay": f"{ADD} --step 3",
+    "replay-of-no-run": f"{ADD} --replay absent --step 3",
+    "replay-and-dry-run": f"{ADD} --replay replayed --step 3",
+    "preflight-and-dry-run": f"{ADD} --preflight",
     "no-fix": f"{ADD} fixes=all-of-them",
 }
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
@@ -118,6 +126,8 @@ def said(tmp_path_factory) -> tuple[dict[str, list], list[str]]:
     for name, rows in ROWS.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "twice.yaml").write_text("model: tiny:add\nmesh: {tp: 2}\nmesh.tp: 4\n")
+    (folder / "replayed").mkdir()
+    (folder / "replayed" / "config.yaml").write_text("model: tiny:add\n")
     before = sorted(folder.iterdir())
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], input=json.dumps(REFUSED), capture_output=True, text=True, cwd=folder,

@@ -32,20 +32,20 @@ def require_replay(owners: Mapping[str, str], run: Path | None, step: int | None
         owners: key -> who gave its value.
         run: of --replay.
         step: of --step.
-        others: option -> it was given; what ends otherwise than a replay does.
+        others: other ways to end before a run -> asked for.
 
     Raises:
         UsageError: names the two.
     """
-    if run is None:
-        if step is not None:
-            raise UsageError(f"--step is {step} and --replay is not given: name the run to replay")
-        return
-    if step is None:
+    asked = [*(["--replay"] if run is not None else []), *(name for name, is_asked in others.items() if is_asked)]
+    if run is not None and owners.get("run") == "--run":
+        asked.append("--run")
+    if len(asked) > 1:
+        raise UsageError(f"{asked[0]} and {asked[1]} do not go together: leave one of the two out")
+    if run is None and step is not None:
+        raise UsageError(f"--step is {step} and --replay is not given: name the run to replay")
+    if run is not None and step is None:
         raise UsageError(f"--replay is `{run}` and --step is not given: name the step to replay")
-    for option, given in {**others, "--run": owners.get("run") == "--run"}.items():
-        if given:
-            raise UsageError(f"--replay and {option} do not go together: leave one of the two out")
 
 
 def replay_step(config: TrainConfig, run: Path, step: int, progress: Progress) -> int:

@@ -374,5 +374,8 @@ def _mean_of(reports: Sequence[dict[str, float]]) -> dict[str, float]:
     for name in reports[0] if reports else ():
         values = [report[name] for report in reports]
         total = sum(values)
-        found[name] = max(values) if name == "ratio_gap" else total if name == "num_tokens" else total / len(values)
+        if name in ("ratio_gap", "peak_memory_gib"):
+            found[name] = max(values)
+        else:
+            found[name] = total if name in ("num_tokens", "tokens") else total / len(values)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -85,10 +86,13 @@ class GrpoPlan:
     def updates(self, step: int, taken: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Score, judge by reward, weigh and divide the rollouts of a step."""
         config, options = self._config, self._config.grpo
+        began = time.monotonic()
         rows, reward = self._source.rollouts(step, probe)
         given = [rollout_of(row) for row in rows]
+        rolled = time.monotonic()
         parts = [part.tolist() for part in np.array_split(np.arange(len(given)), options.mini_batches)]
         self.scored = scored = self._scored(step, given, parts, score)
+        times = {"score_s": time.monotonic() - rolled} | ({} if config.data.rollouts else {"rollout_s": rolled - began})
         penalties = np.zeros(len(given))
         masks = [item.mask for item in given]
         if scored.reference is not None and options.kl_in == "reward":
@@ -114,7 +118,7 @@ class GrpoPlan:
         }
         if scored.reference is not None and options.kl_in == "loss":
             columns["reference"] = [*scored.reference]
-        self.facts = _facts(rows, given, scored.old)
+        self.facts = {**_facts(rows, given, scored.old), **_token_counts(given, options.has_reference), **times}
         updates = self._divided(step, taken, kept, columns, parts)
         if probe is not None:
             if updates:
@@ -243,6 +247,14 @@ def _facts(rows: Sequence[RolloutRow], given: Sequence[Rollout], old: Values) ->
         "mismatch_max": float(np.abs(difference).max()), "mismatch_p99": float(np.quantile(np.abs(difference), 0.99)),
         "mismatch_k3": float(np.mean(np.expm1(difference) - difference)),
     }  # fmt: skip
+
+
+def _token_counts(given: Sequence[Rollout], with_reference: bool) -> dict[str, float]:
+    """Tokens that a step has sampled, and tokens that the trainer has scored, by each set of weights."""
+    return {
+        "sampled_tokens": float(sum(int(item.sampled.sum()) for item in given)),
+        "scored_tokens": float(sum(map(len, given)) * (2 if with_reference else 1)),
+    }
 
 
 def _out_of_loss(rollout: Rollout) -> Rollout:

@@ -15,6 +15,11 @@ STAGES = {
     "held_out_reward": "held-out",
 }  # fmt: skip
 """Metric -> group under which TensorBoard shows it; all others are of the step."""
+RATES = {
+    "rollout_tokens_per_s": ("sampled_tokens", "rollout_s"), "score_tokens_per_s": ("scored_tokens", "score_s"),
+    "train_tokens_per_s": ("tokens", "train_s"),
+}  # fmt: skip
+"""Rate of a stage -> metrics that it is the quotient of."""
 
 
 class Metrics:
@@ -24,7 +29,8 @@ class Metrics:
         self._folder, self._writer = folder, writer
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """Write the metrics of a step, which has the key "step"."""
+        """Write the metrics of a step, which has the key "step", and the rates of its stages."""
+        values = {**values, **_rates_of(values)}
         self._folder.add_metrics(values)
         if self._writer is None:
             return
@@ -37,6 +43,15 @@ class Metrics:
             if name != "step"
         ]
         self._writer.add_event(Event(step=int(values["step"]), summary=Summary(value=found)))
+
+
+def _rates_of(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return tokens a second of each stage that the step went through."""
+    return {
+        name: values[tokens] / values[seconds]
+        for name, (tokens, seconds) in RATES.items()
+        if tokens in values and values.get(seconds)
+    }
 
 
 def _group(name: str) -> str:

@@ -36,6 +36,10 @@ from verifier.trainer.step_trace import step_manifest
 ENTROPY_WEIGHT = 0.01
 """Weight of the entropy where the config has none: answers that nobody ended earn equal rewards, and the gradient of
 the rest of the loss is then 0."""
+SECONDS = ("rollout_s", "score_s", "prepare_s", "train_s", "sync_s", "time_s")
+"""Metrics that are shown."""
+_NOTHING_S = 1e-4
+"""Seconds of a stage that the run has not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +94,7 @@ def preflight(config: TrainConfig, progress: Callable[[str], None], judge: Judge
     lengths = _lengths(own)
     return Preflight(
         samples=len(lengths), longest=max(lengths), tokens=sum(lengths), notes=notes,
-        seconds={name.removesuffix("_s"): value for name, value in metrics.items() if name.endswith("_s")},
+        seconds={name.removesuffix("_s"): metrics[name] for name in SECONDS if metrics.get(name, 0) > _NOTHING_S},
         peak_memory=[
             max(item.peak_memory for item in update_log.read(own.run, rank)) for rank in range(own.mesh.world_size)
         ],

@@ -262,7 +262,8 @@ class TrainerWorker:
         shares = {key: facts[key] / result.num_tokens for key in ("clipped", "clamped", "kl", "entropy")}
         return {
             "loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens,
-            "learning_rate": max(rates), "entropy": shares["entropy"],
+            "learning_rate": max(rates), "entropy": shares["entropy"], "tokens": sum(map(len, rollouts)),
+            "peak_memory_gib": memory / 2**30,
         } | ({} if self._config.algorithm == "sft" else {
             "clipped_share": shares["clipped"], "clamped_share": shares["clamped"], "kl": shares["kl"],
             "ratio_gap": facts["ratio_gap"],
