@@ -131,6 +131,8 @@ class Sampling:
     """Switch: a seeded generator for each continuation; otherwise the engine's own serves all."""
     each: Sequence[Sampling] = ()
     """One set of parameters per prompt, which replace these; empty for these."""
+    ignore_end: bool = False
+    """The end token of the model's own configuration ends nothing; `stop` still does."""
 
     def of(self, index: int) -> Sampling:
         """Return the parameters of one prompt; no two continuations of a batch have one seed."""

@@ -305,7 +305,7 @@ def padding_of_the_head_sampled(call: Call) -> Any:
 
 @fault(
     "OpenRLHF/OpenRLHF#853",
-    "verifier.trainer.generation:Sampling(seed, max_tokens, n, stop, temperature, shape, seeded, each)",
+    "verifier.trainer.generation:Sampling(seed, max_tokens, n, stop, temperature, shape, seeded, each, ignore_end)",
     stage=Stage.ROLLOUT, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("LGP009",),
     training=("algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "grpo.temperature=1.25", "data.batch_size=4"),
 )  # fmt: skip

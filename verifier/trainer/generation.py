@@ -91,7 +91,7 @@ class EngineRollouts:
         sampling = Sampling(
             seed=config.seed * _SEEDS + (step - 1) * config.data.batch_size, n=config.grpo.group_size,
             max_tokens=config.grpo.max_answer_tokens, temperature=config.grpo.temperature,
-            stop=() if self._whole_answers else (self._tokenizer.eos_id,),
+            stop=() if self._whole_answers else (self._tokenizer.eos_id,), ignore_end=self._whole_answers,
         )  # fmt: skip
         answers = self._client.generate(prompts, sampling)
         rows = [

@@ -19,7 +19,7 @@ from verifier.data.encode import encode_example, encode_prompt
 from verifier.data.examples import Example
 from verifier.data.recorded import read_recorded
 from verifier.data.tokenizer import open_tokenizer
-from verifier.errors import UsageError, ViolationFound
+from verifier.errors import ContractError, UsageError, ViolationFound
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.model.checkpoint import Checkpoint
 from verifier.runs.model_under_test import ModelUnderTest, open_model
@@ -60,13 +60,20 @@ class Preflight:
     """What the step had not, or had otherwise than the run."""
 
 
-def preflight(config: TrainConfig, progress: Callable[[str], None], judge: Judge) -> Preflight:
+def preflight(
+    config: TrainConfig,
+    progress: Callable[[str], None],
+    judge: Judge,
+    *,
+    launcher: ForkLauncher | None = None,
+) -> Preflight:
     """Train one step in the folder `config.run`, which holds nothing yet, and load its checkpoint in new ranks.
 
     Args:
         config: of the run, but for its folder.
         progress: called with a line of text.
         judge: of the step and of the load.
+        launcher: one with Megatron imported; None starts one.
 
     Raises:
         UsageError: what the run would be refused for.
@@ -79,9 +86,10 @@ def preflight(config: TrainConfig, progress: Callable[[str], None], judge: Judge
     config.run.mkdir(parents=True)
     own, notes = _one_step(config, model)
     with contextlib.ExitStack() as stack:
-        progress("importing Megatron")
-        deadline_s = until.left("importing Megatron")
-        launcher = stack.enter_context(ForkLauncher(preload=PRELOAD, load_deadline_s=deadline_s))
+        if launcher is None:
+            progress("importing Megatron")
+            deadline_s = until.left("importing Megatron")
+            launcher = stack.enter_context(ForkLauncher(preload=PRELOAD, load_deadline_s=deadline_s))
         ranks = None if own.ray.use else launcher
         Trainer(own, progress, judge, launcher=ranks, whole_answers=True).run()
         trace = _load_again(own, model, launcher, until, progress)
@@ -91,6 +99,11 @@ def preflight(config: TrainConfig, progress: Callable[[str], None], judge: Judge
     metrics = json.loads((own.run / "metrics.jsonl").read_text().splitlines()[-1])
     if "loss" not in metrics:
         raise UsageError("no token of the longest samples was in the loss: there is nothing to try the step with")
+    most = own.grpo.max_answer_tokens
+    if "rollout_s" in metrics and metrics["answer_tokens"] != most:
+        raise ContractError(
+            f"the engine ended answers before grpo.max_answer_tokens, {most}, though nothing was to end"
+        )
     lengths = _lengths(own)
     return Preflight(
         samples=len(lengths), longest=max(lengths), tokens=sum(lengths), notes=notes,

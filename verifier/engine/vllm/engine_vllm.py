@@ -232,6 +232,7 @@ def _params(sampling: Sampling) -> SamplingParams:
         max_tokens=sampling.max_tokens,
         min_tokens=shape.least,
         stop_token_ids=list(sampling.stop),
+        ignore_eos=sampling.ignore_end,
         top_k=shape.top_k,
         top_p=shape.top_p,
         min_p=shape.min_p,
