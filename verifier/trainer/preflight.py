@@ -57,7 +57,7 @@ class Preflight:
     peak_memory: list[int]
     """Most memory that each rank has held, bytes; see `update_facts_megatron.peak_memory`."""
     notes: tuple[str, ...]
-    """What the step had not, or had otherwise than the run."""
+    """Differences of the step from those of the run, each in a few words."""
 
 
 def preflight(

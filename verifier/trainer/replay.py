@@ -32,7 +32,7 @@ EXPORTED_BEFORE = Path("first") / "hf_model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class GradientDifference:
     """The first gradient that is not what was recorded."""
 
     step: int
@@ -58,7 +58,7 @@ class Replayed:
     """Step of the checkpoint that it began with; 0 for the initial weights."""
     num_tensors: int
     """Gradients of the step that were compared, over all ranks and updates."""
-    difference: Difference | None
+    difference: GradientDifference | None
     """In this step, or in one before it that had to be trained again."""
 
 
@@ -212,7 +212,7 @@ def _last_step(run: Path) -> int:
 
 def _first_difference(
     recorded: Sequence[Sequence[RankUpdate]], replayed: Sequence[Sequence[RankUpdate]]
-) -> Difference | None:
+) -> GradientDifference | None:
     """Compare the updates of all ranks: of the first that differs anywhere, the first tensor of the first rank."""
     for at, whole in enumerate(recorded[0]):
         bad = [
@@ -223,7 +223,7 @@ def _first_difference(
         ]
         if bad:
             again, (rank, name) = replayed[0][at], bad[0]
-            return Difference(
+            return GradientDifference(
                 step=whole.step, rank=rank, number=whole.number, name=name, count=len(bad),
                 losses=(whole.loss, again.loss), grad_norms=(whole.grad_norm, again.grad_norm),
             )  # fmt: skip

@@ -4,7 +4,7 @@ config.yaml            every knob, as `--config` takes it again
 effective.json         settings that Megatron ran with
 batches/000001-00.safetensors   rollouts and loss inputs of a step's mini-batch
 steps/000001/          trace of a step, with --verify
-ranks/0000.jsonl       what a rank says of each update, see `update_log`
+ranks/0000.jsonl       updates as a rank reports them, see `update_log`
 profiles/step-3-rank-0.json.gz   chrome trace of torch.profiler, with profile.steps
 oracle/000003/         what the oracle computes a step from, while it does
 metrics.jsonl          one line a step

@@ -1,4 +1,4 @@
-"""What each rank says of each of its updates, a line of JSON each: `ranks/0000.jsonl` in the folder of a run.
+"""Updates as each rank reports them, a line of JSON each: `ranks/0000.jsonl` in the folder of a run.
 
 A replay takes the same updates from the lines, and compares the digests of their gradients.
 """
