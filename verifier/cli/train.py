@@ -100,6 +100,9 @@ def preflight(config: TrainConfig, progress: Progress) -> int:
     except ViolationFound as problem:
         show(f"{problem}preflight did not hold; its folder is kept: {folder}\n")
         return problem.exit_code
+    except UsageError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     except VerifierError:
         if folder.exists():
             progress(f"the folder of the preflight is kept: {folder}")
