@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.meta.sources import ROOT
 from verifier.cli.train import judge_step
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
@@ -50,7 +49,7 @@ def tried(launcher, run: Path, *knobs: str) -> Preflight:
 
 @pytest.fixture
 def examples(tmp_path) -> Iterator[str]:
-    """Sums of ever more summands: the longest are the last."""
+    """Sums of ever more summands: the longest are the last; `####`, digits and the end are 5 tokens."""
     file = tmp_path / "sums.jsonl"
     rows = [{"id": f"sum-{n}", "prompt": "+".join(["11"] * n) + "=", "response": f"####{11 * n}"} for n in range(1, 20)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -62,7 +61,7 @@ def test_sft_trains_a_full_batch_of_the_longest_examples(trainer_launcher, tmp_p
     found = tried(trainer_launcher, run, *SFT, f"data.source={examples}", "evaluation.num_problems=0")
     chosen = [json.loads(line)["id"] for line in (run / "longest.jsonl").read_text().splitlines()]
     assert chosen == [f"sum-{n}" for n in range(19, 13, -1)]
-    assert (found.samples, found.longest) == (6, 19 * 3 + 4 + 3 + 1)
+    assert (found.samples, found.longest) == (6, 1 + 19 * 3 + 5)
     assert len(found.peak_memory) == 2
     assert min(found.peak_memory) > 2**26
     assert {"prepare", "train", "time"} == found.seconds.keys()
@@ -109,4 +108,3 @@ def test_what_a_run_is_refused_for_is_refused_before_anything_is_written(trainer
             "megatron.recompute_layers=3",
         )  # fmt: skip
     assert not (tmp_path / "run").exists()
-    assert (ROOT / "docs" / "training.md").read_text().count("--preflight") >= 2

@@ -88,7 +88,7 @@ def test_a_flipped_bit_of_a_weight_differs_in_its_step(spoiled, trainer_launcher
     arrays = load_file(file)
     weights = arrays["column.weight"]
     at = int(np.flatnonzero(weights)[0])
-    weights.view(np.uint64 if weights.itemsize == 8 else np.uint32)[at] ^= 1 << 20
+    weights.view(np.uint64)[at] ^= np.uint64(1 << 50)  # by a quarter at least
     header = json.loads(file.read_bytes()[8:][: int.from_bytes(file.read_bytes()[:8], "little")])
     save_file(arrays, file, header["__metadata__"])
     assert replayed(trainer_launcher, spoiled, 2).difference is None

@@ -301,7 +301,9 @@ class Trainer:
         found = file.with_name(f"{file.stem}.{which}.safetensors")
         self._call("score", batch=str(file), which=which, to=str(found))
         lengths = [len(rollout) for rollout in load_rollouts(file)[0]]
-        return np.split(load_file(found)["logprobs"], np.cumsum(lengths)[:-1])
+        values = load_file(found)["logprobs"]
+        found.unlink()  # the columns of the batch keep what the loss reads
+        return np.split(values, np.cumsum(lengths)[:-1])
 
     def _begin_trace(self, step: int) -> Path:
         self._manifest = step_manifest(self._config, self._model, step)
