@@ -115,7 +115,8 @@ def test_one_other_digest_is_named_with_its_rank(spoiled, trainer_launcher, caps
 
 def test_the_command_takes_the_config_from_the_run(sft, spoiled, capsys):
     assert command(["train", "--replay", str(sft), "--step", "3"]) == 0
-    assert capsys.readouterr().out == "gradients of step 3: 47 tensors, bitwise as recorded (from the checkpoint of step 2)\n"
+    said = capsys.readouterr().out
+    assert said == "gradients of step 3: 47 tensors, bitwise as recorded (from the checkpoint of step 2)\n"
     file = update_log.file_of(spoiled, 0)
     file.write_text(file.read_text().replace('"vd1:', '"vd1:0'))
     assert command(["train", str(CONFIG), *SFT, "--replay", str(spoiled), "--step", "3"]) == 1
