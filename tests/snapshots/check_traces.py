@@ -58,6 +58,7 @@ from verifier.core.records_weights import (
     LiveAdapterScaling,
     LoadedNames,
     LoadedShard,
+    MergedMatrix,
     PlanDigest,
     PlannedTensor,
     Poison,
@@ -168,6 +169,7 @@ def adapters() -> list[Record]:
         who: Any = {"name": "q.adapter.linear_in.weight", "rank": rank, "coordinate": AT[rank], "replica": sign}
         seen.append(AdapterShard(**who, **drawn))
     seen.append(AdapterSpread(name="q.lora_A.weight", shape=(8, 92), deviation=0.14))
+    seen.append(MergedMatrix(name="b", version=1, dtype="bfloat16", rank_of_adapter=8, gap=0.75, where=5))
     return seen + [kind(name="alpha / rank", version=1, scaling=2.0) for kind in scalings]
 
 
@@ -356,6 +358,7 @@ BROKEN: dict[str, list[Record]] = {
     "WGT015": change(ExportedTensor, rounded, name="b", rank=0, version=1),
     "WGT017": change(AdapterSpread, having(deviation=0.19)),
     "WGT016": change(ExportStream, having(reread=WRITTEN_OVER)),
+    "WGT018": change(MergedMatrix, having(gap=64.0)),
     "PCK001": change(TokenLedger, with_array("shifted ledger")),
     "PCK002": change(PackLayout, having(cu_seqlens_padded=(0, 3, 5))),
     "PCK003": change(PackedBatchDigest, other_bits, rank=1),
@@ -363,6 +366,7 @@ BROKEN: dict[str, list[Record]] = {
     "PLN002": change(PlannedTensor, having(dtype="bfloat16"), name="b"),
     "TPT001": change(ReceivedTensor, rounded, name="b"),
     "TPT002": change(ReceivedTensor, gone, name="b"),
+    "TPT004": change(CheckpointView, gone, name="b"),
     "TPT003": change(Handover, having(refused="tensor 1 is `b`, the plan says `a`")),
     "ENG001": change(CheckpointView, bits_of_b, name="a"),
     "ENG002": change(SyncedTensor, other_bits, name="a"),

@@ -103,6 +103,17 @@ REFUSED = {
     "replay-of-no-run": f"{ADD} --replay absent --step 3",
     "replay-and-dry-run": f"{ADD} --replay replayed --step 3",
     "preflight-and-dry-run": f"{ADD} --preflight",
+    "lora-of-rank-0": f"{ADD} lora.rank=0",
+    "lora-without-rank": f"{ADD} lora.alpha=16",
+    "lora-of-unknown-linears": f"{ADD} lora.rank=8 lora.targets=[q_proj]",
+    "lora-of-no-linears": f"{ADD} lora.rank=8 lora.targets=[]",
+    "lora-of-one-linear-twice": f"{ADD} lora.rank=8 lora.targets=[linear_qkv,linear_qkv]",
+    "lora-of-experts": f"{MOE} lora.rank=8",
+    "lora-merged-for-no-engine": f"{ADD} lora.rank=8 lora.sync=merged",
+    "lora-in-transformers": f"{ADD} algorithm=grpo lora.rank=8 engine.kind=hf",
+    "lora-of-a-rank-that-vllm-has-not": f"{ADD} algorithm=grpo lora.rank=12",
+    "lora-of-a-round-trip": f"{ADD} algorithm=grpo engine.lora_rank=8",
+    "lora-in-bf16-and-oracle": f"{ADD} lora.rank=8 dtype=bf16 verify.steps=true verify.every=2",
     "no-fix": f"{ADD} fixes=all-of-them",
 }
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}

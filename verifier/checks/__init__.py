@@ -1,6 +1,7 @@
 """The checks. Importing this package fills the registry in `verifier.core.check`."""
 
 from verifier.checks import (
+    adapter_delivery,
     arguments,
     batch_content,
     beginnings,
@@ -21,6 +22,6 @@ from verifier.checks import (
 )
 
 __all__ = [
-    "arguments", "batch_content", "beginnings", "configs", "delivery", "knobs", "logprobs", "loss_rows", "moves",
-    "packing", "policy_step", "resume", "routes", "samples", "step", "training_step", "weights",
+    "adapter_delivery", "arguments", "batch_content", "beginnings", "configs", "delivery", "knobs", "logprobs",
+    "loss_rows", "moves", "packing", "policy_step", "resume", "routes", "samples", "step", "training_step", "weights",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ DEVIATIONS = 6
 """Standard errors by which a sample's spread may differ from that of its distribution: once in 5e8 matrices."""
 
 
-@check("WGT017", needs=(AdapterShard, AdapterSpread), scope="adapter")
+@check("WGT017", needs=(AdapterShard, AdapterSpread), scope="adapter", also="begun")
 def adapter_begins_wrong(trace: Trace) -> Iterator[Comparison]:
     """An adapter begins with a random A of the right spread, no two shards of which are alike, and with B of zeros.
 

@@ -112,7 +112,7 @@ def received_tensor_differs(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("TPT003", needs=(Handover,), scope="transport")
+@check("TPT003", needs=(Handover,), scope="transport", also="handed")
 def transfer_refused(trace: Trace) -> Iterator[Comparison]:
     """No transfer was refused: the stream kept to one plan, and the engine dropped the prefixes it had cached.
 

@@ -113,7 +113,7 @@ def scoring_moved_weight(trace: Trace) -> Iterator[Comparison]:
     )  # fmt: skip
 
 
-@check("WGT010", needs=(LoadedShard, ShardAfterExport), scope="export")
+@check("WGT010", needs=(LoadedShard, ShardAfterExport), scope="export", also="exported")
 def export_moved_weight(trace: Trace) -> Iterator[Comparison]:
     """An export leaves every live parameter and buffer bit alone.
 
@@ -133,7 +133,7 @@ def export_moved_weight(trace: Trace) -> Iterator[Comparison]:
     )  # fmt: skip
 
 
-@check("WGT012", needs=(LoadedShard, FrozenShard), scope="adapter")
+@check("WGT012", needs=(LoadedShard, FrozenShard), scope="adapter", also="frozen")
 def frozen_weight_moved(trace: Trace) -> Iterator[Comparison]:
     """No step moves the base of an adapter that is trained.
 

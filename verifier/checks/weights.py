@@ -259,6 +259,7 @@ def exported_config_differs(trace: Trace) -> Iterator[Comparison]:
     "WGT013",
     needs=(LiveAdapterMatrix, ExportedAdapterMatrix, LiveAdapterScaling, ExportedAdapterScaling),
     scope="adapter",
+    also="handed",
 )
 def exported_adapter_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     """The adapter that an engine is given is the one that the trainer's ranks hold.

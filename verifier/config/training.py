@@ -8,6 +8,7 @@ from pathlib import Path
 from verifier.config.cluster import RayOptions
 from verifier.config.commands import EngineOptions, RunConfig, next_trace
 from verifier.config.grpo import GrpoOptions
+from verifier.config.lora import LoraOptions
 from verifier.config.megatron import MegatronOptions
 from verifier.config.profile import ProfileOptions
 from verifier.errors import UsageError
@@ -183,6 +184,7 @@ class TrainConfig(RunConfig):
     )  # fmt: skip
     optimizer: OptimizerOptions = group(OptimizerOptions)
     megatron: MegatronOptions = group(MegatronOptions)
+    lora: LoraOptions = group(LoraOptions)
     evaluation: EvaluationOptions = group(EvaluationOptions)
     checkpoint: CheckpointOptions = group(CheckpointOptions)
     verify: VerifyOptions = group(VerifyOptions)
@@ -199,8 +201,14 @@ class TrainConfig(RunConfig):
                 f"data.rollouts is {self.data.rollouts} and algorithm is sft, which trains on text: "
                 "leave data.rollouts out, or give algorithm=grpo"
             )
+        self.lora.refuse_engine(self.engine, samples=self.samples)
         self._refuse_sizes()
         self._refuse_course()
+
+    @property
+    def samples(self) -> bool:
+        """True if rollouts come from an engine."""
+        return self.algorithm == "grpo" and self.data.rollouts is None
 
     @property
     def num_updates(self) -> int:
@@ -257,3 +265,8 @@ class TrainConfig(RunConfig):
                     f"profile.ranks has {rank} and the mesh has {self.mesh.world_size} ranks, 0 to "
                     f"{self.mesh.world_size - 1}: there is no such rank"
                 )
+        if self.verify.every and self.lora.rank and self.dtype != "float32":
+            raise UsageError(
+                f"verify.every is {self.verify.every}, lora.rank is {self.lora.rank} and dtype is bf16, in which "
+                "the oracle does not compute gradients of adapters: set verify.every=0, or give dtype=fp32"
+            )

@@ -159,6 +159,17 @@ class ExportedAdapterScaling(ScalingRecord, frozen=True, kw_only=True, tag="expo
     """The factor of an adapter's product in its exported configuration."""
 
 
+class MergedMatrix(Record, frozen=True, kw_only=True, tag="export/merged"):
+    """An exported matrix that has an adapter, against base + alpha / rank * B A in float64 of the live shards."""
+
+    dtype: str
+    rank_of_adapter: Count
+    gap: Real
+    """Greatest distance over all elements, in half steps of the dtype at |base| + alpha / rank * |B| |A|."""
+    where: int
+    """Index of that element in the flattened matrix."""
+
+
 class SavedTensor(TensorRecord, frozen=True, kw_only=True, tag="export/saved"):
     """A tensor that a reader finds in a saved checkpoint: in the file where the index says that it is."""
 

@@ -38,6 +38,8 @@ class EngineConfig(EngineOptions):
     """GPUs of the engine's ranks, such as "2,3"; empty lets the engine choose."""
     fixes: tuple[str, ...] = ()
     """Ids of the upstream fixes that are installed in the engine's processes."""
+    lora_targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    """Linears with room for an adapter, in Megatron's words."""
 
     def __post_init__(self) -> None:
         EngineOptions.__post_init__(self)
@@ -297,8 +299,8 @@ def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1) 
         raise UsageError("vLLM has no CPU kernels for state-space layers; use --engine hf")
 
 
-def refuse_adapters(config: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint, by its config.json, whose adapters trainer and engine divide differently.
+def refuse_adapters(config: Mapping[str, Any], knob: str = "--engine-lora-rank") -> None:
+    """Refuse a checkpoint, by its config.json, whose adapters trainer and engine divide differently; names the knob.
 
     Raises:
         UsageError: experts, latent attention, or layers without attention.
@@ -309,4 +311,4 @@ def refuse_adapters(config: Mapping[str, Any]) -> None:
         ("state-space layers", config.get("hybrid_override_pattern") is not None),
     ):
         if found:
-            raise UsageError(f"--engine-lora-rank takes dense models of plain attention, and this one has {what}")
+            raise UsageError(f"{knob} takes dense models of plain attention, and this one has {what}")

@@ -82,3 +82,13 @@ def adapters_of(layout: ModelLayout, targets: Sequence[str], rank: int) -> Adapt
         layout, family=replace(layout.family, tensors=tuple(tensors)), sizes={**layout.sizes, _RANK: rank}
     )
     return AdapterLayout(layout=published, rows=tuple(rows), shared=shared)
+
+
+def in_adapter(name: str) -> str | None:
+    """Name of a live parameter of an adapter; None for one of the base."""
+    return name if ".adapter." in name else None
+
+
+def in_base(name: str) -> str | None:
+    """Name that a live tensor of the frozen base has in a model without adapters; None for one of an adapter."""
+    return None if ".adapter." in name else name.replace(".to_wrap.", ".")

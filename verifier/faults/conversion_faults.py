@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 from collections.abc import Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, Call, fault, tensors_named
+from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, tensors_named
 from verifier.mesh import Mesh
 
 CONVERSION = "megatron.bridge.models.conversion"
@@ -293,7 +294,7 @@ def adapter_halves_cut_without_ranks(call: Call) -> Any:
 
 
 @in_adapter(
-    "InfiniTensor/InfiniTrain#150 (found in review)", "verifier.train.lora_megatron:attach(chunks, rank)",
+    "InfiniTensor/InfiniTrain#150 (found in review)", "verifier.train.lora_megatron:attach(chunks, lora)",
     stage=Stage.LOAD, caught_by=("WGT017",), mesh=Mesh(dp=2),
 )  # fmt: skip
 def adapters_drawn_per_replica(call: Call) -> Any:
@@ -308,9 +309,69 @@ def adapters_drawn_per_replica(call: Call) -> Any:
     return chunks
 
 
-@in_adapter("Tencent-Hunyuan/UniRL#155", "verifier.train.lora_megatron:save_adapter(path, adapter, rank)")
+@in_adapter("Tencent-Hunyuan/UniRL#155", "verifier.train.lora_megatron:save_adapter(path, adapter, lora)")
 def adapter_alpha_lost(call: Call) -> None:
     """The adapter's alpha is lost on the way, and its rank stands for it: the engine applies half of it."""
     call.faulty()
     file = call.path / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "lora_alpha": call.rank}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "lora_alpha": call.lora.rank}))
+
+
+TRAINED: dict[str, Any] = {"engine": TRAINING, "model": "tiny:add"}
+ADAPTERS = (
+    "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0",
+    "lora.rank=8",
+    "grpo.max_answer_tokens=8",
+)  # fmt: skip
+MERGED = (*ADAPTERS, "lora.sync=merged", "engine.kind=hf")
+
+
+@fault(
+    "InfiniTensor/InfiniTrain#150 (found in review)", "verifier.train.lora_megatron:attach(chunks, lora)",
+    stage=Stage.LOAD, caught_by=("CFG001",), **TRAINED, training=("lora.rank=8",),
+)  # fmt: skip
+def adapters_without_alpha(call: Call) -> Any:
+    """Adapters are attached with their rank in the place of alpha, so that the trainer adds half of their product."""
+    return call.faulty(lora=dataclasses.replace(call.lora, alpha=call.lora.rank))
+
+
+@fault(
+    "huggingface/trl#6688", EXPORT, stage=Stage.EXPORT,
+    caught_by=("WGT010", "WGT012"), **TRAINED, training=MERGED,
+)  # fmt: skip
+def merged_and_unmerged(call: Call) -> Any:
+    """The adapters are added to the base for the export and subtracted after it: the base drifts by the rounding."""
+    import torch
+
+    def base_moved() -> Any:
+        yield from call.original()
+        with torch.no_grad():
+            for chunk in call.trainer.chunks:
+                for module in chunk.modules():
+                    if hasattr(module, "to_wrap"):
+                        adapter = module.adapter
+                        product = adapter.linear_out.weight @ adapter.linear_in.weight * (adapter.alpha / adapter.dim)
+                        module.to_wrap.weight.add_(product).sub_(product)
+                        call.fire()
+
+    return base_moved()
+
+
+@fault(
+    "NVIDIA-NeMo/RL#3696",
+    "megatron.bridge.peft.lora_merge:LoRAMerge.merge(self, base_weight, linear_out, linear_in, alpha, dim, tp_group, "
+    "scale)", stage=Stage.EXPORT, caught_by=("WGT018",), **TRAINED, training=MERGED,
+)  # fmt: skip
+def adapter_merged_in_bf16(call: Call) -> Any:
+    """The product of an adapter is rounded to bf16 before it is added to the base."""
+    whole = call.faulty()
+    return call.base_weight + (whole - call.base_weight).bfloat16().float()
+
+
+@fault(
+    "Tencent-Hunyuan/UniRL#155", "verifier.train.lora_megatron:save_adapter(path, adapter, lora)", stage=Stage.EXPORT,
+    caught_by=("WGT013", "LGP009"), **TRAINED, training=ADAPTERS,
+)  # fmt: skip
+def alpha_lost_at_sync(call: Call) -> Any:
+    """The adapter's alpha is lost on the way to the engine, which applies half of what the trainer does."""
+    return call.faulty(lora=dataclasses.replace(call.lora, alpha=call.lora.rank))

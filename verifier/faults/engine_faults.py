@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import Call, Side, fault, held, kind
+from verifier.faults.fault import TRAINING, Call, Side, fault, held, kind
 
 LAYERS = "vllm.model_executor.layers"
 MOE = f"{LAYERS}.fused_moe"
@@ -341,3 +341,18 @@ def _remember_storage(call: Call) -> None:
 def _restore_storage(layer: Any, weight: Any) -> None:
     weight.data.copy_(layer.weight.data)
     layer.weight = weight
+
+
+@fault(
+    "verl-project/verl#7495", "verifier.engine.client:EngineClient.load_adapter(self, path)", stage=Stage.ENGINE,
+    caught_by=("ENG001", "LGP009"), engine=TRAINING, model="tiny:add",
+    training=(
+        "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.entropy_weight=1.0",
+        "optimizer.warmup_steps=0", "lora.rank=8", "grpo.max_answer_tokens=8",
+    ),
+)  # fmt: skip
+def adapter_loaded_once(call: Call) -> Any:
+    """The engine gets the first adapter and no later one, and samples from an old policy."""
+    if call.state.setdefault("first", call.path) == call.path:
+        return call.original()
+    return call.wrong(None)

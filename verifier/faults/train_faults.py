@@ -241,3 +241,18 @@ def norm_of_one_rank(call: Call) -> Any:
     from megatron.core import parallel_state
 
     return call.faulty(grad_stats_parallel_group=parallel_state.get_tensor_model_parallel_group())
+
+
+@fault(
+    "pytorch/torchtitan#3438", "megatron.bridge.peft.base:PEFT.freeze_model(self, model, training)", stage=Stage.TRAIN,
+    caught_by=("WGT012",), engine=TRAINING, model="tiny:add", training=("lora.rank=8",),
+)  # fmt: skip
+def norms_trained_beside_adapters(call: Call) -> Any:
+    """Norms of the frozen base are left trainable, and drift away from the base that the engine holds."""
+    frozen = call.original()
+    for module in call.model if isinstance(call.model, list) else [call.model]:
+        for name, parameter in module.named_parameters():
+            if name.endswith("layer_norm_weight"):
+                parameter.requires_grad = True
+                call.fire()
+    return frozen

@@ -140,3 +140,16 @@ def prefix_cache_in_use(call: Call) -> Any:
 def sync_that_delivers_nothing(call: Call) -> Any:
     """A sync returns at once, so the engine samples from the weights that it began with."""
     return None if call.version == 0 and call.original() else call.wrong(None)
+
+
+@fault(
+    "verl-project/verl#7495", "verifier.trainer.controller:Trainer._sync(self, version, trace)",
+    stage=Stage.TRANSPORT, side=Side.CONTROLLER, caught_by=("TPT004", "LGP009"), engine=TRAINING, model="tiny:add",
+    training=(
+        "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.entropy_weight=1.0",
+        "optimizer.warmup_steps=0", "lora.rank=8", "grpo.max_answer_tokens=8",
+    ),
+)  # fmt: skip
+def adapter_never_delivered(call: Call) -> Any:
+    """A sync of adapters returns at once, so the engine samples from the base."""
+    return None if call.version == 0 and call.original() else call.wrong(None)

@@ -6,14 +6,23 @@ Written from the papers' formulas. It shares no code with the losses under test.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from verifier.oracle.step_hf import Adam, clip_of, gradients_of, measured, noise_of, tensors_of, trainable
+from verifier.oracle.step_hf import (
+    Adam,
+    adapter_gradients,
+    clip_of,
+    gradients_of,
+    measured,
+    noise_of,
+    tensors_of,
+    trainable,
+)
 
 SHIFT = 1e-5
 """Nats by which log-probabilities of two right sides in float32 may differ (LGP001)."""
@@ -43,6 +52,7 @@ def judge_updates(
     rule: Mapping[str, float],
     objective: Mapping[str, Any],
     updates: Sequence[Mapping[str, Any]],
+    adapter: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure every update of one step against the oracle; a request of an engine server.
 
@@ -53,6 +63,8 @@ def judge_updates(
         rule: "clip_grad", "beta_1", "beta_2", "epsilon", "weight_decay".
         objective: "loss", its name; "temperature"; and the fields of its options by name.
         updates: of each in order its "number", from 1, and "learning_rate".
+        adapter: of a run that trains adapters, "scaling" and "names" as `adapter_gradients` takes them; then the folder
+            has the matrices, ``matrices-n``, beside checkpoints with these added, and all weights are float32.
 
     Returns:
         Per update and tensor the fields of `GradientRecord`, by name; "gradient" and "step" are a greatest gap and its
@@ -61,11 +73,14 @@ def judge_updates(
     records = []
     for update in updates:
         number, path = int(update["number"]), Path(folder)
-        old, new = (tensors_of(path / f"weights-{at}") for at in (number - 1, number))
+        held = "weights" if adapter is None else "matrices"
+        old, new = (tensors_of(path / f"{held}-{at}") for at in (number - 1, number))
         rows = _rows(path / f"inputs-{number}.safetensors")
         stored = [tensor.dtype for tensor in old.values()]
         dtype = max(set(stored), key=stored.count)
         exact = _loss(path / f"weights-{number - 1}", rows, objective, torch.float32)
+        if adapter is not None:
+            exact = _of_adapter(exact, old, adapter)
         rounded = exact if dtype == torch.float32 else _loss(path / f"weights-{number - 1}", rows, objective, dtype)
         actual = tensors_of(path / f"gradients-{number}")
         norm, scale = clip_of(actual, rule["clip_grad"])
@@ -91,6 +106,15 @@ def judge_updates(
             )
             records.append({**row, **whole})
     return records
+
+
+def _of_adapter(found: _Found, matrices: Gradients, adapter: Mapping[str, Any]) -> _Found:
+    """The same loss, with the gradients of an adapter's matrices in the place of those of whole weights."""
+    every = [
+        adapter_gradients(part, matrices, adapter["scaling"], adapter["names"])
+        for part in (found.gradients, *found.of_shifted)
+    ]
+    return replace(found, gradients=every[0], of_shifted=tuple(every[1:]))
 
 
 def _rows(file: Path) -> list[Row]:

@@ -25,7 +25,7 @@ from verifier.core.records_weights import (
     UpdatedShard,
 )
 from verifier.export import gather_megatron
-from verifier.export.adapters import adapters_of
+from verifier.export.adapters import adapters_of, in_adapter, in_base
 from verifier.export.save import save_checkpoint
 from verifier.launch.flight_recorder import label
 from verifier.model import provider_megatron
@@ -43,6 +43,7 @@ from verifier.probes.weights_megatron import (
 )
 from verifier.runs.rank_run_megatron import RankRun
 from verifier.train import lora_megatron, router_replay_megatron
+from verifier.train.lora_megatron import SCALING, LoraSpec
 from verifier.train.optimizer_megatron import named_gradients
 from verifier.train.step_megatron import params_synced
 
@@ -210,10 +211,11 @@ class AdapterWeights(TrainedWeights):
     def build(self, *, training: bool) -> None:
         """Build the model, load the source, put adapters on it, and record them before any step."""
         run, rank = self._run, self._run.spec.lora_rank
-        self._build(adapt=partial(lora_megatron.attach, rank=rank))
-        self._layout = None if run.layout is None else adapters_of(run.layout, lora_megatron.TARGETS, rank)
-        self.live = LiveWeights(self.trainer.chunks, run.layout, run.mesh, run.rank, _in_base)
-        self.trained = LiveWeights(self.trainer.chunks, self._layout, run.mesh, run.rank, _in_adapter)
+        self._lora = LoraSpec(rank, round(SCALING * rank))
+        self._build(adapt=partial(lora_megatron.attach, lora=self._lora))
+        self._layout = None if run.layout is None else adapters_of(run.layout, self._lora.targets, rank)
+        self.live = LiveWeights(self.trainer.chunks, run.layout, run.mesh, run.rank, in_base)
+        self.trained = LiveWeights(self.trainer.chunks, self._layout, run.mesh, run.rank, in_adapter)
         self.trained.record(run.probe, 0, AdapterShard)
         for name, matrix in self._record_matrices(0, self._joined("adapter-shards-0", self.trained)).items():
             deviation = real(float(matrix.double().square().mean().sqrt()))
@@ -235,7 +237,7 @@ class AdapterWeights(TrainedWeights):
         self._record_exported(version)
         if version and run.rank == 0:
             path = run.work / f"adapter-{version}"
-            lora_megatron.save_adapter(path, adapter, run.spec.lora_rank)
+            lora_megatron.save_adapter(path, adapter, self._lora)
             found, scaling = lora_megatron.read_adapter(path)
             record_tensors(run.probe, ExportedAdapterMatrix, found.items(), version)
             run.probe.emit(ExportedAdapterScaling(name="alpha / rank", version=version, scaling=real(scaling)))
@@ -245,7 +247,7 @@ class AdapterWeights(TrainedWeights):
                 run.link.client.load_adapter(path)
         dist.barrier()
         if run.link.client is not None:
-            held = lora_megatron.held_by_engine(adapter)
+            held = lora_megatron.held_by_engine(adapter, SCALING)
             if not version:  # the place of the first adapter is empty
                 held = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
             self.sent = self._source() | held
@@ -273,14 +275,6 @@ class AdapterWeights(TrainedWeights):
         return found
 
     def _save_merged(self, adapter: Mapping[str, torch.Tensor], version: int) -> None:
-        source = self._run.source
-        save_checkpoint(self._run.work / f"live-{version}", source.config, lora_megatron.merged(source, adapter))
+        source, folder = self._run.source, self._run.work / f"live-{version}"
+        save_checkpoint(folder, source.config, lora_megatron.merged(source, adapter, SCALING))
 
-
-def _in_adapter(name: str) -> str | None:
-    return name if ".adapter." in name else None
-
-
-def _in_base(name: str) -> str | None:
-    """The name that a frozen parameter has without adapters."""
-    return None if ".adapter." in name else name.replace(".to_wrap.", ".")

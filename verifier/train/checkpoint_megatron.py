@@ -129,7 +129,23 @@ def restore_weights(trainer: TrainerModel, found: dict[str, Any]) -> None:
     for index, chunk in enumerate(_bare(trainer)):
         if f"model{index}" not in found:
             raise ContractError(f"the checkpoint has no model chunk {index}")
-        chunk.load_state_dict(found[f"model{index}"])
+        chunk.load_state_dict(_within_wrappers(chunk, found[f"model{index}"]))
+
+
+def _within_wrappers(chunk: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """Entries of a loaded model under the names that `load_state_dict` expects: linears with an adapter are one deeper.
+
+    Source:
+        megatron-bridge 0.6.2, peft/adapter_wrapper.py: `sharded_state_dict` leaves out "to_wrap", and nothing puts it
+        back.
+    """
+    wrapped = {name for name, module in chunk.named_modules() if hasattr(module, "to_wrap")}
+    named = {}
+    for name, value in found.items():
+        linear = next((name[:at] for at, sign in enumerate(name) if sign == "." and name[:at] in wrapped), None)
+        own = linear is not None and not name.startswith(f"{linear}.adapter.")
+        named[f"{linear}.to_wrap{name[len(linear) :]}" if own and linear is not None else name] = value
+    return named
 
 
 def restore_optimizer(optimizer: Any, found: Any) -> None:

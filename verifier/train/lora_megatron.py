@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,34 @@ from verifier.model.provider_megatron import TrainerModel
 from verifier.train.step_megatron import params_synced
 
 SCALING = 2.0
-"""Alpha over rank of every adapter. It is not 1, so a forgotten scaling shows, and a power of 2, so it is exact."""
+"""Alpha over rank of a round trip's adapters: not 1, so a forgotten scaling shows, and a power of 2, so it is exact."""
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Last names of Megatron's linears that get an adapter."""
+"""Last names of Megatron's linears that can get an adapter."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
-def attach(chunks: list[Any], rank: int) -> list[Any]:
-    """Freeze a loaded model and attach an adapter, initially zero, to each of its linears."""
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """Adapters of a model."""
+
+    rank: int
+    alpha: int
+    targets: tuple[str, ...] = TARGETS
+    """Last names of Megatron's linears that get one."""
+
+    @property
+    def scaling(self) -> float:
+        """Factor of an adapter's product."""
+        return self.alpha / self.rank
+
+
+def attach(chunks: list[Any], lora: LoraSpec) -> list[Any]:
+    """Freeze a loaded model and attach an adapter, initially zero, to each linear that the spec names."""
     from megatron.bridge.peft.lora import LoRA
 
-    lora = LoRA(target_modules=list(TARGETS), dim=rank, alpha=round(SCALING * rank), dropout=0.0)
+    peft = LoRA(target_modules=list(lora.targets), dim=lora.rank, alpha=lora.alpha, dropout=0.0)
     with contextlib.redirect_stdout(io.StringIO()):
-        return lora(chunks, training=True)
+        return peft(chunks, training=True)
 
 
 def export_base(trainer: TrainerModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -51,12 +67,12 @@ def export_adapter(trainer: TrainerModel) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().clone().contiguous() for name, tensor in found}
 
 
-def save_adapter(path: Path, adapter: Mapping[str, torch.Tensor], rank: int) -> None:
+def save_adapter(path: Path, adapter: Mapping[str, torch.Tensor], lora: LoraSpec) -> None:
     """Write an adapter directory in the format of the peft library, which engines load."""
     path.mkdir()
     targets = sorted({name.removesuffix(_A).rpartition(".")[2] for name in adapter if name.endswith(_A)})
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": round(SCALING * rank),
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha,
         "lora_dropout": 0.0, "bias": "none", "target_modules": targets,
     }  # fmt: skip
     (path / "adapter_config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
@@ -88,7 +104,9 @@ def scaling_of(trainer: TrainerModel) -> float:
     return float(found.pop())
 
 
-def merged(source: Checkpoint, adapter: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def merged(
+    source: Checkpoint, adapter: Mapping[str, torch.Tensor], scaling: float
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the checkpoint in float32 with scaling * B @ A added to every matrix that has an adapter.
 
     Raises:
@@ -103,10 +121,10 @@ def merged(source: Checkpoint, adapter: Mapping[str, torch.Tensor]) -> Iterator[
         tensor = source.read(name).float()
         base = name.removesuffix(".weight")
         if base in bases:
-            tensor = tensor + SCALING * (adapter[base + _B].float() @ adapter[base + _A].float())
+            tensor = tensor + scaling * (adapter[base + _B].float() @ adapter[base + _A].float())
         yield name, tensor
 
 
-def held_by_engine(adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def held_by_engine(adapter: Mapping[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:
     """Return the adapter as an engine stores it that scales B once, when it loads it."""
-    return {name: tensor * SCALING if name.endswith(_B) else tensor for name, tensor in adapter.items()}
+    return {name: tensor * scaling if name.endswith(_B) else tensor for name, tensor in adapter.items()}

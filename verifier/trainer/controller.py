@@ -119,6 +119,7 @@ class Trainer:
         self._held_out: HeldOut | None = None
         self._resources, self._owns_resources = resources, resources is None
         self._cluster: Cluster | None = None
+        self._sync_facts: dict[str, float] = {}
 
     def run(self) -> TrainSummary:
         """Train.
@@ -259,7 +260,7 @@ class Trainer:
                 self._submit(step, trace)
                 waits = self._rollouts is not None or sampled is not None
                 self._settle(step if waits else step - JUDGED_BEHIND)
-            times = {"prepare_s": rolled_s, "train_s": trained_s, "sync_s": synced_s}
+            times = {"prepare_s": rolled_s, "train_s": trained_s, "sync_s": synced_s, **self._sync_facts}
             metrics = {"step": step, **_mean_of(reports), **plan.facts, **times, "time_s": time.monotonic() - started}
             loss = metrics.get("loss", loss)
             if config.evaluation.every and step % config.evaluation.every == 0:
@@ -292,7 +293,8 @@ class Trainer:
 
     def _sync(self, version: int, trace: Path | None) -> None:
         """Send the weights to the engine; raise a ContractError if it refused them and no judge will say why."""
-        refused = self._call("sync", version=version, trace=None if trace is None else str(trace))[0]
+        where = None if trace is None else str(trace)
+        refused, self._sync_facts = self._call("sync", version=version, trace=where)[0]
         if refused and trace is None:
             raise ContractError(f"the engine refused the weights of version {version}: {refused}")
 

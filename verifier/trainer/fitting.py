@@ -12,6 +12,7 @@ from verifier.config.training import TrainConfig
 from verifier.data.examples import Example
 from verifier.data.rollout import Rollout
 from verifier.data.text_dataset import Task, load_examples, require_disjoint
+from verifier.engine.api import refuse_adapters
 from verifier.errors import UsageError
 from verifier.launch.fork_launcher import require_ranks
 from verifier.model.families import Content, family_of, num_experts_of, size_if_any
@@ -78,11 +79,23 @@ def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> No
             f"megatron.optimizer_offload is {options.optimizer_offload:g} and this machine has no GPU: its optimizer "
             "is on the host already, leave it out"
         )
+    if config.lora.rank:
+        _require_adaptable(config.lora.rank, sizes)
     alignment = alignment_of(config)
     if config.batch.max_tokens is not None and config.batch.max_tokens < alignment.total_multiple:
         raise UsageError(
             f"batch.max_tokens is {config.batch.max_tokens}, below {alignment.total_multiple}, the multiple that "
             f"mesh.tp = {config.mesh.tp} and mesh.cp = {config.mesh.cp} pad every rollout to"
+        )
+
+
+def _require_adaptable(rank: int, sizes: Mapping[str, Any]) -> None:
+    """Refuse a model whose adapters have no layout."""
+    refuse_adapters(sizes, f"lora.rank is {rank}, which")
+    if family_of(sizes) is None:
+        raise UsageError(
+            f"lora.rank is {rank}, and the family of {architecture_of(sizes)} has no layout by which adapters could be "
+            "judged: leave it out"
         )
 
 

@@ -63,7 +63,8 @@ class EngineRollouts:
         num_seqs = config.data.batch_size * options.group_size
         return EngineConfig(
             kind=engine.kind, tp=engine.tp, cuda_graphs=engine.cuda_graphs, sleep_level=engine.sleep_level,
-            quantization=engine.quantization, lora_rank=engine.lora_rank, checkpoint=str(self._checkpoint.path),
+            quantization=engine.quantization, lora_rank=config.lora.engine_rank(samples=True),
+            lora_targets=config.lora.targets, checkpoint=str(self._checkpoint.path),
             dtype=config.dtype, max_model_len=longest + options.max_answer_tokens, max_num_seqs=num_seqs,
             max_batch_tokens=max(640, num_seqs * longest), gpus=gpus, fixes=tuple(fixes),
         )  # fmt: skip

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from verifier.export.save import save_checkpoint
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.weights_megatron import LiveWeights
+from verifier.train import lora_megatron
 from verifier.train.optimizer_megatron import named_gradients, named_states
 from verifier.train.step_megatron import params_synced
+from verifier.trainer.adapters_megatron import Adapters, joined
 
 
 class HandOn:
@@ -28,13 +28,15 @@ class HandOn:
         rank: this rank; rank 0 joins the shards of all.
         folder: for the step, the same for all ranks.
         source: whose config.json goes with the tensors.
+        adapters: whose matrices `live` are; None for a trainer of all weights.
     """
 
     def __init__(
-        self, trainer: TrainerModel, optimizer: Any, live: LiveWeights, rank: int, folder: Path, source: Checkpoint
-    ) -> None:
+        self, trainer: TrainerModel, optimizer: Any, live: LiveWeights, rank: int, folder: Path, source: Checkpoint,
+        adapters: Adapters | None = None,
+    ) -> None:  # fmt: skip
         self._trainer, self._optimizer, self._live, self._rank = trainer, optimizer, live, rank
-        self._folder, self._source = folder, source
+        self._folder, self._source, self._adapters = folder, source, adapters
 
     def before(self, number: int, *, first: bool) -> None:
         """Hand on what an update begins with; its weights are those that the update before it left, if it had one."""
@@ -53,17 +55,16 @@ class HandOn:
         self._weights(number)
 
     def _weights(self, number: int) -> None:
+        adapters, name = self._adapters, "weights" if self._adapters is None else "matrices"
         with params_synced(self._trainer):
-            self._save(f"weights-{number}", self._live.tensors())
+            found = self._save(f"{name}-{number}", self._live.tensors())
+        if adapters is not None and self._rank == 0:
+            added = lora_megatron.merged(self._source, dict(adapters.layout.spread(found)), adapters.lora.scaling)
+            save_checkpoint(self._folder / f"weights-{number}", self._source.config, added)
 
-    def _save(self, name: str, tensors: Iterable[tuple[int, str, torch.Tensor]]) -> None:
-        """Join tensors of all ranks by the layout, not by Megatron-Bridge, and write them."""
-        shards = self._folder / f"{name}-shards"
+    def _save(self, name: str, tensors: Iterable[tuple[int, str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Join tensors of all ranks on rank 0, and write them there."""
+        whole = joined(self._live, tensors, self._folder / f"{name}-shards", self._rank)
         if self._rank == 0:
-            shards.mkdir(parents=True)
-        dist.barrier()
-        self._live.dump(shards, tensors)
-        dist.barrier()
-        if self._rank == 0:
-            save_checkpoint(self._folder / name, self._source.config, self._live.join(shards).items())
-            shutil.rmtree(shards)
+            save_checkpoint(self._folder / name, self._source.config, whole.items())
+        return whole

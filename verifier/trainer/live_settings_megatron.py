@@ -31,5 +31,16 @@ def settings_of(trainer: TrainerModel, optimizer: Any, scheduler: Any) -> dict[P
         "adam": [
             SimpleNamespace(beta_1=group["betas"][0], beta_2=group["betas"][1], eps=group["eps"]) for group in groups
         ],
-        "scheduler": [scheduler],
+        "scheduler": [scheduler], "adapter": _adapters_of(trainer),
     }  # fmt: skip
+
+
+def _adapters_of(trainer: TrainerModel) -> list[Any]:
+    """Rank and alpha of every adapter of a rank, and the names of the linears that have one."""
+    named = [item for chunk in trainer.chunks for item in chunk.named_modules()]
+    found = {name.split(".")[-2]: module for name, module in named if type(module).__name__ == "ParallelLinearAdapter"}
+    return [
+        SimpleNamespace(dim=module.dim, alpha=module.alpha, targets=sorted(found))
+        for name, module in named
+        if type(module).__name__ == "ParallelLinearAdapter"
+    ]

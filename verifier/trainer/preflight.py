@@ -132,8 +132,8 @@ def _one_step(config: TrainConfig, model: ModelUnderTest) -> tuple[TrainConfig, 
         data=_longest(config, data, model.checkpoint),
         optimizer=replace(config.optimizer, schedule="constant", warmup_steps=0, least_learning_rate=0.0),
     )  # fmt: skip
-    sampled = replace(own, verify=VerifyOptions(steps=True, every=1))
     try:
+        sampled = replace(own, verify=VerifyOptions(steps=True, every=1))
         require_judgeable(sampled, model)
     except UsageError as problem:
         return own, (*notes, f"not computed by transformers too: {str(problem).partition(': set verify')[0]}")

@@ -27,6 +27,7 @@ from verifier.core.records_tokens import (
 from verifier.core.store import Recorder
 from verifier.data.rollout import Rollout
 from verifier.errors import UsageError
+from verifier.export.adapters import adapters_of
 from verifier.export.names import layout_of
 from verifier.export.sharding import Owners
 from verifier.oracle.oracle import Oracle, Scored
@@ -147,9 +148,13 @@ class SampledStep:
         asked = [{"number": item.number, "learning_rate": rate} for item, rate in zip(updates, rates, strict=True)]
         rule, objective = asdict(config.optimizer), objective_of(config)
         read = [self.folder, *sorted(item for item in self.folder.iterdir() if item.is_dir())]
-        rows = self._oracle.ask("policy_hf:judge_updates", [self.folder], rule, objective, asked, read=read)
-        layout = layout_of(model.checkpoint.config)
-        owners = None if layout is None else Owners(layout.placements, model.mesh)
+        layout, lora = layout_of(model.checkpoint.config), config.lora
+        adapters, told = None, None
+        if lora.rank and layout is not None:
+            adapters = adapters_of(layout, lora.targets, lora.rank)
+            told = {"scaling": lora.effective_alpha / lora.rank, "names": adapters.names()}
+        rows = self._oracle.ask("policy_hf:judge_updates", [self.folder], rule, objective, asked, told, read=read)
+        owners = None if layout is None else Owners((adapters or layout).placements, model.mesh)
         with contextlib.closing(Recorder(trace, "oracle", 0)) as recorder:
             for row in rows:
                 recorder.emit(gradient_record({**row, "version": self._step}, owners, model.mesh))

@@ -32,13 +32,16 @@ def step_manifest(
         dropped: no token is left in its loss, so that it takes no update and syncs nothing.
     """
     sizes = model.checkpoint.config
-    facts = RunFacts(tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1)
+    facts = RunFacts(
+        tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1, lora_rank=config.lora.rank or 0,
+        tp=config.mesh.tp,
+    )  # fmt: skip
     scopes: list[Scope] = ["config", "data", "text", "batch", "schedule", "tokens"]
     if config.algorithm == "grpo":
         scopes = ["config", "batch", "schedule", "tokens", "policy", "reward"]
         scopes += ["reference"] if config.grpo.has_reference else []
         if config.data.rollouts is None:
-            scopes += ["data", "plan", "transport", "held", "engine"]
+            scopes += ["data", "held", *_delivery(config)]
             scopes += ["mismatch"] if model.dtype == "float32" else []
     synced = config.algorithm == "grpo" and config.data.rollouts is None and not dropped
     if dropped:
@@ -49,6 +52,8 @@ def step_manifest(
         scopes.append("gradient")
         scopes += ["scored"] if config.algorithm == "grpo" else []
         scopes += ["sampled"] if synced else []
+    if config.lora.rank and not dropped:
+        scopes += ["frozen", "begun"] if step == 1 else ["frozen"]
     if resumed:
         scopes.append("resume")
     return Manifest(
@@ -61,3 +66,11 @@ def step_manifest(
         engine=config.engine.kind if synced else "", engine_ranks=config.engine.tp if synced else 0,
         synced_versions=(step,) if synced else (), untouched_versions=(),
     )  # fmt: skip
+
+
+def _delivery(config: TrainConfig) -> list[Scope]:
+    """Scopes of what goes to the engine, and how."""
+    if config.lora.engine_rank(samples=True):
+        return ["exported", "handed"]
+    merged: list[Scope] = ["exported", "merged"] if config.lora.rank else []
+    return ["plan", "transport", "engine", *merged]

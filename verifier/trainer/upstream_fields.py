@@ -12,9 +12,9 @@ from typing import Any, Literal
 from verifier.config.megatron import MegatronOptions
 from verifier.config.training import TrainConfig
 
-Part = Literal["model", "ddp", "optimizer", "adam", "scheduler"]
+Part = Literal["model", "ddp", "optimizer", "adam", "scheduler", "adapter"]
 """Upstream's object: TransformerConfig, DistributedDataParallelConfig, OptimizerConfig, Adam's groups of parameters,
-OptimizerParamScheduler."""
+OptimizerParamScheduler, megatron-bridge's adapters."""
 
 
 class _Upstream:
@@ -88,6 +88,9 @@ FIELDS: tuple[UpstreamField, ...] = (
                   lambda c: c.megatron.optimizer_offload),
     UpstreamField("megatron.overlap_optimizer_offload", "optimizer", "overlap_cpu_optimizer_d2h_h2d",
                   lambda c: c.megatron.overlap_optimizer_offload),
+    UpstreamField("lora.rank", "adapter", "dim", lambda c: _given(c.lora.rank)),
+    UpstreamField("lora.alpha", "adapter", "alpha", lambda c: c.lora.effective_alpha if c.lora.rank else UPSTREAM),
+    UpstreamField("lora.targets", "adapter", "targets", lambda c: sorted(c.lora.targets) if c.lora.rank else UPSTREAM),
     UpstreamField("optimizer.clip_grad", "optimizer", "clip_grad", lambda c: c.optimizer.clip_grad),
     UpstreamField("optimizer.beta_1", "adam", "beta_1", lambda c: c.optimizer.beta_1),
     UpstreamField("optimizer.beta_2", "adam", "beta_2", lambda c: c.optimizer.beta_2),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,9 +24,11 @@ from verifier.probes.engine_state import TransferProbe, held_by, record_views
 from verifier.probes.weights_megatron import described, plan_of, record_plan, recorded
 from verifier.runs.rank_run_megatron import EngineLink
 from verifier.train.step_megatron import device_of
+from verifier.trainer.merge_rounding import MergeRounding
 
 if TYPE_CHECKING:
     from verifier.config import EngineOptions
+    from verifier.trainer.adapters_megatron import Adapters
 
 CHUNKS = 8
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 64 << 20
@@ -39,10 +41,15 @@ class WeightSync:
         trainer: whose weights are sent.
         source: checkpoint that the engine began with.
         rank: this one; rank 0 talks to the engine.
+        adapters: of the trainer, which an export adds to the base; None for a trainer without.
+
+    Attributes:
+        facts: metrics of the last sync.
     """
 
-    def __init__(self, trainer: TrainerModel, source: Checkpoint, rank: int) -> None:
-        self._trainer, self._source, self._rank = trainer, source, rank
+    def __init__(self, trainer: TrainerModel, source: Checkpoint, rank: int, adapters: Adapters | None = None) -> None:
+        self._trainer, self._source, self._rank, self._adapters = trainer, source, rank, adapters
+        self.facts: Mapping[str, float] = {}
         self._link = EngineLink()
         self._open = contextlib.ExitStack()
         self._expected: list[SourceTensor] = []
@@ -96,6 +103,8 @@ class WeightSync:
                 ranks = [stack.enter_context(recorder) for recorder in closing]
             watch = TransferProbe(ranks, version)
             link.transfer(self._plan, self._stream(probe, version), watch)
+            if self._adapters is not None and probe is not None:
+                self._adapters.record_exported(probe, version)
             if link.client is None or probe is None:
                 return link.refused
             probe.emit(Handover(name=f"transfer of version {version}", version=version, refused=link.refused))
@@ -115,6 +124,8 @@ class WeightSync:
     def _stream(self, probe: Recorder | None, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         with label("export"):
             stream = gather_megatron.export(self._trainer)
+            if self._adapters is not None:
+                stream = self._measured(stream, self._adapters, probe, version)
             if probe is None:
                 yield from stream
                 return
@@ -122,6 +133,17 @@ class WeightSync:
                 probe.emit(item)
             record_plan(probe, self._plan, entries=self._rank == 0)
             yield from recorded(probe, stream, version)
+
+    def _measured(
+        self, stream: Iterator[tuple[str, torch.Tensor]], adapters: Adapters, probe: Recorder | None, version: int
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The export stream; rank 0 measures what adding the adapters to matrices of the weights' type rounds away."""
+        rounding = MergeRounding(self._source, adapters.matrices(), adapters.lora)
+        for name, tensor in stream:
+            if self._rank == 0 and (record := rounding.add(name, tensor, version)) is not None and probe is not None:
+                probe.emit(record)
+            yield name, tensor
+        self.facts = {"merge_rounding": rounding.share()}
 
 
 class _NoProbe:

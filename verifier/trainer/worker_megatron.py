@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +33,12 @@ from verifier.probes.arguments_megatron import given_arguments
 from verifier.probes.configs_megatron import record_provider
 from verifier.probes.trainer import TokenProbe
 from verifier.probes.weights_megatron import LiveWeights, described
-from verifier.train import checkpoint_megatron, optimizer_megatron, step_megatron
+from verifier.train import checkpoint_megatron, lora_megatron, optimizer_megatron, step_megatron
 from verifier.train.policy_loss_megatron import LossMeter, policy_loss
 from verifier.train.vocab_logprob import is_greedy
 from verifier.trainer import update_log
+from verifier.trainer.adapter_sync_megatron import AdapterSync
+from verifier.trainer.adapters_megatron import Adapters, spec_of
 from verifier.trainer.hand_on_megatron import HandOn
 from verifier.trainer.live_settings_megatron import data_parallel_of, settings_of
 from verifier.trainer.state_megatron import (
@@ -77,7 +80,8 @@ class TrainerWorker:
         self._spec, self._context = spec, context
         self._config = config = spec.config
         self._probe: Recorder | None = None
-        self._sync: WeightSync | None = None
+        self._sync: WeightSync | AdapterSync | None = None
+        self._adapters: Adapters | None = None
         self._reference: list[torch.Tensor] = []
         self._frozen: dict[str, dict[str, Any]] = {}
         self._scored: dict[str, dict[str, Any]] = {}
@@ -103,17 +107,22 @@ class TrainerWorker:
         spec, config = self._spec, self._config
         self._say(f"loading {config.mesh.world_size} trainer ranks ({config.mesh.label()})")
         checkpoint_megatron.seed_all(config.seed)
+        lora = spec_of(config.lora)
         self._trainer = provider_megatron.build(
             spec.checkpoint, config.mesh, dtype=config.dtype, tier=spec.tier,
             data_parallel=data_parallel_of(config.megatron), overrides=provider_overrides(config),
             seed=config.seed, deadline_s=spec.collective_deadline_s, fixes=sorted(selected(config.fixes)),
+            adapt=None if lora is None else partial(lora_megatron.attach, lora=lora),
         )  # fmt: skip
         self._settings = OptimizerSettings(name="Adam", **spec.optimizer)
         self._optimizer = optimizer_megatron.make_optimizer(self._trainer, rule=self._settings)
         self._scheduler = optimizer_megatron.make_step_scheduler(self._optimizer, self._settings)
         self._source = open_checkpoint(spec.checkpoint)
-        layout = layout_of(self._source.config)
-        self._live = LiveWeights(self._trainer.chunks, layout, config.mesh, self._context.rank)
+        layout, rank = layout_of(self._source.config), self._context.rank
+        self._whole = self._live = LiveWeights(self._trainer.chunks, layout, config.mesh, rank)
+        if lora is not None:
+            self._adapters = Adapters(self._trainer, self._source, lora, rank, config.run / "adapters")
+            self._live = self._adapters.trained
         if config.grpo.has_reference:
             self._reference = [tensor.clone() for _, _, tensor in self._live.tensors()]
         self._writer = checkpoint_megatron.Writer(
@@ -140,7 +149,7 @@ class TrainerWorker:
     def _state(self) -> Facts:
         """Digests of all that this rank holds. A collective."""
         with step_megatron.params_synced(self._trainer):
-            facts = state_facts(self._trainer, self._live, self._optimizer, self._scheduler, self._context.rank)
+            facts = state_facts(self._trainer, self._whole, self._optimizer, self._scheduler, self._context.rank)
         return [*facts, *reference_facts(self._reference, self._live)]
 
     def save(self, folder: str) -> None:
@@ -195,7 +204,10 @@ class TrainerWorker:
         look, given = None, contextlib.nullcontext()
         hand_on, gradients = None, dict[str, str]()
         if oracle is not None:
-            hand_on = HandOn(self._trainer, self._optimizer, self._live, self._context.rank, Path(oracle), self._source)
+            hand_on = HandOn(
+                self._trainer, self._optimizer, self._live, self._context.rank, Path(oracle), self._source,
+                self._adapters,
+            )  # fmt: skip
             hand_on.before(number, first=first)
 
         def on_gradients() -> None:
@@ -255,8 +267,7 @@ class TrainerWorker:
                     )
                 )  # fmt: skip
             if last:
-                with step_megatron.params_synced(self._trainer):
-                    self._live.record(probe, step, UpdatedShard)
+                self._record_weights(probe, step)
                 if self._sync is None:
                     self._close_recorder()
         shares = {key: facts[key] / result.num_tokens for key in ("clipped", "clamped", "kl", "entropy")}
@@ -269,17 +280,32 @@ class TrainerWorker:
             "ratio_gap": facts["ratio_gap"],
         })  # fmt: skip
 
+    def _record_weights(self, probe: Recorder, step: int) -> None:
+        if self._adapters is not None:
+            self._adapters.record_update(probe, step, begins=step == 1)
+            return
+        with step_megatron.params_synced(self._trainer):
+            self._live.record(probe, step, UpdatedShard)
+
     def connect(self, socket: str, transport: str) -> None:
         """Connect to the engine that samples, which holds the weights that this run began with."""
-        self._sync = WeightSync(self._trainer, self._source, self._context.rank)
+        rank, adapters = self._context.rank, self._adapters
+        if adapters is not None and self._config.lora.sync == "adapter":
+            self._sync = AdapterSync(adapters, self._source, rank, self._config.run / "adapters")
+        else:
+            self._sync = WeightSync(self._trainer, self._source, rank, adapters)
         self._sync.connect(socket, self._config.engine, transport, self._spec.collective_deadline_s)
 
-    def sync(self, version: int, trace: str | None) -> str:
-        """Send the weights to the engine as a version; returns why it refused them on rank 0, empty if it did not."""
+    def sync(self, version: int, trace: str | None) -> tuple[str, dict[str, float]]:
+        """Send the weights, or the adapter, to the engine as a version.
+
+        Returns:
+            On rank 0, why the engine refused them, empty if it did not; and metrics.
+        """
         assert self._sync is not None
         refused = self._sync.sync(version, trace, self._recorder(trace))
         self._close_recorder()
-        return refused
+        return refused, dict(self._sync.facts)
 
     def evaluate(self, batch: str) -> list[bool]:
         """Tell for each rollout of a batch whether greedy decoding gives every token of its loss mask."""
@@ -291,9 +317,11 @@ class TrainerWorker:
         ]
 
     def export(self, folder: str) -> None:
-        """Write the weights as a Hugging Face checkpoint, by megatron-bridge."""
+        """Write the weights as a Hugging Face checkpoint, by megatron-bridge: adapters merged, and alone."""
         self._say(f"exporting to {folder}")
         gather_megatron.save(self._trainer, Path(folder), whole=True)
+        if self._adapters is not None:
+            self._adapters.save(self._config.run / "adapter", None, 0)
         dist.barrier()
 
     def _record_resume(self, probe: Recorder) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from verifier.errors import ContractError
 from verifier.export.save import save_checkpoint
 from verifier.model.checkpoint import open_checkpoint
-from verifier.train.lora_megatron import SCALING, held_by_engine, merged, read_adapter, save_adapter
+from verifier.train.lora_megatron import SCALING, LoraSpec, held_by_engine, merged, read_adapter, save_adapter
 
 NAME = "model.layers.0.self_attn.q_proj"
 
@@ -30,7 +30,7 @@ def adapter():
 
 
 def test_merged_adds_the_scaled_product_in_float32(source, adapter):
-    found = dict(merged(source, adapter))
+    found = dict(merged(source, adapter, SCALING))
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
     assert torch.equal(found["model.norm.weight"], source.read("model.norm.weight").float())
     a, b = (tensor.double() for tensor in adapter.values())
@@ -45,11 +45,11 @@ def test_half_an_adapter_or_one_of_nothing_is_refused(change, source, adapter):
     else:
         del adapter[f"{NAME}.{change}.weight"]
     with pytest.raises(ContractError, match="is no half of an adapter"):
-        dict(merged(source, adapter))
+        dict(merged(source, adapter, SCALING))
 
 
 def test_saved_adapter_is_what_peft_reads(adapter, tmp_path):
-    save_adapter(tmp_path / "adapter", adapter, 2)
+    save_adapter(tmp_path / "adapter", adapter, LoraSpec(2, 4))
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 2, 4)
     assert config["target_modules"] == ["q_proj"]
@@ -59,13 +59,13 @@ def test_saved_adapter_is_what_peft_reads(adapter, tmp_path):
 
 
 def test_engine_holds_b_scaled_exactly(adapter):
-    held = held_by_engine(adapter)
+    held = held_by_engine(adapter, SCALING)
     assert torch.equal(held[f"{NAME}.lora_A.weight"], adapter[f"{NAME}.lora_A.weight"])
     assert torch.equal(held[f"{NAME}.lora_B.weight"] / SCALING, adapter[f"{NAME}.lora_B.weight"])
 
 
 def test_what_is_read_is_what_was_written_and_how_an_engine_scales_it(adapter, tmp_path):
-    save_adapter(tmp_path / "adapter", adapter, 4)
+    save_adapter(tmp_path / "adapter", adapter, LoraSpec(4, 8))
     found, scaling = read_adapter(tmp_path / "adapter")
     assert scaling == SCALING
     assert found.keys() == adapter.keys()

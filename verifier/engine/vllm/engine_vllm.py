@@ -7,6 +7,7 @@ import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -44,8 +45,10 @@ _GPU_SHARE = 0.15
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
 """One graph of the whole model per number of sampled sequences; vLLM's default would compile too. Prompts run without
 graphs: in sleep mode the capture of their attention ended in an illegal memory access."""
-_ADAPTERS = {"max_loras": 1, "lora_target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
-"""One adapter at a time, on linears only. With one on the head, vLLM 0.21 has no adapter for the rows of prompt
+_LINEARS = {
+    "linear_qkv": "qkv_proj", "linear_proj": "o_proj", "linear_fc1": "gate_up_proj", "linear_fc2": "down_proj",
+}  # fmt: skip
+"""Linear in Megatron's words -> in vLLM's. With an adapter on the head, vLLM 0.21 has none for the rows of prompt
 log-probabilities: it fails on a CPU, and reads beyond its table on a GPU."""
 _RPC_DEADLINE_S = 600
 
@@ -90,7 +93,7 @@ class VllmEngine(Engine):
             enable_sleep_mode=config.sleep_level > 0,
             quantization=config.quantization,
             enable_lora=config.lora_rank > 0,
-            **({"max_lora_rank": config.lora_rank, **_ADAPTERS} if config.lora_rank else {}),
+            **(_room_for_adapters(config) if config.lora_rank else {}),
             # Off for hybrids, as by vLLM's default: their cached states are experimental in 0.21.
             enable_prefix_caching=checkpoint.config.get("mamba_num_heads") is None,
             skip_tokenizer_init=True,
@@ -161,6 +164,8 @@ class VllmEngine(Engine):
     def load_adapter(self, path: str) -> None:
         """See `Engine.load_adapter`. Each gets a new number: vLLM would not load an adapter with a known one.
 
+        The folder's name is the adapter's. Cached prefixes belong to a name, so that no version reads another's.
+
         Raises:
             ContractError: vLLM did not load it.
         """
@@ -169,7 +174,7 @@ class VllmEngine(Engine):
             number += self._adapter.lora_int_id
             self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
         self._rpc("verifier_poison_adapter")
-        self._adapter = LoRARequest(f"adapter {number}", number, path)
+        self._adapter = LoRARequest(Path(path).name, number, path)
         if not self._llm.llm_engine.add_lora(self._adapter):
             raise ContractError(f"vLLM did not load the adapter in {path}")
 
@@ -206,6 +211,12 @@ class VllmEngine(Engine):
             msgspec.convert(value_of(reply, f"engine rank {rank} failed in `{method}`", otherwise), kind)
             for rank, reply in enumerate(replies)
         ]
+
+
+def _room_for_adapters(config: EngineConfig) -> dict[str, Any]:
+    """Options by which vLLM holds one adapter at a time, on linears only."""
+    modules = [_LINEARS[target] for target in config.lora_targets]
+    return {"max_loras": 1, "max_lora_rank": config.lora_rank, "lora_target_modules": modules}
 
 
 def _nats(row: Mapping[int, Any], token: int) -> float:

@@ -1,0 +1,84 @@
+"""Sync of an adapter to the engine that samples, on one rank: export, file, load, and its evidence."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from verifier.core.records_weights import Handover
+from verifier.core.store import Recorder
+from verifier.engine.client import EngineClient
+from verifier.errors import ContractError
+from verifier.launch.flight_recorder import label
+from verifier.model.checkpoint import Checkpoint
+from verifier.probes.engine_state import record_views
+from verifier.train import lora_megatron
+from verifier.trainer.adapters_megatron import Adapters
+
+if TYPE_CHECKING:
+    from verifier.config import EngineOptions
+
+
+class AdapterSync:
+    """Link of one rank to an engine that keeps the base, and is given an adapter with each version.
+
+    Args:
+        adapters: of the trainer.
+        source: checkpoint of the base, which the engine holds.
+        rank: this one; rank 0 talks to the engine.
+        folder: for the adapters of versions, the same for all ranks.
+    """
+
+    facts: Mapping[str, float] = {}
+    """Metrics of the last sync; none."""
+
+    def __init__(self, adapters: Adapters, source: Checkpoint, rank: int, folder: Path) -> None:
+        self._adapters, self._source, self._rank, self._folder = adapters, source, rank, folder
+        self._client: EngineClient | None = None
+
+    def connect(self, socket: str, options: EngineOptions, transport: str, deadline_s: float) -> None:
+        """Connect to the engine; an adapter travels as a file, by no transport."""
+        if self._rank == 0:
+            self._client = EngineClient(socket, deadline_s=deadline_s)
+
+    def sync(self, version: int, trace: str | None, probe: Recorder | None) -> str:
+        """Have the engine sample with the adapter of a version from now on. A collective.
+
+        Args:
+            version: of the weights; the engine's adapter is named by it.
+            trace: trace directory; None records nothing.
+            probe: this rank's recorder of the trace.
+
+        Returns:
+            On rank 0, why the engine refused it; empty if it did not.
+        """
+        path, refused = self._folder / f"version-{version:06d}", ""
+        with label("export of the adapter"):
+            adapter = self._adapters.save(path, probe, version)
+        if probe is not None:
+            self._adapters.record_exported(probe, version)
+        if self._client is None:
+            return refused
+        try:
+            self._client.load_adapter(path)
+        except ContractError as problem:
+            refused = str(problem)
+        if probe is not None and trace is not None:
+            probe.emit(Handover(name=f"adapter of version {version}", version=version, refused=refused))
+            with contextlib.closing(Recorder(Path(trace), "engine", 0)) as recorder:
+                for slices in self._client.checkpoint_view():
+                    record_views(recorder, slices, self._held(adapter), version)
+        for other in self._folder.glob("version-*"):
+            if other != path:
+                shutil.rmtree(other)
+        return refused
+
+    def _held(self, adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """All that the engine has to hold: the base as it was loaded, and the adapter, scaled."""
+        base = {name: self._source.read(name) for name in self._source.names()}
+        return base | lora_megatron.held_by_engine(adapter, self._adapters.lora.scaling)

@@ -1,0 +1,57 @@
+"""Rounding of a merge: exported matrices against base + alpha / rank * B A in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from verifier.core.record import real
+from verifier.core.records_weights import MergedMatrix
+
+if TYPE_CHECKING:
+    import torch
+
+    from verifier.model.checkpoint import Checkpoint
+    from verifier.train.lora_megatron import LoraSpec
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+class MergeRounding:
+    """Measurement over the matrices of one export.
+
+    Args:
+        base: checkpoint that the adapters are added to.
+        adapter: live matrices by published name, on the host.
+        lora: of the adapters.
+    """
+
+    def __init__(self, base: Checkpoint, adapter: Mapping[str, torch.Tensor], lora: LoraSpec) -> None:
+        self._base, self._adapter, self._lora = base, adapter, lora
+        self._lost = self._added = 0.0
+
+    def add(self, name: str, tensor: torch.Tensor, version: int) -> MergedMatrix | None:
+        """Compare one exported tensor; None if it has no adapter."""
+        import torch
+
+        linear = name.removesuffix(".weight")
+        if linear + _A not in self._adapter:
+            return None
+        inward, outward = (self._adapter[linear + end].double() for end in (_A, _B))
+        base, scaling = self._base.read(name).double(), self._lora.scaling
+        product = scaling * outward @ inward
+        off = (tensor.cpu().double() - (base + product)).abs()
+        self._lost += float(off.square().sum())
+        self._added += float(product.square().sum())
+        magnitude = base.abs() + scaling * outward.abs() @ inward.abs()
+        steps = off / (magnitude * torch.finfo(tensor.dtype).eps / 2).clamp(min=torch.finfo(torch.float64).tiny)
+        where = int(steps.argmax())
+        return MergedMatrix(
+            name=name, version=version, dtype=str(tensor.dtype).removeprefix("torch."),
+            rank_of_adapter=self._lora.rank, gap=real(float(steps.view(-1)[where])), where=where,
+        )  # fmt: skip
+
+    def share(self) -> float:
+        """L2 norm of what rounding took or added, over that of the adapters' product; 0 for a product of zeros."""
+        return math.sqrt(self._lost / self._added) if self._added else 0.0
