@@ -110,6 +110,21 @@ class Checkpoint:
         return self._shards[shard].get_tensor(name)
 
 
+def read_config(path: Path) -> dict[str, JSON]:
+    """Return the config.json of a checkpoint directory.
+
+    Raises:
+        UsageError: no directory; config.json absent, broken or without an architecture.
+    """
+    if not path.is_dir():
+        raise UsageError(f"no checkpoint directory at {path}")
+    config = _read_json(path / "config.json")
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        raise UsageError(f"{path / 'config.json'} names no architecture: `architectures` is {architectures!r}")
+    return config
+
+
 def open_checkpoint(path: Path | str) -> Checkpoint:
     """Check a checkpoint directory's files against each other and against their own headers.
 
@@ -120,12 +135,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
             with a broken header; index and shards that disagree on a tensor.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise UsageError(f"no checkpoint directory at {path}")
-    config = _read_json(path / "config.json")
-    architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
-        raise UsageError(f"{path / 'config.json'} names no architecture: `architectures` is {architectures!r}")
+    config = read_config(path)
     if (path / "adapter_config.json").exists():
         raise UsageError(f"{path} holds adapter_config.json, by which transformers loads an adapter too: remove it")
     indexed, single = (path / INDEX).is_file(), (path / _SINGLE).is_file()

@@ -18,7 +18,7 @@ from typing import Any
 
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
-from verifier.model.checkpoint import open_checkpoint
+from verifier.model.checkpoint import open_checkpoint, read_config
 from verifier.model.families import num_experts_of
 from verifier.model.mesh_fit import architecture_of, validate
 from verifier.platform import Tier, install_for, select, upstream_fixes_megatron
@@ -101,6 +101,7 @@ def build(
     overrides: Mapping[str, Any] | None = None,
     adapt: Callable[[list[Any]], list[Any]] | None = None,
     fixes: Collection[str] = (),
+    load_weights: bool = True,
 ) -> TrainerModel:
     """Set up model parallelism on the existing process group and load a checkpoint into this rank's shards.
 
@@ -117,13 +118,14 @@ def build(
         overrides: provider fields set last, before the provider is finalized.
         adapt: maps the loaded modules to those to train, before they are wrapped for training.
         fixes: ids of the upstream fixes to install.
+        load_weights: off, Megatron initialises the weights at random, and the directory needs config.json alone.
 
     Raises:
         UsageError: a model that megatron-bridge does not support, a mesh that does not divide it or does not match
             the number of processes, or an unknown dtype.
     """
-    checkpoint = open_checkpoint(path)
-    config = checkpoint.config
+    checkpoint = open_checkpoint(path) if load_weights else None
+    config = read_config(Path(path)) if checkpoint is None else checkpoint.config
     validate(config, mesh)
     if dtype not in DTYPES:
         raise UsageError(f"unknown dtype `{dtype}`: one of {', '.join(DTYPES)}")
@@ -136,7 +138,7 @@ def build(
     bridge = _bridge(path, architecture_of(config))
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        provider = bridge.to_megatron_provider(load_weights=True)
+        provider = bridge.to_megatron_provider(load_weights=load_weights)
         _configure(provider, mesh, dtype, tier)
         if not num_experts_of(config):
             provider.num_moe_experts = None  # a hybrid's bridge sets it although no layer has experts
@@ -149,10 +151,12 @@ def build(
             create_gloo_process_groups=False,
         )
         if MEGATRON_DECAY in fixes:
-            stored = {name.rpartition(".")[2] for name, meta in checkpoint.metas.items() if meta.dtype == "float32"}
+            metas = {} if checkpoint is None else checkpoint.metas
+            stored = {name.rpartition(".")[2] for name, meta in metas.items() if meta.dtype == "float32"}
             keep = partial(upstream_fixes_megatron.keep_float32, stored=stored)
             provider.register_pre_wrap_hook(keep, prepend=True)
-        provider.register_pre_wrap_hook(_poison, prepend=True)
+        if load_weights:
+            provider.register_pre_wrap_hook(_poison, prepend=True)
         if adapt is not None:
             provider.register_pre_wrap_hook(adapt)
         chunks = provider.provide_distributed_model(

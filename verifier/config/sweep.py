@@ -1,0 +1,92 @@
+"""Config of `verifier sweep`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from verifier.config.commands import DTYPES, CommandConfig
+from verifier.config.megatron import MegatronOptions
+from verifier.config.stored_dtype import stored_dtype
+from verifier.errors import UsageError
+from verifier.knob import group, knob
+
+RUNS = Path("runs")
+_WIDE, _WIDE_DTYPE = "wide:", "bfloat16"
+"""Prefix of the generated models that have the published dtype, and that dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepConfig(CommandConfig):
+    """Config of `verifier sweep`."""
+
+    timeout_s: float = knob(
+        "Deadline of the whole sweep.", 86_400.0, flag="--timeout", metavar="SECONDS", unit="seconds", last=True
+    )  # fmt: skip
+    dtype: str = knob(
+        "Type of the weights; by default the checkpoint's own, bf16 of wide:NAME, or fp32.", "", flag="--dtype",
+        choices=DTYPES, derived=True,
+    )  # fmt: skip
+    ranks: int | None = knob("Ranks of every layout that is tried; by default 1.", None, flag="--ranks", least=1)
+    meshes: tuple[str, ...] = knob(
+        "Layout to try, such as tp=2,dp=2, in place of all those of --ranks; repeatable.", (), flag="--mesh",
+        metavar="AXES",
+    )  # fmt: skip
+    recompute: str = knob(
+        "Recomputation of activations to try: megatron.recompute of the trials.", "both", flag="--recompute",
+        choices=("none", "full", "both"),
+    )  # fmt: skip
+    least_tokens: int = knob(
+        "Budget of a micro-batch that the search begins with.", 1024, flag="--least-tokens", least=2, unit="tokens"
+    )  # fmt: skip
+    most_tokens: int | None = knob(
+        "Greatest budget that is tried; by default 1,048,576, and 8,192 on a CPU without --memory-limit.", None,
+        flag="--most-tokens", least=2, unit="tokens",
+    )  # fmt: skip
+    longest: int = knob(
+        "Tokens of the longest made-up rollout; the shortest has an eighth.", 2048, flag="--longest", least=2,
+        unit="tokens",
+    )  # fmt: skip
+    micro_batches: int = knob("Micro-batches of a data-parallel rank and step.", 2, flag="--micro-batches", least=1)
+    steps: int = knob("Optimizer steps that are timed, after one that is not.", 3, flag="--steps", least=1)
+    memory_limit: float | None = knob(
+        "Memory that a rank may take: private memory on a CPU, of the allocator on a GPU; by default all there is.",
+        None, flag="--memory-limit", metavar="GIB", unit="GiB",
+    )  # fmt: skip
+    seed: int = knob("Seed of weights, lengths and tokens.", 1, flag="--seed")
+    trial_timeout_s: float = knob(
+        "Deadline of one trial, which then counts as failed.", 300.0, flag="--trial-timeout", metavar="SECONDS",
+        unit="seconds", last=True,
+    )  # fmt: skip
+    run: Path = knob(
+        "Folder of the sweep, which the same command continues; by default runs/sweep-MODEL.", Path(), flag="--run",
+        metavar="DIR", derived=True, last=True,
+    )  # fmt: skip
+    megatron: MegatronOptions = group(MegatronOptions)
+
+    def __post_init__(self) -> None:
+        if not self.dtype:
+            wide = self.model.startswith(_WIDE)
+            object.__setattr__(self, "dtype", _WIDE_DTYPE if wide else stored_dtype(self.model, DTYPES.values()))
+        if self.run == Path():
+            name = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in self.model.strip("/"))
+            object.__setattr__(self, "run", RUNS / f"sweep-{name}")
+        CommandConfig.__post_init__(self)
+
+    def _refuse_contradictions(self) -> None:
+        if self.meshes and self.ranks is not None:
+            raise UsageError(f"--mesh names each layout and --ranks is {self.ranks}: leave one of the two out")
+        if self.most_tokens is not None and self.most_tokens < self.least_tokens:
+            raise UsageError(f"--most-tokens is {self.most_tokens:,}, below --least-tokens, {self.least_tokens:,}")
+        if self.memory_limit is not None and not 0 < self.memory_limit < float("inf"):
+            raise UsageError(f"--memory-limit is {self.memory_limit:g} GiB, it must be above 0 and finite")
+        if not 0 < self.trial_timeout_s <= self.timeout_s:
+            raise UsageError(
+                f"--trial-timeout is {self.trial_timeout_s:g} s, it must be above 0 and at most --timeout, "
+                f"{self.timeout_s:g} s"
+            )
+        if self.megatron.recompute != "none":
+            raise UsageError(
+                f"megatron.recompute is {self.megatron.recompute}, and a sweep tries what --recompute names: "
+                f"give --recompute in its place"
+            )

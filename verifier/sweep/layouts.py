@@ -1,0 +1,134 @@
+"""Layouts that a sweep tries, and those that the model or Megatron refuses, each with its reason; loads no torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verifier.config.sweep import SweepConfig
+from verifier.config.training import BatchOptions, DataOptions, TrainConfig
+from verifier.errors import UsageError
+from verifier.launch.fork_launcher import require_ranks
+from verifier.mesh import Mesh
+from verifier.mesh.mesh import AXES
+from verifier.model.families import num_experts_of
+from verifier.model.mesh_fit import validate
+from verifier.platform import Tier
+from verifier.train.token_layout import Alignment
+from verifier.trainer.fitting import require_fit
+
+RECOMPUTE = {"none": ("none",), "full": ("full",), "both": ("none", "full")}
+"""Value of `--recompute` -> values of `megatron.recompute`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweptLayout:
+    """One mesh with or without recomputation; the search for its largest budget is its own."""
+
+    mesh: Mesh
+    recompute: str
+    """Value of `megatron.recompute`."""
+
+    @property
+    def name(self) -> str:
+        """Name in tables and rows, such as "tp2 ep2, recompute full"."""
+        return self.mesh.label() + ("" if self.recompute == "none" else f", recompute {self.recompute}")
+
+    @property
+    def multiple(self) -> int:
+        """Multiple of tokens that a pack is padded to."""
+        return Alignment(tp=self.mesh.tp, cp=self.mesh.cp, sp=self.mesh.tp > 1).total_multiple
+
+    def micro_batches(self, asked: int) -> int:
+        """Micro-batches of a data-parallel rank: as asked, or the next multiple that interleaved stages take."""
+        multiple = self.mesh.pp if self.mesh.vpp > 1 else 1
+        return -(-asked // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InvalidLayout:
+    """Sizes that cannot be trained with, and why."""
+
+    name: str
+    reason: str
+
+
+def train_config(config: SweepConfig, layout: SweptLayout, max_tokens: int) -> TrainConfig:
+    """Return the config of the training run whose steps a trial takes."""
+    size = layout.mesh.dp * layout.micro_batches(config.micro_batches)
+    return TrainConfig(
+        model=config.model, dtype=config.dtype, mesh=layout.mesh, seed=config.seed,
+        megatron=replace(config.megatron, recompute=layout.recompute), batch=BatchOptions(max_tokens=max_tokens),
+        data=DataOptions(batch_size=size), run=config.run / "trials",
+    )  # fmt: skip
+
+
+def layouts_of(
+    config: SweepConfig, sizes: Mapping[str, Any], tier: Tier
+) -> tuple[list[SweptLayout], list[InvalidLayout]]:
+    """Return the layouts to try, and those that are refused before anything starts.
+
+    Args:
+        config: of the sweep.
+        sizes: config.json of its model.
+        tier: of this machine.
+
+    Raises:
+        UsageError: `--mesh` that cannot be read, or more ranks than can be started.
+    """
+    valid: list[SweptLayout] = []
+    invalid: list[InvalidLayout] = []
+    for name, axes in _asked(config, sizes):
+        try:
+            mesh = Mesh.fitting(**axes)
+            validate(sizes, mesh)
+            require_ranks(mesh.world_size)
+            found = [SweptLayout(mesh=mesh, recompute=kind) for kind in RECOMPUTE[config.recompute]]
+            for layout in found:
+                require_fit(train_config(config, layout, first_budget(config, layout)), sizes, tier)
+            valid += [layout for layout in found if layout not in valid]
+        except UsageError as refused:
+            invalid.append(InvalidLayout(name=name, reason=str(refused)))
+    return valid, invalid
+
+
+def first_budget(config: SweepConfig, layout: SweptLayout) -> int:
+    """Return `--least-tokens`, raised to the multiple that the mesh pads packs to."""
+    return -(-config.least_tokens // layout.multiple) * layout.multiple
+
+
+def _asked(config: SweepConfig, sizes: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, int]]]:
+    """Names and axes of all layouts, valid or not."""
+    if config.meshes:
+        yield from ((text, _parsed(text)) for text in config.meshes)
+        return
+    ranks = config.ranks or 1
+    require_ranks(ranks)
+    mixture = bool(num_experts_of(sizes))
+    for tp, pp, cp in itertools.product(_divisors(ranks), repeat=3):
+        if ranks % (tp * pp * cp):
+            continue
+        dp = ranks // (tp * pp * cp)
+        dense = tp * cp * dp
+        experts = [
+            (ep, etp) for etp in sorted({1, tp}) for ep in _divisors(dense) if dense % (ep * etp) == 0
+        ] if mixture else [(1, 1)]  # fmt: skip
+        for (ep, etp), vpp in itertools.product(experts, (1, 2) if pp > 1 else (1,)):
+            axes = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "cp": cp, "dp": dp}
+            yield " ".join(f"{axis}{size}" for axis, size in axes.items() if size > 1) or "1 rank", axes
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _parsed(text: str) -> dict[str, int]:
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if axis not in AXES or axis in axes or not size.isdigit():
+            raise UsageError(f"--mesh is `{text}`, it must be sizes of {', '.join(AXES)}, such as tp=2,dp=2")
+        axes[axis] = int(size)
+    return axes
