@@ -48,6 +48,7 @@ ROOMS = {
         "probes",
         "runs",
     },
+    "sweep": {"core", "mesh", "config", "platform", "launch", "data", "model", "train", "trainer", "runs"},
     "strategies": {"core", "mesh", "data", "train", "export", "plan"},
     "checks": {"core", "mesh", "plan"},
     "report": {"core", "mesh"},

@@ -30,7 +30,7 @@ from verifier.cli.results import (
     run_and_judge,
     show,
 )
-from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig, TrainConfig
+from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig, SweepConfig, TrainConfig
 from verifier.core.finding import ExitCode
 from verifier.errors import Stopped, UsageError, VerifierError
 
@@ -159,6 +159,25 @@ def train(
         if preflight:
             return cli_train.preflight(config, progress)
         return cli_train.train(config, progress)
+
+
+@app.command()
+@configured
+def sweep(
+    config: SweepConfig,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the layouts, and the invalid ones with reasons, and stop.")
+    ] = False,
+) -> int:
+    """Find the largest token budget and the fastest layout by steps that are run."""
+    from verifier.cli import swept
+
+    if dry_run:
+        return swept.dry_run(config)
+    from verifier.report.progress import shown_progress
+
+    with shown_progress("sweep") as progress:
+        return swept.sweep(config, progress)
 
 
 @app.command()

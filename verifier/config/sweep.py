@@ -43,9 +43,9 @@ class SweepConfig(CommandConfig):
         "Greatest budget that is tried; by default 1,048,576, and 8,192 on a CPU without --memory-limit.", None,
         flag="--most-tokens", least=2, unit="tokens",
     )  # fmt: skip
-    longest: int = knob(
-        "Tokens of the longest made-up rollout; the shortest has an eighth.", 2048, flag="--longest", least=2,
-        unit="tokens",
+    longest: int | None = knob(
+        "Tokens of the longest made-up rollout, the shortest has an eighth; by default 2,048, or the model's greatest "
+        "length.", None, flag="--longest", least=2, unit="tokens",
     )  # fmt: skip
     micro_batches: int = knob("Micro-batches of a data-parallel rank and step.", 2, flag="--micro-batches", least=1)
     steps: int = knob("Optimizer steps that are timed, after one that is not.", 3, flag="--steps", least=1)
@@ -88,5 +88,5 @@ class SweepConfig(CommandConfig):
         if self.megatron.recompute != "none":
             raise UsageError(
                 f"megatron.recompute is {self.megatron.recompute}, and a sweep tries what --recompute names: "
-                f"give --recompute in its place"
+                "give --recompute in its place"
             )

@@ -13,12 +13,14 @@ from verifier.errors import UsageError
 from verifier.launch.fork_launcher import require_ranks
 from verifier.mesh import Mesh
 from verifier.mesh.mesh import AXES
-from verifier.model.families import num_experts_of
+from verifier.model.families import num_experts_of, size_if_any
 from verifier.model.mesh_fit import validate
 from verifier.platform import Tier
 from verifier.train.token_layout import Alignment
 from verifier.trainer.fitting import require_fit
 
+LONGEST = 2048
+"""Tokens of the longest made-up rollout where nothing else is said."""
 RECOMPUTE = {"none": ("none",), "full": ("full",), "both": ("none", "full")}
 """Value of `--recompute` -> values of `megatron.recompute`."""
 
@@ -97,6 +99,20 @@ def layouts_of(
 def first_budget(config: SweepConfig, layout: SweptLayout) -> int:
     """Return `--least-tokens`, raised to the multiple that the mesh pads packs to."""
     return -(-config.least_tokens // layout.multiple) * layout.multiple
+
+
+def longest_of(config: SweepConfig, sizes: Mapping[str, Any]) -> int:
+    """Return the length of the longest made-up rollout.
+
+    Raises:
+        UsageError: `--longest` is above the model's greatest length.
+    """
+    most = size_if_any(sizes, "max_position_embeddings")
+    if config.longest is None:
+        return LONGEST if most is None else min(LONGEST, most)
+    if most is not None and config.longest > most:
+        raise UsageError(f"--longest is {config.longest:,}, above the {most:,} positions of the model: lower it")
+    return config.longest
 
 
 def _asked(config: SweepConfig, sizes: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, int]]]:

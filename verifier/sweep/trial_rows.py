@@ -1,0 +1,157 @@
+"""Rows of a sweep: one per trial, appended and flushed to the disk as it ends, and read again to continue.
+
+sweep.lock      who has the folder open
+trials.jsonl    first what the sweep is of, then a line a trial
+trials/         logs of the ranks of the last trial
+config.json     of the model
+sweep.json      summary
+sweep.html      plot
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from verifier.config.sweep import SweepConfig
+from verifier.errors import UsageError
+from verifier.knob import flat
+
+Status = Literal["ok", "out_of_memory", "failed"]
+FREE = ("ranks", "meshes", "recompute", "least_tokens", "most_tokens", "timeout_s", "trial_timeout_s", "run")
+"""Knobs in which a sweep may be continued with another value: its rows are the same under all of them."""
+
+
+class TrialRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One trial: a layout and a budget, and how its steps went."""
+
+    layout: str
+    """`SweptLayout.name`."""
+    mesh: dict[str, int | None]
+    recompute: str
+    max_tokens: int
+    """Budget of a micro-batch, tokens."""
+    status: Status
+    step_s: float | None = None
+    """Median of the timed steps, seconds."""
+    tokens_per_s: float | None = None
+    """Tokens of all ranks a second, without padding."""
+    peak_bytes: int | None = None
+    """Highest peak of all ranks; of the ranks that could still say it where memory ran out. See `MemoryPeaks`."""
+    reserved_bytes: int | None = None
+    reason: str = ""
+    """Why it did not run."""
+    trial_s: float = 0.0
+    """Seconds from the fork of the ranks to their end."""
+
+
+def memory_file(run_dir: Path, rank: int) -> Path:
+    """File of a rank's `MemoryPeaks`."""
+    return run_dir / f"memory{rank:03d}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRows:
+    """File of a sweep's rows, open for this process alone."""
+
+    file: Path
+    rows: list[TrialRow]
+
+    def add(self, row: TrialRow) -> None:
+        """Append a row; it is on the disk when this returns.
+
+        Raises:
+            UsageError: it cannot be written.
+        """
+        _append(self.file, msgspec.json.encode(row))
+        self.rows.append(row)
+
+    def tried(self, layout: str) -> dict[int, bool]:
+        """Return budget -> whether it ran, for the trials of a layout."""
+        return {row.max_tokens: row.status == "ok" for row in self.rows if row.layout == layout}
+
+
+@contextlib.contextmanager
+def opened_rows(config: SweepConfig, device: str) -> Iterator[TrialRows]:
+    """Open the folder of a sweep, new or to be continued, and keep others out of it until exit.
+
+    A last line that was cut, since its process was killed, is dropped.
+
+    Args:
+        config: of the sweep.
+        device: what its ranks run on.
+
+    Raises:
+        UsageError: the folder holds a sweep of other knobs or of another device, is in use, or cannot be written.
+    """
+    folder, file = config.run, config.run / "trials.jsonl"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "sweep.lock").open("a")
+    except OSError as problem:
+        raise UsageError(f"the folder `{folder}` cannot be written: {problem.strerror}") from problem
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as problem:
+            raise UsageError(f"the folder `{folder}` is in use by another sweep: choose another --run") from problem
+        asked = {"device": device, **_shared_knobs(config)}
+        lines = _whole_lines(file) if file.exists() else []
+        if lines:
+            _require_same(folder, lines[0], asked)
+        else:
+            _append(file, msgspec.json.encode(asked))
+        yield TrialRows(file, [_read(file, number, line) for number, line in enumerate(lines[1:], start=2)])
+
+
+def _shared_knobs(config: SweepConfig) -> dict[str, Any]:
+    values = {key: value for key, value in flat(config.to_dict()).items() if key not in FREE}
+    return {key: values[key] for key in sorted(values)}
+
+
+def _whole_lines(file: Path) -> list[bytes]:
+    """Lines of the file, which is cut after the last whole one."""
+    content = file.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        os.truncate(file, len(whole))
+    return whole.splitlines()
+
+
+def _require_same(folder: Path, line: bytes, asked: Mapping[str, Any]) -> None:
+    try:
+        found = msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.MsgspecError as problem:
+        raise UsageError(
+            f"`{folder / 'trials.jsonl'}` is no file of a sweep: {problem}; choose another --run"
+        ) from None
+    for key in sorted(found.keys() | asked.keys()):
+        if found.get(key) != asked.get(key):
+            raise UsageError(
+                f"the folder `{folder}` holds a sweep with {key}={found.get(key)}, and {key}={asked.get(key)} is asked "
+                "for: give the same value to continue it, or choose another --run"
+            )
+
+
+def _read(file: Path, number: int, line: bytes) -> TrialRow:
+    try:
+        return msgspec.json.decode(line, type=TrialRow)
+    except msgspec.MsgspecError as problem:
+        raise UsageError(f"line {number} of `{file}` is no row of a sweep: {problem}; remove it") from problem
+
+
+def _append(file: Path, record: bytes) -> None:
+    try:
+        with file.open("ab") as stream:
+            stream.write(record + b"\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as problem:
+        raise UsageError(f"`{file}` cannot be written: {problem.strerror}") from problem
