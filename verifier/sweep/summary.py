@@ -27,7 +27,7 @@ class LayoutSummary:
 
 def summaries(rows: Sequence[TrialRow]) -> list[LayoutSummary]:
     """Return a summary per layout, the fastest first, those in which nothing ran last."""
-    found = []
+    found: list[LayoutSummary] = []
     for layout in dict.fromkeys(row.layout for row in rows):
         ran = [row for row in rows if row.layout == layout and row.status == "ok"]
         failed = [row for row in rows if row.layout == layout and row.status != "ok"]
@@ -134,8 +134,8 @@ def answer(rows: Sequence[TrialRow]) -> str:
 
 def listed(valid: Sequence[SweptLayout], invalid: Sequence[InvalidLayout]) -> str:
     """Return every layout that would be tried, and every other one with its reason."""
-    width = max((len(item.name) for item in (*valid, *invalid)), default=0)
+    width = max((len(item.name) for item in invalid), default=0)
     lines = [f"{len(valid):,} layouts to try:"]
-    lines += [f"  {item.name}" for item in valid]
+    lines += [f"  {layout.name}" for layout in valid]
     lines += [f"{len(invalid):,} invalid:", *(f"  {item.name:<{width}}  {item.reason}" for item in invalid)]
     return "\n".join(lines) + "\n"

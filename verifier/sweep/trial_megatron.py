@@ -35,7 +35,7 @@ def run(context: RankContext) -> dict[str, Any]:
     """
     tier, limit = context.args["tier"], context.args["memory_limit"]
     try:
-        if limit is not None:
+        if limit is not None and tier == "cuda":
             memory.limit_memory(limit, tier)
         return _steps(context)
     finally:  # also of a rank that runs out of memory
@@ -53,6 +53,9 @@ def _steps(context: RankContext) -> dict[str, Any]:
         deadline_s=args["deadline_s"], load_weights=False,
     )  # fmt: skip
     optimizer = optimizer_megatron.make_optimizer(trainer, learning_rate=LEARNING_RATE)
+    if args["memory_limit"] is not None and args["tier"] == "cpu":
+        # gloo hangs where it cannot start a thread, so its groups come first; what they and the model hold counts too.
+        memory.limit_memory(args["memory_limit"], "cpu")
     vocabulary = size_if_any(trainer.bridge.hf_pretrained.config.to_dict(), "vocab_size")
     rollouts = made_up(
         budget, copies=config.mesh.dp * layout.micro_batches(args["micro_batches"]), longest=args["longest"],

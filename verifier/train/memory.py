@@ -1,4 +1,4 @@
-"""Memory of a rank: limits, high-water marks, and the errors by which its end shows. Loads torch only on a GPU's rank."""
+"""Memory of a rank: limits, high-water marks, and the errors by which its end shows. Loads torch on GPUs alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def limit_memory(limit_gib: float, tier: Tier) -> None:
     limit = int(limit_gib * 2**30)
     if tier == "cpu":
         if (held := _status("VmData")) >= limit:
-            raise MemoryError(f"a rank maps {held / 2**30:.2f} GiB before its model, the limit is {limit_gib:g} GiB")
+            raise MemoryError(
+                f"a rank maps {held / 2**30:.2f} GiB before its first step, the limit is {limit_gib:g} GiB"
+            )
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         return
     import torch
