@@ -18,7 +18,7 @@ from tests.meta.sources import ROOT
 
 WORDS = (
     "--model", "tiny:qwen3", "--mesh", "dp=1", "--mesh", "dp=2", "--mesh", "dp=3,tp=3", "--recompute", "none",
-    "--memory-limit", "1.6", "--least-tokens", "1024", "--most-tokens", "32768", "--longest", "128", "--steps", "1",
+    "--memory-limit", "1.6", "--least-tokens", "2048", "--most-tokens", "32768", "--longest", "128", "--steps", "1",
     "--micro-batches", "1", "--trial-timeout", "60",
 )  # fmt: skip
 

@@ -4,7 +4,11 @@ import pytest
 
 from verifier.cli.app import run
 
+<<<<<<< HEAD
 COMMANDS = ["", "golden", "roundtrip", "train", "noise", "replay", "explain", "doctor"]
+=======
+COMMANDS = ["", "golden", "roundtrip", "noise", "sweep", "replay", "explain", "doctor"]
+>>>>>>> 74c4739 (sweep: page, snapshots, GPU test)
 COMMANDS += ["faults", "faults list", "faults run", "faults matrix"]
 
 
@@ -47,6 +51,13 @@ BAD_USAGE = {
     "why-without-record": ["golden", "--model", "tiny:qwen3", "--why", "x"],
     "noise-recorded-without-why": ["noise", "--model", "tiny:qwen3", "--record"],
     "noise-no-time": ["noise", "--model", "tiny:qwen3", "--timeout", "nan"],
+    "sweep-ranks-and-mesh": ["sweep", "--model", "tiny:qwen3", "--ranks", "2", "--mesh", "tp=2"],
+    "sweep-most-below-least": ["sweep", "--model", "tiny:qwen3", "--most-tokens", "512"],
+    "sweep-no-memory": ["sweep", "--model", "tiny:qwen3", "--memory-limit", "0"],
+    "sweep-no-layout": ["sweep", "--model", "tiny:qwen3", "--mesh", "tp2", "--dry-run"],
+    "sweep-too-long": ["sweep", "--model", "tiny:qwen3", "--longest", "2000", "--dry-run"],
+    "sweep-recompute": ["sweep", "--model", "tiny:qwen3", "megatron.recompute=full"],
+    "sweep-trial-timeout": ["sweep", "--model", "tiny:qwen3", "--trial-timeout", "0"],
     "no-manifest": ["golden", "--model", "tiny:qwen3", "--against", "absent.json"],
     "no-folder": ["golden", "--model", "tiny:qwen3", "--json", "absent/out.json"],
     "no-trace": ["replay", "absent"],

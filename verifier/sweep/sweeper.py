@@ -15,8 +15,8 @@ import msgspec
 from verifier.config.sweep import SweepConfig
 from verifier.core.outputs import write_whole
 from verifier.core.work_folder import sweep as sweep_work_folders
-from verifier.errors import ContractError, UsageError
-from verifier.launch.failures import LaunchError, RankFailed
+from verifier.errors import ContractError, InternalError, UsageError
+from verifier.launch.failures import CollectiveTimeout, JobTimeout, LaunchError, RankFailed
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.model.named import config_of
 from verifier.platform import Tier, select
@@ -126,6 +126,9 @@ class Trials:
             layout: to build.
             budget: tokens of a micro-batch.
             left_s: seconds until the end of the sweep's deadline.
+
+        Raises:
+            InternalError: the sweep's deadline passed, or the process that forks the ranks is gone.
         """
         config, folder = self._config, self._config.run / "trials"
         shutil.rmtree(folder, ignore_errors=True)
@@ -148,6 +151,10 @@ class Trials:
             killed = failed.cause == "killed by SIGKILL" and memory.kills_of_kernel() > kills
             exhausted = memory.is_out_of_memory(f"{failed.cause}\n{failed.log_tail}")
             status, reason = "out_of_memory" if killed or exhausted else "failed", _sentence(failed)
+        except (JobTimeout, CollectiveTimeout) as late:
+            if deadline_s < config.trial_timeout_s:  # the sweep's own end, which is no row
+                raise InternalError(f"--timeout is {config.timeout_s:g} s, which passed in a trial") from late
+            status, reason = "failed", str(late).splitlines()[0]
         except (LaunchError, UsageError, ContractError) as failed:
             status, reason = "failed", str(failed).splitlines()[0]
         marks = [

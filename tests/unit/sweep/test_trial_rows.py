@@ -72,7 +72,7 @@ def test_layouts_and_budgets_may_change_but_not_what_a_row_means(tmp_path):
         pass
     with opened_rows(config(tmp_path, ranks=2, most_tokens=9999, recompute="full"), "cpu"):
         pass
-    with pytest.raises(UsageError, match="holds a sweep with memory_limit=None, and memory_limit=2.0 is asked for"):
+    with pytest.raises(UsageError, match=r"memory_limit=None, and memory_limit=2\.0 is asked for"):
         opened_rows(config(tmp_path, memory_limit=2.0), "cpu").__enter__()
     with pytest.raises(UsageError, match="holds a sweep with device=cpu, and device=NVIDIA H100 is asked for"):
         opened_rows(config(tmp_path), "NVIDIA H100").__enter__()
@@ -88,7 +88,7 @@ def test_a_line_that_is_no_row_is_named(tmp_path):
         pass
     with (tmp_path / "run" / "trials.jsonl").open("a") as file:
         file.write("{}\n")
-    with pytest.raises(UsageError, match="line 2 of `.*` is no row of a sweep"):
+    with pytest.raises(UsageError, match=r"line 2 of `.*` is no row of a sweep"):
         opened_rows(config(tmp_path), "cpu").__enter__()
 
 
