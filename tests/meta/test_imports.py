@@ -149,7 +149,7 @@ LIGHT = {
     "roundtrip-help": "from verifier.cli.app import run; run(['roundtrip', '--help'])",
     "bad-usage": "from verifier.cli.app import run; run(['roundtrip', '--model', 'x', '--tp', '0'])",
     "explain": "from verifier.cli.app import run; run(['explain', 'WGT001'])",
-    "sweep-dry-run": "from verifier.cli.app import run; run(['sweep', 'model=tiny:qwen3-moe', '--ranks', '8', '--dry-run'])",
+    "sweep-dry-run": "from verifier.cli.app import run; run(['sweep', 'model=tiny:qwen3-moe', 'ranks=8', '--dry-run'])",
     "faults-list": "from verifier.cli.app import run; run(['faults', 'list'])",
     "replay": "from verifier.cli.app import run; run(['replay', 'TRACE'])",
     "plugin": "import verifier.pytest_plugin",

@@ -13,7 +13,7 @@ from verifier.errors import UsageError
 from verifier.model.named import config_of
 from verifier.report.progress import Progress
 from verifier.sweep import summary
-from verifier.sweep.layouts import layouts_of, longest_of
+from verifier.sweep.swept_layouts import layouts_of, longest_of
 
 _GPU = Path("/dev/nvidiactl")
 """Device file of NVIDIA's driver; without it no GPU can be used."""

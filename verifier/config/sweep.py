@@ -44,13 +44,13 @@ class SweepConfig(CommandConfig):
         flag="--most-tokens", least=2, unit="tokens",
     )  # fmt: skip
     longest: int | None = knob(
-        "Tokens of the longest made-up rollout, the shortest has an eighth; by default 2,048, or the model's greatest "
-        "length.", None, flag="--longest", least=2, unit="tokens",
+        "Longest made-up rollout; by default 2,048 tokens or the model's limit. The shortest is 1/8.", None,
+        flag="--longest", least=2, unit="tokens",
     )  # fmt: skip
     micro_batches: int = knob("Micro-batches of a data-parallel rank and step.", 2, flag="--micro-batches", least=1)
     steps: int = knob("Optimizer steps that are timed, after one that is not.", 3, flag="--steps", least=1)
     memory_limit: float | None = knob(
-        "Memory that a rank may take: private memory on a CPU, of the allocator on a GPU; by default all there is.",
+        "Memory that a rank may take: private on a CPU, the allocator's on a GPU; by default all.",
         None, flag="--memory-limit", metavar="GIB", unit="GiB",
     )  # fmt: skip
     seed: int = knob("Seed of weights, lengths and tokens.", 1, flag="--seed")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from verifier.sweep.trial_rows import TrialRow
+from verifier.sweep.trial_rows import SweepRow
 
 _SYMBOLS = {"ok": "circle", "out_of_memory": "x", "failed": "triangle-up"}
 """Status -> mark of its rows."""
 
 
-def page(title: str, rows: Sequence[TrialRow]) -> str:
+def page(title: str, rows: Sequence[SweepRow]) -> str:
     """Return the page: tokens a second and peak of memory against the budget, a line per layout.
 
     What did not run has a mark without a speed, and the peak that was seen before its end.

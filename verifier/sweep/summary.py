@@ -11,8 +11,8 @@ from typing import Any
 
 from verifier.config.sweep import SweepConfig
 from verifier.sweep.budget_search import TOLERANCE
-from verifier.sweep.layouts import InvalidLayout, SweptLayout
-from verifier.sweep.trial_rows import TrialRow
+from verifier.sweep.swept_layouts import InvalidLayout, SweptLayout
+from verifier.sweep.trial_rows import SweepRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +20,12 @@ class LayoutSummary:
     """Rows of one layout: the largest budget that ran, the fastest row, and the smallest that did not run."""
 
     layout: str
-    largest: TrialRow | None
-    fastest: TrialRow | None
-    beyond: TrialRow | None
+    largest: SweepRow | None
+    fastest: SweepRow | None
+    beyond: SweepRow | None
 
 
-def summaries(rows: Sequence[TrialRow]) -> list[LayoutSummary]:
+def summaries(rows: Sequence[SweepRow]) -> list[LayoutSummary]:
     """Return a summary per layout, the fastest first, those in which nothing ran last."""
     found: list[LayoutSummary] = []
     for layout in dict.fromkeys(row.layout for row in rows):
@@ -41,24 +41,24 @@ def summaries(rows: Sequence[TrialRow]) -> list[LayoutSummary]:
     return sorted(found, key=lambda item: -speed(item.fastest))
 
 
-def speed(row: TrialRow | None) -> float:
+def speed(row: SweepRow | None) -> float:
     """Tokens a second of a row; 0 where nothing ran."""
     return 0.0 if row is None or row.tokens_per_s is None else row.tokens_per_s
 
 
-def knobs_of(row: TrialRow) -> dict[str, Any]:
+def knobs_of(row: SweepRow) -> dict[str, Any]:
     """Knobs of `verifier train` that take the layout and the budget of a row."""
     sizes = {f"mesh.{axis}": size for axis, size in row.mesh.items() if size not in (None, 1)}
     return {**sizes, "megatron.recompute": row.recompute, "batch.max_tokens": row.max_tokens}
 
 
-def words_of(row: TrialRow) -> str:
+def words_of(row: SweepRow) -> str:
     """Words of a `verifier train` command line that take the layout and the budget of a row."""
     return " ".join(f"{key}={value}" for key, value in knobs_of(row).items())
 
 
 def as_json(
-    config: SweepConfig, device: str, rows: Sequence[TrialRow], invalid: Sequence[InvalidLayout]
+    config: SweepConfig, device: str, rows: Sequence[SweepRow], invalid: Sequence[InvalidLayout]
 ) -> str:  # fmt: skip
     """Return the content of sweep.json."""
     found = summaries(rows)
@@ -82,7 +82,7 @@ def as_json(
     return json.dumps(value, indent=1) + "\n"
 
 
-def _record(row: TrialRow | None) -> Mapping[str, Any] | None:
+def _record(row: SweepRow | None) -> Mapping[str, Any] | None:
     if row is None:
         return None
     return {
@@ -91,7 +91,7 @@ def _record(row: TrialRow | None) -> Mapping[str, Any] | None:
     }  # fmt: skip
 
 
-def table(device: str, rows: Sequence[TrialRow]) -> str:
+def table(device: str, rows: Sequence[SweepRow]) -> str:
     """Return a table with a line per layout."""
     from rich import box
     from rich.console import Console
@@ -113,13 +113,13 @@ def table(device: str, rows: Sequence[TrialRow]) -> str:
     return text
 
 
-def _cells(row: TrialRow | None) -> tuple[str, str, str, str]:
+def _cells(row: SweepRow | None) -> tuple[str, str, str, str]:
     if row is None or row.step_s is None or row.peak_bytes is None:
         return "none", "-", "-", "-"
     return f"{row.max_tokens:,}", f"{row.step_s:.3g} s", f"{speed(row):,.0f}", f"{row.peak_bytes / 2**30:.2f} GiB"
 
 
-def answer(rows: Sequence[TrialRow]) -> str:
+def answer(rows: Sequence[SweepRow]) -> str:
     """Return the lines that name the fastest layout and the largest budget, each as knobs of a training run."""
     found = summaries(rows)
     best = [row for item in found if (row := item.fastest) is not None]

@@ -23,8 +23,8 @@ from verifier.platform import Tier, select
 from verifier.platform.pins import TRAINER, require_pins
 from verifier.runs.resources import Deadline
 from verifier.sweep.budget_search import next_budget
-from verifier.sweep.layouts import InvalidLayout, SweptLayout, first_budget, layouts_of, longest_of, train_config
-from verifier.sweep.trial_rows import Status, TrialRow, TrialRows, memory_file, opened_rows
+from verifier.sweep.swept_layouts import InvalidLayout, SweptLayout, first_budget, layouts_of, longest_of, train_config
+from verifier.sweep.trial_rows import Status, SweepRow, SweepRows, memory_file, opened_rows
 from verifier.train import memory
 
 MOST_TOKENS, MOST_TOKENS_UNLIMITED_CPU = 2**20, 8192
@@ -36,8 +36,8 @@ run out of memory first."""
 class SweepResult:
     """Every row of a sweep that has ended, and what was not tried."""
 
-    rows: list[TrialRow]
-    """Of the layouts that were asked for; a continued folder may hold more."""
+    rows: list[SweepRow]
+    """Rows of the layouts that were asked for; a continued folder may hold more."""
     invalid: list[InvalidLayout]
     device: str
     most_tokens: int
@@ -78,7 +78,7 @@ def sweep(config: SweepConfig, progress: Callable[[str], None]) -> SweepResult:
     with opened_rows(config, device_of(tier)) as rows:
         write_whole(config.run / "config.json", json.dumps(sizes, indent=1) + "\n")
         with ForkLauncher(preload="verifier.model.provider_megatron:preload") as launcher:
-            trials = Trials(config, launcher, tier, longest)
+            trials = SweepTrials(config, launcher, tier, longest)
             for number, layout in enumerate(valid, start=1):
                 first = first_budget(config, layout)
                 while (budget := _next(rows, layout, first, most)) is not None:
@@ -89,7 +89,7 @@ def sweep(config: SweepConfig, progress: Callable[[str], None]) -> SweepResult:
     return SweepResult(rows=asked, invalid=invalid, device=device_of(tier), most_tokens=most)
 
 
-def _next(rows: TrialRows, layout: SweptLayout, first: int, most: int) -> int | None:
+def _next(rows: SweepRows, layout: SweptLayout, first: int, most: int) -> int | None:
     return next_budget(rows.tried(layout.name), least=first, most=most, multiple=layout.multiple)
 
 
@@ -106,7 +106,7 @@ def _require_device(config: SweepConfig, layouts: list[SweptLayout], tier: Tier)
         raise UsageError("Transformer Engine attends to packed sequences in bf16 only: use --dtype bf16")
 
 
-class Trials:
+class SweepTrials:
     """Trials of one sweep, one after another.
 
     Args:
@@ -119,7 +119,7 @@ class Trials:
     def __init__(self, config: SweepConfig, launcher: ForkLauncher, tier: Tier, longest: int) -> None:
         self._config, self._launcher, self._tier, self._longest = config, launcher, tier, longest
 
-    def run(self, layout: SweptLayout, budget: int, left_s: float) -> TrialRow:
+    def run(self, layout: SweptLayout, budget: int, left_s: float) -> SweepRow:
         """Take the steps of one trial in ranks of its own; how it ends is its row.
 
         Args:
@@ -163,7 +163,7 @@ class Trials:
             if (path := memory_file(folder, rank)).exists()
         ]
         step_s = statistics.median(results[0]["seconds"]) if results else None
-        return TrialRow(
+        return SweepRow(
             layout=layout.name, mesh=layout.mesh.to_dict(), recompute=layout.recompute, max_tokens=budget,
             status=status, step_s=step_s, tokens_per_s=results[0]["tokens"] / step_s if step_s else None,
             peak_bytes=max((item.peak for item in marks), default=None),

@@ -13,8 +13,8 @@ import torch
 from verifier.config.training import TrainConfig
 from verifier.model import provider_megatron
 from verifier.model.families import size_if_any
-from verifier.sweep.layouts import SweptLayout
 from verifier.sweep.made_up_rollouts import made_up
+from verifier.sweep.swept_layouts import SweptLayout
 from verifier.sweep.trial_rows import memory_file
 from verifier.train import memory, optimizer_megatron, step_megatron
 from verifier.trainer.live_settings_megatron import data_parallel_of

@@ -29,7 +29,7 @@ FREE = ("ranks", "meshes", "recompute", "least_tokens", "most_tokens", "timeout_
 """Knobs in which a sweep may be continued with another value: its rows are the same under all of them."""
 
 
-class TrialRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SweepRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One trial: a layout and a budget, and how its steps went."""
 
     layout: str
@@ -58,13 +58,13 @@ def memory_file(run_dir: Path, rank: int) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class TrialRows:
+class SweepRows:
     """File of a sweep's rows, open for this process alone."""
 
     file: Path
-    rows: list[TrialRow]
+    rows: list[SweepRow]
 
-    def add(self, row: TrialRow) -> None:
+    def add(self, row: SweepRow) -> None:
         """Append a row; it is on the disk when this returns.
 
         Raises:
@@ -79,7 +79,7 @@ class TrialRows:
 
 
 @contextlib.contextmanager
-def opened_rows(config: SweepConfig, device: str) -> Iterator[TrialRows]:
+def opened_rows(config: SweepConfig, device: str) -> Iterator[SweepRows]:
     """Open the folder of a sweep, new or to be continued, and keep others out of it until exit.
 
     A last line that was cut, since its process was killed, is dropped.
@@ -108,7 +108,7 @@ def opened_rows(config: SweepConfig, device: str) -> Iterator[TrialRows]:
             _require_same(folder, lines[0], asked)
         else:
             _append(file, msgspec.json.encode(asked))
-        yield TrialRows(file, [_read(file, number, line) for number, line in enumerate(lines[1:], start=2)])
+        yield SweepRows(file, [_read(file, number, line) for number, line in enumerate(lines[1:], start=2)])
 
 
 def _shared_knobs(config: SweepConfig) -> dict[str, Any]:
@@ -140,9 +140,9 @@ def _require_same(folder: Path, line: bytes, asked: Mapping[str, Any]) -> None:
             )
 
 
-def _read(file: Path, number: int, line: bytes) -> TrialRow:
+def _read(file: Path, number: int, line: bytes) -> SweepRow:
     try:
-        return msgspec.json.decode(line, type=TrialRow)
+        return msgspec.json.decode(line, type=SweepRow)
     except msgspec.MsgspecError as problem:
         raise UsageError(f"line {number} of `{file}` is no row of a sweep: {problem}; remove it") from problem
 

@@ -6,13 +6,13 @@ import pytest
 
 from verifier.config import SweepConfig
 from verifier.errors import UsageError
-from verifier.sweep.layouts import InvalidLayout
 from verifier.sweep.summary import answer, as_json, table
-from verifier.sweep.trial_rows import TrialRow, opened_rows
+from verifier.sweep.swept_layouts import InvalidLayout
+from verifier.sweep.trial_rows import SweepRow, opened_rows
 
 
 def row(layout, max_tokens, tokens_per_s=None, status="ok", **sizes):
-    return TrialRow(
+    return SweepRow(
         layout=layout, mesh={"tp": 1, **sizes}, recompute="none", max_tokens=max_tokens, status=status,
         step_s=None if tokens_per_s is None else max_tokens / tokens_per_s, tokens_per_s=tokens_per_s,
         peak_bytes=2**30, reserved_bytes=2**30, reason="" if status == "ok" else "rank 0: it did not fit",

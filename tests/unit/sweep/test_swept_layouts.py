@@ -5,7 +5,7 @@ import pytest
 from verifier.config import SweepConfig
 from verifier.errors import UsageError
 from verifier.model.named import config_of
-from verifier.sweep.layouts import layouts_of, longest_of, train_config
+from verifier.sweep.swept_layouts import layouts_of, longest_of, train_config
 
 
 def found(sizes=None, **knobs):
