@@ -4,11 +4,7 @@ import pytest
 
 from verifier.cli.app import run
 
-<<<<<<< HEAD
-COMMANDS = ["", "golden", "roundtrip", "train", "noise", "replay", "explain", "doctor"]
-=======
-COMMANDS = ["", "golden", "roundtrip", "noise", "sweep", "replay", "explain", "doctor"]
->>>>>>> 74c4739 (sweep: page, snapshots, GPU test)
+COMMANDS = ["", "golden", "roundtrip", "train", "sweep", "noise", "replay", "explain", "doctor"]
 COMMANDS += ["faults", "faults list", "faults run", "faults matrix"]
 
 
