@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +34,10 @@ MOST_TOKENS, MOST_TOKENS_UNLIMITED_CPU = 2**20, 8192
 run out of memory first."""
 
 
+_NAME_S = 120.0
+"""Seconds until the name of a GPU."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepResult:
     """Every row of a sweep that has ended, and what was not tried."""
@@ -40,16 +46,23 @@ class SweepResult:
     """Rows of the layouts that were asked for; a continued folder may hold more."""
     invalid: list[InvalidLayout]
     device: str
-    most_tokens: int
 
 
 def device_of(tier: Tier) -> str:
-    """Return the name of what the ranks run on, such as "NVIDIA H100 80GB HBM3" or "cpu"."""
+    """Return the name of what the ranks run on, such as "NVIDIA H100 80GB HBM3" or "cpu".
+
+    CUDA says it in a process of its own, whose memory on the GPU is free again before the first trial.
+
+    Raises:
+        UsageError: it does not say it.
+    """
     if tier == "cpu":
         return "cpu"
-    import torch
-
-    return str(torch.cuda.get_device_name(0))
+    asked = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name(0))"]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=_NAME_S, check=False)  # noqa: S603 - our own
+    if done.returncode:
+        raise UsageError(f"the GPU does not answer: {(done.stderr.strip() or 'no reason').splitlines()[-1]}")
+    return done.stdout.strip()
 
 
 def most_tokens_of(config: SweepConfig, tier: Tier) -> int:
@@ -74,8 +87,8 @@ def sweep(config: SweepConfig, progress: Callable[[str], None]) -> SweepResult:
     longest = longest_of(config, sizes)
     _require_device(config, valid, tier)
     sweep_work_folders()
-    most = most_tokens_of(config, tier)
-    with opened_rows(config, device_of(tier)) as rows:
+    most, device = most_tokens_of(config, tier), device_of(tier)
+    with opened_rows(config, device) as rows:
         write_whole(config.run / "config.json", json.dumps(sizes, indent=1) + "\n")
         with ForkLauncher(preload="verifier.model.provider_megatron:preload") as launcher:
             trials = SweepTrials(config, launcher, tier, longest)
@@ -86,7 +99,7 @@ def sweep(config: SweepConfig, progress: Callable[[str], None]) -> SweepResult:
                     rows.add(trials.run(layout, budget, until.left(f"the trial of {budget:,} tokens, {layout.name}")))
         names = {layout.name for layout in valid}
         asked = [row for row in rows.rows if row.layout in names]
-    return SweepResult(rows=asked, invalid=invalid, device=device_of(tier), most_tokens=most)
+    return SweepResult(rows=asked, invalid=invalid, device=device)
 
 
 def _next(rows: SweepRows, layout: SweptLayout, first: int, most: int) -> int | None:
