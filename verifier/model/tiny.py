@@ -65,14 +65,18 @@ TINY: dict[str, tuple[str, dict[str, JSON]]] = {
     "nemotron-h": ("nemotron-h", _HYBRID),
 }
 """Model id without "tiny:" -> (family, keys of config.json)."""
-TO_TRAIN: dict[str, tuple[str, dict[str, JSON]]] = {
-    "add": ("qwen3", {
-        **DECODER, "vocab_size": len(VOCABULARY), "hidden_size": 112, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 384,
-        "max_position_embeddings": 1024, "rope_theta": 10000.0, "tie_word_embeddings": True,
-        "bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID,
-    }),
+_ADD: dict[str, JSON] = {
+    "vocab_size": len(VOCABULARY), "hidden_size": 112, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 384,
+    "max_position_embeddings": 1024, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    "bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID,
 }  # fmt: skip
+_ADD_EXPERTS: dict[str, JSON] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+TO_TRAIN: dict[str, tuple[str, dict[str, JSON]]] = {
+    "add": ("qwen3", {**DECODER, **_ADD}),
+    "add-moe": ("qwen3-moe", {**QWEN3_MOE, **_ADD, **_ADD_EXPERTS}),
+}
 """Like `TINY`, models that learn a task from their generated weights; each has the character tokenizer.
 
 They are no family of their own, so the round trip's table, noise floors and manifests do not hold them.

@@ -8,8 +8,10 @@ sharding from the class name of its owner. `verifier.platform.cpu` compares each
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
@@ -19,6 +21,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
 from torch import Tensor
 from torch.nn import Parameter, functional
@@ -188,6 +191,7 @@ class _GroupedLinear(torch.nn.Module):
         )
         self.num_gemms = num_gemms
         self.use_bias = False
+        self._groups = groups
         for index in range(num_gemms):
             weight = Parameter(torch.empty(*shape, dtype=config.params_dtype))
             _initialize_affine_weight_gpu(weight, init_method, partition_dim=self.partition_dim, is_expert=True)
@@ -199,6 +203,29 @@ class _GroupedLinear(torch.nn.Module):
         runs = torch.split(x, m_splits)
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         return torch.cat([_linear_by_blocks(run, weight) for run, weight in zip(runs, weights, strict=True)]), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Place each local expert's weight among those of all ranks, under one key.
+
+        Of the ranks with copies of an expert, the first of its expert-data-parallel group writes it.
+
+        Source:
+            megatron-core 0.19.2, core/extensions/transformer_engine.py, `TEGroupedLinear._sharded_state_dict_grouped`;
+            without its extra states, which these modules do not have.
+        """
+        ep, copy = self._groups.ep, self._groups.expt_dp.rank()
+        found = {}
+        for index in range(self.num_gemms):
+            place = (len(sharded_offsets), ep.rank() * self.num_gemms + index, ep.size() * self.num_gemms)
+            shard = make_sharded_tensors_for_checkpoint(
+                {"weight": getattr(self, f"weight{index}")}, prefix, {"weight": self.partition_dim},
+                (*sharded_offsets, place), tp_group=self._groups.expt_tp, dp_cp_group=self._groups.expt_dp,
+            )[f"{prefix}weight"]  # fmt: skip
+            shard.replica_id = (*shard.replica_id[:2], copy)
+            found[f"{prefix}weight{index}"] = shard
+        return found
 
 
 def _linear_by_blocks(x: Tensor, weight: Tensor) -> Tensor:
