@@ -40,9 +40,13 @@ class EngineConfig(EngineOptions):
     """Ids of the upstream fixes that are installed in the engine's processes."""
     lora_targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
     """Linears with room for an adapter, in Megatron's words."""
+    routes: bool = False
+    """Samples of a mixture carry the experts that their tokens were routed to; no prefix is cached."""
 
     def __post_init__(self) -> None:
         EngineOptions.__post_init__(self)
+        if self.routes and self.kind != "vllm":
+            raise UsageError(f"engine.kind is {self.kind}, which reports no routes: use vllm")
         if self.dtype not in DTYPES:
             raise UsageError(f"the engine cannot run in {self.dtype}; choose one of {', '.join(DTYPES)}")
         if self.tp not in (1, 2, 4, 8):
@@ -152,6 +156,9 @@ class Sample:
     """Why it ended, in the engine's words: "stop" by a stop token, "length" by a limit."""
     cached_tokens: int = 0
     """Number of prompt tokens whose keys and values came from the prefix cache."""
+    routes: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """[prompt + continuation - 1, layers with routers, experts per token] experts of each token that the engine ran,
+    which the last one is not; empty unless asked for."""
 
 
 class Engine(Protocol):

@@ -267,6 +267,11 @@ def layer_scopes(config: Mapping[str, JSON]) -> tuple[frozenset[Scope], ...]:
     return tuple(dense if layer < first_moe else sparse for layer in range(layers))
 
 
+def moe_layers_of(config: Mapping[str, JSON]) -> tuple[int, ...]:
+    """Return the global indices of the layers with routed experts; see `layer_scopes`."""
+    return tuple(layer for layer, scopes in enumerate(layer_scopes(config)) if Scope.EXPERT in scopes)
+
+
 def sizes_of(config: Mapping[str, JSON]) -> dict[str, int]:
     """Return the sizes that tensor rows and Megatron placements refer to by name; absent where none applies.
 

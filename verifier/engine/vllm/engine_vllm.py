@@ -6,7 +6,7 @@ import functools
 import importlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from verifier.engine.api import (
 from verifier.engine.vllm.worker_vllm import BACKEND
 from verifier.errors import ContractError, InternalError, VerifierError
 from verifier.model.checkpoint import open_checkpoint
-from verifier.model.families import FAMILIES
+from verifier.model.families import FAMILIES, moe_layers_of
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt
 
@@ -95,7 +95,10 @@ class VllmEngine(Engine):
             enable_lora=config.lora_rank > 0,
             **(_room_for_adapters(config) if config.lora_rank else {}),
             # Off for hybrids, as by vLLM's default: their cached states are experimental in 0.21.
-            enable_prefix_caching=checkpoint.config.get("mamba_num_heads") is None,
+            # And off beside routes: vLLM reports expert 0 for every token that it finds in the cache.
+            enable_prefix_caching=checkpoint.config.get("mamba_num_heads") is None and not config.routes,
+            enable_return_routed_experts=config.routes,
+            async_scheduling=False if config.routes else None,
             skip_tokenizer_init=True,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
@@ -103,6 +106,7 @@ class VllmEngine(Engine):
             worker_extension_cls="verifier.engine.vllm.worker_vllm.VerifierWorker",
         )
         self._rpc("verifier_unlink_shared")
+        self._routers = len(moe_layers_of(checkpoint.config)) if config.routes else 0
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """See `Engine.logprobs`: one prefill per sequence; vLLM does not read the prefix cache for it."""
@@ -120,9 +124,15 @@ class VllmEngine(Engine):
         vLLM seeds sample k of a request with the request's seed plus k. On a CPU it ignores seeds if a request of the
         batch has none or is greedy (vllm #51226), so the generator that serves all requests is seeded too.
         """
-        asked = [_params(item) for item in self._limits.requests(prompts, sampling)]
+        requests = self._limits.requests(prompts, sampling)
         self._rpc("verifier_seed", seed=sampling.seed)
-        outputs = self._sampled(prompts, asked)
+        if self._routers:  # of a request of several samples vLLM reports the routes of one sample's prompt
+            pairs = zip(prompts, requests, strict=True)
+            each = [(prompt, asked, number) for prompt, asked in pairs for number in range(asked.n)]
+            params = [_params(replace(asked, n=1, seed=asked.seed + number)) for _, asked, number in each]
+            outputs = iter(self._sampled([prompt for prompt, _, _ in each], params))
+            return [[self._routed(next(outputs)) for _ in range(asked.n)] for asked in requests]
+        outputs = self._sampled(prompts, [_params(item) for item in requests])
         return [[_sample(item, output) for item in output.outputs] for output in outputs]
 
     def state(self) -> list[list[EngineTensor]]:
@@ -193,6 +203,13 @@ class VllmEngine(Engine):
     def shutdown(self) -> None:
         """End the workers."""
         self._llm.llm_engine.engine_core.shutdown()
+
+    def _routed(self, output: RequestOutput) -> Sample:
+        """Convert a request's only completion, with its routes, of which vLLM has columns for dense layers too."""
+        item = output.outputs[0]
+        parts = [part for part in (output.prompt_routed_experts, item.routed_experts) if part is not None]
+        routes = [token[: self._routers] for part in parts for token in part.tolist()]
+        return replace(_sample(item, output), routes=tuple(tuple(map(tuple, token)) for token in routes))
 
     def _sampled(self, prompts: Sequence[Sequence[int]], asked: SamplingParams | list[SamplingParams]) -> list[Any]:
         tokens = [{"prompt_token_ids": list(prompt)} for prompt in prompts]

@@ -25,12 +25,14 @@ from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, _p
 
 from verifier.engine.api import EngineSlice, EngineTensor, Poisoned, reply_of
 from verifier.engine.stored_tensors import adapter_places, restore
+from verifier.engine.vllm.routes_vllm import record_routes
 from verifier.engine.vllm.stored_tensors_vllm import model_tensors, poison_model
 from verifier.engine.vllm.view_vllm import checkpoint_slices
 from verifier.errors import ContractError
 from verifier.launch.child import die_with_parent, resolve
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.platform import upstream_fixes_vllm
+from verifier.platform.patch import Patch, apply
 from verifier.transport.receiver import ChunkReceiver
 from verifier.transport.wire import Address, Agreement, Receipt
 
@@ -206,6 +208,7 @@ def _install() -> None:
         from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 
         cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = SiluAndMul.forward_native
+        apply([Patch("vllm.v1.worker.cpu_model_runner:CPUModelRunner.init_routed_experts_capturer", record_routes, "self")])
 
 
 _install()
