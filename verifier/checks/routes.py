@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from verifier.checks.logprobs import ORACLE, compare_with_oracle, split
 from verifier.core.check import check
@@ -27,33 +28,35 @@ Place = tuple[int, int, int]
 """Rollout, position in it, global layer."""
 
 
-@check("RPL001", needs=(GivenRoutes, UsedRoutes), scope="replay")
+@check("RPL001", needs=(GivenRoutes, UsedRoutes), scope="replay", also="routes")
 def replayed_route_differs(trace: Trace) -> Iterator[Comparison]:
     """Each router uses for each token the experts that the token's own rollout says for that layer.
 
     What it checks: made-up routes, other ones for every (rollout, position, global layer), travel with the rollouts and
-    are replayed; the experts read off every router's output, on every rank, against the rollouts. Each place must be
-    seen, and right wherever it is seen; padding and a last token without a route are left out.
+    are replayed; the experts read off every router's output, on every rank, against the rollouts. In a training run
+    that replays, the engine's routes, in each pass over a mini-batch: those that score it, and each update. Each place
+    must be seen, and right wherever it is seen; padding and a last token without a route are left out.
     Why it matters: a route of the neighbouring token, layer, shard or sample is a valid route; the loss goes on, and
     replay makes the mismatch worse that it should mend.
     Evidence: replay/routes (what the rollouts say), replay/choice (what each rank's routers used).
     Tolerance and its source: exact; expert numbers are copied, not computed.
-    What it does not catch: right experts with wrong weights (RPL002, RPL003).
+    What it does not catch: right experts with wrong weights (RPL002, RPL003); in a training run, routes that were
+    wrong when the engine reported them (LGP009), and routers that choose for themselves what the engine chose.
     References: verl#5037, verl#7106, SkyRL#1908, slime#2175, slime#1052, miles#2570.
     """
     for item in trace.of(GivenRoutes):
         wanted: dict[int, dict[Place, list[int]]] = defaultdict(dict)
         for place, experts in _routes(trace, item):
             wanted[place[0]][place] = experts
-        used: dict[Place, list[tuple[int, list[int]]]] = defaultdict(list)
+        used: dict[str, dict[Place, list[tuple[int, list[int]]]]] = {name: defaultdict(list) for name in item.passes}
         for choice in trace.of(UsedRoutes, name=item.name, version=item.version):
-            for place, experts in _routes(trace, choice):
-                used[place].append((choice.rank, experts))
-        for rollout, name in enumerate(item.rollouts):
+            for place, experts in _routes(trace, choice) if choice.during in used else ():
+                used[choice.during][place].append((choice.rank, experts))
+        for during, (rollout, name) in product(item.passes, enumerate(item.rollouts)):
             bad = []
             for place, experts in sorted(wanted[rollout].items()):
-                wrong = [(rank, found) for rank, found in used[place] if found != experts]
-                if wrong or not used[place]:
+                wrong = [(rank, found) for rank, found in used[during][place] if found != experts]
+                if wrong or not used[during][place]:
                     bad.append((place, str(experts), wrong))
             sentence = want = got = owner = ""
             if bad:
@@ -63,9 +66,10 @@ def replayed_route_differs(trace: Trace) -> Iterator[Comparison]:
                     owner, got = f"trainer rank {wrong[0][0]}", str(wrong[0][1])
                     said = f"uses experts {got}, its route says {want}"
                 sentence = f"token {position} of `{name}` {said} in layer {layer}"
+                sentence += f", in the pass `{during}`" if during else ""
             num_places = len(wanted[rollout])
             yield Comparison(
-                what=name, same=not bad, stage=Stage.REPLAY, version=item.version,
+                what=f"{name}, {during}" if during else name, same=not bad, stage=Stage.REPLAY, version=item.version,
                 badness=len(bad) / max(num_places, 1), sentence=sentence, owner=owner, expected=want, actual=got,
                 mismatched=f"places (token, layer): {len(bad):,} of {num_places:,}",
                 allowed="exact (routes are copied)",

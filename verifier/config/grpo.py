@@ -49,6 +49,9 @@ class GrpoOptions:
     drop_zero_variance: bool = knob("Leave groups whose rewards are all equal out of the loss.", False)
     mini_batches: int = knob("Optimizer steps of one pass over a batch.", 1, least=1)
     epochs: int = knob("Passes over a batch.", 1, least=1)
+    replay_routes: bool = knob(
+        "Routers of the trainer choose the experts that the engine chose (R3); vLLM reports them.", False
+    )  # fmt: skip
     max_staleness: int = knob("Versions that sampled tokens may be behind the weights that they train.", 0, least=0)
 
     def __post_init__(self) -> None:

@@ -202,6 +202,7 @@ class TrainConfig(RunConfig):
                 "leave data.rollouts out, or give algorithm=grpo"
             )
         self.lora.refuse_engine(self.engine, samples=self.samples)
+        self._refuse_replay()
         self._refuse_sizes()
         self._refuse_course()
 
@@ -214,6 +215,21 @@ class TrainConfig(RunConfig):
     def num_updates(self) -> int:
         """Optimizer steps of the run."""
         return self.steps * (self.grpo.updates if self.algorithm == "grpo" else 1)
+
+    def _refuse_replay(self) -> None:
+        """Refuse routes to replay that nothing reports, or that routers would be given in vain."""
+        if not self.grpo.replay_routes:
+            return
+        given = "grpo.replay_routes is true"
+        if self.algorithm == "sft":
+            raise UsageError(f"{given} and algorithm is sft, whose texts no engine routed: leave it out")
+        if self.engine.kind != "vllm" and self.data.rollouts is None:
+            raise UsageError(f"{given} and engine.kind is {self.engine.kind}, which reports no routes: use vllm")
+        if "moe" in self.megatron.recompute_modules:
+            raise UsageError(
+                f"{given} and megatron.recompute_modules has moe, whose routers would run again without routes: use "
+                "megatron.recompute=full, or leave moe out"
+            )
 
     def _refuse_sizes(self) -> None:
         """Refuse a batch that its data cannot fill, or that cannot fill the ranks."""

@@ -13,8 +13,8 @@ FORMAT: Literal[2] = 2
 Scope = Literal[
     "adapter", "batch", "begun", "cold", "config", "data", "dropped", "engine", "export", "exported", "forced",
     "frozen", "gradient", "handed", "held", "layout", "logprob", "merged", "mismatch", "order", "plan", "policy",
-    "reference", "replay", "replicas", "resume", "reward", "rollout", "sampled", "saved", "schedule", "scored",
-    "settings", "step", "text", "tokens", "transport", "update",
+    "reference", "replay", "replicas", "resume", "reward", "rollout", "routes", "sampled", "saved", "schedule",
+    "scored", "settings", "step", "text", "tokens", "transport", "update",
 ]  # fmt: skip
 """Part of a run's declaration; every check belongs to one."""
 Ranks = Annotated[int, Meta(ge=0, le=1 << 16)]

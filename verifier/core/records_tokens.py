@@ -74,6 +74,8 @@ class GivenRoutes(ArrayRecord, frozen=True, kw_only=True, tag="replay/routes"):
 
     rollouts: tuple[str, ...]
     """Ids, in the order of the rows' first column."""
+    passes: tuple[str, ...] = ("",)
+    """Passes of the trainer that each must obey them, by name."""
 
 
 class UsedRoutes(ArrayRecord, frozen=True, kw_only=True, tag="replay/choice"):
@@ -81,6 +83,8 @@ class UsedRoutes(ArrayRecord, frozen=True, kw_only=True, tag="replay/choice"):
 
     coordinate: str
     """Mesh coordinate of the rank."""
+    during: str = ""
+    """Pass of the trainer, by name."""
 
 
 class Objective(Record, frozen=True, kw_only=True, tag="loss/objective"):

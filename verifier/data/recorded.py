@@ -20,6 +20,7 @@ from verifier.errors import UsageError
 
 Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Whole = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+Routes = tuple[tuple[tuple[Whole, ...], ...], ...]
 
 
 class RolloutRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -41,7 +42,7 @@ class RolloutRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     versions: tuple[Whole, ...]
     """Weights that sampled each token; of tool output they mean nothing."""
     reward: float
-    routes: tuple[tuple[tuple[Whole, ...], ...], ...] | None = None
+    routes: Routes | None = None
     """[prompt + response, layers, experts per token] expert ids that the engine chose."""
     answer: str | None = None
     """Gold answer."""

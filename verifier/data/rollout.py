@@ -106,6 +106,25 @@ class Rollout:
         return len(self.tokens) - self.prompt_length
 
 
+def route_rows(rollouts: Sequence[Rollout], layers: Sequence[int]) -> np.ndarray:
+    """Routes of rollouts, in a row each: index of the rollout, position, global layer, experts.
+
+    Args:
+        rollouts: with routes.
+        layers: global indices of the layers with routers, in the order of the routes' M axis.
+
+    Returns:
+        [N, 3 + K] int32, without the tokens that have no route.
+    """
+    parts = []
+    for index, rollout in enumerate(rollouts):
+        assert rollout.routes is not None
+        position, column = np.nonzero((rollout.routes != MISSING_ROUTE).all(-1))
+        where = np.stack([np.full_like(position, index), position, np.asarray(layers)[column]], axis=-1)
+        parts.append(np.concatenate([where, rollout.routes[position, column]], axis=-1))
+    return np.concatenate(parts).astype(np.int32)
+
+
 def make_rollout(
     rollout_id: str,
     prompt: Sequence[int] | np.ndarray,

@@ -71,11 +71,13 @@ _ADD: dict[str, JSON] = {
     "max_position_embeddings": 1024, "rope_theta": 10000.0, "tie_word_embeddings": True,
     "bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID,
 }  # fmt: skip
-_ADD_EXPERTS: dict[str, JSON] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_ADD_EXPERTS: dict[str, JSON] = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "tie_word_embeddings": False,
+}  # fmt: skip
 
 TO_TRAIN: dict[str, tuple[str, dict[str, JSON]]] = {
     "add": ("qwen3", {**DECODER, **_ADD}),
-    "add-moe": ("qwen3-moe", {**QWEN3_MOE, **_ADD, **_ADD_EXPERTS}),
+    "add-moe": ("qwen3-moe", {**QWEN3_MOE, **_ADD, **_ADD_EXPERTS}),  # published mixtures are not tied
 }
 """Like `TINY`, models that learn a task from their generated weights; each has the character tokenizer.
 

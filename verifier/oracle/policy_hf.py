@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from verifier.oracle.logprob_hf import choosing
 from verifier.oracle.step_hf import (
     Adam,
     adapter_gradients,
@@ -29,7 +30,8 @@ SHIFT = 1e-5
 ROUNDINGS = 2
 """Times that Adam rounds a weight in float32 in a step: for the decay, and for the move."""
 Row = Mapping[str, torch.Tensor]
-"""Columns of one sequence: tokens, mask, and where the loss reads them weight, advantage, divisor, reference."""
+"""Columns of one sequence: tokens, mask, and where the loss reads them weight, advantage, divisor, reference; and
+``routes``, of a step that replays them."""
 Gradients = dict[str, torch.Tensor]
 """Checkpoint name -> gradient."""
 
@@ -59,7 +61,8 @@ def judge_updates(
     Args:
         folder: see `verifier.trainer.sampled_step`; for update n it has the checkpoints ``weights-n`` and that before
             it, ``gradients-n``, ``exp_avg-n``, ``exp_avg_sq-n``, of rounded weights ``master-n``, and
-            ``inputs-n.safetensors``.
+            ``inputs-n.safetensors``, of a replaying step with ``routes`` [N, 2 + K], see `Route`, and the
+            ``route_counts`` of each sequence.
         rule: "clip_grad", "beta_1", "beta_2", "epsilon", "weight_decay".
         objective: "loss", its name; "temperature"; and the fields of its options by name.
         updates: of each in order its "number", from 1, and "learning_rate".
@@ -121,7 +124,8 @@ def _rows(file: Path) -> list[Row]:
     """Columns of each sequence."""
     columns = load_file(file)
     lengths = columns.pop("lengths").tolist()
-    parts = {name: values.split(lengths) for name, values in columns.items()}
+    counts = columns.pop("route_counts").tolist() if "routes" in columns else []
+    parts = {name: values.split(counts if name == "routes" else lengths) for name, values in columns.items()}
     return [{name: values[at] for name, values in parts.items()} for at in range(len(lengths))]
 
 
@@ -141,11 +145,12 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
         kept = row["mask"][1:].bool()
         if not kept.any():
             continue
-        logits = model(input_ids=row["tokens"][None], use_cache=False).logits[0, :-1].double()
+        with choosing(model, row["routes"].tolist() if "routes" in row else (), len(row["tokens"])):
+            logits = model(input_ids=row["tokens"][None], use_cache=False).logits[0, :-1].double()
         every = torch.log_softmax(logits / objective["temperature"], dim=-1)[kept]
         labels = row["tokens"][1:][kept]
         entropy = -(every.exp() * every).sum(-1)
-        columns = {name: row[name][1:][kept].double() for name in row.keys() - {"tokens", "mask"}}
+        columns = {name: row[name][1:][kept].double() for name in row.keys() - {"tokens", "mask", "routes"}}
         at = torch.arange(len(labels), dtype=torch.float64)
         for place, shift in enumerate(shifts):
             logprob = every.gather(1, labels[:, None])[:, 0] + shift(at)

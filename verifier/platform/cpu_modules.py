@@ -205,7 +205,10 @@ class _GroupedLinear(torch.nn.Module):
         return torch.cat([_linear_by_blocks(run, weight) for run, weight in zip(runs, weights, strict=True)]), None
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, ShardedTensor]:
         """Place each local expert's weight among those of all ranks, under one key.
 

@@ -18,7 +18,7 @@ from verifier.core.records_tokens import (
     ReplayedRouteLogprobs,
     UsedRoutes,
 )
-from verifier.data.rollout import MISSING_ROUTE, Rollout
+from verifier.data.rollout import MISSING_ROUTE, Rollout, route_rows
 from verifier.model.provider_megatron import TrainerModel
 from verifier.train.pack import PackedBatch
 from verifier.train.router_replay_megatron import RouterPass, Routing
@@ -99,12 +99,6 @@ def _record_choices(
     probe.emit(UsedRoutes(name="sentinel routes", version=version, coordinate=str(routing.at)), choices)
     if dist.get_rank() != 0:
         return
-    parts = []
-    for index, rollout in enumerate(made_up):
-        assert rollout.routes is not None
-        position, column = np.nonzero((rollout.routes != MISSING_ROUTE).all(-1))
-        where = np.stack([np.full_like(position, index), position, np.asarray(routing.moe_layers)[column]], axis=-1)
-        parts.append(np.concatenate([where, rollout.routes[position, column]], axis=-1))
     ids = tuple(rollout.id for rollout in made_up)
-    given = np.concatenate(parts).astype(np.int32)
-    probe.emit(GivenRoutes(name="sentinel routes", version=version, rollouts=ids), given)
+    given = GivenRoutes(name="sentinel routes", version=version, rollouts=ids)
+    probe.emit(given, route_rows(made_up, routing.moe_layers))

@@ -25,6 +25,7 @@ from verifier.data.rollout_file import load_rollouts
 from verifier.engine.process import EngineProcess
 from verifier.errors import ContractError, InternalError, UsageError, ViolationFound
 from verifier.launch.fork_launcher import ForkLauncher
+from verifier.model.families import moe_layers_of
 from verifier.platform.upstream_fixes import selected
 from verifier.runs.model_under_test import ModelUnderTest, open_model
 from verifier.runs.resources import Deadline, Resources
@@ -191,10 +192,11 @@ class Trainer:
             plan = SftPlan(config, model.checkpoint, batch_of)
             self._held_out = plan.held_out if plan.held_out.examples else None
             return plan
+        routed = moe_layers_of(model.checkpoint.config) if config.grpo.replay_routes else ()
         if config.data.rollouts is not None:
-            return GrpoPlan(config, RecordedRollouts(config, model.checkpoint), batch_of)
+            return GrpoPlan(config, RecordedRollouts(config, model.checkpoint), batch_of, routed)
         self._rollouts = EngineRollouts(config, model.checkpoint, whole_answers=self._whole_answers)
-        return GrpoPlan(config, self._rollouts, batch_of)
+        return GrpoPlan(config, self._rollouts, batch_of, routed)
 
     def _start_engine(
         self, model: ModelUnderTest, launcher: Launcher, stack: contextlib.ExitStack

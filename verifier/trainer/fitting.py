@@ -45,7 +45,13 @@ def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> No
     if not num_experts_of(sizes):
         for knob, value in options.mixture_knobs.items():
             raise UsageError(f"{knob} is {value}, but {name} has no experts: leave it out")
+        if config.grpo.replay_routes:
+            raise UsageError(f"grpo.replay_routes is true, but {name} has no experts to route to: leave it out")
     family = family_of(sizes)
+    if config.grpo.replay_routes and family is None:
+        raise UsageError(
+            f"grpo.replay_routes is true, but which layers of {name} have routers is unknown: leave it out"
+        )
     if options.moe_bias_update_rate and family and all(row.content is not Content.SCORE_BIAS for row in family.tensors):
         raise UsageError(
             f"megatron.moe_bias_update_rate is {options.moe_bias_update_rate:g}, but the routers of {name} have no "

@@ -13,7 +13,8 @@ from verifier.core.record import Probe
 from verifier.data.encode import encode_prompt
 from verifier.data.examples import Example
 from verifier.data.order import batch_indices
-from verifier.data.recorded import RolloutRow
+from verifier.data.recorded import RolloutRow, Routes
+from verifier.data.rollout import MISSING_ROUTE
 from verifier.data.text_dataset import load_examples, require_disjoint
 from verifier.data.tokenizer import open_tokenizer
 from verifier.engine.api import EngineConfig, Sample, Sampling
@@ -66,7 +67,7 @@ class EngineRollouts:
             quantization=engine.quantization, lora_rank=config.lora.engine_rank(samples=True),
             lora_targets=config.lora.targets, checkpoint=str(self._checkpoint.path),
             dtype=config.dtype, max_model_len=longest + options.max_answer_tokens, max_num_seqs=num_seqs,
-            max_batch_tokens=max(640, num_seqs * longest), gpus=gpus, fixes=tuple(fixes),
+            max_batch_tokens=max(640, num_seqs * longest), gpus=gpus, fixes=tuple(fixes), routes=options.replay_routes,
         )  # fmt: skip
 
     def start(self, client: Sampler) -> None:
@@ -150,7 +151,17 @@ class EngineRollouts:
             id=name, group=f"{step}/{place}/{example.id}", prompt=prompt, response=tuple(tokens), sampled=drawn,
             mask=drawn, logprobs=tuple(sample.logprobs), versions=(step - 1,) * len(tokens), reward=0.0,
             answer=example.answer, text=self._text(tokens), truncated=not ended,
+            routes=_whole(name, sample.routes, len(prompt) + len(tokens)) if self._config.grpo.replay_routes else None,
         )  # fmt: skip
+
+
+def _whole(name: str, routes: Routes, length: int) -> Routes:
+    """Routes of all tokens of a rollout but its last, which the engine does not run."""
+    if len(routes) != length - 1:
+        raise ContractError(
+            f"rollout `{name}`: the engine reported the routes of {len(routes)} tokens, it ran {length - 1}"
+        )
+    return (*routes, tuple((MISSING_ROUTE,) * len(experts) for experts in routes[0]))
 
 
 def _with_reward(row: RolloutRow, reward: float) -> RolloutRow:

@@ -33,6 +33,7 @@ from verifier.trainer.batches import (
     record_columns,
     weights_of,
 )
+from verifier.trainer.routes import record_given, require_routes
 
 STALE = "stale"
 """Reason to drop a rollout: a token of it was sampled by weights that are older than the bound."""
@@ -58,6 +59,7 @@ class RecordedRollouts:
                 "a step takes a file, give as many or fewer steps"
             )
         self._vocab_size, self._group_size = size_if_any(checkpoint.config, "vocab_size"), config.grpo.group_size
+        self._replay = checkpoint.config if config.grpo.replay_routes else None
         for file in self._files[: config.steps]:
             self._read(file)
 
@@ -66,7 +68,10 @@ class RecordedRollouts:
         return self._read(self._files[step - 1]), ""
 
     def _read(self, file: Path) -> tuple[RolloutRow, ...]:
-        return read_recorded(file, vocab_size=self._vocab_size, group_size=self._group_size)
+        rows = read_recorded(file, vocab_size=self._vocab_size, group_size=self._group_size)
+        if self._replay is not None:
+            require_routes(file, rows, self._replay)
+        return rows
 
 
 class GrpoPlan:
@@ -76,10 +81,14 @@ class GrpoPlan:
         config: of the run.
         source: of rollouts.
         file: file of the batch of (step, mini-batch).
+        moe_layers: global indices of the layers with routers; empty unless routes are replayed.
     """
 
-    def __init__(self, config: TrainConfig, source: RolloutSource, file: Callable[[int, int], Path]) -> None:
-        self._config, self._source, self._file = config, source, file
+    def __init__(
+        self, config: TrainConfig, source: RolloutSource, file: Callable[[int, int], Path],
+        moe_layers: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        self._config, self._source, self._file, self._moe_layers = config, source, file, moe_layers
         self.facts: Mapping[str, float] = {}
         self.scored: ScoredRollouts | None = None
 
@@ -135,6 +144,9 @@ class GrpoPlan:
                 )
             )  # fmt: skip
             self._record(probe, step, rows, reward, penalties, found, scored, columns, kept)
+            if options.replay_routes:
+                batches = {self._file(step, at): [given[index] for index in part] for at, part in enumerate(parts)}
+                record_given(probe, config, batches, updates, self._moe_layers)
             for update in updates:
                 record_columns(probe, config, update)
         return updates

@@ -25,11 +25,12 @@ from verifier.core.records_tokens import (
     TrainerLogprobs,
 )
 from verifier.core.store import Recorder
-from verifier.data.rollout import Rollout
+from verifier.data.rollout import Rollout, route_rows
 from verifier.errors import UsageError
 from verifier.export.adapters import adapters_of
 from verifier.export.names import layout_of
 from verifier.export.sharding import Owners
+from verifier.model.families import moe_layers_of
 from verifier.oracle.oracle import Oracle, Scored
 from verifier.oracle.recording import gradient_record, noise_of_logprobs
 from verifier.runs.model_under_test import ModelUnderTest
@@ -171,19 +172,29 @@ class SampledStep:
             "weight": np.concatenate([*update.weights]),
         }
         arrays |= {name: np.concatenate([*values]) for name, values in update.columns.items() if name in COLUMNS}
+        if routes := self._routes(update.rollouts):
+            arrays["route_counts"] = np.array([len(rows) for rows in routes], np.int64)
+            arrays["routes"] = np.concatenate(routes)
         file = self.folder / f"inputs-{update.number}.safetensors"
         with full_disk_refused(file):
             save_file(arrays, file)
+
+    def _routes(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+        """Position, global layer and experts of each routed token of each rollout; nothing unless they are replayed."""
+        if not self._config.grpo.replay_routes:
+            return []
+        layers = moe_layers_of(self._model.checkpoint.config)
+        return [route_rows([rollout], layers)[:, 1:] for rollout in rollouts]
 
     def _record_logprobs(self, recorder: Recorder, scored: ScoredRollouts, before: Path) -> None:
         """Score what `record_scored` recorded, by the weights that it claims."""
         source, last = self._model.checkpoint.path, self._step - 1
         sequences = [rollout.tokens.tolist() for rollout in scored.rollouts]
-        whole = [len(tokens) for tokens in sequences]
-        exact, rounded = self._scored(before, sequences)
+        whole, routes = [len(tokens) for tokens in sequences], [rows.tolist() for rows in self._routes(scored.rollouts)]
+        exact, rounded = self._scored(before, sequences, routes)
         _record_oracle(recorder, OracleLogprobs, "old", last, exact, rounded, whole)
         if scored.reference is not None:
-            _record_oracle(recorder, OracleLogprobs, "reference", 0, *self._scored(source, sequences), whole)
+            _record_oracle(recorder, OracleLogprobs, "reference", 0, *self._scored(source, sequences, routes), whole)
         if self._config.data.rollouts is None:
             runs = [(at, run) for at, rollout in enumerate(scored.rollouts) for run in _runs(rollout)]
             fresh = [(at, a, b) for at, (rollout, a, b) in runs if rollout.versions[a] == last]
@@ -193,13 +204,15 @@ class SampledStep:
             if tails:
                 _record_oracle(recorder, OracleOfSampled, "rollouts", last, tails, low, [b for _, _, b in fresh])
 
-    def _scored(self, checkpoint: Path, sequences: Sequence[Sequence[int]]) -> tuple[Scored, Scored | None]:
+    def _scored(
+        self, checkpoint: Path, sequences: Sequence[Sequence[int]], routes: Sequence[Any]
+    ) -> tuple[Scored, Scored | None]:
         """Log-probabilities in float32, and in the run's dtype where that is another."""
         temperature, dtype = self._config.grpo.temperature, self._model.dtype
-        exact = self._oracle.score(checkpoint, sequences, temperature=temperature)
+        exact = self._oracle.score(checkpoint, sequences, temperature=temperature, routes=routes)
         if dtype == "float32":
             return exact, None
-        return exact, self._oracle.score(checkpoint, sequences, dtype, temperature=temperature)
+        return exact, self._oracle.score(checkpoint, sequences, dtype, temperature=temperature, routes=routes)
 
 
 def _record_oracle(

@@ -40,6 +40,7 @@ def step_manifest(
     if config.algorithm == "grpo":
         scopes = ["config", "batch", "schedule", "tokens", "policy", "reward"]
         scopes += ["reference"] if config.grpo.has_reference else []
+        scopes += ["routes"] if config.grpo.replay_routes else []
         if config.data.rollouts is None:
             scopes += ["data", "held", *_delivery(config)]
             scopes += ["mismatch"] if model.dtype == "float32" else []

@@ -75,6 +75,7 @@ FIELDS: tuple[UpstreamField, ...] = (
                   lambda c: c.megatron.moe_bias_update_rate),
     UpstreamField("megatron.moe_router_dtype", "model", "moe_router_dtype",
                   lambda c: _given(c.megatron.moe_router_dtype)),
+    UpstreamField("grpo.replay_routes", "model", "moe_enable_routing_replay", lambda c: c.grpo.replay_routes),
     UpstreamField("megatron.distributed_optimizer", "ddp", "use_distributed_optimizer",
                   lambda c: c.megatron.distributed_optimizer),
     UpstreamField("megatron.overlap_grad_reduce", "ddp", "overlap_grad_reduce",
@@ -104,9 +105,14 @@ FIELDS: tuple[UpstreamField, ...] = (
 
 
 def provider_overrides(config: TrainConfig) -> dict[str, Any]:
-    """Fields of the bridge's provider that the knobs of the group `megatron` set."""
-    rows = [(row.field, row.asked(config)) for row in FIELDS if row.part == "model" and row.knob.startswith("megatron")]
-    return {field: value for field, value in rows if value is not UPSTREAM}
+    """Fields of the bridge's provider that the knobs set, besides the type and the mesh."""
+    rows = [
+        (row.field, row.asked(config))
+        for row in FIELDS
+        if row.part == "model" and row.knob.startswith(("megatron.", "grpo."))
+    ]
+    fused = {"moe_router_fusion": False} if config.grpo.replay_routes else {}  # it ignores routes
+    return {field: value for field, value in rows if value is not UPSTREAM} | fused
 
 
 def asked(config: TrainConfig) -> dict[str, str]:

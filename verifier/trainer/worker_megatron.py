@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from verifier.core.records_policy import LossRows, ReferenceShard, UpdateRatios
 from verifier.core.records_trainer import KnobsReached, LoadedState, OptimizerSettings, SavedState, TrainerStep
 from verifier.core.records_weights import StepReport, UpdatedShard
 from verifier.core.store import Recorder
+from verifier.data.rollout import Rollout
 from verifier.data.rollout_file import load_rollouts
 from verifier.export import gather_megatron
 from verifier.export.names import layout_of
@@ -41,6 +42,8 @@ from verifier.trainer.adapter_sync_megatron import AdapterSync
 from verifier.trainer.adapters_megatron import Adapters, spec_of
 from verifier.trainer.hand_on_megatron import HandOn
 from verifier.trainer.live_settings_megatron import data_parallel_of, settings_of
+from verifier.trainer.replay_megatron import Replay
+from verifier.trainer.routes import SCORED
 from verifier.trainer.state_megatron import (
     Facts,
     read_facts,
@@ -82,6 +85,7 @@ class TrainerWorker:
         self._probe: Recorder | None = None
         self._sync: WeightSync | AdapterSync | None = None
         self._adapters: Adapters | None = None
+        self._replay: Replay | None = None
         self._reference: list[torch.Tensor] = []
         self._frozen: dict[str, dict[str, Any]] = {}
         self._scored: dict[str, dict[str, Any]] = {}
@@ -128,6 +132,8 @@ class TrainerWorker:
         self._writer = checkpoint_megatron.Writer(
             self._trainer, self._optimizer, self._scheduler, asynchronous=config.checkpoint.asynchronous
         )
+        if config.grpo.replay_routes:
+            self._replay = Replay(self._trainer, keep=config.verify.steps)
         if resume is not None:
             self._resume(Path(resume), same_mesh)
         self._frozen = self._digests(self._reference)
@@ -175,7 +181,10 @@ class TrainerWorker:
         with self._weights_of(which):
             if which == "reference":
                 self._scored = self._digests([tensor for _, _, tensor in self._live.tensors()])
-            found = step_megatron.score(self._trainer, rollouts, temperature=self._temperature, **self._batching)
+            with self._replayed(rollouts, Path(batch), SCORED[which]) as look:
+                found = step_megatron.score(
+                    self._trainer, rollouts, temperature=self._temperature, on_shards=look, **self._batching
+                )
         if self._context.rank == 0:
             nan = torch.full((1,), math.nan)
             whole = torch.cat([part for row in found for part in (nan, row)])
@@ -201,7 +210,8 @@ class TrainerWorker:
         decays = [group["weight_decay"] for group in self._optimizer.param_groups]
         name, meter = f"update {number}", LossMeter(rows=trace is not None)
         probe = self._recorder(trace)
-        look, given = None, contextlib.nullcontext()
+        look: step_megatron.OnShards | None = None
+        given = contextlib.nullcontext()
         hand_on, gradients = None, dict[str, str]()
         if oracle is not None:
             hand_on = HandOn(
@@ -222,7 +232,7 @@ class TrainerWorker:
             if self._context.rank == 0 and first:
                 record_provider(probe, self._trainer.provider)
         profiled = profiler(config, step, number, self._context.rank)
-        with given, profiled:
+        with given, profiled, self._replayed(rollouts, Path(batch), name, look) as look:
             result = step_megatron.train_step(
                 self._trainer, self._optimizer, rollouts, loss=policy_loss(*self._loss, meter), columns=columns,
                 scheduler=self._scheduler, scheduler_step=1, temperature=self._temperature, on_shards=look,
@@ -239,6 +249,8 @@ class TrainerWorker:
         at = self._config.mesh.coordinate(self._context.rank)
         facts = meter.read(counts=at.tp == 0, device=step_megatron.device_of(self._trainer))
         if probe is not None:
+            if self._replay is not None:
+                self._replay.record(probe, step, Path(batch).stem)
             probe.emit(KnobsReached(name=name, version=step, values=self._reached()))
             probe.emit(
                 TrainerStep(
@@ -361,6 +373,17 @@ class TrainerWorker:
             finally:
                 for tensor, own in zip(live, aside, strict=True):
                     tensor.copy_(own)
+
+    @contextlib.contextmanager
+    def _replayed(
+        self, rollouts: Sequence[Rollout], batch: Path, during: str, on_shards: step_megatron.OnShards | None = None
+    ) -> Iterator[step_megatron.OnShards | None]:
+        """Have routers obey the rollouts' routes in one pass, if the run replays them; yields its viewer of shards."""
+        if self._replay is None:
+            yield on_shards
+            return
+        with self._replay.obeyed(rollouts, batch.stem, during, on_shards) as look:
+            yield look
 
     def _recorder(self, trace: str | None) -> Recorder | None:
         """Recorder of a step's trace, which all of its updates share."""

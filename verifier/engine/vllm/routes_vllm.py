@@ -40,7 +40,7 @@ class HostCapturer(_RoutedExpertsCapturerReal):
         self.host_cache = _RoutedExpertsHostCache(self.num_hidden_layers, self.num_experts_per_tok, self.max_model_len)
         self._pinned_staging = self.device_cache.buffer
 
-    def sync_fwd_experts_buffer_DtoH(self, positions: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> None:
+    def sync_fwd_experts_buffer_DtoH(self, positions: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> None:  # noqa: N802 - vLLM's name
         """File the routes of a forward pass under its requests."""
         self._pending_total_tokens = sum(num_scheduled_tokens.values())
         self._pending_positions, self._pending_num_scheduled = positions.numpy().copy(), num_scheduled_tokens

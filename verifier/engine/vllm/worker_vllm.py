@@ -208,7 +208,13 @@ def _install() -> None:
         from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 
         cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = SiluAndMul.forward_native
-        apply([Patch("vllm.v1.worker.cpu_model_runner:CPUModelRunner.init_routed_experts_capturer", record_routes, "self")])
+        apply(
+            [
+                Patch(
+                    "vllm.v1.worker.cpu_model_runner:CPUModelRunner.init_routed_experts_capturer", record_routes, "self"
+                )
+            ]
+        )
 
 
 _install()

@@ -1,0 +1,69 @@
+"""Routes that a run replays: those of recorded rollouts checked, and what each pass must obey recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from verifier.config import TrainConfig
+from verifier.core.record import Probe
+from verifier.core.records_tokens import GivenRoutes
+from verifier.data.recorded import RolloutRow
+from verifier.data.rollout import MISSING_ROUTE, Rollout, route_rows
+from verifier.errors import UsageError
+from verifier.model.families import JSON, moe_layers_of, num_experts_of
+from verifier.trainer.batches import OptimizerUpdate
+
+SCORED = {"current": "old", "reference": "reference"}
+"""Weights that score a batch -> name of the pass."""
+
+
+def require_routes(file: Path, rows: Sequence[RolloutRow], sizes: Mapping[str, JSON]) -> None:
+    """Refuse recorded rollouts whose routes the routers of a model cannot take.
+
+    Args:
+        file: of the rows.
+        rows: of the file.
+        sizes: config.json of the model.
+
+    Raises:
+        UsageError: names the rollout, and what its routes are and have to be.
+    """
+    shape, num_experts = [len(moe_layers_of(sizes)), sizes["num_experts_per_tok"]], num_experts_of(sizes)
+    for row in rows:
+        where = f"grpo.replay_routes is true, but rollout `{row.id}` of `{file}`"
+        if row.routes is None:
+            raise UsageError(f"{where} has no routes: record them, or leave it out")
+        if len(row.routes) != len(row.tokens) or any([len(t), len(k)] != shape for t in row.routes for k in t):
+            raise UsageError(
+                f"{where} has no routes of [{len(row.tokens)} tokens, layers, experts per token] = "
+                f"{[len(row.tokens), *shape]}, which the model has"
+            )
+        ordered = np.sort(np.array(row.routes), axis=-1)
+        missing = (ordered == MISSING_ROUTE).all(-1).all(-1)
+        kept = ordered[:-1] if missing[-1] else ordered
+        if kept.size and (kept.min() < 0 or kept.max() >= num_experts or (np.diff(kept, axis=-1) == 0).any()):
+            raise UsageError(f"{where} has routes that are not different experts below {num_experts}")
+
+
+def record_given(
+    probe: Probe, config: TrainConfig, batches: Mapping[Path, Sequence[Rollout]], updates: Sequence[OptimizerUpdate],
+    layers: Sequence[int],
+) -> None:  # fmt: skip
+    """Record the routes of each mini-batch, as the engine reported them, and the passes over it.
+
+    Args:
+        probe: of the step's trace.
+        config: of the run.
+        batches: rollouts of each mini-batch, by its file.
+        updates: of the step.
+        layers: global indices of the layers with routers.
+    """
+    scored = [SCORED["current"], *([SCORED["reference"]] if config.grpo.has_reference else [])]
+    for file, rollouts in batches.items():
+        passes = (*scored, *(item.name for item in updates if item.file == file))
+        ids = tuple(item.id for item in rollouts)
+        record = GivenRoutes(name=file.stem, version=updates[0].step, rollouts=ids, passes=passes)
+        probe.emit(record, route_rows(rollouts, layers))
