@@ -14,6 +14,7 @@ from verifier.faults import (  # noqa: F401
     policy_faults,
     reward_faults,
     rollout_faults,
+    route_faults,
     train_faults,
     transport_faults,
 )

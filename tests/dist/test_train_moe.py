@@ -1,0 +1,113 @@
+"""Mixtures of experts in `verifier train`: checkpoints of experts with copies, and routes that are replayed.
+
+What this does not exercise: the bugs that RPL001 catches (tests/faults), what a whole run learns, and routes of
+`vllm` on a GPU, of layers behind a dense one, and of more than one engine rank.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from tests.meta.sources import ROOT
+from verifier.config.load import load
+from verifier.config.training import TrainConfig
+from verifier.core import store
+from verifier.core.finding import Verdict
+from verifier.core.records_tokens import GivenRoutes, UsedRoutes
+from verifier.data.recorded import read_recorded, write_recorded
+from verifier.errors import UsageError
+from verifier.faults.route_faults import ROUTES
+from verifier.report.report import report_of
+from verifier.runs.resources import Deadline, Resources
+from verifier.trainer.controller import Judged, Trainer
+
+MODEL = ("model=tiny:add-moe", "steps=2", "evaluation.num_problems=0", "batch.micro_batch_size=3")
+EXPERTS = {"ep2": ("mesh.ep=2", "mesh.dp=4"), "ep2, etp2": ("mesh.ep=2", "mesh.dp=2", "mesh.tp=2", "mesh.etp=2")}
+"""Meshes; in the first each expert has two copies, in the second each is cut in two."""
+REPLAY = ("algorithm=grpo", f"data.rollouts={ROUTES}", "grpo.group_size=4", "grpo.replay_routes=true")
+
+
+class _Later:
+    """A judge that lets every step pass: the test judges them itself."""
+
+    def submit(self, trace: Path) -> Future[Judged]:
+        done: Future[Judged] = Future()
+        done.set_result(Judged(0, ""))
+        return done
+
+
+@pytest.fixture(scope="module")
+def resources():
+    with Resources(warm=True) as found:
+        yield found
+
+
+def train(resources: Resources, run: Path, *knobs: str) -> None:
+    config, _ = load(TrainConfig, overrides=[*MODEL, *knobs, f"run={run}"])
+    launcher = resources.launcher(Deadline(300))
+    judge = _Later() if config.verify.steps else None
+    Trainer(config, lambda text: None, judge, launcher=launcher, resources=resources).run()
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted((run / "hf_model").glob("*.safetensors"))}
+
+
+def not_held(run: Path, step: int) -> list[str]:
+    report = report_of(store.read(run / "steps" / f"{step:06d}"), "")
+    return [item.code for item in report.outcomes if item.verdict is not Verdict.HOLDS]
+
+
+@pytest.mark.parametrize("mesh", EXPERTS)
+def test_a_resumed_mixture_has_the_bits_of_one_that_was_not_stopped(mesh, resources, tmp_path):
+    knobs = (*EXPERTS[mesh], "data.batch_size=16", "verify.steps=true")
+    train(resources, tmp_path / "whole", *knobs)
+    train(resources, tmp_path / "stopped", *knobs, "steps=1")
+    train(resources, tmp_path / "stopped", *knobs)
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "whole") != {}
+    assert not_held(tmp_path / "stopped", 2) == []
+
+
+def test_every_pass_replays_the_routes_and_holds(resources, tmp_path):
+    knobs = (*REPLAY, "mesh.ep=2", "mesh.dp=2", "grpo.mini_batches=2", "grpo.epochs=2", "grpo.kl_weight=0.1")
+    train(resources, tmp_path / "run", *knobs, "verify.steps=true", "verify.every=2")
+    for step in (1, 2):
+        assert not_held(tmp_path / "run", step) == []
+    trace = store.read(tmp_path / "run" / "steps" / "000001")
+    assert [item.passes for item in trace.of(GivenRoutes)] == [
+        ("old", "reference", "update 1", "update 3"), ("old", "reference", "update 2", "update 4")
+    ]  # fmt: skip
+    assert {item.during for item in trace.of(UsedRoutes)} == {"old", "reference", *(f"update {n}" for n in range(1, 5))}
+
+
+def test_recorded_rollouts_whose_routes_cannot_be_replayed_are_refused(resources, tmp_path):
+    row = read_recorded(ROUTES / "000001.jsonl")[0]
+    assert row.routes is not None
+    rows = {
+        "has no routes": replace(row, routes=None),
+        r"has no routes of \[.* tokens, layers, experts per token\]": replace(row, routes=row.routes[:-1]),
+        "are not different experts below 8": replace(row, routes=((((8, 1),) * 4), *row.routes[1:])),
+    }
+    for number, (why, bad) in enumerate(rows.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write_recorded(folder / "000001.jsonl", [bad])
+        with pytest.raises(UsageError, match=why):
+            train(resources, tmp_path / "run", *REPLAY, f"data.rollouts={folder}", "steps=1")
+
+
+@pytest.mark.slow
+def test_a_live_engine_reports_the_routes(tmp_path):
+    words = ["steps=2", "first=null", "data.batch_size=8", "evaluation.num_problems=8", "--run", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "verifier", "train", "configs/add-moe.yaml", "--verify", *words]
+    done = subprocess.run(
+        [*command, "grpo.drop_zero_variance=false"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "2 steps judged, all hold" in done.stdout
