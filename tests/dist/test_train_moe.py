@@ -49,7 +49,8 @@ def resources():
 
 
 def train(resources: Resources, run: Path, *knobs: str) -> None:
-    config, _ = load(TrainConfig, overrides=[*MODEL, *knobs, f"run={run}"])
+    given = {text.partition("=")[0]: text for text in (*MODEL, *knobs, f"run={run}")}  # the last of each counts
+    config, _ = load(TrainConfig, overrides=[*given.values()])
     launcher = resources.launcher(Deadline(300))
     judge = _Later() if config.verify.steps else None
     Trainer(config, lambda text: None, judge, launcher=launcher, resources=resources).run()

@@ -86,6 +86,12 @@ REFUSED = {
     "unknown-column": f"{ADD} data.source=unknown.jsonl data.batch_size=1 evaluation.num_problems=0",
     "no-answer": f"{ADD} algorithm=grpo data.source=unanswered.jsonl data.batch_size=1",
     "no-data": f"{ADD} data.source=absent.jsonl",
+    "replay-in-a-dense-model": f"{ADD} algorithm=grpo grpo.replay_routes=true",
+    "replay-of-texts": f"{MOE} grpo.replay_routes=true",
+    "replay-without-reported-routes": f"{MOE} algorithm=grpo grpo.replay_routes=true engine.kind=hf",
+    "replay-beside-recomputed-routers": (
+        f"{MOE} algorithm=grpo grpo.replay_routes=true megatron.recompute=selective megatron.recompute_modules=[moe]"
+    ),
     "group-of-one": f"{ADD} algorithm=grpo grpo.group_size=1",
     "groups-below-mini-batches": f"{ADD} algorithm=grpo data.batch_size=2 grpo.mini_batches=4",
     "group-below-dp": f"{ADD} algorithm=grpo data.batch_size=2 grpo.group_size=2 grpo.mini_batches=2 mesh.dp=4",

@@ -35,6 +35,8 @@ def stand_ins_of(model: Sizes, run: RunFacts) -> Iterator[str]:
             yield "the host for the device that vLLM's CPU worker lacks"
             if any(model.get(size) for size in ("num_experts", "num_local_experts", "n_routed_experts")):
                 yield "a function for the activation module that vLLM's CPU experts make in each pass (vllm #45447)"
+                if run.routes:
+                    yield "a record of the CPU experts' choice for vLLM's capture of routes by CUDA streams"
     if run.engine == "hf":
         yield "transformers for vLLM"
         if run.dtype != "float32":

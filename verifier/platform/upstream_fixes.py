@@ -47,6 +47,8 @@ class RunFacts:
     tp: int = 1
     steps: int = 0
     """Optimizer steps; before the second, the optimizer's state is written and read again."""
+    routes: bool = False
+    """The engine reports the experts of each token."""
     fixes: tuple[str, ...] = ()
     """Ids that were asked for, or "all"."""
 

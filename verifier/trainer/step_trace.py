@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 
 import msgspec
 
@@ -44,7 +45,9 @@ def step_manifest(
         if config.data.rollouts is None:
             scopes += ["data", "held", *_delivery(config)]
             scopes += ["mismatch"] if model.dtype == "float32" else []
-    synced = config.algorithm == "grpo" and config.data.rollouts is None and not dropped
+    live = config.algorithm == "grpo" and config.data.rollouts is None
+    engine_facts = replace(facts, engine=config.engine.kind, routes=config.grpo.replay_routes) if live else facts
+    synced = live and not dropped
     if dropped:
         scopes = ["reward", "dropped"] if config.data.rollouts is not None else ["reward", "dropped", "data"]
     elif "replicas" in model.layout_scopes:
@@ -62,7 +65,7 @@ def step_manifest(
         commit=this_code().commit, host=host(), gpus=gpu_names(model.tier), model=config.model,
         dtype=model.dtype, mesh=msgspec.convert(model.mesh.to_dict(), MeshSizes), world_size=model.mesh.world_size,
         tier=model.tier, versions={name: found for name in PINS if (found := installed(name)) is not None},
-        config=config.to_dict(), stand_ins=tuple(stand_ins_of(sizes, facts)),
+        config=config.to_dict(), stand_ins=tuple(stand_ins_of(sizes, engine_facts)),
         upstream_bugs=tuple(bugs_of(sizes, facts)), scopes=tuple(scopes),
         engine=config.engine.kind if synced else "", engine_ranks=config.engine.tp if synced else 0,
         synced_versions=(step,) if synced else (), untouched_versions=(),
