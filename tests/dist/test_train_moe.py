@@ -28,7 +28,7 @@ from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.controller import Judged, Trainer
 
 MODEL = ("model=tiny:add-moe", "steps=2", "evaluation.num_problems=0", "batch.micro_batch_size=3")
-EXPERTS = {"ep2": ("mesh.ep=2", "mesh.dp=4"), "ep2, etp2": ("mesh.ep=2", "mesh.dp=2", "mesh.tp=2", "mesh.etp=2")}
+EXPERTS = {"ep2": ("mesh.ep=2", "mesh.dp=4"), "ep2, etp2": ("mesh.ep=2", "mesh.cp=2", "mesh.tp=2", "mesh.etp=2")}
 """Meshes; in the first each expert has two copies, in the second each is cut in two."""
 REPLAY = ("algorithm=grpo", f"data.rollouts={ROUTES}", "grpo.group_size=4", "grpo.replay_routes=true")
 
@@ -88,17 +88,17 @@ def test_every_pass_replays_the_routes_and_holds(resources, tmp_path):
 
 
 def test_recorded_rollouts_whose_routes_cannot_be_replayed_are_refused(resources, tmp_path):
-    row = read_recorded(ROUTES / "000001.jsonl")[0]
-    assert row.routes is not None
+    first, *others = read_recorded(ROUTES / "000001.jsonl")
+    assert first.routes is not None
     rows = {
-        "has no routes": replace(row, routes=None),
-        r"has no routes of \[.* tokens, layers, experts per token\]": replace(row, routes=row.routes[:-1]),
-        "are not different experts below 8": replace(row, routes=((((8, 1),) * 4), *row.routes[1:])),
+        "has no routes": None,
+        r"has no routes of \[.* tokens, layers, experts per token\]": first.routes[:-1],
+        "are not different experts below 8": ((((8, 1),) * 4), *first.routes[1:]),
     }
-    for number, (why, bad) in enumerate(rows.items()):
+    for number, (why, routes) in enumerate(rows.items()):
         folder = tmp_path / str(number)
         folder.mkdir()
-        write_recorded(folder / "000001.jsonl", [bad])
+        write_recorded(folder / "000001.jsonl", [replace(first, routes=routes), *others])
         with pytest.raises(UsageError, match=why):
             train(resources, tmp_path / "run", *REPLAY, f"data.rollouts={folder}", "steps=1")
 

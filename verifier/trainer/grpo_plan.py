@@ -33,7 +33,7 @@ from verifier.trainer.batches import (
     record_columns,
     weights_of,
 )
-from verifier.trainer.routes import record_given, require_routes
+from verifier.trainer.given_routes import record_given, require_routes
 
 STALE = "stale"
 """Reason to drop a rollout: a token of it was sampled by weights that are older than the bound."""

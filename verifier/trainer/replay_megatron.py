@@ -24,7 +24,7 @@ class _Used:
     choices: np.ndarray
 
 
-class Replay:
+class TrainingReplay:
     """Routers of one rank and what they used. The constructor is a collective.
 
     Args:

@@ -40,10 +40,10 @@ from verifier.train.vocab_logprob import is_greedy
 from verifier.trainer import update_log
 from verifier.trainer.adapter_sync_megatron import AdapterSync
 from verifier.trainer.adapters_megatron import Adapters, spec_of
+from verifier.trainer.given_routes import SCORED
 from verifier.trainer.hand_on_megatron import HandOn
 from verifier.trainer.live_settings_megatron import data_parallel_of, settings_of
-from verifier.trainer.replay_megatron import Replay
-from verifier.trainer.routes import SCORED
+from verifier.trainer.replay_megatron import TrainingReplay
 from verifier.trainer.state_megatron import (
     Facts,
     read_facts,
@@ -85,7 +85,7 @@ class TrainerWorker:
         self._probe: Recorder | None = None
         self._sync: WeightSync | AdapterSync | None = None
         self._adapters: Adapters | None = None
-        self._replay: Replay | None = None
+        self._replay: TrainingReplay | None = None
         self._reference: list[torch.Tensor] = []
         self._frozen: dict[str, dict[str, Any]] = {}
         self._scored: dict[str, dict[str, Any]] = {}
@@ -133,7 +133,7 @@ class TrainerWorker:
             self._trainer, self._optimizer, self._scheduler, asynchronous=config.checkpoint.asynchronous
         )
         if config.grpo.replay_routes:
-            self._replay = Replay(self._trainer, keep=config.verify.steps)
+            self._replay = TrainingReplay(self._trainer, keep=config.verify.steps)
         if resume is not None:
             self._resume(Path(resume), same_mesh)
         self._frozen = self._digests(self._reference)
