@@ -43,7 +43,7 @@ from verifier.trainer.adapters_megatron import Adapters, spec_of
 from verifier.trainer.given_routes import SCORED
 from verifier.trainer.hand_on_megatron import HandOn
 from verifier.trainer.live_settings_megatron import data_parallel_of, settings_of
-from verifier.trainer.replay_megatron import TrainingReplay
+from verifier.trainer.routing_megatron import TrainingReplay
 from verifier.trainer.state_megatron import (
     Facts,
     read_facts,
