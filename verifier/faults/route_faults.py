@@ -73,7 +73,7 @@ def routes_of_another_answer(rollouts: list[Rollout]) -> list[Rollout] | None:
 
 @fault(
     "NVIDIA-NeMo/RL#2849",
-    "verifier.trainer.worker_megatron:TrainerWorker._replayed(self, rollouts, batch, during, on_shards)", **ROW,
+    "verifier.trainer.worker_megatron:obeying(replay, rollouts, batch, during, on_shards)", **ROW,
 )  # fmt: skip
 def routes_not_trained_on(call: Call) -> Any:
     """Log-probabilities are scored by the routes, and the batch to train on is built without them."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from verifier.config.megatron import MegatronOptions
 from verifier.model.provider_megatron import DataParallel, TrainerModel
@@ -33,6 +36,22 @@ def settings_of(trainer: TrainerModel, optimizer: Any, scheduler: Any) -> dict[P
         ],
         "scheduler": [scheduler], "adapter": _adapters_of(trainer),
     }  # fmt: skip
+
+
+def effective_settings(trainer: TrainerModel, optimizer: Any) -> dict[str, Any]:
+    """Return plain fields of the transformer config, of data parallelism and of the optimizer that a rank runs with."""
+    parts = {"model": trainer.provider, "ddp": trainer.chunks[0].ddp_config, "optimizer": optimizer.config}
+    return {name: _plain(part) for name, part in parts.items()}
+
+
+def _plain(part: Any) -> dict[str, Any]:
+    """Fields of a dataclass that are numbers, flags, texts or dtypes."""
+    values = {item.name: getattr(part, item.name, None) for item in dataclasses.fields(part)}
+    return {
+        name: value if isinstance(value, int | float | str | None) else str(value)
+        for name, value in values.items()
+        if isinstance(value, int | float | str | torch.dtype | None)
+    }
 
 
 def _adapters_of(trainer: TrainerModel) -> list[Any]:

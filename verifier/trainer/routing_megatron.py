@@ -71,3 +71,16 @@ class TrainingReplay:
                 )
                 probe.emit(record, item.choices)
         self._used = []
+
+
+@contextlib.contextmanager
+def obeying(
+    replay: TrainingReplay | None, rollouts: Sequence[Rollout], batch: str, during: str,
+    on_shards: OnShards | None = None,
+) -> Iterator[OnShards | None]:  # fmt: skip
+    """`TrainingReplay.obeyed` of a run that replays; of another one its routers choose by themselves."""
+    if replay is None:
+        yield on_shards
+        return
+    with replay.obeyed(rollouts, batch, during, on_shards) as both:
+        yield both

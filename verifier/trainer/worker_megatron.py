@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ from verifier.core.records_policy import LossRows, ReferenceShard, UpdateRatios
 from verifier.core.records_trainer import KnobsReached, LoadedState, OptimizerSettings, SavedState, TrainerStep
 from verifier.core.records_weights import StepReport, UpdatedShard
 from verifier.core.store import Recorder
-from verifier.data.rollout import Rollout
 from verifier.data.rollout_file import load_rollouts
 from verifier.export import gather_megatron
 from verifier.export.names import layout_of
@@ -42,8 +40,8 @@ from verifier.trainer.adapter_sync_megatron import AdapterSync
 from verifier.trainer.adapters_megatron import Adapters, spec_of
 from verifier.trainer.given_routes import SCORED
 from verifier.trainer.hand_on_megatron import HandOn
-from verifier.trainer.live_settings_megatron import data_parallel_of, settings_of
-from verifier.trainer.routing_megatron import TrainingReplay
+from verifier.trainer.live_settings_megatron import data_parallel_of, effective_settings, settings_of
+from verifier.trainer.routing_megatron import TrainingReplay, obeying
 from verifier.trainer.state_megatron import (
     Facts,
     read_facts,
@@ -181,7 +179,7 @@ class TrainerWorker:
         with self._weights_of(which):
             if which == "reference":
                 self._scored = self._digests([tensor for _, _, tensor in self._live.tensors()])
-            with self._replayed(rollouts, Path(batch), SCORED[which]) as look:
+            with obeying(self._replay, rollouts, Path(batch).stem, SCORED[which]) as look:
                 found = step_megatron.score(
                     self._trainer, rollouts, temperature=self._temperature, on_shards=look, **self._batching
                 )
@@ -232,7 +230,7 @@ class TrainerWorker:
             if self._context.rank == 0 and first:
                 record_provider(probe, self._trainer.provider)
         profiled = profiler(config, step, number, self._context.rank)
-        with given, profiled, self._replayed(rollouts, Path(batch), name, look) as look:
+        with given, profiled, obeying(self._replay, rollouts, Path(batch).stem, name, look) as look:
             result = step_megatron.train_step(
                 self._trainer, self._optimizer, rollouts, loss=policy_loss(*self._loss, meter), columns=columns,
                 scheduler=self._scheduler, scheduler_step=1, temperature=self._temperature, on_shards=look,
@@ -374,17 +372,6 @@ class TrainerWorker:
                 for tensor, own in zip(live, aside, strict=True):
                     tensor.copy_(own)
 
-    @contextlib.contextmanager
-    def _replayed(
-        self, rollouts: Sequence[Rollout], batch: Path, during: str, on_shards: step_megatron.OnShards | None = None
-    ) -> Iterator[step_megatron.OnShards | None]:
-        """Have routers obey the rollouts' routes in one pass, if the run replays them; yields its viewer of shards."""
-        if self._replay is None:
-            yield on_shards
-            return
-        with self._replay.obeyed(rollouts, batch.stem, during, on_shards) as look:
-            yield look
-
     def _recorder(self, trace: str | None) -> Recorder | None:
         """Recorder of a step's trace, which all of its updates share."""
         if self._probe is not None and (trace is None or self._probe.path != Path(trace)):
@@ -400,9 +387,7 @@ class TrainerWorker:
 
     def _effective(self) -> dict[str, Any]:
         """Settings that Megatron runs with: its transformer config, data parallelism and optimizer, as plain values."""
-        chunk = self._trainer.chunks[0]
-        parts = {"model": self._trainer.provider, "ddp": chunk.ddp_config, "optimizer": self._optimizer.config}
-        return {"knobs": self._reached(), **{name: _plain(part) for name, part in parts.items()}}
+        return {"knobs": self._reached(), **effective_settings(self._trainer, self._optimizer)}
 
     def _reached(self) -> dict[str, str]:
         return found(settings_of(self._trainer, self._optimizer, self._scheduler))
@@ -410,13 +395,3 @@ class TrainerWorker:
     def _say(self, text: str) -> None:
         if self._context.rank == 0:
             self._context.progress(text)
-
-
-def _plain(part: Any) -> dict[str, Any]:
-    """Fields of a dataclass that are numbers, flags, texts or dtypes."""
-    values = {item.name: getattr(part, item.name, None) for item in dataclasses.fields(part)}
-    return {
-        name: value if isinstance(value, int | float | str | None) else str(value)
-        for name, value in values.items()
-        if isinstance(value, int | float | str | torch.dtype | None)
-    }
