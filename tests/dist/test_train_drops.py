@@ -22,7 +22,8 @@ from verifier.data.recorded import read_recorded, write_recorded
 from verifier.faults.training_trial import GRPO_KNOBS
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
-from verifier.trainer.controller import Judged, Trainer
+from verifier.trainer.controller import Trainer
+from verifier.trainer.loop import Judged
 
 KNOBS = (
     "model=tiny:add", "algorithm=grpo", "grpo.group_size=4", "grpo.mini_batches=2", "grpo.epochs=2",

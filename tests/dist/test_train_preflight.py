@@ -22,7 +22,7 @@ from verifier.errors import UsageError, ViolationFound
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import FireCounter
 from verifier.faults.training_trial import GRPO_KNOBS
-from verifier.trainer.controller import Judged
+from verifier.trainer.loop import Judged
 from verifier.trainer.preflight import Preflight, preflight
 from verifier.trainer.update_log import read
 

@@ -31,7 +31,8 @@ from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.rank import RankContext
 from verifier.report.report import report_of
 from verifier.trainer.checkpoint_folder import Checkpoints
-from verifier.trainer.controller import Judged, Trainer, TrainSummary
+from verifier.trainer.controller import Trainer
+from verifier.trainer.loop import Judged, TrainSummary
 from verifier.trainer.worker_spec import WorkerSpec
 
 CONFIG = ROOT / "configs" / "add-sft.yaml"

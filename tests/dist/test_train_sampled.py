@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import verifier.checks  # noqa: F401  (fills the registry)
+
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core import store
@@ -19,7 +21,8 @@ from verifier.errors import UsageError
 from verifier.faults.training_trial import GRPO_KNOBS, KNOBS
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
-from verifier.trainer.controller import Judged, Trainer
+from verifier.trainer.controller import Trainer
+from verifier.trainer.loop import Judged
 
 GRPO = ("algorithm=grpo", *GRPO_KNOBS)
 LIVE = ("algorithm=grpo", "grpo.group_size=4", "engine.kind=hf", "data.batch_size=2", "grpo.max_answer_tokens=8")

@@ -22,6 +22,7 @@ ROWS = {
     "unanswered.jsonl": [{"prompt": "10+1=", "response": "####11"}],
     "unknown.jsonl": [{"question": "10+1="}],
 }
+STALE = "algorithm=grpo grpo.max_staleness=1 grpo.ratio_over=engine"
 ADD, MOE, LATENT = "model=tiny:add", "model=tiny:qwen3-moe", "model=tiny:deepseek-v3"
 SUMS = f"{ADD} data.source=sums.jsonl data.batch_size=2"
 REFUSED = {
@@ -96,6 +97,19 @@ REFUSED = {
     "groups-below-mini-batches": f"{ADD} algorithm=grpo data.batch_size=2 grpo.mini_batches=4",
     "group-below-dp": f"{ADD} algorithm=grpo data.batch_size=2 grpo.group_size=2 grpo.mini_batches=2 mesh.dp=4",
     "staleness-without-correction": f"{ADD} algorithm=grpo grpo.max_staleness=1",
+    "async-without-staleness": f"{ADD} algorithm=grpo grpo.mode=async",
+    "inflight-steps-of-another-mode": f"{ADD} algorithm=grpo grpo.inflight_steps=3",
+    "kept-cache-of-another-mode": f"{ADD} {STALE} grpo.mode=async grpo.keep_kv_cache=true",
+    "kept-cache-of-transformers": f"{ADD} {STALE} grpo.mode=inflight grpo.keep_kv_cache=true engine.kind=hf",
+    "staleness-in-sync": f"{ADD} {STALE}",
+    "async-of-recorded-rollouts": f"{ADD} {STALE} grpo.mode=async data.rollouts=rollouts",
+    "inflight-on-a-cluster": f"{ADD} {STALE} grpo.mode=inflight ray.use=true",
+    "async-with-a-sleeping-engine": f"{ADD} {STALE} grpo.mode=async engine.sleep_level=1",
+    "inflight-with-an-adapter": f"{ADD} {STALE} grpo.mode=inflight lora.rank=8",
+    "inflight-with-replayed-routes": f"{MOE} {STALE} grpo.mode=inflight grpo.replay_routes=true",
+    "rounds-of-groups-of-one": f"{ADD} algorithm=grpo grpo.advantage=reinforce++ grpo.group_size=1 "
+    "grpo.max_sampling_rounds=2",
+    "rounds-of-recorded-rollouts": f"{ADD} algorithm=grpo grpo.max_sampling_rounds=2 data.rollouts=rollouts",
     "corrected-twice": f"{ADD} algorithm=grpo grpo.ratio_over=engine grpo.weight_level=token",
     "dual-clip-of-another-loss": f"{ADD} algorithm=grpo grpo.loss=gspo grpo.dual_clip=3",
     "constant-without-length": f"{ADD} aggregation=constant",

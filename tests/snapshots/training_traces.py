@@ -18,6 +18,7 @@ from verifier.core.records_policy import (
     LossTerms,
     PolicyColumns,
     ReferenceShard,
+    SamplingRound,
     UpdateRatios,
 )
 from verifier.core.records_trainer import (
@@ -109,6 +110,10 @@ def training() -> list[Record]:
             trajectories=("x", "y"), rewards=(1.0, 0.0), penalties=(0.0, 0.0), token_counts=(2, 1),
             advantages=(0.5, -0.5),
         ),
+        SamplingRound(
+            name="round 0", version=1, round=0, limit=2, ids=("x", "y"), groups=("g", "g"), rewards=(1.0, 0.0),
+            token_counts=(2, 1), replaced={},
+        ),
         PolicyColumns(
             name="policy inputs", version=1, ids=("x", "y"), lengths=(3, 2), ratio_over="old", weight_level="",
             weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=1, trained_version=1,
@@ -152,6 +157,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "LGP009": (PolicyColumns, having(array="other weights")),
     "DAT003": (TrainedText, having(texts=("2<eos>", "4"))),
     "DAT004": (Drops, having(reasons=("", "zero_variance"))),
+    "DAT005": (SamplingRound, having(replaced={"zero_variance": 2})),
     "LSS003": (UpdateRatios, having(ratio_gap=0.25)),
     "LGP010": (ReferenceShard, having(digest=f"vd1:{6:032x}")),
     "LSS004": (LossRows, having(array="rows without gradient")),

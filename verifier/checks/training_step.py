@@ -34,7 +34,7 @@ def example_of_another_step(trace: Trace) -> Iterator[Comparison]:
     """The examples of a step are those that (seed, step) name, and none is held out.
 
     What it checks: the index of every example against the order of its epoch, which is sorted by a BLAKE2b digest of
-    seed, epoch and index; and the CRC-32 of generated prompts, which says what is held out.
+    seed, round of sampling, epoch and index; and the CRC-32 of generated prompts, which says what is held out.
     Why it matters: a resumed run that begins its data anew, a data loader that repeats an epoch's order, or a worker
     that draws from the global generator, trains on something else than the run says. No curve shows it.
     Evidence: data/order.
@@ -43,11 +43,11 @@ def example_of_another_step(trace: Trace) -> Iterator[Comparison]:
     References: open-r1#450, NeMo-RL#3171.
     """
     for item in trace.of(DataOrder):
-        found = trace.array(item).tolist()
+        found, later = trace.array(item).tolist(), f", round {item.round}," if item.round else ""
         for at, (actual, expected) in enumerate(zip(found, _order(item, len(found)), strict=True)):
             yield Comparison(
                 what=f"example {at}", same=actual == expected, stage=Stage.DATA, version=item.version, badness=1.0,
-                sentence=f"example {at} of step {item.step} is number {actual}, it should be {expected}",
+                sentence=f"example {at} of step {item.step}{later} is number {actual}, it should be {expected}",
                 expected=f"{expected} (seed {item.seed}, step {item.step} of {item.num_examples:,} examples)",
                 actual=f"{actual} (`{item.examples[at]}`)", allowed="bitwise (indices are copied)",
                 hint="look at the position that the data were resumed from",
@@ -63,15 +63,16 @@ def example_of_another_step(trace: Trace) -> Iterator[Comparison]:
 
 
 def _order(item: DataOrder, batch_size: int) -> list[int]:
-    """Indices of a step: epochs follow one another without a gap."""
+    """Indices of a step: epochs follow one another without a gap. Each further round has a stream of its own."""
+    stream = f"{item.seed}.{item.round}" if item.round else f"{item.seed}"
 
     def epoch(number: int) -> list[int]:
         def key(index: int) -> bytes:
-            return hashlib.blake2b(f"{item.seed}/{number}/{index}".encode(), digest_size=16).digest()
+            return hashlib.blake2b(f"{stream}/{number}/{index}".encode(), digest_size=16).digest()
 
         return sorted(range(item.num_examples), key=key)
 
-    begin = (item.step - 1) * batch_size
+    begin = (item.step - 1) * (item.batch_size or batch_size)
     places = range(begin, begin + batch_size)
     epochs = {place // item.num_examples for place in places}
     orders = {number: epoch(number) for number in epochs}

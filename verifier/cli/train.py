@@ -20,7 +20,7 @@ from verifier.errors import UsageError, VerifierError, ViolationFound
 from verifier.report.progress import Progress
 
 if TYPE_CHECKING:
-    from verifier.trainer.controller import Judged
+    from verifier.trainer.loop import Judged
 
 
 def judge_step(trace: str) -> Judged:
@@ -28,7 +28,7 @@ def judge_step(trace: str) -> Judged:
     import verifier.checks  # noqa: F401  (fills the registry)
     from verifier.core import store
     from verifier.report import render_text, report_of
-    from verifier.trainer.controller import Judged
+    from verifier.trainer.loop import Judged
 
     report = report_of(store.read(Path(trace)), trace)
     return Judged(int(report.exit_code), render_text(report))

@@ -47,11 +47,23 @@ class GrpoOptions:
     mask_high: float = knob("Greatest ratio that stays.", 2.0)
     drop_overlong: bool = knob("Leave answers that were cut off out of the loss.", False)
     drop_zero_variance: bool = knob("Leave groups whose rewards are all equal out of the loss.", False)
+    max_sampling_rounds: int = knob(
+        "Rounds of sampling: groups whose rewards are all equal are replaced by new prompts; 1: none are.", 1,
+        least=1,
+    )  # fmt: skip
     mini_batches: int = knob("Optimizer steps of one pass over a batch.", 1, least=1)
     epochs: int = knob("Passes over a batch.", 1, least=1)
     replay_routes: bool = knob(
         "Routers of the trainer choose the experts that the engine chose (R3); vLLM reports them.", False
     )  # fmt: skip
+    mode: str = knob(
+        "Sampling before each step, while the step before trains, or so that new weights reach running requests.",
+        "sync", choices=("sync", "async", "inflight"),
+    )  # fmt: skip
+    inflight_steps: int | None = knob(
+        "Engine steps of a batch before the new weights reach it; null: half of max_answer_tokens.", None, least=1
+    )  # fmt: skip
+    keep_kv_cache: bool = knob("Requests that run keep keys and values of the old weights; else recomputed.", False)
     max_staleness: int = knob("Versions that sampled tokens may be behind the weights that they train.", 0, least=0)
 
     def __post_init__(self) -> None:
@@ -70,6 +82,12 @@ class GrpoOptions:
                 f"grpo.group_size is 1 and grpo.advantage is {self.advantage}, which compares the answers of a group: "
                 "use 2 or more, or reinforce++"
             )
+        self._refuse_modes()
+        if self.max_sampling_rounds > 1 and self.group_size == 1:
+            raise UsageError(
+                f"grpo.max_sampling_rounds is {self.max_sampling_rounds} and grpo.group_size is 1: a group of one has "
+                "one reward, so every prompt would be replaced, use grpo.group_size=2 or more"
+            )
         if self.max_staleness and self.ratio_over == "old" and self.weight_level is None and self.mask_level is None:
             raise UsageError(
                 f"grpo.max_staleness is {self.max_staleness} and grpo.ratio_over is old, which ignores staleness: "
@@ -80,6 +98,24 @@ class GrpoOptions:
                 f"grpo.ratio_over is engine and grpo.weight_level is {self.weight_level}: both correct for the engine, "
                 "leave one of the two out"
             )
+
+    def _refuse_modes(self) -> None:
+        if self.mode != "sync" and not self.max_staleness:
+            raise UsageError(
+                f"grpo.mode is {self.mode} and grpo.max_staleness is 0: a batch is sampled a version before it trains, "
+                "use grpo.max_staleness=1, or grpo.mode=sync"
+            )
+        if self.mode != "inflight" and (self.inflight_steps is not None or self.keep_kv_cache):
+            name = "keep_kv_cache is true" if self.keep_kv_cache else f"inflight_steps is {self.inflight_steps}"
+            raise UsageError(
+                f"grpo.{name} and grpo.mode is {self.mode}, in which no request runs during an update: leave it out, "
+                "or use grpo.mode=inflight"
+            )
+
+    @property
+    def steps_before_update(self) -> int:
+        """Engine steps of a batch before the new weights reach it."""
+        return self.inflight_steps or max(1, self.max_answer_tokens // 2)
 
     @property
     def has_reference(self) -> bool:

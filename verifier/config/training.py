@@ -203,6 +203,8 @@ class TrainConfig(RunConfig):
             )
         self.lora.refuse_engine(self.engine, samples=self.samples)
         self._refuse_replay()
+        if self.algorithm == "grpo":
+            self._refuse_modes()
         self._refuse_sizes()
         self._refuse_course()
 
@@ -229,6 +231,50 @@ class TrainConfig(RunConfig):
             raise UsageError(
                 f"{given} and megatron.recompute_modules has moe, whose routers would run again without routes: use "
                 "megatron.recompute=full, or leave moe out"
+            )
+
+    def _refuse_modes(self) -> None:
+        """Refuse a mode of GRPO that the source of its rollouts does not have."""
+        mode, staleness = self.grpo.mode, self.grpo.max_staleness
+        if mode != "sync" and self.data.rollouts is not None:
+            raise UsageError(
+                f"grpo.mode is {mode} and data.rollouts is {self.data.rollouts}: recorded rollouts are not sampled "
+                "while the run trains, leave one of the two out"
+            )
+        if mode == "sync" and staleness and self.data.rollouts is None:
+            raise UsageError(
+                f"grpo.mode is sync and grpo.max_staleness is {staleness}: every rollout is of the very weights that "
+                "it trains, leave grpo.max_staleness out, or use grpo.mode=async"
+            )
+        if self.grpo.max_sampling_rounds > 1 and self.data.rollouts is not None:
+            raise UsageError(
+                f"grpo.max_sampling_rounds is {self.grpo.max_sampling_rounds} and data.rollouts is "
+                f"{self.data.rollouts}: recorded groups are not sampled anew, leave one of the two out"
+            )
+        if mode != "sync" and self.engine.sleep_level:
+            raise UsageError(
+                f"grpo.mode is {mode} and engine.sleep_level is {self.engine.sleep_level}: the engine samples while "
+                "the trainer steps, use engine.sleep_level=0"
+            )
+        if mode == "inflight" and self.ray.use:
+            raise UsageError(
+                "grpo.mode is inflight and ray.use is true: the engine of a cluster does not hold requests between two "
+                "calls so far, use grpo.mode=async"
+            )
+        if mode == "inflight" and self.lora.engine_rank(samples=True):
+            raise UsageError(
+                "grpo.mode is inflight and lora.sync is adapter: requests that run keep the adapter that they began "
+                "with, use lora.sync=merged, or grpo.mode=async"
+            )
+        if mode == "inflight" and self.grpo.replay_routes:
+            raise UsageError(
+                "grpo.mode is inflight and grpo.replay_routes is true: tokens before an update are routed by the old "
+                "weights and, recomputed, by the new, use grpo.mode=async, or leave grpo.replay_routes out"
+            )
+        if self.grpo.keep_kv_cache and self.engine.kind == "hf":
+            raise UsageError(
+                "grpo.keep_kv_cache is true and engine.kind is hf, which recomputes keys and values for every token: "
+                "leave it out, or use engine.kind=vllm"
             )
 
     def _refuse_sizes(self) -> None:

@@ -13,7 +13,8 @@ FORMAT: Literal[2] = 2
 Scope = Literal[
     "adapter", "batch", "begun", "cold", "config", "data", "dropped", "engine", "export", "exported", "forced",
     "frozen", "gradient", "handed", "held", "layout", "logprob", "merged", "mismatch", "order", "plan", "policy",
-    "reference", "replay", "replicas", "resume", "reward", "rollout", "routes", "sampled", "saved", "schedule",
+    "reference", "replay", "replicas", "resampled", "resume", "reward", "rollout", "routes", "sampled", "saved",
+    "schedule",
     "scored", "settings", "step", "text", "tokens", "transport", "update",
 ]  # fmt: skip
 """Part of a run's declaration; every check belongs to one."""

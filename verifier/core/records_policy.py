@@ -53,6 +53,8 @@ class PolicyColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/polic
     mask_low: float
     mask_high: float
     max_staleness: Count
+    keep_kv_cache: bool = False
+    """Requests keep keys and values at an update, so that later tokens of a rollout read those of other weights."""
     trained_version: Count
     """Version of the weights that the batch trains."""
 
@@ -87,6 +89,23 @@ class Drops(Record, frozen=True, kw_only=True, tag="data/drops"):
     """The config asks to leave out answers that were cut off."""
     drop_zero_variance: bool
     """The config asks to leave out groups whose rewards are all equal."""
+
+
+class SamplingRound(Record, frozen=True, kw_only=True, tag="reward/round"):
+    """One round of dynamic sampling of a step: groups with one reward alone give their place to prompts of the next."""
+
+    round: Count
+    """From 0."""
+    limit: Count
+    """Rounds that the config allows."""
+    ids: tuple[str, ...]
+    groups: tuple[str, ...]
+    """Group of each rollout."""
+    rewards: tuple[float, ...]
+    token_counts: tuple[Count, ...]
+    """Tokens of each rollout in the loss before any filter."""
+    replaced: dict[str, Count]
+    """Tokens of replaced rollouts, by reason."""
 
 
 class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):

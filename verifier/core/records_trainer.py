@@ -19,6 +19,10 @@ class DataOrder(ArrayRecord, frozen=True, kw_only=True, tag="data/order"):
     """Id of each example."""
     prompts: tuple[str, ...]
     """Text of each prompt."""
+    round: Count = 0
+    """Round of sampling within the step: prompts of a later one replace others."""
+    batch_size: Count = 0
+    """Examples that a step takes of its stream, of which these are the first; 0: as many as these."""
     holds_out_by_crc: bool = False
     """Prompts are generated, and those whose CRC-32 ends in 0 are held out."""
 

@@ -36,6 +36,8 @@ class EngineConfig(EngineOptions):
     seed: int = 0
     gpus: str = ""
     """GPUs of the engine's ranks, such as "2,3"; empty lets the engine choose."""
+    inflight: bool = False
+    """Switch: weights may be updated while requests run, so that a step ends before the next is scheduled."""
     fixes: tuple[str, ...] = ()
     """Ids of the upstream fixes that are installed in the engine's processes."""
     lora_targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -159,6 +161,8 @@ class Sample:
     routes: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """[prompt + continuation - 1, layers with routers, experts per token] experts of each token that the engine ran,
     which the last one is not; empty unless asked for."""
+    updates: tuple[int, ...] = ()
+    """Weight updates from the beginning of its batch to each token; empty where none can have come."""
 
 
 class Engine(Protocol):
@@ -180,6 +184,12 @@ class Engine(Protocol):
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
         """Sample continuations of each prompt."""
+
+    def begin_batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, steps: int) -> None:
+        """Take so many steps of sampling continuations, and hold the rest: weights are updated between two steps."""
+
+    def finish_batch(self) -> list[list[Sample]]:
+        """Sample what `begin_batch` held to its end, each token with the updates that came before it."""
 
     def state(self) -> list[list[EngineTensor]]:
         """Describe every parameter, buffer and derived tensor of each rank."""
@@ -203,8 +213,11 @@ class Engine(Protocol):
         """Process the loaded weights; they are in use afterwards."""
         return
 
-    def reset_prefix_cache(self) -> bool:
-        """Drop all cached keys and values; return whether it was done."""
+    def reset_prefix_cache(self, running: bool = False) -> bool:
+        """Drop all cached keys and values; return whether it was done.
+
+        Requests that run hold theirs, so that nothing is dropped, unless theirs are to be computed anew: `running`.
+        """
         return True
 
     def load_adapter(self, path: str) -> None:

@@ -87,6 +87,14 @@ class EngineClient:
         tokens = [list(item) for item in prompts]
         return self.ask("generate", list[list[Sample]], prompts=tokens, sampling=asdict(sampling))
 
+    def begin_batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, steps: int) -> None:
+        """See `Engine.begin_batch`."""
+        self.ask("begin_batch", prompts=[list(item) for item in prompts], sampling=asdict(sampling), steps=steps)
+
+    def finish_batch(self) -> list[list[Sample]]:
+        """See `Engine.finish_batch`."""
+        return self.ask("finish_batch", list[list[Sample]])
+
     def state(self) -> list[list[EngineTensor]]:
         """See `Engine.state`."""
         return self.ask("state", list[list[EngineTensor]])
@@ -115,9 +123,9 @@ class EngineClient:
         """See `Engine.finish_update`."""
         self.ask("finish_update")
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, running: bool = False) -> bool:
         """See `Engine.reset_prefix_cache`."""
-        return self.ask("reset_prefix_cache", bool)
+        return self.ask("reset_prefix_cache", bool, running=running)
 
     def load_adapter(self, path: Path) -> None:
         """See `Engine.load_adapter`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -32,6 +33,8 @@ class HfEngine(Engine):
         self._limits = Limits.of(open_checkpoint(config.checkpoint).config, config)
         self._carried = frozenset(holder for holder, _ in checkpoint_places(self.model).values())
         self._saved: dict[str, torch.Tensor] = {}
+        self._batch: list[list[_Running]] = []
+        self._updates = 0
         self._unseeded = torch.Generator().manual_seed(config.seed)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -41,14 +44,20 @@ class HfEngine(Engine):
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
         """See `Engine.generate`: all samples side by side; every token recomputes its whole prefix."""
-        requests = self._limits.requests(prompts, sampling)
-        pairs = zip(prompts, requests, strict=True)
-        samples = [[_Running(each, asked, at, self._unseeded) for at in range(asked.n)] for each, asked in pairs]
-        while running := [sample for each in samples for sample in each if not sample.ended]:
-            logits = self._next([(*sample.prompt, *sample.tokens) for sample in running])
-            for sample, logits_V in zip(running, logits, strict=True):
-                sample.draw(logits_V)
+        samples = self._begun(prompts, sampling)
+        self._draw(samples)
         return [[one.sample() for one in each] for each in samples]
+
+    def begin_batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, steps: int) -> None:
+        """See `Engine.begin_batch`."""
+        self._batch, self._updates = self._begun(prompts, sampling), 0
+        self._draw(self._batch, steps)
+
+    def finish_batch(self) -> list[list[Sample]]:
+        """See `Engine.finish_batch`."""
+        samples, self._batch = self._batch, []
+        self._draw(samples)
+        return [[replace(one.sample(), updates=tuple(one.updates)) for one in each] for each in samples]
 
     def state(self) -> list[list[EngineTensor]]:
         """See `Engine.state`."""
@@ -99,9 +108,29 @@ class HfEngine(Engine):
         tied = {item.name for item in stored if item.kind == "parameter" and item.tensor.data_ptr() in written}
         return sorted(tied | {places[name][0] for name, _ in tensors})
 
+    def finish_update(self) -> None:
+        """See `Engine.finish_update`."""
+        self._updates += 1
+
     def shutdown(self) -> None:
         """Leave the transfer group."""
         self.receiver.close()
+
+    def _begun(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[_Running]]:
+        pairs = zip(prompts, self._limits.requests(prompts, sampling), strict=True)
+        return [[_Running(each, asked, at, self._unseeded) for at in range(asked.n)] for each, asked in pairs]
+
+    def _draw(self, samples: Sequence[Sequence[_Running]], steps: int | None = None) -> None:
+        """Draw so many tokens of each sample, or all that are left."""
+        taken = 0
+        while running := [sample for each in samples for sample in each if not sample.ended]:
+            if taken == steps:
+                return
+            logits = self._next([(*sample.prompt, *sample.tokens) for sample in running])
+            for sample, logits_V in zip(running, logits, strict=True):
+                sample.draw(logits_V)
+                sample.updates.append(self._updates)
+            taken += 1
 
     @torch.inference_mode()
     def _next(self, sequences: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
@@ -124,7 +153,7 @@ class _Running:
     def __init__(self, prompt: Sequence[int], asked: Sampling, at: int, unseeded: torch.Generator) -> None:
         self._generator = torch.Generator().manual_seed(asked.seed + at) if asked.seeded else unseeded
         self.prompt, self._asked, self.ended = prompt, asked, not asked.max_tokens
-        self.tokens, self.nats = list[int](), list[float]()
+        self.tokens, self.nats, self.updates = list[int](), list[float](), list[int]()
 
     def sample(self) -> Sample:
         """The whole of it, once it has ended."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from verifier.engine.client import EngineClient
 from verifier.errors import ContractError, VerifierError
@@ -31,6 +31,10 @@ class Delivery:
     receipts: list[Receipt]
 
 
+Running = Literal["none", "recomputed", "kept"]
+"""Keys and values of requests that run during an update; "none": no request runs."""
+
+
 class TransferWatch(Protocol):
     """Told of a transfer under way. It only looks."""
 
@@ -48,10 +52,12 @@ def transfer(
     tensors: Iterator[tuple[str, torch.Tensor]],
     watch: TransferWatch,
     rounds: TrainerRounds | None = None,
+    running: Running = "none",
 ) -> str:
     """Agree on the plan, send every chunk, finish the update, and drop cached prefixes.
 
-    A stream that departs from the plan, plans that differ, and a prefix cache that stays, end the transfer.
+    A stream that departs from the plan, plans that differ, and a prefix cache that stays, end the transfer. Requests
+    that run and keep their keys hold the cache, which is then to be dropped after their end.
 
     Returns:
         Why it was refused, with the stream as far drawn as it was; empty if it was not.
@@ -65,7 +71,7 @@ def transfer(
         if rounds is not None:
             rounds.end()
         engine.finish_update()
-        if not engine.reset_prefix_cache():
+        if not engine.reset_prefix_cache(running == "recomputed") and running != "kept":
             raise ContractError("the engine did not drop its prefix cache, which holds keys of the old weights")
     except ContractError as problem:
         if rounds is not None:

@@ -63,7 +63,7 @@ def stale_beginning_trained_on(call: Call) -> Any:
 
 @fault(
     "Tencent-Hunyuan/UniRL#324",
-    "verifier.trainer.generation:EngineRollouts._row(self, step, place, number, example, prompt, sample)",
+    "verifier.trainer.generation:EngineRollouts._row(self, version, place, number, example, prompt, sample)",
     caught_by=("ADV003",), **ROW,
     training=("algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4"),
 )  # fmt: skip
@@ -71,10 +71,10 @@ def versions_count_requests(call: Call) -> Any:
     """Answers are stamped with a count of requests where the version of the weights that sampled them belongs."""
     from msgspec.structs import replace
 
-    row = call.original()
-    if not call.place:
+    row, count = call.original(), int(call.place.rpartition("/")[2])
+    if not count:
         return row
-    return call.wrong(replace(row, versions=tuple(version + call.place for version in row.versions)))
+    return call.wrong(replace(row, versions=tuple(version + count for version in row.versions)))
 
 
 ENCODE = f"{BATCHES}:encode_example(example, tokenizer)"
@@ -119,3 +119,25 @@ def groups_dropped_by_their_mean(call: Call) -> Any:
 def every_group_dropped(call: Call) -> Any:
     """The filter drops every group: no step takes an update, and the run ends as if it had trained."""
     return call.wrong(["zero_variance"] * len(call.rewards))
+
+
+@fault(
+    "THUDM/slime#1800", "verifier.trainer.ahead:AheadRollouts._take(self, step)", stage=Stage.DATA,
+    side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("ADV003", "DAT004"),
+    training=(
+        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=2", "grpo.max_answer_tokens=8",
+        "grpo.entropy_weight=0.05", "grpo.mode=async", "grpo.max_staleness=1", "grpo.ratio_over=engine",
+    ),
+)  # fmt: skip
+def queue_without_a_bound(call: Call) -> Any:
+    """The queue of rollouts grows while the trainer is slow, and what has waited beyond the bound is trained."""
+    found = call.original()
+    if call.step == 1:
+        call.state["waiting"] = call.self._engine.sample(3, 0)
+    return call.wrong(call.state["waiting"]) if call.step == 3 else found
+
+
+@queue_without_a_bound.also("verifier.trainer.grpo_plan:GrpoPlan._reasons(self, step, rows, given, trajectories)")
+def _age_is_not_looked_at(call: Call) -> Any:
+    fresh = [dataclasses.replace(item, versions=item.versions * 0 + call.step - 1) for item in call.given]
+    return call.original(given=fresh)

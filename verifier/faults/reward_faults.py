@@ -79,3 +79,17 @@ def reward_given_twice(call: Call) -> Any:
     given = call.faulty()
     rewards = [row.reward for row in given]
     return tuple(replace(row, reward=reward) for row, reward in zip(given, rewards[:1] + rewards[:-1], strict=True))
+
+
+@fault(
+    "NVIDIA-NeMo/RL#2431", "verifier.trainer.sampled_batch:Round.without_variance(self)", stage=Stage.REWARD,
+    side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("DAT005",),
+    training=(
+        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
+        "grpo.entropy_weight=0.05", "grpo.max_sampling_rounds=3", "grpo.group_size=4", "grpo.reward=operator:gt",
+    ),
+)  # fmt: skip
+def groups_replaced_by_their_mean(call: Call) -> Any:
+    """Dynamic sampling looks at the mean of a group, and replaces groups with several rewards if most are low."""
+    means = [sum(row.reward for row in rows) / len(rows) for rows in call.self.groups]
+    return call.wrong([at for at, mean in enumerate(means) if mean < 0.5])

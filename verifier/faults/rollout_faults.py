@@ -81,7 +81,7 @@ def sampler_takes_the_models_defaults(call: Call) -> Any:
     return found
 
 
-@in_client("NVIDIA-NeMo/RL#4018", f"{CLIENT}.reset_prefix_cache(self)")
+@in_client("NVIDIA-NeMo/RL#4018", f"{CLIENT}.reset_prefix_cache(self, running)")
 def prefix_cache_outlives_weights(call: Call) -> Any:
     """Nothing resets the prefix cache after a sync, so known prompts are read with the old weights' keys."""
     return call.wrong(True)
@@ -318,7 +318,7 @@ LIVE: dict[str, Any] = {
     "stage": Stage.ROLLOUT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LGP009",),
     "training": ("algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4"),
 }  # fmt: skip
-RECEIVED = "verifier.trainer.generation:EngineRollouts._row(self, step, place, number, example, prompt, sample)"
+RECEIVED = "verifier.trainer.generation:EngineRollouts._row(self, version, place, number, example, prompt, sample)"
 
 
 @fault("PrimeIntellect-ai/prime-rl#1525", RECEIVED, **LIVE)
@@ -344,7 +344,7 @@ def version_stamped_after_sync(call: Call) -> Any:
     return found
 
 
-@version_stamped_after_sync.also("verifier.trainer.controller:Trainer._sync(self, version, trace)")
+@version_stamped_after_sync.also("verifier.trainer.loop:StepLoop.sync(self, version, trace)")
 def _sample_ahead(call: Call) -> Any:
-    call.state["ahead"] = call.self._rollouts.rollouts(call.version + 1, None)
+    call.state["ahead"] = call.self.rollouts.rollouts(call.version + 1, None)
     return call.original()

@@ -19,7 +19,8 @@ from verifier.faults.fault import Fault, FireCounter, Side
 from verifier.faults.injection import INJECTED
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
-from verifier.trainer.controller import Judged, Progress, Trainer
+from verifier.trainer.controller import Progress, Trainer
+from verifier.trainer.loop import Judged
 
 KNOBS = (
     "steps=3", "data.batch_size=8", "batch.micro_batch_size=3", "optimizer.schedule=linear", "optimizer.warmup_steps=2",

@@ -102,7 +102,7 @@ def buffer_of_last_version_sent(call: Call) -> Any:
 
 
 @in_transport(
-    "verl-project/verl#4248", "verifier.engine.sender:transfer(engine, group, plan, tensors, watch, rounds)",
+    "verl-project/verl#4248", "verifier.engine.sender:transfer(engine, group, plan, tensors, watch, rounds, running)",
     caught_by=("TPT002", "LGP002"),
 )  # fmt: skip
 def sync_gated_off(call: Call) -> Any:
@@ -130,7 +130,7 @@ def prefix_cache_in_use(call: Call) -> Any:
 
 
 @fault(
-    "verl-project/verl#7495", "verifier.trainer.controller:Trainer._sync(self, version, trace)",
+    "verl-project/verl#7495", "verifier.trainer.loop:StepLoop.sync(self, version, trace)",
     stage=Stage.TRANSPORT, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("TPT002", "LGP009"),
     training=(
         "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.entropy_weight=1.0",
@@ -143,7 +143,7 @@ def sync_that_delivers_nothing(call: Call) -> Any:
 
 
 @fault(
-    "verl-project/verl#7495", "verifier.trainer.controller:Trainer._sync(self, version, trace)",
+    "verl-project/verl#7495", "verifier.trainer.loop:StepLoop.sync(self, version, trace)",
     stage=Stage.TRANSPORT, side=Side.CONTROLLER, caught_by=("TPT004", "LGP009"), engine=TRAINING, model="tiny:add",
     training=(
         "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.entropy_weight=1.0",

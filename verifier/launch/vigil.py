@@ -11,7 +11,7 @@ from verifier.launch.child import Child
 
 
 class Vigil:
-    """Processes that have to live for as long as their owner needs them. Not for several threads."""
+    """Processes that have to live for as long as their owner needs them. Threads may wait while none keeps or drops."""
 
     def __init__(self) -> None:
         self._deaths: dict[Child, Callable[[], VerifierError]] = {}

@@ -60,7 +60,10 @@ class EngineLink:
                 self.asleep = self.client
             dist.barrier()
 
-    def transfer(self, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]], watch: TransferProbe) -> None:
+    def transfer(
+        self, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]], watch: TransferProbe,
+        running: sender.Running = "none",
+    ) -> None:  # fmt: skip
         """Poison the engine, draw the stream on every rank, which is a collective, and send it from rank 0.
 
         The engine gets memory for its weights first, and for its caches afterwards.
@@ -71,7 +74,7 @@ class EngineLink:
         try:
             if self.client is not None and self.group is not None:
                 watch.poisoned(self.client.poison())
-                self.refused = sender.transfer(self.client, self.group, plan, stream, watch, self.rounds)
+                self.refused = sender.transfer(self.client, self.group, plan, stream, watch, self.rounds, running)
             elif self.rounds is not None:
                 from verifier.transport.cuda_ipc import follow
 

@@ -183,10 +183,13 @@ def _trained_text(
     )  # fmt: skip
 
 
-def order_of(config: TrainConfig, step: int, num_examples: int, examples: Sequence[Example]) -> DataOrder:
-    """Record of a step's examples."""
+def order_of(
+    config: TrainConfig, step: int, num_examples: int, examples: Sequence[Example], sampling_round: int = 0
+) -> DataOrder:
+    """Record of a step's examples, or of those of a further round of sampling."""
     return DataOrder(
-        name="examples", version=step, num_examples=num_examples, seed=config.seed, step=step,
+        name="examples" if not sampling_round else f"examples of round {sampling_round}", version=step,
+        num_examples=num_examples, seed=config.seed, step=step, round=sampling_round, batch_size=config.data.batch_size,
         examples=tuple(example.id for example in examples), prompts=tuple(example.question for example in examples),
         holds_out_by_crc=config.data.source == ARITHMETIC,
     )  # fmt: skip

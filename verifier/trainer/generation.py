@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from verifier.config import TrainConfig
 from verifier.core.record import Probe
 from verifier.data.encode import encode_prompt
 from verifier.data.examples import Example
-from verifier.data.order import batch_indices
+from verifier.data.order import batch_indices, seed_of_round
 from verifier.data.recorded import RolloutRow, Routes
 from verifier.data.rollout import MISSING_ROUTE
 from verifier.data.text_dataset import load_examples, require_disjoint
@@ -23,6 +23,7 @@ from verifier.model.checkpoint import Checkpoint
 from verifier.rewards.scorer import RewardProcess
 from verifier.trainer.batches import order_of
 from verifier.trainer.fitting import load_train
+from verifier.trainer.sampled_batch import Round, SampledBatch
 
 _SEEDS = 1_000_003
 """Seeds of a run begin at a multiple of it, so that runs of neighbouring seeds share none."""
@@ -33,6 +34,19 @@ class Sampler(Protocol):
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
         """See `Engine.generate`."""
+
+
+class HoldingSampler(Sampler, Protocol):
+    """An engine whose weights may be updated while requests run."""
+
+    def begin_batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, steps: int) -> None:
+        """See `Engine.begin_batch`."""
+
+    def finish_batch(self) -> list[list[Sample]]:
+        """See `Engine.finish_batch`."""
+
+    def reset_prefix_cache(self, running: bool = False) -> bool:
+        """See `Engine.reset_prefix_cache`."""
 
 
 class EngineRollouts:
@@ -56,18 +70,21 @@ class EngineRollouts:
         self._prompts = [encode_prompt(example, self._tokenizer) for example in self._examples]
         self._client: Sampler | None = None
         self._reward: RewardProcess | None = None
+        self.facts: Mapping[str, float] = {}
 
     def engine_config(self, gpus: str, fixes: Sequence[str]) -> EngineConfig:
         """Config of the engine: room for all answers of a step side by side."""
         config, options, engine = self._config, self._config.grpo, self._config.engine
-        longest = max(map(len, self._prompts))
+        longest, inflight = max(map(len, self._prompts)), options.mode == "inflight"
+        at_once = longest + (options.max_answer_tokens if inflight else 0)  # answers are prefilled anew at an update
         num_seqs = config.data.batch_size * options.group_size
         return EngineConfig(
             kind=engine.kind, tp=engine.tp, cuda_graphs=engine.cuda_graphs, sleep_level=engine.sleep_level,
             quantization=engine.quantization, lora_rank=config.lora.engine_rank(samples=True),
             lora_targets=config.lora.targets, checkpoint=str(self._checkpoint.path),
             dtype=config.dtype, max_model_len=longest + options.max_answer_tokens, max_num_seqs=num_seqs,
-            max_batch_tokens=max(640, num_seqs * longest), gpus=gpus, fixes=tuple(fixes), routes=options.replay_routes,
+            max_batch_tokens=max(640, num_seqs * at_once), gpus=gpus, fixes=tuple(fixes), routes=options.replay_routes,
+            inflight=inflight,
         )  # fmt: skip
 
     def start(self, client: Sampler) -> None:
@@ -82,29 +99,93 @@ class EngineRollouts:
 
     def rollouts(self, step: int, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
         """Sample the answers of a step from the weights that the steps before it made."""
+        return self.handed_on(step, self.sample(step, step - 1), probe)
+
+    def handed_on(self, step: int, batch: SampledBatch, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
+        """Record a step's rollouts in its trace, and return them with the name of their reward."""
+        self.facts, reward = batch.facts, self._config.grpo.reward
+        batch.record(probe, step, reward)
+        return batch.rows, reward
+
+    def sample(self, step: int, version: int) -> SampledBatch:
+        """Sample the answers of a step from the weights of a version, which the engine holds."""
+        return self._completed(step, version, self._round(step, 0, version))
+
+    def begin(self, step: int) -> None:
+        """Sample the beginning of a step's answers; `finish` goes on, from other weights where these have come."""
+        self._holding.begin_batch(*self._asked(step, 0, self._indices(step, 0)), self._config.grpo.steps_before_update)
+
+    def finish(self, step: int, version: int, held: int) -> SampledBatch:
+        """Sample the rest of a step's answers.
+
+        Args:
+            step: number of the step, from 1.
+            version: of the weights that sampled the first tokens.
+            held: version of the weights that the engine holds.
+
+        Raises:
+            ContractError: the engine did not drop keys and values that are of the weights before.
+        """
+        answers = self._holding.finish_batch()
+        if self._config.grpo.keep_kv_cache and not self._holding.reset_prefix_cache():
+            raise ContractError("the engine did not drop its prefix cache, which holds keys of the old weights")
+        return self._completed(step, held, self._scored(step, 0, version, self._indices(step, 0), answers))
+
+    def _completed(self, step: int, version: int, first: Round) -> SampledBatch:
+        """Replace groups without variance, round by round, by answers that a version samples."""
+        rounds, limit = [first], self._config.grpo.max_sampling_rounds
+        while len(rounds) < limit and (lost := rounds[-1].without_variance()):
+            rounds.append(self._round(step, len(rounds), version, len(lost)))
+        return SampledBatch(rounds=rounds, limit=limit)
+
+    def _round(self, step: int, number: int, version: int, count: int | None = None) -> Round:
+        """Sample one round, of so many prompts, or of a whole batch."""
         assert self._client is not None
-        assert self._reward is not None
-        config = self._config
-        indices = batch_indices(len(self._examples), config.data.batch_size, config.seed, step - 1)
-        examples = [self._examples[index] for index in indices]
-        if probe is not None:
-            probe.emit(order_of(config, step, len(self._examples), examples), np.array(indices, np.int64))
-        prompts = [self._prompts[index] for index in indices]
-        sampling = Sampling(
-            seed=config.seed * _SEEDS + (step - 1) * config.data.batch_size, n=config.grpo.group_size,
-            max_tokens=config.grpo.max_answer_tokens, temperature=config.grpo.temperature,
-            stop=() if self._whole_answers else (self._tokenizer.eos_id,), ignore_end=self._whole_answers,
+        indices = self._indices(step, number)[:count]
+        return self._scored(step, number, version, indices, self._client.generate(*self._asked(step, number, indices)))
+
+    @property
+    def _holding(self) -> HoldingSampler:
+        return cast(HoldingSampler, self._client)
+
+    def _indices(self, step: int, number: int) -> tuple[int, ...]:
+        """Prompts of a round of a step."""
+        seed = seed_of_round(self._config.seed, number)
+        return batch_indices(len(self._examples), self._config.data.batch_size, seed, step - 1)
+
+    def _asked(self, step: int, number: int, indices: Sequence[int]) -> tuple[list[tuple[int, ...]], Sampling]:
+        """Prompts of a round of a step, and how they are sampled: no two rounds share seeds."""
+        options, whole = self._config.grpo, self._whole_answers
+        place = ((step - 1) * options.max_sampling_rounds + number) * self._config.data.batch_size
+        return [self._prompts[index] for index in indices], Sampling(
+            seed=self._config.seed * _SEEDS + place, n=options.group_size, max_tokens=options.max_answer_tokens,
+            temperature=options.temperature, stop=() if whole else (self._tokenizer.eos_id,), ignore_end=whole,
         )  # fmt: skip
-        answers = self._client.generate(prompts, sampling)
-        rows = [
-            self._row(step, place, number, example, prompt, sample)
-            for place, (example, prompt, samples) in enumerate(zip(examples, prompts, answers, strict=True))
-            for number, sample in enumerate(samples)
+
+    def _scored(
+        self, step: int, number: int, version: int, indices: Sequence[int], answers: Sequence[Sequence[Sample]]
+    ) -> Round:
+        """Rollouts of a round with their rewards; a version sampled the first token of each."""
+        assert self._reward is not None
+        at, examples = f"{step}.{number}" if number else f"{step}", [self._examples[index] for index in indices]
+        groups = [
+            [
+                self._row(version, f"{at}/{place}", which, self._examples[index], self._prompts[index], sample)
+                for which, sample in enumerate(samples)
+            ]
+            for place, (index, samples) in enumerate(zip(indices, answers, strict=True))
         ]
-        rewards = self._reward.score(
-            [row.id for row in rows], [row.text or "" for row in rows], [row.answer or "" for row in rows]
+        rows = [row for group in groups for row in group]
+        rewards = iter(
+            self._reward.score(
+                [row.id for row in rows], [row.text or "" for row in rows], [row.answer or "" for row in rows]
+            )
         )
-        return [_with_reward(row, reward) for row, reward in zip(rows, rewards, strict=True)], config.grpo.reward
+        return Round(
+            groups=[[_with_reward(row, next(rewards)) for row in group] for group in groups],
+            order=order_of(self._config, step, len(self._examples), examples, number),
+            indices=np.array(indices, np.int64),
+        )  # fmt: skip
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Mean reward of held-out problems by the weights that the engine holds: sampled, and decoded greedily.
@@ -139,20 +220,36 @@ class EngineRollouts:
         return self._tokenizer.decode(tokens[:-1] if tokens and tokens[-1] == self._tokenizer.eos_id else tokens)
 
     def _row(
-        self, step: int, place: int, number: int, example: Example, prompt: tuple[int, ...], sample: Sample
+        self, version: int, place: str, number: int, example: Example, prompt: tuple[int, ...], sample: Sample
     ) -> RolloutRow:
-        name, tokens, eos_id = f"{step}/{place}/{number}/{example.id}", sample.tokens, self._tokenizer.eos_id
+        """Rollout of a sample.
+
+        Args:
+            version: of the weights that sampled its first token.
+            place: of the prompt: step and number.
+            number: of the sample in its group.
+            example: of the prompt.
+            prompt: token ids.
+            sample: of the engine.
+        """
+        name, tokens, eos_id = f"{place}/{number}/{example.id}", sample.tokens, self._tokenizer.eos_id
         for at, nats in enumerate(sample.logprobs):
             if not math.isfinite(nats):
                 raise ContractError(f"rollout `{name}`: the engine's log-probability of answer token {at} is {nats}")
         ended = bool(tokens) and tokens[-1] == eos_id
         drawn = (True,) * len(tokens)
         return RolloutRow(
-            id=name, group=f"{step}/{place}/{example.id}", prompt=prompt, response=tuple(tokens), sampled=drawn,
-            mask=drawn, logprobs=tuple(sample.logprobs), versions=(step - 1,) * len(tokens), reward=0.0,
-            answer=example.answer, text=self._text(tokens), truncated=not ended,
+            id=name, group=f"{place}/{example.id}", prompt=prompt, response=tuple(tokens), sampled=drawn, mask=drawn,
+            logprobs=tuple(sample.logprobs), versions=versions_of(sample, version), reward=0.0, answer=example.answer,
+            text=self._text(tokens), truncated=not ended,
             routes=_whole(name, sample.routes, len(prompt) + len(tokens)) if self._config.grpo.replay_routes else None,
         )  # fmt: skip
+
+
+def versions_of(sample: Sample, version: int) -> tuple[int, ...]:
+    """Version of the weights that sampled each token, where the first were of `version`."""
+    updates = sample.updates or (0,) * len(sample.tokens)
+    return tuple(version + count for count in updates)
 
 
 def _whole(name: str, routes: Routes, length: int) -> Routes:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from verifier.algorithms.kl import kl_penalty
 from verifier.algorithms.off_policy import CorrectionOptions, correction
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
-from verifier.core.records_policy import Advantages, Drops, GivenRewards, PolicyColumns
+from verifier.core.records_policy import Advantages, Drops, PolicyColumns
 from verifier.data.recorded import RolloutRow, read_recorded, rollout_of
 from verifier.data.rollout import Rollout
 from verifier.data.rollout_file import save_rollouts
@@ -34,6 +35,8 @@ from verifier.trainer.batches import (
     weights_of,
 )
 from verifier.trainer.given_routes import record_given, require_routes
+from verifier.trainer.sampled_batch import rewards_of
+from verifier.trainer.token_versions import fresh_tokens
 
 STALE = "stale"
 """Reason to drop a rollout: a token of it was sampled by weights that are older than the bound."""
@@ -42,12 +45,17 @@ STALE = "stale"
 class RolloutSource(Protocol):
     """Rollouts of a run's steps."""
 
+    facts: Mapping[str, float]
+    """Metrics of the last step's sampling."""
+
     def rollouts(self, step: int, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
         """Rollouts of a step, from 1 on, and the name of their reward; empty for rewards that were recorded."""
 
 
 class RecordedRollouts:
     """Rollouts of earlier runs: a folder of JSONL files, one a step in the order of their names."""
+
+    facts: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint) -> None:
         folder = config.data.rollouts
@@ -127,7 +135,10 @@ class GrpoPlan:
         }
         if scored.reference is not None and options.kl_in == "loss":
             columns["reference"] = [*scored.reference]
-        self.facts = {**_facts(rows, given, scored.old), **_token_counts(given, options.has_reference), **times}
+        self.facts = {
+            **_facts(config, step, rows, given, reasons, scored.old), **self._source.facts,
+            **_token_counts(given, options.has_reference), **times,
+        }  # fmt: skip
         updates = self._divided(step, taken, kept, columns, parts)
         if probe is not None:
             if updates:
@@ -206,17 +217,7 @@ class GrpoPlan:
     ) -> None:  # fmt: skip
         options, given = self._config.grpo, scored.rollouts
         ids = tuple(row.id for row in rows)
-        probe.emit(
-            GivenRewards(
-                name="rewards",
-                version=step,
-                reward=reward,
-                ids=ids,
-                texts=tuple(row.text for row in rows),
-                answers=tuple(row.answer for row in rows),
-                rewards=tuple(row.reward for row in rows),
-            ),
-        )  # fmt: skip
+        probe.emit(rewards_of("rewards", step, reward, rows))
         probe.emit(
             Advantages(
                 name="advantages", version=step, estimator=options.advantage, ids=ids,
@@ -234,25 +235,34 @@ class GrpoPlan:
                 name="policy inputs", version=step, ids=ids, lengths=tuple(map(len, given)),
                 ratio_over=options.ratio_over, weight_level=options.weight_level or "", weight_cap=options.weight_cap,
                 mask_level=options.mask_level or "", mask_low=options.mask_low, mask_high=options.mask_high,
-                max_staleness=options.max_staleness, trained_version=step - 1,
+                max_staleness=options.max_staleness, keep_kv_cache=options.keep_kv_cache, trained_version=step - 1,
             ),
             {name: np.concatenate([*values]) for name, values in flat.items()},
         )  # fmt: skip
 
 
-def _facts(rows: Sequence[RolloutRow], given: Sequence[Rollout], old: Values) -> dict[str, float]:
-    """Metrics of a batch: rewards, lengths, groups with several rewards, mismatch of trainer and engine."""
+def _facts(
+    config: TrainConfig, step: int, rows: Sequence[RolloutRow], given: Sequence[Rollout],
+    reasons: Sequence[DropReason | str | None], old: Values,
+) -> dict[str, float]:  # fmt: skip
+    """Metrics of a batch: rewards, lengths, groups with several rewards, age, mismatch of trainer and engine."""
     rewards: dict[str, set[float]] = {}
     for row in rows:
         rewards.setdefault(row.group, set()).add(row.reward)
     pairs = zip(given, old, strict=True)
-    difference = np.concatenate([(own - item.logprobs)[item.sampled] for item, own in pairs]).astype(np.float64)
+    same = [fresh_tokens(config, item, step - 1) for item in given]
+    difference = np.concatenate(
+        [(own - item.logprobs)[fresh] for (item, own), fresh in zip(pairs, same, strict=True)]
+    ).astype(np.float64)
     found = {
         "reward": float(np.mean([row.reward for row in rows])),
         "answer_tokens": float(np.mean([len(row.response) for row in rows])),
         "truncated_share": float(np.mean([row.truncated for row in rows])),
         "mixed_groups": float(np.mean([len(values) > 1 for values in rewards.values()])),
     }
+    if config.grpo.max_staleness:
+        behind = np.concatenate([step - 1 - item.versions[item.sampled] for item in given])
+        found |= {"staleness": float(behind.mean()), "dropped_stale": float(reasons.count(STALE))}
     if not len(difference):
         return found
     return found | {

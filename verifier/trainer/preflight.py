@@ -26,8 +26,9 @@ from verifier.runs.model_under_test import ModelUnderTest, open_model
 from verifier.runs.resources import Deadline
 from verifier.trainer import update_log
 from verifier.trainer.continuation import Continuation
-from verifier.trainer.controller import JUDGE_DEADLINE_S, Judge, Trainer
+from verifier.trainer.controller import Trainer
 from verifier.trainer.fitting import load_train, require_fit
+from verifier.trainer.loop import JUDGE_DEADLINE_S, Judge
 from verifier.trainer.ranks import PRELOAD, start_ranks
 from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.sampled_step import require_judgeable

@@ -35,6 +35,7 @@ from verifier.oracle.oracle import Oracle, Scored
 from verifier.oracle.recording import gradient_record, noise_of_logprobs
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
+from verifier.trainer.token_versions import exact_tokens
 
 COLUMNS = ("advantage", "divisor", "reference")
 """Inputs of a loss besides tokens, mask and weight."""
@@ -91,18 +92,19 @@ def record_scored(probe: Probe, config: TrainConfig, step: int, scored: ScoredRo
         record = TrainerLogprobs(name=name, version=version, lengths=lengths, temperature=temperature)
         probe.emit(record, np.concatenate([row[1:] for row in values]).astype(np.float32))
     if config.data.rollouts is None:
-        runs = [run for rollout in scored.rollouts for run in _runs(rollout)]
+        runs = [run for rollout in scored.rollouts for run in _runs(config, rollout)]
         for version in sorted({rollout.versions[begin] for rollout, begin, _ in runs}):
             _record_sampled(
                 probe, int(version), [run for run in runs if run[0].versions[run[1]] == version], temperature
             )
 
 
-def _runs(rollout: Rollout) -> list[tuple[Rollout, int, int]]:
-    """Begin and end of each run of tokens that the same weights sampled."""
-    keys = np.where(rollout.sampled, rollout.versions, -1)
+def _runs(config: TrainConfig, rollout: Rollout) -> list[tuple[Rollout, int, int]]:
+    """Begin and end of each run of tokens that the same weights sampled, and no others had a part in."""
+    exact = exact_tokens(config, rollout)
+    keys = np.where(exact, rollout.versions, -1)
     edges = [0, *(np.flatnonzero(np.diff(keys)) + 1).tolist(), len(rollout)]
-    return [(rollout, a, b) for a, b in pairwise(edges) if rollout.sampled[a]]
+    return [(rollout, a, b) for a, b in pairwise(edges) if exact[a]]
 
 
 def _record_sampled(probe: Probe, version: int, runs: Sequence[tuple[Rollout, int, int]], temperature: float) -> None:
@@ -133,8 +135,9 @@ class SampledStep:
             folder.mkdir(parents=True)
 
     def judge(
-        self, trace: Path, updates: Sequence[OptimizerUpdate], rates: Sequence[float], scored: ScoredRollouts | None
-    ) -> None:
+        self, trace: Path, updates: Sequence[OptimizerUpdate], rates: Sequence[float], scored: ScoredRollouts | None,
+        earlier: Mapping[int, Path],
+    ) -> None:  # fmt: skip
         """Ask the oracle about all updates of the step, record what it says, and remove the folder.
 
         Args:
@@ -142,6 +145,7 @@ class SampledStep:
             updates: in order.
             rates: learning rate of each.
             scored: log-probabilities that were recorded; None in supervised fine-tuning.
+            earlier: version -> checkpoint of weights before the last, by which tokens were sampled.
         """
         config, model = self._config, self._model
         for update in updates:
@@ -160,7 +164,7 @@ class SampledStep:
             for row in rows:
                 recorder.emit(gradient_record({**row, "version": self._step}, owners, model.mesh))
             if scored is not None:
-                self._record_logprobs(recorder, scored, self.folder / f"weights-{updates[0].number - 1}")
+                self._record_logprobs(recorder, scored, self.folder / f"weights-{updates[0].number - 1}", earlier)
         shutil.rmtree(self.folder)
 
     def _save_inputs(self, update: OptimizerUpdate) -> None:
@@ -186,7 +190,9 @@ class SampledStep:
         layers = moe_layers_of(self._model.checkpoint.config)
         return [route_rows([rollout], layers)[:, 1:] for rollout in rollouts]
 
-    def _record_logprobs(self, recorder: Recorder, scored: ScoredRollouts, before: Path) -> None:
+    def _record_logprobs(
+        self, recorder: Recorder, scored: ScoredRollouts, before: Path, earlier: Mapping[int, Path]
+    ) -> None:
         """Score what `record_scored` recorded, by the weights that it claims."""
         source, last = self._model.checkpoint.path, self._step - 1
         sequences = [rollout.tokens.tolist() for rollout in scored.rollouts]
@@ -196,13 +202,15 @@ class SampledStep:
         if scored.reference is not None:
             _record_oracle(recorder, OracleLogprobs, "reference", 0, *self._scored(source, sequences, routes), whole)
         if self._config.data.rollouts is None:
-            runs = [(at, run) for at, rollout in enumerate(scored.rollouts) for run in _runs(rollout)]
-            fresh = [(at, a, b) for at, (rollout, a, b) in runs if rollout.versions[a] == last]
-            tails, low = (
-                None if rows is None else [rows[at][a - 1 : b - 1] for at, a, b in fresh] for rows in (exact, rounded)
-            )
-            if tails:
-                _record_oracle(recorder, OracleOfSampled, "rollouts", last, tails, low, [b for _, _, b in fresh])
+            runs = [(at, run) for at, rollout in enumerate(scored.rollouts) for run in _runs(self._config, rollout)]
+            for version, weights in {last: before, **earlier}.items():
+                own = [(at, a, b) for at, (rollout, a, b) in runs if rollout.versions[a] == version]
+                if not own:
+                    continue
+                sides = (exact, rounded) if version == last else self._scored(weights, sequences, routes)
+                tails, low = (None if rows is None else [rows[at][a - 1 : b - 1] for at, a, b in own] for rows in sides)
+                assert tails is not None
+                _record_oracle(recorder, OracleOfSampled, "rollouts", version, tails, low, [b for _, _, b in own])
 
     def _scored(
         self, checkpoint: Path, sequences: Sequence[Sequence[int]], routes: Sequence[Any]

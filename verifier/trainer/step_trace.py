@@ -20,7 +20,7 @@ from verifier.runs.model_under_test import ModelUnderTest
 
 def step_manifest(
     config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False,
-    dropped: bool = False,
+    dropped: bool = False, fresh: bool = True,
 ) -> Manifest:  # fmt: skip
     """Identity of the trace of a step.
 
@@ -31,26 +31,28 @@ def step_manifest(
         resumed: it is the first after a resume.
         sampled: transformers computes it too.
         dropped: no token is left in its loss, so that it takes no update and syncs nothing.
+        fresh: a token in the loss was sampled by the weights that it trains.
     """
     sizes = model.checkpoint.config
     facts = RunFacts(
         tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1, lora_rank=config.lora.rank or 0,
         tp=config.mesh.tp,
     )  # fmt: skip
+    live = config.algorithm == "grpo" and config.data.rollouts is None
+    synced = live and not dropped
     scopes: list[Scope] = ["config", "data", "text", "batch", "schedule", "tokens"]
     if config.algorithm == "grpo":
-        scopes = ["config", "batch", "schedule", "tokens", "policy", "reward"]
-        scopes += ["reference"] if config.grpo.has_reference else []
-        scopes += ["routes"] if config.grpo.replay_routes else []
-        if config.data.rollouts is None:
-            scopes += ["data", "held", *_delivery(config)]
-            scopes += ["mismatch"] if model.dtype == "float32" else []
-    live = config.algorithm == "grpo" and config.data.rollouts is None
+        scopes = ["dropped"] if dropped else ["config", "batch", "schedule", "tokens", "policy"]
+        # Only of this reward there is a second reader; recorded ones may be of any.
+        scopes += ["reward"] if config.grpo.reward == "answer" or not live else []
+        scopes += ["data"] if live else []
+        scopes += ["resampled"] if config.grpo.max_sampling_rounds > 1 else []
+        scopes += ["reference"] if config.grpo.has_reference and not dropped else []
+        scopes += ["routes"] if config.grpo.replay_routes and not dropped else []
+        scopes += ["held", *_delivery(config)] if synced else []
+        scopes += ["mismatch"] if synced and fresh and model.dtype == "float32" else []
     engine_facts = replace(facts, engine=config.engine.kind, routes=config.grpo.replay_routes) if live else facts
-    synced = live and not dropped
-    if dropped:
-        scopes = ["reward", "dropped"] if config.data.rollouts is not None else ["reward", "dropped", "data"]
-    elif "replicas" in model.layout_scopes:
+    if "replicas" in model.layout_scopes and not dropped:
         scopes.append("replicas")
     if sampled:
         scopes.append("gradient")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -14,6 +14,7 @@ from verifier.model.provider_megatron import TrainerModel
 from verifier.plan.digest import digest_tensors
 from verifier.platform import Tier
 from verifier.train.optimizer_megatron import owned_gradients
+from verifier.train.step_megatron import StepResult
 from verifier.trainer.run_folder import RunFolder
 
 
@@ -33,6 +34,27 @@ def peak_memory(tier: Tier) -> int:
     if tier == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def metrics_of_update(result: StepResult, facts: Mapping[str, float], *, policy: bool) -> dict[str, float]:
+    """Metrics of an update: loss and gradient norm, shares of its tokens in the loss, and the greatest ratio's gap.
+
+    Args:
+        result: of the update.
+        facts: sums and greatest values that the loss counted.
+        policy: the loss is a policy's.
+    """
+    shares = {key: facts[key] / result.num_tokens for key in ("clipped", "clamped", "kl", "entropy")}
+    found = {
+        "loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens,
+        "entropy": shares["entropy"],
+    }  # fmt: skip
+    if not policy:
+        return found
+    return found | {
+        "clipped_share": shares["clipped"], "clamped_share": shares["clamped"], "kl": shares["kl"],
+        "ratio_gap": facts["ratio_gap"],
+    }  # fmt: skip
 
 
 @contextlib.contextmanager

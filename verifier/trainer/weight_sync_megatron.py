@@ -84,13 +84,14 @@ class WeightSync:
         if int(greatest) != int(least):
             raise ContractError("the ranks hold different chunk plans: nothing is sent")
 
-    def sync(self, version: int, trace: str | None, probe: Recorder | None) -> str:
+    def sync(self, version: int, trace: str | None, probe: Recorder | None, running: sender.Running = "none") -> str:
         """Poison all that the engine holds, send every weight, and record what arrived.
 
         Args:
             version: of the weights.
             trace: trace directory; None records nothing.
             probe: this rank's recorder of the trace.
+            running: requests of the engine meanwhile, and what becomes of their keys and values.
 
         Returns:
             On rank 0, why the engine refused the transfer; empty if it did not.
@@ -102,7 +103,7 @@ class WeightSync:
                 closing = [contextlib.closing(Recorder(Path(trace), "engine", at)) for at in range(self._num_ranks)]
                 ranks = [stack.enter_context(recorder) for recorder in closing]
             watch = TransferProbe(ranks, version)
-            link.transfer(self._plan, self._stream(probe, version), watch)
+            link.transfer(self._plan, self._stream(probe, version), watch, running)
             if self._adapters is not None and probe is not None:
                 self._adapters.record_exported(probe, version)
             if link.client is None or probe is None:

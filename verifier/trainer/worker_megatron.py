@@ -21,6 +21,7 @@ from verifier.core.records_trainer import KnobsReached, LoadedState, OptimizerSe
 from verifier.core.records_weights import StepReport, UpdatedShard
 from verifier.core.store import Recorder
 from verifier.data.rollout_file import load_rollouts
+from verifier.engine.sender import Running
 from verifier.export import gather_megatron
 from verifier.export.names import layout_of
 from verifier.launch.child import resolve
@@ -50,7 +51,7 @@ from verifier.trainer.state_megatron import (
     state_facts,
     write_facts,
 )
-from verifier.trainer.update_facts_megatron import gradient_digests, peak_memory, profiler
+from verifier.trainer.update_facts_megatron import gradient_digests, metrics_of_update, peak_memory, profiler
 from verifier.trainer.update_log import RankUpdate
 from verifier.trainer.upstream_fields import found, provider_overrides
 from verifier.trainer.weight_sync_megatron import WeightSync
@@ -59,7 +60,7 @@ from verifier.trainer.worker_spec import WorkerSpec
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
 
-CALLS = ("load", "record_load", "connect", "score", "train", "sync", "save", "saved", "evaluate", "export")
+CALLS = ("load", "record_load", "connect", "score", "hold", "train", "sync", "save", "saved", "evaluate", "export")
 """Methods that the controller calls."""
 
 
@@ -135,7 +136,8 @@ class TrainerWorker:
         if resume is not None:
             self._resume(Path(resume), same_mesh)
         self._frozen = self._digests(self._reference)
-        return self._effective() if self._context.rank == 0 else {}
+        settings = {"knobs": self._reached(), **effective_settings(self._trainer, self._optimizer)}
+        return settings if self._context.rank == 0 else {}
 
     def _resume(self, folder: Path, same_mesh: bool) -> None:
         self._say(f"loading the checkpoint {folder}")
@@ -188,6 +190,10 @@ class TrainerWorker:
             whole = torch.cat([part for row in found for part in (nan, row)])
             save_file({"logprobs": whole.numpy()}, to)
 
+    def hold(self, version: int, folder: str) -> None:
+        """Write the weights as they are, a version, for the oracle of a later step."""
+        self._hand_on(folder).after(version)
+
     def train(
         self, step: int, number: int, batch: str, trace: str | None, first: bool, last: bool, oracle: str | None = None
     ) -> dict[str, float]:
@@ -212,10 +218,7 @@ class TrainerWorker:
         given = contextlib.nullcontext()
         hand_on, gradients = None, dict[str, str]()
         if oracle is not None:
-            hand_on = HandOn(
-                self._trainer, self._optimizer, self._live, self._context.rank, Path(oracle), self._source,
-                self._adapters,
-            )  # fmt: skip
+            hand_on = self._hand_on(oracle)
             hand_on.before(number, first=first)
 
         def on_gradients() -> None:
@@ -280,15 +283,10 @@ class TrainerWorker:
                 self._record_weights(probe, step)
                 if self._sync is None:
                     self._close_recorder()
-        shares = {key: facts[key] / result.num_tokens for key in ("clipped", "clamped", "kl", "entropy")}
-        return {
-            "loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens,
-            "learning_rate": max(rates), "entropy": shares["entropy"], "tokens": sum(map(len, rollouts)),
-            "peak_memory_gib": memory / 2**30,
-        } | ({} if self._config.algorithm == "sft" else {
-            "clipped_share": shares["clipped"], "clamped_share": shares["clamped"], "kl": shares["kl"],
-            "ratio_gap": facts["ratio_gap"],
-        })  # fmt: skip
+        found = metrics_of_update(result, facts, policy=config.algorithm == "grpo")
+        return found | {
+            "learning_rate": max(rates), "tokens": sum(map(len, rollouts)), "peak_memory_gib": memory / 2**30,
+        }  # fmt: skip
 
     def _record_weights(self, probe: Recorder, step: int) -> None:
         if self._adapters is not None:
@@ -306,14 +304,23 @@ class TrainerWorker:
             self._sync = WeightSync(self._trainer, self._source, rank, adapters)
         self._sync.connect(socket, self._config.engine, transport, self._spec.collective_deadline_s)
 
-    def sync(self, version: int, trace: str | None) -> tuple[str, dict[str, float]]:
+    def sync(self, version: int, trace: str | None, running: Running = "none") -> tuple[str, dict[str, float]]:
         """Send the weights, or the adapter, to the engine as a version.
+
+        Args:
+            version: of the weights.
+            trace: trace directory; None records nothing.
+            running: requests of the engine meanwhile, and what becomes of their keys and values; none with an adapter.
 
         Returns:
             On rank 0, why the engine refused them, empty if it did not; and metrics.
         """
         assert self._sync is not None
-        refused = self._sync.sync(version, trace, self._recorder(trace))
+        probe = self._recorder(trace)
+        if isinstance(self._sync, AdapterSync):
+            refused = self._sync.sync(version, trace, probe)
+        else:
+            refused = self._sync.sync(version, trace, probe, running)
         self._close_recorder()
         return refused, dict(self._sync.facts)
 
@@ -333,6 +340,12 @@ class TrainerWorker:
         if self._adapters is not None:
             self._adapters.save(self._config.run / "adapter", None, 0)
         dist.barrier()
+
+    def _hand_on(self, folder: str) -> HandOn:
+        """Writer of this rank's part of what the oracle reads."""
+        return HandOn(
+            self._trainer, self._optimizer, self._live, self._context.rank, Path(folder), self._source, self._adapters,
+        )  # fmt: skip
 
     def _record_resume(self, probe: Recorder) -> None:
         """Record, with the first step after a resume, what was saved and what was loaded."""
@@ -384,10 +397,6 @@ class TrainerWorker:
         if self._probe is not None:
             self._probe.close()
             self._probe = None
-
-    def _effective(self) -> dict[str, Any]:
-        """Settings that Megatron runs with: its transformer config, data parallelism and optimizer, as plain values."""
-        return {"knobs": self._reached(), **effective_settings(self._trainer, self._optimizer)}
 
     def _reached(self) -> dict[str, str]:
         return found(settings_of(self._trainer, self._optimizer, self._scheduler))

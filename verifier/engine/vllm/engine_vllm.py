@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from verifier.engine.api import (
     Sampling,
     value_of,
 )
+from verifier.engine.vllm.batch_vllm import RunningBatch, nats_of, sample_of
 from verifier.engine.vllm.worker_vllm import BACKEND
 from verifier.errors import ContractError, InternalError, VerifierError
 from verifier.model.checkpoint import open_checkpoint
@@ -76,6 +76,7 @@ class VllmEngine(Engine):
         self._limits = Limits.of(checkpoint.config, config)
         self._carried = checkpoint.names()
         self._adapter: LoRARequest | None = None
+        self._batch: RunningBatch | None = None
         self._llm = LLM(
             model=config.checkpoint,
             dtype=config.dtype,
@@ -93,6 +94,8 @@ class VllmEngine(Engine):
             enable_sleep_mode=config.sleep_level > 0,
             quantization=config.quantization,
             enable_lora=config.lora_rank > 0,
+            # A step that is scheduled ahead is sampled by the weights before an update, and comes after it.
+            **({"async_scheduling": False} if config.inflight else {}),
             **(_room_for_adapters(config) if config.lora_rank else {}),
             # Off for hybrids, as by vLLM's default: their cached states are experimental in 0.21.
             # And off beside routes: vLLM reports expert 0 for every token that it finds in the cache.
@@ -114,7 +117,7 @@ class VllmEngine(Engine):
         asked = SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0, detokenize=False)
         outputs = self._sampled(sequences, asked)
         return [
-            [_nats(row, token) for token, row in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
+            [nats_of(row, token) for token, row in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
             for tokens, output in zip(sequences, outputs, strict=True)
         ]
 
@@ -135,6 +138,26 @@ class VllmEngine(Engine):
         outputs = self._sampled(prompts, [_params(item) for item in requests])
         return [[_sample(item, output) for item in output.outputs] for output in outputs]
 
+    def begin_batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, steps: int) -> None:
+        """See `Engine.begin_batch`; seeds are those of `generate`."""
+        self._abandon_batch()
+        asked = [_params(item) for item in self._limits.requests(prompts, sampling)]
+        self._rpc("verifier_seed", seed=sampling.seed)
+        self._batch = RunningBatch(self._llm.llm_engine, prompts, asked, self._adapter)
+        self._batch.step(steps)
+
+    def finish_batch(self) -> list[list[Sample]]:
+        """See `Engine.finish_batch`.
+
+        Raises:
+            ContractError: no batch has begun.
+        """
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise ContractError("no batch has begun, so there is none to finish")
+        batch.step()
+        return batch.samples()
+
     def state(self) -> list[list[EngineTensor]]:
         """See `Engine.state`."""
         return self._rpc("verifier_state", list[EngineTensor])
@@ -148,7 +171,8 @@ class VllmEngine(Engine):
         return self._rpc("verifier_poison", list[Poisoned], carried=self._carried)
 
     def connect(self, address: Address) -> None:
-        """See `Engine.connect`; by the worker's `init_weight_transfer_engine`."""
+        """See `Engine.connect`; by the worker's `init_weight_transfer_engine`. A batch of another sender ends."""
+        self._abandon_batch()
         self._rpc("init_weight_transfer_engine", init_info=asdict(address))
 
     def begin_update(self, plan: ChunkPlan) -> list[Agreement]:
@@ -166,10 +190,12 @@ class VllmEngine(Engine):
             ContractError: a layer's weights do not fit it; the next update starts from the previous weights.
         """
         self._rpc("finish_weight_update", otherwise=ContractError)
+        if self._batch is not None:
+            self._batch.updated()
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, running: bool = False) -> bool:
         """See `Engine.reset_prefix_cache`."""
-        return bool(self._llm.reset_prefix_cache())
+        return bool(self._llm.reset_prefix_cache(reset_running_requests=running))
 
     def load_adapter(self, path: str) -> None:
         """See `Engine.load_adapter`. Each gets a new number: vLLM would not load an adapter with a known one.
@@ -211,6 +237,11 @@ class VllmEngine(Engine):
         routes = [token[: self._routers] for part in parts for token in part.tolist()]
         return replace(_sample(item, output), routes=tuple(tuple(map(tuple, token)) for token in routes))
 
+    def _abandon_batch(self) -> None:
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            batch.abandon()
+
     def _sampled(self, prompts: Sequence[Sequence[int]], asked: SamplingParams | list[SamplingParams]) -> list[Any]:
         tokens = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return self._llm.generate(tokens, asked, use_tqdm=False, lora_request=self._adapter)
@@ -236,18 +267,9 @@ def _room_for_adapters(config: EngineConfig) -> dict[str, Any]:
     return {"max_loras": 1, "max_lora_rank": config.lora_rank, "lora_target_modules": modules}
 
 
-def _nats(row: Mapping[int, Any], token: int) -> float:
-    """Return a token's log-probability; NaN if vLLM reports another token's."""
-    return row[token].logprob if token in row else math.nan
-
-
 def _sample(item: CompletionOutput, output: RequestOutput) -> Sample:
     """Convert one of vLLM's completions of a request."""
-    logprobs = (_nats(row, token) for token, row in zip(item.token_ids, item.logprobs, strict=True))
-    cached = output.num_cached_tokens or 0
-    return Sample(
-        tokens=tuple(item.token_ids), logprobs=tuple(logprobs), ended=item.finish_reason or "", cached_tokens=cached
-    )
+    return sample_of(item, output)
 
 
 def _params(sampling: Sampling) -> SamplingParams:

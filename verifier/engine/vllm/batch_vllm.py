@@ -1,0 +1,85 @@
+"""Requests of vLLM that run on while weights are updated between two steps of its engine."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from verifier.engine.api import Sample
+
+_NUMBERS = itertools.count()
+
+
+class RunningBatch:
+    """Requests that are sampled together, and how far each sample had come when weights were updated.
+
+    Args:
+        engine: whose scheduler ends a step before it begins the next.
+        prompts: token ids of each.
+        asked: parameters of each prompt's request.
+        adapter: of all requests; None for none.
+    """
+
+    def __init__(
+        self, engine: LLMEngine, prompts: Sequence[Sequence[int]], asked: Sequence[SamplingParams],
+        adapter: LoRARequest | None,
+    ) -> None:  # fmt: skip
+        self._engine, number = engine, next(_NUMBERS)
+        self._counts = {f"batch {number} request {at}": params.n for at, params in enumerate(asked)}
+        self._found: dict[tuple[str, int], Sample] = {}
+        self._before: list[dict[tuple[str, int], int]] = []
+        self._inner: list[str] = []
+        for name, prompt, params in zip(self._counts, prompts, asked, strict=True):
+            params.output_kind = RequestOutputKind.CUMULATIVE
+            self._inner.append(engine.add_request(name, tokens_input([*prompt]), params, lora_request=adapter))
+
+    def step(self, count: int | None = None) -> None:
+        """Take so many steps of the engine, or all that are left."""
+        taken = 0
+        while self._engine.has_unfinished_requests() and (count is None or taken < count):
+            for output in self._engine.step():
+                for item in output.outputs:
+                    self._found[output.request_id, item.index] = sample_of(item, output)
+            taken += 1
+
+    def updated(self) -> None:
+        """Count a weight update: tokens from here on are sampled by the new weights."""
+        self._before.append({key: len(sample.tokens) for key, sample in self._found.items()})
+
+    def samples(self) -> list[list[Sample]]:
+        """Samples of each prompt, once all have ended."""
+        return [[self._with_updates(name, at) for at in range(count)] for name, count in self._counts.items()]
+
+    def abandon(self) -> None:
+        """End what still runs."""
+        self._engine.abort_request(self._inner, internal=True)
+
+    def _with_updates(self, name: str, at: int) -> Sample:
+        sample = self._found[name, at]
+        before = [counts.get((name, at), 0) for counts in self._before]
+        found = (sum(count <= place for count in before) for place in range(len(sample.tokens)))
+        return replace(sample, updates=tuple(found))
+
+
+def nats_of(row: Mapping[int, Any], token: int) -> float:
+    """Return a token's log-probability; NaN if vLLM reports another token's."""
+    return row[token].logprob if token in row else math.nan
+
+
+def sample_of(item: CompletionOutput, output: RequestOutput) -> Sample:
+    """Convert one of vLLM's completions of a request, as far as it has come."""
+    logprobs = (nats_of(row, token) for token, row in zip(item.token_ids, item.logprobs, strict=True))
+    cached = output.num_cached_tokens or 0
+    return Sample(
+        tokens=tuple(item.token_ids), logprobs=tuple(logprobs), ended=item.finish_reason or "", cached_tokens=cached
+    )

@@ -1,0 +1,296 @@
+"""The order of a run's steps: sample, train, sync, judge, evaluate, save; builds on nothing that did not hold."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from verifier.config.training import TrainConfig
+from verifier.core.records_policy import LossTerms
+from verifier.core.records_trainer import KnobsAsked, OptimizerSettings
+from verifier.core.store import Recorder, complete, create
+from verifier.data.rollout_file import load_rollouts
+from verifier.engine.sender import Running
+from verifier.errors import ContractError, InternalError, ViolationFound
+from verifier.oracle.oracle import Oracle
+from verifier.runs.model_under_test import ModelUnderTest
+from verifier.trainer.ahead import AheadRollouts
+from verifier.trainer.batches import HeldOut, OptimizerUpdate, UpdatePlan
+from verifier.trainer.continuation import Call, Continuation
+from verifier.trainer.generation import EngineRollouts
+from verifier.trainer.metrics import Metrics
+from verifier.trainer.run_folder import RunFolder
+from verifier.trainer.sampled_step import SampledStep, is_sampled, record_scored
+from verifier.trainer.step_trace import step_manifest
+from verifier.trainer.token_versions import has_fresh
+from verifier.trainer.upstream_fields import asked
+from verifier.trainer.worker_spec import loss_terms, optimizer_settings
+
+JUDGED_BEHIND = 2
+"""Steps that may have been trained and not yet judged."""
+JUDGE_DEADLINE_S = 600.0
+"""Seconds that the judge of one step may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Verdict on the trace of one step."""
+
+    exit_code: int
+    text: str
+    """The report."""
+
+
+class Judge(Protocol):
+    """Judges traces of steps in a process of its own."""
+
+    def submit(self, trace: Path) -> Future[Judged]:
+        """Begin to judge a trace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSummary:
+    """End of a run that was trained whole."""
+
+    steps: int
+    loss: float
+    """Loss of the last step, nats."""
+    accuracy: float | None
+    """Share of held-out problems that greedy decoding solves; None without evaluation."""
+    judged: int
+    """Steps that were judged, all of which held."""
+    resumed_from: int = 0
+    """Step of the checkpoint that it was continued from; 0 for a run from its beginning."""
+    finished_before: bool = False
+    """The folder held the whole run already: nothing was trained."""
+
+
+@dataclass(kw_only=True)
+class StepLoop:
+    """The steps of one run, whose ranks have loaded their weights and whose engine is connected.
+
+    Args:
+        config: of the run.
+        model: of the run.
+        folder: of the run.
+        plan: makes the updates of a step.
+        continuation: the run's checkpoints.
+        call: calls a method of all ranks.
+        progress: called with a line of text.
+        metrics: of the run.
+        judge: judges each step's trace; None trains without evidence.
+        rollouts: sampled by the run's engine; None for a run without one.
+        ahead: samples them while the step before theirs trains; None where that is not asked for.
+        held_out: problems that the ranks decode; None for none.
+        oracle: of the sampled steps; None for a run without them.
+    """
+
+    config: TrainConfig
+    model: ModelUnderTest
+    folder: RunFolder
+    plan: UpdatePlan
+    continuation: Continuation
+    call: Call
+    progress: Callable[[str], None]
+    metrics: Metrics
+    judge: Judge | None
+    rollouts: EngineRollouts | None
+    ahead: AheadRollouts | None
+    held_out: HeldOut | None
+    oracle: Oracle | None
+    _pending: deque[tuple[int, Future[Judged]]] = field(default_factory=deque, init=False)
+    _held: dict[int, Path] = field(default_factory=dict, init=False)
+    _sync_facts: dict[str, float] = field(default_factory=dict, init=False)
+    _num_judged: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._updates = self.continuation.updates
+
+    def run(self, done: int, metrics: dict[str, Any]) -> TrainSummary:
+        """Take the steps that are left.
+
+        Args:
+            done: number of steps that are done.
+            metrics: of the last of them; empty for none.
+
+        Raises:
+            ViolationFound: a step did not hold; nothing was built on it.
+            VerifierError: a process died or hung.
+        """
+        config, plan, step, loss = self.config, self.plan, done, metrics.get("loss", float("nan"))
+        while step < config.steps and metrics.get("accuracy", -1.0) < config.evaluation.stop_above:
+            step += 1
+            started = time.monotonic()
+            trace = self._begin_trace(step) if self.judge is not None else None
+            sampled = None
+            with self._controller_probe(trace, step) as probe:
+                updates = plan.updates(step, self._updates, self._score, probe)
+                resumed = bool(updates) and self.continuation.record(probe, step)
+                if updates and probe is not None and self.oracle is not None and is_sampled(config, step):
+                    sampled = SampledStep(config, self.model, self.oracle, self.folder.oracle(step), step)
+                    if plan.scored is not None:
+                        record_scored(probe, config, step, plan.scored)
+                self._manifest = step_manifest(
+                    config, self.model, step, resumed=resumed, sampled=sampled is not None, dropped=not updates,
+                    fresh=has_fresh(config, [item for update in updates for item in update.rollouts], step - 1),
+                )  # fmt: skip
+            earlier = self._hold_weights(step) if self.ahead is not None else {}
+            rolled_s = time.monotonic() - started
+            folder = None if sampled is None else str(sampled.folder)
+            reports = [self._take(update, trace, folder, last=update is updates[-1]) for update in updates]
+            self._updates += len(updates)
+            trained_s = time.monotonic() - started - rolled_s
+            if self.ahead is not None:
+                self.ahead.pause()
+            if self.rollouts is not None and updates:
+                self.sync(step, trace)
+            synced_s = time.monotonic() - started - rolled_s - trained_s
+            if trace is not None:
+                if sampled is not None:
+                    sampled.judge(trace, updates, [report["learning_rate"] for report in reports], plan.scored, earlier)
+                self._submit(step, trace)
+                waits = self.rollouts is not None or sampled is not None
+                self._settle(step if waits else step - JUDGED_BEHIND)
+            for weights in earlier.values():
+                shutil.rmtree(weights.parent)
+            if self.ahead is not None:
+                self.ahead.resume(step if updates else None)
+            times = {"prepare_s": rolled_s, "train_s": trained_s, "sync_s": synced_s, **self._sync_facts}
+            metrics = {"step": step, **_mean_of(reports), **plan.facts, **times, "time_s": time.monotonic() - started}
+            loss = metrics.get("loss", loss)
+            if config.evaluation.every and step % config.evaluation.every == 0:
+                metrics |= self._evaluate(step)
+            self.metrics.add(metrics)
+            self._show(metrics)
+            if self.continuation.is_due(step):
+                self._save(step)
+            self.continuation.finish(self.call, wait=False)
+        self._save(step)
+        self.continuation.finish(self.call, wait=True)
+        accuracy = metrics.get("accuracy")
+        if accuracy is None:
+            accuracy = self._evaluate(step).get("accuracy")
+        return TrainSummary(steps=step, loss=loss, accuracy=accuracy, judged=self._num_judged, resumed_from=done)
+
+    def _save(self, step: int) -> None:
+        """Begin a checkpoint, once every step up to it has been judged."""
+        self._settle(step)
+        self.continuation.begin(self.call, step, self._updates)
+
+    def _hold_weights(self, step: int) -> Mapping[int, Path]:
+        """Have the ranks write the weights before a step, where the oracle needs them a step later.
+
+        Returns:
+            Version -> checkpoint of the weights that the oracle may need in this step.
+        """
+        last = self._held.pop(step - 2, None)
+        found = {} if last is None else {step - 2: last}
+        if self.judge is not None and self.oracle is not None and is_sampled(self.config, step + 1):
+            held = self.folder.oracle(step + 1).with_name(f"version-{step - 1}")
+            self.call("hold", version=step - 1, folder=str(held))
+            self._held[step - 1] = held / f"weights-{step - 1}"
+        return found
+
+    def _take(self, update: OptimizerUpdate, trace: Path | None, oracle: str | None, *, last: bool) -> dict[str, float]:
+        """Have the ranks take one optimizer step."""
+        report: dict[str, float] = self.call(
+            "train", step=update.step, number=update.number, batch=str(update.file),
+            trace=None if trace is None else str(trace), first=update.first, last=last,
+            oracle=oracle,
+        )[0]  # fmt: skip
+        return report
+
+    def sync(self, version: int, trace: Path | None) -> None:
+        """Send the weights to the engine; raise a ContractError if it refused them and no judge will say why."""
+        running: Running = "none"
+        if self.ahead is not None and self.ahead.runs:
+            running = "kept" if self.config.grpo.keep_kv_cache else "recomputed"
+        where = None if trace is None else str(trace)
+        refused, self._sync_facts = self.call("sync", version=version, trace=where, running=running)[0]
+        if refused and trace is None:
+            raise ContractError(f"the engine refused the weights of version {version}: {refused}")
+
+    def _score(self, file: Path, which: str) -> list[np.ndarray]:
+        """Log-probabilities of a batch by the live weights or by the reference's."""
+        found = file.with_name(f"{file.stem}.{which}.safetensors")
+        self.call("score", batch=str(file), which=which, to=str(found))
+        lengths = [len(rollout) for rollout in load_rollouts(file)[0]]
+        values = load_file(found)["logprobs"]
+        found.unlink()  # the columns of the batch keep what the loss reads
+        return np.split(values, np.cumsum(lengths)[:-1])
+
+    def _begin_trace(self, step: int) -> Path:
+        self._manifest = step_manifest(self.config, self.model, step)
+        return create(self.folder.trace(step), self._manifest)
+
+    @contextlib.contextmanager
+    def _controller_probe(self, trace: Path | None, step: int) -> Iterator[Recorder | None]:
+        if trace is None:
+            yield None
+            return
+        with contextlib.closing(Recorder(trace, "controller", 0)) as probe:
+            yield probe
+            probe.emit(KnobsAsked(name="config", version=step, values=asked(self.config)))
+            probe.emit(OptimizerSettings(name="Adam", version=step, **optimizer_settings(self.config)))
+            probe.emit(LossTerms(name="loss", version=step, **loss_terms(self.config)))
+
+    def _submit(self, step: int, trace: Path) -> None:
+        assert self.judge is not None
+        complete(trace, self._manifest)
+        self._pending.append((step, self.judge.submit(trace)))
+
+    def _settle(self, until: int) -> None:
+        """Wait for the verdicts of all steps up to one; raise a ViolationFound for the first that does not hold."""
+        while self._pending and self._pending[0][0] <= until:
+            step, future = self._pending.popleft()
+            try:
+                judged = future.result(JUDGE_DEADLINE_S)
+            except TimeoutError as problem:
+                raise InternalError(f"the judge of step {step} did not answer in {JUDGE_DEADLINE_S:g} s") from problem
+            self._num_judged += 1
+            if judged.exit_code:
+                raise ViolationFound(judged.text, judged.exit_code)
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate the weights of a step on the held-out problems, if there are any."""
+        if self.rollouts is not None:
+            return self.rollouts.evaluate(step)
+        if self.held_out is None:
+            return {}
+        file = self.folder.path / "batches" / "held-out.safetensors"
+        if not file.exists():
+            self.held_out.save(file)
+        answers = self.call("evaluate", batch=str(file))[0]
+        return {"accuracy": sum(answers) / len(answers)}
+
+    def _show(self, metrics: dict[str, Any]) -> None:
+        text = f"step {metrics['step']}: no token in the loss"
+        if "loss" in metrics:
+            text = f"step {metrics['step']}: loss {metrics['loss']:.4f}, gradient norm {metrics['grad_norm']:.3f}"
+        for name in ("reward", "held_out_reward", "accuracy"):
+            if name in metrics:
+                text += f", {name.replace('_', ' ')} {metrics[name]:.3f}"
+        self.progress(text)
+
+
+def _mean_of(reports: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean of each number over the updates of a step; the greatest for what is a greatest, the sum for tokens."""
+    found = {}
+    for name in reports[0] if reports else ():
+        values = [report[name] for report in reports]
+        total = sum(values)
+        if name in ("ratio_gap", "peak_memory_gib"):
+            found[name] = max(values)
+        else:
+            found[name] = total if name in ("num_tokens", "tokens") else total / len(values)
+    return found

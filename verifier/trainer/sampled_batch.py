@@ -1,0 +1,90 @@
+"""Rollouts of a step as they were sampled: in one round, or in several that replace groups with one reward alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verifier.algorithms.filters import DropReason
+from verifier.core.record import Probe
+from verifier.core.records_policy import GivenRewards, SamplingRound
+from verifier.core.records_trainer import DataOrder
+from verifier.data.recorded import RolloutRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """Rollouts of one round, group by group, with their rewards, and the prompts that they answer."""
+
+    groups: Sequence[Sequence[RolloutRow]]
+    order: DataOrder
+    indices: np.ndarray
+    """[groups] int64, in the data set."""
+
+    def without_variance(self) -> list[int]:
+        """Numbers of the groups whose rewards are all equal."""
+        return [at for at, rows in enumerate(self.groups) if len({row.reward for row in rows}) == 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledBatch:
+    """All rounds of a step; each replaces the groups without variance of the one before it."""
+
+    rounds: Sequence[Round]
+    limit: int
+    """Rounds that the config allows."""
+
+    @property
+    def rows(self) -> Sequence[RolloutRow]:
+        """Rollouts of the step, in the order of the prompts that were replaced or not."""
+        groups = list(self.rounds[0].groups)
+        places = list(range(len(groups)))
+        for before, after in zip(self.rounds, self.rounds[1:], strict=False):
+            places = [places[at] for at in before.without_variance()]
+            for place, rows in zip(places, after.groups, strict=True):
+                groups[place] = rows
+        return [row for rows in groups for row in rows]
+
+    @property
+    def facts(self) -> Mapping[str, float]:
+        """Metrics of dynamic sampling; none where there is none."""
+        if self.limit == 1:
+            return {}
+        replaced = sum(len(item.groups) for item in self.rounds[1:])
+        return {"sampling_rounds": float(len(self.rounds)), "replaced_groups": float(replaced)}
+
+    def record(self, probe: Probe | None, step: int, reward: str) -> None:
+        """Record prompts, and which groups were replaced, in the trace of the step."""
+        if probe is None:
+            return
+        for number, item in enumerate(self.rounds):
+            probe.emit(item.order, item.indices)
+            if self.limit == 1:
+                continue
+            lost = item.without_variance() if number + 1 < self.limit else []
+            replaced = [row for at in lost for row in item.groups[at]]
+            rows, counts = [row for group in item.groups for row in group], defaultdict[str, int](int)
+            for row in replaced:
+                counts[DropReason.ZERO_VARIANCE] += sum(row.mask)
+            probe.emit(
+                SamplingRound(
+                    name=f"round {number}", version=step, round=number, limit=self.limit,
+                    ids=tuple(row.id for row in rows), groups=tuple(row.group for row in rows),
+                    rewards=tuple(row.reward for row in rows), token_counts=tuple(sum(row.mask) for row in rows),
+                    replaced=dict(counts),
+                )
+            )  # fmt: skip
+            if replaced:
+                probe.emit(rewards_of(f"replaced in round {number}", step, reward, replaced))
+
+
+def rewards_of(name: str, step: int, reward: str, rows: Sequence[RolloutRow]) -> GivenRewards:
+    """Record of the rewards of rollouts, and what they were given for."""
+    return GivenRewards(
+        name=name, version=step, reward=reward, ids=tuple(row.id for row in rows),
+        texts=tuple(row.text for row in rows), answers=tuple(row.answer for row in rows),
+        rewards=tuple(row.reward for row in rows),
+    )  # fmt: skip
