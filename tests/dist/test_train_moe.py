@@ -25,7 +25,8 @@ from verifier.errors import UsageError
 from verifier.faults.route_faults import ROUTES
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
-from verifier.trainer.controller import Judged, Trainer
+from verifier.trainer.controller import Trainer
+from verifier.trainer.loop import Judged
 
 MODEL = ("model=tiny:add-moe", "steps=2", "evaluation.num_problems=0", "batch.micro_batch_size=3")
 EXPERTS = {

@@ -15,10 +15,9 @@ from safetensors.numpy import save_file
 
 from verifier.algorithms.loss_options import LossOptions
 from verifier.core.outputs import full_disk_refused
-from verifier.core.record import real
-from verifier.core.records_policy import LossRows, ReferenceShard, UpdateRatios
-from verifier.core.records_trainer import KnobsReached, LoadedState, OptimizerSettings, SavedState, TrainerStep
-from verifier.core.records_weights import StepReport, UpdatedShard
+from verifier.core.records_policy import ReferenceShard
+from verifier.core.records_trainer import KnobsReached, LoadedState, OptimizerSettings, SavedState
+from verifier.core.records_weights import UpdatedShard
 from verifier.core.store import Recorder
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.sender import Running
@@ -53,6 +52,7 @@ from verifier.trainer.state_megatron import (
 )
 from verifier.trainer.update_facts_megatron import gradient_digests, metrics_of_update, peak_memory, profiler
 from verifier.trainer.update_log import RankUpdate
+from verifier.trainer.update_records_megatron import UpdateRecords
 from verifier.trainer.upstream_fields import found, provider_overrides
 from verifier.trainer.weight_sync_megatron import WeightSync
 from verifier.trainer.worker_spec import WorkerSpec
@@ -253,32 +253,16 @@ class TrainerWorker:
             if self._replay is not None:
                 self._replay.record(probe, step, Path(batch).stem)
             probe.emit(KnobsReached(name=name, version=step, values=self._reached()))
-            probe.emit(
-                TrainerStep(
-                    name=name, version=step, step=number, loss=real(result.loss), num_tokens=result.num_tokens,
-                    grad_norm=real(result.grad_norm), learning_rate=real(max(rates)),
-                    weight_decay=real(max(decays)), optimizer_steps=optimizer_megatron.steps_of(self._optimizer),
-                    scheduler_steps=int(self._scheduler.num_steps),
-                )
+            records = UpdateRecords(probe=probe, config=config, step=step, number=number)
+            records.record_step(
+                result, self._optimizer, self._scheduler, rate=max(rates), decay=max(decays),
+                sampled=hand_on is not None,
             )  # fmt: skip
-            if at.tp == 0 and (rows := meter.rows()):
-                probe.emit(LossRows(name=name, version=step, coordinate=str(at)), rows)
-            if hand_on is not None:
-                probe.emit(
-                    StepReport(
-                        name=name, version=step, update=number, loss=real(result.loss), num_tokens=result.num_tokens,
-                        grad_norm=real(result.grad_norm),
-                    )
-                )  # fmt: skip
-            if self._config.algorithm == "grpo":
+            if at.tp == 0:
+                records.record_rows(meter, str(at))
+            if config.algorithm == "grpo":
                 self._record_reference(probe, step)
-                probe.emit(
-                    UpdateRatios(
-                        name=name, version=step, update=number, first=first, at_reference=number == 1,
-                        ratio_over=self._config.grpo.ratio_over, ratio_gap=real(facts["ratio_gap"]),
-                        kl_gap=real(facts["kl_gap"]), clipped=int(facts["clipped"]), clamped=int(facts["clamped"]),
-                    )
-                )  # fmt: skip
+                records.record_ratios(facts, first=first)
             if last:
                 self._record_weights(probe, step)
                 if self._sync is None:

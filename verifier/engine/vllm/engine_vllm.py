@@ -94,14 +94,13 @@ class VllmEngine(Engine):
             enable_sleep_mode=config.sleep_level > 0,
             quantization=config.quantization,
             enable_lora=config.lora_rank > 0,
-            # A step that is scheduled ahead is sampled by the weights before an update, and comes after it.
-            **({"async_scheduling": False} if config.inflight else {}),
             **(_room_for_adapters(config) if config.lora_rank else {}),
             # Off for hybrids, as by vLLM's default: their cached states are experimental in 0.21.
             # And off beside routes: vLLM reports expert 0 for every token that it finds in the cache.
             enable_prefix_caching=checkpoint.config.get("mamba_num_heads") is None and not config.routes,
             enable_return_routed_experts=config.routes,
-            async_scheduling=False if config.routes else None,
+            # A step that is scheduled ahead is sampled by the weights before an update, and comes after it.
+            async_scheduling=False if config.routes or config.inflight else None,
             skip_tokenizer_init=True,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",

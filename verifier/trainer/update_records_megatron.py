@@ -1,0 +1,78 @@
+"""Evidence of one update on one rank: what the optimizer and the scheduler did, the loss's rows, its ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verifier.config.training import TrainConfig
+from verifier.core.record import real
+from verifier.core.records_policy import LossRows, UpdateRatios
+from verifier.core.records_trainer import TrainerStep
+from verifier.core.records_weights import StepReport
+from verifier.core.store import Recorder
+from verifier.train import optimizer_megatron
+from verifier.train.policy_loss_megatron import LossMeter
+from verifier.train.step_megatron import StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRecords:
+    """Records of one update.
+
+    Args:
+        probe: this rank's recorder of the step's trace.
+        config: of the run.
+        step: of the run, from 1.
+        number: of the optimizer step, from 1.
+    """
+
+    probe: Recorder
+    config: TrainConfig
+    step: int
+    number: int
+
+    @property
+    def name(self) -> str:
+        """Name of the records."""
+        return f"update {self.number}"
+
+    def record_step(
+        self, result: StepResult, optimizer: Any, scheduler: Any, *, rate: float, decay: float, sampled: bool
+    ) -> None:
+        """Record counters, rates and the loss.
+
+        Args:
+            result: of the step.
+            optimizer: after the step.
+            scheduler: after the step.
+            rate: learning rate of the step.
+            decay: weight decay of the step.
+            sampled: transformers computes the step too.
+        """
+        told = {"loss": real(result.loss), "num_tokens": result.num_tokens, "grad_norm": real(result.grad_norm)}
+        self.probe.emit(
+            TrainerStep(
+                name=self.name, version=self.step, step=self.number, learning_rate=real(rate), weight_decay=real(decay),
+                optimizer_steps=optimizer_megatron.steps_of(optimizer), scheduler_steps=int(scheduler.num_steps),
+                **told,
+            )
+        )  # fmt: skip
+        if sampled:
+            self.probe.emit(StepReport(name=self.name, version=self.step, update=self.number, **told))
+
+    def record_rows(self, meter: LossMeter, coordinate: str) -> None:
+        """Record the loss's inputs and outputs of this rank's tokens, if it has any."""
+        if rows := meter.rows():
+            self.probe.emit(LossRows(name=self.name, version=self.step, coordinate=coordinate), rows)
+
+    def record_ratios(self, facts: Mapping[str, float], *, first: bool) -> None:
+        """Record the ratios of a policy-gradient update, whose weights are those of `old` if it is the first."""
+        self.probe.emit(
+            UpdateRatios(
+                name=self.name, version=self.step, update=self.number, first=first, at_reference=self.number == 1,
+                ratio_over=self.config.grpo.ratio_over, ratio_gap=real(facts["ratio_gap"]),
+                kl_gap=real(facts["kl_gap"]), clipped=int(facts["clipped"]), clamped=int(facts["clamped"]),
+            )
+        )  # fmt: skip
