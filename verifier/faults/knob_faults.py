@@ -11,7 +11,7 @@ from verifier.faults.train_faults import MAKE_MEGATRON_OPTIMIZER
 ROW: dict[str, Any] = {"stage": Stage.LOAD, "engine": TRAINING, "model": "tiny:add", "caught_by": ("CFG001",)}
 BUILD = (
     "verifier.model.provider_megatron:build("
-    "path, mesh, dtype, tier, data_parallel, seed, deadline_s, overrides, adapt, fixes)"
+    "path, mesh, dtype, tier, data_parallel, seed, deadline_s, overrides, adapt, fixes, load_weights)"
 )
 
 
