@@ -41,6 +41,7 @@ from verifier.trainer.adapters_megatron import Adapters, spec_of
 from verifier.trainer.given_routes import SCORED
 from verifier.trainer.hand_on_megatron import HandOn
 from verifier.trainer.live_settings_megatron import data_parallel_of, effective_settings, settings_of
+from verifier.trainer.out_of_memory import named
 from verifier.trainer.routing_megatron import TrainingReplay, obeying
 from verifier.trainer.state_megatron import (
     Facts,
@@ -72,7 +73,8 @@ def run(context: RankContext) -> None:
             function, *arguments = spec.within
             stack.enter_context(resolve(function)(spec, context, *arguments))
         worker = TrainerWorker(spec, context)
-        context.serve({name: getattr(worker, name) for name in CALLS})
+        calls = {name: getattr(worker, name) for name in CALLS}
+        context.serve({name: named(call, spec.config, spec.tier, context.rank) for name, call in calls.items()})
 
 
 class TrainerWorker:
