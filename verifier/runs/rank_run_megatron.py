@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -49,24 +49,41 @@ class EngineLink:
     asleep: EngineClient | None = None
     """The client of an engine that sleeps."""
 
-    def rest(self) -> None:
-        """Have the engine give up its GPU memory until the next transfer. A collective.
+    def rest(self, level: int | None = None) -> None:
+        """Have the engine give up its GPU memory until the next transfer, or `wake`. A collective.
 
         The engine counts the memory that it frees, so no rank takes any meanwhile.
+
+        Args:
+            level: by default `sleep_level`.
         """
         if self.sleep_level:
             if self.client is not None:
-                self.client.sleep(self.sleep_level)
+                self.client.sleep(self.sleep_level if level is None else level)
                 self.asleep = self.client
             dist.barrier()
+
+    def wake(self) -> None:
+        """Wake an engine that kept its weights on the host."""
+        sleeper, self.asleep = self.asleep, None
+        for tag in ("weights", "kv_cache") if sleeper is not None else ():
+            sleeper.wake_up(tag)
 
     def transfer(
         self, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]], watch: TransferProbe,
         running: sender.Running = "none",
+        before_caches: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """Poison the engine, draw the stream on every rank, which is a collective, and send it from rank 0.
 
         The engine gets memory for its weights first, and for its caches afterwards.
+
+        Args:
+            plan: by which the weights travel.
+            stream: (checkpoint name, tensor).
+            watch: told of the transfer.
+            running: requests of the engine meanwhile.
+            before_caches: called on every rank once the weights have arrived.
         """
         sleeper, self.asleep = self.asleep, None
         if sleeper is not None:
@@ -81,6 +98,7 @@ class EngineLink:
                 follow(self.rounds, plan, stream)
             for _ in stream:
                 pass
+            before_caches()
         finally:
             if sleeper is not None:
                 sleeper.wake_up("kv_cache")

@@ -68,6 +68,11 @@ def place(config: GoldenConfig | RoundtripConfig | TrainConfig, tier: Tier) -> P
             f"--transport nccl needs {engine} GPUs for the engine and one or more for the trainer, and this "
             f"host has {found}: use --transport ipc"
         )
+    if transport == "nccl" and isinstance(config, TrainConfig) and config.engine.sleep_level:
+        raise UsageError(
+            f"--sleep-level is {config.engine.sleep_level} and the engine has GPUs of its own, on which nobody takes "
+            "turns with it: leave it out, or give --transport ipc"
+        )
     trainer = min(ranks, found - engine if transport == "nccl" else found)
     if transport != "nccl" and engine > trainer:
         raise UsageError(

@@ -85,6 +85,20 @@ def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> No
             f"megatron.optimizer_offload is {options.optimizer_offload:g} and this machine has no GPU: its optimizer "
             "is on the host already, leave it out"
         )
+    if (asked := config.engine.gpu_options()) and not config.samples:
+        raise UsageError(f"{asked[0]} is given and the run samples from no engine: leave it out")
+    if asked and tier == "cpu":
+        raise UsageError(f"{asked[0]} needs a GPU and none is here: leave it out")
+    if config.engine.sleep_level and config.grpo.mode != "sync":
+        raise UsageError(
+            f"--sleep-level is {config.engine.sleep_level} and grpo.mode is {config.grpo.mode}, in which the engine "
+            "samples while the trainer steps: leave it out, or use grpo.mode=sync"
+        )
+    if config.engine.sleep_level and config.checkpoint.asynchronous:
+        raise UsageError(
+            f"--sleep-level is {config.engine.sleep_level} and checkpoint.asynchronous is true: a checkpoint would be "
+            "written from memory that the engine gets; leave one of the two out"
+        )
     if config.lora.rank:
         _require_adaptable(config.lora.rank, sizes)
     alignment = alignment_of(config)

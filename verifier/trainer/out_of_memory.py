@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import wraps
 from typing import Any
 
 from verifier.config.training import TrainConfig
@@ -13,13 +12,12 @@ from verifier.platform import Tier
 from verifier.train.memory import is_out_of_memory, peaks
 
 
-def named(call: Callable[..., Any], config: TrainConfig, tier: Tier, rank: int) -> Callable[..., Any]:
+def named(name: str, call: Callable[..., Any], config: TrainConfig, tier: Tier, rank: int) -> Callable[..., Any]:
     """Wrap a call of a rank, so that an error for want of memory is refused by `refused_for_memory`."""
 
-    @wraps(call)
-    def answered(*arguments: Any, **named_arguments: Any) -> Any:
-        with refused_for_memory(config, tier, rank, call.__name__):
-            return call(*arguments, **named_arguments)
+    def answered(**arguments: Any) -> Any:
+        with refused_for_memory(config, tier, rank, name):
+            return call(**arguments)
 
     return answered
 

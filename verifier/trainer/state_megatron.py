@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,21 @@ def reference_facts(reference: Sequence[torch.Tensor], live: LiveWeights) -> Fac
         {"name": name, "coordinate": "", **described(tensor, digest)}
         for name, tensor, digest in zip(names, reference, digests, strict=True)
     ]
+
+
+@contextlib.contextmanager
+def replaced(live: LiveWeights, others: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Put other values in the place of the live weights for the body, and put these back."""
+    with torch.no_grad():
+        own = [tensor for _, _, tensor in live.tensors()]
+        aside = [tensor.clone() for tensor in own]
+        for tensor, other in zip(own, others, strict=True):
+            tensor.copy_(other)
+        try:
+            yield
+        finally:
+            for tensor, values in zip(own, aside, strict=True):
+                tensor.copy_(values)
 
 
 def _optimizer_state(trainer: TrainerModel, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:

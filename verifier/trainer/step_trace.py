@@ -36,7 +36,7 @@ def step_manifest(
     sizes = model.checkpoint.config
     facts = RunFacts(
         tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1, lora_rank=config.lora.rank or 0,
-        tp=config.mesh.tp,
+        tp=config.mesh.tp, sleep_level=config.engine.sleep_level,
     )  # fmt: skip
     live = config.algorithm == "grpo" and config.data.rollouts is None
     synced = live and not dropped
@@ -60,7 +60,7 @@ def step_manifest(
         scopes += ["sampled"] if synced else []
     if config.lora.rank and not dropped:
         scopes += ["frozen", "begun"] if step == 1 else ["frozen"]
-    if resumed:
+    if resumed or (config.engine.sleep_level and not dropped):
         scopes.append("resume")
     return Manifest(
         command="train", command_line=shlex.join(["verifier", *sys.argv[1:]]), verifier=verifier.__version__,

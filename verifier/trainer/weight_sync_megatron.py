@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,11 +45,13 @@ class WeightSync:
 
     Attributes:
         facts: metrics of the last sync.
+        before_caches: see `EngineLink.transfer`.
     """
 
     def __init__(self, trainer: TrainerModel, source: Checkpoint, rank: int, adapters: Adapters | None = None) -> None:
         self._trainer, self._source, self._rank, self._adapters = trainer, source, rank, adapters
         self.facts: Mapping[str, float] = {}
+        self.before_caches: Callable[[], None] = lambda: None
         self._link = EngineLink()
         self._open = contextlib.ExitStack()
         self._expected: list[SourceTensor] = []
@@ -103,7 +105,8 @@ class WeightSync:
                 closing = [contextlib.closing(Recorder(Path(trace), "engine", at)) for at in range(self._num_ranks)]
                 ranks = [stack.enter_context(recorder) for recorder in closing]
             watch = TransferProbe(ranks, version)
-            link.transfer(self._plan, self._stream(probe, version), watch, running)
+            stream = self._stream(probe, version)
+            link.transfer(self._plan, stream, watch, running, self.before_caches)
             if self._adapters is not None and probe is not None:
                 self._adapters.record_exported(probe, version)
             if link.client is None or probe is None:
@@ -114,9 +117,13 @@ class WeightSync:
                 record_views(ranks[at], slices, watch.sent, version)
         return link.refused
 
-    def rest(self) -> None:
-        """Let the engine sleep while the trainer steps, if it was started so."""
-        self._link.rest()
+    def rest(self, level: int | None = None) -> None:
+        """Let the engine sleep while the trainer steps, if it was started so; see `EngineLink.rest`."""
+        self._link.rest(level)
+
+    def wake(self) -> None:
+        """Wake an engine that kept its weights on the host."""
+        self._link.wake()
 
     def close(self) -> None:
         """Leave the transfer group."""

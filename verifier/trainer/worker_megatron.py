@@ -33,6 +33,7 @@ from verifier.probes.configs_megatron import record_provider
 from verifier.probes.trainer import TokenProbe
 from verifier.probes.weights_megatron import LiveWeights, described
 from verifier.train import checkpoint_megatron, lora_megatron, optimizer_megatron, step_megatron
+from verifier.train.offload_megatron import state_tensors
 from verifier.train.policy_loss_megatron import LossMeter, policy_loss
 from verifier.train.vocab_logprob import is_greedy
 from verifier.trainer import update_log
@@ -48,9 +49,11 @@ from verifier.trainer.state_megatron import (
     read_facts,
     record_facts,
     reference_facts,
+    replaced,
     state_facts,
     write_facts,
 )
+from verifier.trainer.turns_megatron import Turns
 from verifier.trainer.update_facts_megatron import gradient_digests, metrics_of_update, peak_memory, profiler
 from verifier.trainer.update_log import RankUpdate
 from verifier.trainer.update_records_megatron import UpdateRecords
@@ -73,8 +76,8 @@ def run(context: RankContext) -> None:
             function, *arguments = spec.within
             stack.enter_context(resolve(function)(spec, context, *arguments))
         worker = TrainerWorker(spec, context)
-        calls = {name: getattr(worker, name) for name in CALLS}
-        context.serve({name: named(call, spec.config, spec.tier, context.rank) for name, call in calls.items()})
+        said = partial(named, config=spec.config, tier=spec.tier, rank=context.rank)
+        context.serve({name: said(name, partial(worker.answer, name)) for name in CALLS})
 
 
 class TrainerWorker:
@@ -85,6 +88,7 @@ class TrainerWorker:
         self._config = config = spec.config
         self._probe: Recorder | None = None
         self._sync: WeightSync | AdapterSync | None = None
+        self._turns: Turns | None = None
         self._adapters: Adapters | None = None
         self._replay: TrainingReplay | None = None
         self._reference: list[torch.Tensor] = []
@@ -102,6 +106,11 @@ class TrainerWorker:
             kl_kind=options.kl_kind, entropy_weight=options.entropy_weight,
         )  # fmt: skip
         self._loss, self._temperature = (options.loss, terms), options.temperature
+
+    def answer(self, name: str, **arguments: Any) -> Any:
+        """Answer a call, in its turn on the GPUs."""
+        with contextlib.nullcontext() if self._turns is None else self._turns.taken(name):
+            return getattr(self, name)(**arguments)
 
     def load(self, resume: str | None = None, same_mesh: bool = True) -> dict[str, Any]:
         """Build the model, load its weights and make a new optimizer, or take those of a run's checkpoint, if named.
@@ -230,6 +239,8 @@ class TrainerWorker:
 
         if probe is not None:
             self._record_resume(probe)
+            if self._turns is not None:
+                self._turns.record(probe, step)
             look = TokenProbe(probe, self._config.mesh, self._context.rank, name, step, rollouts)
             given = given_arguments(probe, self._trainer, name, step)
             if self._context.rank == 0 and first:
@@ -283,12 +294,19 @@ class TrainerWorker:
 
     def connect(self, socket: str, transport: str) -> None:
         """Connect to the engine that samples, which holds the weights that this run began with."""
-        rank, adapters = self._context.rank, self._adapters
+        rank, adapters, engine = self._context.rank, self._adapters, self._config.engine
         if adapters is not None and self._config.lora.sync == "adapter":
             self._sync = AdapterSync(adapters, self._source, rank, self._config.run / "adapters")
         else:
             self._sync = WeightSync(self._trainer, self._source, rank, adapters)
-        self._sync.connect(socket, self._config.engine, transport, self._spec.collective_deadline_s)
+        self._sync.connect(socket, engine, transport, self._spec.collective_deadline_s)
+        if engine.sleep_level and isinstance(self._sync, WeightSync):
+            facts = self._state if self._config.verify.steps else None
+            self._turns = Turns(self._sync, step_megatron.device_of(self._trainer), self._tensors, facts)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from state_tensors(self._trainer, self._optimizer)
+        yield from self._reference
 
     def sync(self, version: int, trace: str | None, running: Running = "none") -> tuple[str, dict[str, float]]:
         """Send the weights, or the adapter, to the engine as a version.
@@ -308,7 +326,7 @@ class TrainerWorker:
         else:
             refused = self._sync.sync(version, trace, probe, running)
         self._close_recorder()
-        return refused, dict(self._sync.facts)
+        return refused, {**self._sync.facts, **({} if self._turns is None else self._turns.facts)}
 
     def evaluate(self, batch: str) -> list[bool]:
         """Tell for each rollout of a batch whether greedy decoding gives every token of its loss mask."""
@@ -360,16 +378,8 @@ class TrainerWorker:
         if which == "current":
             yield
             return
-        with step_megatron.params_synced(self._trainer), torch.no_grad():
-            live = [tensor for _, _, tensor in self._live.tensors()]
-            aside = [tensor.clone() for tensor in live]
-            for tensor, reference in zip(live, self._reference, strict=True):
-                tensor.copy_(reference)
-            try:
-                yield
-            finally:
-                for tensor, own in zip(live, aside, strict=True):
-                    tensor.copy_(own)
+        with step_megatron.params_synced(self._trainer), replaced(self._live, self._reference):
+            yield
 
     def _recorder(self, trace: str | None) -> Recorder | None:
         """Recorder of a step's trace, which all of its updates share."""
