@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from trainer_functions import rollouts
+from tests.dist.trainer_functions import rollouts
 
 from verifier.launch.rank import RankContext
 from verifier.mesh import Mesh

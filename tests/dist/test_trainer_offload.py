@@ -17,7 +17,7 @@ OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overl
 def run(trainer_launcher, checkpoints, tmp_path):
     def run(model, dtype, mesh, data_parallel, *, offload):
         return trainer_launcher.run(
-            "offload_functions:cycles", world_size=Mesh(**mesh).world_size, run_dir=tmp_path / str(offload),
+            "tests.dist.offload_functions:cycles", world_size=Mesh(**mesh).world_size, run_dir=tmp_path / str(offload),
             args={
                 "checkpoint": str(write_tiny(model, checkpoints, dtype=dtype)), "mesh": mesh, "dtype": dtype,
                 "tier": "cpu", "data_parallel": data_parallel, "offload": offload,
