@@ -1,3 +1,128 @@
-"""`verifier train` on GPUs: bf16 with vLLM on the same GPU by CUDA IPC, turns with a sleeping engine, state on the host."""
+"""`verifier train` on GPUs, in bf16: vLLM on the trainer's GPU, turns with a sleeping engine, state on the host."""
 
 from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.bench.train_functions import config_of, write_random
+from tests.meta.sources import ROOT
+from verifier.mesh import Mesh
+from verifier.model.tiny import write_tiny
+from verifier.plan.digest import digest_tensor
+from verifier.runs.model_under_test import cache_folder
+from verifier.runs.resources import Deadline
+
+pytestmark = [pytest.mark.timed]
+
+SIZES = {
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 4, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+LEFT = 0.05
+"""Greatest share of torch's bytes that stay on the GPU: workspaces of kernels, which are nobody's state."""
+SLEEPS = ("--fix", "vllm-45620")
+GRPO = (
+    "algorithm=grpo", "steps=3", "data.batch_size=16", "grpo.group_size=4", "grpo.max_answer_tokens=8",
+    "grpo.drop_zero_variance=false", "grpo.entropy_weight=0.01", "batch.max_tokens=4096", "evaluation.num_problems=32",
+    "checkpoint.every=2", "optimizer.learning_rate=1e-4",
+)  # fmt: skip
+
+
+def train(folder: Path, *words: str) -> list[dict[str, float]]:
+    """Train and judge as a user does, with nothing violated; metrics of each step, and the GPUs' most used memory."""
+    watch = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0", "-lms", "200"]
+    command = [sys.executable, "-m", "verifier", "train", "dtype=bf16", "--verify", "--run", str(folder), *words]
+    with (folder.parent / f"{folder.name}.used").open("w+") as used:
+        watching = subprocess.Popen(watch, stdout=used)
+        began = time.monotonic()
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+        finally:
+            watching.kill()
+            watching.wait()
+        used.seek(0)
+        most = max(int(line) for line in used.read().split("\n")[:-1] if line.strip().isdigit())
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+    assert "steps judged, all hold" in done.stdout
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{**row, "used_gib": most / 1024, "seconds": time.monotonic() - began} for row in rows]
+
+
+def weights(folder: Path) -> dict[str, str]:
+    """Digest of each exported tensor."""
+    files = sorted((folder / "hf_model").glob("*.safetensors"))
+    return {name: digest_tensor(tensor) for file in files for name, tensor in load_file(file).items()}
+
+
+def larger() -> str:
+    """The model that has a tokenizer, of 0.2 billion weights."""
+    return str(write_tiny("add", cache_folder(), "bfloat16", changes=SIZES))
+
+
+@pytest.mark.h100(gpus=1)
+def test_offloaded_state_leaves_the_gpu_and_comes_back_bitwise(runner, its_turn, measured, tmp_path):
+    config = config_of({**SIZES, "vocab_size": 65_536, "max_position_embeddings": 4096}, "bfloat16")
+    args = {
+        "checkpoint": str(write_random(tmp_path / "model", config, torch.device("cpu"))), "mesh": {},
+        "dtype": "bfloat16", "tier": "cuda", "data_parallel": OVERLAPPED,
+    }  # fmt: skip
+    launcher = runner.resources.launcher(Deadline(280))
+    stayed, went = (
+        launcher.run(
+            "tests.dist.offload_functions:cycles", world_size=1, run_dir=tmp_path / str(offload), mesh=Mesh(),
+            args={**args, "offload": offload}, deadline_s=140.0,
+        )[0]
+        for offload in (False, True)
+    )  # fmt: skip
+    shares = [after / before for before, after in went["allocated"]]
+    measured(freed_gib=went["freed"][0] / 2**30, left_shares=shares, bytes=went["allocated"])
+    assert went["stepped"] == went["returned"] == stayed["stepped"]
+    assert went["weights"] == stayed["weights"]
+    assert went["left"] == [0, 0, 0]
+    assert max(shares) < LEFT
+
+
+@pytest.mark.h100(gpus=1)
+def test_engine_and_trainer_take_turns_on_one_gpu(its_turn, measured, tmp_path):
+    model, awake = larger(), {}
+    for level in (0, 1, 2):
+        asked = (f"engine.sleep_level={level}", *SLEEPS) if level else ()
+        rows = train(tmp_path / f"sleep-{level}", *GRPO, f"model={model}", *asked)
+        found = {key: rows[-1].get(key) for key in ("used_gib", "peak_memory_gib", "offloaded_gib", "left_share")}
+        times = {key: [round(row[key], 3) for row in rows] for key in ("prepare_s", "train_s", "sync_s")}
+        measured(sleep_level=level, **found, **times, mismatch=[row["mismatch_max"] for row in rows])
+        awake = awake or {"weights": weights(tmp_path / "sleep-0"), **found}
+        assert weights(tmp_path / f"sleep-{level}") == awake["weights"]
+        if level:
+            assert rows[-1]["left_share"] < LEFT
+
+
+@pytest.mark.h100(gpus=1)
+def test_masters_and_moments_on_the_host_step_alike(its_turn, measured, tmp_path):
+    found = {}
+    for share in (0.0, 0.5, 1.0):
+        rows = train(
+            tmp_path / f"offload-{share}", f"model={larger()}", "steps=4", "batch.max_tokens=2048",
+            "evaluation.num_problems=0", f"megatron.optimizer_offload={share}",
+        )  # fmt: skip
+        found[share] = rows[-1]["peak_memory_gib"], weights(tmp_path / f"offload-{share}")
+        measured(optimizer_offload=share, peak_memory_gib=rows[-1]["peak_memory_gib"], loss=rows[-1]["loss"])
+    assert found[0.0][1] == found[0.5][1] == found[1.0][1]
+    assert found[0.0][0] > found[0.5][0] > found[1.0][0]
+
+
+@pytest.mark.h100(gpus=2)
+def test_two_ranks_take_turns_with_an_engine(its_turn, measured, tmp_path):
+    asked = ("mesh.dp=2", "engine.sleep_level=2", "--transport", "ipc", *SLEEPS)
+    rows = train(tmp_path / "run", *GRPO, f"model={larger()}", *asked)
+    measured(**{key: rows[-1][key] for key in ("used_gib", "peak_memory_gib", "offloaded_gib", "left_share")})
+    assert rows[-1]["left_share"] < LEFT
