@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from verifier.config.training import TrainConfig
 from verifier.errors import UsageError
 from verifier.platform import Tier
 from verifier.train.memory import is_out_of_memory, peaks
-
-
-def named(name: str, call: Callable[..., Any], config: TrainConfig, tier: Tier, rank: int) -> Callable[..., Any]:
-    """Wrap a call of a rank, so that an error for want of memory is refused by `refused_for_memory`."""
-
-    def answered(**arguments: Any) -> Any:
-        with refused_for_memory(config, tier, rank, name):
-            return call(**arguments)
-
-    return answered
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from safetensors.numpy import save_file
 
-from verifier.algorithms.loss_options import LossOptions
 from verifier.core.outputs import full_disk_refused
 from verifier.core.records_policy import ReferenceShard
 from verifier.core.records_trainer import KnobsReached, LoadedState, OptimizerSettings, SavedState
@@ -42,7 +41,7 @@ from verifier.trainer.adapters_megatron import Adapters, spec_of
 from verifier.trainer.given_routes import SCORED
 from verifier.trainer.hand_on_megatron import HandOn
 from verifier.trainer.live_settings_megatron import data_parallel_of, effective_settings, settings_of
-from verifier.trainer.out_of_memory import named
+from verifier.trainer.out_of_memory import refused_for_memory
 from verifier.trainer.routing_megatron import TrainingReplay, obeying
 from verifier.trainer.state_megatron import (
     Facts,
@@ -59,7 +58,7 @@ from verifier.trainer.update_log import RankUpdate
 from verifier.trainer.update_records_megatron import UpdateRecords
 from verifier.trainer.upstream_fields import found, provider_overrides
 from verifier.trainer.weight_sync_megatron import WeightSync
-from verifier.trainer.worker_spec import WorkerSpec
+from verifier.trainer.worker_spec import WorkerSpec, loss_of
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
@@ -76,8 +75,7 @@ def run(context: RankContext) -> None:
             function, *arguments = spec.within
             stack.enter_context(resolve(function)(spec, context, *arguments))
         worker = TrainerWorker(spec, context)
-        said = partial(named, config=spec.config, tier=spec.tier, rank=context.rank)
-        context.serve({name: said(name, partial(worker.answer, name)) for name in CALLS})
+        context.serve({name: partial(worker.answer, name) for name in CALLS})
 
 
 class TrainerWorker:
@@ -95,21 +93,15 @@ class TrainerWorker:
         self._frozen: dict[str, dict[str, Any]] = {}
         self._scored: dict[str, dict[str, Any]] = {}
         self._resumed: tuple[int, Facts, Facts] | None = None
-        batch, options = config.batch, config.grpo
+        batch = config.batch
         self._batching: dict[str, Any] = {"micro_batch_size": batch.count, "max_tokens": batch.max_tokens}
-        if config.algorithm == "sft":
-            self._loss, self._temperature = ("cross_entropy", LossOptions()), 1.0
-            return
-        kl_weight = options.kl_weight if options.kl_in == "loss" else 0.0
-        terms = LossOptions(
-            clip_low=options.clip_low, clip_high=options.clip_high, dual_clip=options.dual_clip, kl_weight=kl_weight,
-            kl_kind=options.kl_kind, entropy_weight=options.entropy_weight,
-        )  # fmt: skip
-        self._loss, self._temperature = (options.loss, terms), options.temperature
+        self._loss = loss_of(config)
+        self._temperature = 1.0 if config.algorithm == "sft" else config.grpo.temperature
 
     def answer(self, name: str, **arguments: Any) -> Any:
         """Answer a call, in its turn on the GPUs."""
-        with contextlib.nullcontext() if self._turns is None else self._turns.taken(name):
+        turn = contextlib.nullcontext() if self._turns is None else self._turns.taken(name)
+        with turn, refused_for_memory(self._config, self._spec.tier, self._context.rank, name):
             return getattr(self, name)(**arguments)
 
     def load(self, resume: str | None = None, same_mesh: bool = True) -> dict[str, Any]:

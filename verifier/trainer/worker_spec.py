@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from verifier.algorithms.loss_options import LossOptions
 from verifier.config.training import TrainConfig
 from verifier.platform import Tier
 
@@ -53,3 +54,15 @@ def loss_terms(config: TrainConfig) -> dict[str, Any]:
         "dual_clip": options.dual_clip, "kl_weight": options.kl_weight if options.kl_in == "loss" else 0.0,
         "kl_kind": options.kl_kind, "entropy_weight": options.entropy_weight,
     }  # fmt: skip
+
+
+def loss_of(config: TrainConfig) -> tuple[str, LossOptions]:
+    """Name and options of the loss that ranks apply."""
+    options = config.grpo
+    if config.algorithm == "sft":
+        return "cross_entropy", LossOptions()
+    return options.loss, LossOptions(
+        clip_low=options.clip_low, clip_high=options.clip_high, dual_clip=options.dual_clip,
+        kl_weight=options.kl_weight if options.kl_in == "loss" else 0.0, kl_kind=options.kl_kind,
+        entropy_weight=options.entropy_weight,
+    )  # fmt: skip
