@@ -5,7 +5,7 @@ What this does not exercise: that a run writes these metrics and no others (test
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -15,12 +15,12 @@ from verifier.knob import entries
 from verifier.trainer.metrics import RATES, STAGES
 
 EMITTERS = {
-    "generation.py": ("evaluate",), "grpo_plan.py": ("updates", "_facts", "_token_counts"),
+    "generation.py": ("evaluate", "_evaluated"), "grpo_plan.py": ("updates", "_facts", "_token_counts"),
     "loop.py": ("run", "_evaluate"), "sampled_batch.py": ("facts",), "update_facts_megatron.py": ("metrics_of_update",),
     "worker_megatron.py": ("train",),
 }  # fmt: skip
-"""File of verifier/trainer -> functions that name metrics, as keys of a dict or in the head of a loop."""
-COLUMNS = {"divisor", "advantage"}
+"""File of verifier/trainer -> functions that name metrics: keys of a dict, or in the head of a loop over them."""
+COLUMNS = {"divisor", "advantage", "reference"}
 """Keys in those functions that name columns of a batch."""
 KNOBS = {entry.key: entry.knob.choices for entry in entries(CONFIGS["train"])}
 GROUPS = sorted({key.split(".")[0] for key in KNOBS if "." in key})
@@ -41,13 +41,21 @@ def emitted() -> Iterator[str]:
     for path in sorted((ROOT / "verifier" / "trainer").glob("*.py")):
         nodes, names = list(ast.walk(ast.parse(path.read_text()))), EMITTERS.get(path.name, ())
         functions = [item for item in nodes if isinstance(item, ast.FunctionDef) and item.name in names]
-        assert {item.name for item in functions} == set(names), path.name
+        assert bool(functions) == bool(names), path.name
         facts = [item.value for item in nodes if isinstance(item, ast.Assign) and _is_facts(item.targets[0])]
         for node in (node for root in (*functions, *facts) for node in ast.walk(root)):
-            parts = (
-                node.keys if isinstance(node, ast.Dict) else ast.walk(node.iter) if isinstance(node, ast.For) else ()
+            yield from (
+                item.value for item in _named(node) if isinstance(item, ast.Constant) and isinstance(item.value, str)
             )
-            yield from (item.value for item in parts if isinstance(item, ast.Constant) and isinstance(item.value, str))
+
+
+def _named(node: ast.AST) -> Iterable[ast.AST | None]:
+    """Expressions that a node names keys by."""
+    if isinstance(node, ast.Dict):
+        return node.keys
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+        return [node.slice]
+    return ast.walk(node.iter) if isinstance(node, ast.For) else ()
 
 
 def _is_facts(target: ast.expr) -> bool:
