@@ -68,6 +68,12 @@ def find(kind: Kind, name: str) -> Callable[..., Any]:
     return _REGISTERED[kind][name]
 
 
+def path_of_reward(name: str) -> str:
+    """Return "package.module:function" of a reward that a plugin registered; any other name as it is."""
+    found = _REGISTERED["reward"].get(name)
+    return name if found is None else f"{found.__module__}:{found.__qualname__}"
+
+
 def load_plugins(modules: Sequence[str]) -> None:
     """Import modules, which register what they define. Every process of a run loads the same ones.
 

@@ -119,7 +119,7 @@ def loss_read_another_token(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
 
 
-@check("LSS004", needs=(LossRows, LossTerms, LossColumns), scope="batch")
+@check("LSS004", needs=(LossRows, LossTerms, LossColumns), scope="formula")
 def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
     """Every token's loss and its gradient are the textbook's, and the step reports their weighted sum.
 

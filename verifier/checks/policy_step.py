@@ -68,7 +68,7 @@ def reward_differs_from_second_reader(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
 
 
-@check("ADV002", needs=(Advantages,), scope="policy", also="dropped")
+@check("ADV002", needs=(Advantages,), scope="estimator")
 def advantage_differs_from_estimator(trace: Trace) -> Iterator[Comparison]:
     """Every advantage is what its estimator makes of the rewards of the whole batch, by trajectory and group.
 

@@ -172,6 +172,7 @@ class TrainConfig(RunConfig):
         "Folder of the run; by default the next free runs/train-NNNN.",
         factory=lambda: next_trace("train", FIRST_RUN), flag="--run", metavar="DIR", last=True,
     )  # fmt: skip
+    plugins: tuple[str, ...] = knob("Modules that register losses, advantages and rewards, on every rank.", ())
     data: DataOptions = group(DataOptions)
     batch: BatchOptions = group(BatchOptions)
     aggregation: str = knob("Mean of the tokens' losses.", "token_mean", choices=AGGREGATIONS)

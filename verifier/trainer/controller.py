@@ -21,7 +21,7 @@ from verifier.runs.spec import place
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.batches import HeldOut, SftPlan, UpdatePlan
 from verifier.trainer.continuation import Continuation
-from verifier.trainer.fitting import require_fit
+from verifier.trainer.fitting import load_algorithms, require_fit
 from verifier.trainer.generation import EngineRollouts, Sampler
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
 from verifier.trainer.loop import Judge, StepLoop, TrainSummary
@@ -79,6 +79,7 @@ class Trainer:
             VerifierError: a process died or hung.
         """
         config = self._config
+        load_algorithms(config)
         until = Deadline(config.timeout_s)
         model = open_model(config.model, config.dtype, config.mesh)
         require_fit(config, model.checkpoint.config, model.tier)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verifier.algorithms.registry import check_name, load_plugins
 from verifier.config.load import resolved
 from verifier.config.training import TrainConfig
 from verifier.data.examples import Example
@@ -28,6 +29,18 @@ _WITHOUT_OUTPUT = ("layernorm", "mla_up_proj", "moe_act")
 """Modules that megatron-core 0.19.2 recomputes by `CheckpointWithoutOutput`, which calls Transformer Engine."""
 _TEXT_OF_TEMPLATE = 256
 """Bytes that a chat template may put around an example, generously."""
+
+
+def load_algorithms(config: TrainConfig) -> None:
+    """Import the plugins of a run, and refuse a loss or an estimator that nothing registers.
+
+    Raises:
+        UsageError: see `load_plugins` and `check_name`.
+    """
+    load_plugins(config.plugins)
+    if config.algorithm == "grpo":
+        check_name("loss", config.grpo.loss)
+        check_name("advantage", config.grpo.advantage)
 
 
 def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> None:
@@ -217,6 +230,7 @@ def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
         UsageError: what the run would be refused for.
     """
     require_place(config.run)
+    load_algorithms(config)
     sizes = config_of(config.model, config.dtype)
     require_ranks(config.mesh.world_size)
     validate(sizes, config.mesh)

@@ -8,6 +8,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
+from verifier.algorithms.registry import path_of_reward
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
 from verifier.data.encode import encode_prompt
@@ -90,7 +91,7 @@ class EngineRollouts:
     def start(self, client: Sampler) -> None:
         """Take the engine, and start the reward's process."""
         self._client = client
-        self._reward = RewardProcess(self._config.grpo.reward)
+        self._reward = RewardProcess(path_of_reward(self._config.grpo.reward))
 
     def close(self) -> None:
         """End the reward's process."""

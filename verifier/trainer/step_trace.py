@@ -9,6 +9,7 @@ from dataclasses import replace
 import msgspec
 
 import verifier
+from verifier.config.grpo import ADVANTAGES, LOSSES
 from verifier.config.training import TrainConfig
 from verifier.core.manifest import Manifest, MeshSizes, Scope
 from verifier.platform.pins import PINS, installed
@@ -40,11 +41,14 @@ def step_manifest(
     )  # fmt: skip
     live = config.algorithm == "grpo" and config.data.rollouts is None
     synced = live and not dropped
-    scopes: list[Scope] = ["config", "data", "text", "batch", "schedule", "tokens"]
+    scopes: list[Scope] = ["config", "data", "text", "batch", "formula", "schedule", "tokens"]
     if config.algorithm == "grpo":
         scopes = ["dropped"] if dropped else ["config", "batch", "schedule", "tokens", "policy"]
         # Only of this reward there is a second reader; recorded ones may be of any.
         scopes += ["reward"] if config.grpo.reward == "answer" or not live else []
+        # Only of these there is a second formula; plugins have others.
+        scopes += ["estimator"] if config.grpo.advantage in ADVANTAGES else []
+        scopes += ["formula"] if config.grpo.loss in LOSSES and not dropped else []
         scopes += ["data"] if live else []
         scopes += ["resampled"] if config.grpo.max_sampling_rounds > 1 else []
         scopes += ["reference"] if config.grpo.has_reference and not dropped else []

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.numpy import save_file
 
+from verifier.algorithms.registry import load_plugins
 from verifier.core.outputs import full_disk_refused
 from verifier.core.records_policy import ReferenceShard
 from verifier.core.records_trainer import KnobsReached, LoadedState, OptimizerSettings, SavedState
@@ -84,6 +85,7 @@ class TrainerWorker:
     def __init__(self, spec: WorkerSpec, context: RankContext) -> None:
         self._spec, self._context = spec, context
         self._config = config = spec.config
+        load_plugins(config.plugins)
         self._probe: Recorder | None = None
         self._sync: WeightSync | AdapterSync | None = None
         self._turns: Turns | None = None
