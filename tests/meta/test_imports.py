@@ -15,7 +15,8 @@ from verifier.core.manifest import Manifest
 ROOMS = {
     "core": set(),
     "mesh": set(),
-    "config": {"mesh", "platform"},
+    "environments": set(),
+    "config": {"mesh", "platform", "environments"},
     "platform": {"core"},
     "launch": {"core", "mesh", "platform"},
     "data": {"core"},
@@ -37,6 +38,7 @@ ROOMS = {
         "launch",
         "data",
         "algorithms",
+        "environments",
         "rewards",
         "model",
         "train",

@@ -18,10 +18,12 @@ from verifier.checks import (
     samples,
     step,
     training_step,
+    turns,
     weights,
 )
 
 __all__ = [
     "adapter_delivery", "arguments", "batch_content", "beginnings", "configs", "delivery", "knobs", "logprobs",
-    "loss_rows", "moves", "packing", "policy_step", "resume", "routes", "samples", "step", "training_step", "weights",
+    "loss_rows", "moves", "packing", "policy_step", "resume", "routes", "samples", "step", "training_step",
+    "turns", "weights",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from verifier.environments.environment import SINGLE, check_environment
 from verifier.errors import UsageError
 from verifier.knob import check, knob
 
@@ -24,6 +25,9 @@ class GrpoOptions:
     group_size: int = knob("Answers of each prompt.", 8, least=1)
     max_answer_tokens: int = knob("Tokens of an answer, its end included, at most.", 64, least=1, unit="tokens")
     reward: str = knob("Reward of an answer: a name, or package.module:function.", "answer")
+    environment: str = knob("Environment that answers turns: single, calculator, or package.module:Class.", "single")
+    max_turns: int = knob("Turns of an episode, at most; each has max_answer_tokens.", 1, least=1)
+    step_wise: bool = knob("Train each turn as a rollout of its own, with all before it as its prompt.", False)
     advantage: str = knob("Estimator of advantages; plugins add others.", "grpo")
     loss: str = knob("Loss of a token; plugins add others.", "clipped")
     clip_low: float = knob("Ratios below 1 - clip_low are clipped.", 0.2)
@@ -83,6 +87,7 @@ class GrpoOptions:
                 "use 2 or more, or reinforce++"
             )
         self._refuse_modes()
+        self._refuse_turns()
         if self.max_sampling_rounds > 1 and self.group_size == 1:
             raise UsageError(
                 f"grpo.max_sampling_rounds is {self.max_sampling_rounds} and grpo.group_size is 1: a group of one has "
@@ -97,6 +102,34 @@ class GrpoOptions:
             raise UsageError(
                 f"grpo.ratio_over is engine and grpo.weight_level is {self.weight_level}: both correct for the engine, "
                 "leave one of the two out"
+            )
+
+    def _refuse_turns(self) -> None:
+        check_environment(self.environment)
+        turns = f"grpo.environment is {self.environment} and grpo.max_turns is {self.max_turns}"
+        if self.has_turns and self.max_turns == 1:
+            raise UsageError(f"{turns}: no reply would ever be read, use grpo.max_turns=2 or more")
+        if self.max_turns > 1 and not self.has_turns:
+            raise UsageError(f"{turns}: nothing replies to a turn, leave grpo.max_turns out, or use calculator")
+        if self.step_wise and not self.has_turns:
+            raise UsageError(
+                "grpo.step_wise is true and grpo.environment is single: an episode has one turn, leave it out, or give "
+                "an environment"
+            )
+        if self.has_turns and self.mode == "inflight":
+            raise UsageError(
+                f"{turns}, and grpo.mode is inflight: an update reaches the requests of one turn alone so far, use "
+                "grpo.mode=async"
+            )
+        if self.has_turns and self.replay_routes:
+            raise UsageError(
+                f"{turns}, and grpo.replay_routes is true: a later turn routes the tokens before it anew, leave "
+                "grpo.replay_routes out"
+            )
+        if self.step_wise and self.max_sampling_rounds > 1:
+            raise UsageError(
+                f"grpo.step_wise is true and grpo.max_sampling_rounds is {self.max_sampling_rounds}: groups of steps "
+                "are not replaced so far, leave one of the two out"
             )
 
     def _refuse_modes(self) -> None:
@@ -116,6 +149,11 @@ class GrpoOptions:
     def steps_before_update(self) -> int:
         """Engine steps of a batch before the new weights reach it."""
         return self.inflight_steps or max(1, self.max_answer_tokens // 2)
+
+    @property
+    def has_turns(self) -> bool:
+        """True if an environment answers turns."""
+        return self.environment != SINGLE
 
     @property
     def has_reference(self) -> bool:

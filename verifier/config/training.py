@@ -29,7 +29,9 @@ class DataOptions:
         UsageError: a value that its knob does not allow.
     """
 
-    source: str = knob("`arithmetic`, which is generated, a JSONL file, or a folder of `datasets`.", "arithmetic")
+    source: str = knob(
+        "`arithmetic` or `calculator`, which are generated, a JSONL file, or a folder of `datasets`.", "arithmetic"
+    )  # fmt: skip
     held_out: str | None = knob("File or folder of held-out examples; arithmetic holds out its own.", None)
     num_examples: int | None = knob("Examples to train on; by default all.", None, least=1)
     batch_size: int = knob("Examples of a step.", 32, least=1)
@@ -251,6 +253,11 @@ class TrainConfig(RunConfig):
             raise UsageError(
                 f"grpo.max_sampling_rounds is {self.grpo.max_sampling_rounds} and data.rollouts is "
                 f"{self.data.rollouts}: recorded groups are not sampled anew, leave one of the two out"
+            )
+        if self.grpo.has_turns and self.data.rollouts is not None:
+            raise UsageError(
+                f"grpo.environment is {self.grpo.environment} and data.rollouts is {self.data.rollouts}: recorded "
+                "rollouts hold their turns already, leave one of the two out"
             )
         if mode != "sync" and self.engine.sleep_level:
             raise UsageError(

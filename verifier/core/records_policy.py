@@ -108,6 +108,35 @@ class SamplingRound(Record, frozen=True, kw_only=True, tag="reward/round"):
     """Tokens of replaced rollouts, by reason."""
 
 
+class EpisodeTurns(Record, frozen=True, kw_only=True, tag="data/turns"):
+    """Turns of a round's episodes with an environment, as the engine sampled them; lists have an entry a turn."""
+
+    environment: str
+    max_turns: Count
+    """Turns that the config allows."""
+    step_wise: bool
+    """Each turn is a rollout of its own, whose id is the episode's and the number of the turn."""
+    before: str
+    """Text that the chat template puts before a tool's message, from the end token of the turn on."""
+    after: str
+    """Text that it puts between a tool's message and the next turn."""
+    end: Count
+    """Token that ends a turn."""
+    episodes: tuple[str, ...]
+    indices: tuple[Count, ...]
+    """Number of the turn in its episode, from 0."""
+    prompts: tuple[tuple[int, ...], ...]
+    """Token ids that the engine was given."""
+    sampled: tuple[tuple[int, ...], ...]
+    """Token ids that it sampled."""
+    texts: tuple[str, ...]
+    """Text of the sampled tokens, without their end token."""
+    replies: tuple[tuple[int, ...], ...]
+    """Token ids that the environment added; empty where the episode ends."""
+    said: tuple[str, ...]
+    """Text of the added tokens."""
+
+
 class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
     """Loss of a token that the config asks for."""
 

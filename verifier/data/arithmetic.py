@@ -1,11 +1,11 @@
-"""Generated arithmetic: sums of two numbers of two digits, held out by a hash of the prompt."""
+"""Generated arithmetic: sums of two numbers of two digits, held out by a hash of the prompt, alone or by a tool."""
 
 from __future__ import annotations
 
 import hashlib
 import zlib
 
-from verifier.data.examples import Example
+from verifier.data.examples import Example, Message
 from verifier.errors import UsageError
 
 TRAIN = "train"
@@ -55,3 +55,28 @@ def arithmetic_examples(split: str, count: int | None = None, seed: int = 1) -> 
         )
         for prompt in own[:count]
     )
+
+
+def calculator_examples(split: str, count: int | None = None, seed: int = 1, *, solved: bool) -> tuple[Example, ...]:
+    """Conversations in which a calculator is asked for the sum: the examples of `arithmetic_examples`, in that order.
+
+    Args:
+        split: "train" or "held-out".
+        count: number of examples; all of the split by default.
+        seed: seed of the choice and its order.
+        solved: with the call `37+85=`, the tool's `122` and the answer `####122`; else the question alone.
+
+    Raises:
+        UsageError: see `arithmetic_examples`.
+    """
+
+    def messages(prompt: str, answer: str) -> tuple[Message, ...]:
+        said = (("user", prompt), ("assistant", prompt), ("tool", answer), ("assistant", f"####{answer}"))
+        return tuple(Message(role=role, content=content) for role, content in said[: 4 if solved else 1])
+
+    return tuple(
+        Example(
+            id=f"calculator/{item.prompt}", messages=messages(item.prompt, item.answer or ""), answer=item.answer
+        )
+        for item in arithmetic_examples(split, count, seed)
+    )  # fmt: skip

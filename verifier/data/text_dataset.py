@@ -9,12 +9,12 @@ from typing import Literal
 
 import msgspec
 
-from verifier.data.arithmetic import arithmetic_examples
+from verifier.data.arithmetic import arithmetic_examples, calculator_examples
 from verifier.data.examples import Example, Message, short
 from verifier.data.lines import numbered_lines
 from verifier.errors import UsageError
 
-ARITHMETIC = "arithmetic"
+ARITHMETIC, CALCULATOR = "arithmetic", "calculator"
 Task = Literal["sft", "grpo"]
 """SFT needs a response in each row, GRPO an answer."""
 
@@ -40,7 +40,7 @@ def load_examples(
     """Read and check examples.
 
     Args:
-        source: "arithmetic", a JSONL file, or a folder that `datasets` saved.
+        source: "arithmetic", "calculator", a JSONL file, or a folder that `datasets` saved.
         task: "sft" or "grpo": what each row must have.
         split: of arithmetic, or of a folder with several; a file has none.
         count: number of examples, the first ones of a file or folder; all by default.
@@ -52,13 +52,17 @@ def load_examples(
     """
     if source == ARITHMETIC:
         return arithmetic_examples(split, count, seed)
+    if source == CALCULATOR:
+        return calculator_examples(split, count, seed, solved=task == "sft")
     path = Path(source)
     if path.is_dir():
         rows = _folder_rows(path, split)
     elif path.is_file():
         rows = _file_rows(path)
     else:
-        raise UsageError(f"no data at `{source}`: give {ARITHMETIC}, a JSONL file or a folder that `datasets` saved")
+        raise UsageError(
+            f"no data at `{source}`: give {ARITHMETIC}, {CALCULATOR}, a JSONL file or a folder that `datasets` saved"
+        )
     found: dict[str, Example] = {}
     for number, (where, row) in enumerate(itertools.islice(rows, count), start=1):
         try:

@@ -21,8 +21,9 @@ from verifier.runs.spec import place
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.batches import HeldOut, SftPlan, UpdatePlan
 from verifier.trainer.continuation import Continuation
+from verifier.trainer.episodes import Sampler
 from verifier.trainer.fitting import load_algorithms, require_fit
-from verifier.trainer.generation import EngineRollouts, Sampler
+from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
 from verifier.trainer.loop import Judge, StepLoop, TrainSummary
 from verifier.trainer.metrics import metrics_of

@@ -141,13 +141,19 @@ def load_train(config: TrainConfig, task: Task) -> tuple[Example, ...]:
     """Read and check the examples to train on.
 
     Raises:
-        UsageError: a bad row, or too few examples for a step.
+        UsageError: a bad row, too few examples for a step, or plain prompts where an environment answers turns.
     """
     data = config.data
     train = load_examples(data.source, task, count=data.num_examples, seed=config.seed)
     if data.batch_size > len(train):
         raise UsageError(
             f"data.batch_size is {data.batch_size}, more than the {len(train):,} examples of `{data.source}`"
+        )
+    plain = next((example for example in train if not example.messages), None)
+    if task == "grpo" and config.grpo.has_turns and plain is not None:
+        raise UsageError(
+            f"grpo.environment is {config.grpo.environment} and `{plain.id}` of `{data.source}` has a prompt: turns "
+            "are written by the chat template, give `messages`"
         )
     return train
 

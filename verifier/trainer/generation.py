@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
 import numpy as np
+from msgspec.structs import replace
 
 from verifier.algorithms.registry import path_of_reward
 from verifier.config import TrainConfig
@@ -23,18 +24,12 @@ from verifier.errors import ContractError
 from verifier.model.checkpoint import Checkpoint
 from verifier.rewards.scorer import RewardProcess
 from verifier.trainer.batches import order_of
+from verifier.trainer.episodes import Episodes, Sampler, Turn, rows_of
 from verifier.trainer.fitting import load_train
 from verifier.trainer.sampled_batch import Round, SampledBatch
 
 _SEEDS = 1_000_003
 """Seeds of a run begin at a multiple of it, so that runs of neighbouring seeds share none."""
-
-
-class Sampler(Protocol):
-    """An engine, as far as it samples."""
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
-        """See `Engine.generate`."""
 
 
 class HoldingSampler(Sampler, Protocol):
@@ -69,6 +64,7 @@ class EngineRollouts:
             self._held_out = load_examples(source, "grpo", split="held-out", count=count, seed=config.seed)
         require_disjoint(self._examples, self._held_out)
         self._prompts = [encode_prompt(example, self._tokenizer) for example in self._examples]
+        self._episodes = Episodes(config.grpo, self._tokenizer)
         self._client: Sampler | None = None
         self._reward: RewardProcess | None = None
         self.facts: Mapping[str, float] = {}
@@ -77,6 +73,7 @@ class EngineRollouts:
         """Config of the engine: room for all answers of a step side by side."""
         config, options, engine = self._config, self._config.grpo, self._config.engine
         longest, inflight = max(map(len, self._prompts)), options.mode == "inflight"
+        longest += (options.max_turns - 1) * options.max_answer_tokens + self._episodes.longest_reply
         at_once = longest + (options.max_answer_tokens if inflight else 0)  # answers are prefilled anew at an update
         num_seqs = config.data.batch_size * options.group_size
         return EngineConfig(
@@ -130,7 +127,9 @@ class EngineRollouts:
         answers = self._holding.finish_batch()
         if self._config.grpo.keep_kv_cache and not self._holding.reset_prefix_cache():
             raise ContractError("the engine did not drop its prefix cache, which holds keys of the old weights")
-        return self._completed(step, held, self._scored(step, 0, version, self._indices(step, 0), answers))
+        indices = self._indices(step, 0)
+        episodes = self._episodes.first([self._prompts[index] for index in indices], answers)
+        return self._completed(step, held, self._scored(step, 0, version, indices, episodes))
 
     def _completed(self, step: int, version: int, first: Round) -> SampledBatch:
         """Replace groups without variance, round by round, by answers that a version samples."""
@@ -143,7 +142,9 @@ class EngineRollouts:
         """Sample one round, of so many prompts, or of a whole batch."""
         assert self._client is not None
         indices = self._indices(step, number)[:count]
-        return self._scored(step, number, version, indices, self._client.generate(*self._asked(step, number, indices)))
+        prompts, sampling = self._asked(step, number, indices)
+        episodes = self._episodes.play(self._client, prompts, sampling, self._config.data.batch_size)
+        return self._scored(step, number, version, indices, episodes)
 
     @property
     def _holding(self) -> HoldingSampler:
@@ -155,35 +156,35 @@ class EngineRollouts:
         return batch_indices(len(self._examples), self._config.data.batch_size, seed, step - 1)
 
     def _asked(self, step: int, number: int, indices: Sequence[int]) -> tuple[list[tuple[int, ...]], Sampling]:
-        """Prompts of a round of a step, and how they are sampled: no two rounds share seeds."""
+        """Prompts of a round of a step, and how they are sampled: no two rounds, or turns of one, share seeds."""
         options, whole = self._config.grpo, self._whole_answers
-        place = ((step - 1) * options.max_sampling_rounds + number) * self._config.data.batch_size
+        place = ((step - 1) * options.max_sampling_rounds + number) * options.max_turns * self._config.data.batch_size
         return [self._prompts[index] for index in indices], Sampling(
             seed=self._config.seed * _SEEDS + place, n=options.group_size, max_tokens=options.max_answer_tokens,
             temperature=options.temperature, stop=() if whole else (self._tokenizer.eos_id,), ignore_end=whole,
         )  # fmt: skip
 
     def _scored(
-        self, step: int, number: int, version: int, indices: Sequence[int], answers: Sequence[Sequence[Sample]]
-    ) -> Round:
+        self, step: int, number: int, version: int, indices: Sequence[int],
+        episodes: Sequence[Sequence[Sequence[Turn]]],
+    ) -> Round:  # fmt: skip
         """Rollouts of a round with their rewards; a version sampled the first token of each."""
         assert self._reward is not None
         at, examples = f"{step}.{number}" if number else f"{step}", [self._examples[index] for index in indices]
-        groups = [
-            [
-                self._row(version, f"{at}/{place}", which, self._examples[index], self._prompts[index], sample)
-                for which, sample in enumerate(samples)
-            ]
-            for place, (index, samples) in enumerate(zip(indices, answers, strict=True))
-        ]
-        rows = [row for group in groups for row in group]
-        rewards = iter(
-            self._reward.score(
-                [row.id for row in rows], [row.text or "" for row in rows], [row.answer or "" for row in rows]
-            )
-        )
+        groups, played = [], []
+        for place, (example, own) in enumerate(zip(examples, episodes, strict=True)):
+            group = []
+            for which, turns in enumerate(own):
+                found = self._rows(version, f"{at}/{place}", which, example, turns)
+                played.append((found[-1].trajectory or found[-1].id, turns))
+                group += found
+            groups.append(group)
+        rows = [row for group in groups for row in group if row.text is not None]
+        ids, texts, answers = zip(*((row.id, row.text or "", row.answer or "") for row in rows), strict=True)
+        rewards = dict(zip(ids, self._reward.score(ids, texts, answers), strict=True))
         return Round(
-            groups=[[_with_reward(row, next(rewards)) for row in group] for group in groups],
+            groups=[[replace(row, reward=rewards.get(row.id, 0.0)) for row in group] for group in groups],
+            turns=self._episodes.record(step, f"round {number}", played),
             order=order_of(self._config, step, len(self._examples), examples, number),
             indices=np.array(indices, np.int64),
         )  # fmt: skip
@@ -205,20 +206,27 @@ class EngineRollouts:
         found = {}
         for name, temperature in (("held_out_reward", self._config.grpo.temperature), ("accuracy", 0.0)):
             sampling = Sampling(
-                seed=(self._config.seed + 1) * _SEEDS - (step + 1) * len(prompts), temperature=temperature,
+                seed=(self._config.seed + 1) * _SEEDS - (step + 1) * self._config.grpo.max_turns * len(prompts),
+                temperature=temperature,
                 max_tokens=self._config.grpo.max_answer_tokens, stop=(self._tokenizer.eos_id,),
             )  # fmt: skip
-            samples = [answers[0] for answers in self._client.generate(prompts, sampling)]
+            episodes = self._episodes.play(self._client, prompts, sampling, len(prompts))
             rewards = self._reward.score(
-                [example.id for example in self._held_out], [self._text(sample.tokens) for sample in samples],
+                [example.id for example in self._held_out], [own[0][-1].text for own in episodes],
                 [example.answer or "" for example in self._held_out],
             )  # fmt: skip
             found[name] = sum(rewards) / len(rewards)
         return found
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        """Text of an answer, without its end token."""
-        return self._tokenizer.decode(tokens[:-1] if tokens and tokens[-1] == self._tokenizer.eos_id else tokens)
+    def _rows(
+        self, version: int, place: str, which: int, example: Example, turns: Sequence[Turn]
+    ) -> list[RolloutRow]:  # fmt: skip
+        """Rollouts of an episode, without their reward; see `_row`."""
+
+        def row(turn: Turn) -> RolloutRow:
+            return self._row(version, place, which, example, turn.prompt, turn.sample)
+
+        return rows_of(turns, row, step_wise=self._config.grpo.step_wise)
 
     def _row(
         self, version: int, place: str, number: int, example: Example, prompt: tuple[int, ...], sample: Sample
@@ -242,7 +250,7 @@ class EngineRollouts:
         return RolloutRow(
             id=name, group=f"{place}/{example.id}", prompt=prompt, response=tuple(tokens), sampled=drawn, mask=drawn,
             logprobs=tuple(sample.logprobs), versions=versions_of(sample, version), reward=0.0, answer=example.answer,
-            text=self._text(tokens), truncated=not ended,
+            text=self._episodes.text(tokens), truncated=not ended,
             routes=_whole(name, sample.routes, len(prompt) + len(tokens)) if self._config.grpo.replay_routes else None,
         )  # fmt: skip
 
@@ -260,9 +268,3 @@ def _whole(name: str, routes: Routes, length: int) -> Routes:
             f"rollout `{name}`: the engine reported the routes of {len(routes)} tokens, it ran {length - 1}"
         )
     return (*routes, tuple((MISSING_ROUTE,) * len(experts) for experts in routes[0]))
-
-
-def _with_reward(row: RolloutRow, reward: float) -> RolloutRow:
-    from msgspec.structs import replace
-
-    return replace(row, reward=reward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -246,18 +246,22 @@ def _facts(
     reasons: Sequence[DropReason | str | None], old: Values,
 ) -> dict[str, float]:  # fmt: skip
     """Metrics of a batch: rewards, lengths, groups with several rewards, age, mismatch of trainer and engine."""
-    rewards: dict[str, set[float]] = {}
+    totals, group_of = defaultdict[str, float](float), {row.trajectory or row.id: row.group for row in rows}
     for row in rows:
-        rewards.setdefault(row.group, set()).add(row.reward)
+        totals[row.trajectory or row.id] += row.reward
+    rewards: dict[str, set[float]] = {}
+    for name, group in group_of.items():
+        rewards.setdefault(group, set()).add(totals[name])
+    ends = [row for row in rows if row.trajectory is None or row.is_last_step]
     pairs = zip(given, old, strict=True)
     same = [fresh_tokens(config, item, step - 1) for item in given]
     difference = np.concatenate(
         [(own - item.logprobs)[fresh] for (item, own), fresh in zip(pairs, same, strict=True)]
     ).astype(np.float64)
     found = {
-        "reward": float(np.mean([row.reward for row in rows])),
-        "answer_tokens": float(np.mean([len(row.response) for row in rows])),
-        "truncated_share": float(np.mean([row.truncated for row in rows])),
+        "reward": float(sum(totals.values()) / len(totals)),
+        "answer_tokens": sum(sum(row.sampled) for row in rows) / len(totals),
+        "truncated_share": float(np.mean([row.truncated for row in ends])),
         "mixed_groups": float(np.mean([len(values) > 1 for values in rewards.values()])),
     }
     if config.grpo.max_staleness:

@@ -10,7 +10,7 @@ import numpy as np
 
 from verifier.algorithms.filters import DropReason
 from verifier.core.record import Probe
-from verifier.core.records_policy import GivenRewards, SamplingRound
+from verifier.core.records_policy import EpisodeTurns, GivenRewards, SamplingRound
 from verifier.core.records_trainer import DataOrder
 from verifier.data.recorded import RolloutRow
 
@@ -23,6 +23,8 @@ class Round:
     order: DataOrder
     indices: np.ndarray
     """[groups] int64, in the data set."""
+    turns: EpisodeTurns | None = None
+    """Turns of its episodes; None where there is no environment."""
 
     def without_variance(self) -> list[int]:
         """Numbers of the groups whose rewards are all equal."""
@@ -50,11 +52,15 @@ class SampledBatch:
 
     @property
     def facts(self) -> Mapping[str, float]:
-        """Metrics of dynamic sampling; none where there is none."""
+        """Metrics of episodes and of dynamic sampling; none where there is none."""
+        turns = [item.turns for item in self.rounds if item.turns is not None]
+        found: dict[str, float] = {}
+        if turns:
+            found["turns"] = sum(len(item.episodes) for item in turns) / sum(len({*item.episodes}) for item in turns)
         if self.limit == 1:
-            return {}
+            return found
         replaced = sum(len(item.groups) for item in self.rounds[1:])
-        return {"sampling_rounds": float(len(self.rounds)), "replaced_groups": float(replaced)}
+        return found | {"sampling_rounds": float(len(self.rounds)), "replaced_groups": float(replaced)}
 
     def record(self, probe: Probe | None, step: int, reward: str) -> None:
         """Record prompts, and which groups were replaced, in the trace of the step."""
@@ -62,6 +68,8 @@ class SampledBatch:
             return
         for number, item in enumerate(self.rounds):
             probe.emit(item.order, item.indices)
+            if item.turns is not None:
+                probe.emit(item.turns)
             if self.limit == 1:
                 continue
             lost = item.without_variance() if number + 1 < self.limit else []

@@ -51,6 +51,7 @@ def step_manifest(
         scopes += ["formula"] if config.grpo.loss in LOSSES and not dropped else []
         scopes += ["data"] if live else []
         scopes += ["resampled"] if config.grpo.max_sampling_rounds > 1 else []
+        scopes += ["turns"] if config.grpo.has_turns and not dropped else []
         scopes += ["reference"] if config.grpo.has_reference and not dropped else []
         scopes += ["routes"] if config.grpo.replay_routes and not dropped else []
         scopes += ["held", *_delivery(config)] if synced else []

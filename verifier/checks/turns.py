@@ -1,0 +1,171 @@
+"""Turns of an episode with an environment: what the engine was given, what the tool said, and what is trained on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from verifier.core.check import check
+from verifier.core.comparison import Comparison
+from verifier.core.records_policy import EpisodeTurns
+from verifier.core.records_tokens import Rollouts
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+MOST_CHARACTERS = 32
+"""Of an expression that the calculator reads, and of a value that it gives."""
+DIGITS, OPERATORS = frozenset("0123456789"), frozenset("+-*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turn:
+    prompt: tuple[int, ...]
+    sampled: tuple[int, ...]
+    reply: tuple[int, ...]
+    text: str
+    said: str
+
+
+@check("DAT006", needs=(EpisodeTurns, Rollouts), scope="turns")
+def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
+    """Every later turn is given all earlier token ids and what the tool says; sampled tokens alone are trained on.
+
+    What it checks: per turn, that the engine was given the ids of the prompt before it, of the turn that was sampled
+    and of the reply, in this order and no others; that a reply stands after a turn that was ended, is not the last one
+    allowed and, for the calculator, asks for a value: then its text is the template's with the value that a second
+    calculator finds. Per rollout of the batch, that its tokens are those of the episode, and that those marked as
+    sampled are the turns that it trains, as is its loss mask unless the rollout was dropped.
+    Why it matters: text that is encoded again has other tokens than those that were sampled, so their log-probabilities
+    are of another context; a tool's answer in the loss teaches the model to make answers up. The reward may rise in
+    both.
+    Evidence: data/turns, pack/rollouts.
+    Tolerance and its source: exact (ids and texts).
+    What it does not catch: replies of other environments, whose text has no second reader; a template that is wrong.
+    References: verl#6719, ms-swift#10012, SkyRL#1373.
+    """
+    versions: dict[int, list[EpisodeTurns]] = defaultdict(list)
+    for item in trace.of(EpisodeTurns):
+        versions[item.version].append(item)
+        for name, turns in _episodes(item).items():
+            yield from _given(item, name, turns)
+            yield from _said(item, name, turns)
+    for version, items in versions.items():
+        expected = {name: row for item in items for name, row in _rollouts(item)}
+        for rollouts in trace.of(Rollouts, version=version):
+            yield from _trained(trace, rollouts, expected)
+
+
+def _episodes(item: EpisodeTurns) -> Mapping[str, list[_Turn]]:
+    """Turns of each episode, in order."""
+    found: dict[str, dict[int, _Turn]] = defaultdict(dict)
+    rows = zip(
+        item.episodes, item.indices, item.prompts, item.sampled, item.replies, item.texts, item.said, strict=True
+    )
+    for name, index, prompt, sampled, reply, text, said in rows:
+        found[name][index] = _Turn(prompt=prompt, sampled=sampled, reply=reply, text=text, said=said)
+    return {name: [turns[at] for at in sorted(turns)] for name, turns in found.items()}
+
+
+def _given(item: EpisodeTurns, name: str, turns: Sequence[_Turn]) -> Iterator[Comparison]:
+    for at, (before, turn) in enumerate(pairwise(turns), start=1):
+        expected = (*before.prompt, *before.sampled, *before.reply)
+        yield Comparison(
+            what=f"{name}, turn {at}", same=turn.prompt == expected, stage=Stage.DATA, version=item.version,
+            badness=1.0,
+            sentence=f"turn {at} of `{name}` is given {len(turn.prompt)} tokens, {_differs(turn.prompt, expected)}",
+            expected=f"{len(expected)} tokens (all earlier ids, then the reply's)", actual=f"{len(turn.prompt)} tokens",
+            allowed="exact (ids)", hint="look at what encodes a turn again, cuts the context, or writes the template",
+        )  # fmt: skip
+
+
+def _differs(actual: Sequence[int], expected: Sequence[int]) -> str:
+    """The first place where two lists of ids part."""
+    for at, (found, right) in enumerate(zip(actual, expected, strict=False)):
+        if found != right:
+            return f"of which number {at} is {found}, where {right} was before"
+    return f"where {len(expected)} were before"
+
+
+def _said(item: EpisodeTurns, name: str, turns: Sequence[_Turn]) -> Iterator[Comparison]:
+    for at, turn in enumerate(turns):
+        may = turn.sampled[-1:] == (item.end,) and at + 1 < item.max_turns
+        expected = turn.said if may else ""
+        if may and item.environment == "calculator":
+            value = calculated(turn.text)
+            expected = "" if value is None else f"{item.before}{value}{item.after}"
+        goes_on = at + 1 < len(turns)
+        yield Comparison(
+            what=f"{name}, reply {at}", same=turn.said == expected and goes_on == bool(turn.reply) == bool(expected),
+            stage=Stage.DATA, version=item.version, badness=1.0,
+            sentence=f"the reply to turn {at} of `{name}` is `{turn.said[-60:]}`, it should be `{expected[-60:]}`",
+            expected=f"`{expected[-60:]}` (a second reader of `{turn.text[-60:]}`)", actual=f"`{turn.said[-60:]}`",
+            allowed="exact (texts)", hint="look at which turn the environment reads, and at what frames its reply",
+        )  # fmt: skip
+
+
+def _rollouts(item: EpisodeTurns) -> Iterator[tuple[str, tuple[tuple[int, ...], np.ndarray]]]:
+    """Each rollout of the episodes: id, tokens, and [L] which of them it trains."""
+    for name, turns in _episodes(item).items():
+        drawn = [np.zeros(len(turn.prompt) + len(turn.sampled), bool) for turn in turns]
+        for turn, own in zip(turns, drawn, strict=True):
+            own[len(turn.prompt) :] = True
+        if item.step_wise:
+            for at, (turn, own) in enumerate(zip(turns, drawn, strict=True)):
+                yield f"{name}/{at}", ((*turn.prompt, *turn.sampled), own)
+            continue
+        whole = drawn[-1].copy()
+        for own in drawn:
+            whole[: len(own)] |= own
+        yield name, ((*turns[-1].prompt, *turns[-1].sampled), whole)
+
+
+def _trained(
+    trace: Trace, rollouts: Rollouts, expected: Mapping[str, tuple[tuple[int, ...], np.ndarray]]
+) -> Iterator[Comparison]:
+    ends = np.cumsum(rollouts.lengths)[:-1]
+    columns = [np.split(trace.array(rollouts, name), ends) for name in ("tokens", "sampled", "mask")]
+    for name, tokens, sampled, mask in zip(rollouts.ids, *columns, strict=True):
+        right, drawn = expected.get(name, ((), np.zeros(0, bool)))
+        wrong = ""
+        if (found := tuple(tokens.tolist())) != right:
+            wrong = f"has {len(found)} tokens, {_differs(found, right)}"
+        elif (others := np.flatnonzero(sampled != drawn)).size:
+            wrong = f"marks {others.size} tokens wrongly, number {others[0]} as {_kind(sampled[others[0]])}"
+        elif mask.any() and (others := np.flatnonzero(mask != drawn)).size:
+            wrong = f"has {others.size} tokens wrongly in or out of the loss, the first is number {others[0]}"
+        yield Comparison(
+            what=f"{rollouts.name} {name}", same=not wrong, stage=Stage.DATA, version=rollouts.version, badness=1.0,
+            sentence=f"rollout `{name}` {wrong}", expected=f"{len(right)} tokens, {int(drawn.sum())} of them sampled",
+            actual=wrong or "the same", allowed="exact (ids)",
+            hint="look at what joins the turns of an episode, and at the loss mask of what the tool says",
+        )  # fmt: skip
+
+
+def _kind(sampled: object) -> str:
+    return "sampled" if sampled else "not sampled"
+
+
+def calculated(text: str) -> str | None:
+    """Value that the calculator gives for a turn, read from its end; None where it asks for none."""
+    if not text.endswith("="):
+        return None
+    at = end = len(text) - 1
+    while at > 0 and text[at - 1] in DIGITS:
+        at -= 1
+        if at > 1 and text[at - 1] in OPERATORS and text[at - 2] in DIGITS:
+            at -= 1
+    expression = text[at:end]
+    if not expression or len(expression) > MOST_CHARACTERS:
+        return None
+    total = 0
+    for part in expression.replace("-", "+-").split("+"):
+        product = -1 if part.startswith("-") else 1
+        for factor in part.removeprefix("-").split("*"):
+            product *= int(factor)
+        total += product
+    value = str(total)
+    return value if len(value) <= MOST_CHARACTERS else None

@@ -1,0 +1,193 @@
+"""Episodes of a policy and an environment, tokens in and tokens out: what was sampled is never encoded again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from msgspec import structs
+
+from verifier.config.grpo import GrpoOptions
+from verifier.core.records_policy import EpisodeTurns
+from verifier.data.examples import Message
+from verifier.data.recorded import RolloutRow
+from verifier.data.rollout import NO_VERSION
+from verifier.data.tokenizer import Tokenizer
+from verifier.engine.api import Sample, Sampling
+from verifier.environments.environment import open_environment
+from verifier.errors import UsageError
+
+
+class Sampler(Protocol):
+    """An engine, as far as it samples."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
+        """See `Engine.generate`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One turn of an episode, as the engine sampled it."""
+
+    prompt: tuple[int, ...]
+    """Token ids that the engine was given."""
+    sample: Sample
+    text: str
+    """Text of the turn, without its end token."""
+    reply: tuple[int, ...] = ()
+    """Token ids from the end of the turn to the beginning of the next; empty where the episode ends."""
+
+
+class Episodes:
+    """Turns by an engine and an environment, up to the greatest number of turns.
+
+    Args:
+        options: of the run.
+        tokenizer: with a chat template that has messages of tools.
+
+    Raises:
+        UsageError: no such environment; the template does not end an assistant's turn with the end token.
+    """
+
+    def __init__(self, options: GrpoOptions, tokenizer: Tokenizer) -> None:
+        self._options, self._tokenizer = options, tokenizer
+        self._environment = open_environment(options.environment) if options.has_turns else None
+        self.longest_reply = 0
+        """Tokens that an environment adds to an episode, at most."""
+        if self._environment is not None:
+            frame = len(self._reply_ids("0"))
+            self.longest_reply = (frame + self._environment.longest_reply) * (options.max_turns - 1)
+
+    def play(
+        self, sampler: Sampler, prompts: Sequence[tuple[int, ...]], sampling: Sampling, stride: int
+    ) -> list[list[list[Turn]]]:
+        """Play episodes, turn by turn of all that have not ended.
+
+        Args:
+            sampler: an engine.
+            prompts: of the first turns.
+            sampling: of the first turns, `n` for each prompt; the seeds of each later turn are `stride` prompts on.
+            stride: prompts of a step, at most.
+
+        Returns:
+            [prompts][n] episodes, each the list of its turns.
+        """
+        first = self.first(prompts, sampler.generate(prompts, sampling))
+        episodes = [episode for group in first for episode in group]
+        for number in range(1, self._options.max_turns):
+            going = [(at, own) for at, own in enumerate(episodes) if own[-1].reply]
+            if not going:
+                break
+            given = [next_prompt(own[-1]) for _, own in going]
+            seed = (sampling.seed + number * stride) * sampling.n
+            each = [replace(sampling, n=1, seed=seed + at) for at, _ in going]
+            answers = sampler.generate(given, replace(sampling, n=1, each=each))
+            for (_, own), prompt, (sample,) in zip(going, given, answers, strict=True):
+                own.append(self._turn(prompt, sample, own))
+        return first
+
+    def first(
+        self, prompts: Sequence[tuple[int, ...]], answers: Sequence[Sequence[Sample]]
+    ) -> list[list[list[Turn]]]:  # fmt: skip
+        """Episodes of one turn so far."""
+        return [
+            [[self._turn(prompt, sample, ())] for sample in own] for prompt, own in zip(prompts, answers, strict=True)
+        ]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Text of a turn, without its end token."""
+        return self._tokenizer.decode(tokens[:-1] if self._has_ended(tokens) else tokens)
+
+    def record(self, step: int, name: str, episodes: Sequence[tuple[str, Sequence[Turn]]]) -> EpisodeTurns | None:
+        """Record of episodes by id; None where there is no environment."""
+        if self._environment is None:
+            return None
+        turns = [(which, at, turn) for which, own in episodes for at, turn in enumerate(own)]
+        before, _, after = self._tokenizer.decode(self._reply_ids("0")).rpartition("0")
+        return EpisodeTurns(
+            name=name, version=step, environment=self._options.environment, max_turns=self._options.max_turns,
+            step_wise=self._options.step_wise, before=before, after=after, end=self._tokenizer.eos_id,
+            episodes=tuple(which for which, _, _ in turns), indices=tuple(at for _, at, _ in turns),
+            prompts=tuple(turn.prompt for _, _, turn in turns), replies=tuple(turn.reply for _, _, turn in turns),
+            sampled=tuple(tuple(turn.sample.tokens) for _, _, turn in turns),
+            texts=tuple(turn.text for _, _, turn in turns),
+            said=tuple(self._tokenizer.decode(turn.reply) for _, _, turn in turns),
+        )  # fmt: skip
+
+    def _has_ended(self, tokens: Sequence[int]) -> bool:
+        return bool(tokens) and tokens[-1] == self._tokenizer.eos_id
+
+    def _turn(self, prompt: tuple[int, ...], sample: Sample, before: Sequence[Turn]) -> Turn:
+        """A turn and the environment's reply to it."""
+        turn = Turn(prompt=prompt, sample=sample, text=self.text(sample.tokens))
+        is_last = len(before) + 1 >= self._options.max_turns
+        if self._environment is None or is_last or not self._has_ended(sample.tokens):
+            return turn
+        said = self._environment.reply([*(item.text for item in before), turn.text])
+        if said is None:
+            return turn
+        if len(said) > (most := self._environment.longest_reply):
+            raise UsageError(
+                f"environment `{self._options.environment}` replied {len(said):,} characters, more than its "
+                f"longest_reply, {most:,}: raise that, or shorten the reply"
+            )
+        return replace(turn, reply=self._reply_ids(said))
+
+    def _reply_ids(self, said: str) -> tuple[int, ...]:
+        """Token ids of a tool's message and of the beginning of the next turn, as the chat template writes them."""
+        tokenizer = self._tokenizer
+        talk = (Message(role="user", content="0"), Message(role="assistant", content="0"))
+        before = tokenizer.chat_text(talk)
+        after = tokenizer.chat_text((*talk, Message(role="tool", content=said)), to_answer=True)
+        _, end, rest = before.rpartition(tokenizer.decode((tokenizer.eos_id,)))
+        if not end or not after.startswith(before):
+            why = "changes earlier turns" if end else "does not end an assistant's turn with the end token"
+            raise UsageError(
+                f"grpo.environment is {self._options.environment}, and the chat template of {tokenizer.folder} {why}: "
+                "use another template, or grpo.environment=single"
+            )
+        return (*tokenizer.encode(rest), *tokenizer.encode(after[len(before) :]))
+
+
+def next_prompt(turn: Turn) -> tuple[int, ...]:
+    """Token ids of all turns up to this one, and of the reply to it."""
+    return (*turn.prompt, *turn.sample.tokens, *turn.reply)
+
+
+def rows_of(
+    turns: Sequence[Turn], row: Callable[[Turn], RolloutRow], *, step_wise: bool
+) -> list[RolloutRow]:  # fmt: skip
+    """Rollouts of an episode: one with the replies between its turns, or one for each turn.
+
+    Args:
+        turns: in order.
+        row: makes the rollout of a turn alone.
+        step_wise: a rollout for each turn; the text, which a reward reads, is the last turn's alone.
+    """
+    rows = [row(turn) for turn in turns]
+    if not step_wise:
+        return [joined(rows)]
+    last = len(rows) - 1
+    return [
+        structs.replace(
+            item, id=f"{item.id}/{at}", trajectory=item.id, index=at, is_last_step=at == last,
+            text=item.text if at == last else None,
+        )
+        for at, item in enumerate(rows)
+    ]  # fmt: skip
+
+
+def joined(rows: Sequence[RolloutRow]) -> RolloutRow:
+    """One rollout of an episode's turns; what stands between two turns was not sampled, and is out of the loss."""
+    last, begin = rows[-1], len(rows[0].prompt)
+    size = len(last.prompt) + len(last.response) - begin
+    sampled, logprobs, versions = [False] * size, [float("nan")] * size, [NO_VERSION] * size
+    for item in rows:
+        at = len(item.prompt) - begin
+        own = slice(at, at + len(item.response))
+        sampled[own], logprobs[own], versions[own] = item.sampled, item.logprobs, item.versions
+    return structs.replace(
+        last, prompt=rows[0].prompt, response=(*last.prompt[begin:], *last.response), sampled=tuple(sampled),
+        mask=tuple(sampled), logprobs=tuple(logprobs), versions=tuple(versions),
+    )  # fmt: skip
