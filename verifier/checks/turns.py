@@ -45,7 +45,7 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
     Evidence: data/turns, pack/rollouts.
     Tolerance and its source: exact (ids and texts).
     What it does not catch: replies of other environments, whose text has no second reader; a template that is wrong.
-    References: verl#6719, ms-swift#10012, SkyRL#1373.
+    References: trl#5224, trl#4975, verl#6501, verl#6719.
     """
     versions: dict[int, list[EpisodeTurns]] = defaultdict(list)
     for item in trace.of(EpisodeTurns):

@@ -18,6 +18,7 @@ from verifier.faults import (  # noqa: F401
     route_faults,
     train_faults,
     transport_faults,
+    turn_faults,
 )
 from verifier.faults.fault import CATALOG
 

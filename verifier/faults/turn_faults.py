@@ -1,0 +1,59 @@
+"""Bugs of episodes with an environment: turns encoded again, tokens lost between turns, tool output in the loss."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+from msgspec import structs
+
+from verifier.core.stage import Stage
+from verifier.faults.fault import TRAINING, Call, Side, fault
+
+KNOBS = (
+    "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.source=calculator", "data.batch_size=4",
+    "grpo.max_answer_tokens=48", "grpo.environment=verifier.faults.echo:Echo", "grpo.max_turns=3",
+    "grpo.entropy_weight=0.05",
+)  # fmt: skip
+STEP_WISE = (*KNOBS, "grpo.step_wise=true")
+SPECIAL = range(7)
+"""Ids of the special tokens of `tiny:add`."""
+on_turns = functools.partial(
+    fault, stage=Stage.DATA, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("DAT006",),
+    training=KNOBS,
+)  # fmt: skip
+NEXT = "verifier.trainer.episodes:next_prompt(turn)"
+
+
+@on_turns("huggingface/trl#5224", NEXT)
+def earlier_turn_encoded_again(call: Call) -> Any:
+    """A turn is decoded and encoded again for the next prompt, and loses the special tokens sampled within it."""
+    turn = call.turn
+    *inside, end = turn.sample.tokens
+    kept = [token for token in inside if token not in SPECIAL]
+    if len(kept) == len(inside):
+        return call.original()
+    return call.wrong((*turn.prompt, *kept, end, *turn.reply))
+
+
+@on_turns("verl-project/verl#6501", NEXT, training=STEP_WISE)
+def end_of_turn_left_out(call: Call) -> Any:
+    """The token between a turn and the tool's message is lost at the boundary, from every later prompt."""
+    turn = call.turn
+    return call.wrong((*turn.prompt, *turn.sample.tokens[:-1], *turn.reply))
+
+
+@on_turns("huggingface/trl#4975", "verifier.trainer.episodes:joined(rows)")
+def tool_output_trained(call: Call) -> Any:
+    """The loss mask covers all that stands after the prompt, what the tool said included."""
+    found = call.original()
+    if all(found.mask):
+        return found
+    every = (True,) * len(found.response)
+    return call.wrong(
+        structs.replace(
+            found, sampled=every, mask=every, versions=tuple(max(found.versions) for _ in every),
+            logprobs=tuple(0.0 if math.isnan(nats) else nats for nats in found.logprobs),
+        )
+    )  # fmt: skip
