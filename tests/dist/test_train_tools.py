@@ -6,6 +6,7 @@ What this does not exercise: the reward that a whole run reaches, and the bugs t
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,6 @@ import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.dist.test_train_modes import require_held, resources, train  # noqa: F401  (a fixture)
-from verifier.cli.app import run as command
 from verifier.core import store
 from verifier.core.records_policy import Advantages, EpisodeTurns, PolicyColumns
 from verifier.core.records_tokens import Rollouts
@@ -23,7 +23,8 @@ STEPS = 3
 ECHO = (
     "model=tiny:add", "algorithm=grpo", f"steps={STEPS}", "data.source=calculator", "data.batch_size=4",
     "grpo.group_size=4", "grpo.max_answer_tokens=32", "grpo.environment=verifier.faults.echo:Echo", "grpo.max_turns=3",
-    "grpo.entropy_weight=0.05", "evaluation.num_problems=0", "verify.steps=true", "verify.every=1", "grpo.reward=operator:gt",
+    "grpo.entropy_weight=0.05", "grpo.reward=operator:gt", "evaluation.num_problems=0", "verify.steps=true",
+    "verify.every=1",
 )  # fmt: skip
 SHAPES = {"one": (), "step-wise": ("grpo.step_wise=true",), "async": (
     "grpo.mode=async", "grpo.max_staleness=1", "grpo.ratio_over=engine"
@@ -65,7 +66,7 @@ def test_prompts_of_later_turns_begin_with_all_earlier_ids(name, run):
     later = 0
     for trace in traces(run(name)):
         for own in turns(trace).values():
-            for before, after in zip(own, own[1:], strict=False):
+            for before, after in pairwise(own):
                 assert after[0] == sum(before, ())
                 assert before[2]
                 later += 1

@@ -23,6 +23,7 @@ ROWS = {
     "unknown.jsonl": [{"question": "10+1="}],
 }
 STALE = "algorithm=grpo grpo.max_staleness=1 grpo.ratio_over=engine"
+TOOLS = "algorithm=grpo grpo.max_turns=3"
 ADD, MOE, LATENT = "model=tiny:add", "model=tiny:qwen3-moe", "model=tiny:deepseek-v3"
 SUMS = f"{ADD} data.source=sums.jsonl data.batch_size=2"
 REFUSED = {
@@ -110,6 +111,15 @@ REFUSED = {
     "rounds-of-groups-of-one": f"{ADD} algorithm=grpo grpo.advantage=reinforce++ grpo.group_size=1 "
     "grpo.max_sampling_rounds=2",
     "rounds-of-recorded-rollouts": f"{ADD} algorithm=grpo grpo.max_sampling_rounds=2 data.rollouts=rollouts",
+    "unknown-environment": f"{ADD} {TOOLS} grpo.environment=python",
+    "environment-of-one-turn": f"{ADD} algorithm=grpo data.source=calculator grpo.environment=calculator",
+    "turns-without-environment": f"{ADD} algorithm=grpo grpo.max_turns=3",
+    "steps-of-one-turn": f"{ADD} algorithm=grpo grpo.step_wise=true",
+    "turns-of-plain-prompts": f"{ADD} {TOOLS} grpo.environment=calculator data.source=arithmetic",
+    "turns-of-recorded-rollouts": f"{ADD} {TOOLS} grpo.environment=calculator data.rollouts=rollouts",
+    "turns-inflight": f"{ADD} {TOOLS} grpo.environment=calculator grpo.mode=inflight {STALE.partition(' ')[2]}",
+    "turns-with-replayed-routes": f"{MOE} {TOOLS} grpo.environment=calculator grpo.replay_routes=true",
+    "rounds-of-steps": f"{ADD} {TOOLS} grpo.environment=calculator grpo.step_wise=true grpo.max_sampling_rounds=2",
     "corrected-twice": f"{ADD} algorithm=grpo grpo.ratio_over=engine grpo.weight_level=token",
     "dual-clip-of-another-loss": f"{ADD} algorithm=grpo grpo.loss=gspo grpo.dual_clip=3",
     "constant-without-length": f"{ADD} aggregation=constant",

@@ -13,6 +13,7 @@ from verifier.core.record import Record
 from verifier.core.records_policy import (
     Advantages,
     Drops,
+    EpisodeTurns,
     GivenRewards,
     LossRows,
     LossTerms,
@@ -130,6 +131,14 @@ def training() -> list[Record]:
             name="batch", version=1, ids=("x", "y"), truncated=(False, False), reasons=("", ""), drop_overlong=True,
             drop_zero_variance=True,
         ),
+        EpisodeTurns(
+            name="round 0", version=1, environment="calculator", max_turns=3, step_wise=False, before="<tool>",
+            after="<assistant>", end=3, episodes=("sequence-0", "sequence-1", "longer", "longer"),
+            indices=(0, 0, 0, 1), prompts=((1,), (7,), (1,), (1, 2, 3, 6, 8, 4)),
+            sampled=((2, 3), (5,), (2, 3), (9, 3)),
+            texts=("####2", "1", "1+1=", "####2"), replies=((), (), (6, 8, 4), ()),
+            said=("", "", "<tool>2<assistant>", ""),
+        ),
         LossTerms(name="loss", version=1, loss="clipped", clip_low=0.2, clip_high=0.2),
         LossRows(name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", array="loss rows"),
         ReferenceShard(
@@ -158,6 +167,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT003": (TrainedText, having(texts=("2<eos>", "4"))),
     "DAT004": (Drops, having(reasons=("", "zero_variance"))),
     "DAT005": (SamplingRound, having(replaced={"zero_variance": 2})),
+    "DAT006": (EpisodeTurns, having(prompts=((1,), (7,), (1,), (1, 9, 3, 6, 8, 4)))),
     "LSS003": (UpdateRatios, having(ratio_gap=0.25)),
     "LGP010": (ReferenceShard, having(digest=f"vd1:{6:032x}")),
     "LSS004": (LossRows, having(array="rows without gradient")),
