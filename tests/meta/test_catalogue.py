@@ -43,7 +43,7 @@ def test_every_fault_lies_in_a_file_of_its_stage():
     files = {
         "load": {"conversion", "knob"}, "export": {"conversion"}, "plan": {"transport"}, "replay": {"pack", "route"},
         "rollout": {"rollout", "engine", "mode"}, "loss": {"loss", "policy"},
-        "pack": {"pack", "column"},
+        "pack": {"pack", "column"}, "data": {"data", "turn"},
     }  # fmt: skip
     for item in CATALOG.values():
         _, body = item.replacements[0]

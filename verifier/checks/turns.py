@@ -17,7 +17,7 @@ from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 MOST_CHARACTERS = 32
-"""Of an expression that the calculator reads, and of a value that it gives."""
+"""Longest expression that the calculator reads, and longest value that it gives."""
 DIGITS, OPERATORS = frozenset("0123456789"), frozenset("+-*")
 
 

@@ -26,7 +26,7 @@ on_turns = functools.partial(
 NEXT = "verifier.trainer.episodes:next_prompt(turn)"
 
 
-@on_turns("huggingface/trl#5224", NEXT)
+@on_turns("huggingface/trl#5224", NEXT, training=STEP_WISE)
 def earlier_turn_encoded_again(call: Call) -> Any:
     """A turn is decoded and encoded again for the next prompt, and loses the special tokens sampled within it."""
     turn = call.turn

@@ -127,6 +127,8 @@ def _one_step(config: TrainConfig, model: ModelUnderTest) -> tuple[TrainConfig, 
         if not options.entropy_weight:
             options = replace(options, entropy_weight=ENTROPY_WEIGHT)
             notes.append(f"grpo.entropy_weight is {ENTROPY_WEIGHT:g}, for a gradient where all rewards are equal")
+        if options.has_turns:
+            notes.append("episodes have one turn, which nobody ends")
     own = replace(
         config, first=None, steps=1, grpo=options, verify=VerifyOptions(steps=True),
         evaluation=EvaluationOptions(num_problems=0), profile=ProfileOptions(),

@@ -4,7 +4,7 @@ import zlib
 
 import pytest
 
-from verifier.data.arithmetic import HELD_OUT, SPLITS, TRAIN, arithmetic_examples
+from verifier.data.arithmetic import HELD_OUT, SPLITS, TRAIN, arithmetic_examples, calculator_examples
 from verifier.errors import UsageError
 
 
@@ -38,3 +38,15 @@ def test_the_seed_chooses():
 def test_bad_requests_are_one_sentence(arguments, said):
     with pytest.raises(UsageError, match=said):
         arithmetic_examples(*arguments)
+
+
+def test_a_calculator_is_asked_for_the_sums_of_the_split():
+    sums, solved = arithmetic_examples(HELD_OUT, 3), calculator_examples(HELD_OUT, 3, solved=True)
+    for plain, talk, asked in zip(sums, solved, calculator_examples(HELD_OUT, 3, solved=False), strict=True):
+        assert [item.role for item in talk.messages] == ["user", "assistant", "tool", "assistant"]
+        assert [item.content for item in talk.messages] == [
+            plain.prompt, plain.prompt, plain.answer, f"####{plain.answer}"
+        ]  # fmt: skip
+        assert asked.messages == talk.messages[:1]
+        assert asked.question == talk.question
+        assert asked.answer == plain.answer

@@ -92,7 +92,7 @@ def test_a_bad_row_is_named_by_its_line(task, row, said, written):
 
 
 def test_sources_that_are_not_there(written, tmp_path):
-    with pytest.raises(UsageError, match="no data at `addition`: give arithmetic, a JSONL file or a folder"):
+    with pytest.raises(UsageError, match="no data at `addition`: give arithmetic, calculator, a JSONL file"):
         load_examples("addition", "sft")
     with pytest.raises(UsageError, match="has 1 examples, 2 asked for"):
         load_examples(written(GOOD), "sft", count=2)
