@@ -76,6 +76,8 @@ class UpdatePlan(Protocol):
     """Metrics of the last step's batch, by name."""
     scored: ScoredRollouts | None
     """Rollouts of the last step, as they were scored before its updates; None in supervised fine-tuning."""
+    has_text: bool
+    """Examples of the last step have a response, so that the text in their loss is known."""
 
     def updates(self, step: int, taken: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Make, save and record the updates of a step, from 1 on; `taken` updates were taken before it."""
@@ -143,6 +145,7 @@ class SftPlan:
 
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint, folder: Callable[[int], Path]) -> None:
         self.facts: Mapping[str, float] = {}
+        self.has_text = False
         self._config, self._file = config, folder
         self._tokenizer = open_tokenizer(checkpoint.path)
         self._examples = load_train(config, "sft")
@@ -165,7 +168,9 @@ class SftPlan:
         update.save()
         if probe is not None:
             probe.emit(order_of(config, step, len(self._examples), examples), np.array(indices, np.int64))
-            probe.emit(_trained_text(step, examples, rollouts, self._tokenizer))
+            self.has_text = any(example.response is not None for example in examples)
+            if self.has_text:
+                probe.emit(_trained_text(step, examples, rollouts, self._tokenizer))
             record_account(probe, [update], rollouts, {})
             record_columns(probe, config, update)
         return [update]

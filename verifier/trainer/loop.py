@@ -142,6 +142,7 @@ class StepLoop:
                         record_scored(probe, config, step, plan.scored)
                 self._manifest = step_manifest(
                     config, self.model, step, resumed=resumed, sampled=sampled is not None, dropped=not updates,
+                    text=plan.has_text,
                     fresh=has_fresh(config, [item for update in updates for item in update.rollouts], step - 1),
                 )  # fmt: skip
             earlier = self._hold_weights(step) if self.ahead is not None else {}

@@ -21,7 +21,7 @@ from verifier.runs.model_under_test import ModelUnderTest
 
 def step_manifest(
     config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False,
-    dropped: bool = False, fresh: bool = True,
+    dropped: bool = False, fresh: bool = True, text: bool = True,
 ) -> Manifest:  # fmt: skip
     """Identity of the trace of a step.
 
@@ -32,6 +32,7 @@ def step_manifest(
         resumed: it is the first after a resume.
         sampled: transformers computes it too.
         dropped: no token is left in its loss, so that it takes no update and syncs nothing.
+        text: fine-tuning has examples whose text in the loss is known: those that are no conversations.
         fresh: a token in the loss was sampled by the weights that it trains.
     """
     sizes = model.checkpoint.config
@@ -41,7 +42,9 @@ def step_manifest(
     )  # fmt: skip
     live = config.algorithm == "grpo" and config.data.rollouts is None
     synced = live and not dropped
-    scopes: list[Scope] = ["config", "data", "text", "batch", "formula", "schedule", "tokens"]
+    scopes: list[Scope] = ["config", "data", "batch", "formula", "schedule", "tokens"]
+    if text:
+        scopes.append("text")
     if config.algorithm == "grpo":
         scopes = ["dropped"] if dropped else ["config", "batch", "schedule", "tokens", "policy"]
         # Only of this reward there is a second reader; recorded ones may be of any.
