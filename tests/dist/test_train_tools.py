@@ -58,7 +58,8 @@ def turns(trace: Trace) -> dict[str, list[tuple[tuple[int, ...], ...]]]:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_step_holds(name, run):
-    require_held(run(name), "DAT006", "LGP003", "LGP009", "ADV002", "PCK001")
+    fresh = () if name == "async" else ("LGP009",)  # later batches of that mode are a version behind
+    require_held(run(name), "DAT006", "LGP003", "ADV002", "PCK001", *fresh)
 
 
 @pytest.mark.parametrize("name", SHAPES)
