@@ -26,7 +26,7 @@ KNOBS = {entry.key: entry.knob.choices for entry in entries(CONFIGS["train"])}
 GROUPS = sorted({key.split(".")[0] for key in KNOBS if "." in key})
 PAGES = (
     "training", "metrics", "async-training", "mixtures-and-lora", "scaling-out", "preflight-and-replay", "checkpoints",
-    "slurm-and-ray", "sweep",
+    "slurm-and-ray", "sweep", "tools",
 )  # fmt: skip
 
 
