@@ -27,6 +27,8 @@ from verifier.oracle.step_hf import (
 
 SHIFT = 1e-5
 """Nats by which log-probabilities of two right sides in float32 may differ (LGP001)."""
+SHARE = 2.0**-22
+"""Share by which float32 may round a token's probability: four times half a unit of its last place."""
 ROUNDINGS = 2
 """Times that Adam rounds a weight in float32 in a step: for the decay, and for the move."""
 Row = Mapping[str, torch.Tensor]
@@ -46,6 +48,8 @@ class _Found:
     """[N] each, with shifted log-probabilities."""
     gradients: Gradients
     of_shifted: tuple[Gradients, ...]
+    of_rounding: Gradients
+    """What rounding of probabilities to float32 may change each gradient by, the magnitudes of all sequences added."""
 
 
 def judge_updates(
@@ -103,10 +107,9 @@ def judge_updates(
                 row["step"] = adam.gap(
                     name, old[name], new[name], reduced * scale, number, update["learning_rate"], rule["weight_decay"]
                 )
-            row["gradient_doubt"] = max(
-                (float((part[name] - exact.gradients[name]).abs().max()) for part in exact.of_shifted if name in part),
-                default=0.0,
-            )
+            moved = [float((part[name] - exact.gradients[name]).abs().max()) for part in exact.of_shifted if name in part]
+            rounding = exact.of_rounding.get(name)
+            row["gradient_doubt"] = max(moved, default=0.0) + (0.0 if rounding is None else float(rounding.abs().max()))
             records.append({**row, **whole})
     return records
 
@@ -115,9 +118,9 @@ def _of_adapter(found: _Found, matrices: Gradients, adapter: Mapping[str, Any]) 
     """The same loss, with the gradients of an adapter's matrices in the place of those of whole weights."""
     every = [
         adapter_gradients(part, matrices, adapter["scaling"], adapter["names"])
-        for part in (found.gradients, *found.of_shifted)
+        for part in (found.gradients, found.of_rounding, *found.of_shifted)
     ]
-    return replace(found, gradients=every[0], of_shifted=tuple(every[1:]))
+    return replace(found, gradients=every[0], of_rounding=every[1], of_shifted=tuple(every[2:]))
 
 
 def _rows(file: Path) -> list[Row]:
@@ -132,14 +135,17 @@ def _rows(file: Path) -> list[Row]:
 def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], dtype: torch.dtype) -> _Found:
     """Loss and gradient by transformers, sequence by sequence; in float32 also of shifted log-probabilities.
 
-    Shifts tell what two right sides may differ by, all tokens alike or by turns.
+    Shifts tell what two right sides may differ by, all tokens alike or by turns. The gradient of a token's
+    log-probability with respect to its logits is one_hot - p, so a p that is rounded changes it by a share of p, however
+    small it is: by the gradient of a share of logsumexp(logits), where p is the softmax of the logits.
     """
     model = trainable(checkpoint, dtype)
     parameters = list(model.parameters())
     shifts = [lambda at: 0.0 * at]
     if objective["loss"] != "cross_entropy" and dtype == torch.float32:
         shifts += [lambda at: SHIFT + 0.0 * at, lambda at: SHIFT * (1 - 2 * (at % 2))]
-    sums: list[list[torch.Tensor | None]] = [[None] * len(parameters) for _ in shifts]
+    rounds = dtype == torch.float32
+    sums: list[list[torch.Tensor | None]] = [[None] * len(parameters) for _ in range(len(shifts) + 1)]
     nats: list[list[torch.Tensor]] = [[] for _ in shifts]
     for row in rows:
         kept = row["mask"][1:].bool()
@@ -147,7 +153,8 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
             continue
         with choosing(model, row["routes"].tolist() if "routes" in row else (), len(row["tokens"])):
             logits = model(input_ids=row["tokens"][None], use_cache=False).logits[0, :-1].double()
-        every = torch.log_softmax(logits / objective["temperature"], dim=-1)[kept]
+        scaled = logits[kept] / objective["temperature"]
+        every = torch.log_softmax(scaled, dim=-1)
         labels = row["tokens"][1:][kept]
         entropy = -(every.exp() * every).sum(-1)
         columns = {name: row[name][1:][kept].double() for name in row.keys() - {"tokens", "mask", "routes"}}
@@ -156,11 +163,14 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
             logprob = every.gather(1, labels[:, None])[:, 0] + shift(at)
             loss = columns["weight"] * token_losses(logprob, entropy, columns, objective)
             nats[place].append(loss.detach())
-            found = torch.autograd.grad(loss.sum(), parameters, retain_graph=place + 1 < len(shifts), allow_unused=True)
-            for index, gradient in enumerate(found):
-                if gradient is not None:
-                    before = sums[place][index]
-                    sums[place][index] = gradient if before is None else before + gradient
+            more = rounds or place + 1 < len(shifts)
+            _add(sums[place], torch.autograd.grad(loss.sum(), parameters, retain_graph=more, allow_unused=True))
+            if rounds and not place:
+                (slope,) = torch.autograd.grad(loss.sum(), logprob, retain_graph=True)
+        if rounds:
+            share = SHARE * (slope.abs() * torch.logsumexp(scaled, dim=-1)).sum()
+            found = torch.autograd.grad(share, parameters, allow_unused=True)
+            _add(sums[-1], [None if gradient is None else gradient.abs() for gradient in found])
     gradients = []
     for part in sums:
         for parameter, gradient in zip(parameters, part, strict=True):
@@ -168,8 +178,16 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
         gradients.append({name: tensor.clone() for name, tensor in gradients_of(model)})
     joined = [torch.cat(part) if part else torch.zeros(0, dtype=torch.float64) for part in nats]
     return _Found(
-        nats=joined[0], shifted=tuple(joined[1:]), gradients=gradients[0], of_shifted=tuple(gradients[1:])
+        nats=joined[0], shifted=tuple(joined[1:]), gradients=gradients[0], of_shifted=tuple(gradients[1:-1]),
+        of_rounding=gradients[-1],
     )  # fmt: skip
+
+
+def _add(sums: list[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Add to sums what there is of gradients."""
+    for index, (before, gradient) in enumerate(zip(sums, gradients, strict=True)):
+        if gradient is not None:
+            sums[index] = gradient if before is None else before + gradient
 
 
 def token_losses(

@@ -14,10 +14,12 @@ from verifier.platform.upstream_fixes import RunFacts, Sizes
 def stand_ins_of(model: Sizes, run: RunFacts) -> Iterator[str]:
     """Yield the stand-ins of a run, each as "this for that".
 
-    In the trainer's ranks: platform/cpu*.py, train/optimizer_megatron.py, and platform/cuda.py for both tiers. In the
-    engine's processes: engine/vllm/worker_vllm.py and model/transformers_hf.py, which is also the oracle's.
+    In the trainer's ranks: platform/cpu*.py, train/optimizer_megatron.py, and for both tiers platform/cuda.py and
+    train/router_order_megatron.py. In the engine's processes: engine/vllm/worker_vllm.py and model/transformers_hf.py,
+    which is also the oracle's.
     """
     hybrid = model.get("mamba_num_heads") is not None
+    experts = any(model.get(size) for size in ("num_experts", "num_local_experts", "n_routed_experts"))
     if run.tier == "cpu":
         yield "PyTorch modules for Transformer Engine's"
         yield "a float64 sum for its gradient norm"
@@ -26,6 +28,8 @@ def stand_ins_of(model: Sizes, run: RunFacts) -> Iterator[str]:
         yield "the host for CUDA calls"
         if hybrid:
             yield "a float64 scan for mamba-ssm"
+    if run.training and experts:
+        yield "the order of a token's experts in training for that of passes without gradients"
     yield "eager execution for torch.compile"
     if run.steps > 1:
         yield "the rank for the process that collects checkpoint writers"
@@ -33,7 +37,7 @@ def stand_ins_of(model: Sizes, run: RunFacts) -> Iterator[str]:
         yield "a confirmed weight transfer for vLLM's"
         if run.tier == "cpu":
             yield "the host for the device that vLLM's CPU worker lacks"
-            if any(model.get(size) for size in ("num_experts", "num_local_experts", "n_routed_experts")):
+            if experts:
                 yield "a function for the activation module that vLLM's CPU experts make in each pass (vllm #45447)"
                 if run.routes:
                     yield "a record of the CPU experts' choice for vLLM's capture of routes by CUDA streams"

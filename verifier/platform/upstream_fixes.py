@@ -49,6 +49,8 @@ class RunFacts:
     """Optimizer steps; before the second, the optimizer's state is written and read again."""
     routes: bool = False
     """The engine reports the experts of each token."""
+    training: bool = False
+    """A run of `verifier train`."""
     fixes: tuple[str, ...] = ()
     """Ids that were asked for, or "all"."""
 

@@ -38,7 +38,7 @@ def step_manifest(
     sizes = model.checkpoint.config
     facts = RunFacts(
         tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1, lora_rank=config.lora.rank or 0,
-        tp=config.mesh.tp, sleep_level=config.engine.sleep_level,
+        tp=config.mesh.tp, sleep_level=config.engine.sleep_level, training=True,
     )  # fmt: skip
     live = config.algorithm == "grpo" and config.data.rollouts is None
     synced = live and not dropped

@@ -32,7 +32,7 @@ from verifier.probes.arguments_megatron import given_arguments
 from verifier.probes.configs_megatron import record_provider
 from verifier.probes.trainer import TokenProbe
 from verifier.probes.weights_megatron import LiveWeights, described
-from verifier.train import checkpoint_megatron, lora_megatron, optimizer_megatron, step_megatron
+from verifier.train import checkpoint_megatron, lora_megatron, optimizer_megatron, router_order_megatron, step_megatron
 from verifier.train.offload_megatron import state_tensors
 from verifier.train.policy_loss_megatron import LossMeter, policy_loss
 from verifier.train.vocab_logprob import is_greedy
@@ -71,6 +71,7 @@ CALLS = ("load", "record_load", "connect", "score", "hold", "train", "sync", "sa
 def run(context: RankContext) -> None:
     """Rank function of a training run."""
     spec = WorkerSpec.from_json(context.args)
+    router_order_megatron.install()
     with contextlib.ExitStack() as stack:
         if spec.within:
             function, *arguments = spec.within

@@ -1,0 +1,44 @@
+"""Clean training runs raise no alarm: three steps of 60 runs over algorithms, modes, meshes and families.
+
+`-m slow` runs them all and writes what they measured to golden/clean-training-runs.json, from which
+`python -m tests.dist.clean_table` draws the table of docs/clean-runs.md.
+
+What this does not exercise: GPUs, Ray, and longer runs (golden/train has such).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist import clean_table
+from tests.dist.train_clean_case import RUNS, run
+from verifier.runs.resources import Resources
+
+
+@pytest.fixture(scope="module")
+def resources() -> Iterator[Resources]:
+    with Resources(warm=True) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def measured() -> Iterator[dict[str, dict[str, Any]]]:
+    """What the runs measured; written to the ledger when all of them have run."""
+    found: dict[str, dict[str, Any]] = {}
+    yield found
+    if len(found) == len(RUNS):
+        clean_table.TRAINING.write([found[name] for name in RUNS])
+
+
+def test_there_are_sixty_runs():
+    assert len(RUNS) == 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_no_check_raises_an_alarm(name, resources, measured, tmp_path):
+    measured[name] = run(resources, name, tmp_path / "run")
