@@ -1,9 +1,10 @@
-"""Table of clean runs: `python -m tests.dist.clean_table` draws docs/clean-runs.md from golden/clean-runs.json."""
+"""Tables of clean runs: `python -m tests.dist.clean_table` draws docs/clean-runs.md from ledgers in golden/."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ ROOT = Path(__file__).parents[2]
 LEDGER = ROOT / "golden" / "clean-runs.json"
 """What `pytest -m slow tests/dist/test_clean_runs.py` measured: command, commit and one record per run."""
 PAGE = ROOT / "docs" / "clean-runs.md"
-BEGIN, END = "<!-- table: clean runs -->\n", "<!-- table: end -->\n"
+TRAINING = ROOT / "golden" / "clean-training-runs.json"
+"""The same of `pytest -m slow tests/dist/test_train_clean.py`."""
+END = "<!-- table: end -->\n"
 COLUMNS = {
     "family": "family",
     "mesh": "mesh",
@@ -30,12 +33,23 @@ COLUMNS = {
     "roundtrip_s": "roundtrip s",
 }
 """Key of a record -> head of its column."""
+OF_TRAINING = {
+    "run": "run",
+    "gradient_gap": "gradient gap",
+    "trainer_nats": "trainer - oracle, nats",
+    "engine_nats": "trainer - engine, nats",
+    "num_checks": "checks",
+    "num_compared": "compared",
+    "train_s": "s",
+}
+TABLES = {"clean runs": (LEDGER, COLUMNS), "clean training runs": (TRAINING, OF_TRAINING)}
+"""Name in the page -> its ledger and columns."""
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]], columns: Mapping[str, str] = COLUMNS) -> str:
     """Markdown table with one row per run."""
-    lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|" + " --- |" * len(COLUMNS)]
-    lines += ["| " + " | ".join(_cell(key, row[key]) for key in COLUMNS) + " |" for row in rows]
+    lines = ["| " + " | ".join(columns.values()) + " |", "|" + " --- |" * len(columns)]
+    lines += ["| " + " | ".join(_cell(key, row[key]) for key in columns) + " |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
@@ -47,20 +61,24 @@ def _cell(key: str, value: str | float | None) -> str:
     return f"{value:.1f}" if key.endswith("_s") else f"{value:.1e}"
 
 
-def write(rows: list[dict[str, Any]]) -> None:
-    """Replace the ledger by these rows, at the commit that is checked out."""
+def write(rows: list[dict[str, Any]], ledger: Path = LEDGER, test: str = "tests/dist/test_clean_runs.py") -> None:
+    """Replace a ledger by these rows, which a test measured at the commit that is checked out."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     ).stdout.strip()
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
-    head = f' "command": "pytest -m slow tests/dist/test_clean_runs.py",\n "commit": "{commit}"'
-    LEDGER.write_text(f'{{\n{head},\n "rows": [\n{lines}\n ]\n}}\n')
+    head = f' "command": "pytest -m slow {test}",\n "commit": "{commit}"'
+    ledger.write_text(f'{{\n{head},\n "rows": [\n{lines}\n ]\n}}\n')
 
 
-def drawn(page: str, ledger: Path = LEDGER) -> str:
-    """The page's text with its table drawn anew."""
-    head, rest = page.split(BEGIN)
-    return head + BEGIN + table(json.loads(ledger.read_text())["rows"]) + END + rest.split(END, maxsplit=1)[1]
+def drawn(page: str) -> str:
+    """The page's text with its tables drawn anew."""
+    for name, (ledger, columns) in TABLES.items():
+        begin = f"<!-- table: {name} -->\n"
+        head, rest = page.split(begin)
+        rows = json.loads(ledger.read_text())["rows"]
+        page = head + begin + table(rows, columns) + END + rest.split(END, maxsplit=1)[1]
+    return page
 
 
 if __name__ == "__main__":

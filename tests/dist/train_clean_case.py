@@ -58,7 +58,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "sft cosine": (
         "optimizer.schedule=cosine", "optimizer.least_learning_rate=1e-4", "optimizer.clip_grad=0", *SAMPLED,
     ),
-    "sft constant rate": ("optimizer.schedule=constant", "optimizer.warmup_steps=0", *SAMPLED),
+    "sft small rate": ("optimizer.learning_rate=1e-6", *SAMPLED),
     "sft bf16 sums": ("dtype=bf16", "mesh.dp=2", "megatron.grad_reduce_in_fp32=false"),
     "sft no overlap": ("mesh.dp=2", "megatron.overlap_param_gather=false", *SAMPLED),
     "sft small buckets": ("mesh.dp=2", "megatron.bucket_size=30000", *SAMPLED),

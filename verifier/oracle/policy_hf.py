@@ -27,10 +27,12 @@ from verifier.oracle.step_hf import (
 
 SHIFT = 1e-5
 """Nats by which log-probabilities of two right sides in float32 may differ (LGP001)."""
-SHARE = 2.0**-22
-"""Share by which float32 may round a token's probability: four times half a unit of its last place."""
-ROUNDINGS = 2
-"""Times that Adam rounds a weight in float32 in a step: for the decay, and for the move."""
+HALF_UNIT = 2.0**-24
+"""Share that a rounding to float32 may change a number by."""
+OF_A_SHARE = 4
+"""Times that a token's probability is rounded in float32, besides log Z: exponential, its sum, quotient, difference."""
+ROUNDINGS = 3
+"""Times that Adam rounds a weight in float32 in a step: 1 - rate * decay, which is near 1, the decay, and the move."""
 Row = Mapping[str, torch.Tensor]
 """Columns of one sequence: tokens, mask, and where the loss reads them weight, advantage, divisor, reference; and
 ``routes``, of a step that replays them."""
@@ -136,8 +138,8 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
     """Loss and gradient by transformers, sequence by sequence; in float32 also of shifted log-probabilities.
 
     Shifts tell what two right sides may differ by, all tokens alike or by turns. The gradient of a token's
-    log-probability with respect to its logits is one_hot - p, so a p that is rounded changes it by a share of p, however
-    small it is: by the gradient of a share of logsumexp(logits), where p is the softmax of the logits.
+    log-probability with respect to its logits is one_hot - p, so rounding of p = exp(logit - log Z) changes it by a share
+    of p however small it is: by that share of the gradient of log Z, which is p. log Z is rounded too.
     """
     model = trainable(checkpoint, dtype)
     parameters = list(model.parameters())
@@ -168,8 +170,9 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
             if rounds and not place:
                 (slope,) = torch.autograd.grad(loss.sum(), logprob, retain_graph=True)
         if rounds:
-            share = SHARE * (slope.abs() * torch.logsumexp(scaled, dim=-1)).sum()
-            found = torch.autograd.grad(share, parameters, allow_unused=True)
+            log_sum = torch.logsumexp(scaled, dim=-1)
+            share = HALF_UNIT * slope.abs() * (OF_A_SHARE + log_sum.detach().abs())
+            found = torch.autograd.grad((share * log_sum).sum(), parameters, allow_unused=True)
             _add(sums[-1], [None if gradient is None else gradient.abs() for gradient in found])
     gradients = []
     for part in sums:
