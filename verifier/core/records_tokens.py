@@ -111,7 +111,8 @@ class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
     gradient_dtype: Dtype = "float32"
     """Dtype of the trainer's gradient."""
     gradient_doubt: Real = 0.0
-    """Greatest change of transformers' gradient if log-probabilities move by what two right sides may differ by."""
+    """Greatest change of transformers' gradient if log-probabilities move by what two right sides may differ by, and
+    if each token's probability is rounded to float32."""
     gradient_noise: Real = 0.0
     """Greatest noise of any tensor's gradient in the run's dtype, in units of its greatest element."""
     gradient_norm: Real

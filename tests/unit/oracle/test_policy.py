@@ -21,6 +21,7 @@ from verifier.model.named import resolve_model
 from verifier.model.transformers_hf import load_model
 from verifier.oracle.policy_hf import _loss, judge_updates, token_losses
 from verifier.runs.model_under_test import cache_folder
+from verifier.train.vocab_logprob import vocab_parallel_logprob
 
 ROLLOUTS = Path(verifier.faults.__file__).parent / "rollouts"
 
@@ -189,3 +190,29 @@ def test_the_pad_token_has_a_gradient_where_it_is_an_input():
     objective = {**OPTIONS, "loss": "cross_entropy", "temperature": 1.0}
     found = _loss(checkpoint.path, [row], objective, torch.float32)
     assert found.gradients["model.embed_tokens.weight"][pad].any()
+
+
+def test_gradients_of_tokens_that_are_sure_differ_by_what_float32_rounds_of_their_probability(tmp_path):
+    """The trainer's log-probability in float32, on a model whose every answer is its own, with shares near 1."""
+    checkpoint = open_checkpoint(resolve_model("tiny:add", cache_folder(), "float32"))
+    model = load_model(checkpoint.path, torch.float32).requires_grad_(True)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(12.0)
+    save(tmp_path / "sure", checkpoint, dict(model.named_parameters()))
+    tokens = torch.tensor([3, 5, 7])
+    for _ in range(12):
+        following = model(input_ids=tokens[None], use_cache=False).logits[0, -1].argmax()
+        tokens = torch.cat([tokens, following[None]])
+    mask = (torch.arange(len(tokens)) >= 3).to(torch.uint8)
+    row = {"tokens": tokens, "mask": mask, "weight": torch.full((len(tokens),), 1 / 12)}
+    objective = {**OPTIONS, "loss": "cross_entropy", "temperature": 1.0}
+    found = _loss(tmp_path / "sure", [row], objective, torch.float32)
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+    logprob, _ = vocab_parallel_logprob(logits, tokens[1:], entropy=False)
+    (-logprob[mask[1:].bool()] / 12).sum().backward()
+    shares = []
+    for name, parameter in model.named_parameters():
+        gap, scale = float((parameter.grad - found.gradients[name]).abs().max()), float(found.gradients[name].abs().max())
+        shares.append((gap / (3e-5 * scale), gap / (3e-5 * scale + float(found.of_rounding[name].abs().max()))))
+    assert max(alone for alone, _ in shares) > 2, shares
+    assert max(both for _, both in shares) < 1, shares
