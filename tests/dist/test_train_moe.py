@@ -92,6 +92,19 @@ def test_every_pass_replays_the_routes_and_holds(resources, tmp_path):
     assert {item.during for item in trace.of(UsedRoutes)} == {"old", "reference", *(f"update {n}" for n in range(1, 5))}
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_first_ratio_is_exactly_one_with_four_experts_a_token(recompute, resources, tmp_path):
+    """megatron-core adds up their weights in another order where there are no gradients, unless its routers sort."""
+    knobs = ("model=tiny:qwen3-moe", "algorithm=grpo", f"data.rollouts={ROUTES.parent}", "grpo.group_size=4")
+    more = ("steps=1", f"megatron.recompute={recompute}", "megatron.moe_z_loss=0.001", "verify.steps=true")
+    train(resources, tmp_path / "run", *knobs, *more)
+    trace = store.read(tmp_path / "run" / "steps" / "000001")
+    outcomes = {item.code: item.verdict for item in report_of(trace, "").outcomes}
+    assert outcomes["LSS003"] is Verdict.HOLDS
+    assert not_held(tmp_path / "run", 1) == []
+    assert any("order of a token's experts" in words for words in trace.manifest.stand_ins)
+
+
 def test_recorded_rollouts_whose_routes_cannot_be_replayed_are_refused(resources, tmp_path):
     first, *others = read_recorded(ROUTES / "000001.jsonl")
     assert first.routes is not None

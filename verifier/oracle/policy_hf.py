@@ -109,9 +109,11 @@ def judge_updates(
                 row["step"] = adam.gap(
                     name, old[name], new[name], reduced * scale, number, update["learning_rate"], rule["weight_decay"]
                 )
-            moved = [float((part[name] - exact.gradients[name]).abs().max()) for part in exact.of_shifted if name in part]
-            rounding = exact.of_rounding.get(name)
-            row["gradient_doubt"] = max(moved, default=0.0) + (0.0 if rounding is None else float(rounding.abs().max()))
+            shifted = [part[name] - exact.gradients[name] for part in exact.of_shifted if name in part]
+            rounding = [exact.of_rounding[name]] if name in exact.of_rounding else []
+            row["gradient_doubt"] = sum(
+                max((float(tensor.abs().max()) for tensor in tensors), default=0.0) for tensors in (shifted, rounding)
+            )
             records.append({**row, **whole})
     return records
 
@@ -138,8 +140,8 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
     """Loss and gradient by transformers, sequence by sequence; in float32 also of shifted log-probabilities.
 
     Shifts tell what two right sides may differ by, all tokens alike or by turns. The gradient of a token's
-    log-probability with respect to its logits is one_hot - p, so rounding of p = exp(logit - log Z) changes it by a share
-    of p however small it is: by that share of the gradient of log Z, which is p. log Z is rounded too.
+    log-probability with respect to its logits is one_hot - p, so rounding of p = exp(logit - log Z) changes it by a
+    share of p however small it is: by that share of the gradient of log Z, which is p. log Z is rounded too.
     """
     model = trainable(checkpoint, dtype)
     parameters = list(model.parameters())

@@ -1,9 +1,9 @@
 """Routers that list a token's experts in the same order with and without gradients, so that both passes round alike.
 
 megatron-core 0.19.2 sorts the experts of a token by score only where gradients are computed
-(core/transformer/moe/moe_utils.py, `topk_routing_with_score_function`). The weights of four experts or more are divided by a
-sum, which then has its summands in another order: scoring and training differ by one rounding, and so does a layer that
-is recomputed.
+(core/transformer/moe/moe_utils.py, `topk_routing_with_score_function`). The weights of more than two experts are
+divided by a sum, which then has its summands in another order: scoring and training differ by one rounding, and so does
+a layer that is recomputed.
 """
 
 from __future__ import annotations

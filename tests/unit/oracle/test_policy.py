@@ -212,7 +212,10 @@ def test_gradients_of_tokens_that_are_sure_differ_by_what_float32_rounds_of_thei
     (-logprob[mask[1:].bool()] / 12).sum().backward()
     shares = []
     for name, parameter in model.named_parameters():
-        gap, scale = float((parameter.grad - found.gradients[name]).abs().max()), float(found.gradients[name].abs().max())
+        gap, scale = (
+            float((parameter.grad - found.gradients[name]).abs().max()),
+            float(found.gradients[name].abs().max()),
+        )
         shares.append((gap / (3e-5 * scale), gap / (3e-5 * scale + float(found.of_rounding[name].abs().max()))))
     assert max(alone for alone, _ in shares) > 2, shares
     assert max(both for _, both in shares) < 1, shares
