@@ -9,7 +9,6 @@ What this does not exercise: GPUs, Ray, and longer runs (golden/train has such).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest

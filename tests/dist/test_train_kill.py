@@ -1,7 +1,7 @@
 """A process of a GRPO run with a live vLLM is killed: nothing is left, and the same command ends the run.
 
-Every process, in every stage of a step, under Ray and without it. A stage is recognised by the file that it begins with.
-The continued run has the bits of one that nothing interrupted.
+Every process, in every stage of a step, under Ray or without it. A stage is recognised by the file that it begins
+with. The continued run has the bits of one that nothing interrupted.
 
 What this does not exercise: several nodes, GPUs, and modes that sample ahead, which a stop changes (docs/limits.md).
 """
@@ -123,9 +123,10 @@ def whole(tmp_path_factory) -> dict[str, object]:
 def test_nothing_is_left_and_the_same_command_ends_with_the_same_bits(victim, stage, whole, tmp_path):
     run, ray = tmp_path / "run", victim in OF_RAY or stage not in PLAIN
     said = tmp_path / "said"
-    with said.open("wb") as output, subprocess.Popen(
-        command(run, ray), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
-    ) as driver:
+    with (
+        said.open("wb") as output,
+        subprocess.Popen(command(run, ray), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as driver,
+    ):
         until = time.monotonic() + RUN_S
         while not STAGES[stage](run):
             assert driver.poll() is None, said.read_text()

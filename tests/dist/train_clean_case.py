@@ -143,7 +143,9 @@ class _Later:
 def run(resources: Resources, name: str, folder: Path) -> dict[str, Any]:
     """Train, require that every check of every step holds, and return the row of the ledger."""
     began = time.monotonic()
-    given = {text.partition("=")[0]: text for text in (*COMMON, *RUNS[name], f"run={folder}")}  # the last of each counts
+    given = {
+        text.partition("=")[0]: text for text in (*COMMON, *RUNS[name], f"run={folder}")
+    }  # the last of each counts
     config, _ = load(TrainConfig, overrides=[*given.values()])
     launcher = resources.launcher(Deadline(300))
     Trainer(config, lambda text: None, _Later(), launcher=launcher, resources=resources).run()
@@ -175,7 +177,7 @@ def run(resources: Resources, name: str, folder: Path) -> dict[str, Any]:
 def _gradient_gap(trace: Trace) -> float:
     """Greatest distance of a gradient from transformers', of the tensor's greatest gradient."""
     steps = [item for item in trace.of(GradientRecord) if item.gradient and float(item.gradient_scale)]
-    return max((float(item.gradient.value) / float(item.gradient_scale) for item in steps if item.gradient), default=0.0)
+    return max((float(item.gradient.value) / float(item.gradient_scale) for item in steps if item.gradient), default=0)
 
 
 def _trainer_gap(trace: Trace) -> float:
