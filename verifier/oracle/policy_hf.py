@@ -51,7 +51,7 @@ class _Found:
     gradients: Gradients
     of_shifted: tuple[Gradients, ...]
     of_rounding: Gradients
-    """What rounding of probabilities to float32 may change each gradient by, the magnitudes of all sequences added."""
+    """Greatest change of each gradient by rounding of probabilities to float32; magnitudes of all sequences are added."""
 
 
 def judge_updates(
