@@ -51,7 +51,7 @@ class _Found:
     gradients: Gradients
     of_shifted: tuple[Gradients, ...]
     of_rounding: Gradients
-    """Greatest change of each gradient by rounding of probabilities to float32; magnitudes of all sequences are added."""
+    """Greatest change of each gradient by rounding of probabilities to float32; magnitudes of sequences are added."""
 
 
 def judge_updates(
