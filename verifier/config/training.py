@@ -158,6 +158,13 @@ class VerifyOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions(EngineOptions):
+    """Engines that sample."""
+
+    replicas: int = knob("Engines; prompt p of a batch is answered by engine p modulo their number.", 1, least=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(RunConfig):
     """Config of `verifier train`."""
 
@@ -180,7 +187,7 @@ class TrainConfig(RunConfig):
     aggregation: str = knob("Mean of the tokens' losses.", "token_mean", choices=AGGREGATIONS)
     aggregation_constant: float | None = knob("Tokens that the aggregation `constant` divides a sequence by.", None)
     grpo: GrpoOptions = group(GrpoOptions)
-    engine: EngineOptions = group(EngineOptions)
+    engine: SamplingOptions = group(SamplingOptions)
     transport: str | None = knob(
         "Of weights to the engine; by default chosen by the free GPUs.", None, flag="--transport",
         choices=("gloo", "nccl", "ipc"),
@@ -206,6 +213,7 @@ class TrainConfig(RunConfig):
             )
         self.lora.refuse_engine(self.engine, samples=self.samples)
         self._refuse_replay()
+        self._refuse_replicas()
         if self.algorithm == "grpo":
             self._refuse_modes()
         self._refuse_sizes()
@@ -220,6 +228,22 @@ class TrainConfig(RunConfig):
     def num_updates(self) -> int:
         """Optimizer steps of the run."""
         return self.steps * (self.grpo.updates if self.algorithm == "grpo" else 1)
+
+    def _refuse_replicas(self) -> None:
+        """Refuse several engines where nothing deals to them."""
+        if self.engine.replicas == 1:
+            return
+        given = f"engine.replicas is {self.engine.replicas}"
+        if not self.samples:
+            raise UsageError(f"{given} and the run samples from no engine: leave it out")
+        if self.ray.use:
+            raise UsageError(f"{given} and ray.use is true: an engine of a cluster is alone so far, use 1")
+        if self.lora.engine_rank(samples=True):
+            raise UsageError(f"{given} and lora.sync is adapter, which is handed to one engine: use lora.sync=merged")
+        if self.engine.replicas > self.data.batch_size:
+            raise UsageError(
+                f"{given} and data.batch_size is {self.data.batch_size}: an engine would have no prompt, use fewer"
+            )
 
     def _refuse_replay(self) -> None:
         """Refuse routes to replay that nothing reports, or that routers would be given in vain."""

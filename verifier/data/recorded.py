@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -99,6 +99,22 @@ def steps_of(rows: Sequence[RolloutRow]) -> list[Step]:
     ]
 
 
+def encoded(row: RolloutRow) -> Any:
+    """JSON value of a row; inverse of `decoded`."""
+    return msgspec.json.decode(msgspec.json.encode(row))
+
+
+def decoded(fields: Any) -> RolloutRow:
+    """Row of a JSON value.
+
+    Raises:
+        msgspec.ValidationError: it is no row.
+    """
+    if isinstance(fields, dict) and isinstance(nats := fields.get("logprobs"), list):
+        fields = fields | {"logprobs": [math.nan if value is None else value for value in nats]}
+    return msgspec.convert(fields, RolloutRow)
+
+
 def write_recorded(path: Path, rows: Sequence[RolloutRow]) -> None:
     """Write rows as JSON lines; the file is either whole or as it was.
 
@@ -157,10 +173,7 @@ def _named(where: str) -> Iterator[None]:
 
 def _decoded(line: str) -> RolloutRow:
     try:
-        fields = msgspec.json.decode(line)
-        if isinstance(fields, dict) and isinstance(nats := fields.get("logprobs"), list):
-            fields["logprobs"] = [math.nan if value is None else value for value in nats]
-        return msgspec.convert(fields, RolloutRow)
+        return decoded(msgspec.json.decode(line))
     except (msgspec.DecodeError, RecursionError) as error:
         raise UsageError(str(error)) from error
 

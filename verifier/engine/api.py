@@ -38,6 +38,8 @@ class EngineConfig(EngineOptions):
     """GPUs of the engine's ranks, such as "2,3"; empty lets the engine choose."""
     inflight: bool = False
     """Switch: weights may be updated while requests run, so that a step ends before the next is scheduled."""
+    replica: int = 0
+    """Number among the engines of a run, from 0."""
     fixes: tuple[str, ...] = ()
     """Ids of the upstream fixes that are installed in the engine's processes."""
     lora_targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")

@@ -147,6 +147,15 @@ class EngineClient:
         """See `Engine.call_driver`."""
         return self.ask("call_driver", Any, function=function, arguments=arguments)
 
+    @property
+    def descriptor(self) -> int | None:
+        """Descriptor of the connection; None once it is closed."""
+        return None if self._channel is None else self._channel.fileno()
+
+    def speaks(self, within_s: float) -> bool:
+        """Wait at most so many seconds for an answer, or the end of the connection; True if it can be read."""
+        return self.descriptor is None or bool(connection.wait([self.descriptor], within_s))
+
     def close(self) -> None:
         """Close this connection; the engine stays."""
         if self._channel is not None:

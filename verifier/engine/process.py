@@ -92,6 +92,11 @@ class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
         self._vigil.keep(self._server, self.death)
 
     @property
+    def vigil(self) -> Vigil:
+        """Processes whose death ends the waits of its clients."""
+        return self._vigil
+
+    @property
     def pid(self) -> int:
         """Process id of the server; it leads the process group that its workers are in."""
         return self._server.pid
@@ -123,6 +128,17 @@ class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
         if cause is None and self._fork_server is not None:
             return self._fork_server.death()
         return EngineGone(f"{self._name}'s process ended by itself ({cause}){last_lines(self._log)}")
+
+    def ended(self, within_s: float) -> bool:
+        """Wait at most so many seconds for the server's end; True if it has ended."""
+        return self._server.ended(within_s)
+
+    def watch(self, on: bool) -> None:
+        """Have its death end the waits of its vigil, as it does from the start, or not."""
+        if on and not self._server.ended():
+            self._vigil.keep(self._server, self.death)
+        else:
+            self._vigil.drop(self._server)
 
     def hasten(self) -> None:
         """Ask it to end now, and give it little time for that later: what it was needed for has failed."""

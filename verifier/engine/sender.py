@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -19,8 +21,12 @@ if TYPE_CHECKING:
     import torch
 
     from verifier.transport.cuda_ipc import TrainerRounds
-    from verifier.transport.gloo import Listener
+    from verifier.transport.gloo import GlooGroup, Listener
     from verifier.transport.group import TransferGroup
+
+
+_GLANCE_S = 0.02
+"""Seconds between two looks at whether the group is complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +92,34 @@ def connect(engine: EngineClient, listener: Listener, rounds: TrainerRounds | No
 
     answer = engine.connect(listener.address)
     with _engine_first(answer):
-        control = listener.accept()
+        joined = _accepting(listener)
+        while not joined.done() and not engine.speaks(_GLANCE_S):
+            pass
+        if not joined.done():  # it has joined first, or it failed or died, and nobody else ends the wait for it
+            answer()
+            answer = _nothing
+        control = joined.result()
     group = bulk_group(control, rounds)
     answer()
     return group
+
+
+def _accepting(listener: Listener) -> Future[GlooGroup]:
+    """Accept in a thread, which nothing waits for if the engine has died: it ends by the listener's deadline."""
+    found: Future[GlooGroup] = Future()
+
+    def accept() -> None:
+        try:
+            found.set_result(listener.accept())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=accept, name="accept", daemon=True).start()
+    return found
+
+
+def _nothing() -> None:
+    """Stand for an answer that was taken."""
 
 
 def agree(engine: EngineClient, group: TransferGroup, plan: ChunkPlan, watch: TransferWatch | None = None) -> None:

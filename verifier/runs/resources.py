@@ -109,7 +109,7 @@ class Resources:
     def engine(self, config: EngineConfig, until: Deadline, name: str = "the engine") -> RunningEngine:
         """A running engine; one with an adapter serves one run, since the adapter stays loaded."""
         if config.lora_rank:
-            self._stop_engine(config)
+            self.stop_engine(config)
         if config not in self._engines:
             if self._fork_server is None:
                 server = engine_fork_server(until.left("the engine was started"), self._vigil)
@@ -124,7 +124,7 @@ class Resources:
                     loaded = held_by(client) if self.warm else None
                 self._engines[config] = RunningEngine(process=process, loaded=loaded)
                 until_ready.pop_all()
-            self._stack.callback(self._stop_engine, config)  # before what it was forked from
+            self._stack.callback(self.stop_engine, config)  # before what it was forked from
         return self._engines[config]
 
     def oracle(self, checkpoint: Path, until: Deadline) -> Oracle:
@@ -142,7 +142,7 @@ class Resources:
         if self._launcher is not None:
             self._launcher.close()
         if engine is not None:
-            self._stop_engine(engine.process.config)
+            self.stop_engine(engine.process.config)
 
     def engine_logs(self) -> dict[str, bytes]:
         """Ends of the logs of the last engines, by name, in the order in which they were started."""
@@ -151,8 +151,9 @@ class Resources:
     def stop_engines(self) -> None:
         """End the engines; the launcher and the oracle stay."""
         for config in list(self._engines):
-            self._stop_engine(config)
+            self.stop_engine(config)
 
-    def _stop_engine(self, config: EngineConfig) -> None:
+    def stop_engine(self, config: EngineConfig) -> None:
+        """End the engine of a config, if there is one, dead or alive."""
         if config in self._engines:
             self._engines.pop(config).process.stop()

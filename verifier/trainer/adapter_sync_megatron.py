@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ import torch
 
 from verifier.core.records_weights import Handover
 from verifier.core.store import Recorder
-from verifier.engine.client import EngineClient
+from verifier.engine.client import EngineClient, EngineGone
 from verifier.errors import ContractError
 from verifier.launch.flight_recorder import label
 from verifier.model.checkpoint import Checkpoint
@@ -32,6 +32,9 @@ class AdapterSync:
         source: checkpoint of the base, which the engine holds.
         rank: this one; rank 0 talks to the engine.
         folder: for the adapters of versions, the same for all ranks.
+
+    Attributes:
+        lost: why the engine's process is gone; empty if it is not.
     """
 
     facts: Mapping[str, float] = {}
@@ -40,39 +43,61 @@ class AdapterSync:
     def __init__(self, adapters: Adapters, source: Checkpoint, rank: int, folder: Path) -> None:
         self._adapters, self._source, self._rank, self._folder = adapters, source, rank, folder
         self._client: EngineClient | None = None
+        self.lost = ""
 
-    def connect(self, socket: str, options: EngineOptions, transport: str, deadline_s: float) -> None:
+    def connect(self, sockets: Sequence[str], options: EngineOptions, transport: str, deadline_s: float) -> None:
         """Connect to the engine; an adapter travels as a file, by no transport."""
+        self.lost = ""
         if self._rank == 0:
-            self._client = EngineClient(socket, deadline_s=deadline_s)
+            if self._client is not None:
+                self._client.close()
+            try:
+                self._client = EngineClient(sockets[0], deadline_s=deadline_s)
+            except EngineGone as problem:
+                self.lost = str(problem)
 
-    def sync(self, version: int, trace: str | None, probe: Recorder | None) -> str:
+    def sync(self, version: int, trace: str | None, probe: Recorder | None, *, again: bool = False) -> str:
         """Have the engine sample with the adapter of a version from now on. A collective.
 
         Args:
             version: of the weights; the engine's adapter is named by it.
             trace: trace directory; None records nothing.
             probe: this rank's recorder of the trace.
+            again: the engine died in this sync before, whose export is recorded.
 
         Returns:
-            On rank 0, why the engine refused it; empty if it did not.
+            On rank 0, why the engine refused it; empty if it did not, or died: see `lost`.
         """
-        path, refused = self._folder / f"version-{version:06d}", ""
+        path = self._folder / f"version-{version:06d}"
         with label("export of the adapter"):
-            adapter = self._adapters.save(path, probe, version)
-        if probe is not None:
+            adapter = self._adapters.save(path, None if again else probe, version)
+        if probe is not None and not again:
             self._adapters.record_exported(probe, version)
         if self._client is None:
-            return refused
+            return ""
         try:
-            self._client.load_adapter(path)
+            return self._handed(self._client, path, adapter, version, trace, probe)
+        except EngineGone as problem:
+            self.lost = str(problem)
+        if trace is not None:  # the next attempt writes it anew
+            (Path(trace) / "evidence" / "engine-0000.jsonl").unlink(missing_ok=True)
+        return ""
+
+    def _handed(
+        self, client: EngineClient, path: Path, adapter: Mapping[str, torch.Tensor], version: int, trace: str | None,
+        probe: Recorder | None,
+    ) -> str:  # fmt: skip
+        """Have the engine load an adapter, and record what it holds; see `sync`."""
+        refused = ""
+        try:
+            client.load_adapter(path)
         except ContractError as problem:
             refused = str(problem)
         if probe is not None and trace is not None:
-            probe.emit(Handover(name=f"adapter of version {version}", version=version, refused=refused))
             with contextlib.closing(Recorder(Path(trace), "engine", 0)) as recorder:
-                for slices in self._client.checkpoint_view():
+                for slices in client.checkpoint_view():
                     record_views(recorder, slices, self._held(adapter), version)
+            probe.emit(Handover(name=f"adapter of version {version}", version=version, refused=refused))
         for other in self._folder.glob("version-*"):
             if other != path:
                 shutil.rmtree(other)

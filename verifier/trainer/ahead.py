@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
@@ -65,9 +66,20 @@ class AheadRollouts:
             done.set_result(self._engine.finish(step, version, version if held is None else held))
             self._next = step, version, done
 
+    def saved(self) -> list[Any]:
+        """The batch that was sampled ahead, as `restore` takes it; empty for none."""
+        batch = None if self._next is None else self._result()
+        return [] if batch is None else batch.saved()
+
+    def restore(self, step: int, rollouts: Sequence[Any]) -> None:
+        """Take the batch of a step that `saved` gave before a stop."""
+        done: Future[SampledBatch | None] = Future()
+        done.set_result(self._engine.restored(step, rollouts))
+        self._next = step, step - 2, done
+
     def _take(self, step: int) -> SampledBatch:
-        if self._next is None or self._next[0] != step:  # the first step, or the first after a resume
-            return self._engine.sample(step, step - 1)
+        if self._next is None or self._next[0] != step:  # the first step, or the first after a last one
+            return self._engine.sample_now(step)
         batch, self._next = self._result(), None
         if batch is None:
             raise InternalError(f"the rollouts of step {step} have not been sampled to their end")

@@ -40,7 +40,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mesh: str
     """Label of the mesh that saved it."""
     rollouts: list[Any] = []
-    """Rollouts that were sampled and not yet trained on."""
+    """Rollouts of the next step that were sampled ahead, by round and group; see `SampledBatch.saved`."""
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

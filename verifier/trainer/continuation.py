@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from verifier.config.training import TrainConfig
 from verifier.core.record import Probe
 from verifier.core.records_trainer import LoadedState, SavedState
 from verifier.errors import UsageError
+from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.checkpoint_folder import Checkpoints, RunState, digest_of_values
 from verifier.trainer.run_folder import RunFolder, shared_knobs
 
@@ -32,6 +33,7 @@ class Continuation:
         self._at: RunState | None = None
         self._unjudged: RunState | None = None
         self._writing: RunState | None = None
+        self._restored: Sequence[Any] = ()
 
     def rewind(self) -> tuple[int, dict[str, Any]]:
         """Find the last whole checkpoint, and remove all that came after it.
@@ -69,6 +71,12 @@ class Continuation:
         """Optimizer steps that the checkpoint has taken; 0 without one."""
         return 0 if self._at is None else self._at.updates
 
+    def restore(self, ahead: AheadRollouts | None) -> None:
+        """Give back the batch that was sampled ahead of the checkpoint, if there is one."""
+        if self._at is not None and ahead is not None and self._at.rollouts:
+            ahead.restore(self._at.step + 1, self._at.rollouts)
+            self._restored = ahead.saved()
+
     def load(self, call: Call) -> dict[str, Any]:
         """Have the ranks load the checkpoint, or begin without one; returns rank 0's effective settings."""
         arguments: dict[str, Any] = {}
@@ -85,11 +93,16 @@ class Continuation:
         if at is None or probe is None:
             return False
         self._unjudged = None
-        for kind, taken in ((SavedState, at.data_position), (LoadedState, step - 1)):
+        found: list[tuple[type[SavedState | LoadedState], str, Any]] = [
+            (SavedState, "position", at.data_position), (LoadedState, "position", step - 1),
+        ]  # fmt: skip
+        found += [(SavedState, "rollouts", at.rollouts)] if at.rollouts else []
+        found += [(LoadedState, "rollouts", self._restored)] if self._restored else []
+        for kind, name, value in found:
             probe.emit(
                 kind(
-                    name="data/position", version=at.weight_version, coordinate="", dtype="int64", shape=(),
-                    digest=digest_of_values(taken),
+                    name=f"data/{name}", version=at.weight_version, coordinate="", dtype="int64", shape=(),
+                    digest=digest_of_values(value),
                 )
             )  # fmt: skip
         return True
@@ -99,15 +112,15 @@ class Continuation:
         every = self._config.checkpoint.every
         return every > 0 and step % every == 0
 
-    def begin(self, call: Call, step: int, updates: int) -> None:
-        """Have the ranks begin a checkpoint of a step and its updates, unless there is one."""
+    def begin(self, call: Call, step: int, updates: int, rollouts: Sequence[Any] = ()) -> None:
+        """Have the ranks begin a checkpoint of a step, its updates and what was sampled ahead, unless there is one."""
         if self._checkpoints.path(step).exists():
             return
         self.finish(call, wait=True)
         call("save", folder=str(self._checkpoints.begin(step)))
         self._writing = RunState(
             step=step, updates=updates, data_position=step, weight_version=step, seed=self._config.seed,
-            config=self._digest, mesh=self._config.mesh.label(),
+            config=self._digest, mesh=self._config.mesh.label(), rollouts=list(rollouts),
         )  # fmt: skip
 
     def finish(self, call: Call, *, wait: bool) -> None:

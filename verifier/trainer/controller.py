@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
-from verifier.engine.process import EngineProcess
+from verifier.engine.client import EngineGone
 from verifier.errors import UsageError
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.model.families import moe_layers_of
@@ -21,7 +21,7 @@ from verifier.runs.spec import place
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.batches import HeldOut, SftPlan, UpdatePlan
 from verifier.trainer.continuation import Continuation
-from verifier.trainer.episodes import Sampler
+from verifier.trainer.engines import RESTARTS, Revival, RunEngines, gone
 from verifier.trainer.fitting import load_algorithms, require_fit
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
@@ -97,10 +97,11 @@ class Trainer:
             oracle = None
             if config.verify.steps and config.verify.every:
                 oracle = self._on_this_host(launcher, stack).oracle(model.checkpoint.path, until)
-            engine = self._start_engine(model, launcher, stack)
+            engine = self._start_engine(launcher, stack)
             self._job = start_ranks(config, model, launcher, folder.path, until, self._progress, within=self._within)
             stack.callback(self._job.kill)
             effective = self._continuation.load(self._call)
+            self._continuation.restore(self._ahead)
             folder.write("effective.json", json.dumps(effective, indent=1, sort_keys=True) + "\n")
             loop = StepLoop(
                 config=config, model=model, folder=folder, plan=plan, continuation=self._continuation,
@@ -108,7 +109,8 @@ class Trainer:
                 ahead=self._ahead, held_out=self._held_out, oracle=oracle,
             )  # fmt: skip
             if engine is not None and self._rollouts is not None:
-                self._connect(engine, self._rollouts, stack)
+                stack.callback(self._rollouts.close)
+                self._connect(engine, self._rollouts, loop)
                 if done or not self._owns_resources:
                     loop.sync(done, None)  # it may hold the weights of another step, or of another run
             summary = loop.run(done, metrics)
@@ -156,19 +158,23 @@ class Trainer:
         self._ahead = AheadRollouts(config, self._rollouts, ENGINE_DEADLINE_S)
         return GrpoPlan(config, self._ahead, batch_of, routed)
 
-    def _start_engine(
-        self, model: ModelUnderTest, launcher: Launcher, stack: contextlib.ExitStack
-    ) -> EngineProcess | ClusterEngine | None:
+    def _start_engine(self, launcher: Launcher, stack: contextlib.ExitStack) -> RunEngines | ClusterEngine | None:
         """Start the engine that samples, if the run has one, while Megatron is imported."""
         if self._rollouts is None:
             return None
         config = self._config
-        self._placement = place(config, model.tier)
+        self._placement = place(config, self._model.tier)
         self._progress(f"starting the engine ({config.engine.kind})")
-        asked = self._rollouts.engine_config(self._placement.engine_gpus, sorted(selected(config.fixes)))
+        gpus, fixes = self._placement.engine_gpus, sorted(selected(config.fixes))
+        asked = [self._rollouts.engine_config(gpus, fixes, number) for number in range(config.engine.replicas)]
         if self._cluster is not None:
-            return self._cluster.engine(asked, self._until.left("the engine was started"), ENGINE_DEADLINE_S)
-        return self._on_this_host(launcher, stack).engine(asked, self._until).process
+            return self._cluster.engine(asked[0], self._until.left("the engine was started"), ENGINE_DEADLINE_S)
+        resources, restarts = self._on_this_host(launcher, stack), self._placement.transport == "gloo"
+        engine = RunEngines(
+            asked, resources, self._until, ENGINE_DEADLINE_S, self._progress, restarts=RESTARTS if restarts else 0
+        )
+        stack.callback(engine.close)
+        return engine
 
     def _on_this_host(self, launcher: Launcher, stack: contextlib.ExitStack) -> Resources:
         """Engines and oracle of this host, each started when it is first asked for."""
@@ -178,16 +184,24 @@ class Trainer:
             )
         return self._resources
 
-    def _connect(
-        self, engine: EngineProcess | ClusterEngine, rollouts: EngineRollouts, stack: contextlib.ExitStack
-    ) -> None:
-        """Wait for the engine, and let controller and ranks talk to it."""
-        client: Sampler = engine if not isinstance(engine, EngineProcess) else stack.enter_context(
-            contextlib.closing(engine.client(ENGINE_DEADLINE_S))
-        )  # fmt: skip
-        stack.callback(rollouts.close)
-        rollouts.start(client)
-        self._call("connect", socket=str(engine.socket_path), transport=self._placement.transport)
+    def _connect(self, engine: RunEngines | ClusterEngine, rollouts: EngineRollouts, loop: StepLoop) -> None:
+        """Let controller and ranks talk to the engine, and to those that it is started as again."""
+
+        def connect() -> None:
+            rollouts.start(engine.client() if isinstance(engine, RunEngines) else engine)
+            sockets = engine.sockets if isinstance(engine, RunEngines) else [str(engine.socket_path)]
+            lost = self._call("connect", sockets=sockets, transport=self._placement.transport)[0]
+            if (problem := gone(lost)) is not None:
+                raise problem
+
+        if isinstance(engine, RunEngines):
+            loop.revival = rollouts.revival = Revival(engine, connect, lambda version: loop.sync(version, None))
+        try:
+            connect()
+        except EngineGone as problem:
+            if loop.revival is None:
+                raise
+            loop.revival.revive(problem)
 
     def _export(self) -> None:
         folder = self._folder.exported

@@ -55,6 +55,7 @@ def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> No
         UsageError: names the knob, its value and what it contradicts.
     """
     options, name = config.megatron, architecture_of(sizes)
+    _refuse_replicas(config, tier)
     if not num_experts_of(sizes):
         for knob, value in options.mixture_knobs.items():
             raise UsageError(f"{knob} is {value}, but {name} has no experts: leave it out")
@@ -119,6 +120,18 @@ def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> No
         raise UsageError(
             f"batch.max_tokens is {config.batch.max_tokens}, below {alignment.total_multiple}, the multiple that "
             f"mesh.tp = {config.mesh.tp} and mesh.cp = {config.mesh.cp} pad every rollout to"
+        )
+
+
+def _refuse_replicas(config: TrainConfig, tier: Tier) -> None:
+    """Refuse more engines than this machine can hold."""
+    count, ranks, cores = config.engine.replicas, config.engine.tp, os.cpu_count() or 1
+    if count > 1 and tier == "cuda" and config.engine.kind == "vllm":
+        raise UsageError(f"engine.replicas is {count}: several engines are for the CPU tier so far, use 1")
+    if count > 1 and count * ranks > cores:
+        raise UsageError(
+            f"engine.replicas is {count} and engine.tp is {ranks}, {count * ranks} processes that compute at once, and "
+            f"this host has {cores} cores: use fewer"
         )
 
 

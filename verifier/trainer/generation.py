@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from msgspec.structs import replace
@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from verifier.algorithms.registry import path_of_reward
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
+from verifier.core.records_policy import EpisodeTurns
 from verifier.data.encode import encode_prompt
 from verifier.data.examples import Example
 from verifier.data.order import batch_indices, seed_of_round
@@ -24,9 +25,10 @@ from verifier.errors import ContractError
 from verifier.model.checkpoint import Checkpoint
 from verifier.rewards.scorer import RewardProcess
 from verifier.trainer.batches import order_of
+from verifier.trainer.engines import Revival
 from verifier.trainer.episodes import Episodes, Sampler, Turn, rows_of
 from verifier.trainer.fitting import load_train
-from verifier.trainer.sampled_batch import Round, SampledBatch
+from verifier.trainer.sampled_batch import Round, SampledBatch, read_round
 
 _SEEDS = 1_000_003
 """Seeds of a run begin at a multiple of it, so that runs of neighbouring seeds share none."""
@@ -52,6 +54,9 @@ class EngineRollouts:
         config: of the run.
         checkpoint: whose tokenizer writes the prompts.
         whole_answers: the end token ends no answer of a step, so that each has `grpo.max_answer_tokens`.
+
+    Attributes:
+        revival: of the engine; None where its death ends the run.
     """
 
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint, *, whole_answers: bool = False) -> None:
@@ -66,29 +71,31 @@ class EngineRollouts:
         self._prompts = [encode_prompt(example, self._tokenizer) for example in self._examples]
         self._episodes = Episodes(config.grpo, self._tokenizer)
         self._client: Sampler | None = None
+        self.revival: Revival | None = None
         self._reward: RewardProcess | None = None
         self.facts: Mapping[str, float] = {}
 
-    def engine_config(self, gpus: str, fixes: Sequence[str]) -> EngineConfig:
-        """Config of the engine: room for all answers of a step side by side."""
+    def engine_config(self, gpus: str, fixes: Sequence[str], replica: int = 0) -> EngineConfig:
+        """Config of an engine, by its number: room for all answers of a step side by side."""
         config, options, engine = self._config, self._config.grpo, self._config.engine
         longest, inflight = max(map(len, self._prompts)), options.mode == "inflight"
         longest += (options.max_turns - 1) * options.max_answer_tokens + self._episodes.longest_reply
         at_once = longest + (options.max_answer_tokens if inflight else 0)  # answers are prefilled anew at an update
-        num_seqs = config.data.batch_size * options.group_size
+        num_seqs = -(-config.data.batch_size // engine.replicas) * options.group_size
         return EngineConfig(
             kind=engine.kind, tp=engine.tp, cuda_graphs=engine.cuda_graphs, sleep_level=engine.sleep_level,
             quantization=engine.quantization, lora_rank=config.lora.engine_rank(samples=True),
             lora_targets=config.lora.targets, checkpoint=str(self._checkpoint.path),
             dtype=config.dtype, max_model_len=longest + options.max_answer_tokens, max_num_seqs=num_seqs,
             max_batch_tokens=max(640, num_seqs * at_once), gpus=gpus, fixes=tuple(fixes), routes=options.replay_routes,
-            inflight=inflight,
+            inflight=inflight, replica=replica,
         )  # fmt: skip
 
     def start(self, client: Sampler) -> None:
-        """Take the engine, and start the reward's process."""
+        """Take the engine, in the place of one before it, and start the reward's process."""
         self._client = client
-        self._reward = RewardProcess(path_of_reward(self._config.grpo.reward))
+        if self._reward is None:
+            self._reward = RewardProcess(path_of_reward(self._config.grpo.reward))
 
     def close(self) -> None:
         """End the reward's process."""
@@ -97,7 +104,7 @@ class EngineRollouts:
 
     def rollouts(self, step: int, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
         """Sample the answers of a step from the weights that the steps before it made."""
-        return self.handed_on(step, self.sample(step, step - 1), probe)
+        return self.handed_on(step, self.sample_now(step), probe)
 
     def handed_on(self, step: int, batch: SampledBatch, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
         """Record a step's rollouts in its trace, and return them with the name of their reward."""
@@ -105,9 +112,23 @@ class EngineRollouts:
         batch.record(probe, step, reward)
         return batch.rows, reward
 
+    def sample_now(self, step: int) -> SampledBatch:
+        """Sample the answers of a step, all of them again for each death of the engine, from the trained weights."""
+        if self.revival is None:
+            return self.sample(step, step - 1)
+        return self.revival.repeated(lambda: self.sample(step, step - 1), step - 1)
+
     def sample(self, step: int, version: int) -> SampledBatch:
         """Sample the answers of a step from the weights of a version, which the engine holds."""
         return self._completed(step, version, self._round(step, 0, version))
+
+    def restored(self, step: int, saved: Sequence[Any]) -> SampledBatch:
+        """Answers of a step that were sampled before a stop; see `SampledBatch.saved`."""
+        rounds = []
+        for number, (groups, turns) in enumerate(map(read_round, saved)):
+            indices = self._indices(step, number)[: len(groups)]
+            rounds.append(self._ordered(step, number, indices, groups, turns))
+        return SampledBatch(rounds=rounds, limit=self._config.grpo.max_sampling_rounds)
 
     def begin(self, step: int) -> None:
         """Sample the beginning of a step's answers; `finish` goes on, from other weights where these have come."""
@@ -182,12 +203,18 @@ class EngineRollouts:
         rows = [row for group in groups for row in group if row.text is not None]
         ids, texts, answers = zip(*((row.id, row.text or "", row.answer or "") for row in rows), strict=True)
         rewards = dict(zip(ids, self._reward.score(ids, texts, answers), strict=True))
-        return Round(
-            groups=[[replace(row, reward=rewards.get(row.id, 0.0)) for row in group] for group in groups],
-            turns=self._episodes.record(step, f"round {number}", played),
-            order=order_of(self._config, step, len(self._examples), examples, number),
-            indices=np.array(indices, np.int64),
-        )  # fmt: skip
+        rewarded = [[replace(row, reward=rewards.get(row.id, 0.0)) for row in group] for group in groups]
+        record = self._episodes.record(step, f"round {number}", played)
+        return self._ordered(step, number, indices, rewarded, record)
+
+    def _ordered(
+        self, step: int, number: int, indices: Sequence[int], groups: Sequence[Sequence[RolloutRow]],
+        turns: EpisodeTurns | None,
+    ) -> Round:  # fmt: skip
+        """Round of a step's groups, which answer these prompts."""
+        examples = [self._examples[index] for index in indices]
+        order = order_of(self._config, step, len(self._examples), examples, number)
+        return Round(groups=groups, order=order, indices=np.array(indices, np.int64), turns=turns)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Mean reward of held-out problems by the weights that the engine holds: sampled, and decoded greedily.
@@ -200,6 +227,11 @@ class EngineRollouts:
         """
         if not self._held_out:
             return {}
+        if self.revival is None:
+            return self._evaluated(step)
+        return self.revival.repeated(lambda: self._evaluated(step), step)
+
+    def _evaluated(self, step: int) -> dict[str, float]:
         assert self._client is not None
         assert self._reward is not None
         prompts = [encode_prompt(example, self._tokenizer) for example in self._held_out]

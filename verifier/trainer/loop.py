@@ -27,6 +27,7 @@ from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.batches import HeldOut, OptimizerUpdate, UpdatePlan
 from verifier.trainer.continuation import Call, Continuation
+from verifier.trainer.engines import Revival, gone
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.metrics import Metrics
 from verifier.trainer.run_folder import RunFolder
@@ -93,6 +94,7 @@ class StepLoop:
         ahead: samples them while the step before theirs trains; None where that is not asked for.
         held_out: problems that the ranks decode; None for none.
         oracle: of the sampled steps; None for a run without them.
+        revival: of the engine; None where its death ends the run.
     """
 
     config: TrainConfig
@@ -108,6 +110,7 @@ class StepLoop:
     ahead: AheadRollouts | None
     held_out: HeldOut | None
     oracle: Oracle | None
+    revival: Revival | None = None
     _pending: deque[tuple[int, Future[Judged]]] = field(default_factory=deque, init=False)
     _held: dict[int, Path] = field(default_factory=dict, init=False)
     _sync_facts: dict[str, float] = field(default_factory=dict, init=False)
@@ -136,7 +139,8 @@ class StepLoop:
             with self._controller_probe(trace, step) as probe:
                 updates = plan.updates(step, self._updates, self._score, probe)
                 resumed = bool(updates) and self.continuation.record(probe, step)
-                if updates and probe is not None and self.oracle is not None and is_sampled(config, step):
+                known = not (self.ahead is not None and done and step == done + 1)  # whose weights are gone
+                if updates and probe is not None and self.oracle is not None and is_sampled(config, step) and known:
                     sampled = SampledStep(config, self.model, self.oracle, self.folder.oracle(step), step)
                     if plan.scored is not None:
                         record_scored(probe, config, step, plan.scored)
@@ -186,7 +190,8 @@ class StepLoop:
     def _save(self, step: int) -> None:
         """Begin a checkpoint, once every step up to it has been judged."""
         self._settle(step)
-        self.continuation.begin(self.call, step, self._updates)
+        rollouts = [] if self.ahead is None else self.ahead.saved()
+        self.continuation.begin(self.call, step, self._updates, rollouts)
 
     def _hold_weights(self, step: int) -> Mapping[int, Path]:
         """Have the ranks write the weights before a step, where the oracle needs them a step later.
@@ -217,7 +222,12 @@ class StepLoop:
         if self.ahead is not None and self.ahead.runs:
             running = "kept" if self.config.grpo.keep_kv_cache else "recomputed"
         where = None if trace is None else str(trace)
-        refused, self._sync_facts = self.call("sync", version=version, trace=where, running=running)[0]
+        refused, self._sync_facts, lost = self.call("sync", version=version, trace=where, running=running)[0]
+        while (problem := gone(lost)) is not None:
+            if self.revival is None or (self.ahead is not None and self.ahead.runs):
+                raise problem
+            self.revival.revive(problem)
+            refused, self._sync_facts, lost = self.call("sync", version=version, trace=where, again=True)[0]
         if refused and trace is None:
             raise ContractError(f"the engine refused the weights of version {version}: {refused}")
 

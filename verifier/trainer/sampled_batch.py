@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from verifier.algorithms.filters import DropReason
 from verifier.core.record import Probe
 from verifier.core.records_policy import EpisodeTurns, GivenRewards, SamplingRound
 from verifier.core.records_trainer import DataOrder
-from verifier.data.recorded import RolloutRow
+from verifier.data.recorded import RolloutRow, decoded, encoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,14 @@ class SampledBatch:
         replaced = sum(len(item.groups) for item in self.rounds[1:])
         return found | {"sampling_rounds": float(len(self.rounds)), "replaced_groups": float(replaced)}
 
+    def saved(self) -> list[Any]:
+        """Rows by group, and turns, of each round, as a checkpoint keeps them; see `read_round`."""
+        return [
+            {"groups": [[encoded(row) for row in group] for group in item.groups],
+             "turns": None if item.turns is None else msgspec.to_builtins(item.turns)}
+            for item in self.rounds
+        ]  # fmt: skip
+
     def record(self, probe: Probe | None, step: int, reward: str) -> None:
         """Record prompts, and which groups were replaced, in the trace of the step."""
         if probe is None:
@@ -87,6 +97,12 @@ class SampledBatch:
             )  # fmt: skip
             if replaced:
                 probe.emit(rewards_of(f"replaced in round {number}", step, reward, replaced))
+
+
+def read_round(saved: Mapping[str, Any]) -> tuple[list[list[RolloutRow]], EpisodeTurns | None]:
+    """Groups and turns of a round; inverse of `SampledBatch.saved`."""
+    turns = None if saved["turns"] is None else msgspec.convert(saved["turns"], EpisodeTurns)
+    return [[decoded(row) for row in group] for group in saved["groups"]], turns
 
 
 def rewards_of(name: str, step: int, reward: str, rows: Sequence[RolloutRow]) -> GivenRewards:

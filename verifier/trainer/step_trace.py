@@ -77,7 +77,8 @@ def step_manifest(
         tier=model.tier, versions={name: found for name in PINS if (found := installed(name)) is not None},
         config=config.to_dict(), stand_ins=tuple(stand_ins_of(sizes, engine_facts)),
         upstream_bugs=tuple(bugs_of(sizes, facts)), scopes=tuple(scopes),
-        engine=config.engine.kind if synced else "", engine_ranks=config.engine.tp if synced else 0,
+        engine=config.engine.kind if synced else "",
+        engine_ranks=config.engine.tp * config.engine.replicas if synced else 0,
         synced_versions=(step,) if synced else (), untouched_versions=(),
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,8 @@ from verifier.core.record import Probe, Record
 from verifier.core.records_weights import Handover, SourceTensor
 from verifier.core.store import Recorder
 from verifier.engine import sender
-from verifier.engine.client import EngineClient
+from verifier.engine.client import EngineGone
+from verifier.engine.replicas import clients_of
 from verifier.errors import ContractError
 from verifier.export import gather_megatron
 from verifier.launch.flight_recorder import label
@@ -27,7 +28,7 @@ from verifier.train.step_megatron import device_of
 from verifier.trainer.merge_rounding import MergeRounding
 
 if TYPE_CHECKING:
-    from verifier.config import EngineOptions
+    from verifier.config.training import SamplingOptions
     from verifier.trainer.adapters_megatron import Adapters
 
 CHUNKS = 8
@@ -46,35 +47,39 @@ class WeightSync:
     Attributes:
         facts: metrics of the last sync.
         before_caches: see `EngineLink.transfer`.
+        lost: why the engine's process is gone; empty if it is not.
     """
 
     def __init__(self, trainer: TrainerModel, source: Checkpoint, rank: int, adapters: Adapters | None = None) -> None:
         self._trainer, self._source, self._rank, self._adapters = trainer, source, rank, adapters
         self.facts: Mapping[str, float] = {}
         self.before_caches: Callable[[], None] = lambda: None
+        self.lost = ""
         self._link = EngineLink()
         self._open = contextlib.ExitStack()
         self._expected: list[SourceTensor] = []
 
-    def connect(self, socket: str, options: EngineOptions, transport: str, deadline_s: float) -> None:
-        """Connect to the engine, and derive the chunk plan from an export.
+    def connect(self, sockets: Sequence[str], options: SamplingOptions, transport: str, deadline_s: float) -> None:
+        """Connect to the engines, in the place of those before them, and derive the chunk plan from an export.
+
+        The death of one leaves `lost`, so that the other ranks do not wait for this one.
 
         Raises:
             ContractError: the ranks hold different plans, so nothing is sent.
         """
-        link, self._num_ranks = self._link, options.tp
+        self.close()
+        self._link, self.lost = EngineLink(), ""
+        link, self._num_ranks = self._link, options.tp * options.replicas
         link.sleep_level = options.sleep_level
         if transport == "ipc":
             from verifier.transport.cuda_ipc import TrainerRounds
 
             link.rounds = TrainerRounds()
         if self._rank == 0:
-            from verifier.transport.gloo import Listener
-
-            client = EngineClient(socket, deadline_s=deadline_s)
-            link.client = self._open.enter_context(contextlib.closing(client))
-            listener = Listener(options.tp, deadline_s=deadline_s, kind=transport, folder=Path(socket).parent)
-            link.group = self._open.enter_context(contextlib.closing(sender.connect(client, listener, link.rounds)))
+            try:
+                self._meet(sockets, transport, deadline_s)
+            except EngineGone as problem:
+                self.lost = str(problem)
             names = self._source.names()
             self._expected = [SourceTensor(name=name, **described(self._source.read(name))) for name in names]
         chunk_bytes = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, self._source.num_bytes // CHUNKS))
@@ -86,7 +91,19 @@ class WeightSync:
         if int(greatest) != int(least):
             raise ContractError("the ranks hold different chunk plans: nothing is sent")
 
-    def sync(self, version: int, trace: str | None, probe: Recorder | None, running: sender.Running = "none") -> str:
+    def _meet(self, sockets: Sequence[str], transport: str, deadline_s: float) -> None:
+        """Connect rank 0 to the engines."""
+        from verifier.transport.gloo import Listener
+
+        link, client = self._link, clients_of(sockets, deadline_s)
+        link.client = self._open.enter_context(contextlib.closing(client))
+        listener = Listener(self._num_ranks, deadline_s=deadline_s, kind=transport, folder=Path(sockets[0]).parent)
+        link.group = self._open.enter_context(contextlib.closing(sender.connect(client, listener, link.rounds)))
+
+    def sync(
+        self, version: int, trace: str | None, probe: Recorder | None, running: sender.Running = "none", *,
+        again: bool = False,
+    ) -> str:  # fmt: skip
         """Poison all that the engine holds, send every weight, and record what arrived.
 
         Args:
@@ -94,10 +111,28 @@ class WeightSync:
             trace: trace directory; None records nothing.
             probe: this rank's recorder of the trace.
             running: requests of the engine meanwhile, and what becomes of their keys and values.
+            again: the engine died in this sync before, whose export is recorded.
 
         Returns:
-            On rank 0, why the engine refused the transfer; empty if it did not.
+            On rank 0, why the engine refused the transfer; empty if it did not, or died: see `lost`.
         """
+        stream = self._stream(None if again else probe, version)
+        try:
+            return self._sent(stream, version, trace, probe, running, again=again)
+        except EngineGone as problem:
+            self.lost = str(problem)
+            for _ in stream:  # the other ranks draw it whole
+                pass
+        if trace is not None:
+            for at in range(self._num_ranks):  # the next attempt writes them anew
+                (Path(trace) / "evidence" / f"engine-{at:04d}.jsonl").unlink(missing_ok=True)
+        return ""
+
+    def _sent(
+        self, stream: Iterator[tuple[str, torch.Tensor]], version: int, trace: str | None, probe: Recorder | None,
+        running: sender.Running, *, again: bool,
+    ) -> str:  # fmt: skip
+        """Send a stream, and record what arrived; see `sync`."""
         link = self._link
         with contextlib.ExitStack() as stack:
             ranks: list[Probe] = [_NoProbe() for _ in range(self._num_ranks)]
@@ -105,16 +140,15 @@ class WeightSync:
                 closing = [contextlib.closing(Recorder(Path(trace), "engine", at)) for at in range(self._num_ranks)]
                 ranks = [stack.enter_context(recorder) for recorder in closing]
             watch = TransferProbe(ranks, version)
-            stream = self._stream(probe, version)
             link.transfer(self._plan, stream, watch, running, self.before_caches)
-            if self._adapters is not None and probe is not None:
+            if self._adapters is not None and probe is not None and not again:
                 self._adapters.record_exported(probe, version)
             if link.client is None or probe is None:
                 return link.refused
-            probe.emit(Handover(name=f"transfer of version {version}", version=version, refused=link.refused))
             held_by(link.client).record(ranks, version)
             for at, slices in enumerate(link.client.checkpoint_view()):
                 record_views(ranks[at], slices, watch.sent, version)
+            probe.emit(Handover(name=f"transfer of version {version}", version=version, refused=link.refused))
         return link.refused
 
     def rest(self, level: int | None = None) -> None:

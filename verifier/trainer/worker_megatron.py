@@ -287,41 +287,50 @@ class TrainerWorker:
         with step_megatron.params_synced(self._trainer):
             self._live.record(probe, step, UpdatedShard)
 
-    def connect(self, socket: str, transport: str) -> None:
-        """Connect to the engine that samples, which holds the weights that this run began with."""
+    def connect(self, sockets: list[str], transport: str) -> str:
+        """Connect to the engines that sample, or to the processes that they were started as again.
+
+        Returns:
+            On rank 0, why an engine's process is gone; empty if none is.
+        """
         rank, adapters, engine = self._context.rank, self._adapters, self._config.engine
-        if adapters is not None and self._config.lora.sync == "adapter":
+        if self._sync is None and adapters is not None and self._config.lora.sync == "adapter":
             self._sync = AdapterSync(adapters, self._source, rank, self._config.run / "adapters")
-        else:
+        elif self._sync is None:
             self._sync = WeightSync(self._trainer, self._source, rank, adapters)
-        self._sync.connect(socket, engine, transport, self._spec.collective_deadline_s)
+        self._sync.connect(sockets, engine, transport, self._spec.collective_deadline_s)
         if engine.sleep_level and isinstance(self._sync, WeightSync):
             facts = self._state if self._config.verify.steps else None
             self._turns = Turns(self._sync, step_megatron.device_of(self._trainer), self._tensors, facts)
+        return self._sync.lost
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from state_tensors(self._trainer, self._optimizer)
         yield from self._reference
 
-    def sync(self, version: int, trace: str | None, running: Running = "none") -> tuple[str, dict[str, float]]:
+    def sync(
+        self, version: int, trace: str | None, running: Running = "none", again: bool = False
+    ) -> tuple[str, dict[str, float], str]:
         """Send the weights, or the adapter, to the engine as a version.
 
         Args:
             version: of the weights.
             trace: trace directory; None records nothing.
             running: requests of the engine meanwhile, and what becomes of their keys and values; none with an adapter.
+            again: the engine died in this sync before.
 
         Returns:
-            On rank 0, why the engine refused them, empty if it did not; and metrics.
+            On rank 0, why the engine refused them, empty if it did not; metrics; why its process is gone, empty if not.
         """
         assert self._sync is not None
         probe = self._recorder(trace)
         if isinstance(self._sync, AdapterSync):
-            refused = self._sync.sync(version, trace, probe)
+            refused = self._sync.sync(version, trace, probe, again=again)
         else:
-            refused = self._sync.sync(version, trace, probe, running)
+            refused = self._sync.sync(version, trace, probe, running, again=again)
         self._close_recorder()
-        return refused, {**self._sync.facts, **({} if self._turns is None else self._turns.facts)}
+        facts = {**self._sync.facts, **({} if self._turns is None else self._turns.facts)}
+        return refused, facts, self._sync.lost
 
     def evaluate(self, batch: str) -> list[bool]:
         """Tell for each rollout of a batch whether greedy decoding gives every token of its loss mask."""

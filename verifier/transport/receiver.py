@@ -32,13 +32,16 @@ class ChunkReceiver:
     proposed meanwhile and posted once the loader has returned. At most `AHEAD` + 1 buffers exist.
 
     Args:
-        engine_rank: engine rank, from 0; the rank in the transfer group is one more.
+        own_rank: rank in its engine, from 0.
         copy_views: called after every load from memory that the sender will overwrite; None for a loader that keeps no
             views.
+
+    Attributes:
+        engine_rank: rank among those of all engines in the group; the rank in the group is one more.
     """
 
-    def __init__(self, engine_rank: int, copy_views: CopyViews | None = None) -> None:
-        self.engine_rank = engine_rank
+    def __init__(self, own_rank: int, copy_views: CopyViews | None = None) -> None:
+        self._own_rank = self.engine_rank = own_rank
         self.plan: ChunkPlan | None = None
         self._copy_views = copy_views
         self._group: TransferGroup | None = None
@@ -51,6 +54,7 @@ class ChunkReceiver:
     def connect(self, address: Address) -> None:
         """Join the sender's group and leave an earlier one."""
         self.close()
+        self.engine_rank = address.first + self._own_rank
         self._group = bulk_group(join(address, self.engine_rank + 1))
 
     def agree(self, plan: ChunkPlan) -> Agreement:

@@ -19,7 +19,7 @@ class TransferFailed(InternalError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Address of the sender. The sender is rank 0 of the group; engine rank r is rank r + 1."""
+    """Address of the sender. The sender is rank 0 of the group; engine rank r of all engines is rank r + 1."""
 
     host: str
     store: str
@@ -28,6 +28,8 @@ class Address:
     """Number of members: the sender and all engine ranks."""
     deadline_s: float
     """Deadline of every single wait in the group, seconds."""
+    first: int = 0
+    """Engine rank of the engine's first one, where several engines are in the group."""
     kind: str = "gloo"
     """Transport of the bytes: "gloo"; "nccl", from GPU to GPU; "ipc", reading a trainer rank's memory on one GPU."""
 

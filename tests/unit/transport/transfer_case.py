@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import msgspec
@@ -24,6 +24,9 @@ class Answer:
 
     def __init__(self, futures: list[Future[Any]]) -> None:
         self._futures = futures
+
+    def done(self, within_s: float) -> bool:
+        return not wait(self._futures, within_s).not_done
 
     def __call__(self) -> Any:
         return [future.result(DEADLINE_S + 10) for future in self._futures]
@@ -49,6 +52,9 @@ class Ranks:
     def connect(self, address: Address) -> Answer:
         return self._ask(lambda receiver: receiver.connect(address))
 
+    def speaks(self, within_s: float) -> bool:
+        return self._last.done(within_s)
+
     def begin_update(self, plan: ChunkPlan) -> Answer:
         return self._ask(lambda receiver: receiver.agree(plan))
 
@@ -66,7 +72,10 @@ class Ranks:
             thread.shutdown()
 
     def _ask(self, act: Callable[[ChunkReceiver], Any]) -> Answer:
-        return Answer([t.submit(act, receiver) for t, receiver in zip(self._threads, self.receivers, strict=True)])
+        self._last = Answer(
+            [t.submit(act, receiver) for t, receiver in zip(self._threads, self.receivers, strict=True)]
+        )
+        return self._last
 
 
 class Sender:

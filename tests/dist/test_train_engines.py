@@ -1,0 +1,176 @@
+"""GRPO runs whose engine dies, and runs ahead that are stopped: they end with the bits of a run to which nothing happened.
+
+What this does not exercise: engines on GPUs and of a cluster, whose death ends the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+import verifier.checks  # noqa: F401  (fills the registry)
+from tests.dist.engine_kills import killed
+from verifier.config.load import load
+from verifier.config.training import TrainConfig
+from verifier.core import store
+from verifier.core.finding import Verdict
+from verifier.core.records_trainer import LoadedState
+from verifier.core.records_weights import SyncedTensor
+from verifier.errors import InternalError
+from verifier.report.report import report_of
+from verifier.runs.resources import Deadline, Resources
+from verifier.trainer.controller import Trainer
+from verifier.trainer.engines import RESTARTS
+from verifier.trainer.loop import Judged
+
+STEPS = 3
+KNOBS = (
+    "model=tiny:add", "algorithm=grpo", f"steps={STEPS}", "data.batch_size=4", "grpo.group_size=4",
+    "grpo.max_answer_tokens=8", "grpo.entropy_weight=0.05", "evaluation.num_problems=4", "evaluation.every=2",
+    "verify.steps=true",
+)  # fmt: skip
+
+
+class Later:
+    """A judge that lets every step pass: the test judges them itself."""
+
+    def submit(self, trace: Path) -> Future[Judged]:
+        done: Future[Judged] = Future()
+        done.set_result(Judged(0, ""))
+        return done
+
+
+@pytest.fixture(scope="module")
+def resources():
+    with Resources(warm=True) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def train(resources):
+    def run(folder: Path, *knobs: str, within: Sequence[str] = ()) -> list[str]:
+        lines: list[str] = []
+        config, _ = load(TrainConfig, overrides=[*KNOBS, *knobs, f"run={folder}"])
+        launcher = resources.launcher(Deadline(300))
+        Trainer(config, lines.append, Later(), launcher=launcher, resources=resources, within=within).run()
+        return lines
+
+    return run
+
+
+@pytest.fixture(scope="module", params=["vllm", "hf"])
+def whole(request, train, tmp_path_factory):
+    """Kind of the engine, and weights of a run without a death."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(folder, f"engine.kind={request.param}")
+    return request.param, weights(folder)
+
+
+def weights(folder: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in sorted((folder / "hf_model").glob("*.safetensors")))
+
+
+def restarts(lines: Sequence[str]) -> int:
+    return sum("starting it again" in line for line in lines)
+
+
+def require_held(folder: Path) -> None:
+    """Every step holds."""
+    for step in range(1, STEPS + 1):
+        report = report_of(store.read(folder / "steps" / f"{step:06d}"), "")
+        assert report.verdict is Verdict.HOLDS, [item for item in report.outcomes if item.verdict is not Verdict.HOLDS]
+
+
+@pytest.mark.parametrize(
+    ("number", "times"), [(1, 1), (2, 1), (4, RESTARTS)], ids=["first step", "second step", "evaluation, three times"]
+)
+def test_an_engine_that_dies_while_it_samples(number, times, whole, train, tmp_path):
+    kind, expected = whole
+    with killed("generate", number, times) as pids:
+        lines = train(tmp_path / "run", f"engine.kind={kind}")
+    assert len(pids) == len(set(pids)) == times == restarts(lines)
+    assert weights(tmp_path / "run") == expected
+    require_held(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("request_", "number"), [("receive", 3), ("begin_update", 3), ("poison", 2), ("checkpoint_view", 2), ("connect", 1)]
+)
+def test_an_engine_that_dies_during_a_sync(request_, number, whole, train, tmp_path):
+    kind, expected = whole
+    mark = tmp_path / "mark"
+    within = ["tests.dist.engine_kills:killed_by_rank_0", request_, str(number), str(mark)]
+    lines = train(tmp_path / "run", f"engine.kind={kind}", within=within)
+    assert mark.read_text() == "1"
+    assert restarts(lines) == 1
+    assert weights(tmp_path / "run") == expected
+    require_held(tmp_path / "run")
+
+
+def test_one_death_too_many_ends_the_run(train, tmp_path):
+    with killed("generate", 1, RESTARTS + 1), pytest.raises(InternalError, match=f"after {RESTARTS} restarts"):
+        train(tmp_path / "run", "engine.kind=hf")
+
+
+@pytest.mark.parametrize("mode", ["sync", "inflight"])
+def test_two_engines_sample_what_one_samples(mode, train, tmp_path):
+    knobs = ["engine.kind=hf", f"grpo.mode={mode}"]
+    if mode == "inflight":
+        knobs += ["grpo.inflight_steps=3", "grpo.max_staleness=1", "grpo.ratio_over=engine"]
+    train(tmp_path / "one", *knobs)
+    train(tmp_path / "two", *knobs, "engine.replicas=2")
+    assert weights(tmp_path / "two") == weights(tmp_path / "one")
+    require_held(tmp_path / "two")
+    synced = store.read(tmp_path / "two" / "steps" / "000001").of(SyncedTensor)
+    assert {item.rank for item in synced} == {0, 1}
+    assert len({(item.name, item.digest) for item in synced}) == len({item.name for item in synced})
+
+
+@pytest.mark.parametrize(("request_", "number"), [("generate", 2), ("receive", 2), ("connect", 2)])
+def test_one_of_two_engines_dies(request_, number, train, tmp_path):
+    knobs = ["engine.kind=hf", "engine.replicas=2"]
+    train(tmp_path / "whole", *knobs)
+    mark = tmp_path / "mark"
+    if request_ == "generate":
+        with killed(request_, number):
+            lines = train(tmp_path / "run", *knobs)
+    else:
+        within = ["tests.dist.engine_kills:killed_by_rank_0", request_, str(number), str(mark)]
+        lines = train(tmp_path / "run", *knobs, within=within)
+    assert restarts(lines) == 1
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    require_held(tmp_path / "run")
+
+
+class Stopped(Exception):
+    """The end of a run after its second step."""
+
+
+@pytest.mark.parametrize("mode", ["async", "inflight"])
+def test_a_run_ahead_goes_on_with_the_batch_that_it_had_sampled(mode, train, resources, tmp_path):
+    knobs = [
+        "engine.kind=hf", f"grpo.mode={mode}", "grpo.inflight_steps=3", "grpo.max_staleness=1", "grpo.ratio_over=engine",
+        "checkpoint.every=1", "evaluation.every=0", "evaluation.num_problems=0", "verify.every=1",
+    ]  # fmt: skip
+    train(tmp_path / "whole", *knobs)
+
+    def stop(text: str) -> None:
+        if text.startswith("step 2:"):
+            raise Stopped
+
+    config, _ = load(TrainConfig, overrides=[*KNOBS, *knobs, f"run={tmp_path / 'run'}"])
+    launcher = resources.launcher(Deadline(300))
+    with pytest.raises(Stopped):
+        Trainer(config, stop, Later(), launcher=launcher, resources=resources).run()
+    assert any("continuing from the checkpoint" in line for line in train(tmp_path / "run", *knobs))
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    require_held(tmp_path / "run")
+    (resumed,) = [
+        trace
+        for step in range(1, STEPS + 1)
+        if (trace := store.read(tmp_path / "run" / "steps" / f"{step:06d}")).of(LoadedState)
+    ]
+    assert "data/rollouts" in {item.name for item in resumed.of(LoadedState)}
