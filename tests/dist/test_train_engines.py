@@ -29,9 +29,9 @@ from verifier.trainer.loop import Judged
 STEPS = 3
 KNOBS = (
     "model=tiny:add", "algorithm=grpo", f"steps={STEPS}", "data.batch_size=4", "grpo.group_size=4",
-    "grpo.max_answer_tokens=8", "grpo.entropy_weight=0.05", "evaluation.num_problems=4", "evaluation.every=2",
-    "verify.steps=true",
+    "grpo.max_answer_tokens=8", "grpo.entropy_weight=0.05", "verify.steps=true",
 )  # fmt: skip
+EVALUATED = ("evaluation.num_problems=4", "evaluation.every=2")
 
 
 class Later:
@@ -65,7 +65,7 @@ def train(resources):
 def whole(request, train, tmp_path_factory):
     """Kind of the engine, and weights of a run without a death."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    train(folder, f"engine.kind={request.param}")
+    train(folder, f"engine.kind={request.param}", *EVALUATED)
     return request.param, weights(folder)
 
 
@@ -90,7 +90,7 @@ def require_held(folder: Path) -> None:
 def test_an_engine_that_dies_while_it_samples(number, times, whole, train, tmp_path):
     kind, expected = whole
     with killed("generate", number, times) as pids:
-        lines = train(tmp_path / "run", f"engine.kind={kind}")
+        lines = train(tmp_path / "run", f"engine.kind={kind}", *EVALUATED)
     assert len(pids) == len(set(pids)) == times == restarts(lines)
     assert weights(tmp_path / "run") == expected
     require_held(tmp_path / "run")
@@ -103,7 +103,7 @@ def test_an_engine_that_dies_during_a_sync(request_, number, whole, train, tmp_p
     kind, expected = whole
     mark = tmp_path / "mark"
     within = ["tests.dist.engine_kills:killed_by_rank_0", request_, str(number), str(mark)]
-    lines = train(tmp_path / "run", f"engine.kind={kind}", within=within)
+    lines = train(tmp_path / "run", f"engine.kind={kind}", *EVALUATED, within=within)
     assert mark.read_text() == "1"
     assert restarts(lines) == 1
     assert weights(tmp_path / "run") == expected
@@ -153,7 +153,7 @@ class Stopped(Exception):
 def test_a_run_ahead_goes_on_with_the_batch_that_it_had_sampled(mode, train, resources, tmp_path):
     knobs = [
         "engine.kind=hf", f"grpo.mode={mode}", "grpo.inflight_steps=3", "grpo.max_staleness=1", "grpo.ratio_over=engine",
-        "checkpoint.every=1", "evaluation.every=0", "evaluation.num_problems=0", "verify.every=1",
+        "checkpoint.every=1", "evaluation.num_problems=0", "verify.every=1",
     ]  # fmt: skip
     train(tmp_path / "whole", *knobs)
 

@@ -288,11 +288,7 @@ class TrainerWorker:
             self._live.record(probe, step, UpdatedShard)
 
     def connect(self, sockets: list[str], transport: str) -> str:
-        """Connect to the engines that sample, or to the processes that they were started as again.
-
-        Returns:
-            On rank 0, why an engine's process is gone; empty if none is.
-        """
+        """Connect to the engines that sample, or to their new processes; rank 0 returns why one is gone, if it is."""
         rank, adapters, engine = self._context.rank, self._adapters, self._config.engine
         if self._sync is None and adapters is not None and self._config.lora.sync == "adapter":
             self._sync = AdapterSync(adapters, self._source, rank, self._config.run / "adapters")
