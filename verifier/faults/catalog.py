@@ -13,7 +13,6 @@ from verifier.faults import (  # noqa: F401
     mode_faults,
     pack_faults,
     policy_faults,
-    restart_faults,
     reward_faults,
     rollout_faults,
     route_faults,
