@@ -61,7 +61,7 @@ def train(resources):
     return run
 
 
-@pytest.fixture(scope="module", params=["vllm", "hf"])
+@pytest.fixture(scope="module", params=[pytest.param("vllm", marks=pytest.mark.slow), "hf"])
 def whole(request, train, tmp_path_factory):
     """Kind of the engine, and weights of a run without a death."""
     folder = tmp_path_factory.mktemp("whole") / "run"
@@ -85,7 +85,9 @@ def require_held(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "times"), [(1, 1), (2, 1), (4, RESTARTS)], ids=["first step", "second step", "evaluation, three times"]
+    ("number", "times"),
+    [pytest.param(1, 1, marks=pytest.mark.slow), (2, 1), pytest.param(4, RESTARTS, marks=pytest.mark.slow)],
+    ids=["first step", "second step", "evaluation, three times"],
 )
 def test_an_engine_that_dies_while_it_samples(number, times, whole, train, tmp_path):
     kind, expected = whole
@@ -97,7 +99,14 @@ def test_an_engine_that_dies_while_it_samples(number, times, whole, train, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("request_", "number"), [("receive", 3), ("begin_update", 3), ("poison", 2), ("checkpoint_view", 2), ("connect", 1)]
+    ("request_", "number"),
+    [
+        ("receive", 3),
+        pytest.param("begin_update", 3, marks=pytest.mark.slow),
+        pytest.param("poison", 2, marks=pytest.mark.slow),
+        pytest.param("checkpoint_view", 2, marks=pytest.mark.slow),
+        pytest.param("connect", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_an_engine_that_dies_during_a_sync(request_, number, whole, train, tmp_path):
     kind, expected = whole
@@ -115,7 +124,7 @@ def test_one_death_too_many_ends_the_run(train, tmp_path):
         train(tmp_path / "run", "engine.kind=hf")
 
 
-@pytest.mark.parametrize("mode", ["sync", "inflight"])
+@pytest.mark.parametrize("mode", ["sync", pytest.param("inflight", marks=pytest.mark.slow)])
 def test_two_engines_sample_what_one_samples(mode, train, tmp_path):
     knobs = ["engine.kind=hf", f"grpo.mode={mode}"]
     if mode == "inflight":
@@ -129,6 +138,7 @@ def test_two_engines_sample_what_one_samples(mode, train, tmp_path):
     assert len({(item.name, item.digest) for item in synced}) == len({item.name for item in synced})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("request_", "number"), [("generate", 2), ("receive", 2), ("connect", 2)])
 def test_one_of_two_engines_dies(request_, number, train, tmp_path):
     knobs = ["engine.kind=hf", "engine.replicas=2"]
@@ -149,11 +159,11 @@ class Stopped(Exception):
     """The end of a run after its second step."""
 
 
-@pytest.mark.parametrize("mode", ["async", "inflight"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("inflight", marks=pytest.mark.slow)])
 def test_a_run_ahead_goes_on_with_the_batch_that_it_had_sampled(mode, train, resources, tmp_path):
     knobs = [
-        "engine.kind=hf", f"grpo.mode={mode}", "grpo.inflight_steps=3", "grpo.max_staleness=1", "grpo.ratio_over=engine",
-        "checkpoint.every=1", "evaluation.num_problems=0", "verify.every=1",
+        "engine.kind=hf", f"grpo.mode={mode}", "grpo.max_staleness=1", "grpo.ratio_over=engine", "checkpoint.every=1",
+        "evaluation.num_problems=0", "verify.every=1", *(["grpo.inflight_steps=3"] if mode == "inflight" else []),
     ]  # fmt: skip
     train(tmp_path / "whole", *knobs)
 
