@@ -111,6 +111,9 @@ class RunFolder:
                     shutil.rmtree(item)
                 else:
                     item.unlink()
+        if (left := self.path / "oracle").exists():  # of a step that a stop cut off
+            for item in left.iterdir():
+                shutil.rmtree(item)
         update_log.rewind(self.path, step)
         file, kept = self.path / "metrics.jsonl", []
         for line in file.read_text().splitlines() if file.exists() else ():
