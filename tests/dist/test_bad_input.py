@@ -33,6 +33,7 @@ KNOWN = (
     "tiny:deepseek-v3-yarn",
     "tiny:nemotron-h",
     "tiny:add",
+    "tiny:add-moe",
     "tiny:qwen3-504",
 )
 WIDE = ("wide:qwen3-30b-a3b", "wide:deepseek-v3", "wide:nemotron-3-nano")
