@@ -9,10 +9,17 @@ from typing import Any
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.config import EngineOptions, GoldenConfig, RoundtripConfig
 from verifier.core import store
-from verifier.core.records_tokens import DtypeNoise, EngineLogprobs, OracleLogprobs, OracleOfSampled, SampledTokens, TrainerLogprobs
-from verifier.core.records_tokens import GradientRecord
 from verifier.core.finding import Verdict
-from verifier.core.stage import Stage
+from verifier.core.records_tokens import (
+    DtypeNoise,
+    EngineLogprobs,
+    GradientRecord,
+    LogprobRecord,
+    OracleLogprobs,
+    OracleOfSampled,
+    SampledTokens,
+    TrainerLogprobs,
+)
 from verifier.core.trace import Trace
 from verifier.mesh import Mesh
 from verifier.report.report import Report, report_of

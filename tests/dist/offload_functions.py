@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from tests.dist.trainer_functions import rollouts
 
+from tests.dist.trainer_functions import rollouts
 from verifier.launch.rank import RankContext
 from verifier.mesh import Mesh
 from verifier.model.provider_megatron import DataParallel, build
@@ -55,8 +55,6 @@ def cycles(context: RankContext) -> dict[str, Any]:
 def _digests(tensors: Iterable[torch.Tensor]) -> list[str]:
     """Of copies: torch resizes no memory on the host that numpy has seen."""
     return list(digest_tensors(tensor.detach().clone() for tensor in tensors))
-
-
 
 
 def _allocated(device: torch.device) -> int:

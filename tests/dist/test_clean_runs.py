@@ -3,8 +3,8 @@
 One of them runs by default. `-m slow` runs them all and writes what they measured to golden/clean-runs.json, from which
 `python -m tests.dist.clean_table` draws the table of docs/clean-runs.md.
 
-What this does not exercise: commands, engines with tensor parallelism and the engine's cold start from the exported checkpoint
-(test_roundtrip.py), and 64 ranks (docs/clean-runs.md has the command).
+What this does not exercise: commands, engines with tensor parallelism and the engine's cold start from the exported
+checkpoint (test_roundtrip.py), and 64 ranks (docs/clean-runs.md has the command).
 """
 
 from __future__ import annotations

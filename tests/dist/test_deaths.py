@@ -9,8 +9,8 @@ import json
 import os
 import random
 import selectors
-import signal
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -116,7 +116,9 @@ class Run:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
 
-def kill(folder: Path, cache: Path, engine: str, what: str, signum: int, delay_s: float, within_s=NAMED_S) -> float | None:
+def kill(
+    folder: Path, cache: Path, engine: str, what: str, signum: int, delay_s: float, within_s=NAMED_S
+) -> float | None:
     """Kill a process so many seconds after it has appeared; seconds to the sentence, None if it had ended before."""
     run = Run(folder, cache, engine)
     try:

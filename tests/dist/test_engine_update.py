@@ -25,14 +25,14 @@ from tests.dist.engine_case import (
     worst_gap,
     write_perturbed,
 )
-from verifier.engine.client import EngineGone
 from verifier.engine.api import EngineConfig, Sampling
-from verifier.oracle.logprob_hf import score
+from verifier.engine.client import EngineGone
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.engine.sender import agree, deliver
 from verifier.errors import ContractError, VerifierError
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
+from verifier.oracle.logprob_hf import score
 from verifier.plan.chunk_plan import ChunkPlan, TensorMeta, build_plan
 from verifier.plan.digest import digest_tensor
 

@@ -180,7 +180,11 @@ def test_making_a_group_that_hangs(launcher, tmp_path):
             args={"how": "new_group"},
             collective_deadline_s=1.0,
         )
-    assert (caught.value.stall.op, caught.value.stall.tensor, caught.value.stall.arrived) == ("new_group", "`experts`", (0,))
+    assert (caught.value.stall.op, caught.value.stall.tensor, caught.value.stall.arrived) == (
+        "new_group",
+        "`experts`",
+        (0,),
+    )
 
 
 def test_of_a_chain_of_waits_the_root_is_named(launcher, tmp_path):

@@ -5,11 +5,10 @@ import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core import store
-from verifier.core.records_tokens import NaturalRouteLogprobs
-from verifier.core.records_tokens import GivenRoutes
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest, MeshSizes
+from verifier.core.records_tokens import GivenRoutes, NaturalRouteLogprobs
 from verifier.mesh import Mesh
 from verifier.model.tiny import write_tiny
 

@@ -102,8 +102,11 @@ def test_a_folder_of_another_sweep_is_refused(swept):
     folder, _, _ = swept
     other = started(folder, "steps=1", "seed=2")
     _, complained = other.communicate(timeout=60)
-    assert (other.returncode, complained.strip()) == (4, "verifier: --steps and steps=1 set the same knob: leave one of the two out")
+    assert (other.returncode, complained.strip()) == (
+        4,
+        "verifier: --steps and steps=1 set the same knob: leave one of the two out",
+    )
     other = started(folder, "seed=2")
     _, complained = other.communicate(timeout=60)
     assert other.returncode == 4
-    assert f"holds a sweep with seed=1, and seed=2 is asked for" in complained
+    assert "holds a sweep with seed=1, and seed=2 is asked for" in complained

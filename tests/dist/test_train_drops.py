@@ -1,4 +1,4 @@
-"""Steps and mini-batches without a token in the loss: no update is taken, nothing is alarmed, counters go on from there.
+"""Steps and mini-batches without a token in the loss: no update is taken, nothing is alarmed, counters go on.
 
 What this does not exercise: a live engine, whose weights stay as they are through such a step.
 """

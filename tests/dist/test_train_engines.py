@@ -1,4 +1,4 @@
-"""GRPO runs whose engine dies, and runs ahead that are stopped: they end with the bits of a run to which nothing happened.
+"""GRPO runs whose engine dies, and runs ahead that are stopped: they end with the bits of a run that went through.
 
 What this does not exercise: engines on GPUs and of a cluster, whose death ends the run.
 """

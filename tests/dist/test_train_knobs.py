@@ -39,7 +39,16 @@ RECOMPUTED = {
 
 def test_knobs_that_are_turned_are_in_the_effective_config(tmp_path):
     words = [f"{knob}={value}" for knob, (value, _) in TURNED.items()]
-    command = [sys.executable, "-m", "verifier", "train", "configs/add-sft.yaml", "--verify", "--run", str(tmp_path / "r")]
+    command = [
+        sys.executable,
+        "-m",
+        "verifier",
+        "train",
+        "configs/add-sft.yaml",
+        "--verify",
+        "--run",
+        str(tmp_path / "r"),
+    ]
     done = subprocess.run(
         [*command, "steps=2", "data.batch_size=8", "evaluation.num_problems=0", *words],
         cwd=ROOT, capture_output=True, text=True, timeout=300,

@@ -70,9 +70,7 @@ def test_steps_of_adapters_hold_and_their_gradients_are_computed_by_transformers
     assert all({"WGT012", "CFG001", "TRN003"} <= step for step in codes)
     for path in sorted((run / "steps").iterdir()):
         trace = store.read(path)
-        loaded, frozen = (
-            {(item.name, item.digest) for item in trace.of(kind)} for kind in (LoadedShard, FrozenShard)
-        )
+        loaded, frozen = ({(item.name, item.digest) for item in trace.of(kind)} for kind in (LoadedShard, FrozenShard))
         assert loaded == frozen
         assert loaded
 

@@ -43,9 +43,7 @@ def little_room(spec: WorkerSpec, context: RankContext) -> Iterator[None]:
 
 def test_a_step_without_memory_is_one_sentence(trainer_launcher, tmp_path):
     knobs = ("data.batch_size=512", "batch.max_tokens=8192", "mesh.dp=1", "evaluation.num_problems=0", "steps=1")
-    config, _ = load(
-        TrainConfig, file=ROOT / "configs" / "add-sft.yaml", overrides=[*knobs, f"run={tmp_path / 'run'}"]
-    )
+    config, _ = load(TrainConfig, file=ROOT / "configs" / "add-sft.yaml", overrides=[*knobs, f"run={tmp_path / 'run'}"])
     within = ("tests.dist.test_train_memory:little_room",)
     with pytest.raises(UsageError) as found:
         Trainer(config, print, launcher=trainer_launcher, within=within).run()

@@ -19,8 +19,8 @@ from verifier.config.training import TrainConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.core.records_policy import Advantages, PolicyColumns, SamplingRound
-from verifier.core.records_trainer import DataOrder
 from verifier.core.records_tokens import OracleOfSampled, SampledTokens
+from verifier.core.records_trainer import DataOrder
 from verifier.core.trace import Trace
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
@@ -129,8 +129,10 @@ def test_recomputed_tokens_are_each_within_the_bound_of_the_oracle_of_their_vers
             assert np.abs(trace.array(item) - trace.array(oracle)).max() < 1e-5
         (policy,) = trace.of(PolicyColumns)
         sampled = sum(len(row) for row in versions(trace))
-        assert sum(sum(item.lengths) for item in trace.of(SampledTokens)) == sampled == sum(policy.lengths) - int(
-            np.isnan(trace.array(policy, "engine")).sum()
+        assert (
+            sum(sum(item.lengths) for item in trace.of(SampledTokens))
+            == sampled
+            == sum(policy.lengths) - int(np.isnan(trace.array(policy, "engine")).sum())
         )
 
 

@@ -185,7 +185,7 @@ def last(checkpoints: Checkpoints) -> int:
 
 
 def test_a_disk_that_is_full_leaves_the_checkpoint_before(stopped, trainer_launcher):
-    with pytest.raises(UsageError, match="cannot be written, .* continues from the checkpoint before"):
+    with pytest.raises(UsageError, match=r"cannot be written, .* continues from the checkpoint before"):
         train(trainer_launcher, stopped, within=("tests.dist.test_train_resume:short_files",))
     assert last(Checkpoints(stopped / "checkpoints", keep=9)) == 4
     assert train(trainer_launcher, stopped).resumed_from == 4

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
-
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core import store

@@ -23,7 +23,7 @@ FIRST_STEP_RTOL = 2e-6
 THIRD_STEP_RTOL = 2e-5
 OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
-# Every axis alone is part of a case here: plain data parallelism with experts, pipelines with tied and untied embeddings.
+# Every axis alone is part of a case: plain data parallelism with experts, pipelines with tied and untied embeddings.
 CASES = [
     ("qwen3", {"dp": 2}, OVERLAPPED),
     ("qwen3", {"pp": 2, "vpp": 2}, {}),
