@@ -67,6 +67,13 @@ def replaced(live: LiveWeights, others: Sequence[torch.Tensor]) -> Iterator[None
                 tensor.copy_(values)
 
 
+def digests_of(tensors: Sequence[torch.Tensor], live: LiveWeights) -> dict[str, dict[str, Any]]:
+    """Fields of a `TensorRecord` of tensors in the order of the live ones, by their names; none for none."""
+    names = [f"{name} (chunk {chunk})" for chunk, name, _ in live.tensors()] if tensors else []
+    parts = zip(names, tensors, digest_tensors(tensors), strict=True)
+    return {name: described(tensor, digest) for name, tensor, digest in parts}
+
+
 def _optimizer_state(trainer: TrainerModel, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """This rank's masters, moments and steps, by the name of their parameter."""
     names = {

@@ -26,12 +26,11 @@ from verifier.export.names import layout_of
 from verifier.launch.child import resolve
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import open_checkpoint
-from verifier.plan.digest import digest_tensors
 from verifier.platform.upstream_fixes import selected
 from verifier.probes.arguments_megatron import given_arguments
 from verifier.probes.configs_megatron import record_provider
 from verifier.probes.trainer import TokenProbe
-from verifier.probes.weights_megatron import LiveWeights, described
+from verifier.probes.weights_megatron import LiveWeights
 from verifier.train import checkpoint_megatron, lora_megatron, optimizer_megatron, router_order_megatron, step_megatron
 from verifier.train.offload_megatron import state_tensors
 from verifier.train.policy_loss_megatron import LossMeter, policy_loss
@@ -46,6 +45,7 @@ from verifier.trainer.out_of_memory import refused_for_memory
 from verifier.trainer.routing_megatron import TrainingReplay, obeying
 from verifier.trainer.state_megatron import (
     Facts,
+    digests_of,
     read_facts,
     record_facts,
     reference_facts,
@@ -141,7 +141,7 @@ class TrainerWorker:
             self._replay = TrainingReplay(self._trainer, keep=config.verify.steps)
         if resume is not None:
             self._resume(Path(resume), same_mesh)
-        self._frozen = self._digests(self._reference)
+        self._frozen = digests_of(self._reference, self._live)
         settings = {"knobs": self._reached(), **effective_settings(self._trainer, self._optimizer)}
         return settings if self._context.rank == 0 else {}
 
@@ -186,7 +186,7 @@ class TrainerWorker:
         rollouts, _ = load_rollouts(Path(batch))
         with self._weights_of(which):
             if which == "reference":
-                self._scored = self._digests([tensor for _, _, tensor in self._live.tensors()])
+                self._scored = digests_of([tensor for _, _, tensor in self._live.tensors()], self._live)
             with obeying(self._replay, rollouts, Path(batch).stem, SCORED[which]) as look:
                 found = step_megatron.score(
                     self._trainer, rollouts, temperature=self._temperature, on_shards=look, **self._batching
@@ -358,12 +358,6 @@ class TrainerWorker:
             record_facts(probe, SavedState, saved, version)
             record_facts(probe, LoadedState, loaded, version)
             self._resumed = None
-
-    def _digests(self, tensors: list[torch.Tensor]) -> dict[str, dict[str, Any]]:
-        """Fields of a `TensorRecord` of tensors in the order of the live ones, by their names; none for none."""
-        names = [f"{name} (chunk {chunk})" for chunk, name, _ in self._live.tensors()] if tensors else []
-        parts = zip(names, tensors, digest_tensors(tensors), strict=True)
-        return {name: described(tensor, digest) for name, tensor, digest in parts}
 
     def _record_reference(self, probe: Recorder, version: int) -> None:
         """Record the weights that the step's reference was scored with, once."""
