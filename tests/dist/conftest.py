@@ -1,4 +1,4 @@
-"""One runner for the round trips of a module."""
+"""Warm resources of a module, and one runner for its round trips."""
 
 from __future__ import annotations
 
@@ -16,3 +16,10 @@ def runner(trainer_launcher: ForkLauncher) -> Iterator[Runner]:
     """A runner on warm resources, which forks its ranks from the session's launcher."""
     with Resources(warm=True, launcher=trainer_launcher) as resources:
         yield Runner(resources, print)
+
+
+@pytest.fixture(scope="module")
+def resources() -> Iterator[Resources]:
+    """Launcher, engines and oracle that the runs of a module share."""
+    with Resources(warm=True) as found:
+        yield found

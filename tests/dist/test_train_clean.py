@@ -15,13 +15,6 @@ import pytest
 
 from tests.dist import clean_table
 from tests.dist.train_clean_case import RUNS, run
-from verifier.runs.resources import Resources
-
-
-@pytest.fixture(scope="module")
-def resources() -> Iterator[Resources]:
-    with Resources(warm=True) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

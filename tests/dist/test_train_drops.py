@@ -6,7 +6,6 @@ What this does not exercise: a live engine, whose weights stay as they are throu
 from __future__ import annotations
 
 import json
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -19,26 +18,16 @@ from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.core.records_trainer import TrainerStep
 from verifier.data.recorded import read_recorded, write_recorded
-from verifier.faults.training_trial import GRPO_KNOBS
+from verifier.faults.training_trial import GRPO_KNOBS, DeferredJudge
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.controller import Trainer
-from verifier.trainer.loop import Judged
 
 KNOBS = (
     "model=tiny:add", "algorithm=grpo", "grpo.group_size=4", "grpo.mini_batches=2", "grpo.epochs=2",
     "grpo.drop_zero_variance=true", "optimizer.warmup_steps=9", "evaluation.num_problems=0", "checkpoint.every=1",
     "verify.steps=true", "verify.every=1",
 )  # fmt: skip
-
-
-class _Later:
-    """A judge that lets every step pass: the test judges them itself."""
-
-    def submit(self, trace: Path) -> Future[Judged]:
-        done: Future[Judged] = Future()
-        done.set_result(Judged(0, ""))
-        return done
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +52,7 @@ def test_updates_are_counted_as_they_are_taken(rollouts, tmp_path):
             words = [*KNOBS, f"data.rollouts={rollouts}", f"steps={steps}", f"run={tmp_path / 'run'}"]
             config, _ = load(TrainConfig, overrides=words)
             launcher = resources.launcher(Deadline(300))
-            Trainer(config, lambda text: None, _Later(), launcher=launcher, resources=resources).run()
+            Trainer(config, lambda text: None, DeferredJudge(), launcher=launcher, resources=resources).run()
     found = sorted((tmp_path / "run" / "steps").iterdir())
     assert len(found) == 3
     numbers = []

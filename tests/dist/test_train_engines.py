@@ -6,7 +6,6 @@ What this does not exercise: engines on GPUs and of a cluster, whose death ends 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,11 @@ from verifier.core.finding import Verdict
 from verifier.core.records_trainer import LoadedState
 from verifier.core.records_weights import SyncedTensor
 from verifier.errors import InternalError
+from verifier.faults.training_trial import DeferredJudge
 from verifier.report.report import report_of
-from verifier.runs.resources import Deadline, Resources
+from verifier.runs.resources import Deadline
 from verifier.trainer.controller import Trainer
 from verifier.trainer.engines import RESTARTS
-from verifier.trainer.loop import Judged
 
 STEPS = 3
 KNOBS = (
@@ -34,28 +33,13 @@ KNOBS = (
 EVALUATED = ("evaluation.num_problems=4", "evaluation.every=2")
 
 
-class Later:
-    """A judge that lets every step pass: the test judges them itself."""
-
-    def submit(self, trace: Path) -> Future[Judged]:
-        done: Future[Judged] = Future()
-        done.set_result(Judged(0, ""))
-        return done
-
-
-@pytest.fixture(scope="module")
-def resources():
-    with Resources(warm=True) as found:
-        yield found
-
-
 @pytest.fixture(scope="module")
 def train(resources):
     def run(folder: Path, *knobs: str, within: Sequence[str] = ()) -> list[str]:
         lines: list[str] = []
         config, _ = load(TrainConfig, overrides=[*KNOBS, *knobs, f"run={folder}"])
         launcher = resources.launcher(Deadline(300))
-        Trainer(config, lines.append, Later(), launcher=launcher, resources=resources, within=within).run()
+        Trainer(config, lines.append, DeferredJudge(), launcher=launcher, resources=resources, within=within).run()
         return lines
 
     return run
@@ -174,7 +158,7 @@ def test_a_run_ahead_goes_on_with_the_batch_that_it_had_sampled(mode, train, res
     config, _ = load(TrainConfig, overrides=[*KNOBS, *knobs, f"run={tmp_path / 'run'}"])
     launcher = resources.launcher(Deadline(300))
     with pytest.raises(Stopped):
-        Trainer(config, stop, Later(), launcher=launcher, resources=resources).run()
+        Trainer(config, stop, DeferredJudge(), launcher=launcher, resources=resources).run()
     assert any("continuing from the checkpoint" in line for line in train(tmp_path / "run", *knobs))
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
     require_held(tmp_path / "run")

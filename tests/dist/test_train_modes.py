@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +21,10 @@ from verifier.core.records_policy import Advantages, PolicyColumns, SamplingRoun
 from verifier.core.records_tokens import OracleOfSampled, SampledTokens
 from verifier.core.records_trainer import DataOrder
 from verifier.core.trace import Trace
+from verifier.faults.training_trial import DeferredJudge
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.controller import Trainer
-from verifier.trainer.loop import Judged
 
 STEPS = 3
 LIVE = (
@@ -41,25 +40,10 @@ MODES = {
 """Name of a run -> its knobs."""
 
 
-class _Later:
-    """A judge that lets every step pass: the test judges them itself."""
-
-    def submit(self, trace: Path) -> Future[Judged]:
-        done: Future[Judged] = Future()
-        done.set_result(Judged(0, ""))
-        return done
-
-
-@pytest.fixture(scope="module")
-def resources():
-    with Resources(warm=True) as found:
-        yield found
-
-
 def train(resources: Resources, folder: Path, knobs: Sequence[str]) -> Path:
     config, _ = load(TrainConfig, overrides=[*knobs, f"run={folder}"])
     launcher = resources.launcher(Deadline(300))
-    Trainer(config, lambda text: None, _Later(), launcher=launcher, resources=resources).run()
+    Trainer(config, lambda text: None, DeferredJudge(), launcher=launcher, resources=resources).run()
     return folder
 
 

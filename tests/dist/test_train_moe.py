@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -23,10 +22,10 @@ from verifier.core.records_tokens import GivenRoutes, UsedRoutes
 from verifier.data.recorded import read_recorded, write_recorded
 from verifier.errors import UsageError
 from verifier.faults.route_faults import ROUTES
+from verifier.faults.training_trial import DeferredJudge
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.controller import Trainer
-from verifier.trainer.loop import Judged
 
 MODEL = ("model=tiny:add-moe", "steps=2", "evaluation.num_problems=0", "batch.micro_batch_size=3")
 EXPERTS = {
@@ -38,26 +37,11 @@ EXPERTS = {
 REPLAY = ("algorithm=grpo", f"data.rollouts={ROUTES}", "grpo.group_size=4", "grpo.replay_routes=true")
 
 
-class _Later:
-    """A judge that lets every step pass: the test judges them itself."""
-
-    def submit(self, trace: Path) -> Future[Judged]:
-        done: Future[Judged] = Future()
-        done.set_result(Judged(0, ""))
-        return done
-
-
-@pytest.fixture(scope="module")
-def resources():
-    with Resources(warm=True) as found:
-        yield found
-
-
 def train(resources: Resources, run: Path, *knobs: str) -> None:
     given = {text.partition("=")[0]: text for text in (*MODEL, *knobs, f"run={run}")}  # the last of each counts
     config, _ = load(TrainConfig, overrides=[*given.values()])
     launcher = resources.launcher(Deadline(300))
-    judge = _Later() if config.verify.steps else None
+    judge = DeferredJudge() if config.verify.steps else None
     Trainer(config, lambda text: None, judge, launcher=launcher, resources=resources).run()
 
 

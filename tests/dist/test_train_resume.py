@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -27,12 +26,13 @@ from verifier.config.training import TrainConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.errors import UsageError
+from verifier.faults.training_trial import DeferredJudge
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.rank import RankContext
 from verifier.report.report import report_of
 from verifier.trainer.checkpoint_folder import Checkpoints
 from verifier.trainer.controller import Trainer
-from verifier.trainer.loop import Judged, TrainSummary
+from verifier.trainer.loop import TrainSummary
 from verifier.trainer.worker_spec import WorkerSpec
 
 CONFIG = ROOT / "configs" / "add-sft.yaml"
@@ -42,20 +42,12 @@ FIRST, THIRD = 2e-6, 2e-5
 """Greatest distance of a loss on another mesh, nats: ranks add in another order, and steps let it grow (issue 16)."""
 
 
-class Passing:
-    """A judge that lets every step pass; the test judges the traces itself."""
-
-    def submit(self, trace: Path) -> Future[Judged]:
-        done: Future[Judged] = Future()
-        done.set_result(Judged(0, ""))
-        return done
-
-
 def train(launcher: ForkLauncher, run: Path, *knobs: str, within: Sequence[str] = ()) -> TrainSummary:
     given = {text.partition("=")[0] for text in knobs}
     kept = [text for text in KNOBS if text.partition("=")[0] not in given]
     config, _ = load(TrainConfig, file=CONFIG, overrides=[*kept, *knobs, f"run={run}"])
-    return Trainer(config, print, Passing() if config.verify.steps else None, launcher=launcher, within=within).run()
+    judge = DeferredJudge() if config.verify.steps else None
+    return Trainer(config, print, judge, launcher=launcher, within=within).run()
 
 
 def losses(run: Path) -> list[float]:

@@ -5,9 +5,6 @@ What this does not exercise: the bugs that these checks catch (tests/faults), an
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from pathlib import Path
-
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
@@ -17,11 +14,10 @@ from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.core.records_tokens import GradientRecord
 from verifier.errors import UsageError
-from verifier.faults.training_trial import GRPO_KNOBS, KNOBS
+from verifier.faults.training_trial import GRPO_KNOBS, KNOBS, DeferredJudge
 from verifier.report.report import report_of
-from verifier.runs.resources import Deadline, Resources
+from verifier.runs.resources import Deadline
 from verifier.trainer.controller import Trainer
-from verifier.trainer.loop import Judged
 
 GRPO = ("algorithm=grpo", *GRPO_KNOBS)
 LIVE = ("algorithm=grpo", "grpo.group_size=4", "engine.kind=hf", "data.batch_size=2", "grpo.max_answer_tokens=8")
@@ -40,21 +36,6 @@ RUNS: dict[str, tuple[tuple[str, ...], set[str]]] = {
 """Name of a run -> its knobs, and the checks that it has besides those of gradients."""
 
 
-class _Later:
-    """A judge that lets every step pass: the test judges them itself."""
-
-    def submit(self, trace: Path) -> Future[Judged]:
-        done: Future[Judged] = Future()
-        done.set_result(Judged(0, ""))
-        return done
-
-
-@pytest.fixture(scope="module")
-def resources():
-    with Resources(warm=True) as found:
-        yield found
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_every_sampled_step_holds(name, resources, tmp_path):
     knobs, also = RUNS[name]
@@ -63,7 +44,7 @@ def test_every_sampled_step_holds(name, resources, tmp_path):
     given = ["model=tiny:add", *kept, *knobs, "verify.steps=true", "verify.every=2", f"run={tmp_path / 'run'}"]
     config, _ = load(TrainConfig, overrides=given)
     launcher = resources.launcher(Deadline(300))
-    Trainer(config, lambda text: None, _Later(), launcher=launcher, resources=resources).run()
+    Trainer(config, lambda text: None, DeferredJudge(), launcher=launcher, resources=resources).run()
     for step in (1, 2, 3):
         trace = store.read(tmp_path / "run" / "steps" / f"{step:06d}")
         report = report_of(trace, "")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.dist.test_train_modes import require_held, resources, train  # noqa: F401  (a fixture)
+from tests.dist.test_train_modes import require_held, train
 from verifier.core import store
 from verifier.core.records_policy import Advantages, EpisodeTurns, PolicyColumns
 from verifier.core.records_tokens import Rollouts
@@ -32,7 +32,7 @@ SHAPES = {"one": (), "step-wise": ("grpo.step_wise=true",), "async": (
 
 
 @pytest.fixture(scope="module")
-def run(resources, tmp_path_factory):  # noqa: F811
+def run(resources, tmp_path_factory):
     found: dict[str, Path] = {}
 
     def once(name: str) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.core.records_tokens import GradientRecord, OracleLogprobs, TrainerLogprobs
 from verifier.core.trace import Trace
+from verifier.faults.training_trial import DeferredJudge
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.controller import Trainer
-from verifier.trainer.loop import Judged
 
 STEPS = 3
 COMMON = (
@@ -131,15 +130,6 @@ RUNS: dict[str, tuple[str, ...]] = {
 """Name of a run -> its knobs."""
 
 
-class _Later:
-    """A judge that lets every step pass: the test judges them itself."""
-
-    def submit(self, trace: Path) -> Future[Judged]:
-        done: Future[Judged] = Future()
-        done.set_result(Judged(0, ""))
-        return done
-
-
 def run(resources: Resources, name: str, folder: Path) -> dict[str, Any]:
     """Train, require that every check of every step holds, and return the row of the ledger."""
     began = time.monotonic()
@@ -148,7 +138,7 @@ def run(resources: Resources, name: str, folder: Path) -> dict[str, Any]:
     }  # the last of each counts
     config, _ = load(TrainConfig, overrides=[*given.values()])
     launcher = resources.launcher(Deadline(300))
-    Trainer(config, lambda text: None, _Later(), launcher=launcher, resources=resources).run()
+    Trainer(config, lambda text: None, DeferredJudge(), launcher=launcher, resources=resources).run()
     trained_s = time.monotonic() - began
     traces = [store.read(path) for path in sorted((folder / "steps").iterdir())]
     assert len(traces) == STEPS

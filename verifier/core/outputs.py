@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,32 @@ def write_whole(file: Path, text: str) -> None:
     except OSError as problem:
         aside.unlink(missing_ok=True)
         raise UsageError(f"`{file}` cannot be written: {problem.strerror}") from problem
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path, lock: str, what: str, other: str) -> Iterator[None]:
+    """Make a folder and keep others out of it until exit.
+
+    Args:
+        folder: made if it is absent.
+        lock: name of the file in it that is locked.
+        what: name of the folder in a refusal, such as "run folder".
+        other: name of who else may use it, such as "run".
+
+    Raises:
+        UsageError: it is in use, or cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = (folder / lock).open("a")
+    except OSError as problem:
+        raise UsageError(f"the {what} `{folder}` cannot be written: {problem.strerror}") from problem
+    with held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as problem:
+            raise UsageError(f"the {what} `{folder}` is in use by another {other}: choose another --run") from problem
+        yield
 
 
 @contextlib.contextmanager

@@ -69,14 +69,14 @@ def run_training(
     config, _ = load(TrainConfig, overrides=[*training_overrides(fault), f"run={run}", "verify.steps=true"])
     launcher = resources.launcher(Deadline(config.timeout_s))
     if fault.stage is Stage.CHECKPOINT:
-        Trainer(replace(config, steps=config.steps - 1), progress, _Later(), launcher=launcher).run()
+        Trainer(replace(config, steps=config.steps - 1), progress, DeferredJudge(), launcher=launcher).run()
     fire, crashed = FireCounter(mark=folder / "fired-controller"), ""
     with contextlib.ExitStack() as stack:
         if inject and fault.side is Side.CONTROLLER:
             stack.enter_context(fault.inject(fire))
         within = (INJECTED, fault.id, str(folder)) if inject and fault.side is Side.TRAINER else ()
         try:
-            Trainer(config, progress, _Later(), launcher=launcher, resources=resources, within=within).run()
+            Trainer(config, progress, DeferredJudge(), launcher=launcher, resources=resources, within=within).run()
         except VerifierError as problem:
             if not inject:
                 raise
@@ -93,10 +93,11 @@ def run_training(
     )  # fmt: skip
 
 
-class _Later:
-    """A judge that lets every step pass: the trial judges them itself."""
+class DeferredJudge:
+    """Judge that lets every step pass; whoever started the run judges the traces afterwards."""
 
     def submit(self, trace: Path) -> Future[Judged]:
+        """Return a verdict that holds, whatever the trace has."""
         done: Future[Judged] = Future()
         done.set_result(Judged(0, ""))
         return done

@@ -11,7 +11,6 @@ sweep.html      plot
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from verifier.config.sweep import SweepConfig
+from verifier.core.outputs import locked_folder
 from verifier.errors import UsageError
 from verifier.knob import flat
 
@@ -92,16 +92,7 @@ def opened_rows(config: SweepConfig, device: str) -> Iterator[SweepRows]:
         UsageError: the folder holds a sweep of other knobs or of another device, is in use, or cannot be written.
     """
     folder, file = config.run, config.run / "trials.jsonl"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "sweep.lock").open("a")
-    except OSError as problem:
-        raise UsageError(f"the folder `{folder}` cannot be written: {problem.strerror}") from problem
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as problem:
-            raise UsageError(f"the folder `{folder}` is in use by another sweep: choose another --run") from problem
+    with locked_folder(folder, "sweep.lock", "folder", "sweep"):
         asked = {"device": device, **_shared_knobs(config)}
         lines = _whole_lines(file) if file.exists() else []
         if lines:

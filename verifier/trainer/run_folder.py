@@ -17,7 +17,6 @@ finished.json          how the run ended
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import re
 import shutil
@@ -28,7 +27,7 @@ from typing import Any
 
 from verifier.config.load import resolved
 from verifier.config.training import TrainConfig
-from verifier.core.outputs import write_whole
+from verifier.core.outputs import locked_folder, write_whole
 from verifier.errors import UsageError
 from verifier.knob import entries, flat
 from verifier.trainer import update_log
@@ -139,16 +138,7 @@ def opened(config: TrainConfig) -> Iterator[RunFolder]:
     """
     path = config.run
     folder = RunFolder(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = (path / "lock").open("a")
-    except OSError as problem:
-        raise UsageError(f"the run folder `{path}` cannot be written: {problem.strerror}") from problem
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as problem:
-            raise UsageError(f"the run folder `{path}` is in use by another run: choose another --run") from problem
+    with locked_folder(path, "lock", "run folder", "run"):
         _require_same_run(config)
         for name in ("batches", "steps"):
             (path / name).mkdir(exist_ok=True)

@@ -24,7 +24,7 @@ VISITS = ("save", "export")
 
 
 class Turns:
-    """Whose turn it is on the GPUs of one rank, the engine's at first. Every method is a collective.
+    """Turns of trainer and engine on the GPUs of one rank, the engine's first. Every method is a collective.
 
     Args:
         sync: link to the engine.
