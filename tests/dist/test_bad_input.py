@@ -34,6 +34,7 @@ KNOWN = (
     "tiny:nemotron-h",
     "tiny:add",
     "tiny:add-moe",
+    "tiny:add-moe-16",
     "tiny:qwen3-504",
 )
 WIDE = ("wide:qwen3-30b-a3b", "wide:deepseek-v3", "wide:nemotron-3-nano")

@@ -78,6 +78,7 @@ _ADD_EXPERTS: dict[str, JSON] = {
 TO_TRAIN: dict[str, tuple[str, dict[str, JSON]]] = {
     "add": ("qwen3", {**DECODER, **_ADD}),
     "add-moe": ("qwen3-moe", {**QWEN3_MOE, **_ADD, **_ADD_EXPERTS}),  # published mixtures are not tied
+    "add-moe-16": ("qwen3-moe", {**QWEN3_MOE, **_ADD, **_ADD_EXPERTS, "num_experts": 16}),
 }
 """Like `TINY`, models that learn a task from their generated weights; each has the character tokenizer.
 
