@@ -10,6 +10,7 @@ from verifier.config.commands import EngineOptions, RunConfig, next_trace
 from verifier.config.grpo import GrpoOptions
 from verifier.config.lora import LoraOptions
 from verifier.config.megatron import MegatronOptions
+from verifier.config.metrics import MetricsOptions
 from verifier.config.profile import ProfileOptions
 from verifier.errors import UsageError
 from verifier.knob import check, group, knob
@@ -199,6 +200,7 @@ class TrainConfig(RunConfig):
     checkpoint: CheckpointOptions = group(CheckpointOptions)
     verify: VerifyOptions = group(VerifyOptions)
     profile: ProfileOptions = group(ProfileOptions)
+    metrics: MetricsOptions = group(MetricsOptions)
     ray: RayOptions = group(RayOptions)
 
     def _refuse_contradictions(self) -> None:
