@@ -93,9 +93,12 @@ def _rows(values: Mapping[str, Any], steps: int, verdict: str) -> Iterator[tuple
         yield "device", ", ".join(device)
     if "mismatch_floor" in values:
         trend = f", {values['mismatch_trend']:.3g} times lately" if "mismatch_trend" in values else ""
-        yield "mismatch", (
-            f"p99 {values['mismatch_p99']:.3g} nats, floor {values['mismatch_floor']:.3g}{trend}; "
-            f"greatest {values['mismatch_max']:.3g}, k3 {values['mismatch_k3']:.3g}"
+        yield (
+            "mismatch",
+            (
+                f"p99 {values['mismatch_p99']:.3g} nats, floor {values['mismatch_floor']:.3g}{trend}; "
+                f"greatest {values['mismatch_max']:.3g}, k3 {values['mismatch_k3']:.3g}"
+            ),
         )
     if verdict:
         yield "judged", verdict

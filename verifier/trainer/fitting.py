@@ -33,7 +33,7 @@ _TEXT_OF_TEMPLATE = 256
 
 
 def load_algorithms(config: TrainConfig) -> None:
-    """Import the plugins of a run, and refuse a loss or an estimator that nothing registers, or wandb that is not there.
+    """Import the plugins of a run, and refuse a loss, an estimator or a wandb that is not there.
 
     Raises:
         UsageError: see `load_plugins`, `check_name` and `require_wandb`.

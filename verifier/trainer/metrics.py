@@ -1,4 +1,4 @@
-"""Metrics of a training run: a line of JSON a step, the same numbers for TensorBoard and wandb, signs, and a live view."""
+"""Metrics of a training run: a line of JSON a step, and the same for TensorBoard, wandb and whoever looks."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ class Metrics:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        found = [
-            Summary.Value(tag=f"{_group(name)}/{name}", simple_value=value) for name, value in numbers.items()
-        ]
+        found = [Summary.Value(tag=f"{_group(name)}/{name}", simple_value=value) for name, value in numbers.items()]
         self._writer.add_event(Event(step=step, summary=Summary(value=found)))
 
 

@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 def mismatch_trend(before: Sequence[Row], row: Row) -> dict[str, float]:
     """Floor of a run's mismatch, and how many times that it is now.
 
-    The floor is the median `mismatch_p99` of the first `FEW` steps that have one, in which the weights differ little from
+    The floor is the median `mismatch_p99` of the first `FEW` steps that have one. Their weights differ little from
     those that both sides loaded.
 
     Args:

@@ -28,7 +28,9 @@ def test_a_reward_that_rises_is_not_flat():
 
 
 def test_entropy_that_halves_falls_and_slow_fall_is_no_sign():
-    assert signs_of(rows(entropy=[0.9**step for step in range(20)])) == ["entropy falls: 0.819 to 0.169 nats in 20 steps"]
+    assert signs_of(rows(entropy=[0.9**step for step in range(20)])) == [
+        "entropy falls: 0.819 to 0.169 nats in 20 steps"
+    ]
     assert signs_of(rows(entropy=[0.99**step for step in range(20)])) == []
 
 

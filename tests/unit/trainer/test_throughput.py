@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from verifier.config.training import TrainConfig
 from verifier.config.lora import LoraOptions
+from verifier.config.training import TrainConfig
 from verifier.trainer.throughput import TrainingFlops, training_flops, utilisation_of
 
 LLAMA = {
