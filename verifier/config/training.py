@@ -10,7 +10,6 @@ from verifier.config.commands import EngineOptions, RunConfig, next_trace
 from verifier.config.grpo import GrpoOptions
 from verifier.config.lora import LoraOptions
 from verifier.config.megatron import MegatronOptions
-from verifier.config.metrics import MetricsOptions
 from verifier.config.profile import ProfileOptions
 from verifier.errors import UsageError
 from verifier.knob import check, group, knob
@@ -183,6 +182,7 @@ class TrainConfig(RunConfig):
         factory=lambda: next_trace("train", FIRST_RUN), flag="--run", metavar="DIR", last=True,
     )  # fmt: skip
     plugins: tuple[str, ...] = knob("Modules that register losses, advantages and rewards, on every rank.", ())
+    wandb: bool = knob("Write metrics as an offline run of wandb too, in the run's folder `wandb`.", False)
     data: DataOptions = group(DataOptions)
     batch: BatchOptions = group(BatchOptions)
     aggregation: str = knob("Mean of the tokens' losses.", "token_mean", choices=AGGREGATIONS)
@@ -200,7 +200,6 @@ class TrainConfig(RunConfig):
     checkpoint: CheckpointOptions = group(CheckpointOptions)
     verify: VerifyOptions = group(VerifyOptions)
     profile: ProfileOptions = group(ProfileOptions)
-    metrics: MetricsOptions = group(MetricsOptions)
     ray: RayOptions = group(RayOptions)
 
     def _refuse_contradictions(self) -> None:

@@ -32,7 +32,7 @@ from verifier.errors import UsageError
 from verifier.knob import entries, flat
 from verifier.trainer import update_log
 
-FREE = ("steps", "timeout_s", "run", "mesh.", "verify.", "evaluation.", "checkpoint.", "profile.", "metrics.", "ray.")
+FREE = ("steps", "timeout_s", "run", "mesh.", "verify.", "evaluation.", "checkpoint.", "profile.", "wandb", "ray.")
 """Knobs, and groups of them, in which a run may be continued with another value."""
 FINISHED, KNOBS = "finished.json", "knobs.json"
 

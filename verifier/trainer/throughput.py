@@ -74,7 +74,7 @@ def training_flops(sizes: Mapping[str, Any], *, frozen: bool = False) -> Trainin
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """What a run's steps cost, and what its GPUs can do."""
+    """Cost of a run's steps against what its GPUs can do."""
 
     flops: TrainingFlops
     peak: float

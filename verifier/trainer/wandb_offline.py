@@ -20,8 +20,8 @@ def require_wandb(config: TrainConfig) -> None:
     Raises:
         UsageError: see above.
     """
-    if config.metrics.wandb and importlib.util.find_spec("wandb") is None:
-        raise UsageError("metrics.wandb is true and the package wandb is not installed: install it, or leave it out")
+    if config.wandb and importlib.util.find_spec("wandb") is None:
+        raise UsageError("wandb is true and the package wandb is not installed: install it, or leave it out")
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def wandb_log(config: TrainConfig) -> Iterator[Log | None]:
     Source:
         https://docs.wandb.ai/ref/python/init: mode "offline" writes to `dir` alone; `wandb sync` sends it later.
     """
-    if not config.metrics.wandb:
+    if not config.wandb:
         yield None
         return
     import wandb

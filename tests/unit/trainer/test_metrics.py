@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from verifier.config.metrics import MetricsOptions
 from verifier.config.training import TrainConfig
 from verifier.errors import UsageError
 from verifier.trainer.fitting import load_algorithms
@@ -32,7 +31,7 @@ MODEL = SimpleNamespace(tier="cpu", checkpoint=SimpleNamespace(config={}))
 
 
 def config_of(folder, *, wandb=False):
-    return TrainConfig(model="m", run=folder, steps=7, metrics=MetricsOptions(wandb=wandb))
+    return TrainConfig(model="m", run=folder, steps=7, wandb=wandb)
 
 
 def written(folder, rows, view=None, **options):
@@ -78,7 +77,7 @@ def test_wandb_gets_the_numbers_offline(tmp_path, monkeypatch):
 
 def test_wandb_that_is_not_installed_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    sentence = "metrics.wandb is true and the package wandb is not installed: install it, or leave it out"
+    sentence = "wandb is true and the package wandb is not installed: install it, or leave it out"
     with pytest.raises(UsageError) as refused:
         load_algorithms(config_of(tmp_path, wandb=True))
     assert str(refused.value) == sentence
