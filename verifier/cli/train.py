@@ -69,15 +69,15 @@ def train(config: TrainConfig, progress: Progress, view: LiveView | None = None)
         if code := train(begin, progress, view):
             return code
         config = replace(config, model=str(begin.run / "hf_model"), first=None)
-    if view is not None:
-        view.begin(config.steps)
-    with contextlib.ExitStack() as stack:
-        judge = stack.enter_context(started_judge()) if config.verify.steps else None
-        try:
+    try:
+        with contextlib.ExitStack() as stack:
+            judge = stack.enter_context(started_judge()) if config.verify.steps else None
+            if view is not None:
+                stack.enter_context(view.run(config.steps))
             summary = Trainer(config, progress, judge, view=view).run()
-        except ViolationFound as found:
-            show(str(found))
-            return found.exit_code
+    except ViolationFound as found:
+        show(str(found))
+        return found.exit_code
     accuracy = "" if summary.accuracy is None else f", held-out accuracy {summary.accuracy:.3f}"
     judged = f"; {summary.judged:,} steps judged, all hold" if judge is not None else "; not judged"
     if summary.finished_before:

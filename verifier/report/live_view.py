@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from verifier.report.progress import Progress
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
     from rich.live import Live
 
 BAR = 24
@@ -24,15 +24,26 @@ _VERDICTS = {0: "holds", 1: "violated", 2: "inconclusive"}
 class LiveView:
     """Table of a run's last step above a line that says what it is doing; make one with `live_view`."""
 
-    def __init__(self, live: Live, what: str) -> None:
-        self._live, self._what = live, what
+    def __init__(self, console: Console, what: str) -> None:
+        self._console, self._what = console, what
+        self._live: Live | None = None
         self._values: Mapping[str, Any] = {}
         self._steps, self._verdict, self._doing = 0, "", ""
 
-    def begin(self, steps: int) -> None:
-        """Clear the table for a run of so many steps."""
-        self._values, self._steps, self._verdict = {}, steps, ""
-        self._draw()
+    @contextlib.contextmanager
+    def run(self, steps: int) -> Iterator[None]:
+        """Show a run of so many steps until exit; its last table stays."""
+        self._values, self._steps, self._verdict, self._doing = {}, steps, "", ""
+        from rich.live import Live
+
+        with Live(console=self._console, auto_refresh=False, redirect_stdout=False) as self._live:  # it may be a file
+            self._draw()
+            try:
+                yield
+            finally:
+                self._doing = ""
+                self._draw()
+                self._live = None
 
     def progress(self, text: str) -> None:
         """Show what the run is doing now."""
@@ -48,13 +59,21 @@ class LiveView:
         """Keep the verdict on a step, to be shown with the next metrics."""
         self._verdict = f"step {step:,} {_VERDICTS.get(exit_code, 'not judged')}"
 
-    def _draw(self) -> None:
+    def shown(self) -> RenderableType:
+        """Return the table and the line as they are now."""
         from rich.console import Group
         from rich.text import Text
 
-        line = Text(f"{self._what}: {self._doing}", no_wrap=True, overflow="ellipsis")
-        shown = [table_of(self._values, self._steps, self._verdict)] if self._values else []
-        self._live.update(Group(*shown, line), refresh=True)
+        shown: list[RenderableType] = []
+        if self._values:
+            shown.append(table_of(self._values, self._steps, self._verdict))
+        if self._doing:
+            shown.append(Text(f"{self._what}: {self._doing}", no_wrap=True, overflow="ellipsis"))
+        return Group(*shown)
+
+    def _draw(self) -> None:
+        if self._live is not None:
+            self._live.update(self.shown(), refresh=True)
 
 
 def table_of(values: Mapping[str, Any], steps: int, verdict: str) -> RenderableType:
@@ -112,13 +131,11 @@ def _words(name: str) -> str:
 
 @contextlib.contextmanager
 def live_view(what: str) -> Iterator[tuple[Progress, LiveView | None]]:
-    """Progress and view of a run on a terminal's stderr, whose last table stays; neither if that is a file."""
+    """Progress and view of runs on a terminal's stderr; neither if that is a file."""
     if not sys.stderr.isatty():
         yield lambda text: None, None
         return
     from rich.console import Console
-    from rich.live import Live
 
-    with Live(console=Console(stderr=True), auto_refresh=False) as live:
-        view = LiveView(live, what)
-        yield view.progress, view
+    view = LiveView(Console(stderr=True), what)
+    yield view.progress, view

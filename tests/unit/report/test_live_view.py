@@ -3,7 +3,6 @@
 import io
 
 from rich.console import Console
-from rich.live import Live
 
 from verifier.report.live_view import LiveView, live_view
 
@@ -28,40 +27,41 @@ train: importing [nothing]
 """
 
 
-def drawn(live):
+def drawn(shown):
     """Text that the view shows now."""
     console = Console(file=io.StringIO(), width=100)
-    console.print(live.get_renderable())
+    console.print(shown.shown())
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 
 
 def view():
-    live = Live(console=Console(file=io.StringIO()), auto_refresh=False)
-    return live, LiveView(live, "train")
+    return LiveView(Console(file=io.StringIO(), width=100), "train")
 
 
 def test_a_step_is_shown_whole():
-    live, shown = view()
-    shown.begin(100)
-    shown.progress("importing [nothing]")
-    shown.judged(11, 0)
-    shown.add(STEP)
-    assert drawn(live) == SHOWN
+    shown = view()
+    with shown.run(100):
+        shown.progress("importing [nothing]")
+        shown.judged(11, 0)
+        shown.add(STEP)
+        assert drawn(shown) == SHOWN
+    assert drawn(shown) == SHOWN.removesuffix("train: importing [nothing]\n")
 
 
 def test_a_run_that_begins_shows_what_it_is_doing_alone():
-    live, shown = view()
-    shown.add(STEP)
-    shown.begin(3)
-    shown.progress("loading")
-    assert drawn(live) == "train: loading\n"
+    shown = view()
+    with shown.run(100):
+        shown.add(STEP)
+    with shown.run(3):
+        shown.progress("loading")
+        assert drawn(shown) == "train: loading\n"
 
 
 def test_a_step_without_tokens_in_the_loss_is_shown():
-    live, shown = view()
-    shown.begin(3)
-    shown.add({"step": 2, "reward": 0.0})
-    assert drawn(live) == "step      2 of 3\nlearning  reward 0\ntrain:\n"
+    shown = view()
+    with shown.run(3):
+        shown.add({"step": 2, "reward": 0.0})
+        assert drawn(shown) == "step      2 of 3\nlearning  reward 0\n"
 
 
 def test_a_file_gets_nothing(capsys):
