@@ -151,14 +151,16 @@ def train(
         show(fitting.dry_run(config, owners))
         return ExitCode.HOLDS
     from verifier.cli import train as cli_train
+    from verifier.report.live_view import live_view
     from verifier.report.progress import shown_progress
 
+    if replay is None and not preflight:
+        with live_view("train") as (progress, view):
+            return cli_train.train(config, progress, view)
     with shown_progress("train") as progress:
         if replay is not None and step is not None:
             return replay_step(config, replay, step, progress)
-        if preflight:
-            return cli_train.preflight(config, progress)
-        return cli_train.train(config, progress)
+        return cli_train.preflight(config, progress)
 
 
 @app.command()

@@ -17,6 +17,7 @@ from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core.finding import ExitCode
 from verifier.errors import UsageError, VerifierError, ViolationFound
+from verifier.report.live_view import LiveView
 from verifier.report.progress import Progress
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ def started_judge() -> Iterator[ProcessJudge]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def train(config: TrainConfig, progress: Progress) -> int:
-    """Run the config, print how it ended, and return the exit code."""
+def train(config: TrainConfig, progress: Progress, view: LiveView | None = None) -> int:
+    """Run the config, in a view if there is one, print how it ended, and return the exit code."""
     from verifier.trainer.controller import Trainer
 
     if config.first is not None:
@@ -65,16 +66,18 @@ def train(config: TrainConfig, progress: Progress) -> int:
         begin = replace(begin, dtype=config.dtype)
         if begin.model != config.model:
             raise UsageError(f"`{config.first}` trains {begin.model} and this run {config.model}: name the same model")
-        if code := train(begin, progress):
+        if code := train(begin, progress, view):
             return code
         config = replace(config, model=str(begin.run / "hf_model"), first=None)
-    with contextlib.ExitStack() as stack:
-        judge = stack.enter_context(started_judge()) if config.verify.steps else None
-        try:
-            summary = Trainer(config, progress, judge).run()
-        except ViolationFound as found:
-            show(str(found))
-            return found.exit_code
+    try:
+        with contextlib.ExitStack() as stack:
+            judge = stack.enter_context(started_judge()) if config.verify.steps else None
+            if view is not None:
+                stack.enter_context(view.run(config.steps))
+            summary = Trainer(config, progress, judge, view=view).run()
+    except ViolationFound as found:
+        show(str(found))
+        return found.exit_code
     accuracy = "" if summary.accuracy is None else f", held-out accuracy {summary.accuracy:.3f}"
     judged = f"; {summary.judged:,} steps judged, all hold" if judge is not None else "; not judged"
     if summary.finished_before:

@@ -182,6 +182,7 @@ class TrainConfig(RunConfig):
         factory=lambda: next_trace("train", FIRST_RUN), flag="--run", metavar="DIR", last=True,
     )  # fmt: skip
     plugins: tuple[str, ...] = knob("Modules that register losses, advantages and rewards, on every rank.", ())
+    wandb: bool = knob("Write metrics as an offline run of wandb too, in the run's folder `wandb`.", False)
     data: DataOptions = group(DataOptions)
     batch: BatchOptions = group(BatchOptions)
     aggregation: str = knob("Mean of the tokens' losses.", "token_mean", choices=AGGREGATIONS)

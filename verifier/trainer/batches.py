@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -72,7 +72,7 @@ class ScoredRollouts:
 class UpdatePlan(Protocol):
     """Updates of a run, each a function of the config, the number of its step and the weights that it finds."""
 
-    facts: Mapping[str, float]
+    facts: Mapping[str, Any]
     """Metrics of the last step's batch, by name."""
     scored: ScoredRollouts | None
     """Rollouts of the last step, as they were scored before its updates; None in supervised fine-tuning."""
@@ -144,7 +144,7 @@ class SftPlan:
     scored: ScoredRollouts | None = None
 
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint, folder: Callable[[int], Path]) -> None:
-        self.facts: Mapping[str, float] = {}
+        self.facts: Mapping[str, Any] = {}
         self.has_text = False
         self._config, self._file = config, folder
         self._tokenizer = open_tokenizer(checkpoint.path)

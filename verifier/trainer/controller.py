@@ -26,7 +26,7 @@ from verifier.trainer.fitting import load_algorithms, require_fit
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
 from verifier.trainer.loop import Judge, StepLoop, TrainSummary
-from verifier.trainer.metrics import metrics_of
+from verifier.trainer.metrics import View, metrics_of
 from verifier.trainer.ranks import PRELOAD, Launcher, start_ranks
 from verifier.trainer.run_folder import RunFolder, opened
 from verifier.trainer.sampled_step import require_judgeable
@@ -50,6 +50,7 @@ class Trainer:
         resources: starts the engine, and ends it; None starts one for this run.
         within: see `WorkerSpec.within`.
         whole_answers: see `EngineRollouts`.
+        view: shows metrics and verdicts as they come; None for none.
     """
 
     def __init__(
@@ -62,8 +63,9 @@ class Trainer:
         resources: Resources | None = None,
         within: Sequence[str] = (),
         whole_answers: bool = False,
+        view: View | None = None,
     ) -> None:
-        self._config, self._progress, self._judge = config, progress, judge
+        self._config, self._progress, self._judge, self._view = config, progress, judge, view
         self._launcher, self._within, self._whole_answers = launcher, within, whole_answers
         self._rollouts: EngineRollouts | None = None
         self._ahead: AheadRollouts | None = None
@@ -87,7 +89,7 @@ class Trainer:
         plan = self._plan_of(model)
         with opened(config) as folder, full_disk_refused(folder.path), contextlib.ExitStack() as stack:
             self._folder, self._model, self._until = folder, model, until
-            line = stack.enter_context(metrics_of(folder))
+            line = stack.enter_context(metrics_of(folder, config, model, self._view))
             if (ended := folder.finished(config.steps)) is not None:
                 return TrainSummary(**ended, finished_before=True)
             self._continuation = Continuation(config, folder, self._progress)

@@ -22,6 +22,7 @@ from verifier.model.named import config_of
 from verifier.platform import Tier
 from verifier.train.microbatch import split_by_count
 from verifier.train.token_layout import Alignment
+from verifier.trainer.wandb_offline import require_wandb
 
 _GPU = Path("/dev/nvidiactl")
 """Device file of NVIDIA's driver; without it no GPU can be used."""
@@ -32,11 +33,12 @@ _TEXT_OF_TEMPLATE = 256
 
 
 def load_algorithms(config: TrainConfig) -> None:
-    """Import the plugins of a run, and refuse a loss or an estimator that nothing registers.
+    """Import the plugins of a run, and refuse a loss, an estimator or a wandb that is not there.
 
     Raises:
-        UsageError: see `load_plugins` and `check_name`.
+        UsageError: see `load_plugins`, `check_name` and `require_wandb`.
     """
+    require_wandb(config)
     load_plugins(config.plugins)
     if config.algorithm == "grpo":
         check_name("loss", config.grpo.loss)

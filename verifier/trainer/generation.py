@@ -235,7 +235,7 @@ class EngineRollouts:
         assert self._client is not None
         assert self._reward is not None
         prompts = [encode_prompt(example, self._tokenizer) for example in self._held_out]
-        found = {}
+        found = {"held_out_version": float(step)}
         for name, temperature in (("held_out_reward", self._config.grpo.temperature), ("accuracy", 0.0)):
             sampling = Sampling(
                 seed=(self._config.seed + 1) * _SEEDS - (step + 1) * self._config.grpo.max_turns * len(prompts),

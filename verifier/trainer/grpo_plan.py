@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from verifier.trainer.batches import (
     weights_of,
 )
 from verifier.trainer.given_routes import record_given, require_routes
+from verifier.trainer.mismatch import by_position, mismatch_facts
 from verifier.trainer.sampled_batch import rewards_of
 from verifier.trainer.token_versions import fresh_tokens
 
@@ -97,7 +98,7 @@ class GrpoPlan:
         moe_layers: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self._config, self._source, self._file, self._moe_layers = config, source, file, moe_layers
-        self.facts: Mapping[str, float] = {}
+        self.facts: Mapping[str, Any] = {}
         self.scored: ScoredRollouts | None = None
         self.has_text = False
 
@@ -245,7 +246,7 @@ class GrpoPlan:
 def _facts(
     config: TrainConfig, step: int, rows: Sequence[RolloutRow], given: Sequence[Rollout],
     reasons: Sequence[DropReason | str | None], old: Values,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """Metrics of a batch: rewards, lengths, groups with several rewards, age, mismatch of trainer and engine."""
     totals, group_of = defaultdict[str, float](float), {row.trajectory or row.id: row.group for row in rows}
     for row in rows:
@@ -259,7 +260,7 @@ def _facts(
     difference = np.concatenate(
         [(own - item.logprobs)[fresh] for (item, own), fresh in zip(pairs, same, strict=True)]
     ).astype(np.float64)
-    found = {
+    found: dict[str, Any] = {
         "reward": float(sum(totals.values()) / len(totals)),
         "answer_tokens": sum(sum(row.sampled) for row in rows) / len(totals),
         "truncated_share": float(np.mean([row.truncated for row in ends])),
@@ -268,12 +269,11 @@ def _facts(
     if config.grpo.max_staleness:
         behind = np.concatenate([step - 1 - item.versions[item.sampled] for item in given])
         found |= {"staleness": float(behind.mean()), "dropped_stale": float(reasons.count(STALE))}
-    if not len(difference):
-        return found
-    return found | {
-        "mismatch_max": float(np.abs(difference).max()), "mismatch_p99": float(np.quantile(np.abs(difference), 0.99)),
-        "mismatch_k3": float(np.mean(np.expm1(difference) - difference)),
-    }  # fmt: skip
+    if len(difference):
+        places = [(np.cumsum(item.sampled) - 1)[fresh] for item, fresh in zip(given, same, strict=True)]
+        longest = config.grpo.max_answer_tokens * config.grpo.max_turns
+        found["mismatch_by_position"] = by_position(difference, np.concatenate(places), longest)
+    return found | mismatch_facts(difference)
 
 
 def _token_counts(given: Sequence[Rollout], with_reference: bool) -> dict[str, float]:

@@ -175,7 +175,7 @@ class StepLoop:
             loss = metrics.get("loss", loss)
             if config.evaluation.every and step % config.evaluation.every == 0:
                 metrics |= self._evaluate(step)
-            self.metrics.add(metrics)
+            self.metrics.add(metrics, [len(item) for update in updates for item in update.rollouts])
             self._show(metrics)
             if self.continuation.is_due(step):
                 self._save(step)
@@ -269,6 +269,7 @@ class StepLoop:
             except TimeoutError as problem:
                 raise InternalError(f"the judge of step {step} did not answer in {JUDGE_DEADLINE_S:g} s") from problem
             self._num_judged += 1
+            self.metrics.judged(step, judged.exit_code)
             if judged.exit_code:
                 raise ViolationFound(judged.text, judged.exit_code)
 
@@ -282,7 +283,7 @@ class StepLoop:
         if not file.exists():
             self.held_out.save(file)
         answers = self.call("evaluate", batch=str(file))[0]
-        return {"accuracy": sum(answers) / len(answers)}
+        return {"accuracy": sum(answers) / len(answers), "held_out_version": float(step)}
 
     def _show(self, metrics: dict[str, Any]) -> None:
         text = f"step {metrics['step']}: no token in the loss"

@@ -1,18 +1,25 @@
-"""Metrics of a training run: a line of JSON a step, and the same numbers for TensorBoard where it is installed."""
+"""Metrics of a training run: a line of JSON a step, and the same for TensorBoard, wandb and whoever looks."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
+from verifier.config.training import TrainConfig
+from verifier.platform.provenance import gpu_names
+from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.run_folder import RunFolder
+from verifier.trainer.signs import WINDOW, mismatch_trend, signs_of
+from verifier.trainer.throughput import utilisation_of
+from verifier.trainer.wandb_offline import Log, wandb_log
 
 STAGES = {
     "reward": "rollout", "answer_tokens": "rollout", "truncated_share": "rollout", "mixed_groups": "rollout",
-    "mismatch_max": "mismatch", "mismatch_p99": "mismatch", "mismatch_k3": "mismatch", "accuracy": "held-out",
-    "held_out_reward": "held-out",
+    "mismatch_max": "mismatch", "mismatch_p99": "mismatch", "mismatch_k3": "mismatch", "mismatch_floor": "mismatch",
+    "mismatch_trend": "mismatch", "accuracy": "held-out", "held_out_reward": "held-out", "held_out_version": "held-out",
 }  # fmt: skip
 """Metric -> group under which TensorBoard shows it; all others are of the step."""
 RATES = {
@@ -22,27 +29,64 @@ RATES = {
 """Rate of a stage -> metrics that it is the quotient of."""
 
 
+class View(Protocol):
+    """Shows a run to somebody who looks."""
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Show the metrics of a step."""
+
+    def judged(self, step: int, exit_code: int) -> None:
+        """Show the verdict on a step."""
+
+
 class Metrics:
     """Writer of a run's metrics; make one with `metrics_of`."""
 
-    def __init__(self, folder: RunFolder, writer: Any) -> None:
-        self._folder, self._writer = folder, writer
+    def __init__(
+        self, folder: RunFolder, writer: Any, log: Log | None, view: View | None, config: TrainConfig,
+        model: ModelUnderTest,
+    ) -> None:  # fmt: skip
+        self._folder, self._writer, self._log, self._view = folder, writer, log, view
+        self._config, self._model = config, model
+        self._last: deque[Mapping[str, Any]] | None = None
 
-    def add(self, values: Mapping[str, Any]) -> None:
-        """Write the metrics of a step, which has the key "step", and the rates of its stages."""
-        values = {**values, **_rates_of(values)}
+    def add(self, values: Mapping[str, Any], lengths: Sequence[int] = ()) -> None:
+        """Write the metrics of a step and what follows from them: rates, MFU, trend of the mismatch, signs.
+
+        Args:
+            values: metrics, with the key "step".
+            lengths: tokens of each sequence that was trained on, of each pass.
+        """
+        if self._last is None:  # not before the folder was rewound, and the ranks have their GPUs
+            self._last = deque(self._folder.last_metrics(WINDOW), WINDOW)
+            gpus = gpu_names(self._model.tier)
+            self._utilisation = utilisation_of(self._config, self._model.checkpoint.config, gpus)
+        values = {**values, **_rates_of(values), **mismatch_trend(self._last, values)}
+        if self._utilisation is not None:
+            values |= self._utilisation.facts(lengths, values["train_s"])
+        self._last.append(values)
+        if signs := signs_of(list(self._last)):
+            values["signs"] = signs
         self._folder.add_metrics(values)
-        if self._writer is None:
-            return
+        numbers = dict(_numbers_of(values))
+        if self._log is not None:
+            self._log(int(values["step"]), {f"{_group(name)}/{name}": value for name, value in numbers.items()})
+        if self._writer is not None:
+            self._add_event(int(values["step"]), numbers)
+        if self._view is not None:
+            self._view.add(values)
+
+    def judged(self, step: int, exit_code: int) -> None:
+        """Show the verdict on a step where somebody looks; the judge's report has it."""
+        if self._view is not None:
+            self._view.judged(step, exit_code)
+
+    def _add_event(self, step: int, numbers: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        found = [
-            Summary.Value(tag=f"{_group(name)}/{name}", simple_value=float(value))
-            for name, value in values.items()
-            if name != "step"
-        ]
-        self._writer.add_event(Event(step=int(values["step"]), summary=Summary(value=found)))
+        found = [Summary.Value(tag=f"{_group(name)}/{name}", simple_value=value) for name, value in numbers.items()]
+        self._writer.add_event(Event(step=step, summary=Summary(value=found)))
 
 
 def _rates_of(values: Mapping[str, Any]) -> dict[str, float]:
@@ -54,20 +98,34 @@ def _rates_of(values: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
+def _numbers_of(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Metrics that are numbers, by name; the parts of a list are numbered from 1."""
+    for name, value in values.items():
+        if name == "signs":
+            yield name, float(len(value))
+        elif isinstance(value, list):
+            yield from ((f"{name}_{at}", part) for at, part in enumerate(value, 1) if part is not None)
+        elif name != "step":
+            yield name, float(value)
+
+
 def _group(name: str) -> str:
+    if name.startswith("mismatch_by_position"):
+        return "mismatch"
     return "time" if name.endswith("_s") else STAGES.get(name, "step")
 
 
 @contextlib.contextmanager
-def metrics_of(folder: RunFolder) -> Iterator[Metrics]:
+def metrics_of(
+    folder: RunFolder, config: TrainConfig, model: ModelUnderTest, view: View | None = None
+) -> Iterator[Metrics]:
     """Open the metrics of a run until exit; a resumed run goes on in a further file of events."""
-    if importlib.util.find_spec("tensorboard") is None:
-        yield Metrics(folder, None)
-        return
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    with contextlib.ExitStack() as stack:
+        writer = None
+        if importlib.util.find_spec("tensorboard") is not None:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    writer = EventFileWriter(str(folder.path / "tensorboard"))
-    try:
-        yield Metrics(folder, writer)
-    finally:
-        writer.close()
+            writer = EventFileWriter(str(folder.path / "tensorboard"))
+            stack.callback(writer.close)
+        log = stack.enter_context(wandb_log(config))
+        yield Metrics(folder, writer, log, view, config, model)

@@ -32,7 +32,7 @@ from verifier.errors import UsageError
 from verifier.knob import entries, flat
 from verifier.trainer import update_log
 
-FREE = ("steps", "timeout_s", "run", "mesh.", "verify.", "evaluation.", "checkpoint.", "profile.", "ray.")
+FREE = ("steps", "timeout_s", "run", "mesh.", "verify.", "evaluation.", "checkpoint.", "profile.", "wandb", "ray.")
 """Knobs, and groups of them, in which a run may be continued with another value."""
 FINISHED, KNOBS = "finished.json", "knobs.json"
 
@@ -87,6 +87,11 @@ class RunFolder:
                 stream.write(json.dumps(values) + "\n")
         except OSError as problem:
             raise UsageError(f"`{file}` cannot be written: {problem.strerror}") from problem
+
+    def last_metrics(self, count: int) -> list[dict[str, Any]]:
+        """Metrics of the last steps, so many at most, the newest last."""
+        file = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()[-count:]] if file.exists() else []
 
     def finish(self, asked: int, **ended: float | None) -> None:
         """Write how the run ended, and for how many steps it was asked."""

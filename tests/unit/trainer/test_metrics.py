@@ -1,0 +1,91 @@
+"""Lines of metrics, what follows from them, and where they go."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from verifier.config.training import TrainConfig
+from verifier.errors import UsageError
+from verifier.trainer.fitting import load_algorithms
+from verifier.trainer.metrics import metrics_of
+from verifier.trainer.mismatch import by_position, mismatch_facts
+from verifier.trainer.run_folder import RunFolder
+
+WANDB = """
+import json, pathlib
+def init(**given):
+    place = pathlib.Path(given["dir"], "wandb")
+    place.mkdir()
+    (place / "init").write_text(json.dumps([given["mode"], given["name"], given["config"]["steps"]]))
+    class Run:
+        def log(self, values, step):
+            (place / str(step)).write_text(json.dumps(values))
+        def finish(self):
+            (place / "finished").touch()
+    return Run()
+"""
+MODEL = SimpleNamespace(tier="cpu", checkpoint=SimpleNamespace(config={}))
+
+
+def config_of(folder, *, wandb=False):
+    return TrainConfig(model="m", run=folder, steps=7, wandb=wandb)
+
+
+def written(folder, rows, view=None, **options):
+    """Lines of a run's metrics.jsonl, once these rows were added."""
+    with metrics_of(RunFolder(folder), config_of(folder, **options), MODEL, view) as metrics:
+        for row in rows:
+            metrics.add(row, [3])
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_line_has_rates_trend_and_signs_and_a_resumed_run_goes_on_with_them(tmp_path):
+    step = {"reward": 0.5, "mismatch_p99": 2.0, "tokens": 60, "train_s": 2.0}
+    first = written(tmp_path, [{"step": at, **step} for at in range(1, 20)])
+    assert first[-1] == {
+        "step": 19, **step, "train_tokens_per_s": 30.0, "mismatch_floor": 2.0, "mismatch_trend": 1.0
+    }  # fmt: skip
+    last = written(tmp_path, [{"step": 20, **step, "mismatch_p99": 3.0}])[-1]
+    assert last["mismatch_floor"] == 2.0
+    assert last["signs"] == ["reward is flat over 20 steps: 0.5, then 0.5"]
+    assert "mfu" not in last
+
+
+def test_whoever_looks_sees_each_line(tmp_path):
+    seen = []
+    view = SimpleNamespace(add=seen.append, judged=None)
+    assert written(tmp_path, [{"step": 1, "loss": 0.5}], view) == seen
+
+
+def test_wandb_gets_the_numbers_offline(tmp_path, monkeypatch):
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    run = tmp_path / "run"
+    run.mkdir()
+    load_algorithms(config_of(run, wandb=True))
+    written(run, [{"step": 3, "loss": 0.5, "mismatch_by_position": [1.0, None]}], wandb=True)
+    monkeypatch.delitem(sys.modules, "wandb")
+    assert json.loads((run / "wandb" / "init").read_text()) == ["offline", "run", 7]
+    assert json.loads((run / "wandb" / "3").read_text()) == {"step/loss": 0.5, "mismatch/mismatch_by_position_1": 1.0}
+    assert (run / "wandb" / "finished").exists()
+
+
+def test_wandb_that_is_not_installed_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    sentence = "wandb is true and the package wandb is not installed: install it, or leave it out"
+    with pytest.raises(UsageError) as refused:
+        load_algorithms(config_of(tmp_path, wandb=True))
+    assert str(refused.value) == sentence
+    load_algorithms(config_of(tmp_path))
+
+
+def test_mismatch_is_told_by_eighths_of_the_longest_answer():
+    differences, positions = np.array([1.0, -3.0, 4.0, -5.0]), np.array([0, 1, 2, 99])
+    assert by_position(differences, positions, 16) == [2.0, 4.0, None, None, None, None, None, 5.0]
+    assert mismatch_facts(differences)["mismatch_max"] == 5.0
+    assert mismatch_facts(differences[:0]) == {}
