@@ -19,7 +19,7 @@ def refuse_fsdp(config: TrainConfig) -> None:
     if not config.megatron.use_fsdp:
         return
     reasons = {
-        "mesh.pp": (config.mesh.pp, 1, "a pipeline's stages share weights outside of its shards"),
+        "mesh.pp": (config.mesh.pp, 1, "stages of a pipeline are not sharded so far"),
         "mesh.ep": (config.mesh.ep, 1, "experts have shards of their own, which are not judged so far"),
         "lora.rank": (config.lora.rank, 0, "adapters are not sharded so far"),
         "grpo.kl_weight": (config.grpo.kl_weight, 0, "the reference would be held whole on every rank"),

@@ -36,7 +36,6 @@ class MegatronOptions:
         "Megatron-FSDP: what is sharded, masters and moments alone, gradients too, or weights too.",
         "optim_grads_params", choices=SHARDINGS,
     )  # fmt: skip
-    fsdp_double_buffer: bool = knob("Megatron-FSDP: two lasting buffers for what is gathered, not new ones.", False)
     fsdp_prefetch: bool = knob("Megatron-FSDP: gather the first weights as soon as a step ends.", True)
     fsdp_unit_elements: int | None = knob(
         "Megatron-FSDP: elements that are gathered ahead; by default Megatron's.", None, least=1
@@ -102,7 +101,6 @@ class MegatronOptions:
         if not self.use_fsdp:
             turned = {
                 "fsdp_sharding": self.fsdp_sharding if self.fsdp_sharding != SHARDINGS[-1] else None,
-                "fsdp_double_buffer": self.fsdp_double_buffer or None,
                 "fsdp_prefetch": None if self.fsdp_prefetch else "false", "fsdp_unit_elements": self.fsdp_unit_elements,
             }  # fmt: skip
             for name, value in turned.items():
@@ -122,8 +120,8 @@ class MegatronOptions:
                 )
         if self.optimizer_offload:
             raise UsageError(
-                f"megatron.use_fsdp is true and megatron.optimizer_offload is {self.optimizer_offload:g}: Megatron-FSDP "
-                "holds masters and moments itself, leave one of the two out"
+                f"megatron.use_fsdp is true and megatron.optimizer_offload is {self.optimizer_offload:g}: "
+                "Megatron-FSDP holds masters and moments itself, leave one of the two out"
             )
 
     def _refuse_recompute(self) -> None:

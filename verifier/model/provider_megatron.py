@@ -41,7 +41,6 @@ class FullySharded:
 
     sharding: str = "optim_grads_params"
     """Megatron's `data_parallel_sharding_strategy`."""
-    double_buffer: bool = False
     prefetch: bool = True
     """The first weights are gathered as soon as a step ends."""
     unit_elements: int | None = None
@@ -275,7 +274,7 @@ def _ddp_config(data_parallel: DataParallel, tier: Tier) -> Any:
     if fsdp is not None:
         sharded = {
             "use_megatron_fsdp": True, "data_parallel_sharding_strategy": fsdp.sharding,
-            "fsdp_double_buffer": fsdp.double_buffer, "fsdp_all_gather_in_start_param_sync": fsdp.prefetch,
+            "fsdp_all_gather_in_start_param_sync": fsdp.prefetch,
             "suggested_communication_unit_size": fsdp.unit_elements, "megatron_fsdp_main_params_dtype": torch.float32,
             "megatron_fsdp_main_grads_dtype": torch.float32 if data_parallel.grad_reduce_in_fp32 else None,
         }  # fmt: skip

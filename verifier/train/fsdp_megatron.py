@@ -119,6 +119,8 @@ def optimizer_facts(trainer: TrainerModel, optimizer: Any) -> Iterator[tuple[str
     """This rank's shards of masters and moments, and steps, by the name of their parameter."""
     states = _states(optimizer)
     for shard in _shards(trainer):
+        if not _required(shard.parameter).numel():
+            continue
         yield f"optimizer/master/{shard.key}", _required(shard.parameter)
         for key, value in sorted(states.get(shard.parameter, {}).items()):
             if isinstance(value, torch.Tensor):

@@ -27,7 +27,7 @@ def _fsdp_of(options: MegatronOptions) -> FullySharded | None:
     if not options.use_fsdp:
         return None
     return FullySharded(
-        sharding=options.fsdp_sharding, double_buffer=options.fsdp_double_buffer, prefetch=options.fsdp_prefetch,
+        sharding=options.fsdp_sharding, prefetch=options.fsdp_prefetch,
         unit_elements=options.fsdp_unit_elements,
     )  # fmt: skip
 

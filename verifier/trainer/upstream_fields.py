@@ -97,8 +97,6 @@ FIELDS: tuple[UpstreamField, ...] = (
     UpstreamField("megatron.use_fsdp", "ddp", "use_megatron_fsdp", lambda c: c.megatron.use_fsdp),
     UpstreamField("megatron.fsdp_sharding", "ddp", "data_parallel_sharding_strategy",
                   _with_fsdp(lambda m: m.fsdp_sharding)),
-    UpstreamField("megatron.fsdp_double_buffer", "ddp", "fsdp_double_buffer",
-                  _with_fsdp(lambda m: m.fsdp_double_buffer)),
     UpstreamField("megatron.fsdp_prefetch", "ddp", "fsdp_all_gather_in_start_param_sync",
                   _with_fsdp(lambda m: m.fsdp_prefetch)),
     UpstreamField("megatron.fsdp_unit_elements", "ddp", "suggested_communication_unit_size",
