@@ -8,7 +8,7 @@ from verifier.errors import UsageError
 from verifier.knob import check, knob
 
 SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
-"""What Megatron-FSDP divides over data-parallel ranks: masters and moments, gradients too, weights too."""
+"""Parts that Megatron-FSDP divides over data-parallel ranks: masters and moments, gradients too, weights too."""
 RECOMPUTABLE = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """Modules of which selective recomputation drops the activations; those of megatron-core that have a use here."""
 BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")

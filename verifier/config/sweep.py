@@ -83,7 +83,9 @@ class SweepConfig(CommandConfig):
         if not 0 < self.trial_timeout_s < float("inf"):
             raise UsageError(f"--trial-timeout is {self.trial_timeout_s:g} s, it must be above 0 and finite")
         if self.megatron.use_fsdp:
-            raise UsageError("megatron.use_fsdp is true, and a sweep has no trials of Megatron-FSDP so far: leave it out")
+            raise UsageError(
+                "megatron.use_fsdp is true, and a sweep has no trials of Megatron-FSDP so far: leave it out"
+            )
         if self.megatron.recompute != "none":
             raise UsageError(
                 f"megatron.recompute is {self.megatron.recompute}, and a sweep tries what --recompute names: "
