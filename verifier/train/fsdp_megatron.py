@@ -34,11 +34,11 @@ class _Shard:
 
     chunk: int
     name: str
-    """Of the parameter, without wrappers."""
+    """Name of the parameter, without wrappers."""
     parameter: Any
-    """Of the optimizer, a DTensor."""
+    """The optimizer's, a DTensor."""
     shape: torch.Size
-    """Of the tensor-parallel parameter."""
+    """Shape of the tensor-parallel parameter."""
     place: slice
     """Elements of it that this rank has."""
     group: Any
