@@ -1,6 +1,6 @@
 """`verifier train` with Megatron-FSDP on GPUs, in bf16: judged steps, the same steps without it, export and resume.
 
-What this does not exercise: tensor and context parallelism under Megatron-FSDP.
+What this does not exercise: tensor and context parallelism under Megatron-FSDP, and prefetching turned off.
 """
 
 from __future__ import annotations
