@@ -56,6 +56,17 @@ REFUSED = {
         f"{ADD} megatron.bucket_size=1000 megatron.overlap_grad_reduce=false megatron.overlap_param_gather=false"
     ),
     "reduced-in-the-type-of-the-weights": f"{ADD} megatron.grad_reduce_in_fp32=false",
+    "fsdp-on-a-cpu": f"{ADD} megatron.use_fsdp=true",
+    "fsdp-of-a-pipeline": f"{ADD} megatron.use_fsdp=true mesh.pp=2",
+    "fsdp-of-adapters": f"{ADD} megatron.use_fsdp=true lora.rank=4",
+    "fsdp-with-a-reference": f"{ADD} algorithm=grpo megatron.use_fsdp=true grpo.kl_weight=0.1",
+    "fsdp-with-a-sleeping-engine": f"{ADD} algorithm=grpo megatron.use_fsdp=true engine.sleep_level=1",
+    "fsdp-without-the-distributed-optimizer": (
+        f"{ADD} megatron.use_fsdp=true megatron.distributed_optimizer=false megatron.overlap_param_gather=false"
+    ),
+    "fsdp-without-overlap": f"{ADD} megatron.use_fsdp=true megatron.overlap_param_gather=false",
+    "fsdp-with-offload": f"{ADD} megatron.use_fsdp=true megatron.optimizer_offload=0.5",
+    "sharding-without-fsdp": f"{ADD} megatron.fsdp_sharding=optim",
     "offload-without-shards": (
         f"{ADD} megatron.optimizer_offload=0.5 megatron.distributed_optimizer=false megatron.overlap_param_gather=false"
     ),

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from verifier.errors import UsageError
 from verifier.knob import check, knob
 
+SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
+"""Parts that Megatron-FSDP divides over data-parallel ranks: masters and moments, gradients too, weights too."""
 RECOMPUTABLE = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """Modules of which selective recomputation drops the activations; those of megatron-core that have a use here."""
 BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
@@ -26,6 +28,17 @@ class MegatronOptions:
     grad_reduce_in_fp32: bool = knob("Accumulate and reduce gradients in fp32, or in the weights' type.", True)
     bucket_size: int | None = knob(
         "Elements of a gradient bucket; by default Megatron's, and 40,000 on a CPU.", None, least=1
+    )  # fmt: skip
+    use_fsdp: bool = knob(
+        "Shard over data-parallel ranks by Megatron-FSDP, in place of its buckets; needs GPUs.", False
+    )
+    fsdp_sharding: str = knob(
+        "Megatron-FSDP: what is sharded, masters and moments alone, gradients too, or weights too.",
+        "optim_grads_params", choices=SHARDINGS,
+    )  # fmt: skip
+    fsdp_prefetch: bool = knob("Megatron-FSDP: gather the first weights as soon as a step ends.", True)
+    fsdp_unit_elements: int | None = knob(
+        "Megatron-FSDP: elements that are gathered ahead; by default Megatron's.", None, least=1
     )  # fmt: skip
     recompute: str = knob(
         "Recompute activations in the backward pass.", "none", choices=("none", "full", "selective")
@@ -56,6 +69,7 @@ class MegatronOptions:
                 bound = f" and at most {most}" if most == 1 else " and finite"
                 raise UsageError(f"megatron.{name} is {value:g}, it must be at least 0{bound}")
         self._refuse_data_parallel()
+        self._refuse_fsdp()
         self._refuse_recompute()
         self._refuse_balancing()
 
@@ -80,6 +94,34 @@ class MegatronOptions:
         if self.overlap_optimizer_offload and not self.optimizer_offload:
             raise UsageError(
                 "megatron.overlap_optimizer_offload is on and megatron.optimizer_offload is 0: nothing is offloaded"
+            )
+
+    def _refuse_fsdp(self) -> None:
+        """Refuse knobs of Megatron-FSDP without it, and what it does not do without."""
+        if not self.use_fsdp:
+            turned = {
+                "fsdp_sharding": self.fsdp_sharding if self.fsdp_sharding != SHARDINGS[-1] else None,
+                "fsdp_prefetch": None if self.fsdp_prefetch else "false", "fsdp_unit_elements": self.fsdp_unit_elements,
+            }  # fmt: skip
+            for name, value in turned.items():
+                if value is not None:
+                    raise UsageError(f"megatron.{name} is {value} and megatron.use_fsdp is false: turn it on")
+            return
+        needed = {
+            "distributed_optimizer": self.distributed_optimizer,
+            "overlap_grad_reduce": self.overlap_grad_reduce or self.fsdp_sharding == "optim",
+            "overlap_param_gather": self.overlap_param_gather or self.fsdp_sharding != "optim_grads_params",
+        }
+        for name, is_on in needed.items():
+            if not is_on:
+                raise UsageError(
+                    f"megatron.use_fsdp is true, megatron.fsdp_sharding is {self.fsdp_sharding} and megatron.{name} is "
+                    "false, without which Megatron-FSDP does not run so: turn it on"
+                )
+        if self.optimizer_offload:
+            raise UsageError(
+                f"megatron.use_fsdp is true and megatron.optimizer_offload is {self.optimizer_offload:g}: "
+                "Megatron-FSDP holds masters and moments itself, leave one of the two out"
             )
 
     def _refuse_recompute(self) -> None:

@@ -82,6 +82,10 @@ class SweepConfig(CommandConfig):
             raise UsageError(f"--memory-limit is {self.memory_limit:g} GiB, it must be above 0 and finite")
         if not 0 < self.trial_timeout_s < float("inf"):
             raise UsageError(f"--trial-timeout is {self.trial_timeout_s:g} s, it must be above 0 and finite")
+        if self.megatron.use_fsdp:
+            raise UsageError(
+                "megatron.use_fsdp is true, and a sweep has no trials of Megatron-FSDP so far: leave it out"
+            )
         if self.megatron.recompute != "none":
             raise UsageError(
                 f"megatron.recompute is {self.megatron.recompute}, and a sweep tries what --recompute names: "

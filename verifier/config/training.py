@@ -7,6 +7,7 @@ from pathlib import Path
 
 from verifier.config.cluster import RayOptions
 from verifier.config.commands import EngineOptions, RunConfig, next_trace
+from verifier.config.fsdp import refuse_fsdp
 from verifier.config.grpo import GrpoOptions
 from verifier.config.lora import LoraOptions
 from verifier.config.megatron import MegatronOptions
@@ -217,6 +218,7 @@ class TrainConfig(RunConfig):
         self._refuse_replicas()
         if self.algorithm == "grpo":
             self._refuse_modes()
+        refuse_fsdp(self)
         self._refuse_sizes()
         self._refuse_course()
 

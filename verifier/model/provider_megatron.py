@@ -36,6 +36,18 @@ _FUSIONS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FullySharded:
+    """Options of Megatron-FSDP."""
+
+    sharding: str = "optim_grads_params"
+    """Megatron's `data_parallel_sharding_strategy`."""
+    prefetch: bool = True
+    """The first weights are gathered as soon as a step ends."""
+    unit_elements: int | None = None
+    """Elements that are gathered ahead; None takes Megatron's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallel:
     """Options of the gradient and parameter communication over data-parallel ranks, and of what they shard.
 
@@ -53,6 +65,8 @@ class DataParallel:
     offload: float = 0.0
     """Share of masters and moments that are kept and stepped on the host; a GPU's."""
     overlap_offload: bool = False
+    fsdp: FullySharded | None = None
+    """Options of Megatron-FSDP, which then holds gradients, masters and weights; None for buckets."""
 
     def __post_init__(self) -> None:
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
@@ -142,6 +156,9 @@ def build(
         _configure(provider, mesh, dtype, tier)
         if not num_experts_of(config):
             provider.num_moe_experts = None  # a hybrid's bridge sets it although no layer has experts
+        if data_parallel is not None and data_parallel.fsdp is not None:
+            _require_fsdp(mesh, tier)
+            provider.gradient_accumulation_fusion = False  # its kernel writes into buckets
         for name, value in (overrides or {}).items():
             setattr(provider, name, value)
         provider.finalize()
@@ -162,6 +179,7 @@ def build(
         chunks = provider.provide_distributed_model(
             ddp_config=None if data_parallel is None else _ddp_config(data_parallel, tier),
             wrap_with_ddp=data_parallel is not None,
+            use_megatron_fsdp=data_parallel is not None and data_parallel.fsdp is not None,
         )
     _connect(chunks, data_parallel)
     return TrainerModel(
@@ -249,15 +267,33 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
 
 
 def _ddp_config(data_parallel: DataParallel, tier: Tier) -> Any:
+    import torch
     from megatron.core.distributed import DistributedDataParallelConfig
 
+    fsdp, sharded = data_parallel.fsdp, dict[str, Any]()
+    if fsdp is not None:
+        sharded = {
+            "use_megatron_fsdp": True, "data_parallel_sharding_strategy": fsdp.sharding,
+            "fsdp_all_gather_in_start_param_sync": fsdp.prefetch,
+            "suggested_communication_unit_size": fsdp.unit_elements, "megatron_fsdp_main_params_dtype": torch.float32,
+            "megatron_fsdp_main_grads_dtype": torch.float32 if data_parallel.grad_reduce_in_fp32 else None,
+        }  # fmt: skip
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=data_parallel.grad_reduce_in_fp32,
         use_distributed_optimizer=data_parallel.distributed_optimizer,
         overlap_grad_reduce=data_parallel.overlap_grad_reduce,
         overlap_param_gather=data_parallel.overlap_param_gather,
         bucket_size=data_parallel.bucket_size or (SMALL_BUCKET if tier == "cpu" else None),
+        **sharded,
     )
+
+
+def _require_fsdp(mesh: Mesh, tier: Tier) -> None:
+    """Refuse Megatron-FSDP where it is not supported."""
+    if tier == "cpu":
+        raise UsageError("Megatron-FSDP takes a GPU, and this is the CPU tier: build without it")
+    if mesh.pp > 1:
+        raise UsageError(f"Megatron-FSDP does not divide a pipeline, and pp is {mesh.pp}: use one of the two")
 
 
 def _poison(chunks: list[Any]) -> list[Any]:

@@ -19,12 +19,14 @@ import torch.distributed as dist
 from verifier.errors import ContractError, UsageError
 from verifier.launch.child import die_with_parent
 from verifier.model.provider_megatron import TrainerModel
+from verifier.train import fsdp_megatron
 from verifier.train.optimizer_megatron import parameters_of, torch_adams, writing_here
 from verifier.train.step_megatron import params_synced
 
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Format of megatron-core in which every state of the optimizer has the shape and the place of its parameter."""
 RNG = "rng"
+SHARDS = "shards"
 
 
 class Writer:
@@ -56,8 +58,11 @@ class Writer:
         """
         from megatron.core import dist_checkpointing
 
-        _fill_states(self._optimizer)  # a run may be saved before its first optimizer step
-        state = _sharded_state(self._trainer, self._optimizer, self._scheduler)
+        if fsdp_megatron.is_fsdp(self._trainer):
+            state = _ranks_state(self._trainer, self._optimizer, self._scheduler)
+        else:
+            _fill_states(self._optimizer)  # a run may be saved before its first optimizer step
+            state = _sharded_state(self._trainer, self._optimizer, self._scheduler)
         with params_synced(self._trainer), _failed_write_refused(folder):
             if self._queue is None:
                 with writing_here():
@@ -104,6 +109,17 @@ def load(trainer: TrainerModel, optimizer: Any, scheduler: Any, folder: Path, *,
     """
     from megatron.core import dist_checkpointing
 
+    if fsdp_megatron.is_fsdp(trainer):
+        if not same_mesh:
+            raise UsageError(
+                f"the checkpoint `{folder}` has shards of Megatron-FSDP, which another mesh does not load: continue on "
+                "the mesh that saved it, or begin from an export"
+            )
+        found = dist_checkpointing.load(_ranks_state(trainer, optimizer, scheduler), str(folder))
+        fsdp_megatron.restore(trainer, optimizer, found[SHARDS])
+        restore_scheduler(scheduler, found["scheduler"])
+        restore_rng(found[RNG])
+        return
     _fill_states(optimizer)
     state = _sharded_state(trainer, optimizer, scheduler, loading=True)
     if not same_mesh:
@@ -239,6 +255,17 @@ def _sharded_state(trainer: TrainerModel, optimizer: Any, scheduler: Any, *, loa
         "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=FORMAT),
         "scheduler": scheduler.state_dict(),
         RNG: ShardedObject(RNG, rng_states(), (dist.get_world_size(),), (dist.get_rank(),)),
+    }  # fmt: skip
+
+
+def _ranks_state(trainer: TrainerModel, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """State under Megatron-FSDP: each rank's shards as they are, for the same rank of the same mesh."""
+    from megatron.core.dist_checkpointing import ShardedObject
+
+    place = (dist.get_world_size(),), (dist.get_rank(),)
+    return {
+        SHARDS: ShardedObject(SHARDS, fsdp_megatron.state_of(trainer, optimizer), *place),
+        "scheduler": scheduler.state_dict(), RNG: ShardedObject(RNG, rng_states(), *place),
     }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from verifier.errors import ContractError
 from verifier.model.provider_megatron import DataParallel, TrainerModel
 from verifier.platform.upstream_fixes import MEGATRON_INDEX
 from verifier.platform.upstream_fixes_megatron import index_states
+from verifier.train import fsdp_megatron
 
 FORMAT = {"distrib_optim_sharding_type": "dp_reshardable"}
 """Checkpoint format of megatron-core in which every rank writes and reads its own shards."""
@@ -64,7 +65,9 @@ def make_optimizer(
         overlap_cpu_optimizer_d2h_h2d=options.overlap_offload,
     )
     optimizer = get_megatron_optimizer(config, trainer.chunks, use_gloo_process_groups=False)
-    if options.distributed_optimizer and MEGATRON_INDEX in trainer.fixes:
+    if options.fsdp is not None:
+        optimizer = fsdp_megatron.chained(optimizer)
+    elif options.distributed_optimizer and MEGATRON_INDEX in trainer.fixes:
         index_states(optimizer)
     get_model_config(trainer.chunks[0]).grad_scale_func = optimizer.scale_loss
     return optimizer
@@ -127,6 +130,9 @@ def named_gradients(trainer: TrainerModel) -> Iterator[tuple[int, str, torch.Ten
         the buffer's data-parallel group in equal consecutive shards (`shard_buffer`), rank by rank.
     """
     sharded = _trained(trainer).distributed_optimizer
+    if _trained(trainer).fsdp is not None:
+        yield from fsdp_megatron.named_gradients(trainer)
+        return
     for at, chunk in enumerate(trainer.chunks):
         names = {parameter: name.replace("module.", "") for name, parameter in chunk.named_parameters()}
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -149,6 +155,9 @@ def owned_gradients(trainer: TrainerModel) -> Iterator[tuple[int, str, torch.Ten
         as `named_gradients`.
     """
     sharded = _trained(trainer).distributed_optimizer
+    if _trained(trainer).fsdp is not None:
+        yield from fsdp_megatron.owned_gradients(trainer)
+        return
     for at, chunk in enumerate(trainer.chunks):
         names = {parameter: name.replace("module.", "") for name, parameter in chunk.named_parameters()}
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -179,6 +188,9 @@ def named_states(trainer: TrainerModel, optimizer: Any, part: str) -> Iterator[t
         megatron-core 0.19.2, core/optimizer/distrib_optimizer.py, `_get_model_param_range_map`: a rank's shard of a
         parameter is a range of its elements.
     """
+    if _trained(trainer).fsdp is not None:
+        yield from fsdp_megatron.named_states(trainer, optimizer, part)
+        return
     held = {}
     for one in optimizer.chained_optimizers:
         for parameter, (group, order) in {} if one.is_stub_optimizer else one.model_param_group_index_map.items():

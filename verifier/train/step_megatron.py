@@ -18,6 +18,7 @@ from verifier.data.rollout import Rollout
 from verifier.errors import ContractError, UsageError
 from verifier.mesh import Coordinate
 from verifier.model.provider_megatron import TrainerModel
+from verifier.train import fsdp_megatron
 from verifier.train.microbatch import MicroBatches, split_by_count, split_by_tokens
 from verifier.train.pack import Columns, PackedBatch, pack, shard_cp
 from verifier.train.token_layout import Alignment
@@ -215,6 +216,10 @@ def params_synced(trainer: TrainerModel) -> Iterator[None]:
         megatron-core 0.19.2, megatron/core/distributed/distributed_data_parallel.py, `disable_forward_pre_hook`.
     """
     options = trainer.data_parallel
+    if options is not None and options.fsdp is not None:
+        with fsdp_megatron.gathered(trainer):
+            yield
+        return
     overlapped = trainer.mesh.has_copies and options is not None and options.overlap_param_gather
     for chunk in trainer.chunks if overlapped else ():
         chunk.disable_forward_pre_hook(param_sync=True)

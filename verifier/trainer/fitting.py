@@ -96,6 +96,12 @@ def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> No
             "megatron.distributed_optimizer is false, and checkpoints of a run hold the shards of a distributed one: "
             "leave it on"
         )
+    if options.use_fsdp and tier == "cpu":
+        raise UsageError("megatron.use_fsdp is true, which takes a GPU, and none is here: leave it out")
+    if options.use_fsdp and num_experts_of(sizes):
+        raise UsageError(
+            f"megatron.use_fsdp is true, but {name} has experts, whose shards are not judged so far: leave it out"
+        )
     if options.optimizer_offload and tier == "cpu":
         raise UsageError(
             f"megatron.optimizer_offload is {options.optimizer_offload:g} and this machine has no GPU: its optimizer "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from verifier.config.megatron import MegatronOptions
-from verifier.model.provider_megatron import DataParallel, TrainerModel
+from verifier.model.provider_megatron import DataParallel, FullySharded, TrainerModel
 from verifier.trainer.upstream_fields import Part
 
 
@@ -19,7 +19,16 @@ def data_parallel_of(options: MegatronOptions) -> DataParallel:
         distributed_optimizer=options.distributed_optimizer, overlap_grad_reduce=options.overlap_grad_reduce,
         overlap_param_gather=options.overlap_param_gather, grad_reduce_in_fp32=options.grad_reduce_in_fp32,
         bucket_size=options.bucket_size, offload=options.optimizer_offload,
-        overlap_offload=options.overlap_optimizer_offload,
+        overlap_offload=options.overlap_optimizer_offload, fsdp=_fsdp_of(options),
+    )  # fmt: skip
+
+
+def _fsdp_of(options: MegatronOptions) -> FullySharded | None:
+    if not options.use_fsdp:
+        return None
+    return FullySharded(
+        sharding=options.fsdp_sharding, prefetch=options.fsdp_prefetch,
+        unit_elements=options.fsdp_unit_elements,
     )  # fmt: skip
 
 

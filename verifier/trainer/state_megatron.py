@@ -15,6 +15,7 @@ from verifier.core.records_trainer import StateRecord
 from verifier.model.provider_megatron import TrainerModel
 from verifier.plan.digest import digest_tensors
 from verifier.probes.weights_megatron import LiveWeights, described
+from verifier.train import fsdp_megatron
 from verifier.train.checkpoint_megatron import rng_states
 
 Facts = list[dict[str, Any]]
@@ -76,6 +77,9 @@ def digests_of(tensors: Sequence[torch.Tensor], live: LiveWeights) -> dict[str, 
 
 def _optimizer_state(trainer: TrainerModel, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """This rank's masters, moments and steps, by the name of their parameter."""
+    if fsdp_megatron.is_fsdp(trainer):
+        yield from fsdp_megatron.optimizer_facts(trainer, optimizer)
+        return
     names = {
         parameter: f"{name.replace('module.', '')} (chunk {chunk})"
         for chunk, module in enumerate(trainer.chunks)

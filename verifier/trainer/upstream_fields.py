@@ -49,6 +49,15 @@ def _with_full(value: Callable[[MegatronOptions], Any]) -> Callable[[TrainConfig
     return asked_of
 
 
+def _with_fsdp(value: Callable[[MegatronOptions], Any]) -> Callable[[TrainConfig], Any]:
+    """A field of Megatron-FSDP, which nothing reads without it."""
+
+    def asked_of(config: TrainConfig) -> Any:
+        return value(config.megatron) if config.megatron.use_fsdp else UPSTREAM
+
+    return asked_of
+
+
 FIELDS: tuple[UpstreamField, ...] = (
     UpstreamField("dtype", "model", "params_dtype", lambda c: c.dtype),
     UpstreamField("mesh.tp", "model", "tensor_model_parallel_size", lambda c: c.mesh.tp),
@@ -85,6 +94,13 @@ FIELDS: tuple[UpstreamField, ...] = (
     UpstreamField("megatron.grad_reduce_in_fp32", "ddp", "grad_reduce_in_fp32",
                   lambda c: c.megatron.grad_reduce_in_fp32),
     UpstreamField("megatron.bucket_size", "ddp", "bucket_size", lambda c: _given(c.megatron.bucket_size)),
+    UpstreamField("megatron.use_fsdp", "ddp", "use_megatron_fsdp", lambda c: c.megatron.use_fsdp),
+    UpstreamField("megatron.fsdp_sharding", "ddp", "data_parallel_sharding_strategy",
+                  _with_fsdp(lambda m: m.fsdp_sharding)),
+    UpstreamField("megatron.fsdp_prefetch", "ddp", "fsdp_all_gather_in_start_param_sync",
+                  _with_fsdp(lambda m: m.fsdp_prefetch)),
+    UpstreamField("megatron.fsdp_unit_elements", "ddp", "suggested_communication_unit_size",
+                  _with_fsdp(lambda m: _given(m.fsdp_unit_elements))),
     UpstreamField("megatron.optimizer_offload", "optimizer", "optimizer_offload_fraction",
                   lambda c: c.megatron.optimizer_offload),
     UpstreamField("megatron.overlap_optimizer_offload", "optimizer", "overlap_cpu_optimizer_d2h_h2d",
