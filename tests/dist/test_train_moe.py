@@ -76,6 +76,17 @@ def test_every_pass_replays_the_routes_and_holds(resources, tmp_path):
     assert {item.during for item in trace.of(UsedRoutes)} == {"old", "reference", *(f"update {n}" for n in range(1, 5))}
 
 
+def test_a_step_whose_every_group_is_dropped_records_no_routes(resources, tmp_path):
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    rows = read_recorded(ROUTES / "000001.jsonl")
+    write_recorded(folder / "000001.jsonl", [replace(row, reward=0.0) for row in rows])
+    knobs = (*REPLAY, f"data.rollouts={folder}", "steps=1", "grpo.drop_zero_variance=true", "verify.steps=true")
+    train(resources, tmp_path / "run", *knobs)
+    assert store.read(tmp_path / "run" / "steps" / "000001").of(GivenRoutes) == ()
+    assert not_held(tmp_path / "run", 1) == []
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_first_ratio_is_exactly_one_with_four_experts_a_token(recompute, resources, tmp_path):
     """megatron-core adds up their weights in another order where there are no gradients, unless its routers sort."""

@@ -157,7 +157,7 @@ class GrpoPlan:
                 )
             )  # fmt: skip
             self._record(probe, step, rows, reward, penalties, found, scored, columns, kept)
-            if options.replay_routes:
+            if options.replay_routes and updates:
                 batches = {self._file(step, at): [given[index] for index in part] for at, part in enumerate(parts)}
                 record_given(probe, config, batches, updates, self._moe_layers)
             for update in updates:
