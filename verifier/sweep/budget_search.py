@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-TOLERANCE = 0.05
+TOLERANCE = 0.1
 """Distance, as a share of the largest budget that ran, from which on the next larger one is not looked for."""
 
 
