@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+import verifier.checks  # noqa: F401  (fills the registry)
 from tests.meta.sources import ROOT
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
@@ -80,7 +81,8 @@ def test_a_step_whose_every_group_is_dropped_records_no_routes(resources, tmp_pa
     folder = tmp_path / "rollouts"
     folder.mkdir()
     rows = read_recorded(ROUTES / "000001.jsonl")
-    write_recorded(folder / "000001.jsonl", [replace(row, reward=0.0) for row in rows])
+    firsts = {row.group: row for row in reversed(rows)}  # all answers to a prompt are its first one
+    write_recorded(folder / "000001.jsonl", [replace(firsts[row.group], id=row.id) for row in rows])
     knobs = (*REPLAY, f"data.rollouts={folder}", "steps=1", "grpo.drop_zero_variance=true", "verify.steps=true")
     train(resources, tmp_path / "run", *knobs)
     assert not [*store.read(tmp_path / "run" / "steps" / "000001").of(GivenRoutes)]
