@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import partial
 
 import numpy as np
 import torch
@@ -66,41 +65,45 @@ class TokenProbe:
         self._name, self._version, self._rollouts = name, version, rollouts
 
     def __call__(self, shards: Sequence[PackedBatch]) -> Callable[[], None]:
-        """Look at this rank's shards, in the order of its micro-batches; returns what writes down what was seen."""
-        at = self._at
-        self._probe.emit(
-            PackedBatchDigest(
-                name=f"{self._name} dp={at.dp} cp={at.cp}", version=self._version, coordinate=str(at),
-                digest=digest_tensor(_everything(shards)), micro_batches=len(shards),
-            )
-        )  # fmt: skip
-        if at.tp or at.pp:
-            return partial(self._record, None)
-        lengths = {rollout.id: len(rollout) for rollout in self._rollouts}
-        for number, shard in enumerate(shards):
-            self._probe.emit(
-                PackLayout(
-                    name=f"{self._name} micro-batch {number}", version=self._version, cp_rank=at.cp,
-                    cu_seqlens=tuple(shard.cu_seqlens.tolist()),
-                    cu_seqlens_padded=tuple(shard.cu_seqlens_padded.tolist()), max_seqlen=shard.max_seqlen,
-                    lengths=tuple(lengths.get(name, 0) for name in shard.ids), filler=not shard.ids,
-                ),
-                shard.rows_T,
-            )  # fmt: skip
-        return partial(self._record, loss_rows(shards))
+        """Copy what the micro-batches hold before the pass; returns what digests and writes the copies after it.
 
-    def _record(self, rows: Mapping[str, np.ndarray] | None) -> None:
-        if self._rank == 0:
-            self._probe.emit(*record_of_rollouts(self._name, self._version, self._rollouts))
-        if rows is not None:
-            self._probe.emit(TokenLedger(name=self._name, version=self._version, coordinate=str(self._at)), rows)
+        On a GPU the host does so while the GPU computes.
+        """
+        at = self._at
+        whole, owns_rows = _everything(shards), not at.tp and not at.pp
+        lengths = {rollout.id: len(rollout) for rollout in self._rollouts}
+        layouts = [
+            PackLayout(
+                name=f"{self._name} micro-batch {number}", version=self._version, cp_rank=at.cp,
+                cu_seqlens=tuple(shard.cu_seqlens.tolist()), cu_seqlens_padded=tuple(shard.cu_seqlens_padded.tolist()),
+                max_seqlen=shard.max_seqlen, lengths=tuple(lengths.get(name, 0) for name in shard.ids),
+                filler=not shard.ids,
+            )
+            for number, shard in enumerate(shards)
+        ]  # fmt: skip
+        own = [shard.rows_T.clone() for shard in shards]
+        ledger = loss_rows(shards) if owns_rows else None
+
+        def write() -> None:
+            if self._rank == 0:
+                self._probe.emit(*record_of_rollouts(self._name, self._version, self._rollouts))
+            if ledger is not None:
+                for layout, rows_T in zip(layouts, own, strict=True):
+                    self._probe.emit(layout, rows_T)
+                self._probe.emit(TokenLedger(name=self._name, version=self._version, coordinate=str(at)), ledger)
+            # Last: the digest of a GPU waits for what it still computes.
+            self._probe.emit(
+                PackedBatchDigest(
+                    name=f"{self._name} dp={at.dp} cp={at.cp}", version=self._version, coordinate=str(at),
+                    digest=digest_tensor(_on_the_gpu(whole)), micro_batches=len(shards),
+                )
+            )  # fmt: skip
+
+        return write
 
 
 def _everything(shards: Sequence[PackedBatch]) -> torch.Tensor:
-    """The bytes of every field of all shards in one vector, so that one digest stands for a rank's whole batch.
-
-    On this rank's GPU, if it has started one: a digest costs less there than on the host.
-    """
+    """The bytes of every field of all shards in one vector, so that one digest stands for a rank's whole batch."""
     parts = []
     for shard in shards:
         values = [getattr(shard, field.name) for field in fields(shard) if field.name != "columns"]
@@ -108,5 +111,9 @@ def _everything(shards: Sequence[PackedBatch]) -> torch.Tensor:
         plain = [value for value in values if not isinstance(value, torch.Tensor)]
         parts.append(torch.frombuffer(bytearray(repr(plain).encode()), dtype=torch.uint8))
         parts += [raw_bytes(value) for value in values if isinstance(value, torch.Tensor)]
-    whole = torch.cat(parts)
+    return torch.cat(parts)
+
+
+def _on_the_gpu(whole: torch.Tensor) -> torch.Tensor:
+    """On this rank's GPU, if it has started one: a digest costs less there than on the host."""
     return whole.cuda() if torch.cuda.is_initialized() else whole
