@@ -40,6 +40,9 @@ class MegatronOptions:
     fsdp_unit_elements: int | None = knob(
         "Megatron-FSDP: elements that are gathered ahead; by default Megatron's.", None, least=1
     )  # fmt: skip
+    rope_fusion: bool | None = knob(
+        "Rotary embeddings of all packed sequences in one kernel; by default where the model has plain ones.", None
+    )  # fmt: skip
     recompute: str = knob(
         "Recompute activations in the backward pass.", "none", choices=("none", "full", "selective")
     )  # fmt: skip

@@ -21,6 +21,7 @@ from verifier.mesh import Mesh
 from verifier.model.checkpoint import open_checkpoint, read_config
 from verifier.model.families import num_experts_of
 from verifier.model.mesh_fit import architecture_of, validate
+from verifier.model.rotary import misfit
 from verifier.platform import Tier, install_for, select, upstream_fixes_megatron
 from verifier.platform.upstream_fixes import MEGATRON_DECAY
 
@@ -28,7 +29,7 @@ DTYPES = ("float32", "bfloat16")
 SMALL_BUCKET = 40_000
 """Number of elements of a gradient bucket on the CPU tier; it gives tiny models several buckets, as large ones have."""
 _FUSIONS = (
-    "gradient_accumulation_fusion", "moe_permute_fusion", "persist_layer_norm", "apply_rope_fusion",
+    "gradient_accumulation_fusion", "moe_permute_fusion", "persist_layer_norm",
     "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion", "moe_shared_expert_overlap",
     "deallocate_pipeline_outputs",
 )  # fmt: skip
@@ -154,6 +155,7 @@ def build(
         warnings.simplefilter("ignore")
         provider = bridge.to_megatron_provider(load_weights=load_weights)
         _configure(provider, mesh, dtype, tier)
+        provider.apply_rope_fusion = not misfit(config)
         if not num_experts_of(config):
             provider.num_moe_experts = None  # a hybrid's bridge sets it although no layer has experts
         if data_parallel is not None and data_parallel.fsdp is not None:

@@ -70,6 +70,7 @@ def _module_patches() -> list[Patch]:
     from megatron.core.extensions import transformer_engine_spec_provider as specs
 
     from verifier.platform.cpu_modules import REFERENCE_MODULES, TEDotProductAttention, TENorm
+    from verifier.platform.cpu_rotary import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
 
     classes = {module.__name__: module for module in REFERENCE_MODULES}
     for name, module in classes.items():
@@ -91,6 +92,10 @@ def _module_patches() -> list[Patch]:
     ]
     return [
         *(Patch(target, module) for target, module in places),
+        *(
+            Patch(f"{core}.models.common.embeddings.rope_utils:{kernel.__name__}", kernel)
+            for kernel in (fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd)
+        ),
         Patch(f"{specs.__name__}:is_te_min_version", lambda version: True),
         Patch(
             f"{core}.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",

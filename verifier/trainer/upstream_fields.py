@@ -67,6 +67,7 @@ FIELDS: tuple[UpstreamField, ...] = (
     UpstreamField("mesh.ep", "model", "expert_model_parallel_size", lambda c: c.mesh.ep),
     UpstreamField("mesh.etp", "model", "expert_tensor_parallel_size", lambda c: c.mesh.etp),
     UpstreamField("mesh.cp", "model", "context_parallel_size", lambda c: c.mesh.cp),
+    UpstreamField("megatron.rope_fusion", "model", "apply_rope_fusion", lambda c: _given(c.megatron.rope_fusion)),
     UpstreamField("megatron.recompute", "model", "recompute_granularity",
                   lambda c: None if c.megatron.recompute == "none" else c.megatron.recompute),
     UpstreamField("megatron.recompute_method", "model", "recompute_method",

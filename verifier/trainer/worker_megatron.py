@@ -26,6 +26,7 @@ from verifier.export.names import layout_of
 from verifier.launch.child import resolve
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import open_checkpoint
+from verifier.model.rotary import require_fit
 from verifier.platform.upstream_fixes import selected
 from verifier.probes.arguments_megatron import given_arguments
 from verifier.probes.configs_megatron import record_provider
@@ -117,6 +118,8 @@ class TrainerWorker:
         self._say(f"loading {config.mesh.world_size} trainer ranks ({config.mesh.label()})")
         checkpoint_megatron.seed_all(config.seed)
         lora = spec_of(config.lora)
+        self._source = open_checkpoint(spec.checkpoint)
+        require_fit(config.megatron.rope_fusion, self._source.config)
         self._trainer = provider_megatron.build(
             spec.checkpoint, config.mesh, dtype=config.dtype, tier=spec.tier,
             data_parallel=data_parallel_of(config.megatron), overrides=provider_overrides(config),
@@ -126,7 +129,6 @@ class TrainerWorker:
         self._settings = OptimizerSettings(name="Adam", **spec.optimizer)
         self._optimizer = optimizer_megatron.make_optimizer(self._trainer, rule=self._settings)
         self._scheduler = optimizer_megatron.make_step_scheduler(self._optimizer, self._settings)
-        self._source = open_checkpoint(spec.checkpoint)
         layout, rank = layout_of(self._source.config), self._context.rank
         self._whole = self._live = LiveWeights(self._trainer.chunks, layout, config.mesh, rank)
         if lora is not None:
