@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class EvidenceBefore:
-    """What a trace has of engines before an attempt, which may fail and is then made again.
+    """Length of what a trace has of engines before an attempt, which may fail and is then made again.
 
     Args:
         trace: trace directory; None for none.

@@ -168,7 +168,7 @@ class OtherKnob:
     found: Any
     """Value of the run; None where it has none."""
     text: str
-    """What is different; begins with "a run"."""
+    """Sentence about the run's folder; begins with "a run"."""
     can_agree: bool
     """There is a value by which they would not differ."""
 
