@@ -1,6 +1,6 @@
 """GRPO runs whose engine dies, and runs ahead that are stopped: they end with the bits of a run that went through.
 
-What this does not exercise: engines on GPUs and of a cluster, whose death ends the run.
+What this does not exercise: engines on GPUs, whose death ends the run, and of a cluster (test_train_ray.py).
 """
 
 from __future__ import annotations
@@ -61,38 +61,41 @@ def restarts(lines: Sequence[str]) -> int:
     return sum("starting it again" in line for line in lines)
 
 
-def require_held(folder: Path) -> None:
-    """Every step holds."""
+def require_held(folder: Path, *looked_at: int) -> None:
+    """Every step holds, and engines that were started again were looked at in these."""
+    found = []
     for step in range(1, STEPS + 1):
         report = report_of(store.read(folder / "steps" / f"{step:06d}"), "")
         assert report.verdict is Verdict.HOLDS, [item for item in report.outcomes if item.verdict is not Verdict.HOLDS]
+        found += [step] if any(item.code == "ENG008" for item in report.outcomes) else []
+    assert found == [*looked_at]
 
 
 @pytest.mark.parametrize(
-    ("number", "times"),
-    [pytest.param(1, 1, marks=pytest.mark.slow), (2, 1), pytest.param(4, RESTARTS, marks=pytest.mark.slow)],
+    ("number", "times", "step"),
+    [pytest.param(1, 1, 1, marks=pytest.mark.slow), (2, 1, 2), pytest.param(4, RESTARTS, 3, marks=pytest.mark.slow)],
     ids=["first step", "second step", "evaluation, three times"],
 )
-def test_an_engine_that_dies_while_it_samples(number, times, whole, train, tmp_path):
+def test_an_engine_that_dies_while_it_samples(number, times, step, whole, train, tmp_path):
     kind, expected = whole
     with killed("generate", number, times) as pids:
         lines = train(tmp_path / "run", f"engine.kind={kind}", *EVALUATED)
     assert len(pids) == len(set(pids)) == times == restarts(lines)
     assert weights(tmp_path / "run") == expected
-    require_held(tmp_path / "run")
+    require_held(tmp_path / "run", step)
 
 
 @pytest.mark.parametrize(
-    ("request_", "number"),
+    ("request_", "number", "looked_at"),
     [
-        ("receive", 3),
-        pytest.param("begin_update", 3, marks=pytest.mark.slow),
-        pytest.param("poison", 2, marks=pytest.mark.slow),
-        pytest.param("checkpoint_view", 2, marks=pytest.mark.slow),
-        pytest.param("connect", 1, marks=pytest.mark.slow),
+        ("receive", 3, [1]),
+        pytest.param("begin_update", 3, [], marks=pytest.mark.slow),
+        pytest.param("poison", 2, [], marks=pytest.mark.slow),
+        pytest.param("checkpoint_view", 2, [], marks=pytest.mark.slow),
+        pytest.param("connect", 1, [1], marks=pytest.mark.slow),
     ],
 )
-def test_an_engine_that_dies_during_a_sync(request_, number, whole, train, tmp_path):
+def test_an_engine_that_dies_during_a_sync(request_, number, looked_at, whole, train, tmp_path):
     kind, expected = whole
     mark = tmp_path / "mark"
     within = ["tests.dist.engine_kills:killed_by_rank_0", request_, str(number), str(mark)]
@@ -100,7 +103,7 @@ def test_an_engine_that_dies_during_a_sync(request_, number, whole, train, tmp_p
     assert mark.read_text() == "1"
     assert restarts(lines) == 1
     assert weights(tmp_path / "run") == expected
-    require_held(tmp_path / "run")
+    require_held(tmp_path / "run", *looked_at)
 
 
 def test_one_death_too_many_ends_the_run(train, tmp_path):
@@ -136,7 +139,7 @@ def test_one_of_two_engines_dies(request_, number, train, tmp_path):
         lines = train(tmp_path / "run", *knobs, within=within)
     assert restarts(lines) == 1
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
-    require_held(tmp_path / "run")
+    require_held(tmp_path / "run", 1)
 
 
 class Stopped(Exception):
@@ -166,3 +169,20 @@ def test_a_run_ahead_goes_on_with_the_batch_that_it_had_sampled(mode, train, res
     loaded = [names for trace in traces if (names := {item.name for item in trace.of(LoadedState)})]
     assert len(loaded) == 1
     assert "data/rollouts" in loaded[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("request_", "number"), [("generate", 2), ("load_adapter", 2), ("checkpoint_view", 2)])
+def test_an_engine_with_an_adapter_dies(request_, number, train, tmp_path):
+    knobs = ["lora.rank=8", "optimizer.learning_rate=1.0e-3", "evaluation.num_problems=0"]
+    train(tmp_path / "whole", *knobs)
+    mark = tmp_path / "mark"
+    if request_ == "generate":
+        with killed(request_, number):
+            lines = train(tmp_path / "run", *knobs)
+    else:
+        within = ["tests.dist.engine_kills:killed_by_rank_0", request_, str(number), str(mark)]
+        lines = train(tmp_path / "run", *knobs, within=within)
+    assert restarts(lines) == 1
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    require_held(tmp_path / "run", *([2] if request_ == "generate" else []))

@@ -17,14 +17,20 @@ from types import SimpleNamespace
 
 import pytest
 
+import verifier.checks  # noqa: F401  (fills the registry)
 from tests.meta.sources import ROOT
 from verifier.config.cluster import RayOptions
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
+from verifier.core import store
+from verifier.core.finding import Verdict
 from verifier.errors import UsageError
+from verifier.faults.training_trial import DeferredJudge
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.keeper import descendants
 from verifier.launch.rank import JobSpec
+from verifier.report.report import report_of
+from verifier.runs.resources import Resources
 from verifier.trainer import cluster_ray
 from verifier.trainer.cluster_ray import joined, require_answer
 from verifier.trainer.controller import Launcher, Trainer
@@ -89,6 +95,59 @@ def test_three_steps_have_the_bits_of_a_run_without_ray(local, trainer_launcher,
     assert trained(local.cluster, tmp_path / "ray") == trained(trainer_launcher, tmp_path / "plain")
 
 
+GRPO = (
+    "model=tiny:add", "algorithm=grpo", "engine.kind=hf", "steps=3", "data.batch_size=4", "grpo.group_size=4",
+    "grpo.max_answer_tokens=8", "grpo.entropy_weight=0.05", "evaluation.num_problems=0", "verify.steps=true",
+)  # fmt: skip
+
+
+def sampled(launcher: Launcher, run: Path, *knobs: str, at: str = "", victim: str = "", **given) -> list[str]:
+    """Train on samples of an engine, whose process or actor is killed after a line that begins so; printed lines."""
+    lines: list[str] = []
+
+    def progress(text: str) -> None:
+        lines.append(text)
+        if at and text.startswith(at):
+            pids = [pid for pid in pids_of(os.getpid(), [victim]) if "fork" not in command_line(pid)]
+            os.kill(pids[-1], signal.SIGKILL)
+
+    config, _ = load(TrainConfig, overrides=[*GRPO, *knobs, f"run={run}"])
+    Trainer(config, progress, DeferredJudge(), launcher=launcher, **given).run()
+    for step in range(1, 4):
+        report = report_of(store.read(run / "steps" / f"{step:06d}"), "")
+        assert report.verdict is Verdict.HOLDS, [item for item in report.outcomes if item.verdict is not Verdict.HOLDS]
+        if any(item.code == "ENG008" for item in report.outcomes):
+            lines.append(f"looked at in step {step}")
+    return lines
+
+
+@pytest.fixture(scope="module")
+def whole(trainer_launcher, tmp_path_factory) -> dict[str, bytes]:
+    """Weights of a run with an engine, without Ray and without a death."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    with Resources(launcher=trainer_launcher) as resources:
+        sampled(trainer_launcher, run, resources=resources)
+    return weights(run)
+
+
+@pytest.mark.parametrize("victim", ["verifier.engine.server", "ray::EngineNode"])
+def test_an_engine_under_ray_that_dies_is_started_again(victim, local, whole, tmp_path):
+    lines = sampled(local.cluster, tmp_path / "run", "ray.use=true", at="step 1:", victim=victim)
+    assert sum("starting it again" in line for line in lines) == 1, lines
+    assert "looked at in step 2" in lines
+    assert weights(tmp_path / "run") == whole
+
+
+@pytest.mark.slow
+def test_an_engine_under_ray_dies_during_a_sync(local, whole, tmp_path):
+    mark = tmp_path / "mark"
+    within = ["tests.dist.engine_kills:killed_by_rank_0", "receive", "20", str(mark)]
+    lines = sampled(local.cluster, tmp_path / "run", "ray.use=true", within=within)
+    assert mark.read_text() == "1"
+    assert sum("starting it again" in line for line in lines) == 1, lines
+    assert weights(tmp_path / "run") == whole
+
+
 @pytest.mark.parametrize("speaks", [False, True])
 def test_an_address_that_is_silent_is_refused(speaks):
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -124,10 +183,17 @@ def pids_of(driver: int, words: Sequence[str]) -> list[int]:
     """Descendants of a driver whose command line has all of these words."""
     found = []
     for pid in descendants(driver):
-        text = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        if all(word in text for word in words):
+        if all(word in command_line(pid) for word in words):
             found.append(pid)
     return found
+
+
+def command_line(pid: int) -> str:
+    """Command line of a process; empty once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 VICTIMS = {
@@ -139,17 +205,18 @@ VICTIMS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_nothing_is_left_when_a_process_is_killed(victim, tmp_path):
-    run = tmp_path / "run"
+    run, short = tmp_path / "run", Path(os.environ.get("TMPDIR", "/tmp"))
+    others = set(short.glob("verifier-ray-*"))
     with subprocess.Popen(
         command(run, "steps=100000", "checkpoint.every=2"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, env={**os.environ, "TMPDIR": str(short := Path(os.environ.get("TMPDIR", "/tmp")))},
+        text=True, env={**os.environ, "TMPDIR": str(short)},
     ) as driver:  # fmt: skip
         until = time.monotonic() + 240
         while not (run / "metrics.jsonl").exists():
             assert driver.poll() is None, driver.stdout.read()
             assert time.monotonic() < until
             time.sleep(0.1)
-        folders = set(short.glob("verifier-ray-*"))
+        folders = set(short.glob("verifier-ray-*")) - others
         everything = [driver.pid, *descendants(driver.pid)]
         found = pids_of(driver.pid, VICTIMS[victim]) if victim != "driver" else [driver.pid]
         os.kill(found[-1] if victim == "rank" else found[0], signal.SIGKILL)

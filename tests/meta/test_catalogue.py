@@ -42,6 +42,7 @@ def test_every_fault_lies_in_a_file_of_its_stage():
     """One file for a stage or two that belong together; a GPU shows one more bug of a reload in the rollout."""
     files = {
         "load": {"conversion", "knob"}, "export": {"conversion"}, "plan": {"transport"}, "replay": {"pack", "route"},
+        "transport": {"transport", "replica"}, "engine": {"engine", "replica"},
         "rollout": {"rollout", "engine", "mode"}, "loss": {"loss", "policy"},
         "pack": {"pack", "column"}, "data": {"data", "turn"},
     }  # fmt: skip

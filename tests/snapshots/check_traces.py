@@ -45,6 +45,7 @@ from verifier.core.records_weights import (
     CheckpointView,
     ColdSettings,
     ColdTensor,
+    EngineRestart,
     ExpectedShard,
     ExpectedView,
     ExportedAdapterMatrix,
@@ -189,6 +190,7 @@ def engine() -> list[Record]:
     seen.append(LoadedNames(name="loaded", version=1, role="engine", names=("a", "b"), refused=""))
     seen.append(Poison(name="poison", version=1, role="engine", outcomes={"a": "nan", "b": "nan"}))
     seen.append(Handover(name="transfer", version=1, refused=""))
+    seen.append(EngineRestart(name="the engines", version=1, role="controller", restarts=1))
     return seen
 
 
@@ -375,6 +377,7 @@ BROKEN: dict[str, list[Record]] = {
     "ENG005": change(SyncedSettings, lambda item: altered(item, variance_epsilon="1e-05")),
     "ENG007": change(SyncedSettings, lambda item: altered(item, **{"impl.scale": "0.25"})),
     "ENG006": change(CheckpointView, having(box=((0, 2), (0, 2))), name="a"),
+    "ENG008": change(CheckpointView, bits_of_b, name="a"),
     "LGP001": change(TrainerLogprobs, with_array("wrong"), version=1),
     "LGP002": change(EngineLogprobs, with_array("not finite"), version=1),
     "LGP008": change(GivenArguments, having(max_seqlen_kv=3), rank=1),

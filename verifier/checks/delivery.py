@@ -14,6 +14,7 @@ from verifier.core.records_weights import (
     CheckpointView,
     ColdSettings,
     ColdTensor,
+    EngineRestart,
     ExpectedView,
     ExportedTensor,
     Handover,
@@ -325,3 +326,33 @@ def engine_part_held_by_no_rank(trace: Trace) -> Iterator[Comparison]:
                 actual=f"{held:,} elements, in {len(boxes)} different parts of `{holder}`",
                 allowed="exact counts", hint="look at the rank and the sizes by which each engine rank cuts this layer",
             )  # fmt: skip
+
+
+@check("ENG008", needs=(EngineRestart,), scope="restarted")
+def restarted_engine_holds_other_version(trace: Trace) -> Iterator[Comparison]:
+    """An engine that was started again holds the weights of the version by which its answers are labelled.
+
+    What it checks: for each restart and engine rank, the checkpoint slices that the rank holds, as it is asked after
+    its answers, against what the trainer exports at that moment, before the step's update: names both ways and bits.
+    Why it matters: a new process holds the checkpoint that the run began with. Requests that reach it before a sync are
+    answered by that policy, and are trained on as answers of today's.
+    Evidence: engine/restart of the controller, engine/view, engine/view-expected.
+    Tolerance and its source: bitwise; loading copies.
+    What it does not catch: a restart after the last samples of a run, or while answers are sampled ahead, which are not
+    looked at; single tensors, which ENG001 names.
+    References: miles#1724.
+    """
+    for item, rank in product(trace.of(EngineRestart), range(trace.manifest.engine_ranks)):
+        held = by_name(trace.of(CheckpointView, version=item.version, rank=rank))
+        wanted = by_name(trace.of(ExpectedView, version=item.version, rank=rank))
+        equal = [name for name, view in held.items() if name in wanted and wanted[name].digest == view.digest]
+        total = len(held.keys() | wanted.keys())
+        yield Comparison(
+            what=f"version {item.version}", same=len(equal) == total > 0, stage=Stage.ENGINE, version=item.version,
+            badness=1.0, owner=f"engine rank {rank}",
+            sentence=f"engine rank {rank}, which was started again, holds {len(equal)} of the {total} tensors of "
+            f"version {item.version}" if total else f"engine rank {rank} was started again, and nobody looked at it",
+            expected=f"{total} tensors of the trainer's export" if total else "a look at what it holds",
+            actual=f"{len(equal)} that are bitwise equal", allowed="bitwise (loading copies)",
+            hint="look at what is sent to an engine between its start and its first request", absent=not total,
+        )  # fmt: skip

@@ -279,6 +279,13 @@ class QuantizedNames(Record, frozen=True, kw_only=True, tag="engine/view-quantiz
     names: tuple[str, ...]
 
 
+class EngineRestart(Record, frozen=True, kw_only=True, tag="engine/restart"):
+    """Engines died and were started again, before or while they sampled by the weights of this version."""
+
+    restarts: Count
+    """Times since the last evidence of what they hold."""
+
+
 class Poison(Record, frozen=True, kw_only=True, tag="engine/poison"):
     """Effect of the poison before an update on each tensor of one engine rank."""
 

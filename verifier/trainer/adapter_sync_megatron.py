@@ -19,9 +19,11 @@ from verifier.model.checkpoint import Checkpoint
 from verifier.probes.engine_state import record_views
 from verifier.train import lora_megatron
 from verifier.trainer.adapters_megatron import Adapters
+from verifier.trainer.engine_evidence import EvidenceBefore, record_held
 
 if TYPE_CHECKING:
     from verifier.config import EngineOptions
+    from verifier.engine.sender import Running
 
 
 class AdapterSync:
@@ -56,13 +58,16 @@ class AdapterSync:
             except EngineGone as problem:
                 self.lost = str(problem)
 
-    def sync(self, version: int, trace: str | None, probe: Recorder | None, *, again: bool = False) -> str:
+    def sync(
+        self, version: int, trace: str | None, probe: Recorder | None, running: Running = "none", *, again: bool = False
+    ) -> str:
         """Have the engine sample with the adapter of a version from now on. A collective.
 
         Args:
             version: of the weights; the engine's adapter is named by it.
             trace: trace directory; None records nothing.
             probe: this rank's recorder of the trace.
+            running: requests of the engine meanwhile, which keep their adapter; none.
             again: the engine died in this sync before, whose export is recorded.
 
         Returns:
@@ -75,13 +80,24 @@ class AdapterSync:
             self._adapters.record_exported(probe, version)
         if self._client is None:
             return ""
+        before = EvidenceBefore(trace, 1)
         try:
             return self._handed(self._client, path, adapter, version, trace, probe)
         except EngineGone as problem:
             self.lost = str(problem)
-        if trace is not None:  # the next attempt writes it anew
-            (Path(trace) / "evidence" / "engine-0000.jsonl").unlink(missing_ok=True)
+        before.restore()
         return ""
+
+    def look(self, version: int, trace: Path) -> None:
+        """Record what the engine holds, beside the base and the adapter of a version. A collective."""
+        with label("export of the adapter"):
+            adapter = self._adapters.export()
+        if self._client is None:
+            return
+        try:
+            record_held(trace, self._client.checkpoint_view(), self._held(adapter), version)
+        except EngineGone as problem:
+            self.lost = str(problem)
 
     def _handed(
         self, client: EngineClient, path: Path, adapter: Mapping[str, torch.Tensor], version: int, trace: str | None,

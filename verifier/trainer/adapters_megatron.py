@@ -134,6 +134,10 @@ class Adapters:
             self.base.record(probe, version, ShardAfterExport)
             self.trained.record(probe, version, ShardAfterExport)
 
+    def export(self) -> dict[str, torch.Tensor]:
+        """Matrices by published name, as megatron-bridge exports them."""
+        return lora_megatron.export_adapter(self._trainer)
+
     def save(self, path: Path, probe: Recorder | None, version: int) -> dict[str, torch.Tensor]:
         """Export the adapter by megatron-bridge and write it, on rank 0, in the format of the peft library.
 
@@ -145,7 +149,7 @@ class Adapters:
         Returns:
             Matrices by published name, as they were exported.
         """
-        adapter = lora_megatron.export_adapter(self._trainer)
+        adapter = self.export()
         if self._rank == 0:
             shutil.rmtree(path, ignore_errors=True)
             path.parent.mkdir(parents=True, exist_ok=True)

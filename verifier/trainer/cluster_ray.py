@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verifier.config.cluster import LOCAL, RayOptions
 from verifier.core.work_folder import work_folder
 from verifier.engine.api import EngineConfig, Sample, Sampling
+from verifier.engine.client import EngineGone
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch.failures import LaunchError
 from verifier.launch.fork_launcher import ForkJob, require_ranks
@@ -152,14 +153,39 @@ class ActorRanks:
 
 
 class ClusterEngine:
-    """An engine behind its actor, with what the controller asks of an `EngineProcess` and its client."""
+    """An engine behind its actor, with what the controller asks of an `EngineProcess` and its client.
 
-    def __init__(self, actor: _Actor, socket_path: str, deadline_s: float) -> None:
-        self._actor, self.socket_path, self._deadline_s = actor, Path(socket_path), deadline_s
+    Args:
+        actor: an `EngineNode`.
+        started: socket and process id of the engine, on the actor's node.
+        deadline_s: seconds that one request may take.
+    """
+
+    def __init__(self, actor: _Actor, started: tuple[str, int], deadline_s: float) -> None:
+        self._actor, self._deadline_s = actor, deadline_s
+        self.socket_path, self.pid = Path(started[0]), started[1]
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
-        """See `Engine.generate`."""
-        return samples_of(self._actor.ask("generate", [*prompts], sampling, within_s=self._deadline_s + _ACTOR_S))
+        """See `Engine.generate`.
+
+        Raises:
+            EngineGone: the engine or its actor died.
+        """
+        try:
+            return samples_of(self._actor.ask("generate", [*prompts], sampling, within_s=self._deadline_s + _ACTOR_S))
+        except LaunchError as problem:  # the kernel ends the engine of an actor that is gone
+            raise EngineGone(str(problem)) from problem
+
+    def ended(self, within_s: float) -> bool:
+        """Wait at most so many seconds for its end; True if it has ended."""
+        try:
+            return bool(self._actor.ask("ended", within_s))
+        except LaunchError:
+            return True
+
+    def end(self) -> None:
+        """End it and its actor, as far as they live."""
+        self._actor.end("close")
 
 
 class Cluster:
@@ -196,12 +222,22 @@ class Cluster:
             parts.append(ActorRanks(actor, self._name(place) if len(self._nodes) > 1 else "", ranks, self._look))
         return ForkJob(parts, spec, on_progress)
 
-    def engine(self, config: EngineConfig, deadline_s: float, request_deadline_s: float) -> ClusterEngine:
-        """Start an engine on the node of rank 0, which sends the weights, and wait until it has loaded its model."""
+    def engine(
+        self, config: EngineConfig, deadline_s: float, request_deadline_s: float, *, watched: bool
+    ) -> ClusterEngine:
+        """Start an engine on the node of rank 0, which sends the weights, and wait until it has loaded its model.
+
+        Args:
+            config: of the engine.
+            deadline_s: seconds for the start.
+            request_deadline_s: seconds that one request may take.
+            watched: its death ends the waits for ranks.
+        """
         actor = self._actor(EngineNode, "engine", self._nodes[0])
-        path = actor.ask("start", config, deadline_s, request_deadline_s, within_s=deadline_s + _ACTOR_S)
-        self._engines.append(actor)
-        return ClusterEngine(actor, path, request_deadline_s)
+        started = actor.ask("start", config, deadline_s, request_deadline_s, within_s=deadline_s + _ACTOR_S)
+        if watched:
+            self._engines.append(actor)
+        return ClusterEngine(actor, started, request_deadline_s)
 
     def _look(self) -> None:
         """Raise the error of an engine that has died, or of its actor."""

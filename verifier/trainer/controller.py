@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
@@ -21,7 +21,7 @@ from verifier.runs.spec import place
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.batches import HeldOut, SftPlan, UpdatePlan
 from verifier.trainer.continuation import Continuation
-from verifier.trainer.engines import RESTARTS, Revival, RunEngines, gone
+from verifier.trainer.engines import RESTARTS, ClusterEngines, Engines, HostEngines, Revival, gone
 from verifier.trainer.fitting import load_algorithms, require_fit
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
@@ -32,7 +32,7 @@ from verifier.trainer.run_folder import RunFolder, opened
 from verifier.trainer.sampled_step import require_judgeable
 
 if TYPE_CHECKING:
-    from verifier.trainer.cluster_ray import Cluster, ClusterEngine
+    from verifier.trainer.cluster_ray import Cluster
 
 Progress = Callable[[str], None]
 ENGINE_DEADLINE_S = 600.0
@@ -113,8 +113,8 @@ class Trainer:
             if engine is not None and self._rollouts is not None:
                 stack.callback(self._rollouts.close)
                 self._connect(engine, self._rollouts, loop)
-                if done or not self._owns_resources:
-                    loop.sync(done, None)  # it may hold the weights of another step, or of another run
+                if done or not self._owns_resources or engine.restarted:
+                    loop.sync(done, None)  # it may hold the weights of another step, or of another run, or no adapter
             summary = loop.run(done, metrics)
             self._export()
             self._job.finish()
@@ -125,6 +125,8 @@ class Trainer:
         """The launcher that was given, or one that imports Megatron while the caller goes on."""
         config, until = self._config, self._until
         if self._launcher is not None:
+            if config.ray.use:
+                self._cluster = cast("Cluster", self._launcher)
             return self._launcher
         if config.ray.use:
             from verifier.trainer.cluster_ray import joined
@@ -160,7 +162,7 @@ class Trainer:
         self._ahead = AheadRollouts(config, self._rollouts, ENGINE_DEADLINE_S)
         return GrpoPlan(config, self._ahead, batch_of, routed)
 
-    def _start_engine(self, launcher: Launcher, stack: contextlib.ExitStack) -> RunEngines | ClusterEngine | None:
+    def _start_engine(self, launcher: Launcher, stack: contextlib.ExitStack) -> Engines | None:
         """Start the engine that samples, if the run has one, while Megatron is imported."""
         if self._rollouts is None:
             return None
@@ -169,12 +171,13 @@ class Trainer:
         self._progress(f"starting the engine ({config.engine.kind})")
         gpus, fixes = self._placement.engine_gpus, sorted(selected(config.fixes))
         asked = [self._rollouts.engine_config(gpus, fixes, number) for number in range(config.engine.replicas)]
+        given = (self._until, ENGINE_DEADLINE_S, self._progress)
+        restarts = RESTARTS if self._placement.transport == "gloo" else 0
+        engine: Engines
         if self._cluster is not None:
-            return self._cluster.engine(asked[0], self._until.left("the engine was started"), ENGINE_DEADLINE_S)
-        resources, restarts = self._on_this_host(launcher, stack), self._placement.transport == "gloo"
-        engine = RunEngines(
-            asked, resources, self._until, ENGINE_DEADLINE_S, self._progress, restarts=RESTARTS if restarts else 0
-        )
+            engine = ClusterEngines(asked, self._cluster, *given, restarts=restarts)
+        else:
+            engine = HostEngines(asked, self._on_this_host(launcher, stack), *given, restarts=restarts)
         stack.callback(engine.close)
         return engine
 
@@ -186,23 +189,19 @@ class Trainer:
             )
         return self._resources
 
-    def _connect(self, engine: RunEngines | ClusterEngine, rollouts: EngineRollouts, loop: StepLoop) -> None:
+    def _connect(self, engine: Engines, rollouts: EngineRollouts, loop: StepLoop) -> None:
         """Let controller and ranks talk to the engine, and to those that it is started as again."""
 
         def connect() -> None:
-            rollouts.start(engine.client() if isinstance(engine, RunEngines) else engine)
-            sockets = engine.sockets if isinstance(engine, RunEngines) else [str(engine.socket_path)]
-            lost = self._call("connect", sockets=sockets, transport=self._placement.transport)[0]
+            rollouts.start(engine.client())
+            lost = self._call("connect", sockets=engine.sockets, transport=self._placement.transport)[0]
             if (problem := gone(lost)) is not None:
                 raise problem
 
-        if isinstance(engine, RunEngines):
-            loop.revival = rollouts.revival = Revival(engine, connect, lambda version: loop.sync(version, None))
+        loop.revival = rollouts.revival = Revival(engine, connect, lambda version: loop.sync(version, None), loop.look)
         try:
             connect()
         except EngineGone as problem:
-            if loop.revival is None:
-                raise
             loop.revival.revive(problem)
 
     def _export(self) -> None:

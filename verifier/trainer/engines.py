@@ -1,18 +1,26 @@
-"""The engines of a run on this host: connected to controller and ranks, and started again when a process dies."""
+"""The engines of a run, here or behind Ray: connected to controller and ranks, and started again when one dies."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from verifier.core.record import Probe
+from verifier.core.records_weights import EngineRestart
 from verifier.engine.api import EngineConfig
 from verifier.engine.client import EngineClient, EngineGone
 from verifier.engine.process import EngineProcess
 from verifier.engine.replicas import clients_of
 from verifier.errors import InternalError
 from verifier.runs.resources import Deadline, Resources
+from verifier.trainer.episodes import Sampler
+
+if TYPE_CHECKING:
+    from verifier.trainer.cluster_ray import Cluster, ClusterEngine
 
 RESTARTS = 3
 """Restarts of engines that a run may have."""
@@ -21,44 +29,41 @@ DEATH_S = 5.0
 """Seconds from the end of a connection to that of a process, which ends its workers first."""
 
 
-class RunEngines:
+class Engines(abc.ABC):
     """Engines whose death ends no run: all are started again, and get the weights that they held.
 
     Args:
         asked: config of each engine.
-        resources: start and end them.
         until: deadline of the run.
         deadline_s: seconds that one request may take.
         progress: called with a line of text.
         restarts: that the run may have; with none a death ends what the run waits for, at once.
+
+    Attributes:
+        restarted: restarts that the run has had.
     """
 
     def __init__(
-        self, asked: Sequence[EngineConfig], resources: Resources, until: Deadline, deadline_s: float,
-        progress: Callable[[str], None], *, restarts: int,
+        self, asked: Sequence[EngineConfig], until: Deadline, deadline_s: float, progress: Callable[[str], None], *,
+        restarts: int,
     ) -> None:  # fmt: skip
-        self._asked, self._resources, self._until, self._deadline_s = asked, resources, until, deadline_s
-        self._progress, self._restarts, self._done = progress, restarts, 0
-        self._open = contextlib.ExitStack()
-        self._processes = self._started()
+        self._asked, self._until, self._deadline_s = asked, until, deadline_s
+        self._progress, self._restarts, self.restarted = progress, restarts, 0
+        self._start()
 
     @property
+    @abc.abstractmethod
     def sockets(self) -> list[str]:
         """Sockets of the processes that run now."""
-        return [str(process.socket_path) for process in self._processes]
 
     @property
+    @abc.abstractmethod
     def pids(self) -> list[int]:
         """Process ids of the processes that run now."""
-        return [process.pid for process in self._processes]
 
-    def client(self) -> EngineClient:
+    @abc.abstractmethod
+    def client(self) -> Sampler:
         """A new connection of the controller, in the place of the one before."""
-        self._open.close()
-        for process in self._processes:  # each listens
-            process.client(self._deadline_s).close()
-        client = clients_of(self.sockets, self._deadline_s, self._processes[0].vigil)
-        return self._open.enter_context(contextlib.closing(client))
 
     def restart(self, why: EngineGone) -> None:
         """Start them again, and wait until they have loaded the checkpoint of version 0.
@@ -69,15 +74,55 @@ class RunEngines:
         """
         if not self._restarts or not self._ended():
             raise why  # another engine's death, as the oracle's
-        if self._done == self._restarts:
-            raise InternalError(f"an engine died after {self._done} restarts, and a run has no more: {why}")
-        self._done += 1
-        reason = str(why).partition("\n")[0]
-        self._progress(f"{reason}: starting it again (restart {self._done} of {self._restarts})")
+        if self.restarted == self._restarts:
+            raise InternalError(f"an engine died after {self.restarted} restarts, and a run has no more: {why}")
+        self.restarted += 1
+        reason = str(why).partition("\n")[0].removesuffix("; its last words:")
+        self._progress(f"{reason}: starting it again (restart {self.restarted} of {self._restarts})")
+        self._stop()  # one that lives may wait for what the dead one was to send
+        self._start()
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Leave them to who ends them."""
+
+    @abc.abstractmethod
+    def _start(self) -> None:
+        """Start all of them, and wait until they have loaded their model."""
+
+    @abc.abstractmethod
+    def _stop(self) -> None:
+        """End all of them, dead or alive."""
+
+    @abc.abstractmethod
+    def _ended(self) -> bool:
+        """Wait a little for the end of one of them; True if it has ended."""
+
+
+class HostEngines(Engines):
+    """Engines on this host, which `resources` start and end; see `Engines`."""
+
+    def __init__(self, asked: Sequence[EngineConfig], resources: Resources, *given: Any, restarts: int) -> None:
+        self._resources, self._open = resources, contextlib.ExitStack()
+        super().__init__(asked, *given, restarts=restarts)
+
+    @property
+    def sockets(self) -> list[str]:
+        """See `Engines.sockets`."""
+        return [str(process.socket_path) for process in self._processes]
+
+    @property
+    def pids(self) -> list[int]:
+        """See `Engines.pids`."""
+        return [process.pid for process in self._processes]
+
+    def client(self) -> EngineClient:
+        """See `Engines.client`."""
         self._open.close()
-        for config in self._asked:  # one that lives may wait for what the dead one was to send
-            self._resources.stop_engine(config)
-        self._processes = self._started()
+        for process in self._processes:  # each listens
+            process.client(self._deadline_s).close()
+        client = clients_of(self.sockets, self._deadline_s, self._processes[0].vigil)
+        return self._open.enter_context(contextlib.closing(client))
 
     def close(self) -> None:
         """Leave them to their resources, and have a death end their waits again."""
@@ -85,21 +130,59 @@ class RunEngines:
         for process in self._processes:
             process.watch(True)
 
-    def _started(self) -> list[EngineProcess]:
-        found = []
+    def _start(self) -> None:
+        self._processes: list[EngineProcess] = []
         for config in self._asked:
             name = "the engine" if len(self._asked) == 1 else f"engine {config.replica}"
-            found.append(self._resources.engine(config, self._until, name).process)
-            found[-1].watch(not self._restarts)
-        return found
+            self._processes.append(self._resources.engine(config, self._until, name).process)
+            self._processes[-1].watch(not self._restarts)
+
+    def _stop(self) -> None:
+        self._open.close()
+        for config in self._asked:
+            self._resources.stop_engine(config)
 
     def _ended(self) -> bool:
-        """Wait a little for the end of one of them; True if it has ended."""
         until = time.monotonic() + DEATH_S
         while not any(process.ended(0.02) for process in self._processes):
             if time.monotonic() > until:
                 return False
         return True
+
+
+class ClusterEngines(Engines):
+    """The one engine of a cluster, behind an actor of Ray on the node of rank 0; see `Engines`."""
+
+    def __init__(self, asked: Sequence[EngineConfig], cluster: Cluster, *given: Any, restarts: int) -> None:
+        self._cluster = cluster
+        super().__init__(asked, *given, restarts=restarts)
+
+    @property
+    def sockets(self) -> list[str]:
+        """See `Engines.sockets`; on the node of rank 0."""
+        return [str(self._engine.socket_path)]
+
+    @property
+    def pids(self) -> list[int]:
+        """See `Engines.pids`; on the node of rank 0."""
+        return [self._engine.pid]
+
+    def client(self) -> ClusterEngine:
+        """See `Engines.client`."""
+        return self._engine
+
+    def close(self) -> None:
+        """Leave it to the cluster."""
+
+    def _start(self) -> None:
+        left = self._until.left("the engine was started")
+        self._engine = self._cluster.engine(self._asked[0], left, self._deadline_s, watched=not self._restarts)
+
+    def _stop(self) -> None:
+        self._engine.end()
+
+    def _ended(self) -> bool:
+        return self._engine.ended(DEATH_S)
 
 
 class Revival:
@@ -109,10 +192,15 @@ class Revival:
         engines: of the run.
         connect: has controller and ranks talk to the processes that run now.
         sync: sends the weights of a version to them, without evidence.
+        look: records in a trace what they hold, beside the weights of a version.
     """
 
-    def __init__(self, engines: RunEngines, connect: Callable[[], None], sync: Callable[[int], None]) -> None:
-        self.engines, self._connect, self._sync = engines, connect, sync
+    def __init__(
+        self, engines: Engines, connect: Callable[[], None], sync: Callable[[int], None],
+        look: Callable[[int, Path], None],
+    ) -> None:  # fmt: skip
+        self.engines, self._connect, self._sync, self._look = engines, connect, sync, look
+        self._recorded = 0
 
     def repeated[T](self, function: Callable[[], T], version: int) -> T:
         """Call a function that asks the engine, again for each death, from the weights of a version."""
@@ -135,6 +223,29 @@ class Revival:
                 return
             except EngineGone as gone:
                 problem = gone
+
+    def record(self, probe: Probe | None, trace: Path | None, version: int) -> bool:
+        """Record what engines hold that were started again since the last evidence of them.
+
+        Args:
+            probe: the controller's recorder of a trace.
+            trace: its directory; None records nothing.
+            version: of the weights by which their answers are labelled.
+
+        Returns:
+            True if there were any.
+        """
+        count = self.engines.restarted - self._recorded
+        if probe is None or trace is None or not count:
+            return False
+        self.repeated(lambda: self._look(version, trace), version)
+        probe.emit(EngineRestart(name="the engines", version=version, restarts=count))
+        self.recorded()
+        return True
+
+    def recorded(self) -> None:
+        """Say that a trace has what the engines hold now."""
+        self._recorded = self.engines.restarted
 
 
 def gone(text: Any) -> EngineGone | None:

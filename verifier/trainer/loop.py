@@ -138,6 +138,7 @@ class StepLoop:
             sampled = None
             with self._controller_probe(trace, step) as probe:
                 updates = plan.updates(step, self._updates, self._score, probe)
+                restarted = self._record_restarts(probe, trace, step) if updates else False
                 resumed = bool(updates) and self.continuation.record(probe, step)
                 known = not (self.ahead is not None and done and step == done + 1)  # whose weights are gone
                 if updates and probe is not None and self.oracle is not None and is_sampled(config, step) and known:
@@ -146,7 +147,7 @@ class StepLoop:
                         record_scored(probe, config, step, plan.scored)
                 self._manifest = step_manifest(
                     config, self.model, step, resumed=resumed, sampled=sampled is not None, dropped=not updates,
-                    text=plan.has_text,
+                    text=plan.has_text, restarted=restarted,
                     fresh=has_fresh(config, [item for update in updates for item in update.rollouts], step - 1),
                 )  # fmt: skip
             earlier = self._hold_weights(step) if self.ahead is not None else {}
@@ -159,6 +160,8 @@ class StepLoop:
                 self.ahead.pause()
             if self.rollouts is not None and updates:
                 self.sync(step, trace)
+                if self.revival is not None:
+                    self.revival.recorded()
             synced_s = time.monotonic() - started - rolled_s - trained_s
             if trace is not None:
                 if sampled is not None:
@@ -230,6 +233,21 @@ class StepLoop:
             refused, self._sync_facts, lost = self.call("sync", version=version, trace=where, again=True)[0]
         if refused and trace is None:
             raise ContractError(f"the engine refused the weights of version {version}: {refused}")
+
+    def look(self, version: int, trace: Path) -> None:
+        """Record what the engines hold, beside what the ranks would send as a version.
+
+        Raises:
+            EngineGone: one died meanwhile, and nothing was recorded.
+        """
+        if (problem := gone(self.call("look", version=version, trace=str(trace))[0])) is not None:
+            raise problem
+
+    def _record_restarts(self, probe: Recorder | None, trace: Path | None, step: int) -> bool:
+        """Record what engines hold that were started again and sampled a step; True if there were any."""
+        if self.revival is None or self.ahead is not None:  # one that samples ahead is not asked meanwhile
+            return False
+        return self.revival.record(probe, trace, step - 1)
 
     def _score(self, file: Path, which: str) -> list[np.ndarray]:
         """Log-probabilities of a batch by the live weights or by the reference's."""

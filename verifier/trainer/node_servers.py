@@ -150,8 +150,8 @@ class TrainerNode(NodeServer):
 class EngineNode(NodeServer):
     """Engine process, and a client of it."""
 
-    def start(self, config: EngineConfig, deadline_s: float, request_deadline_s: float) -> str:
-        """Start the engine and wait until it has loaded its model; return the path of its socket."""
+    def start(self, config: EngineConfig, deadline_s: float, request_deadline_s: float) -> tuple[str, int]:
+        """Start the engine and wait until it has loaded its model; return its socket and process id."""
         self._stack, self._vigil = contextlib.ExitStack(), Vigil()
         with contextlib.ExitStack() as stack:
             server = stack.enter_context(engine_fork_server(deadline_s, self._vigil))
@@ -161,7 +161,11 @@ class EngineNode(NodeServer):
             )
             self._client.wait_ready(deadline_s)
             self._stack = stack.pop_all()
-        return str(self._process.socket_path)
+        return str(self._process.socket_path), self._process.pid
+
+    def ended(self, within_s: float) -> bool:
+        """See `EngineProcess.ended`."""
+        return self._process.ended(within_s)
 
     def look(self) -> None:
         """Raise the error of an engine that has died."""

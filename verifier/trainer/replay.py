@@ -148,14 +148,11 @@ def require_same_knobs(config: TrainConfig, run: Path) -> None:
     """Raise a UsageError for the first knob in which a config and a recorded run differ and must not."""
     if not (run / KNOBS).exists():
         raise UsageError(f"--replay `{run}` is no folder of a run: it has no {KNOBS}")
-    for key, found, asked in other_knobs(run, config):
-        begins_with_trained = key == "model" and Path(config.model) == run / EXPORTED_BEFORE
-        if begins_with_trained and Path(str(found)).parts[-2:] == EXPORTED_BEFORE.parts:
+    for other in other_knobs(run, config):
+        begins_with_trained = other.key == "model" and Path(config.model) == run / EXPORTED_BEFORE
+        if begins_with_trained and Path(str(other.found)).parts[-2:] == EXPORTED_BEFORE.parts:
             continue
-        raise UsageError(
-            f"--replay `{run}` is a run with {key}={found}, and {key}={asked} is asked for: give the config of the "
-            "run, or leave it out"
-        )
+        raise UsageError(f"--replay `{run}` is {other.text}: give the config of the run, or leave it out")
 
 
 def _recorded(run: Path, rank: int, begun_at: int, step: int) -> list[RankUpdate]:

@@ -155,16 +155,50 @@ def _require_same_run(config: TrainConfig) -> None:
         if (config.run / "config.yaml").exists():
             raise UsageError(f"the run folder `{config.run}` holds a run of another version: choose another --run")
         return
-    for key, found, asked in other_knobs(config.run, config):
-        raise UsageError(
-            f"the run folder `{config.run}` holds a run with {key}={found}, and {key}={asked} is "
-            "asked for: give the same value to continue it, or choose another --run"
-        )
+    for other in other_knobs(config.run, config):
+        way_out = "give the same value to continue it, or choose" if other.can_agree else "choose"
+        raise UsageError(f"the run folder `{config.run}` holds {other.text}: {way_out} another --run")
 
 
-def other_knobs(run: Path, config: TrainConfig) -> Iterator[tuple[str, Any, Any]]:
-    """Knobs in which a run and a config differ and must not: (key, value of the run, value of the config)."""
-    found, asked = json.loads((run / KNOBS).read_text()), shared_knobs(config)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherKnob:
+    """A knob in which a run and a config differ and must not."""
+
+    key: str
+    found: Any
+    """Value of the run; None where it has none."""
+    text: str
+    """Sentence about the run's folder; begins with "a run"."""
+    can_agree: bool
+    """There is a value by which they would not differ."""
+
+
+def other_knobs(run: Path, config: TrainConfig) -> Iterator[OtherKnob]:
+    """Knobs in which a run and a config differ and must not. One that the run's version lacked has its default."""
+    found, asked, defaults = json.loads((run / KNOBS).read_text()), shared_knobs(config), _defaults()
     for key in sorted(found.keys() | asked.keys()):
-        if found.get(key) != asked.get(key):
-            yield key, found.get(key), asked.get(key)
+        can_agree, wanted = True, f"and {key}={_shown(asked.get(key))} is asked for"
+        if key in found and key in asked:
+            same, text = found[key] == asked[key], f"a run with {key}={_shown(found[key])}, {wanted}"
+        elif key in asked and key in defaults:
+            same = defaults[key] == asked[key]
+            text = f"a run of a version without the knob {key}, whose default is {_shown(defaults[key])}, {wanted}"
+        elif key in asked:
+            same, can_agree = False, False
+            text = f"a run of a version without the knob {key}, which has no default, {wanted}"
+        else:
+            same, can_agree = False, False
+            text = f"a run with {key}={_shown(found[key])}, a knob that this version does not have"
+        if not same:
+            yield OtherKnob(key=key, found=found.get(key), text=text, can_agree=can_agree)
+
+
+def _defaults() -> dict[str, Any]:
+    """Default of each knob that has one whatever the others are, as knobs.json writes it."""
+    known = [entry for entry in entries(TrainConfig) if not (entry.required or entry.computed)]
+    return {entry.key: json.loads(json.dumps(entry.default, default=str)) for entry in known}
+
+
+def _shown(value: Any) -> Any:
+    """A value as a command spells it."""
+    return "null" if value is None else value

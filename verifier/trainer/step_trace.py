@@ -21,7 +21,7 @@ from verifier.runs.model_under_test import ModelUnderTest
 
 def step_manifest(
     config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False,
-    dropped: bool = False, fresh: bool = True, text: bool = True,
+    dropped: bool = False, fresh: bool = True, text: bool = True, restarted: bool = False,
 ) -> Manifest:  # fmt: skip
     """Identity of the trace of a step.
 
@@ -34,6 +34,7 @@ def step_manifest(
         dropped: no token is left in its loss, so that it takes no update and syncs nothing.
         text: fine-tuning has examples whose text in the loss is known: those that are no conversations.
         fresh: a token in the loss was sampled by the weights that it trains.
+        restarted: engines that sampled it had been started again.
     """
     sizes = model.checkpoint.config
     facts = RunFacts(
@@ -68,6 +69,8 @@ def step_manifest(
         scopes += ["sampled"] if synced else []
     if config.lora.rank and not dropped:
         scopes += ["frozen", "begun"] if step == 1 else ["frozen"]
+    if restarted:
+        scopes.append("restarted")
     if resumed or (config.engine.sleep_level and not dropped):
         scopes.append("resume")
     return Manifest(

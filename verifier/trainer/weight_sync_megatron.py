@@ -25,6 +25,7 @@ from verifier.probes.engine_state import TransferProbe, held_by, record_views
 from verifier.probes.weights_megatron import described, plan_of, record_plan, recorded
 from verifier.runs.rank_run_megatron import EngineLink
 from verifier.train.step_megatron import device_of
+from verifier.trainer.engine_evidence import EvidenceBefore, record_held
 from verifier.trainer.merge_rounding import MergeRounding
 
 if TYPE_CHECKING:
@@ -116,17 +117,26 @@ class WeightSync:
         Returns:
             On rank 0, why the engine refused the transfer; empty if it did not, or died: see `lost`.
         """
-        stream = self._stream(None if again else probe, version)
+        stream, before = self._stream(None if again else probe, version), EvidenceBefore(trace, self._num_ranks)
         try:
             return self._sent(stream, version, trace, probe, running, again=again)
         except EngineGone as problem:
             self.lost = str(problem)
             for _ in stream:  # the other ranks draw it whole
                 pass
-        if trace is not None:
-            for at in range(self._num_ranks):  # the next attempt writes them anew
-                (Path(trace) / "evidence" / f"engine-{at:04d}.jsonl").unlink(missing_ok=True)
+        if self._rank == 0:
+            before.restore()
         return ""
+
+    def look(self, version: int, trace: Path) -> None:
+        """Record what the engines hold, beside the weights, which are those of a version."""
+        sent = {name: tensor.cpu().clone() for name, tensor in self._stream(None, version) if self._rank == 0}
+        if self._link.client is None:
+            return
+        try:
+            record_held(trace, self._link.client.checkpoint_view(), sent, version)
+        except EngineGone as problem:
+            self.lost = str(problem)
 
     def _sent(
         self, stream: Iterator[tuple[str, torch.Tensor]], version: int, trace: str | None, probe: Recorder | None,

@@ -65,7 +65,8 @@ from verifier.trainer.worker_spec import WorkerSpec, loss_of
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
 
-CALLS = ("load", "record_load", "connect", "score", "hold", "train", "sync", "save", "saved", "evaluate", "export")
+CALLS = ("load", "record_load", "connect", "score", "hold", "train", "sync", "look", "save", "saved", "evaluate",
+         "export")  # fmt: skip
 """Methods that the controller calls."""
 
 
@@ -321,14 +322,16 @@ class TrainerWorker:
             On rank 0, why the engine refused them, empty if it did not; metrics; why its process is gone, empty if not.
         """
         assert self._sync is not None
-        probe = self._recorder(trace)
-        if isinstance(self._sync, AdapterSync):
-            refused = self._sync.sync(version, trace, probe, again=again)
-        else:
-            refused = self._sync.sync(version, trace, probe, running, again=again)
+        refused = self._sync.sync(version, trace, self._recorder(trace), running, again=again)
         self._close_recorder()
         facts = {**self._sync.facts, **({} if self._turns is None else self._turns.facts)}
         return refused, facts, self._sync.lost
+
+    def look(self, version: int, trace: str) -> str:
+        """Record what engines hold, beside the weights of a version; rank 0 returns why one is gone, empty if not."""
+        assert self._sync is not None
+        self._sync.look(version, Path(trace))
+        return self._sync.lost
 
     def evaluate(self, batch: str) -> list[bool]:
         """Tell for each rollout of a batch whether greedy decoding gives every token of its loss mask."""
