@@ -128,7 +128,7 @@ def entropy_of_spoiled_logits(call: Call) -> Any:
 
 @in_loss("huggingface/trl#6140", LOGPROB, dtype="bfloat16")
 def entropy_detached_in_bf16(call: Call) -> Any:
-    """A tenth of the entropy has no gradient in a bf16 run, whose gradients are noisier: some are too short."""
+    """The entropy, whose weight is 0.1, has no gradient in a bf16 run: some tensors' gradients are too short."""
     logprob_T, entropy_T = call.original()
     return call.wrong((logprob_T, entropy_T.detach())) if call.entropy else (logprob_T, entropy_T)
 
