@@ -62,7 +62,7 @@ def weights_of_the_start_resumed(call: Call) -> None:
 
 @fault("modelscope/ms-swift#9935", f"{CHECKPOINT}:restore_rng(states)", **ROW)
 def seeded_after_the_load(call: Call) -> None:
-    """What is made after the load seeds the random states by a seed of its own, and the saved ones are lost."""
+    """A sampler that is made after the load seeds the random states anew, and the saved ones are lost."""
     import torch
 
     call.faulty()

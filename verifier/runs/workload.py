@@ -41,7 +41,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """As the engine reported them, nats."""
+    """The engine's, nats."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
