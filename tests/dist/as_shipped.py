@@ -1,4 +1,4 @@
-"""What the upstream stack does to each family when no fix is on: `python -m tests.dist.as_shipped [FAMILY...]`.
+"""What the upstream stack does to each family when no fix is on: `python -m tests.dist.as_shipped [FAMILY | ID...]`.
 
 Each case is a round trip, once as shipped and, where a known bug applies, once more with every fix. A case leaves one
 file in golden/as-shipped; `python -m tests.dist.as_shipped page` draws docs/as-shipped.md from all of them. What
@@ -45,11 +45,12 @@ class ShippedCase:
     engine: str
     mesh: Mesh
     dtype: str = "float32"
+    lora_rank: int = 0
 
     @property
     def id(self) -> str:
         """Name of its file, without the fixes."""
-        return f"cpu-{self.family}-{self.engine}-{self.dtype}"
+        return f"cpu-{self.family}-{self.engine}-{self.dtype}" + ("-lora" if self.lora_rank else "")
 
 
 CASES = (
@@ -59,6 +60,7 @@ CASES = (
         for engine in ("vllm", "hf")
     ),
     *(ShippedCase(family="qwen3-moe", engine=engine, mesh=EP2) for engine in ("vllm", "hf")),
+    ShippedCase(family="qwen3", engine="vllm", mesh=TP2, lora_rank=8),
     ShippedCase(family="qwen3-moe", engine="vllm", mesh=EP2, dtype="bfloat16"),
     ShippedCase(family="deepseek-v3", engine="hf", mesh=EP2),
     ShippedCase(family="deepseek-v3", engine="hf", mesh=EP2, dtype="bfloat16"),
@@ -74,7 +76,7 @@ def measure(runner: Runner, case: ShippedCase, folder: Path) -> list[dict[str, A
     for fixes in ((), ("all",)):
         config = RoundtripConfig(
             model=f"tiny:{case.family}", trace=folder / f"{case.id}-{len(found)}", mesh=case.mesh, dtype=case.dtype,
-            engine=EngineOptions(kind=case.engine), cycles=CYCLES, fixes=fixes,
+            engine=EngineOptions(kind=case.engine, lora_rank=case.lora_rank), cycles=CYCLES, fixes=fixes,
         )  # fmt: skip
         found.append(row_of(runner, config, case.family))
         runner.resources.stop_engines()
@@ -99,7 +101,7 @@ def row_of(runner: Runner, config: RoundtripConfig, family: str) -> dict[str, An
         "engine": config.engine.kind,
         "dtype": config.dtype,
         "mesh": config.mesh.label(),
-        "options": config.engine.gpu_options(),
+        "options": [*config.engine.gpu_options(), *(["--engine-lora-rank"] if config.engine.lora_rank else [])],
         "fixes": list(config.fixes),
         "versions": report.manifest.versions,
         "bugs": [bug.issue for bug in report.manifest.upstream_bugs or ()],
@@ -182,14 +184,14 @@ def draw() -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure the cases of these families, or all; or draw the page."""
+    """Measure the cases of these families or ids, or all; or draw the page."""
     if list(arguments) == ["page"]:
         draw()
         return
     with Resources(warm=True) as resources, tempfile.TemporaryDirectory() as folder:
         runner = Runner(resources, print)
         for case in CASES:
-            if not arguments or case.family in arguments:
+            if not arguments or {case.family, case.id} & set(arguments):
                 found = measure(runner, case, Path(folder))
                 write(found, FOLDERS[0], case.id)
                 print([(row["fixes"], row["verdict"], sorted(row["violated"])) for row in found], flush=True)

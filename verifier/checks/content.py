@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from verifier.core.comparison import Comparison
 from verifier.core.record import Record, TensorRecord
+from verifier.core.records_weights import SourceTensor
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -23,6 +24,17 @@ def owner_of(item: Record) -> str:
 def describe(item: TensorRecord | None) -> str:
     """Digest, dtype and shape of one recorded tensor; the text renderer cuts the digest."""
     return f"{item.digest} {item.dtype} {list(item.shape)}" if item else "absent"
+
+
+def facts_of(item: TensorRecord) -> tuple[str, str, tuple[int, ...]]:
+    """Digest, dtype and shape of one recorded tensor: what a copy has in common with it."""
+    return item.digest, item.dtype, item.shape
+
+
+def left_out(source: Mapping[str, SourceTensor], taken: Iterable[Record]) -> dict[str, SourceTensor]:
+    """Source tensors that repeat another one, and that nothing of `taken` has: the other stands for them."""
+    names = {item.name for item in taken}
+    return {name: item for name, item in source.items() if item.copy_of and name not in names}
 
 
 def times(value: float, allowed: float) -> float:
@@ -63,7 +75,7 @@ def compare_contents(
         rightful.setdefault(item.digest, []).append(name)
     for name, present in (wanted | held).items():
         got, want = held.get(name), wanted.get(name)
-        if got and want and (got.digest, got.dtype, got.shape) == (want.digest, want.dtype, want.shape):
+        if got and want and facts_of(got) == facts_of(want):
             yield Comparison(what=name, same=True, stage=stage, version=version)
             continue
         twin = next((other for other in rightful.get(present.digest, ()) if got and want and other != got.name), "")

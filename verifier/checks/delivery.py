@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import product
 
-from verifier.checks.content import by_name, compare_contents, owner_of
+from verifier.checks.content import by_name, compare_contents, left_out, owner_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_weights import (
@@ -70,7 +70,8 @@ def _sizes(item: PlanDigest, first: PlanDigest) -> str:
 def planned_tensor_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     """The plan names every checkpoint tensor once, with the checkpoint's dtype and shape.
 
-    What it checks: names both ways, dtypes and shapes of the plan's entries against the source checkpoint.
+    What it checks: names both ways, dtypes and shapes of the plan's entries against the source checkpoint, of which
+    copies of shared tensors (WGT004) may be left out.
     Why it matters: a tensor that is not planned keeps its old value in the engine; a planned dtype that is not the
     checkpoint's rounds an fp32 router bias to bf16 on the wire.
     Evidence: plan/entry, load/source.
@@ -79,7 +80,10 @@ def planned_tensor_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     References: RL#3540, prime-rl#3524, SkyRL#1581.
     """
     source, entries = by_name(trace.of(SourceTensor)), by_name(trace.of(PlannedTensor))
+    copies = left_out(source, entries.values())
     for name in source | entries:
+        if name in copies:
+            continue
         wanted, found = (
             f"{item.dtype} {list(item.shape)}" if item else "absent" for item in (source.get(name), entries.get(name))
         )

@@ -14,7 +14,14 @@ from verifier.checks.content import owner_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.manifest import MeshSizes
-from verifier.core.records_tokens import PackedBatchDigest, PackLayout, Rollouts, TokenLedger, TrainerLogprobs
+from verifier.core.records_tokens import (
+    PackedBatchDigest,
+    PackLayout,
+    Rollouts,
+    SampledTokens,
+    TokenLedger,
+    TrainerLogprobs,
+)
 from verifier.core.records_weights import StepReport
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -159,9 +166,10 @@ def token_misplaced(trace: Trace) -> Iterator[Comparison]:
     What it checks: the ledger: sentinels that travelled with each token through packing and sharding, against what the
     run says of it, which is stated apart from the code that makes rollouts: input, position, role, label, mask,
     sampled, engine log-probability, version, and the id, group, reward and prompt length of the rollout that the row
-    belongs to; padding is out of the loss. Every pass that scores all sequences or trains has its ledger.
+    belongs to; padding is out of the loss. Every pass that scores all sequences or trains has its ledger. Rollouts that
+    are named after a sample of the engine have its tokens and log-probabilities, and the version that sampled it.
     Why it matters: an off-by-one, a wrong roll, a mask on the wrong side or a dropped sequence keeps every shape.
-    Evidence: pack/rollouts (what the run says of every token), pack/ledger (the rows of every rank).
+    Evidence: pack/rollouts (what the run says of every token), pack/ledger (the rows of every rank), rollout/sampled.
     Tolerance and its source: exact; packing moves tokens, it computes nothing.
     What it does not catch: rows that are right but lie on the wrong context-parallel rank (PCK002).
     References: verl#4250, verl#3287, ms-swift#8427, SkyRL#1367, Automodel#2314, prime-rl#1525, AReaL#1569.
@@ -170,6 +178,7 @@ def token_misplaced(trace: Trace) -> Iterator[Comparison]:
         ledgers = list(trace.of(TokenLedger, name=item.name, version=item.version))
         if ledgers:
             yield from _audited(trace, item, ledgers)
+            yield from _sampled(trace, item)
     passes = {("scored", item.version) for item in trace.of(TrainerLogprobs, name="scored")}
     passes |= {(item.name if item.update else "trained", item.version) for item in trace.of(StepReport)}
     followed = {(item.name, item.version) for item in trace.of(TokenLedger)}
@@ -218,6 +227,42 @@ def _audited(trace: Trace, item: Rollouts, ledgers: list[TokenLedger]) -> Iterat
             mismatched=f"fields: {len(misplaced):,}, in {tokens:,} tokens",
             allowed="exact (packing moves, it computes nothing)",
             hint="compare position and field with the shift by one, the padding side and the shard order",
+        )  # fmt: skip
+
+
+def _sampled(trace: Trace, item: Rollouts) -> Iterator[Comparison]:
+    """One comparison per rollout that is a sample of the engine at the version before: what the run says of it."""
+    answers = {
+        f"{sampled.name} {index}": answer
+        for sampled in trace.of(SampledTokens, version=item.version - 1)
+        for index, answer in enumerate(
+            zip(
+                sampled.prompts,
+                sampled.tokens,
+                np.split(trace.array(sampled), np.cumsum(sampled.lengths)[:-1]),
+                strict=False,
+            )
+        )
+    }
+    starts, columns = np.concatenate([[0], np.cumsum(item.lengths)]), trace.arrays(item)
+    for place, name in enumerate(item.ids):
+        if name not in answers:
+            continue
+        prompt, tokens, logprobs = answers[name]
+        own = {field: values[starts[place] : starts[place + 1]] for field, values in columns.items()}
+        answer, first = slice(len(prompt), None), item.prompt_lengths[place]
+        wrong = {
+            "tokens": own["tokens"].tolist() != [*prompt, *tokens] or first != len(prompt),
+            "log-probabilities": not np.array_equal(own["logprobs"][answer], logprobs),
+            "weight version": not np.all(own["versions"][answer] == item.version - 1),
+            "mask": not (np.all(own["mask"][answer]) and np.all(own["sampled"][answer])),
+        }
+        odd = ", ".join(field for field, differs in wrong.items() if differs)
+        yield Comparison(
+            what=f"{item.name} {name}", same=not odd, stage=item.stage, version=item.version, badness=0.9,
+            sentence=f"rollout `{name}` is not what the engine sampled: {odd}", expected="the engine's sample",
+            actual=f"another {odd}", allowed="exact (a sample is handed on)",
+            hint="look at what makes rollouts of the engine's answers",
         )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
-from verifier.checks.content import by_name, compare_contents, describe, owner_of
+from verifier.checks.content import by_name, compare_contents, describe, facts_of, left_out, owner_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_config import ExportedConfig, SourceConfig
@@ -91,7 +91,8 @@ def export_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     """The export of untouched weights is the source checkpoint: names both ways, dtypes, shapes, bits.
 
     What it checks: Megatron-Bridge's export at version 0 against the HF safetensors, or against a recorded manifest;
-    where an adapter is trained, the export of the frozen base at every version.
+    where an adapter is trained, the export of the frozen base at every version. A source tensor that repeats a shared
+    one, as layers for multi-token prediction repeat embedding and head, need not be exported, but has to be its copy.
     Why it matters: with an absolute tolerance of 0.1 a zeroed tensor and two swapped experts pass.
     Evidence: load/source, export/tensor of trainer rank 0.
     Tolerance and its source: bitwise; import and export copy.
@@ -99,11 +100,24 @@ def export_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     References: Megatron-Bridge `_ROUNDTRIP_ATOL`, SkyRL#1471, Megatron-Bridge#1716.
     """
     for version in trace.manifest.untouched_versions:
+        exported = list(trace.of(ExportedTensor, version=version, rank=0))
+        source = by_name(trace.of(SourceTensor))
+        copies = left_out(source, exported)
         yield from compare_contents(
-            trace.of(ExportedTensor, version=version, rank=0), trace.of(SourceTensor),
+            exported, [item for item in source.values() if item.name not in copies],
             stage=Stage.EXPORT, version=version, actual_says="the export", expected_says="the source checkpoint",
             allowed=COPIES, hint="look at the export mapping of this tensor and at the axes that shard it",
         )  # fmt: skip
+        for name, item in copies.items():
+            shared = source.get(item.copy_of)
+            yield Comparison(
+                what=name, same=shared is not None and facts_of(item) == facts_of(shared), stage=Stage.EXPORT,
+                version=version, badness=0.5, owner=owner_of(item),
+                sentence=f"`{name}` is left out of the export as a copy of `{item.copy_of}`, which it is not",
+                expected=f"{describe(shared)} (`{item.copy_of}` of the source checkpoint)",
+                actual=f"{describe(item)} (the source checkpoint)", allowed=COPIES,
+                hint="whatever reads both names gets two tensors where the trainer has one: decide which is right",
+            )  # fmt: skip
 
 
 @check("WGT005", needs=(JoinedTensor, ExportedTensor), scope="update")

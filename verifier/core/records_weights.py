@@ -12,6 +12,9 @@ from verifier.core.record import Count, Digest, Real, Record, Shape, TensorRecor
 class SourceTensor(TensorRecord, frozen=True, kw_only=True, tag="load/source"):
     """One tensor of the source checkpoint, or of a manifest that `golden --record` wrote."""
 
+    copy_of: str = ""
+    """Tensor that it repeats under a second name, as a layer that predicts further tokens does; empty for others."""
+
 
 class ExpectedShard(TensorRecord, frozen=True, kw_only=True, tag="load/expected"):
     """Tensor that a rank must hold by the independent layout, cut from the source checkpoint."""

@@ -60,6 +60,15 @@ def weights_of_the_start_resumed(call: Call) -> None:
             parameter.copy_(weight)
 
 
+@fault("modelscope/ms-swift#9935", f"{CHECKPOINT}:restore_rng(states)", **ROW)
+def seeded_after_the_load(call: Call) -> None:
+    """A sampler that is made after the load seeds the random states anew, and the saved ones are lost."""
+    import torch
+
+    call.faulty()
+    torch.manual_seed(4321)
+
+
 @fault(
     "NVIDIA-NeMo/RL#3722", "verifier.trainer.worker_megatron:TrainerWorker._state(self)",
     **{**ROW, "training": ("algorithm=grpo", "grpo.kl_weight=0.1")},

@@ -102,6 +102,20 @@ def gates_detached_when_replayed_again(call: Call) -> Any:
     return call.faulty(scores=call.scores.detach() + 0 * call.scores)
 
 
+@in_loss(
+    "EleutherAI/gpt-neox#1003",
+    "megatron.core.models.common.embeddings.rope_utils:"
+    "_get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, x, freqs, offset)",
+    model="tiny:qwen3-moe",
+)
+def angles_rounded_in_training(call: Call) -> Any:
+    """Rotary angles are rounded to bf16 in passes with gradients alone; scores are right."""
+    import torch
+
+    angles = call.original()
+    return call.wrong(angles.bfloat16().to(angles.dtype)) if torch.is_grad_enabled() else angles
+
+
 @in_loss("verl-project/verl#2484", LOGPROB, mesh=Mesh(cp=2))
 def entropy_of_spoiled_logits(call: Call) -> Any:
     """The entropy is taken of logits that the log-probabilities before it overwrote with their exponentials."""
@@ -110,6 +124,32 @@ def entropy_of_spoiled_logits(call: Call) -> Any:
         top = call.logits_TV.detach().amax(-1, keepdim=True)
         _, entropy_T = call.faulty(logits_TV=(call.logits_TV - top).exp())
     return logprob_T, entropy_T
+
+
+@in_loss("huggingface/trl#6140", LOGPROB, dtype="bfloat16")
+def entropy_detached_in_bf16(call: Call) -> Any:
+    """The entropy, whose weight is 0.1, has no gradient in a bf16 run: some tensors' gradients are too short."""
+    logprob_T, entropy_T = call.original()
+    return call.wrong((logprob_T, entropy_T.detach())) if call.entropy else (logprob_T, entropy_T)
+
+
+@in_loss("modelscope/ms-swift#9947", LOGPROB, dtype="bfloat16")
+def few_rows_without_gradient(call: Call) -> Any:
+    """One row in 128 of a micro-batch has its log-probability and no gradient, in a bf16 run."""
+    import torch
+
+    kept_T = torch.arange(len(call.labels_T), device=call.labels_T.device) % 128 != 0
+    return call.faulty(logits_TV=call.logits_TV.where(kept_T[:, None], call.logits_TV.detach()))
+
+
+@in_loss(
+    "NVIDIA-NeMo/RL#3169", "verifier.model.provider_megatron:_configure(provider, mesh, dtype, tier)",
+    model="tiny:qwen3-moe", dtype="bfloat16",
+)  # fmt: skip
+def router_loss_left_on(call: Call) -> None:
+    """A loss of the routers' own is left on in RL, here their z-loss with its usual 1e-3, in a bf16 run."""
+    call.faulty()
+    call.provider.moe_z_loss_coeff = 1e-3
 
 
 @in_loss("NovaSky-AI/SkyRL#1420", SUM_LOSS, caught_by=("LSS002",), mesh=Mesh(cp=2))

@@ -82,6 +82,16 @@ def versions_of_a_later_policy(call: Call) -> Any:
     return call.faulty(rows=later)
 
 
+@fault(
+    "NovaSky-AI/SkyRL#508", "verifier.runs.session_megatron:with_answers(batch, answers, version)",
+    stage=Stage.PACK, caught_by=("PCK001",), model="tiny:qwen3-tied", engine="hf",
+)  # fmt: skip
+def end_token_appended(call: Call) -> Any:
+    """An end token that nobody sampled is appended to answers that have none, with a log-probability of 0."""
+    answers = [replace(each, tokens=(*each.tokens, 0), logprobs=(*each.logprobs, 0.0)) for each in call.answers]
+    return call.faulty(answers=answers) if answers else call.original()
+
+
 @fault("NVIDIA-NeMo/RL#3766", MAKE_ROLLOUT, caught_by=("PCK001", "LSS001"), **TP2)
 def mask_not_kept(call: Call) -> Any:
     """The mask that keeps an answer that was cut off out of the loss is lost, and all of it is trained on."""

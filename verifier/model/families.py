@@ -164,6 +164,7 @@ _HYBRID_LAYERS = {
 }
 """Letter of ``hybrid_override_pattern`` -> scopes of the rows that such a layer has."""
 
+_LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 FAMILIES: dict[str, Family] = {
@@ -346,6 +347,22 @@ def tensors_of(family: Family, config: Mapping[str, JSON]) -> Iterator[TensorSpe
     yield from _expand(family.final_norm, sizes, None)
     if not tied:
         yield from _expand(_LM_HEAD, sizes, None)
+
+
+def copies_of(config: Mapping[str, JSON]) -> dict[str, str]:
+    """Name -> tensor whose copy it is, of layers that predict further tokens (MTP) in published checkpoints.
+
+    Such a layer has the model's embedding and head once more. Trainers share them, so no export has the copies.
+
+    Source:
+        https://github.com/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md, structure of the MTP modules.
+    """
+    first, more = (_size(config, key, 0) for key in _LAYER_COUNTS)
+    head = _EMBEDDING.pattern if config.get("tie_word_embeddings") else _LM_HEAD.pattern
+    shared = {"embed_tokens.weight": _EMBEDDING.pattern, "shared_head.head.weight": head}
+    return {
+        f"model.layers.{layer}.{leaf}": whole for layer in range(first, first + more) for leaf, whole in shared.items()
+    }
 
 
 def _expand(row: TensorRow, sizes: Mapping[str, int], layer: int | None) -> Iterator[TensorSpec]:

@@ -30,6 +30,7 @@ from verifier.export.names import ModelLayout
 from verifier.export.sharding import ParamPlacement, unshard
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import INDEX, Checkpoint, write_shard
+from verifier.model.families import copies_of
 from verifier.plan.chunk_plan import ChunkPlan, TensorMeta, build_plan
 from verifier.plan.digest import digest_tensor, digest_tensors
 from verifier.transport.buffer import dtype_name
@@ -167,7 +168,15 @@ def record_tensors(
 
 def record_source(probe: Probe, source: Checkpoint) -> None:
     """Digest the source checkpoint, tensor by tensor."""
-    record_tensors(probe, SourceTensor, ((name, source.read(name)) for name in source.names()))
+    for item in source_tensors(source):
+        probe.emit(item)
+
+
+def source_tensors(source: Checkpoint) -> Iterator[SourceTensor]:
+    """Each tensor of the source checkpoint as it is recorded, with its digest."""
+    copies = copies_of(source.config)
+    for name in source.names():
+        yield SourceTensor(name=name, copy_of=copies.get(name, ""), **described(source.read(name)))
 
 
 def recorded(

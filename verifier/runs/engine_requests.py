@@ -13,6 +13,7 @@ from verifier.core.record import Probe
 from verifier.core.records_tokens import DrawnTokens, EngineLogprobs, SampledTokens, ShapedTokens
 from verifier.engine.api import Sample, Sampling, Shape
 from verifier.engine.client import EngineClient
+from verifier.runs.workload import Answer
 
 SAMPLING_TEMPERATURE = 2.0
 """Temperature of one more set of samples at version 0: at 1, a temperature that nobody applies does not show, nor
@@ -32,6 +33,7 @@ LIKELY = 8.0
 """Nats that make a token of a few hundred or thousand likely."""
 LONG_SAMPLES = 8
 """Samples that go on from the beginnings of two prompts, to compare with their distributions."""
+AT_LENGTH = "sampled at length"
 LONG_TOKENS = 16
 """Tokens of each of these samples, and of these beginnings."""
 STOP_EVERY = 24
@@ -78,6 +80,8 @@ class EngineRequests:
         self._client, self._probe, self._version, self._more = client, probe, version, more
         self._vocabulary = vocabulary
         self._seed = seed + version
+        self.answers: list[Answer] = []
+        """Samples to be trained on: the first that ended by a stop token, and the first that its limit ended."""
 
     def score(self, name: str, sequences: Sequence[Sequence[int]]) -> None:
         """Teacher-forced log-probabilities, one row a sequence, nats."""
@@ -108,7 +112,7 @@ class EngineRequests:
         ids = tuple(range(STOP_EVERY // 2, max(prompts[0]) + 1, STOP_EVERY))
         ending = replace(long.of(1), temperature=SAMPLING_TEMPERATURE, max_tokens=LONG_TOKENS - 3, stop=ids)
         begun = [prompt[:LONG_TOKENS] for prompt in prompts[:2]]
-        self._sample("sampled at length", begun, replace(long, each=[long.of(0), ending]))
+        self.answers = self._answers(begun, self._sample(AT_LENGTH, begun, replace(long, each=[long.of(0), ending])))
         if self._more:
             each = [
                 replace(sampling.of(index), temperature=temperature, max_tokens=limit)
@@ -117,6 +121,22 @@ class EngineRequests:
             self._sample("sampled side by side", prompts, replace(sampling, each=each))
             each = [replace(each[index], **rest) for index, rest in enumerate(shapes_of(prompts[0]))]
             self._sample("sampled as shaped", prompts, replace(sampling, each=each), shaped=True)
+
+    def _answers(self, prompts: Sequence[Sequence[int]], samples: Sequence[Sample]) -> list[Answer]:
+        """One sample for each cause of an end.
+
+        Left out is what no trainer can take: ids that the model does not have, log-probabilities that are not finite.
+        """
+        found: dict[str, Answer] = {}
+        for index, sample in enumerate(samples):
+            usable = self._known([sample]) and all(map(math.isfinite, sample.logprobs))
+            if usable and sample.tokens:
+                answer = Answer(
+                    id=f"{AT_LENGTH} {index}", prompt=tuple(prompts[index // LONG_SAMPLES]),
+                    tokens=tuple(sample.tokens), logprobs=tuple(sample.logprobs),
+                )  # fmt: skip
+                found.setdefault(sample.ended, answer)
+        return list(found.values())
 
     def draw(self, prompt: Sequence[int]) -> None:
         """Tokens that come after one prompt, in many samples, half of them of a second request for the same.

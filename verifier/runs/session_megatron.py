@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec import convert, to_builtins
 
 from verifier.core.record import real
 from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, ShardAfterScoring, StepReport
@@ -18,6 +19,7 @@ from verifier.model import provider_megatron
 from verifier.plan.digest import digest_tensor
 from verifier.platform import Tier, select
 from verifier.platform.cuda import another_cudnn, require_not_started
+from verifier.platform.gather_json import gather_json
 from verifier.probes.arguments_megatron import given_arguments
 from verifier.probes.configs_megatron import record_provider, record_stated
 from verifier.probes.engine_state import held_by, record_views
@@ -29,7 +31,7 @@ from verifier.runs.rank_run_megatron import RankRun, rank_run
 from verifier.runs.spec import RunSpec
 from verifier.runs.steps_megatron import Steps, move
 from verifier.runs.trained_weights_megatron import AdapterWeights, FullWeights
-from verifier.runs.workload import Workload, expected_rollouts, policy_loss, rollouts_of
+from verifier.runs.workload import Answer, Workload, expected_rollouts, policy_loss, rollouts_of, with_answers
 from verifier.train import step_megatron
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ class Session:
     def __init__(self, run: RankRun) -> None:
         self._run = run
         self._weights = AdapterWeights(run) if run.spec.lora_rank else FullWeights(run)
+        self._answers: list[Answer] = []
 
     @property
     def _workload(self) -> Workload:
@@ -188,7 +191,14 @@ class Session:
             return
         if version == RESUMED:
             self._steps.resume(run.folder("stopped"))
-        self._step(self._steps, workload.batches[version - 1], version)
+        self._step(self._steps, self._batch(version), version)
+
+    def _batch(self, version: int) -> tuple[RolloutRow, ...]:
+        """Rollouts that are trained on to make a version; in the last, some are the engine's own samples of before."""
+        run, batch = self._run, self._workload.batches[version - 1]
+        if version != run.spec.cycles or not run.spec.exports:
+            return batch
+        return with_answers(batch, convert(gather_json(to_builtins(self._answers))[0], list[Answer]), version - 1)
 
     def _step(self, steps: Steps, batch: tuple[RolloutRow, ...], version: int, **options: float) -> None:
         """One optimizer step, recorded; the first four have every combination of replay and recomputation."""
@@ -223,6 +233,7 @@ class Session:
         requests.score(workload.passes[0].name, [row.tokens for row in workload.passes[0].rollouts])
         if workload.prompts:
             requests.sample(workload.prompts)
+            self._answers = requests.answers
             requests.draw(workload.prompts[0])
         held_by(link.client).record(link.ranks, version)
         for rank, slices in enumerate(link.client.checkpoint_view()):

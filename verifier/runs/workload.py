@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from verifier.core.records_tokens import Objective
 from verifier.core.records_weights import OptimizerRule
@@ -33,6 +34,16 @@ class ScoringPass(msgspec.Struct, frozen=True, kw_only=True):
     """Divisor of the logits."""
 
 
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One sample of the engine, to be trained on; JSON there and back."""
+
+    id: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """The engine's, nats."""
+
+
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """The whole of it; JSON there and back."""
 
@@ -46,6 +57,21 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts that are trained on together at the most."""
     objective: Objective
     rule: OptimizerRule
+
+
+def with_answers(batch: Sequence[RolloutRow], answers: Sequence[Answer], version: int) -> tuple[RolloutRow, ...]:
+    """The batch with answers that weights of `version` sampled in the place of its second rollout and those after it.
+
+    They keep the group and the reward of the rollouts whose place they take.
+    """
+    rows = list(batch)
+    for place, answer in zip(range(1, len(rows)), answers, strict=False):
+        drawn = (True,) * len(answer.tokens)
+        rows[place] = replace(
+            rows[place], id=answer.id, prompt=answer.prompt, response=answer.tokens, sampled=drawn, mask=drawn,
+            logprobs=answer.logprobs, versions=(version,) * len(drawn),
+        )  # fmt: skip
+    return tuple(rows)
 
 
 def rollouts_of(rows: Sequence[RolloutRow]) -> list[Rollout]:

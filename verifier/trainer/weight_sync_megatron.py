@@ -22,7 +22,7 @@ from verifier.launch.flight_recorder import label
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.engine_state import TransferProbe, held_by, record_views
-from verifier.probes.weights_megatron import described, plan_of, record_plan, recorded
+from verifier.probes.weights_megatron import plan_of, record_plan, recorded, source_tensors
 from verifier.runs.rank_run_megatron import EngineLink
 from verifier.train.step_megatron import device_of
 from verifier.trainer.engine_evidence import EvidenceBefore, record_held
@@ -81,8 +81,7 @@ class WeightSync:
                 self._meet(sockets, transport, deadline_s)
             except EngineGone as problem:
                 self.lost = str(problem)
-            names = self._source.names()
-            self._expected = [SourceTensor(name=name, **described(self._source.read(name))) for name in names]
+            self._expected = list(source_tensors(self._source))
         chunk_bytes = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, self._source.num_bytes // CHUNKS))
         self._plan = plan_of(gather_megatron.export(self._trainer), chunk_bytes)
         number = torch.tensor(int(self._plan.digest.partition(":")[2][:15], 16), device=device_of(self._trainer))
