@@ -51,14 +51,17 @@ class Comparison:
     """Names that the check had nothing to compare with; the same in every comparison of a check that has any."""
 
     @property
-    def place(self) -> tuple[int, bool, Stage]:
+    def place(self) -> tuple[int, int, Stage]:
         """Position in the data flow: the least of several mismatches came first.
 
-        By version, then by stage; but from version 1 on a version begins with the update that made it, so its loss and
-        its step come before the trainer scores with the weights that they left.
+        By version, then by stage, with two exceptions. From version 1 on a version begins with the update that made it,
+        so its loss and its step come before the trainer scores with the weights that they left. Version 0 ends with the
+        idle step, after its export.
         """
-        made_it = self.version > 0 and self.stage in (Stage.LOSS, Stage.TRAIN)
-        return self.version, self.stage >= Stage.LOGPROB and not made_it, self.stage
+        step = self.stage in (Stage.LOSS, Stage.TRAIN)
+        if step and self.version == 0:
+            return 0, 2, self.stage
+        return self.version, int(self.stage >= Stage.LOGPROB and not step), self.stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,6 @@ from verifier.export.names import layout_of
 from verifier.launch.child import resolve
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import open_checkpoint
-from verifier.model.rotary import require_fit
 from verifier.platform.upstream_fixes import selected
 from verifier.probes.arguments_megatron import given_arguments
 from verifier.probes.configs_megatron import record_provider
@@ -120,7 +119,6 @@ class TrainerWorker:
         checkpoint_megatron.seed_all(config.seed)
         lora = spec_of(config.lora)
         self._source = open_checkpoint(spec.checkpoint)
-        require_fit(config.megatron.rope_fusion, self._source.config)
         self._trainer = provider_megatron.build(
             spec.checkpoint, config.mesh, dtype=config.dtype, tier=spec.tier,
             data_parallel=data_parallel_of(config.megatron), overrides=provider_overrides(config),

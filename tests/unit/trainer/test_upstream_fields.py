@@ -18,6 +18,7 @@ TURNED = {
     "megatron.overlap_param_gather": "megatron.overlap_param_gather=false",
     "megatron.grad_reduce_in_fp32": "megatron.grad_reduce_in_fp32=false dtype=bf16",
     "megatron.bucket_size": "megatron.bucket_size=1000",
+    "megatron.rope_fusion": "megatron.rope_fusion=false",
     "megatron.recompute": "megatron.recompute=full",
     "megatron.recompute_method": "megatron.recompute=full megatron.recompute_method=block",
     "megatron.recompute_layers": "megatron.recompute=full megatron.recompute_layers=2",
