@@ -5,7 +5,7 @@ What this does not exercise: engines on GPUs, whose death ends the run, and of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -71,6 +71,19 @@ def require_held(folder: Path, *looked_at: int) -> None:
     assert found == [*looked_at]
 
 
+def require_same_end(train: Callable[..., list[str]], folder: Path, request_: str, number: int, *knobs: str) -> None:
+    """A run in which an engine dies once, at a request by number, ends with the weights of one that went through."""
+    train(folder / "whole", *knobs)
+    if request_ == "generate":
+        with killed(request_, number):
+            lines = train(folder / "run", *knobs)
+    else:
+        within = ["tests.dist.engine_kills:killed_by_rank_0", request_, str(number), str(folder / "mark")]
+        lines = train(folder / "run", *knobs, within=within)
+    assert restarts(lines) == 1
+    assert weights(folder / "run") == weights(folder / "whole")
+
+
 @pytest.mark.parametrize(
     ("number", "times", "step"),
     [pytest.param(1, 1, 1, marks=pytest.mark.slow), (2, 1, 2), pytest.param(4, RESTARTS, 3, marks=pytest.mark.slow)],
@@ -129,16 +142,7 @@ def test_two_engines_sample_what_one_samples(mode, train, tmp_path):
 @pytest.mark.parametrize(("request_", "number"), [("generate", 2), ("receive", 2), ("connect", 2)])
 def test_one_of_two_engines_dies(request_, number, train, tmp_path):
     knobs = ["engine.kind=hf", "engine.replicas=2"]
-    train(tmp_path / "whole", *knobs)
-    mark = tmp_path / "mark"
-    if request_ == "generate":
-        with killed(request_, number):
-            lines = train(tmp_path / "run", *knobs)
-    else:
-        within = ["tests.dist.engine_kills:killed_by_rank_0", request_, str(number), str(mark)]
-        lines = train(tmp_path / "run", *knobs, within=within)
-    assert restarts(lines) == 1
-    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    require_same_end(train, tmp_path, request_, number, *knobs)
     require_held(tmp_path / "run", 1)
 
 
@@ -175,14 +179,5 @@ def test_a_run_ahead_goes_on_with_the_batch_that_it_had_sampled(mode, train, res
 @pytest.mark.parametrize(("request_", "number"), [("generate", 2), ("load_adapter", 2), ("checkpoint_view", 2)])
 def test_an_engine_with_an_adapter_dies(request_, number, train, tmp_path):
     knobs = ["lora.rank=8", "optimizer.learning_rate=1.0e-3", "evaluation.num_problems=0"]
-    train(tmp_path / "whole", *knobs)
-    mark = tmp_path / "mark"
-    if request_ == "generate":
-        with killed(request_, number):
-            lines = train(tmp_path / "run", *knobs)
-    else:
-        within = ["tests.dist.engine_kills:killed_by_rank_0", request_, str(number), str(mark)]
-        lines = train(tmp_path / "run", *knobs, within=within)
-    assert restarts(lines) == 1
-    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    require_same_end(train, tmp_path, request_, number, *knobs)
     require_held(tmp_path / "run", *([2] if request_ == "generate" else []))

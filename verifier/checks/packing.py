@@ -240,7 +240,7 @@ def _sampled(trace: Trace, item: Rollouts) -> Iterator[Comparison]:
                 sampled.prompts,
                 sampled.tokens,
                 np.split(trace.array(sampled), np.cumsum(sampled.lengths)[:-1]),
-                strict=False,
+                strict=True,
             )
         )
     }

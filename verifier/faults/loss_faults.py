@@ -105,15 +105,16 @@ def gates_detached_when_replayed_again(call: Call) -> Any:
 @in_loss(
     "EleutherAI/gpt-neox#1003",
     "megatron.core.models.common.embeddings.rope_utils:"
-    "_get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, x, freqs, offset)",
+    "_apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved, mla_rotary_interleaved, mscale, multi_latent_attention)",
     model="tiny:qwen3-moe",
 )
 def angles_rounded_in_training(call: Call) -> Any:
     """Rotary angles are rounded to bf16 in passes with gradients alone; scores are right."""
     import torch
 
-    angles = call.original()
-    return call.wrong(angles.bfloat16().to(angles.dtype)) if torch.is_grad_enabled() else angles
+    if not torch.is_grad_enabled():
+        return call.original()
+    return call.faulty(freqs=call.freqs.bfloat16().to(call.freqs.dtype))
 
 
 @in_loss("verl-project/verl#2484", LOGPROB, mesh=Mesh(cp=2))

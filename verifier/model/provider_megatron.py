@@ -21,7 +21,7 @@ from verifier.mesh import Mesh
 from verifier.model.checkpoint import open_checkpoint, read_config
 from verifier.model.families import num_experts_of
 from verifier.model.mesh_fit import architecture_of, validate
-from verifier.model.rotary import misfit, require_fit
+from verifier.model.rotary import misfit
 from verifier.platform import Tier, install_for, select, upstream_fixes_megatron
 from verifier.platform.upstream_fixes import MEGATRON_DECAY
 
@@ -163,7 +163,6 @@ def build(
             provider.gradient_accumulation_fusion = False  # its kernel writes into buckets
         for name, value in (overrides or {}).items():
             setattr(provider, name, value)
-        require_fit(provider.apply_rope_fusion, config)
         provider.finalize()
         provider.initialize_model_parallel(
             seed=seed,

@@ -21,7 +21,7 @@ def stand_ins_of(model: Sizes, run: RunFacts) -> Iterator[str]:
     hybrid = model.get("mamba_num_heads") is not None
     experts = any(model.get(size) for size in ("num_experts", "num_local_experts", "n_routed_experts"))
     if run.tier == "cpu":
-        yield "PyTorch modules for Transformer Engine's"
+        yield "PyTorch modules and functions for Transformer Engine's"
         yield "a float64 sum for its gradient norm"
         yield "torch's Adam for its own"
         yield "gloo for NCCL"

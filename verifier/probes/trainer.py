@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import torch
 
-from verifier.core.record import Probe
+from verifier.core.record import Probe, Record
 from verifier.core.records_tokens import (
     PackedBatchDigest,
     PackLayout,
@@ -69,28 +70,14 @@ class TokenProbe:
 
         On a GPU the host does so while the GPU computes.
         """
-        at = self._at
-        whole, owns_rows = _everything(shards), not at.tp and not at.pp
-        lengths = {rollout.id: len(rollout) for rollout in self._rollouts}
-        layouts = [
-            PackLayout(
-                name=f"{self._name} micro-batch {number}", version=self._version, cp_rank=at.cp,
-                cu_seqlens=tuple(shard.cu_seqlens.tolist()), cu_seqlens_padded=tuple(shard.cu_seqlens_padded.tolist()),
-                max_seqlen=shard.max_seqlen, lengths=tuple(lengths.get(name, 0) for name in shard.ids),
-                filler=not shard.ids,
-            )
-            for number, shard in enumerate(shards)
-        ]  # fmt: skip
-        own = [shard.rows_T.clone() for shard in shards]
-        ledger = loss_rows(shards) if owns_rows else None
+        at, whole = self._at, _everything(shards)
+        rows = [] if at.tp or at.pp else self._rows(shards)
 
         def write() -> None:
             if self._rank == 0:
                 self._probe.emit(*record_of_rollouts(self._name, self._version, self._rollouts))
-            if ledger is not None:
-                for layout, rows_T in zip(layouts, own, strict=True):
-                    self._probe.emit(layout, rows_T)
-                self._probe.emit(TokenLedger(name=self._name, version=self._version, coordinate=str(at)), ledger)
+            for record, arrays in rows:
+                self._probe.emit(record, arrays)
             # Last: the digest of a GPU waits for what it still computes.
             self._probe.emit(
                 PackedBatchDigest(
@@ -100,6 +87,21 @@ class TokenProbe:
             )  # fmt: skip
 
         return write
+
+    def _rows(self, shards: Sequence[PackedBatch]) -> list[tuple[Record, Any]]:
+        """Each micro-batch's layout and the ledger of all, with copies of their arrays."""
+        lengths = {rollout.id: len(rollout) for rollout in self._rollouts}
+        layouts = [
+            PackLayout(
+                name=f"{self._name} micro-batch {number}", version=self._version, cp_rank=self._at.cp,
+                cu_seqlens=tuple(shard.cu_seqlens.tolist()), cu_seqlens_padded=tuple(shard.cu_seqlens_padded.tolist()),
+                max_seqlen=shard.max_seqlen, lengths=tuple(lengths.get(name, 0) for name in shard.ids),
+                filler=not shard.ids,
+            )
+            for number, shard in enumerate(shards)
+        ]  # fmt: skip
+        ledger = TokenLedger(name=self._name, version=self._version, coordinate=str(self._at))
+        return [*zip(layouts, (shard.rows_T.clone() for shard in shards), strict=True), (ledger, loss_rows(shards))]
 
 
 def _everything(shards: Sequence[PackedBatch]) -> torch.Tensor:

@@ -19,6 +19,7 @@ from verifier.launch.fork_launcher import require_ranks
 from verifier.model.families import Content, family_of, num_experts_of, size_if_any
 from verifier.model.mesh_fit import architecture_of, validate
 from verifier.model.named import config_of
+from verifier.model.rotary import misfit
 from verifier.platform import Tier
 from verifier.train.microbatch import split_by_count
 from verifier.train.token_layout import Alignment
@@ -76,6 +77,10 @@ def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> No
     if "mla_up_proj" in options.recompute_modules and sizes.get("kv_lora_rank") is None:
         raise UsageError(
             f"megatron.recompute_modules has mla_up_proj, but {name} has no latent attention: leave it out"
+        )
+    if options.rope_fusion and (reason := misfit(sizes)):
+        raise UsageError(
+            f"megatron.rope_fusion is true, but {name} has {reason}, which its kernel does not compute: leave it out"
         )
     layers = size_if_any(sizes, "num_hidden_layers")
     if layers is not None and options.recompute_layers is not None:

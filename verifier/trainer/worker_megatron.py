@@ -118,7 +118,6 @@ class TrainerWorker:
         self._say(f"loading {config.mesh.world_size} trainer ranks ({config.mesh.label()})")
         checkpoint_megatron.seed_all(config.seed)
         lora = spec_of(config.lora)
-        self._source = open_checkpoint(spec.checkpoint)
         self._trainer = provider_megatron.build(
             spec.checkpoint, config.mesh, dtype=config.dtype, tier=spec.tier,
             data_parallel=data_parallel_of(config.megatron), overrides=provider_overrides(config),
@@ -128,6 +127,7 @@ class TrainerWorker:
         self._settings = OptimizerSettings(name="Adam", **spec.optimizer)
         self._optimizer = optimizer_megatron.make_optimizer(self._trainer, rule=self._settings)
         self._scheduler = optimizer_megatron.make_step_scheduler(self._optimizer, self._settings)
+        self._source = open_checkpoint(spec.checkpoint)
         layout, rank = layout_of(self._source.config), self._context.rank
         self._whole = self._live = LiveWeights(self._trainer.chunks, layout, config.mesh, rank)
         if lora is not None:

@@ -3,7 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from verifier.core.comparison import Tolerance, describe_difference
+from verifier.core.comparison import Comparison, Tolerance, describe_difference
+from verifier.core.stage import Stage
 
 NAN, INF = math.nan, math.inf
 
@@ -44,3 +45,14 @@ def test_a_place_is_an_index_of_the_whole_shape():
 def test_a_tolerance_says_its_unit_and_its_source():
     assert str(Tolerance(source="a transport copies")) == "bitwise (a transport copies)"
     assert str(Tolerance(absolute=1e-5, unit="nats", source="measured")) == "1e-05 nats (measured)"
+
+
+def test_places_are_in_the_order_of_the_data_flow():
+    flow = [
+        (0, Stage.LOAD), (0, Stage.PACK), (0, Stage.LOGPROB), (0, Stage.EXPORT), (0, Stage.ROLLOUT),
+        (0, Stage.LOSS), (0, Stage.TRAIN),  # of the idle step
+        (1, Stage.PACK), (1, Stage.LOSS), (1, Stage.TRAIN), (1, Stage.LOGPROB), (1, Stage.EXPORT), (1, Stage.ROLLOUT),
+        (2, Stage.LOSS),
+    ]  # fmt: skip
+    found = [Comparison(what="", same=False, stage=stage, version=version) for version, stage in flow]
+    assert sorted(found, key=lambda item: item.place) == found

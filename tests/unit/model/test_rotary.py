@@ -1,26 +1,29 @@
-"""Models that the kernel for rotary embeddings fits, and the refusal of the others."""
+"""Models that the kernel for rotary embeddings fits."""
 
 from __future__ import annotations
 
 import pytest
 
-from verifier.errors import UsageError
-from verifier.model.rotary import misfit, require_fit
+from verifier.model.named import config_of
+from verifier.model.rotary import misfit
 
-PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-SCALED = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
-LATENT = {**PLAIN, "kv_lora_rank": 512}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 
 
-def test_plain_embeddings_are_fused():
-    assert not misfit(PLAIN)
-    assert not misfit({"rope_scaling": None})
-    assert not misfit({"rope_scaling": {"rope_type": "llama3"}})
-    require_fit(True, PLAIN)
-    require_fit(False, LATENT)
+@pytest.mark.parametrize("model", ["tiny:qwen3", "tiny:qwen3-moe", "tiny:llama", "tiny:nemotron-h", "tiny:add"])
+def test_it_fits_plain_embeddings_and_models_without(model):
+    assert misfit(config_of(model)) == ""
 
 
-@pytest.mark.parametrize(("model", "reason"), [(SCALED, "type yarn"), (LATENT, "latent attention")])
-def test_what_the_kernel_would_embed_wrongly_is_refused(model, reason):
-    with pytest.raises(UsageError, match=f"megatron.rope_fusion is true and the model has .*{reason}"):
-        require_fit(True, model)
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (config_of("tiny:deepseek-v3"), "latent attention"),
+        ({"rope_scaling": {"rope_type": "yarn", **YARN}}, "type yarn"),
+        ({"rope_scaling": {"type": "yarn", **YARN}}, "type yarn"),
+        ({"rope_parameters": {"full": {"rope_type": "yarn", **YARN}, "window": {"rope_type": "default"}}}, "type yarn"),
+        ({"rope_scaling": {"type": "default", "mrope_section": [16, 24, 24]}}, "several axes"),
+    ],
+)
+def test_it_does_not_fit_what_it_would_compute_otherwise(model, reason):
+    assert reason in misfit(model)

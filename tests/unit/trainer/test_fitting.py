@@ -35,6 +35,14 @@ def test_a_score_bias_is_updated_where_there_is_one():
         require_fit(asked, config_of("tiny:qwen3-moe"), "cpu")
 
 
+def test_rotary_embeddings_are_fused_where_the_kernel_fits():
+    asked = config("megatron.rope_fusion=true")
+    require_fit(asked, config_of("tiny:qwen3"), "cpu")
+    require_fit(config(), config_of("tiny:deepseek-v3"), "cpu")
+    with pytest.raises(UsageError, match=r"megatron.rope_fusion is true, but .* has latent attention"):
+        require_fit(asked, config_of("tiny:deepseek-v3"), "cpu")
+
+
 def test_a_budget_below_the_longest_rollout_is_refused_with_the_padding():
     rollouts = [make_rollout(f"r{size}", np.array([1]), np.arange(1, size)) for size in (5, 9, 7)]
     require_budget(config("batch.max_tokens=9"), rollouts)
