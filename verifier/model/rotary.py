@@ -1,7 +1,6 @@
 """Models that Transformer Engine's kernel for rotary embeddings fits.
 
-Without the kernel Megatron embeds a packed micro-batch one sequence at a time, twice a layer (golden/train has seconds of
-steps with and without).
+Without the kernel Megatron embeds a packed micro-batch one sequence at a time, twice a layer.
 """
 
 from __future__ import annotations

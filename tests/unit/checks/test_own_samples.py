@@ -32,9 +32,10 @@ SAMPLED = SampledTokens(
 )  # fmt: skip
 
 
-def found(answer: Answer, version: int = 1) -> list[str]:
+def found(answer: Answer, version: int = 1, **changed) -> list[str]:
     """What PCK001 finds of the rollouts of a step to version 2; the ledger is another batch's."""
-    rollouts = expected_rollouts(with_answers(MADE_UP, [answer], version))
+    first, own, *others = with_answers(MADE_UP, [answer], version)
+    rollouts = expected_rollouts([first, replace(own, **changed), *others])
     record, columns = record_of_rollouts("trained", 2, rollouts)
     ledger = TokenLedger(name="trained", version=2, coordinate="tp=0", array="ledger")
     arrays = {"tokens": columns, "ledger": LEDGER, "sampled": {ONLY: np.array([-2.0, *LOGPROBS], np.float32)}}
@@ -64,6 +65,10 @@ def test_another_answer_is_found(wrong, field):
 
 def test_another_version_is_found():
     assert found(ANSWER, version=0) == [f"rollout `{ANSWER.id}` is not what the engine sampled: weight version"]
+
+
+def test_an_answer_that_is_not_trained_on_whole_is_found():
+    assert found(ANSWER, mask=(True, False)) == [f"rollout `{ANSWER.id}` is not what the engine sampled: mask"]
 
 
 def test_an_answer_takes_the_place_of_the_second_rollout_and_keeps_its_reward():
