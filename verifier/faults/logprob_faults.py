@@ -184,11 +184,11 @@ def scores_shifted_by_one(call: Call) -> Any:
 
 @on_cp2(
     "PrimeIntellect-ai/prime-rl#2392",
-    f"{EMBEDDINGS}.rope_utils:_get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, x, freqs, offset)",
+    f"{EMBEDDINGS}.rope_utils:fused_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, cp_size, cp_rank, interleaved)",
 )
 def local_positions(call: Call) -> Any:
     """Positions are counted within a context-parallel rank's own rows."""
-    return call.wrong(call.freqs[call.offset : call.offset + call.x.size(0)])
+    return call.faulty(cu_seqlens=call.cu_seqlens // call.cp_size, cp_size=1, cp_rank=0)
 
 
 @on_cp2("NovaSky-AI/SkyRL#2056", PACKED_SEQUENCES)
