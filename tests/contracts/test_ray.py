@@ -12,13 +12,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from tests.processes import alive
 from verifier.config.cluster import RayOptions
 from verifier.errors import UsageError
 from verifier.trainer.cluster_ray import joined
@@ -73,9 +73,9 @@ def test_a_killed_actor_is_noticed_and_its_child_dies(remote):
     with pytest.raises(RayActorError):
         ray.get(actor.facts.remote(), timeout=10)
     until = time.monotonic() + 5
-    while _runs(child) and time.monotonic() < until:
+    while alive(child) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not _runs(child)
+    assert not alive(child)
 
 
 def test_an_error_of_a_method_comes_with_its_cause(remote):
@@ -83,10 +83,3 @@ def test_an_error_of_a_method_comes_with_its_cause(remote):
         ray.get(remote.remote().refuse.remote(), timeout=60)
     assert type(caught.value.cause) is UsageError
     assert str(caught.value.cause) == "16 experts do not divide over ep = 3"
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

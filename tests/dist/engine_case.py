@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from tests.processes import alive
 from verifier.engine.client import EngineClient
 from verifier.engine.sender import Delivery, agree, connect, deliver
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
@@ -106,15 +107,6 @@ def slices_that_differ(engine: EngineClient, path: Path) -> list[str]:
                 wrong.append(f"rank {rank}: {item.name} in {item.holder}")
         wrong += [f"rank {rank}: {name}" for name in set(checkpoint.names()) - {item.name for item in held}]
     return wrong
-
-
-def alive(pid: int) -> bool:
-    """The process exists and is no zombie."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def group_members(leader: int) -> list[int]:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.processes import alive
 from verifier.errors import UsageError
 from verifier.launch.flight_recorder import label
 from verifier.launch.rank import RankContext
@@ -185,18 +186,10 @@ def all_gone(pids: list[int]) -> bool:
     """Whether all these processes end within 10 s (a zombie has ended)."""
     give_up_at = time.monotonic() + 10
     while time.monotonic() < give_up_at:
-        if not any(_alive(pid) for pid in pids):
+        if not any(alive(pid) for pid in pids):
             return True
         time.sleep(0.05)
     return False
-
-
-def _alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 def serve(context: RankContext) -> str:

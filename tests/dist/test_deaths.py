@@ -19,15 +19,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.engine_case import alive
-from tests.dist.test_interrupted import children
+from tests.processes import alive, arguments, children
 from verifier.model.tiny import write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMED_S = 2.0
+"""From the kill to the sentence."""
 BESIDE_OTHERS_S = 15.0
 """The same where another worker of a suite computes on the same two cores; alone 2 s hold (`-m slow`)."""
-"""From the kill to the sentence."""
 START_S = 240.0
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
 SAID = {
@@ -67,7 +66,7 @@ class Run:
     def look(self) -> dict[str, int]:
         """Processes that are alive: what they are -> process id. Ranks are "rank 0" and "rank 1"."""
         for child in children(self.command.pid):
-            words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+            words = arguments(child)
             if "verifier.engine.server:main" in words:
                 second = json.loads(words[-2])["checkpoint"].endswith("exported")
                 what = "second engine" if second else "oracle" if "engine" in self.seen.values() else "engine"

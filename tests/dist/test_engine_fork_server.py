@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.engine_case import alive, group_members
+from tests.dist.engine_case import group_members
+from tests.processes import alive
 from verifier.engine.api import EngineConfig
 from verifier.engine.client import EngineGone
 from verifier.engine.process import EngineProcess, engine_fork_server

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.engine_case import alive, group_members
+from tests.dist.engine_case import group_members
+from tests.processes import alive
 from verifier.engine.api import EngineConfig
 from verifier.engine.client import EngineClient, EngineGone, EngineTimeout
 from verifier.engine.process import EngineProcess

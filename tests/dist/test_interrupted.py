@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.engine_case import alive
+from tests.processes import alive, children
 from verifier.model.tiny import write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,13 +27,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     write_tiny("qwen3", folder / "verifier", "bfloat16")
     return folder
-
-
-def children(pid: int) -> list[int]:
-    """Processes that one has started."""
-    return [
-        int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()
-    ]
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.engine_case import alive
-from tests.dist.test_interrupted import children
 from tests.meta.sources import ROOT
+from tests.processes import alive, children, command_line
 from verifier.launch.keeper import descendants
 
 STEPS, AT = 6, 4
@@ -66,14 +65,6 @@ def command(run: Path, ray: bool) -> list[str]:
     return [sys.executable, "-m", "verifier", "train", *KNOBS, *knobs, "--run", str(run)]
 
 
-def text_of(pid: int) -> str:
-    """Command line of a process; empty if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
 def victim_of(name: str, driver: int) -> int:
     """Process id of a victim among the descendants of a driver.
 
@@ -81,7 +72,7 @@ def victim_of(name: str, driver: int) -> int:
     """
     if name == "driver":
         return driver
-    tree = {pid: text_of(pid) for pid in descendants(driver)}
+    tree = {pid: command_line(pid) for pid in descendants(driver)}
 
     def first(words: str) -> int:
         found = [pid for pid, text in tree.items() if words in text]
@@ -140,7 +131,7 @@ def test_nothing_is_left_and_the_same_command_ends_with_the_same_bits(victim, st
         until = time.monotonic() + LEFT_S
         while (left := [pid for pid in everything if alive(pid)]) and time.monotonic() < until:
             time.sleep(0.1)
-        assert not left, {pid: text_of(pid)[:200] for pid in left}
+        assert not left, {pid: command_line(pid)[:200] for pid in left}
     if code:
         again = subprocess.run(command(run, ray), cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
         assert again.returncode == 0, again.stdout + again.stderr

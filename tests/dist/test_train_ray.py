@@ -19,6 +19,7 @@ import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.meta.sources import ROOT
+from tests.processes import alive, command_line
 from verifier.config.cluster import RayOptions
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
@@ -172,13 +173,6 @@ def command(run: Path, *knobs: str) -> list[str]:
     return [sys.executable, "-m", "verifier", "train", str(CONFIG), *kept, "ray.use=true", *knobs, "--run", str(run)]
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def pids_of(driver: int, words: Sequence[str]) -> list[int]:
     """Descendants of a driver whose command line has all of these words."""
     found = []
@@ -186,14 +180,6 @@ def pids_of(driver: int, words: Sequence[str]) -> list[int]:
         if all(word in command_line(pid) for word in words):
             found.append(pid)
     return found
-
-
-def command_line(pid: int) -> str:
-    """Command line of a process; empty once it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 VICTIMS = {
@@ -225,8 +211,7 @@ def test_nothing_is_left_when_a_process_is_killed(victim, tmp_path):
         until = time.monotonic() + 15
         while (left := [pid for pid in everything if alive(pid)]) and time.monotonic() < until:
             time.sleep(0.1)
-        names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes()[:200] for pid in left}
-        assert not left, names
+        assert not left, {pid: command_line(pid)[:200] for pid in left}
         if victim != "driver":
             assert victim.partition(" ")[0] in printed or "launcher" in victim or "raylet" in victim, printed
     assert not any(folder.exists() for folder in folders)

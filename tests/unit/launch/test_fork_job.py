@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.processes import alive
 from verifier.errors import ContractError, InternalError
 from verifier.launch import flight_recorder as flight
 from verifier.launch import rank
@@ -88,13 +89,6 @@ def sleep(context: RankContext) -> None:
     child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
     context.progress(f"{os.getpid()} {child.pid}")
     time.sleep(60)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def gone(pids: list[int]) -> bool:

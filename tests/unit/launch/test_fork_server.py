@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import alive
 from verifier.errors import ContractError, InternalError, UsageError
 from verifier.launch.channel import Channel, ChannelClosed
 from verifier.launch.fork_server import ForkServer
@@ -52,14 +53,6 @@ def sleep(channel: Channel) -> None:
     grandchild = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
     channel.send([os.getpid(), grandchild.pid])
     time.sleep(60)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def gone(*pids: int) -> bool:
