@@ -78,6 +78,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "sft score bias ep2": (*BALANCED, "mesh.ep=2", "mesh.dp=2", "evaluation.num_problems=16", "evaluation.every=1"),
     "sft score bias tp2 pp2": (*BALANCED, "mesh.tp=2", "mesh.pp=2", "megatron.recompute=full"),
+    "sft score bias bf16": (*BALANCED, "dtype=bf16", "mesh.dp=2", "data.batch_size=48", "fixes=[megatron-7081]"),
     # GRPO and its kin, recorded rollouts
     "grpo": (*RECORDED, *SAMPLED),
     "grpo dp2": (*RECORDED, "mesh.dp=2", "grpo.kl_weight=0.1", *SAMPLED),

@@ -19,12 +19,12 @@ from verifier.core.trace import Trace
 def score_bias_moved_wrong(trace: Trace) -> Iterator[Comparison]:
     """Each step moves each router's score bias by rate * sign(mean - tokens of the expert), bit by bit.
 
-    What it checks: per update, layer and rank, the bias after the step against that before it on the layer's first rank,
-    plus the rate that the config asks for, up where an expert was given fewer tokens than the mean and down where it was
-    given more. Tokens are summed over all ranks that hold the layer, from the outputs of their routers in the forward
-    passes of the update. With a rate of 0 no bit of the bias moves. Every rank of a stage must have recorded the layer.
-    Why it matters: the bias chooses experts, and has no gradient that a comparison of gradients would see. Counts of one
-    rank, counts that an evaluation left, or a bias in bf16 unbalance the experts slowly, and ranks drift apart.
+    What it checks: per update, layer and rank, the bias after the step against that before it on the layer's first
+    rank, moved by the rate that the config asks for: up where an expert was given fewer tokens than the mean, down where
+    it was given more. Tokens are summed over all ranks that hold the layer, from the outputs of their routers in the
+    forward passes of the update. With a rate of 0 no bit moves. Every rank of a stage must have recorded the layer.
+    Why it matters: the bias chooses experts, and has no gradient that a comparison of gradients would see. Counts of
+    one rank, counts that an evaluation left, or a bias in bf16 unbalance experts slowly, and ranks drift apart.
     Evidence: train/balance ("before", "after", "tokens").
     Tolerance and its source: bitwise; one float32 sum of the bias and the rate, and integers of which a sign is taken.
     Megatron counts in float32, which is exact up to 2**24 tokens of a layer.
@@ -42,7 +42,8 @@ def score_bias_moved_wrong(trace: Trace) -> Iterator[Comparison]:
         found.sort(key=lambda pair: pair[0].rank)
         yield Comparison(
             what=f"ranks of layer {layer} in {name}", same=len(found) == num_ranks, stage=Stage.TRAIN, version=version,
-            badness=1.0, sentence=f"{len(found)} ranks counted the tokens of layer {layer} in {name}, it has {num_ranks}",
+            badness=1.0,
+            sentence=f"{len(found)} ranks counted the tokens of layer {layer} in {name}, it has {num_ranks}",
             expected=f"{num_ranks} ranks", actual=f"{len(found)} ranks", allowed="exact (counts)",
             hint="look at which ranks recorded their routers", absent=len(found) < num_ranks,
         )  # fmt: skip

@@ -114,7 +114,7 @@ class RouterBalance(ArrayRecord, frozen=True, kw_only=True, tag="train/balance")
     """Score biases of one rank's routers in one optimizer step, and the tokens that they gave to each expert.
 
     Arrays, each [layers, experts]: ``before`` and ``after`` float32, the biases around the step; ``tokens`` int64, rows
-    of the rank's micro-batches, padding included, that the routers gave to the expert in the forward passes of the step.
+    of the rank's micro-batches, padding included, that routers gave to the expert in the forward passes of the step.
     """
 
     coordinate: str

@@ -269,8 +269,7 @@ def layer_scopes(config: Mapping[str, JSON]) -> tuple[frozenset[Scope], ...]:
 
 
 def has_score_bias(config: Mapping[str, JSON]) -> bool:
-    """Tell whether routers of this model add a bias to the scores that they choose experts by; a family without a row
-    has none that is known."""
+    """Tell whether routers of this model add a bias to the scores that they choose experts by, as its row says."""
     family = family_of(config)
     rows = family.tensors if family else ()
     return any(row.content is Content.SCORE_BIAS for row in rows) and bool(moe_layers_of(config))

@@ -74,10 +74,11 @@ _ADD: dict[str, JSON] = {
 _ADD_EXPERTS: dict[str, JSON] = {
     "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "tie_word_embeddings": False,
 }  # fmt: skip
+# megatron-core scores a group by its best num_experts_per_tok / topk_group experts, transformers by its best two.
 _ADD_LATENT: dict[str, JSON] = {
     **{key: value for key, value in _ADD.items() if key != "head_dim"},
     "num_key_value_heads": 4, "q_lora_rank": 72, "kv_lora_rank": 24, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
-    "v_head_dim": 40, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 4, "topk_group": 2,
+    "v_head_dim": 40, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
     "num_experts_per_tok": 2, "moe_intermediate_size": 64, "tie_word_embeddings": False,
 }  # fmt: skip
 
