@@ -21,8 +21,8 @@ def score_bias_moved_wrong(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: per update, layer and rank, the bias after the step against that before it on the layer's first
     rank, moved by the rate that the config asks for: up where an expert was given fewer tokens than the mean, down
-    where it was given more. Tokens are summed over all ranks that hold the layer, from the outputs of their routers in the
-    forward passes of the update. With a rate of 0 no bit moves. Every rank of a stage must have recorded the layer.
+    where it was given more. Tokens are summed over all ranks that hold the layer, from the outputs of their routers in
+    the forward passes of the update. With a rate of 0 no bit moves. Every rank of a stage must have recorded the layer.
     Why it matters: the bias chooses experts, and has no gradient that a comparison of gradients would see. Counts of
     one rank, counts that an evaluation left, or a bias in bf16 unbalance experts slowly, and ranks drift apart.
     Evidence: train/balance ("before", "after", "tokens").

@@ -29,7 +29,7 @@ def install(fixes: Collection[str]) -> None:
 
 
 def _counting(keep_bias: Callable[[Any], None]) -> Callable[[Any], None]:
-    """What a router does before each forward pass: its score bias is brought back to float32, and its counter too.
+    """Start of a router's forward pass: its score bias is brought back to float32, and its counter of tokens too.
 
     megatron-core wraps a bf16 model so that the counter of tokens, a buffer, is rounded with all else, and forgets it
     where it brings the bias back. Counts above 256 are rounded, and the rate of the bias with them: 1e-3 is 0.00099945.
