@@ -35,6 +35,7 @@ KNOWN = (
     "tiny:add",
     "tiny:add-moe",
     "tiny:add-moe-16",
+    "tiny:add-deepseek",
     "tiny:qwen3-504",
 )
 WIDE = ("wide:qwen3-30b-a3b", "wide:deepseek-v3", "wide:nemotron-3-nano")

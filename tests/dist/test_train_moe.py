@@ -20,10 +20,12 @@ from verifier.config.training import TrainConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.core.records_tokens import GivenRoutes, UsedRoutes
+from verifier.core.records_trainer import RouterBalance
 from verifier.data.recorded import read_recorded, write_recorded
 from verifier.errors import UsageError
 from verifier.faults.route_faults import ROUTES
 from verifier.faults.training_trial import DeferredJudge
+from verifier.model.checkpoint import open_checkpoint
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.controller import Trainer
@@ -63,6 +65,41 @@ def test_a_resumed_mixture_has_the_bits_of_one_that_was_not_stopped(mesh, resour
     train(resources, tmp_path / "stopped", *knobs)
     assert weights(tmp_path / "stopped") == weights(tmp_path / "whole") != {}
     assert not_held(tmp_path / "stopped", 2) == []
+
+
+def test_a_score_bias_moves_resumes_and_is_exported_bit_by_bit(resources, tmp_path):
+    """In one bucket of gradients: with several, megatron-core 0.19.2 saves this model's optimizer from wrong places.
+
+    That is Megatron-LM #5077, which CKP001 sees.
+    """
+    knobs = (
+        "model=tiny:add-deepseek", "megatron.moe_bias_update_rate=0.001", "mesh.ep=2", "mesh.dp=2",
+        "data.batch_size=8", "verify.steps=true", "megatron.bucket_size=100000000",
+    )  # fmt: skip
+    train(resources, tmp_path / "whole", *knobs)
+    train(resources, tmp_path / "stopped", *knobs, "steps=1")
+    train(resources, tmp_path / "stopped", *knobs)
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "whole") != {}
+    assert not_held(tmp_path / "stopped", 2) == []
+    last = store.read(tmp_path / "whole" / "steps" / "000002")
+    saved = open_checkpoint(tmp_path / "whole" / "hf_model")
+    for item in last.of(RouterBalance):
+        after = last.array(item, "after")
+        assert (after != last.array(item, "before")).any()
+        for row, layer in enumerate(item.layers):
+            exported = saved.read(f"model.layers.{layer}.mlp.gate.e_score_correction_bias")
+            assert exported.numpy().tobytes() == after[row].tobytes()
+
+
+def test_a_bf16_run_finds_that_upstream_counts_tokens_in_bf16(resources, tmp_path):
+    knobs = (
+        "model=tiny:add-deepseek", "megatron.moe_bias_update_rate=0.001", "dtype=bf16", "steps=1", "data.batch_size=8",
+        "verify.steps=true",
+    )  # fmt: skip
+    train(resources, tmp_path / "shipped", *knobs)
+    assert not_held(tmp_path / "shipped", 1) == ["TRN004"]
+    train(resources, tmp_path / "fixed", *knobs, "fixes=[megatron-7081]")
+    assert not_held(tmp_path / "fixed", 1) == []
 
 
 def test_every_pass_replays_the_routes_and_holds(resources, tmp_path):

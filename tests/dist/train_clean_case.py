@@ -37,6 +37,7 @@ ROUTED = (
     "model=tiny:add-moe", "algorithm=grpo", f"data.rollouts={ROLLOUTS / 'routed'}", "grpo.group_size=4",
     "grpo.replay_routes=true",
 )  # fmt: skip
+BALANCED = ("model=tiny:add-deepseek", "megatron.moe_bias_update_rate=0.001")
 SAMPLED = ("verify.every=1",)
 """Every step is computed by the oracle too."""
 
@@ -75,6 +76,9 @@ RUNS: dict[str, tuple[str, ...]] = {
     "sft moe balanced": (
         "model=tiny:add-moe", "mesh.dp=2", "megatron.moe_load_balancing=aux_loss", "megatron.moe_aux_loss=0.001",
     ),
+    "sft score bias ep2": (*BALANCED, "mesh.ep=2", "mesh.dp=2", "evaluation.num_problems=16", "evaluation.every=1"),
+    "sft score bias tp2 pp2": (*BALANCED, "mesh.tp=2", "mesh.pp=2", "megatron.recompute=full"),
+    "sft score bias bf16": (*BALANCED, "dtype=bf16", "mesh.dp=2", "data.batch_size=48", "fixes=[megatron-7081]"),
     # GRPO and its kin, recorded rollouts
     "grpo": (*RECORDED, *SAMPLED),
     "grpo dp2": (*RECORDED, "mesh.dp=2", "grpo.kl_weight=0.1", *SAMPLED),
@@ -112,6 +116,10 @@ RUNS: dict[str, tuple[str, ...]] = {
     "grpo deepseek-v3 tp2 ep2": (
         *RECORDED, "model=tiny:deepseek-v3", "mesh.tp=2", "mesh.ep=2", "mesh.dp=2", "verify.every=3",
     ),
+    "grpo score bias ep2": (
+        *RECORDED, *BALANCED, "mesh.ep=2", "mesh.dp=2", "grpo.mini_batches=2", "grpo.kl_weight=0.1",
+    ),
+    "grpo score bias still": (*RECORDED, "model=tiny:add-deepseek", "mesh.ep=2", "mesh.dp=2", *SAMPLED),
     # routes that are replayed
     "routed ep2": (*ROUTED, "mesh.ep=2", "mesh.dp=2", "grpo.kl_weight=0.1", *SAMPLED),
     "routed mini-batches": (*ROUTED, "grpo.mini_batches=2", "grpo.epochs=2", "megatron.recompute=full", *SAMPLED),
@@ -121,6 +129,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         *HF, "grpo.max_sampling_rounds=3", "grpo.reward=operator:gt", "grpo.group_size=3", "grpo.epochs=2", *SAMPLED,
     ),
     "live vllm dp2": (*LIVE, "mesh.dp=2", "grpo.kl_weight=0.1", *SAMPLED),
+    "live hf score bias": (*HF, *BALANCED, "mesh.ep=2", "mesh.dp=2"),
     "live async": (*LIVE, "grpo.mode=async", *AHEAD, *SAMPLED),
     "live in flight, recomputed": (*LIVE, "grpo.mode=inflight", "grpo.inflight_steps=3", *AHEAD, *SAMPLED),
     "live in flight, kept": (

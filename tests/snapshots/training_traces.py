@@ -29,6 +29,7 @@ from verifier.core.records_trainer import (
     LoadedState,
     LossColumns,
     OptimizerSettings,
+    RouterBalance,
     SavedState,
     StepAccount,
     TrainedText,
@@ -69,6 +70,14 @@ ARRAYS["rows of another token"] = {
 ARRAYS["over the engine"] = {
     **ARRAYS["policy"], "divisor": np.array([np.nan, -1.5, -2.25, np.nan, -3.0], np.float32)
 }  # fmt: skip
+RATE = np.float32(1e-3)
+BIASES = np.array([[0.5, -0.25, 0.125]], np.float32)
+ARRAYS["balance"] = {
+    "before": BIASES, "after": BIASES + RATE * np.array([[1, -1, 0]], np.float32), "tokens": np.array([[1, 3, 2]])
+}  # fmt: skip
+ARRAYS["other balance"] = {
+    **ARRAYS["balance"], "after": BIASES + RATE * np.array([[1, -1, 1]], np.float32)
+}  # fmt: skip
 
 
 def training() -> list[Record]:
@@ -99,6 +108,13 @@ def training() -> list[Record]:
             TrainerStep(
                 name="update 1", version=1, rank=rank, step=1, loss=-1 / 6, num_tokens=3, grad_norm=2.0,
                 learning_rate=5e-4, weight_decay=0.1, optimizer_steps=1, scheduler_steps=2,
+            )
+            for rank in range(2)
+        ),
+        *(
+            RouterBalance(
+                name="update 1", version=1, rank=rank, coordinate=f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0", layers=(2,),
+                rate=1e-3, array="balance",
             )
             for rank in range(2)
         ),
@@ -183,5 +199,6 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT002": (StepAccount, having(dropped={"overlong": 1})),
     "TRN002": (TrainerStep, having(learning_rate=1e-3)),
     "TRN003": (TrainerStep, having(optimizer_steps=2)),
+    "TRN004": (RouterBalance, having(array="other balance")),
 }
 """Check -> kind of the fact that is wrong, and how."""

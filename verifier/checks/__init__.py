@@ -16,6 +16,7 @@ from verifier.checks import (
     resume,
     routes,
     samples,
+    score_bias,
     step,
     training_step,
     turns,
@@ -24,6 +25,6 @@ from verifier.checks import (
 
 __all__ = [
     "adapter_delivery", "arguments", "batch_content", "beginnings", "configs", "delivery", "knobs", "logprobs",
-    "loss_rows", "moves", "packing", "policy_step", "resume", "routes", "samples", "step", "training_step",
-    "turns", "weights",
+    "loss_rows", "moves", "packing", "policy_step", "resume", "routes", "samples", "score_bias", "step",
+    "training_step", "turns", "weights",
 ]  # fmt: skip

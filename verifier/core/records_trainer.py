@@ -110,6 +110,21 @@ class TrainerStep(Record, frozen=True, kw_only=True, tag="train/done"):
     """Steps that the scheduler counts after this one."""
 
 
+class RouterBalance(ArrayRecord, frozen=True, kw_only=True, tag="train/balance"):
+    """Score biases of one rank's routers in one optimizer step, and the tokens that they gave to each expert.
+
+    Arrays, each [layers, experts]: ``before`` and ``after`` float32, the biases around the step; ``tokens`` int64, rows
+    of the rank's micro-batches, padding included, that routers gave to the expert in the forward passes of the step.
+    """
+
+    coordinate: str
+    """Mesh coordinate of the rank."""
+    layers: tuple[Count, ...]
+    """Global layer of each row, from 0."""
+    rate: float
+    """Change of a bias in a step that the config asks for; 0 leaves it as it is."""
+
+
 class StateRecord(TensorRecord, frozen=True, kw_only=True):
     """One tensor, counter or random state of a run: "weight/...", "optimizer/...", "scheduler/...", "rng/..."."""
 

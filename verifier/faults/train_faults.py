@@ -198,6 +198,16 @@ TRAIN_STEP = (
     "micro_batch_size, temperature, on_shards, on_gradients, max_tokens, columns, scheduler_step)"
 )
 
+BALANCED = "megatron.moe_bias_update_rate=0.001"
+UPDATED_BIAS = (
+    "megatron.core.distributed.finalize_model_grads:get_updated_expert_bias("
+    "tokens_per_expert, expert_bias, expert_bias_update_rate, tp_dp_cp_group)"
+)
+on_balance = functools.partial(
+    fault, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add-deepseek", mesh=Mesh(dp=2, ep=2),
+)  # fmt: skip
+"""Faults of the routers' score biases, whose runs move them."""
+
 
 @fault(
     "NVIDIA-NeMo/RL#3171", TRAIN_STEP, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add",
@@ -235,6 +245,43 @@ def step_skipped_in_silence(call: Call) -> Any:
 def scheduler_counts_micro_batches(call: Call) -> Any:
     """The schedule goes on with every micro-batch, not with every step."""
     return call.faulty(scheduler_step=-(-len(call.rollouts) // call.micro_batch_size))
+
+
+@on_balance(
+    "pytorch/torchtitan#4148",
+    "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias(self, routing_map, padding_mask)",
+    training=(BALANCED, "evaluation.every=1", "evaluation.num_problems=16"), caught_by=("TRN004",),
+)  # fmt: skip
+def evaluation_counts_tokens(call: Call) -> None:
+    """Routers count the tokens of an evaluation too, and the next step moves the score bias by them."""
+    import torch
+
+    if not torch.is_grad_enabled():
+        call.fire()
+    with torch.enable_grad():
+        call.original()
+
+
+@on_balance("pytorch/torchtitan#3386", UPDATED_BIAS, training=(BALANCED,), caught_by=("TRN004", "WGT002"))
+def counts_of_one_rank(call: Call) -> Any:
+    """Each data-parallel rank moves its score biases by the tokens of its own micro-batches, and the copies part."""
+    from megatron.core import parallel_state
+
+    return call.faulty(tp_dp_cp_group=parallel_state.get_tensor_model_parallel_group())
+
+
+@on_balance("pytorch/torchtitan#3686", UPDATED_BIAS, training=(BALANCED,), caught_by=("TRN004",))
+def later_biases_left(call: Call) -> Any:
+    """The update of the score biases ends early, and no layer behind the first mixture has its bias moved."""
+    moved = call.faulty()
+    moved[1:] = call.expert_bias[1:]
+    return moved
+
+
+@on_balance("NVIDIA/Megatron-LM#1482", UPDATED_BIAS, training=(BALANCED,), caught_by=("TRN004",))
+def score_bias_in_bf16(call: Call) -> Any:
+    """The score bias is bf16 where it is updated, so that a small rate rounds to none or to another."""
+    return call.faulty().bfloat16()
 
 
 @fault(

@@ -268,6 +268,13 @@ def layer_scopes(config: Mapping[str, JSON]) -> tuple[frozenset[Scope], ...]:
     return tuple(dense if layer < first_moe else sparse for layer in range(layers))
 
 
+def has_score_bias(config: Mapping[str, JSON]) -> bool:
+    """Tell whether routers of this model add a bias to the scores that they choose experts by, as its row says."""
+    family = family_of(config)
+    rows = family.tensors if family else ()
+    return any(row.content is Content.SCORE_BIAS for row in rows) and bool(moe_layers_of(config))
+
+
 def moe_layers_of(config: Mapping[str, JSON]) -> tuple[int, ...]:
     """Return the global indices of the layers with routed experts; see `layer_scopes`."""
     return tuple(layer for layer, scopes in enumerate(layer_scopes(config)) if Scope.EXPERT in scopes)

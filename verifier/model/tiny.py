@@ -74,11 +74,19 @@ _ADD: dict[str, JSON] = {
 _ADD_EXPERTS: dict[str, JSON] = {
     "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "tie_word_embeddings": False,
 }  # fmt: skip
+# megatron-core scores a group by its best num_experts_per_tok / topk_group experts, transformers by its best two.
+_ADD_LATENT: dict[str, JSON] = {
+    **{key: value for key, value in _ADD.items() if key != "head_dim"},
+    "num_key_value_heads": 4, "q_lora_rank": 72, "kv_lora_rank": 24, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 40, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "tie_word_embeddings": False,
+}  # fmt: skip
 
 TO_TRAIN: dict[str, tuple[str, dict[str, JSON]]] = {
     "add": ("qwen3", {**DECODER, **_ADD}),
     "add-moe": ("qwen3-moe", {**QWEN3_MOE, **_ADD, **_ADD_EXPERTS}),  # published mixtures are not tied
     "add-moe-16": ("qwen3-moe", {**QWEN3_MOE, **_ADD, **_ADD_EXPERTS, "num_experts": 16}),
+    "add-deepseek": ("deepseek-v3", {**DEEPSEEK_V3, **_ADD_LATENT}),
 }
 """Like `TINY`, models that learn a task from their generated weights; each has the character tokenizer.
 

@@ -51,6 +51,8 @@ class RunFacts:
     """The engine reports the experts of each token."""
     training: bool = False
     """A run of `verifier train`."""
+    balanced: bool = False
+    """Score biases of routers move in each step."""
     fixes: tuple[str, ...] = ()
     """Ids that were asked for, or "all"."""
 
@@ -120,6 +122,7 @@ MEGATRON_DECAY = "miles-975"
 MEGATRON_INDEX = "megatron-2777"
 CUDNN_WIDTH = "cudnn-9.19"
 BRIDGE_ADAPTERS = "bridge-5840"
+MEGATRON_COUNTS = "megatron-7081"
 
 FIXES: dict[str, UpstreamFix] = {
     fix.id: fix
@@ -190,6 +193,17 @@ FIXES: dict[str, UpstreamFix] = {
             "other parameters, or fails where their sizes differ",
             names="sharded_param_state_dp_reshardable",
             applies=_misplaces_states,
+        ),
+        UpstreamFix(
+            id=MEGATRON_COUNTS,
+            issue="Megatron-LM #7081",
+            package="megatron-core",
+            version="0.19.2",
+            summary="of a bf16 model, routers count the tokens of each expert in bf16, and move their score biases by "
+            "the rate rounded to bf16",
+            names=r"layer \d+ in update \d+ on rank \d+",
+            checks=("TRN004",),
+            applies=lambda model, run: run.balanced and run.dtype == "bfloat16",
         ),
         UpstreamFix(
             id=BRIDGE_ADAPTERS,

@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from verifier.errors import UsageError
-from verifier.platform.patch import Patch, apply
-from verifier.platform.upstream_fixes import BRIDGE_ADAPTERS, CUDNN_WIDTH
+from verifier.platform.patch import Patch, apply, current
+from verifier.platform.upstream_fixes import BRIDGE_ADAPTERS, CUDNN_WIDTH, MEGATRON_COUNTS
 
 INITIAL = "megatron.bridge.peft.utils:ParallelLinearAdapter._get_init_fn"
+KEEP_BIAS = "megatron.core.transformer.moe.router:TopKRouter._maintain_float32_expert_bias"
 PREPARE = "megatron.core.transformer.multi_latent_attention:_prepare_mla_core_attention_value"
 
 
@@ -23,6 +24,27 @@ def install(fixes: Collection[str]) -> None:
         apply([Patch(PREPARE, _unpadded, takes="parallel_attention query value packed_seq_params")])
     if BRIDGE_ADAPTERS in fixes:
         apply([Patch(INITIAL, _by_whole_width, takes="self init_method")])
+    if MEGATRON_COUNTS in fixes:
+        apply([Patch(KEEP_BIAS, _counting(current(KEEP_BIAS)), takes="self")])
+
+
+def _counting(keep_bias: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Start of a router's forward pass: its score bias is brought back to float32, and its counter of tokens too.
+
+    megatron-core wraps a bf16 model so that the counter of tokens, a buffer, is rounded with all else, and forgets it
+    where it brings the bias back. Counts above 256 are rounded, and the rate of the bias with them: 1e-3 is 0.00099945.
+
+    Source:
+        Megatron-LM #7081, which counts in integers: core/transformer/moe/router.py, `_maintain_float32_expert_bias`.
+    """
+    import torch
+
+    def keep(self: Any) -> None:
+        keep_bias(self)
+        if self.local_tokens_per_expert is not None:
+            self.local_tokens_per_expert.data = self.local_tokens_per_expert.data.to(torch.float32)
+
+    return keep
 
 
 def _by_whole_width(self: Any, init_method: str) -> Callable[[Any], Any]:

@@ -16,7 +16,7 @@ from verifier.data.text_dataset import Task, load_examples, require_disjoint
 from verifier.engine.api import refuse_adapters
 from verifier.errors import UsageError
 from verifier.launch.fork_launcher import require_ranks
-from verifier.model.families import Content, family_of, num_experts_of, size_if_any
+from verifier.model.families import family_of, has_score_bias, num_experts_of, size_if_any
 from verifier.model.mesh_fit import architecture_of, validate
 from verifier.model.named import config_of
 from verifier.model.rotary import misfit
@@ -69,7 +69,7 @@ def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> No
         raise UsageError(
             f"grpo.replay_routes is true, but which layers of {name} have routers is unknown: leave it out"
         )
-    if options.moe_bias_update_rate and family and all(row.content is not Content.SCORE_BIAS for row in family.tensors):
+    if options.moe_bias_update_rate and family and not has_score_bias(sizes):
         raise UsageError(
             f"megatron.moe_bias_update_rate is {options.moe_bias_update_rate:g}, but the routers of {name} have no "
             "score bias to update: leave it out"

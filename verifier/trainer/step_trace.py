@@ -12,6 +12,7 @@ import verifier
 from verifier.config.grpo import ADVANTAGES, LOSSES
 from verifier.config.training import TrainConfig
 from verifier.core.manifest import Manifest, MeshSizes, Scope
+from verifier.model.families import has_score_bias
 from verifier.platform.pins import PINS, installed
 from verifier.platform.provenance import gpu_names, host, this_code
 from verifier.platform.stand_ins import stand_ins_of
@@ -40,6 +41,7 @@ def step_manifest(
     facts = RunFacts(
         tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1, lora_rank=config.lora.rank or 0,
         tp=config.mesh.tp, sleep_level=config.engine.sleep_level, training=True,
+        balanced=bool(config.megatron.moe_bias_update_rate),
     )  # fmt: skip
     live = config.algorithm == "grpo" and config.data.rollouts is None
     synced = live and not dropped
@@ -61,6 +63,8 @@ def step_manifest(
         scopes += ["held", *_delivery(config)] if synced else []
         scopes += ["mismatch"] if synced and fresh and model.dtype == "float32" else []
     engine_facts = replace(facts, engine=config.engine.kind, routes=config.grpo.replay_routes) if live else facts
+    if not dropped and (config.megatron.moe_bias_update_rate or has_score_bias(sizes)):
+        scopes.append("balance")
     if "replicas" in model.layout_scopes and not dropped:
         scopes.append("replicas")
     if sampled:

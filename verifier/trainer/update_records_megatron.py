@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from verifier.core.records_policy import LossRows, UpdateRatios
 from verifier.core.records_trainer import TrainerStep
 from verifier.core.records_weights import StepReport
 from verifier.core.store import Recorder
+from verifier.model.provider_megatron import TrainerModel
+from verifier.probes.arguments_megatron import given_arguments
+from verifier.probes.balance_megatron import router_balance
 from verifier.train import optimizer_megatron
 from verifier.train.policy_loss_megatron import LossMeter
 from verifier.train.step_megatron import StepResult
@@ -76,3 +80,19 @@ class UpdateRecords:
                 kl_gap=real(facts["kl_gap"]), clipped=int(facts["clipped"]), clamped=int(facts["clamped"]),
             )
         )  # fmt: skip
+
+
+@contextlib.contextmanager
+def watched(probe: Recorder, trainer: TrainerModel, config: TrainConfig, name: str, version: int) -> Iterator[None]:
+    """Record what an update's passes are told, and what becomes of the routers' score biases.
+
+    Args:
+        probe: this rank's recorder of the step's trace.
+        trainer: the model.
+        config: of the run.
+        name: of the update, as its records have it.
+        version: of the weights.
+    """
+    rate = config.megatron.moe_bias_update_rate
+    with given_arguments(probe, trainer, name, version), router_balance(probe, trainer, name, version, rate=rate):
+        yield

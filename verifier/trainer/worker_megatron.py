@@ -27,7 +27,6 @@ from verifier.launch.child import resolve
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import open_checkpoint
 from verifier.platform.upstream_fixes import selected
-from verifier.probes.arguments_megatron import given_arguments
 from verifier.probes.configs_megatron import record_provider
 from verifier.probes.trainer import TokenProbe
 from verifier.probes.weights_megatron import LiveWeights
@@ -56,7 +55,7 @@ from verifier.trainer.state_megatron import (
 from verifier.trainer.turns_megatron import Turns
 from verifier.trainer.update_facts_megatron import gradient_digests, metrics_of_update, peak_memory, profiler
 from verifier.trainer.update_log import RankUpdate
-from verifier.trainer.update_records_megatron import UpdateRecords
+from verifier.trainer.update_records_megatron import UpdateRecords, watched
 from verifier.trainer.upstream_fields import found, provider_overrides
 from verifier.trainer.weight_sync_megatron import WeightSync
 from verifier.trainer.worker_spec import WorkerSpec, loss_of
@@ -238,7 +237,7 @@ class TrainerWorker:
             if self._turns is not None:
                 self._turns.record(probe, step)
             look = TokenProbe(probe, self._config.mesh, self._context.rank, name, step, rollouts)
-            given = given_arguments(probe, self._trainer, name, step)
+            given = watched(probe, self._trainer, config, name, step)
             if self._context.rank == 0 and first:
                 record_provider(probe, self._trainer.provider)
         profiled = profiler(config, step, number, self._context.rank)

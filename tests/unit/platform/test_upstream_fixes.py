@@ -56,6 +56,8 @@ def reach(model, **run):
             {"tier": "cuda", "steps": 0, "quantization": "fp8", "cuda_graphs": True},
             [fixes.VLLM_LATENT],
         ),
+        (LATENT, {"dtype": "bfloat16", "balanced": True}, [fixes.MEGATRON_COUNTS]),
+        (LATENT, {"balanced": True}, []),
     ],
 )
 def test_a_bug_reaches_some_runs(model, run, found):
@@ -65,7 +67,8 @@ def test_a_bug_reaches_some_runs(model, run, found):
 
 def test_what_is_asked_for_and_takes_part_is_recorded_too():
     bugs = {bug.id: bug.fixed for bug in fixes.bugs_of(DENSE, replace(RUN, fixes=("all",)))}
-    assert bugs == {fixes.VLLM_BUFFERS: True, fixes.MEGATRON_DECAY: True, fixes.MEGATRON_INDEX: True}
+    asked = (fixes.VLLM_BUFFERS, fixes.MEGATRON_DECAY, fixes.MEGATRON_INDEX, fixes.MEGATRON_COUNTS)
+    assert bugs == dict.fromkeys(asked, True)
     one = fixes.bugs_of(HYBRID, replace(RUN, engine="hf", dtype="bfloat16", fixes=(fixes.MEGATRON_DECAY,)))
     assert {bug.id: bug.fixed for bug in one} == {
         fixes.TRANSFORMERS_SCAN: False,
