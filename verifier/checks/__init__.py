@@ -10,6 +10,7 @@ from verifier.checks import (
     knobs,
     logprobs,
     loss_rows,
+    mismatch,
     moves,
     packing,
     policy_step,
@@ -24,6 +25,6 @@ from verifier.checks import (
 
 __all__ = [
     "adapter_delivery", "arguments", "batch_content", "beginnings", "configs", "delivery", "knobs", "logprobs",
-    "loss_rows", "moves", "packing", "policy_step", "resume", "routes", "samples", "step", "training_step",
+    "loss_rows", "mismatch", "moves", "packing", "policy_step", "resume", "routes", "samples", "step", "training_step",
     "turns", "weights",
 ]  # fmt: skip
