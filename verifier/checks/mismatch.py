@@ -139,9 +139,7 @@ def _greatest(noise: SampledNoise) -> Tolerance:
 
 
 def _source(noise: SampledNoise) -> str:
-    return (
-        f"this run's noise: its dtype against fp32, {noise.tokens:,} tokens of version {noise.measured}"
-    )
+    return f"this run's noise: its dtype against fp32, {noise.tokens:,} tokens of version {noise.measured}"
 
 
 def _compare_statistics(item: PolicyColumns, seen: list[_Token], noise: SampledNoise) -> Iterator[Comparison]:
