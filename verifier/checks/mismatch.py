@@ -143,7 +143,7 @@ def _source(noise: SampledNoise) -> str:
 
 
 def _compare_statistics(item: PolicyColumns, seen: list[_Token], noise: SampledNoise) -> Iterator[Comparison]:
-    if len(seen) < FEW_TOKENS or noise.tokens < FEW_TOKENS:
+    if len(seen) < FEW_TOKENS or noise.tokens < FEW_TOKENS or not all(math.isfinite(token.gap) for token in seen):
         return
     for found in _statistics(item, seen, noise):
         yield Comparison(
