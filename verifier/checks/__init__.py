@@ -24,7 +24,7 @@ from verifier.checks import (
 )
 
 __all__ = [
-    "adapter_delivery", "arguments", "batch_content", "beginnings", "configs", "delivery", "engine_mismatch", "knobs", "logprobs",
-    "loss_rows", "moves", "packing", "policy_step", "resume", "routes", "samples", "step", "training_step",
-    "turns", "weights",
+    "adapter_delivery", "arguments", "batch_content", "beginnings", "configs", "delivery", "engine_mismatch", "knobs",
+    "logprobs", "loss_rows", "moves", "packing", "policy_step", "resume", "routes", "samples", "step",
+    "training_step", "turns", "weights",
 ]  # fmt: skip
