@@ -12,7 +12,7 @@ from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
-from verifier.core.records_tokens import GradientRecord
+from verifier.core.records_tokens import GradientRecord, SampledNoise
 from verifier.errors import UsageError
 from verifier.faults.training_trial import GRPO_KNOBS, KNOBS, DeferredJudge
 from verifier.report.report import report_of
@@ -54,6 +54,28 @@ def test_every_sampled_step_holds(name, resources, tmp_path):
     updates = {item.update for item in store.read(tmp_path / "run" / "steps" / "000002").of(GradientRecord)}
     assert len(updates) == config.grpo.epochs
     assert not list((tmp_path / "run" / "oracle").iterdir())
+
+
+def test_in_bf16_the_engine_is_judged_from_the_first_sampled_step_on(resources, tmp_path):
+    knobs = (*LIVE, "dtype=bf16", "data.batch_size=8", "grpo.entropy_weight=0.05")
+    own = {text.partition("=")[0] for text in knobs}
+    kept = [text for text in KNOBS if text.partition("=")[0] not in own]
+    given = ["model=tiny:add", *kept, *(text for text in knobs if text != "data.batch_size=2")]
+    given += ["verify.steps=true", "verify.every=2", f"run={tmp_path / 'run'}"]
+    config, _ = load(TrainConfig, overrides=given)
+    launcher = resources.launcher(Deadline(300))
+    Trainer(config, lambda text: None, DeferredJudge(), launcher=launcher, resources=resources).run()
+    reports, noises = [], []
+    for step in (1, 2, 3):
+        trace = store.read(tmp_path / "run" / "steps" / f"{step:06d}")
+        reports.append(report_of(trace, ""))
+        noises.append([item.measured for item in trace.of(SampledNoise)])
+    assert [item.verdict for item in reports] == [Verdict.HOLDS] * 3
+    judged = [next((item for item in report.outcomes if item.code == "LGP009"), None) for report in reports]
+    assert [item is not None for item in judged] == [False, True, True]
+    assert noises == [[], [1], [1]]
+    assert any("LGP009" in text for text in reports[0].manifest.not_judged)
+    assert not reports[1].manifest.not_judged
 
 
 def test_sampled_steps_without_a_judge_are_refused():

@@ -7,6 +7,7 @@ from verifier.checks import (
     beginnings,
     configs,
     delivery,
+    engine_mismatch,
     knobs,
     logprobs,
     loss_rows,
@@ -24,7 +25,7 @@ from verifier.checks import (
 )
 
 __all__ = [
-    "adapter_delivery", "arguments", "batch_content", "beginnings", "configs", "delivery", "knobs", "logprobs",
-    "loss_rows", "moves", "packing", "policy_step", "resume", "routes", "samples", "score_bias", "step",
+    "adapter_delivery", "arguments", "batch_content", "beginnings", "configs", "delivery", "engine_mismatch", "knobs",
+    "logprobs", "loss_rows", "moves", "packing", "policy_step", "resume", "routes", "samples", "score_bias", "step",
     "training_step", "turns", "weights",
 ]  # fmt: skip

@@ -23,15 +23,6 @@ ADVANTAGE = Tolerance(
 FACTOR = Tolerance(
     absolute=1e-10, unit="of the greatest input", source="float64: exp of a sum of differences, in another order"
 )
-MISMATCH = Tolerance(
-    absolute=1e-4, unit="nats",
-    source="fp32 on CPU: 2.4e-5 was measured over 114,000 tokens of a run; weights of one step before differ by 1 nat",
-)  # fmt: skip
-MOST = Tolerance(absolute=1e-5, unit="nats", source="fp32 on CPU: 1.6e-6 was measured over each of 114 steps of a run")
-FEW = 10
-"""Tokens of which no tenth can be told."""
-SHARE = 0.9
-"""Share of a step's tokens that `MOST` speaks of."""
 LIMIT = 20.0
 """Log-ratios are clamped to it before they are exponentiated, nats."""
 FLOOR = -1e4
@@ -224,57 +215,6 @@ def _ratios(difference: Sequence[float], level: str) -> list[float]:
     total = math.fsum(difference)
     share = total if level == "sequence" else total / max(len(difference), 1)
     return [math.exp(min(max(value if level == "token" else share, -LIMIT), LIMIT)) for value in difference]
-
-
-@check("LGP009", needs=(PolicyColumns,), scope="mismatch")
-def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
-    """The engine's log-probability of every token that it sampled is the trainer's for the same weights.
-
-    What it checks: per rollout in the loss, each token that the very weights sampled which are about to be trained:
-    `engine` against `old`, both at the run's temperature. And nine tenths of all such tokens of the step.
-    Why it matters: a mismatch is a sync that went wrong, a cache of old weights, another temperature or another model;
-    an importance weight hides it, and the reward stops rising.
-    Evidence: advantage/policy ("engine", "old", "version").
-    Tolerance and its source: 1e-4 nats in fp32 for each token, 1e-5 for nine tenths of them; measured on a clean run
-    of 114 steps. Rounding grows as weights sharpen, so the bound of one token is above that of LGP001.
-    What it does not catch: both sides wrong alike (LGP001), tokens of older weights (LGP003, on sampled steps), tokens
-    that read keys and values of older weights (`grpo.keep_kv_cache`), runs of less than fp32.
-    References: NeMo-RL#4018, SkyRL#979, verl#7495, NeMo-RL#2100.
-    """
-    for item in trace.of(PolicyColumns):
-        ends = np.cumsum(item.lengths)[:-1]
-        arrays = {name: np.split(trace.array(item, name), ends) for name in ("old", "engine", "mask", "version")}
-        seen: list[np.ndarray] = []
-        for place, name in enumerate(item.ids):
-            old, engine, mask, version = (arrays[key][place] for key in ("old", "engine", "mask", "version"))
-            fresh = mask.astype(bool) & (version == item.trained_version)
-            if item.keep_kv_cache and version[version >= 0][0] != item.trained_version:
-                continue  # its later tokens read keys and values of the weights that came first
-            if not fresh.any():
-                continue
-            gaps = np.abs(np.where(fresh, old.astype(np.float64) - engine.astype(np.float64), 0.0))
-            seen.append(gaps[fresh])
-            at = int(np.nanargmax(np.where(np.isfinite(gaps), gaps, np.inf)))
-            gap = float(gaps[at])
-            yield Comparison(
-                what=name, same=gap <= MISMATCH.absolute, stage=Stage.ROLLOUT, version=item.version,
-                badness=times(gap, MISMATCH.absolute), owner="engine",
-                sentence=f"token {at} of `{name}` has {float(engine[at]):.6g} nats in the engine and "
-                f"{float(old[at]):.6g} in the trainer",
-                expected=f"{float(old[at]):.6g} (the trainer, version {item.trained_version})",
-                actual=f"{float(engine[at]):.6g} (the engine, which says version {int(version[at])})",
-                allowed=str(MISMATCH), hint="look at the last sync, the prefix cache and the temperature",
-            )  # fmt: skip
-        if sum(map(len, seen)) < FEW:
-            continue
-        most = float(np.quantile(np.concatenate(seen), SHARE))
-        yield Comparison(
-            what=f"{SHARE:.0%} of the tokens", same=most <= MOST.absolute, stage=Stage.ROLLOUT, version=item.version,
-            badness=times(most, MOST.absolute), owner="engine",
-            sentence=f"one token in ten differs by {most:.3g} nats or more between engine and trainer",
-            expected="the trainer's log-probabilities of the same tokens", actual=f"{most:.3g} nats apart",
-            allowed=str(MOST), hint="look at the arithmetic of both sides: dtype, epsilon, scale, temperature",
-        )  # fmt: skip
 
 
 @check("LSS003", needs=(UpdateRatios,), scope="policy")

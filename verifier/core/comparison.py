@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -104,3 +105,17 @@ def describe_difference(actual: np.ndarray, expected: np.ndarray) -> Difference:
     if num_not_finite:
         text += f"; {num_not_finite:,} not finite, the first at {index((~finite).argmax())}"
     return Difference(greatest=greatest, num_not_finite=num_not_finite, text=text)
+
+
+def slope_of(differences: np.ndarray, values: np.ndarray) -> tuple[float, float]:
+    """Slope of differences over values by least squares, and its standard error, whatever each one's spread is.
+
+    The error is White's (1980). Values that are all equal have a slope of 0.
+    """
+    centred = values - values.mean()
+    total = float((centred**2).sum())
+    if total == 0.0:
+        return 0.0, 0.0
+    slope = float((centred * differences).sum()) / total
+    rest = differences - differences.mean() - slope * centred
+    return slope, math.sqrt(float(((centred * rest) ** 2).sum())) / total

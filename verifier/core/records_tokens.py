@@ -204,6 +204,33 @@ class DtypeNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/noise"):
     """Noise of transformers in the run's dtype against float32, or of float32 against float64."""
 
 
+class SampledNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/sampled-noise"):
+    """Noise of the run's dtype on the tokens of a step that the weights before it sampled, or of the last such step.
+
+    Differences are transformers in that dtype minus transformers in float32, at the run's temperature.
+    """
+
+    measured: Count
+    """Version of the weights that it was measured on."""
+    tokens: Count
+    squares: Real
+    """Mean of the squares, nats squared."""
+    squares_deviation: Real
+    """Standard deviation of the squares, nats squared."""
+    p99: Real
+    """99th percentile of the magnitudes."""
+    bias: Real
+    """Mean of the signed differences."""
+    slope: Real
+    """Slope of the differences over log-probability: what another temperature makes."""
+    slope_error: Real
+    """Its standard error."""
+    routed: bool = False
+    """The model has routers, which flip: few tokens have most of the noise."""
+    by_position: tuple[float | None, ...]
+    """Mean magnitude in each eighth of the longest allowed answer; None for an eighth without tokens."""
+
+
 class EngineNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/engine-noise"):
     """Noise of a quantizing engine at version 0 against transformers in float32."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 from verifier.core.stage import Stage
@@ -319,6 +320,31 @@ LIVE: dict[str, Any] = {
     "training": ("algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4"),
 }  # fmt: skip
 RECEIVED = "verifier.trainer.generation:EngineRollouts._row(self, version, place, number, example, prompt, sample)"
+IN_BF16: dict[str, Any] = {
+    **LIVE,
+    "training": (
+        "algorithm=grpo", "dtype=bf16", "verify.every=2", "data.rollouts=null", "engine.kind=hf", "data.batch_size=8",
+        "grpo.max_answer_tokens=8", "grpo.entropy_weight=0.05",
+    ),
+}  # fmt: skip
+"""Some 230 tokens a step; the second step measures the noise, and the third is judged by it too."""
+
+
+@fault(
+    "OpenRLHF/OpenRLHF#853",
+    "verifier.trainer.generation:Sampling(seed, max_tokens, n, stop, temperature, shape, seeded, each, ignore_end)",
+    **IN_BF16,
+)
+def sampled_a_little_hotter(call: Call) -> Any:
+    """The engine divides logits by 1.02 and the trainer by 1, in a bf16 run: each token is off by less than noise."""
+    return call.faulty(temperature=call.temperature * 1.02)
+
+
+@fault("NVIDIA-NeMo/RL#3497", RECEIVED, **IN_BF16)
+def reported_after_truncation(call: Call) -> Any:
+    """The engine reports shares of the likeliest 98.5 % alone, in a bf16 run: each token is off by less than noise."""
+    nats = call.sample.logprobs
+    return call.faulty(sample=dataclasses.replace(call.sample, logprobs=tuple(x - math.log(0.985) for x in nats)))
 
 
 @fault("PrimeIntellect-ai/prime-rl#1525", RECEIVED, **LIVE)

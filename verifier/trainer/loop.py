@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 from safetensors.numpy import load_file
 
 from verifier.config.training import TrainConfig
 from verifier.core.records_policy import LossTerms
+from verifier.core.records_tokens import SampledNoise
 from verifier.core.records_trainer import KnobsAsked, OptimizerSettings
 from verifier.core.store import Recorder, complete, create
 from verifier.data.rollout_file import load_rollouts
@@ -115,6 +117,7 @@ class StepLoop:
     _held: dict[int, Path] = field(default_factory=dict, init=False)
     _sync_facts: dict[str, float] = field(default_factory=dict, init=False)
     _num_judged: int = field(default=0, init=False)
+    _noise: SampledNoise | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._updates = self.continuation.updates
@@ -148,6 +151,7 @@ class StepLoop:
                 self._manifest = step_manifest(
                     config, self.model, step, resumed=resumed, sampled=sampled is not None, dropped=not updates,
                     text=plan.has_text, restarted=restarted,
+                    noise=self._record_noise(probe, step, sampled),
                     fresh=has_fresh(config, [item for update in updates for item in update.rollouts], step - 1),
                 )  # fmt: skip
             earlier = self._hold_weights(step) if self.ahead is not None else {}
@@ -165,7 +169,8 @@ class StepLoop:
             synced_s = time.monotonic() - started - rolled_s - trained_s
             if trace is not None:
                 if sampled is not None:
-                    sampled.judge(trace, updates, [report["learning_rate"] for report in reports], plan.scored, earlier)
+                    rates = [report["learning_rate"] for report in reports]
+                    self._noise = sampled.judge(trace, updates, rates, plan.scored, earlier) or self._noise
                 self._submit(step, trace)
                 waits = self.rollouts is not None or sampled is not None
                 self._settle(step if waits else step - JUDGED_BEHIND)
@@ -195,6 +200,12 @@ class StepLoop:
         self._settle(step)
         rollouts = [] if self.ahead is None else self.ahead.saved()
         self.continuation.begin(self.call, step, self._updates, rollouts)
+
+    def _record_noise(self, probe: Recorder | None, step: int, sampled: SampledStep | None) -> bool:
+        """Record the last measured noise beside a step that measures none; True if there is one."""
+        if sampled is None and self._noise is not None and probe is not None:
+            probe.emit(msgspec.structs.replace(self._noise, version=step))
+        return sampled is not None or self._noise is not None
 
     def _hold_weights(self, step: int) -> Mapping[int, Path]:
         """Have the ranks write the weights before a step, where the oracle needs them a step later.

@@ -21,6 +21,7 @@ from verifier.core.records_tokens import (
     OracleLogprobs,
     OracleOfSampled,
     OracleRecord,
+    SampledNoise,
     SampledTokens,
     TrainerLogprobs,
 )
@@ -35,6 +36,7 @@ from verifier.oracle.oracle import Oracle, Scored
 from verifier.oracle.recording import gradient_record, noise_of_logprobs
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
+from verifier.trainer.mismatch import sampled_noise
 from verifier.trainer.token_versions import exact_tokens
 
 COLUMNS = ("advantage", "divisor", "reference")
@@ -137,7 +139,7 @@ class SampledStep:
     def judge(
         self, trace: Path, updates: Sequence[OptimizerUpdate], rates: Sequence[float], scored: ScoredRollouts | None,
         earlier: Mapping[int, Path],
-    ) -> None:  # fmt: skip
+    ) -> SampledNoise | None:  # fmt: skip
         """Ask the oracle about all updates of the step, record what it says, and remove the folder.
 
         Args:
@@ -146,7 +148,11 @@ class SampledStep:
             rates: learning rate of each.
             scored: log-probabilities that were recorded; None in supervised fine-tuning.
             earlier: version -> checkpoint of weights before the last, by which tokens were sampled.
+
+        Returns:
+            Noise of the run's dtype on the tokens that the last weights sampled; None in float32, or without any.
         """
+        noise = None
         config, model = self._config, self._model
         for update in updates:
             self._save_inputs(update)
@@ -164,8 +170,10 @@ class SampledStep:
             for row in rows:
                 recorder.emit(gradient_record({**row, "version": self._step}, owners, model.mesh))
             if scored is not None:
-                self._record_logprobs(recorder, scored, self.folder / f"weights-{updates[0].number - 1}", earlier)
+                before = self.folder / f"weights-{updates[0].number - 1}"
+                noise = self._record_logprobs(recorder, scored, before, earlier)
         shutil.rmtree(self.folder)
+        return noise
 
     def _save_inputs(self, update: OptimizerUpdate) -> None:
         """Write the inputs of an update's loss, as they were recorded."""
@@ -192,8 +200,9 @@ class SampledStep:
 
     def _record_logprobs(
         self, recorder: Recorder, scored: ScoredRollouts, before: Path, earlier: Mapping[int, Path]
-    ) -> None:
-        """Score what `record_scored` recorded, by the weights that it claims."""
+    ) -> SampledNoise | None:
+        """Score what `record_scored` recorded, by the weights that it claims; see `judge` for what is returned."""
+        noise = None
         source, last = self._model.checkpoint.path, self._step - 1
         sequences = [rollout.tokens.tolist() for rollout in scored.rollouts]
         whole, routes = [len(tokens) for tokens in sequences], [rows.tolist() for rows in self._routes(scored.rollouts)]
@@ -211,6 +220,19 @@ class SampledStep:
                 tails, low = (None if rows is None else [rows[at][a - 1 : b - 1] for at, a, b in own] for rows in sides)
                 assert tails is not None
                 _record_oracle(recorder, OracleOfSampled, "rollouts", version, tails, low, [b for _, _, b in own])
+                if version == last and low is not None:
+                    noise = self._noise(low, tails, [(scored.rollouts[at], a, b) for at, a, b in own])
+                    recorder.emit(noise)
+        return noise
+
+    def _noise(self, low: Scored, exact: Scored, runs: Sequence[tuple[Rollout, int, int]]) -> SampledNoise:
+        """Noise on the tokens of runs of one version."""
+        options = self._config.grpo
+        places = [(np.cumsum(rollout.sampled) - 1)[a:b] for rollout, a, b in runs]
+        return sampled_noise(
+            self._step, self._step - 1, np.concatenate([*low]), np.concatenate([*exact]), np.concatenate(places),
+            options.max_answer_tokens * options.max_turns, routed=bool(moe_layers_of(self._model.checkpoint.config)),
+        )  # fmt: skip
 
     def _scored(
         self, checkpoint: Path, sequences: Sequence[Sequence[int]], routes: Sequence[Any]

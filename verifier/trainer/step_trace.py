@@ -19,10 +19,16 @@ from verifier.platform.stand_ins import stand_ins_of
 from verifier.platform.upstream_fixes import RunFacts, bugs_of
 from verifier.runs.model_under_test import ModelUnderTest
 
+NO_NOISE = (
+    "trainer against engine was not judged (LGP009): no step has measured the noise of {dtype} yet, as those of "
+    "verify.every do"
+)
+"""Clause of the report on a step of less than float32, before the first sampled one."""
+
 
 def step_manifest(
     config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False,
-    dropped: bool = False, fresh: bool = True, text: bool = True, restarted: bool = False,
+    dropped: bool = False, fresh: bool = True, noise: bool = False, text: bool = True, restarted: bool = False,
 ) -> Manifest:  # fmt: skip
     """Identity of the trace of a step.
 
@@ -35,6 +41,7 @@ def step_manifest(
         dropped: no token is left in its loss, so that it takes no update and syncs nothing.
         text: fine-tuning has examples whose text in the loss is known: those that are no conversations.
         fresh: a token in the loss was sampled by the weights that it trains.
+        noise: what the run's dtype costs a log-probability is measured; needed for no float32.
         restarted: engines that sampled it had been started again.
     """
     sizes = model.checkpoint.config
@@ -45,6 +52,7 @@ def step_manifest(
     )  # fmt: skip
     live = config.algorithm == "grpo" and config.data.rollouts is None
     synced = live and not dropped
+    compared = False
     scopes: list[Scope] = ["config", "data", "batch", "formula", "schedule", "tokens"]
     if text:
         scopes.append("text")
@@ -61,7 +69,8 @@ def step_manifest(
         scopes += ["reference"] if config.grpo.has_reference and not dropped else []
         scopes += ["routes"] if config.grpo.replay_routes and not dropped else []
         scopes += ["held", *_delivery(config)] if synced else []
-        scopes += ["mismatch"] if synced and fresh and model.dtype == "float32" else []
+        compared = synced and fresh
+        scopes += ["mismatch"] if compared and (noise or model.dtype == "float32") else []
     engine_facts = replace(facts, engine=config.engine.kind, routes=config.grpo.replay_routes) if live else facts
     if not dropped and (config.megatron.moe_bias_update_rate or has_score_bias(sizes)):
         scopes.append("balance")
@@ -87,6 +96,7 @@ def step_manifest(
         engine=config.engine.kind if synced else "",
         engine_ranks=config.engine.tp * config.engine.replicas if synced else 0,
         synced_versions=(step,) if synced else (), untouched_versions=(),
+        not_judged=(NO_NOISE.format(dtype=model.dtype),) if compared and "mismatch" not in scopes else (),
     )  # fmt: skip
 
 
