@@ -108,6 +108,11 @@ RUNS: dict[str, tuple[str, ...]] = {
     "grpo recompute": (*RECORDED, "megatron.recompute=full", "grpo.epochs=2", *SAMPLED),
     "grpo lora": (*RECORDED, "lora.rank=8", "grpo.kl_weight=0.1", *SAMPLED),
     "grpo bf16": (*RECORDED, "dtype=bf16", "grpo.kl_weight=0.1", *SAMPLED),
+    "grpo moe bf16 tp2": (*RECORDED, "model=tiny:add-moe", "dtype=bf16", "mesh.tp=2", "grpo.epochs=2", *SAMPLED),
+    "grpo moe bf16 pp2 recomputed": (
+        *RECORDED, "model=tiny:add-moe", "dtype=bf16", "mesh.pp=2", "megatron.recompute=selective",
+        "megatron.recompute_modules=[moe]", *SAMPLED,
+    ),
     # other families
     "grpo qwen2 tp2": (*RECORDED, "model=tiny:qwen2", "mesh.tp=2", *SAMPLED),
     "grpo llama pp2": (*RECORDED, "model=tiny:llama", "mesh.pp=2", "grpo.kl_weight=0.1", *SAMPLED),
@@ -122,6 +127,9 @@ RUNS: dict[str, tuple[str, ...]] = {
     "grpo score bias still": (*RECORDED, "model=tiny:add-deepseek", "mesh.ep=2", "mesh.dp=2", *SAMPLED),
     # routes that are replayed
     "routed ep2": (*ROUTED, "mesh.ep=2", "mesh.dp=2", "grpo.kl_weight=0.1", *SAMPLED),
+    "routed pp2 recomputed": (
+        *ROUTED, "mesh.pp=2", "megatron.recompute=selective", "megatron.recompute_modules=[moe]", *SAMPLED,
+    ),
     "routed mini-batches": (*ROUTED, "grpo.mini_batches=2", "grpo.epochs=2", "megatron.recompute=full", *SAMPLED),
     # answers that an engine samples
     "live hf": (*HF, "grpo.temperature=0.8", *SAMPLED),
@@ -130,6 +138,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "live vllm dp2": (*LIVE, "mesh.dp=2", "grpo.kl_weight=0.1", *SAMPLED),
     "live hf score bias": (*HF, *BALANCED, "mesh.ep=2", "mesh.dp=2"),
+    "live vllm moe bf16 ep2": (*LIVE, "model=tiny:add-moe", "dtype=bf16", "mesh.ep=2", "mesh.dp=2", *SAMPLED),
     "live async": (*LIVE, "grpo.mode=async", *AHEAD, *SAMPLED),
     "live in flight, recomputed": (*LIVE, "grpo.mode=inflight", "grpo.inflight_steps=3", *AHEAD, *SAMPLED),
     "live in flight, kept": (

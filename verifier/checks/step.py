@@ -31,6 +31,8 @@ LENGTH_NOISES = 2
 """Times a group's noise, or its layer's, that the length of its gradient may be off by, in a run of less than fp32."""
 LOSS_NOISES = 2
 """Times the mean noise of a token's loss that the loss may be off by, in a run of less than fp32."""
+LOSS_ERRORS = 3
+"""Standard errors of that mean noise, which is counted with so much more."""
 LOSS = Tolerance(
     absolute=1e-6, unit="of the mean magnitude of a token's loss",
     source="fp32 on CPU, measured on clean runs of every family and mesh: docs/numerics.md",
@@ -199,17 +201,19 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     Why it matters: what is logged is what people steer by; a sum over one group too many changes no gradient.
     Evidence: train/step ("loss", "num_tokens"), loss/gradient ("loss", "loss_scale", "num_tokens").
     Tolerance and its source: the count is exact; the mean is within 1e-6 of the mean magnitude of a token's loss, in
-    less than fp32 within twice the mean noise of a token's loss. A loss with ratios may be off by twice what 1e-5 nats
+    less than fp32 within twice the mean noise of a token's loss, with three standard errors of it: a step may have few
+    tokens, most of which have little noise. A loss with ratios may be off by twice what 1e-5 nats
     of each log-probability change it by.
     What it does not catch: gradients of another loss than the reported one (LSS001).
     References: SkyRL#1420, verl#3294, slime#987.
     """
     for report, item in _reports(trace):
         loss, right = float(report.loss), float(item.loss)
-        by_noise = LOSS_NOISES * float(item.loss_noise)
+        by_noise = LOSS_NOISES * (float(item.loss_noise) + LOSS_ERRORS * float(item.loss_noise_error))
         allowed, why = LOSS.absolute * float(item.loss_scale), str(LOSS)
         if allowed < by_noise:
-            noise = "the mean noise of a token's loss (this run's: transformers in its dtype against itself in fp32)"
+            noise = f"the mean noise of a token's loss, with {LOSS_ERRORS} standard errors (this run's: transformers "
+            noise += "in its dtype against itself in fp32)"
             if trace.manifest.dtype == "float32":
                 noise = "what 1e-5 nats of a token's log-probability change its loss by (LGP001)"
             allowed, why = by_noise, f"{LOSS_NOISES} times {noise}"

@@ -48,12 +48,12 @@ class ProcessJudge:
 
 @contextlib.contextmanager
 def started_judge() -> Iterator[ProcessJudge]:
-    """Start the judge's process; it ends at exit, whatever it is doing."""
+    """Start the judge's process; at the end it finishes the trace that it is judging, and begins no other."""
     pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
     try:
         yield ProcessJudge(pool)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 def train(config: TrainConfig, progress: Progress, view: LiveView | None = None) -> int:

@@ -73,11 +73,11 @@ def routes_of_another_answer(rollouts: list[Rollout]) -> list[Rollout] | None:
 
 @fault(
     "NVIDIA-NeMo/RL#2849",
-    "verifier.trainer.worker_megatron:obeying(replay, rollouts, batch, during, on_shards)", **ROW,
+    "verifier.trainer.routing_megatron:TrainingRoutes.during(self, rollouts, batch, name, on_shards)", **ROW,
 )  # fmt: skip
 def routes_not_trained_on(call: Call) -> Any:
     """Log-probabilities are scored by the routes, and the batch to train on is built without them."""
-    if not call.during.startswith("update"):
+    if not call.name.startswith("update"):
         return call.original()
     call.fire()
     return contextlib.nullcontext(call.on_shards)

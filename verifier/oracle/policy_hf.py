@@ -93,11 +93,13 @@ def judge_updates(
         rounded = exact if dtype == torch.float32 else _loss(path / f"weights-{number - 1}", rows, objective, dtype)
         actual = tensors_of(path / f"gradients-{number}")
         norm, scale = clip_of(actual, rule["clip_grad"])
-        off = [(rounded.nats - exact.nats).abs().sum(), *((part - exact.nats).abs().sum() for part in exact.shifted)]
+        noise = (rounded.nats - exact.nats).abs()
+        off = [noise.sum(), *((part - exact.nats).abs().sum() for part in exact.shifted)]
         whole = {
             "update": number, "gradient_norm": norm, "gradient_noise": noise_of(rounded.gradients, exact.gradients),
             "loss": float(exact.nats.sum()), "loss_scale": float(exact.nats.abs().sum()),
-            "loss_noise": float(max(off)), "num_tokens": len(exact.nats),
+            "loss_noise": float(max(off)), "loss_noise_error": float(noise.std(correction=0)) * len(noise) ** 0.5,
+            "num_tokens": len(exact.nats),
         }  # fmt: skip
         adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"], roundings=ROUNDINGS)
         before = [tensors_of(path / f"{part}-{number}") for part in ("exp_avg", "exp_avg_sq")]

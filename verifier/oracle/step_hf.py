@@ -68,6 +68,7 @@ def judge_steps(
         told = {**rule, "factor": 1.0 if version % 2 else rule["every_second"]}
         nats, expected = gradients(before, batch, told, given)
         rounded_nats, rounded = _rounded(before, batch, told, given, nats, expected)
+        noise = (rounded_nats - nats).abs()
         if adapter is not None:
             expected, rounded = (
                 adapter_gradients(found, old, rule["scaling"], adapter) for found in (expected, rounded)
@@ -77,7 +78,8 @@ def judge_steps(
         whole = {
             "version": version, "gradient_norm": norm, "gradient_noise": noise_of(rounded, expected),
             "loss": float(nats.mean()), "loss_scale": float(nats.abs().mean()), "num_tokens": len(nats),
-            "loss_noise": float((rounded_nats - nats).abs().mean()),
+            "loss_noise": float(noise.mean()),
+            "loss_noise_error": float(noise.std(correction=0)) / max(len(noise), 1) ** 0.5,
         }  # fmt: skip
         for row, reduced in measured(old, expected, rounded, actual):
             if version and reduced is not None:

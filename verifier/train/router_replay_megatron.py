@@ -1,4 +1,4 @@
-"""Router replay on ranks: sets the choices of megatron-core's routers and records them.
+"""Routers of megatron-core on ranks: what they choose is seen, recorded, or set.
 
 Routers are found in the model's chunks and identified by global layer number. Megatron's process-wide list of replay
 instances is not used: it is in order of construction and keeps those of deleted models.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -38,10 +38,7 @@ class Routing:
     """Routers of one rank and global numbers of all layers with routers. The constructor is a collective.
 
     Args:
-        trainer: trainer built with `PROVIDER_FIELDS`.
-
-    Raises:
-        ContractError: a router was built without replay.
+        trainer: trainer with routers, built with `PROVIDER_FIELDS` where they are to obey or to record.
     """
 
     def __init__(self, trainer: TrainerModel) -> None:
@@ -87,51 +84,30 @@ class Routing:
         return scored, seen.choices()
 
 
-class RouterPass:
-    """One pass over rollouts in which this rank's routers obey the rollouts' routes, or choose by themselves.
+class RouterWatch:
+    """One pass over rollouts in which it sees which experts each of this rank's routers uses for which token.
 
-    It sees which experts each router uses for which token. Afterwards routers choose by themselves and keep nothing.
-    Where activations are recomputed, a router runs twice for each micro-batch and obeys the same routes both times.
+    Where activations are recomputed, a router runs twice for each micro-batch; it is seen the first time.
 
     Args:
         routing: routers of this rank.
-        rollouts: of the pass, to be obeyed with routes.
-        replay: whether they are obeyed.
-        stand_ins: choices from `score_naturally` for the same rollouts, for rows without a route such as padding; None
-            uses the experts 0 to K - 1. Some kernels give a token the same bits only if all rows are the same, as they
-            split a matrix product by its number of rows or sum time steps over all rows of a chunk.
-
-    Attributes:
-        every_row: unless replayed, choices for all rows that the routers saw, in the routers' order.
+        rollouts: of the pass.
     """
 
-    def __init__(
-        self, routing: Routing, rollouts: Sequence[Rollout], *, replay: bool = True, stand_ins: EveryRow | None = None
-    ) -> None:
-        self._routing, self._replay = routing, replay
+    def __init__(self, routing: Routing, rollouts: Sequence[Rollout]) -> None:
+        self._routing = routing
         self._index = {rollout.id: index for index, rollout in enumerate(rollouts)}
-        self._stand_ins = stand_ins and {place: iter(rows) for place, rows in stand_ins.items()}
         self._shards: dict[int, PackedBatch] = {}
         self._left: list[Iterator[PackedBatch]] = []
         self._seen: list[np.ndarray] = []
-        self.every_row: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._undo = contextlib.ExitStack()
 
-    def __enter__(self) -> RouterPass:
-        from megatron.core.transformer.moe.router_replay import RouterReplayAction
-
-        action = RouterReplayAction.REPLAY_FORWARD if self._replay else RouterReplayAction.RECORD
+    def __enter__(self) -> Self:
         for chunk, (model, routers) in enumerate(zip(self._routing.trainer.chunks, self._routing.routers, strict=True)):
             hook = model.register_forward_pre_hook(lambda *_, chunk=chunk: self._begin(chunk))
             self._undo.callback(hook.remove)
             for router in routers.values():
-                instance = router.router_replay
-                instance.set_router_replay_action(action)
-                self._undo.callback(instance.clear_indices)
-                self._undo.callback(instance.clear_router_replay_action)
-                if self._replay:
-                    hook = router.register_forward_pre_hook(lambda router, _: self._choose_routes(router))
-                    self._undo.callback(hook.remove)
+                self._prepare(router)
                 hook = router.register_forward_hook(
                     lambda router, _, output, chunk=chunk: self._look(chunk, router, output[1])
                 )
@@ -148,20 +124,102 @@ class RouterPass:
     def choices(self) -> np.ndarray:
         """Return [N, 3 + K] int32, per token and layer: index of the rollout, position, global layer, K experts.
 
-        Experts are in ascending order where routers obeyed.
+        Experts are in ascending order, unless they are those that `RouterPass` has recorded.
         """
         return np.concatenate(self._seen or [np.zeros((0, 3 + self._routing.topk), np.int32)])
 
+    def _prepare(self, router: TopKRouter) -> None:
+        """Make a router ready for the pass; nothing is to do where it is watched alone."""
+
+    def _begin(self, chunk: int) -> None:
+        """A chunk runs its next micro-batch."""
+        self._shards[chunk] = next(self._left[chunk])
+
+    def _recomputes(self) -> bool:
+        """True in a pass that Megatron runs again for its gradients: it first ran without any."""
+        provider = self._routing.trainer.provider
+        selected = provider.recompute_modules if provider.recompute_granularity == "selective" else []
+        return (provider.recompute_granularity == "full" or "moe" in (selected or ())) and torch.is_grad_enabled()
+
+    def _experts(self, chunk: int, router: TopKRouter, routing_map_TE: torch.Tensor) -> torch.Tensor:
+        """[T, K] experts that a router has used for each row, on the host."""
+        num_experts = routing_map_TE.shape[1]
+        used_TE = torch.where(routing_map_TE, torch.arange(num_experts, device=routing_map_TE.device), num_experts)
+        experts_TK = used_TE.sort(-1).values[:, : self._routing.topk]
+        return torch.where(experts_TK == num_experts, MISSING_ROUTE, experts_TK).cpu()
+
+    def _look(self, chunk: int, router: TopKRouter, routing_map_TE: torch.Tensor) -> None:
+        if self._recomputes():
+            return
+        shard, layer, num_rows = self._shards[chunk], router.layer_number - 1, len(routing_map_TE)
+        # With sequence parallelism each tensor-parallel rank has an equal run of the rows.
+        begin = self._routing.at.tp * num_rows if num_rows < shard.num_rows else 0
+        rows = slice(begin, begin + num_rows)
+        experts_TK = self._experts(chunk, router, routing_map_TE)
+        real_T = shard.segments_T[rows] != PADDING
+        index_S = torch.tensor([self._index[item] for item in shard.ids], dtype=torch.int64)
+        index_N = index_S[shard.segments_T[rows][real_T].long()]
+        where_N3 = torch.stack([index_N, shard.positions_T[rows][real_T], torch.full_like(index_N, layer)], dim=-1)
+        self._seen.append(torch.cat([where_N3, experts_TK[real_T].long()], dim=-1).int().numpy())
+
+
+class RouterPass(RouterWatch):
+    """A pass in which routers obey the rollouts' routes, or choose by themselves and record the order of experts.
+
+    Afterwards routers choose by themselves and keep nothing. A router that runs again for its gradients obeys the same
+    routes as before.
+
+    Args:
+        routing: routers of this rank.
+        rollouts: of the pass, to be obeyed with routes.
+        replay: whether they are obeyed.
+        stand_ins: choices from `score_naturally` for the same rollouts, for rows without a route such as padding; None
+            uses the experts 0 to K - 1. Some kernels give a token the same bits only if all rows are the same, as they
+            split a matrix product by its number of rows or sum time steps over all rows of a chunk.
+
+    Attributes:
+        every_row: unless replayed, choices for all rows that the routers saw, in the routers' order.
+
+    Raises:
+        ContractError: a router was built without replay.
+    """
+
+    def __init__(
+        self, routing: Routing, rollouts: Sequence[Rollout], *, replay: bool = True, stand_ins: EveryRow | None = None
+    ) -> None:
+        super().__init__(routing, rollouts)
+        self._replay = replay
+        self._stand_ins = stand_ins and {place: iter(rows) for place, rows in stand_ins.items()}
+        self.every_row: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def _prepare(self, router: TopKRouter) -> None:
+        from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+        instance = router.router_replay
+        if instance is None:
+            raise ContractError(
+                f"the router of layer {router.layer_number - 1} was built without replay: see `PROVIDER_FIELDS`"
+            )
+        instance.set_router_replay_action(
+            RouterReplayAction.REPLAY_FORWARD if self._replay else RouterReplayAction.RECORD
+        )
+        self._undo.callback(instance.clear_indices)
+        self._undo.callback(instance.clear_router_replay_action)
+        if self._replay:
+            hook = router.register_forward_pre_hook(lambda router, _: self._choose_routes(router))
+            self._undo.callback(hook.remove)
+
     def _begin(self, chunk: int) -> None:
         """A chunk runs its next micro-batch: hand its routers their experts."""
-        shard = self._shards[chunk] = next(self._left[chunk])
+        super()._begin(chunk)
         if not self._replay:
             return
         routing, at, mesh = self._routing, self._routing.at, self._routing.trainer.mesh
         routers = routing.routers[chunk]
+        layers = mesh.layers_of(at.pp, chunk, int(routing.trainer.provider.num_layers))
         replay = replay_routes(
-            shard, tp=at.tp, layers=mesh.layers_of(at.pp, chunk, int(routing.trainer.provider.num_layers)),
-            moe_layers=routing.moe_layers, num_experts=routing.num_experts, topk=routing.topk,
+            self._shards[chunk], tp=at.tp, layers=layers, moe_layers=routing.moe_layers,
+            num_experts=routing.num_experts, topk=routing.topk,
         )  # fmt: skip
         if replay.experts.keys() != routers.keys():
             raise ContractError(
@@ -174,10 +232,6 @@ class RouterPass:
                 experts_TK = torch.where(replay.free_T.unsqueeze(-1), next(self._stand_ins[chunk, layer]), experts_TK)
             router.router_replay.set_target_indices(experts_TK)
 
-    def _recomputes(self) -> bool:
-        """True in a pass that Megatron runs again for its gradients: it first ran without any."""
-        return self._routing.trainer.provider.recompute_granularity == "full" and torch.is_grad_enabled()
-
     def _choose_routes(self, router: TopKRouter) -> None:
         """Obey the routes set last, or when activations are recomputed the earliest of those not yet used again."""
         from megatron.core.transformer.moe.router_replay import RouterReplayAction
@@ -186,38 +240,18 @@ class RouterPass:
         action = RouterReplayAction.REPLAY_BACKWARD if again else RouterReplayAction.REPLAY_FORWARD
         router.router_replay.set_router_replay_action(action)
 
-    def _look(self, chunk: int, router: TopKRouter, routing_map_TE: torch.Tensor) -> None:
-        if self._recomputes():
-            return
-        shard, layer = self._shards[chunk], router.layer_number - 1
-        num_rows, num_experts = routing_map_TE.shape
-        # With sequence parallelism each tensor-parallel rank has an equal run of the rows.
-        begin = self._routing.at.tp * num_rows if num_rows < shard.num_rows else 0
-        rows = slice(begin, begin + num_rows)
+    def _experts(self, chunk: int, router: TopKRouter, routing_map_TE: torch.Tensor) -> torch.Tensor:
+        """Experts as `RouterWatch`, or as recorded: in the router's order."""
         if self._replay:
-            used_TE = torch.where(routing_map_TE, torch.arange(num_experts, device=routing_map_TE.device), num_experts)
-            experts_TK = used_TE.sort(-1).values[:, : self._routing.topk]
-            experts_TK = torch.where(experts_TK == num_experts, MISSING_ROUTE, experts_TK).cpu()
-        else:
-            experts_TK = router.router_replay.get_recorded_indices().cpu()
-            self.every_row.setdefault((chunk, layer), []).append(experts_TK)
-        real_T = shard.segments_T[rows] != PADDING
-        index_S = torch.tensor([self._index[item] for item in shard.ids], dtype=torch.int64)
-        index_N = index_S[shard.segments_T[rows][real_T].long()]
-        where_N3 = torch.stack([index_N, shard.positions_T[rows][real_T], torch.full_like(index_N, layer)], dim=-1)
-        self._seen.append(torch.cat([where_N3, experts_TK[real_T].long()], dim=-1).int().numpy())
+            return super()._experts(chunk, router, routing_map_TE)
+        experts_TK = router.router_replay.get_recorded_indices().cpu()
+        self.every_row.setdefault((chunk, router.layer_number - 1), []).append(experts_TK)
+        return experts_TK
 
 
 def routers_of(chunk: torch.nn.Module) -> dict[int, TopKRouter]:
-    """Return the routers of one model chunk by global layer index, ascending.
-
-    Raises:
-        ContractError: a router was built without replay.
-    """
+    """Return the routers of one model chunk by global layer index, ascending."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     found = {module.layer_number - 1: module for module in chunk.modules() if isinstance(module, TopKRouter)}
-    for layer, router in found.items():
-        if router.router_replay is None:
-            raise ContractError(f"the router of layer {layer} was built without replay: see `PROVIDER_FIELDS`")
     return dict(sorted(found.items()))

@@ -184,7 +184,9 @@ class SampledStep:
             "weight": np.concatenate([*update.weights]),
         }
         arrays |= {name: np.concatenate([*values]) for name, values in update.columns.items() if name in COLUMNS}
-        if routes := self._routes(update.rollouts):
+        if routes := self._routes(update.rollouts) or chosen_routes(
+            self.folder / f"routes-{update.number}", len(update.rollouts)
+        ):
             arrays["route_counts"] = np.array([len(rows) for rows in routes], np.int64)
             arrays["routes"] = np.concatenate(routes)
         file = self.folder / f"inputs-{update.number}.safetensors"
@@ -243,6 +245,24 @@ class SampledStep:
         if dtype == "float32":
             return exact, None
         return exact, self._oracle.score(checkpoint, sequences, dtype, temperature=temperature, routes=routes)
+
+
+def chosen_routes(folder: Path, num_rollouts: int) -> list[np.ndarray]:
+    """Routes that the trainer's routers chose by themselves in an update.
+
+    Args:
+        folder: a file [N, 3 + K] int32 of each rank: index of the rollout, position, global layer, K experts.
+        num_rollouts: of the update.
+
+    Returns:
+        Of each rollout [M, 2 + K], by position and layer; nothing if no rank wrote any.
+    """
+    parts = [np.load(file) for file in sorted(folder.glob("*.npy"))]
+    if not parts:
+        return []
+    rows = np.concatenate(parts)  # ranks of one tensor-parallel group may see the same tokens
+    rows = rows[np.unique(rows[:, :3], axis=0, return_index=True)[1]]
+    return [rows[rows[:, 0] == at, 1:] for at in range(num_rollouts)]
 
 
 def _record_oracle(

@@ -41,7 +41,7 @@ from verifier.trainer.given_routes import SCORED
 from verifier.trainer.hand_on_megatron import HandOn
 from verifier.trainer.live_settings_megatron import data_parallel_of, effective_settings, settings_of
 from verifier.trainer.out_of_memory import refused_for_memory
-from verifier.trainer.routing_megatron import TrainingReplay, obeying
+from verifier.trainer.routing_megatron import TrainingRoutes
 from verifier.trainer.state_megatron import (
     Facts,
     digests_of,
@@ -91,7 +91,6 @@ class TrainerWorker:
         self._sync: WeightSync | AdapterSync | None = None
         self._turns: Turns | None = None
         self._adapters: Adapters | None = None
-        self._replay: TrainingReplay | None = None
         self._reference: list[torch.Tensor] = []
         self._frozen: dict[str, dict[str, Any]] = {}
         self._scored: dict[str, dict[str, Any]] = {}
@@ -137,8 +136,7 @@ class TrainerWorker:
         self._writer = checkpoint_megatron.Writer(
             self._trainer, self._optimizer, self._scheduler, asynchronous=config.checkpoint.asynchronous
         )
-        if config.grpo.replay_routes:
-            self._replay = TrainingReplay(self._trainer, keep=config.verify.steps)
+        self._routes = TrainingRoutes(self._trainer, config)
         if resume is not None:
             self._resume(Path(resume), same_mesh)
         self._frozen = digests_of(self._reference, self._live)
@@ -187,7 +185,7 @@ class TrainerWorker:
         with self._weights_of(which):
             if which == "reference":
                 self._scored = digests_of([tensor for _, _, tensor in self._live.tensors()], self._live)
-            with obeying(self._replay, rollouts, Path(batch).stem, SCORED[which]) as look:
+            with self._routes.during(rollouts, Path(batch).stem, SCORED[which]) as look:
                 found = step_megatron.score(
                     self._trainer, rollouts, temperature=self._temperature, on_shards=look, **self._batching
                 )
@@ -241,7 +239,8 @@ class TrainerWorker:
             if self._context.rank == 0 and first:
                 record_provider(probe, self._trainer.provider)
         profiled = profiler(config, step, number, self._context.rank)
-        with given, profiled, obeying(self._replay, rollouts, Path(batch).stem, name, look) as look:
+        told = None if oracle is None else Path(oracle) / f"routes-{number}" / f"{self._context.rank:04d}.npy"
+        with given, profiled, self._routes.during(rollouts, Path(batch).stem, name, look, told) as look:
             result = step_megatron.train_step(
                 self._trainer, self._optimizer, rollouts, loss=policy_loss(*self._loss, meter), columns=columns,
                 scheduler=self._scheduler, scheduler_step=1, temperature=self._temperature, on_shards=look,
@@ -258,8 +257,7 @@ class TrainerWorker:
         at = self._config.mesh.coordinate(self._context.rank)
         facts = meter.read(counts=at.tp == 0, device=step_megatron.device_of(self._trainer))
         if probe is not None:
-            if self._replay is not None:
-                self._replay.record(probe, step, Path(batch).stem)
+            self._routes.record(probe, step, Path(batch).stem)
             probe.emit(KnobsReached(name=name, version=step, values=self._reached()))
             records = UpdateRecords(probe=probe, config=config, step=step, number=number)
             records.record_step(

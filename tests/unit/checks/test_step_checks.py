@@ -62,18 +62,24 @@ def test_few_elements_are_as_noisy_as_their_layer(length: float, holds: bool) ->
     assert (outcome.verdict is Verdict.HOLDS) == holds
 
 
-@pytest.mark.parametrize(("noise", "verdict"), [(0.6, Verdict.HOLDS), (0.4, Verdict.VIOLATED)])
-def test_a_loss_may_be_off_by_the_noise_of_a_tokens_loss(noise: float, verdict: Verdict) -> None:
+@pytest.mark.parametrize(
+    ("noise", "error", "verdict"),
+    [
+        (0.6, 0.0, Verdict.HOLDS),
+        (0.4, 0.0, Verdict.VIOLATED),
+        (0.25, 0.05, Verdict.VIOLATED),
+        (0.3, 0.1, Verdict.HOLDS),
+    ],
+)
+def test_a_loss_may_be_off_by_the_noise_of_a_tokens_loss(noise: float, error: float, verdict: Verdict) -> None:
     """It is off by 1 where the noise of gradients would allow 7.5."""
-    run = [
-        replace(item, loss=8.0, loss_noise=noise, gradient_noise=1.0) if type(item) is GradientRecord else item
-        for item in clean()
-    ]
+    facts = {"loss": 8.0, "loss_noise": noise, "loss_noise_error": error, "gradient_noise": 1.0}
+    run = [replace(item, **facts) if type(item) is GradientRecord else item for item in clean()]
     trace = Trace(replace(MANIFEST, dtype="bfloat16"), run, ARRAYS.__getitem__)
     outcome = run_check(REGISTRY["LSS002"], trace)
     assert outcome.verdict is verdict
     if outcome.finding:
         assert outcome.finding.first.allowed == (
-            "0.8, 2 times the mean noise of a token's loss "
+            "0.8, 2 times the mean noise of a token's loss, with 3 standard errors "
             "(this run's: transformers in its dtype against itself in fp32)"
         )
