@@ -62,8 +62,12 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     as much as float32 rounds of each token's probability: a sure token's gradient is smaller than that. In bf16 five
     times the run's own noise, of all tensors the greatest; gradients are summed in float32 there too. A length may be
     off by twice the tensor's own noise, which is how far transformers' gradient in bf16 is from that in fp32, or the
-    median of its layer's tensors', if that is more: a few elements say little of how noisy they are.
-    What it does not catch: parameters that receive no gradient on these tokens, or only from sure ones.
+    median of its layer's tensors', or of the same tensor's in all layers and updates of the version, if that is more:
+    a few elements say little of how noisy they are. Routers flip in bf16, and the gradient of other experts tells
+    nothing: transformers takes the experts that rollouts say, or on sampled steps those that the trainer's own routers
+    chose in that update.
+    What it does not catch: parameters that receive no gradient on these tokens, or only from sure ones; on sampled
+    steps in bf16, routers that choose wrongly (LGP001).
     References: verl#5702, RL#3716, SkyRL#1751, SkyRL#1296, AReaL#1273, slime#987.
     """
     for item in trace.of(GradientRecord):
@@ -95,11 +99,15 @@ def _lengths(trace: Trace) -> Iterator[Comparison]:
     noisy = (item for item in trace.of(GradientRecord) if item.group and item.group_noise)
     groups = {(item.version, item.update, item.group): item for item in noisy}
     layers: dict[tuple[int, int, str], list[float]] = defaultdict(list)
+    kinds: dict[tuple[int, str], list[float]] = defaultdict(list)
     for (version, update, name), item in groups.items():
         layers[version, update, _layer(name)].append(float(item.group_noise))
+        kinds[version, _kind(name)].append(float(item.group_noise))
     for (version, update, name), item in groups.items():
-        noise = max(float(item.group_noise), statistics.median(layers[version, update, _layer(name)]))
-        source = f"the noise of this tensor in this run, or the median of its layer's, times {LENGTH_NOISES}"
+        others = layers[version, update, _layer(name)], kinds[version, _kind(name)]
+        noise = max(float(item.group_noise), *map(statistics.median, others))
+        source = "the noise of this tensor in this run, or the median of its layer's or its kind's, "
+        source += f"times {LENGTH_NOISES}"
         bound = Tolerance(absolute=LENGTH_NOISES * noise, unit="of the gradient's length", source=source)
         length = float(item.group_length)
         gap = abs(length - 1)
@@ -118,6 +126,11 @@ def _layer(name: str) -> str:
     """Up to the layer's index; the tensor's own name outside of layers."""
     found = re.match(r".*\.layers\.\d+\.", name)
     return found[0] if found else name
+
+
+def _kind(name: str) -> str:
+    """The tensor's name without its layer's index."""
+    return re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
 
 
 def _subject(item: GradientRecord) -> str:
