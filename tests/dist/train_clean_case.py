@@ -127,9 +127,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     "grpo score bias still": (*RECORDED, "model=tiny:add-deepseek", "mesh.ep=2", "mesh.dp=2", *SAMPLED),
     # routes that are replayed
     "routed ep2": (*ROUTED, "mesh.ep=2", "mesh.dp=2", "grpo.kl_weight=0.1", *SAMPLED),
-    "routed pp2 recomputed": (
-        *ROUTED, "mesh.pp=2", "megatron.recompute=selective", "megatron.recompute_modules=[moe]", *SAMPLED,
-    ),
     "routed mini-batches": (*ROUTED, "grpo.mini_batches=2", "grpo.epochs=2", "megatron.recompute=full", *SAMPLED),
     # answers that an engine samples
     "live hf": (*HF, "grpo.temperature=0.8", *SAMPLED),
