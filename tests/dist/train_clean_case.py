@@ -70,6 +70,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "sft recompute mlp": ("megatron.recompute=selective", "megatron.recompute_modules=[core_attn,mlp]", *SAMPLED),
     "sft bf16": ("dtype=bf16", "mesh.dp=2", *SAMPLED),
     "sft lora": ("lora.rank=4", "lora.alpha=6", *SAMPLED),
+    "sft lora pp2 dp2": ("lora.rank=8", "mesh.pp=2", "mesh.dp=2", *SAMPLED),
     "sft lora dp2 qkv": ("lora.rank=8", "lora.targets=[linear_qkv,linear_fc2]", "mesh.dp=2", *SAMPLED),
     "sft moe ep2": ("model=tiny:add-moe", "mesh.ep=2", "mesh.dp=2", *SAMPLED),
     "sft moe ep2 tp2": ("model=tiny:add-moe", "mesh.ep=2", "mesh.dp=2", "mesh.tp=2", *SAMPLED),

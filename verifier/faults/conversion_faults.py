@@ -309,6 +309,15 @@ def adapters_drawn_per_replica(call: Call) -> Any:
     return chunks
 
 
+@in_adapter(
+    "Modalities/modalities#426", "verifier.model.provider_megatron:stage_seed(seed, mesh, rank)",
+    stage=Stage.LOAD, caught_by=("WGT017",), mesh=Mesh(pp=2),
+)  # fmt: skip
+def pipeline_stages_seeded_alike(call: Call) -> Any:
+    """Pipeline stages draw from one seed, so that their adapters begin alike."""
+    return call.wrong(call.seed)
+
+
 @in_adapter("Tencent-Hunyuan/UniRL#155", "verifier.train.lora_megatron:save_adapter(path, adapter, lora)")
 def adapter_alpha_lost(call: Call) -> None:
     """The adapter's alpha is lost on the way, and its rank stands for it: the engine applies half of it."""

@@ -128,7 +128,7 @@ def build(
         dtype: "float32" or "bfloat16", dtype of parameters and activations.
         tier: "cpu" or "cuda"; installed now unless it is already.
         data_parallel: options to wrap the model for training; None builds it for forward passes only.
-        seed: seed of Megatron's random state.
+        seed: seed of Megatron's random state; each pipeline stage has its own, see `stage_seed`.
         deadline_s: greatest duration of a collective of the model's groups, seconds.
         overrides: provider fields set last, before the provider is finalized.
         adapt: maps the loaded modules to those to train, before they are wrapped for training.
@@ -165,7 +165,7 @@ def build(
             setattr(provider, name, value)
         provider.finalize()
         provider.initialize_model_parallel(
-            seed=seed,
+            seed=stage_seed(seed, mesh, dist.get_rank()),
             distributed_timeout_minutes=max(1, math.ceil(deadline_s / 60)),
             create_gloo_process_groups=False,
         )
@@ -188,6 +188,11 @@ def build(
         chunks=chunks, bridge=bridge, provider=provider, mesh=mesh, tier=tier, data_parallel=data_parallel,
         fixes=frozenset(fixes),
     )  # fmt: skip
+
+
+def stage_seed(seed: int, mesh: Mesh, rank: int) -> int:
+    """Seed of a rank's pipeline stage, as Megatron's own initialization has it: stages draw different weights."""
+    return seed + 100 * mesh.coordinate(rank).pp
 
 
 def teardown() -> None:

@@ -114,7 +114,7 @@ class TrainerWorker:
         """
         spec, config = self._spec, self._config
         self._say(f"loading {config.mesh.world_size} trainer ranks ({config.mesh.label()})")
-        checkpoint_megatron.seed_all(config.seed)
+        checkpoint_megatron.seed_all(provider_megatron.stage_seed(config.seed, config.mesh, self._context.rank))
         lora = spec_of(config.lora)
         self._trainer = provider_megatron.build(
             spec.checkpoint, config.mesh, dtype=config.dtype, tier=spec.tier,
