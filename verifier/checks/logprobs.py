@@ -49,6 +49,9 @@ LEAST_NATS = 0.5
 """Below this a log-probability is a small difference of great numbers, and has few bits by itself."""
 FEW_VALUES = 4
 """Fewer values than these may all have few bits by chance."""
+FLIPS = Tolerance(
+    absolute=math.inf, unit="nats", source="a token whose router flips in less than float32 is off by a size of its own"
+)
 STATISTICS: dict[str, Callable[[np.ndarray], np.floating]] = {"mean": np.mean, "median": np.median}
 """Statistics of the differences of all tokens."""
 ORACLE = "the fp32 oracle"
@@ -79,6 +82,7 @@ def bounds_of(
     In bf16 they are twice the stored noise floor of sequences of that length, where the run's checkpoint has one;
     otherwise they come from the run: transformers in bf16 against transformers in fp32, on the same tokens and weights.
     The greatest of few tokens misses most flips of a router: twice the greatest of the whole run is allowed, if more.
+    Of a training run's mixture single tokens are not judged: a step has few, and each that flips has its own size.
     Of an engine that quantizes its weights they come from that engine at version 0, where it is a cold one, by its
     start or by ENG002; at version 0 itself they say nothing.
 
@@ -101,7 +105,7 @@ def bounds_of(
     if not floors and not measured:
         raise LookupError(f"no measured noise of `{name}` for version {version}")
     noises: Sequence[NoiseRecord] = floors or measured[:1] * len(lengths)
-    greatest = [_bound(noise, "greatest") for noise in noises]
+    greatest = [FLIPS if noise.routed else _bound(noise, "greatest") for noise in noises]
     if not floors and stage is not Stage.REPLAY:
         forced = {item.name for item in trace.of(GivenRoutes)}
         free = (noise for noise in trace.of(type(measured[0])) if noise.name not in forced)

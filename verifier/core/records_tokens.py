@@ -200,6 +200,8 @@ class NoiseRecord(Record, frozen=True, kw_only=True):
     greatest: Real
     mean: Real
     deviation: Real
+    routed: bool = False
+    """Tokens of a training run whose routers chose for themselves and flip: few of them have most of the noise."""
 
 
 class DtypeNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/noise"):
@@ -227,8 +229,6 @@ class SampledNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/sampled-
     """Slope of the differences over log-probability: what another temperature makes."""
     slope_error: Real
     """Its standard error."""
-    routed: bool = False
-    """The model has routers, which flip: few tokens have most of the noise."""
     by_position: tuple[float | None, ...]
     """Mean magnitude in each eighth of the longest allowed answer; None for an eighth without tokens."""
 

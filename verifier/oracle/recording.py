@@ -303,10 +303,10 @@ class _Recording:
         return [abs(float(x) - y) for x, y in zip(found, (value for row in exact for value in row), strict=True)]
 
 
-def noise_of_logprobs(name: str, version: int, rounded: Scored, exact: Scored) -> DtypeNoise:
+def noise_of_logprobs(name: str, version: int, rounded: Scored, exact: Scored, *, routed: bool = False) -> DtypeNoise:
     """Record of the distances of what one dtype gives from the exact log-probabilities."""
     gaps = [abs(x - y) for low, high in zip(rounded, exact, strict=True) for x, y in zip(low, high, strict=True)]
-    return _noise_of(DtypeNoise, name, version, gaps)
+    return msgspec.structs.replace(_noise_of(DtypeNoise, name, version, gaps), routed=routed)
 
 
 def _noise_of[Noise: NoiseRecord](kind: type[Noise], name: str, version: int, gaps: Sequence[float]) -> Noise:

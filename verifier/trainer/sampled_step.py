@@ -132,6 +132,7 @@ class SampledStep:
 
     def __init__(self, config: TrainConfig, model: ModelUnderTest, oracle: Oracle, folder: Path, step: int) -> None:
         self._config, self._model, self._oracle, self.folder, self._step = config, model, oracle, folder, step
+        self._routed = bool(moe_layers_of(model.checkpoint.config)) and not config.grpo.replay_routes
         shutil.rmtree(folder, ignore_errors=True)
         with full_disk_refused(folder):
             folder.mkdir(parents=True)
@@ -209,9 +210,10 @@ class SampledStep:
         sequences = [rollout.tokens.tolist() for rollout in scored.rollouts]
         whole, routes = [len(tokens) for tokens in sequences], [rows.tolist() for rows in self._routes(scored.rollouts)]
         exact, rounded = self._scored(before, sequences, routes)
-        _record_oracle(recorder, OracleLogprobs, "old", last, exact, rounded, whole)
+        self._record_oracle(recorder, OracleLogprobs, "old", last, exact, rounded, whole)
         if scored.reference is not None:
-            _record_oracle(recorder, OracleLogprobs, "reference", 0, *self._scored(source, sequences, routes), whole)
+            sides = self._scored(source, sequences, routes)
+            self._record_oracle(recorder, OracleLogprobs, "reference", 0, *sides, whole)
         if self._config.data.rollouts is None:
             runs = [(at, run) for at, rollout in enumerate(scored.rollouts) for run in _runs(self._config, rollout)]
             for version, weights in {last: before, **earlier}.items():
@@ -221,11 +223,20 @@ class SampledStep:
                 sides = (exact, rounded) if version == last else self._scored(weights, sequences, routes)
                 tails, low = (None if rows is None else [rows[at][a - 1 : b - 1] for at, a, b in own] for rows in sides)
                 assert tails is not None
-                _record_oracle(recorder, OracleOfSampled, "rollouts", version, tails, low, [b for _, _, b in own])
+                self._record_oracle(recorder, OracleOfSampled, "rollouts", version, tails, low, [b for _, _, b in own])
                 if version == last and low is not None:
                     noise = self._noise(low, tails, [(scored.rollouts[at], a, b) for at, a, b in own])
                     recorder.emit(noise)
         return noise
+
+    def _record_oracle(
+        self, probe: Probe, kind: type[OracleRecord], name: str, version: int, exact: Scored, rounded: Scored | None,
+        whole: Sequence[int],
+    ) -> None:  # fmt: skip
+        record = kind(name=name, version=version, lengths=tuple(map(len, exact)), whole=tuple(whole))
+        probe.emit(record, np.array([value for row in exact for value in row], np.float64))
+        if rounded is not None:
+            probe.emit(noise_of_logprobs(name, version, rounded, exact, routed=self._routed))
 
     def _noise(self, low: Scored, exact: Scored, runs: Sequence[tuple[Rollout, int, int]]) -> SampledNoise:
         """Noise on the tokens of runs of one version."""
@@ -233,7 +244,7 @@ class SampledStep:
         places = [(np.cumsum(rollout.sampled) - 1)[a:b] for rollout, a, b in runs]
         return sampled_noise(
             self._step, self._step - 1, np.concatenate([*low]), np.concatenate([*exact]), np.concatenate(places),
-            options.max_answer_tokens * options.max_turns, routed=bool(moe_layers_of(self._model.checkpoint.config)),
+            options.max_answer_tokens * options.max_turns, routed=self._routed,
         )  # fmt: skip
 
     def _scored(
@@ -263,16 +274,6 @@ def chosen_routes(folder: Path, num_rollouts: int) -> list[np.ndarray]:
     rows = np.concatenate(parts)  # ranks of one tensor-parallel group may see the same tokens
     rows = rows[np.unique(rows[:, :3], axis=0, return_index=True)[1]]
     return [rows[rows[:, 0] == at, 1:] for at in range(num_rollouts)]
-
-
-def _record_oracle(
-    probe: Probe, kind: type[OracleRecord], name: str, version: int, exact: Scored, rounded: Scored | None,
-    whole: Sequence[int],
-) -> None:  # fmt: skip
-    record = kind(name=name, version=version, lengths=tuple(map(len, exact)), whole=tuple(whole))
-    probe.emit(record, np.array([value for row in exact for value in row], np.float64))
-    if rounded is not None:
-        probe.emit(noise_of_logprobs(name, version, rounded, exact))
 
 
 def objective_of(config: TrainConfig) -> Mapping[str, Any]:
