@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from verifier.checks.logprobs import Bounds, bounds_of, trainer_logprob_differs_from_oracle
 from verifier.core.manifest import Manifest
@@ -84,6 +85,14 @@ def test_scores_under_told_routes_borrow_nothing_and_lend_nothing() -> None:
     assert bounds(trace(NOISE, elsewhere), Stage.REPLAY, [61, 201]).greatest[0].absolute == pytest.approx(0.21)
     told = GivenRoutes(name="sampled at length", version=0, array="told", rollouts=())
     assert bounds(trace(NOISE, elsewhere, told), Stage.ROLLOUT, [61, 201]).greatest[0].absolute == pytest.approx(0.21)
+
+
+def test_single_tokens_of_routers_that_flip_are_not_judged_in_training() -> None:
+    """A clean token of `tiny:add-moe` on tp=2 was 3.07 times the greatest noise off; its step's mean was not."""
+    run = trace(replace(NOISE, routed=True))
+    found = bounds(run, Stage.LOGPROB, [61, 201])
+    assert [item.absolute for item in found.greatest] == [math.inf, math.inf]
+    assert found.body["mean"].absolute == pytest.approx(0.024 + 3 * 0.03 / math.sqrt(260))
 
 
 def test_a_quantized_engine_is_judged_by_its_own_noise() -> None:
