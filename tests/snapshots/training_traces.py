@@ -47,6 +47,8 @@ ARRAYS: dict[str, dict[str, np.ndarray]] = {
         "divisor": np.array([np.nan, -1.0, -2.0, np.nan, -3.0], np.float32),
         "advantage": np.array([0, 0.5, 0.5, 0, -0.5]),
         "mask": np.array([False, True, True, False, True]),
+        "penalty_reference": np.array([np.nan, -1.5, -1.75, np.nan, -3.25], np.float32),
+        "own": np.array([False, True, True, False, True]),
         "version": np.array([-1, 0, 0, -1, 1], np.int32),
     },
     "means of means": {"weight": np.array([0, 2, 2, 0, 3]) / 6, "mask": np.array([False, True, True, False, True])},
@@ -124,8 +126,8 @@ def training() -> list[Record]:
         ),
         Advantages(
             name="advantages", version=1, estimator="dr_grpo", ids=("x", "y"), groups=("g", "g"),
-            trajectories=("x", "y"), rewards=(1.0, 0.0), penalties=(0.0, 0.0), token_counts=(2, 1),
-            advantages=(0.5, -0.5),
+            trajectories=("x", "y"), rewards=(1.0, 0.0), penalties=(0.025, 0.025), token_counts=(2, 1),
+            advantages=(0.5, -0.5), kl_weight=0.1, kl_kind="k1",
         ),
         SamplingRound(
             name="round 0", version=1, round=0, limit=2, ids=("x", "y"), groups=("g", "g"), rewards=(1.0, 0.0),
@@ -178,6 +180,7 @@ def having(**values: Any) -> Callable[[Any], Record]:
 
 CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "ADV002": (Advantages, having(advantages=(0.5, 0.5))),
+    "ADV004": (Advantages, having(penalties=(0.025, -0.025))),
     "ADV003": (PolicyColumns, having(array="over the engine")),
     "LGP009": (PolicyColumns, having(array="other weights")),
     "DAT003": (TrainedText, having(texts=("2<eos>", "4"))),

@@ -15,6 +15,7 @@ from verifier.checks import (
     packing,
     policy_step,
     resume,
+    reward_penalty,
     routes,
     samples,
     score_bias,
@@ -26,6 +27,6 @@ from verifier.checks import (
 
 __all__ = [
     "adapter_delivery", "arguments", "batch_content", "beginnings", "configs", "delivery", "engine_mismatch", "knobs",
-    "logprobs", "loss_rows", "moves", "packing", "policy_step", "resume", "routes", "samples", "score_bias", "step",
-    "training_step", "turns", "weights",
+    "logprobs", "loss_rows", "moves", "packing", "policy_step", "resume", "reward_penalty", "routes", "samples",
+    "score_bias", "step", "training_step", "turns", "weights",
 ]  # fmt: skip

@@ -29,6 +29,9 @@ class Advantages(Record, frozen=True, kw_only=True, tag="advantage/advantages"):
     rewards: tuple[float, ...]
     penalties: tuple[float, ...]
     """KL penalty that was taken from each reward; 0 where the KL is in the loss."""
+    kl_weight: float = 0.0
+    """Weight of the KL estimate in the reward; 0 where it is in the loss."""
+    kl_kind: str = "k3"
     token_counts: tuple[Count, ...]
     """Tokens of each rollout in the loss before any filter."""
     advantages: tuple[float, ...]
@@ -39,7 +42,8 @@ class PolicyColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/polic
 
     Arrays [N] over all tokens of all rollouts: ``old``, ``engine``, ``divisor``, ``reference`` float32, nats, NaN where
     not sampled; ``advantage`` float64, the rollout's times the token's importance factor; ``mask`` bool, in the loss;
-    ``version`` int32, weights that sampled the token.
+    ``own`` bool, in the loss before any filter; ``version`` int32, weights that sampled the token. With the KL in the
+    reward ``penalty_reference``, and no ``reference``.
     """
 
     ids: tuple[str, ...]

@@ -61,6 +61,41 @@ def normalised_twice(call: Call) -> Any:
     return (found - found.mean()) / (found.std(ddof=1) + 1e-6)
 
 
+PENALTY = f"{PLAN}:kl_penalty(old, reference, masks, kind)"
+PENALISED: dict[str, Any] = {
+    **ROW, "caught_by": ("ADV004",),
+    "training": ("algorithm=grpo", "grpo.advantage=rloo", "grpo.kl_weight=0.1", "grpo.kl_in=reward"),
+}  # fmt: skip
+
+
+@fault("verl-project/verl#179", PENALTY, **PENALISED)
+def distance_rewarded(call: Call) -> Any:
+    """The KL in the reward has the wrong sign, and distance from the reference is rewarded."""
+    return -call.faulty()
+
+
+@fault("CarperAI/trlx#441", PENALTY, **PENALISED)
+def penalty_of_the_mean(call: Call) -> Any:
+    """The KL in the reward is the mean over a rollout's tokens, where their sum was asked for."""
+    import numpy as np
+
+    return call.faulty() / np.array([int(mask.sum()) for mask in call.masks])
+
+
+@fault("THUDM/slime#1372", PENALTY, **PENALISED)
+def penalty_over_the_prompt(call: Call) -> Any:
+    """The KL in the reward is summed over every token of a rollout, those of the prompt included."""
+    import numpy as np
+
+    return call.faulty(masks=[np.isfinite(values) for values in call.old])
+
+
+@fault("THUDM/slime#1247", PENALTY, **PENALISED)
+def penalty_left_out(call: Call) -> Any:
+    """The KL is computed and never taken from the reward, whatever its weight."""
+    return call.faulty() * 0
+
+
 @fault(
     "radixark/miles#1829", CORRECTION, caught_by=("ADV003",),
     **{**GRPO, "training": ("algorithm=grpo", "grpo.weight_level=sequence")},

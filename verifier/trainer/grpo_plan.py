@@ -225,13 +225,16 @@ class GrpoPlan:
                 name="advantages", version=step, estimator=options.advantage, ids=ids,
                 groups=tuple(row.group for row in rows), trajectories=tuple(row.trajectory or row.id for row in rows),
                 rewards=tuple(row.reward for row in rows), penalties=tuple(penalties.tolist()),
+                kl_weight=options.kl_weight if options.kl_in == "reward" else 0.0, kl_kind=options.kl_kind,
                 token_counts=tuple(int(item.mask.sum()) for item in given), advantages=tuple(found.tolist()),
             )
         )  # fmt: skip
         flat = {
             "old": scored.old, "engine": [item.logprobs for item in given], "mask": [item.mask for item in kept],
-            "version": [item.versions for item in given], **columns,
+            "own": [item.mask for item in given], "version": [item.versions for item in given], **columns,
         }  # fmt: skip
+        if scored.reference is not None and options.kl_in == "reward":
+            flat["penalty_reference"] = scored.reference
         probe.emit(
             PolicyColumns(
                 name="policy inputs", version=step, ids=ids, lengths=tuple(map(len, given)),

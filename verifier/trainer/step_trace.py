@@ -62,6 +62,7 @@ def step_manifest(
         scopes += ["reward"] if config.grpo.reward == "answer" or not live else []
         # Only of these there is a second formula; plugins have others.
         scopes += ["estimator"] if config.grpo.advantage in ADVANTAGES else []
+        scopes += ["penalty"] if config.grpo.has_reference and config.grpo.kl_in == "reward" else []
         scopes += ["formula"] if config.grpo.loss in LOSSES and not dropped else []
         scopes += ["data"] if live else []
         scopes += ["resampled"] if config.grpo.max_sampling_rounds > 1 else []
