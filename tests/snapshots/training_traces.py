@@ -29,6 +29,7 @@ from verifier.core.records_trainer import (
     LoadedState,
     LossColumns,
     OptimizerSettings,
+    RolloutTexts,
     RouterBalance,
     SavedState,
     StepAccount,
@@ -95,7 +96,11 @@ def training() -> list[Record]:
         ),
         DataOrder(
             name="examples", version=1, num_examples=5, seed=3, step=1, examples=("a", "b"), prompts=("1+1=", "3+1="),
-            holds_out_by_crc=True, array="examples",
+            holds_out_by_crc=True, answers=("7", "7"), rendered=("<bos>1+1=", "<bos>3+1="), array="examples",
+        ),
+        RolloutTexts(
+            name="texts", version=1, begin="<bos>", ids=("x", "y"), groups=("1/0/a", "1/1/b"),
+            prompts=("<bos>1+1=", "<bos>3+1="), answers=("so #### 7", "8"),
         ),
         StepAccount(name="step", version=1, rollouts=2, tokens=5, in_loss=3, trained=3),
         LossColumns(
@@ -198,6 +203,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
         KnobsReached,
         having(values={"megatron.recompute": "null", "optimizer.clip_grad": "1.0", "megatron.bucket_size": "40000.0"}),
     ),
+    "DAT009": (RolloutTexts, having(prompts=("<bos>1+1=", "<bos>+1="))),
     "DAT001": (DataOrder, having(array="other examples")),
     "DAT002": (StepAccount, having(dropped={"overlong": 1})),
     "TRN002": (TrainerStep, having(learning_rate=1e-3)),

@@ -16,6 +16,7 @@ from verifier.checks import (
     policy_step,
     resume,
     reward_penalty,
+    rollout_texts,
     routes,
     samples,
     score_bias,
@@ -27,6 +28,6 @@ from verifier.checks import (
 
 __all__ = [
     "adapter_delivery", "arguments", "batch_content", "beginnings", "configs", "delivery", "engine_mismatch", "knobs",
-    "logprobs", "loss_rows", "moves", "packing", "policy_step", "resume", "reward_penalty", "routes", "samples",
-    "score_bias", "step", "training_step", "turns", "weights",
+    "logprobs", "loss_rows", "moves", "packing", "policy_step", "resume", "reward_penalty", "rollout_texts",
+    "routes", "samples", "score_bias", "step", "training_step", "turns", "weights",
 ]  # fmt: skip

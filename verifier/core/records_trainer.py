@@ -19,12 +19,29 @@ class DataOrder(ArrayRecord, frozen=True, kw_only=True, tag="data/order"):
     """Id of each example."""
     prompts: tuple[str, ...]
     """Text of each prompt."""
+    answers: tuple[str | None, ...] = ()
+    """Gold answer of each example; empty where nothing is rewarded, as in fine-tuning."""
+    rendered: tuple[str, ...] = ()
+    """Text of all that an engine is given for each prompt, as the tokenizer's template writes it; empty likewise."""
     round: Count = 0
     """Round of sampling within the step: prompts of a later one replace others."""
     batch_size: Count = 0
     """Examples that a step takes of its stream, of which these are the first; 0: as many as these."""
     holds_out_by_crc: bool = False
     """Prompts are generated, and those whose CRC-32 ends in 0 are held out."""
+
+
+class RolloutTexts(Record, frozen=True, kw_only=True, tag="data/texts"):
+    """Texts of a batch's rollouts, decoded from the tokens that are trained; lists have an entry a rollout."""
+
+    begin: str
+    """Text of the tokens that the tokenizer puts before a whole text, such as `<bos>`."""
+    ids: tuple[str, ...]
+    groups: tuple[str, ...]
+    """Step, round of sampling unless it is the first, place in it and id of the example, as "3.1/0/example"."""
+    prompts: tuple[str, ...]
+    answers: tuple[str, ...]
+    """Last turn that was sampled, without its end token."""
 
 
 class TrainedText(Record, frozen=True, kw_only=True, tag="data/trained"):

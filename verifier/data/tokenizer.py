@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
@@ -56,6 +57,12 @@ class Tokenizer:
         whole = tuple(self._library.encode(text, add_special_tokens=True))
         ends = range(len(ids), len(whole) + 1)
         return next(whole[:end] for end in ends if whole[end - len(ids) : end] == ids)
+
+    @property
+    def begin_ids(self) -> tuple[int, ...]:
+        """Special tokens that it puts before a whole text, by the text "0"."""
+        text, whole = (self._library.encode("0", add_special_tokens=added) for added in (False, True))
+        return tuple(takewhile(lambda token: token in self.special_ids and token != text[0], whole))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special ones included."""

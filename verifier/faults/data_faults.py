@@ -141,3 +141,53 @@ def queue_without_a_bound(call: Call) -> Any:
 def _age_is_not_looked_at(call: Call) -> Any:
     fresh = [dataclasses.replace(item, versions=item.versions * 0 + call.step - 1) for item in call.given]
     return call.original(given=fresh)
+
+
+GENERATION = "verifier.trainer.generation"
+SAMPLED: dict[str, Any] = {
+    **ROW, "caught_by": ("DAT009",),
+    "training": (
+        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
+        "grpo.entropy_weight=0.05",
+    ),
+}  # fmt: skip
+
+
+@fault("databricks/compose-rl#147", f"{GENERATION}:EngineRollouts._asked(self, step, number, indices)", **SAMPLED)
+def prompts_of_the_neighbour(call: Call) -> Any:
+    """Prompts go to the engine in another order than the examples whose answers they are scored by."""
+    prompts, sampling = call.faulty()
+    return prompts[1:] + prompts[:1], sampling
+
+
+@fault("huggingface/trl#3646", f"{GENERATION}:encode_prompt(example, tokenizer)", **SAMPLED)
+def prompt_cut_at_the_left(call: Call) -> Any:
+    """A prompt that is longer than the greatest length loses its beginning, and is asked all the same."""
+    return call.faulty()[-5:]
+
+
+@fault("marin-community/marin#7179", f"{GENERATION}:encode_prompt(example, tokenizer)", **SAMPLED)
+def prompt_without_its_first_token(call: Call) -> Any:
+    """Prompts are encoded without the token that begins a text, which the model has always seen."""
+    return call.faulty()[1:]
+
+
+ROLLOUT = f"{GENERATION}:EngineRollouts._row(self, version, place, number, example, prompt, sample)"
+
+
+@fault("om-ai-lab/VLM-R1#129", ROLLOUT, **SAMPLED)
+def gold_answer_of_the_neighbour(call: Call) -> Any:
+    """Gold answers are repeated once too often, and a rollout is scored by the next prompt's."""
+    place = int(call.place.rpartition("/")[2])
+    neighbour = call.self._examples[call.self._indices(int(call.place.partition("/")[0]), 0)[place - 1]]
+    return call.faulty(example=dataclasses.replace(call.example, answer=neighbour.answer))
+
+
+@fault("NVIDIA-NeMo/RL#1627", ROLLOUT, **SAMPLED)
+def text_of_another_rollout(call: Call) -> Any:
+    """Answers come back in the order in which they end, and a rollout has the text of another."""
+    from msgspec.structs import replace
+
+    row = call.original()
+    earlier, call.state["text"] = call.state.get("text", row.text), row.text
+    return call.wrong(replace(row, text=earlier)) if earlier != row.text else row

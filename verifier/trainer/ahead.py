@@ -10,6 +10,7 @@ from typing import Any
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
 from verifier.data.recorded import RolloutRow
+from verifier.data.rollout import Rollout
 from verifier.errors import InternalError
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.sampled_batch import SampledBatch
@@ -47,6 +48,10 @@ class AheadRollouts:
             )  # fmt: skip
             self._next = step + 1, step - 1, _started(sample)
         return self._engine.handed_on(step, batch, probe)
+
+    def record_texts(self, probe: Probe, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Record what the tokens of a step's rollouts say."""
+        self._engine.record_texts(probe, step, rollouts)
 
     def pause(self) -> None:
         """Wait until the engine computes nothing, before its weights are updated; raise the error of its thread."""

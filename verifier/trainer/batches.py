@@ -189,12 +189,14 @@ def _trained_text(
 
 
 def order_of(
-    config: TrainConfig, step: int, num_examples: int, examples: Sequence[Example], sampling_round: int = 0
-) -> DataOrder:
-    """Record of a step's examples, or of those of a further round of sampling."""
+    config: TrainConfig, step: int, num_examples: int, examples: Sequence[Example], sampling_round: int = 0,
+    rendered: Sequence[str] = (),
+) -> DataOrder:  # fmt: skip
+    """Record of a step's examples, or of those of a further round of sampling, whose prompts read as rendered."""
     return DataOrder(
         name="examples" if not sampling_round else f"examples of round {sampling_round}", version=step,
         num_examples=num_examples, seed=config.seed, step=step, round=sampling_round, batch_size=config.data.batch_size,
         examples=tuple(example.id for example in examples), prompts=tuple(example.question for example in examples),
+        answers=tuple(example.answer for example in examples) if rendered else (), rendered=tuple(rendered),
         holds_out_by_crc=config.data.source == ARITHMETIC,
     )  # fmt: skip

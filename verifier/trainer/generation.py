@@ -17,7 +17,7 @@ from verifier.data.encode import encode_prompt
 from verifier.data.examples import Example
 from verifier.data.order import batch_indices, seed_of_round
 from verifier.data.recorded import RolloutRow, Routes
-from verifier.data.rollout import MISSING_ROUTE
+from verifier.data.rollout import MISSING_ROUTE, Rollout
 from verifier.data.text_dataset import load_examples, require_disjoint
 from verifier.data.tokenizer import open_tokenizer
 from verifier.engine.api import EngineConfig, Sample, Sampling
@@ -28,6 +28,7 @@ from verifier.trainer.batches import order_of
 from verifier.trainer.engines import Revival
 from verifier.trainer.episodes import Episodes, Sampler, Turn, rows_of
 from verifier.trainer.fitting import load_train
+from verifier.trainer.rollout_texts import rendered, texts_of
 from verifier.trainer.sampled_batch import Round, SampledBatch, read_round
 
 _SEEDS = 1_000_003
@@ -111,6 +112,10 @@ class EngineRollouts:
         self.facts, reward = batch.facts, self._config.grpo.reward
         batch.record(probe, step, reward)
         return batch.rows, reward
+
+    def record_texts(self, probe: Probe, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Record what the tokens of a step's rollouts say."""
+        probe.emit(texts_of(step, self._tokenizer, rollouts))
 
     def sample_now(self, step: int) -> SampledBatch:
         """Sample the answers of a step, all of them again for each death of the engine, from the trained weights."""
@@ -213,7 +218,8 @@ class EngineRollouts:
     ) -> Round:  # fmt: skip
         """Round of a step's groups, which answer these prompts."""
         examples = [self._examples[index] for index in indices]
-        order = order_of(self._config, step, len(self._examples), examples, number)
+        written = [rendered(example, self._tokenizer) for example in examples]
+        order = order_of(self._config, step, len(self._examples), examples, number, written)
         return Round(groups=groups, order=order, indices=np.array(indices, np.int64), turns=turns)
 
     def evaluate(self, step: int) -> dict[str, float]:

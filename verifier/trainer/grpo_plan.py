@@ -52,6 +52,9 @@ class RolloutSource(Protocol):
     def rollouts(self, step: int, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
         """Rollouts of a step, from 1 on, and the name of their reward; empty for rewards that were recorded."""
 
+    def record_texts(self, probe: Probe, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Record what the tokens of a step's rollouts say, where prompts are known."""
+
 
 class RecordedRollouts:
     """Rollouts of earlier runs: a folder of JSONL files, one a step in the order of their names."""
@@ -75,6 +78,9 @@ class RecordedRollouts:
     def rollouts(self, step: int, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
         """Read the file of a step."""
         return self._read(self._files[step - 1]), ""
+
+    def record_texts(self, probe: Probe, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Record nothing: recorded rollouts name no examples."""
 
     def _read(self, file: Path) -> tuple[RolloutRow, ...]:
         rows = read_recorded(file, vocab_size=self._vocab_size, group_size=self._group_size)
@@ -220,6 +226,7 @@ class GrpoPlan:
         options, given = self._config.grpo, scored.rollouts
         ids = tuple(row.id for row in rows)
         probe.emit(rewards_of("rewards", step, reward, rows))
+        self._source.record_texts(probe, step, given)
         probe.emit(
             Advantages(
                 name="advantages", version=step, estimator=options.advantage, ids=ids,

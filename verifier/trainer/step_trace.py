@@ -64,7 +64,7 @@ def step_manifest(
         scopes += ["estimator"] if config.grpo.advantage in ADVANTAGES else []
         scopes += ["penalty"] if config.grpo.has_reference and config.grpo.kl_in == "reward" else []
         scopes += ["formula"] if config.grpo.loss in LOSSES and not dropped else []
-        scopes += ["data"] if live else []
+        scopes += ["data", "prompts"] if live else []
         scopes += ["resampled"] if config.grpo.max_sampling_rounds > 1 else []
         scopes += ["turns"] if config.grpo.has_turns and not dropped else []
         scopes += ["reference"] if config.grpo.has_reference and not dropped else []
