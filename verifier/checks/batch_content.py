@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from unicodedata import normalize
 
 import numpy as np
@@ -19,26 +19,48 @@ from verifier.core.trace import Trace
 
 @check("DAT003", needs=(TrainedText,), scope="text")
 def other_text_trained(trace: Trace) -> Iterator[Comparison]:
-    """The tokens in the loss of an example are its response and the end token, and no others.
+    """The tokens in the loss of an example are what an assistant says and the end of its turns, and no others.
 
-    What it checks: per example with a prompt and a response, the text that its tokens in the loss decode to, against
-    the response of the data set followed by the end token.
+    What it checks: per example, the text that its tokens in the loss decode to: of a prompt and a response, against the
+    response followed by the end token; of a conversation, against all that its assistant says, turn by turn, each with
+    the end that the chat template writes, and with what it may write between the header and the text.
     Why it matters: a mask that reaches into the prompt trains the model to ask; one that stops before the end token
-    trains it never to stop. The loss falls in both.
+    trains it never to stop; one of the last turn alone trains on a part of the data. The loss falls in all.
     Evidence: data/trained.
-    Tolerance and its source: exact texts, composed (Unicode's NFC) as the tokenizer may compose them.
-    What it does not catch: conversations, whose turns a chat template writes; a response that is wrong in the data.
-    References: Megatron-Bridge#4660, SkyRL#710, verl#3287, trl#1623.
+    Tolerance and its source: exact texts, composed (Unicode's NFC) as the tokenizer may compose them; in conversations
+    without whitespace, which templates add and strip.
+    What it does not catch: conversations whose template changes what an assistant says, of which the report says so;
+    a response that is wrong in the data.
+    References: Megatron-Bridge#4660, SkyRL#710, verl#3287, trl#1623, cosmos-rl#132, ms-swift#7838.
     """
     for item in trace.of(TrainedText):
         for name, response, text in zip(item.ids, item.responses, item.texts, strict=True):
-            expected = normalize("NFC", response + item.end)
+            turns = item.conversations.get(name)
+            expected, source = normalize("NFC", response + item.end), "the response and the end token"
+            same = normalize("NFC", text) == expected
+            if turns is not None:
+                expected = "".join(turn + item.closing for turn in turns)
+                source = "the assistant's turns, each with its end"
+                same = _has_turns(text, turns, item.opening, item.closing)
             yield Comparison(
-                what=name, same=normalize("NFC", text) == expected, stage=Stage.DATA, version=item.version,
+                what=name, same=same, stage=Stage.DATA, version=item.version,
                 badness=1.0, sentence=f"`{name}` trains on `{text[-60:]}`, it should train on `{expected[-60:]}`",
-                expected=f"`{expected[-60:]}` (the response and the end token)", actual=f"`{text[-60:]}`",
+                expected=f"`{expected[-60:]}` ({source})", actual=f"`{text[-60:]}`",
                 allowed="exact (texts)", hint="look at the loss mask, where the response begins and where it ends",
             )  # fmt: skip
+
+
+def _has_turns(text: str, turns: Sequence[str], opening: str, closing: str) -> bool:
+    """True if a text is these turns, each with its end, and with the template's opening or without; no whitespace."""
+
+    def bare(part: str) -> str:
+        return "".join(normalize("NFC", part).split())
+
+    whole, ends = bare(text), {0}
+    for turn in turns:
+        ways = [bare(turn) + bare(closing), bare(opening) + bare(turn) + bare(closing)]
+        ends = {at + len(way) for at in ends for way in ways if whole.startswith(way, at)}
+    return len(whole) in ends
 
 
 @check("DAT004", needs=(Drops, Advantages, PolicyColumns), scope="policy", also="dropped")

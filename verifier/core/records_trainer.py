@@ -45,15 +45,21 @@ class RolloutTexts(Record, frozen=True, kw_only=True, tag="data/texts"):
 
 
 class TrainedText(Record, frozen=True, kw_only=True, tag="data/trained"):
-    """Texts of a step's examples with a prompt and a response; lists have an entry an example."""
+    """Texts of a step's examples, conversations among them; lists have an entry an example."""
 
     ids: tuple[str, ...]
     responses: tuple[str, ...]
-    """Text that the data set has after the prompt."""
+    """Text that the data set has after the prompt; empty for conversations."""
     texts: tuple[str, ...]
     """Text of the tokens in the loss, special ones included."""
     end: str
     """Text of the end token."""
+    conversations: dict[str, tuple[str, ...]] = {}  # noqa: RUF012 - msgspec copies it
+    """What the assistant says in each conversation, turn by turn, by id."""
+    opening: str = ""
+    """Text that the chat template may put between an assistant's header and what it says."""
+    closing: str = ""
+    """Text that it puts after what an assistant says, up to the last special token of the turn."""
 
 
 class StepAccount(Record, frozen=True, kw_only=True, tag="data/account"):

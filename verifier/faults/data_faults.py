@@ -96,6 +96,37 @@ def prompt_trained_on(call: Call) -> Any:
     return dataclasses.replace(rollout, mask=mask, sampled=mask, prompt_length=1)
 
 
+TALKS: dict[str, Any] = {**ROW, "caught_by": ("DAT003",), "training": ("data.source=calculator",)}
+"""Conversations: a question, a call of a tool, its reply, an answer."""
+
+
+@fault("nvidia-cosmos/cosmos-rl#132", ENCODE, **TALKS)
+def other_turns_trained_on(call: Call) -> Any:
+    """The mask covers all that follows the first prompt, what users and tools say between turns included."""
+    rollout = call.faulty()
+    mask = rollout.mask.copy()
+    mask[rollout.prompt_length :] = True
+    return dataclasses.replace(rollout, mask=mask, sampled=mask)
+
+
+@fault("modelscope/ms-swift#7838", ENCODE, **TALKS)
+def last_turn_alone_trained_on(call: Call) -> Any:
+    """Of a conversation of several turns the last one alone is in the loss."""
+    rollout = call.faulty()
+    mask = rollout.mask.copy()
+    places = mask.nonzero()[0]
+    begin = next(at for at in reversed(places) if not mask[at - 1])
+    mask[:begin] = False
+    return dataclasses.replace(rollout, mask=mask)
+
+
+@fault("huggingface/trl#7230", ENCODE, **TALKS)
+def end_of_turns_left_out(call: Call) -> Any:
+    """The mask of an assistant's turns ends before their end token, and the model never learns to stop."""
+    rollout = call.faulty()
+    return dataclasses.replace(rollout, mask=rollout.mask & (rollout.tokens != call.tokenizer.eos_id))
+
+
 @fault(
     "OpenRLHF/OpenRLHF#1270", "verifier.trainer.grpo_plan:zero_variance(rewards, groups, trajectories)",
     caught_by=("DAT004",), **ROW,

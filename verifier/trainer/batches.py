@@ -12,7 +12,7 @@ import numpy as np
 from verifier.algorithms.aggregation import token_weights
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
-from verifier.core.records_trainer import DataOrder, LossColumns, StepAccount, TrainedText
+from verifier.core.records_trainer import DataOrder, LossColumns, StepAccount
 from verifier.data.encode import encode_example
 from verifier.data.examples import Example
 from verifier.data.order import batch_indices
@@ -22,6 +22,7 @@ from verifier.data.text_dataset import ARITHMETIC
 from verifier.data.tokenizer import Tokenizer, open_tokenizer
 from verifier.model.checkpoint import Checkpoint
 from verifier.trainer.fitting import load_held_out, load_train, near_budget, require_budget
+from verifier.trainer.trained_text import trained_text
 
 Values = Sequence[np.ndarray]
 """Per rollout [L] values of its tokens."""
@@ -77,7 +78,9 @@ class UpdatePlan(Protocol):
     scored: ScoredRollouts | None
     """Rollouts of the last step, as they were scored before its updates; None in supervised fine-tuning."""
     has_text: bool
-    """Examples of the last step have a response, so that the text in their loss is known."""
+    """Of some examples of the last step the text in their loss is known."""
+    unread: int
+    """Number of examples of the last step whose chat template writes other text than an assistant says."""
 
     def updates(self, step: int, taken: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Make, save and record the updates of a step, from 1 on; `taken` updates were taken before it."""
@@ -145,7 +148,7 @@ class SftPlan:
 
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint, folder: Callable[[int], Path]) -> None:
         self.facts: Mapping[str, Any] = {}
-        self.has_text = False
+        self.has_text, self.unread = False, 0
         self._config, self._file = config, folder
         self._tokenizer = open_tokenizer(checkpoint.path)
         self._examples = load_train(config, "sft")
@@ -168,24 +171,13 @@ class SftPlan:
         update.save()
         if probe is not None:
             probe.emit(order_of(config, step, len(self._examples), examples), np.array(indices, np.int64))
-            self.has_text = any(example.response is not None for example in examples)
+            text = trained_text(step, examples, rollouts, self._tokenizer)
+            self.has_text, self.unread = bool(text.ids), len(examples) - len(text.ids)
             if self.has_text:
-                probe.emit(_trained_text(step, examples, rollouts, self._tokenizer))
+                probe.emit(text)
             record_account(probe, [update], rollouts, {})
             record_columns(probe, config, update)
         return [update]
-
-
-def _trained_text(
-    step: int, examples: Sequence[Example], rollouts: Sequence[Rollout], tokenizer: Tokenizer
-) -> TrainedText:
-    """Record of what a step's examples train on; conversations, which a template writes, are left out."""
-    kept = [(item, rollout) for item, rollout in zip(examples, rollouts, strict=True) if item.response is not None]
-    return TrainedText(
-        name="examples", version=step, ids=tuple(rollout.id for _, rollout in kept),
-        responses=tuple(item.response or "" for item, _ in kept), end=tokenizer.decode((tokenizer.eos_id,)),
-        texts=tuple(tokenizer.decode(rollout.tokens[rollout.mask].tolist()) for _, rollout in kept),
-    )  # fmt: skip
 
 
 def order_of(

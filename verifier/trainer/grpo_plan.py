@@ -106,7 +106,7 @@ class GrpoPlan:
         self._config, self._source, self._file, self._moe_layers = config, source, file, moe_layers
         self.facts: Mapping[str, Any] = {}
         self.scored: ScoredRollouts | None = None
-        self.has_text = False
+        self.has_text, self.unread = False, 0
 
     def updates(self, step: int, taken: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Score, judge by reward, weigh and divide the rollouts of a step."""

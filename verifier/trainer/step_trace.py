@@ -24,11 +24,17 @@ NO_NOISE = (
     "verify.every do"
 )
 """Clause of the report on a step of less than float32, before the first sampled one."""
+UNREAD = (
+    "the text in the loss of {unread} conversations was not judged (DAT003): the chat template does not write what an "
+    "assistant says as it stands"
+)
+"""Clause of the report on a step with conversations that have no second reader."""
 
 
 def step_manifest(
     config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False,
-    dropped: bool = False, fresh: bool = True, noise: bool = False, text: bool = True, restarted: bool = False,
+    dropped: bool = False, fresh: bool = True, noise: bool = False, text: bool = True, unread: int = 0,
+    restarted: bool = False,
 ) -> Manifest:  # fmt: skip
     """Identity of the trace of a step.
 
@@ -39,7 +45,8 @@ def step_manifest(
         resumed: it is the first after a resume.
         sampled: transformers computes it too.
         dropped: no token is left in its loss, so that it takes no update and syncs nothing.
-        text: fine-tuning has examples whose text in the loss is known: those that are no conversations.
+        text: fine-tuning has examples whose text in the loss is known.
+        unread: examples of fine-tuning whose text in the loss is not known.
         fresh: a token in the loss was sampled by the weights that it trains.
         noise: what the run's dtype costs a log-probability is measured; needed for no float32.
         restarted: engines that sampled it had been started again.
@@ -87,6 +94,8 @@ def step_manifest(
         scopes.append("restarted")
     if resumed or (config.engine.sleep_level and not dropped):
         scopes.append("resume")
+    gaps = [NO_NOISE.format(dtype=model.dtype)] if compared and "mismatch" not in scopes else []
+    gaps += [UNREAD.format(unread=unread)] if unread else []
     return Manifest(
         command="train", command_line=shlex.join(["verifier", *sys.argv[1:]]), verifier=verifier.__version__,
         commit=this_code().commit, host=host(), gpus=gpu_names(model.tier), model=config.model,
@@ -97,7 +106,7 @@ def step_manifest(
         engine=config.engine.kind if synced else "",
         engine_ranks=config.engine.tp * config.engine.replicas if synced else 0,
         synced_versions=(step,) if synced else (), untouched_versions=(),
-        not_judged=(NO_NOISE.format(dtype=model.dtype),) if compared and "mismatch" not in scopes else (),
+        not_judged=tuple(gaps),
     )  # fmt: skip
 
 
