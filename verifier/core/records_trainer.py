@@ -55,7 +55,7 @@ class TrainedText(Record, frozen=True, kw_only=True, tag="data/trained"):
     end: str
     """Text of the end token."""
     conversations: dict[str, tuple[str, ...]] = {}  # noqa: RUF012 - msgspec copies it
-    """What the assistant says in each conversation, turn by turn, by id."""
+    """Text of the assistant in each conversation, turn by turn, by id."""
     opening: str = ""
     """Text that the chat template may put between an assistant's header and what it says."""
     closing: str = ""

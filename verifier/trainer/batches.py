@@ -78,7 +78,7 @@ class UpdatePlan(Protocol):
     scored: ScoredRollouts | None
     """Rollouts of the last step, as they were scored before its updates; None in supervised fine-tuning."""
     has_text: bool
-    """Of some examples of the last step the text in their loss is known."""
+    """Some examples of the last step have text in the loss that is known."""
     unread: int
     """Number of examples of the last step whose chat template writes other text than an assistant says."""
 

@@ -25,10 +25,10 @@ from verifier.errors import ContractError
 from verifier.model.checkpoint import Checkpoint
 from verifier.rewards.scorer import RewardProcess
 from verifier.trainer.batches import order_of
+from verifier.trainer.decoded_rollouts import rendered, texts_of
 from verifier.trainer.engines import Revival
 from verifier.trainer.episodes import Episodes, Sampler, Turn, rows_of
 from verifier.trainer.fitting import load_train
-from verifier.trainer.rollout_texts import rendered, texts_of
 from verifier.trainer.sampled_batch import Round, SampledBatch, read_round
 
 _SEEDS = 1_000_003
