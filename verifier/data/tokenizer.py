@@ -62,7 +62,7 @@ class Tokenizer:
     def begin_ids(self) -> tuple[int, ...]:
         """Special tokens that it puts before a whole text, by the text "0"."""
         text, whole = (self._library.encode("0", add_special_tokens=added) for added in (False, True))
-        return tuple(takewhile(lambda token: token in self.special_ids and token != text[0], whole))
+        return tuple(takewhile(lambda token: token in self.special_ids and token not in text[:1], whole))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special ones included."""
