@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,7 +117,7 @@ class EvaluationOptions:
     """Held-out evaluation: the share of problems whose answer greedy decoding gives, token by token.
 
     Raises:
-        UsageError: a value that its knob does not allow.
+        UsageError: a value that its knob does not allow, or knobs that contradict each other; names the keys.
     """
 
     every: int = knob("Steps between two evaluations; 0: at the end alone.", 0, least=0)
@@ -125,6 +126,16 @@ class EvaluationOptions:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.every and not self.num_problems:
+            raise UsageError(
+                f"evaluation.every is {self.every} and evaluation.num_problems is 0: nothing would be evaluated, leave "
+                "one out"
+            )
+        if not self.every and self.stop_above <= 1:
+            raise UsageError(
+                f"evaluation.stop_above is {self.stop_above:g} and evaluation.every is 0, which evaluates at the end "
+                "alone: give evaluation.every, or leave it out"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +218,10 @@ class TrainConfig(RunConfig):
         if (self.aggregation == "constant") != (self.aggregation_constant is not None):
             raise UsageError(
                 "aggregation=constant divides by aggregation_constant, no other aggregation does: give both or neither"
+            )
+        if self.aggregation_constant is not None and not 0 < self.aggregation_constant < math.inf:
+            raise UsageError(
+                f"aggregation_constant is {self.aggregation_constant:g}, it must be above 0 and finite: it divides"
             )
         if self.algorithm == "sft" and self.data.rollouts is not None:
             raise UsageError(
