@@ -264,8 +264,8 @@ def require_room(config: TrainConfig, prompt: int, rest: int) -> None:
     padded = -(-(prompt + rest) // multiple) * multiple
     if most is not None and padded > most:
         raise UsageError(
-            f"batch.max_tokens is {most:,}, below the {padded:,} tokens that a rollout may have: a prompt of {prompt:,} and "
-            f"{rest:,} of answers and replies, padded to a multiple of {multiple}: raise it, or lower "
+            f"batch.max_tokens is {most:,}, below the {padded:,} tokens of the longest rollout: a prompt of {prompt:,} "
+            f"and {rest:,} of answers and replies, padded to a multiple of {multiple}: raise it, or lower "
             "grpo.max_answer_tokens"
         )
 

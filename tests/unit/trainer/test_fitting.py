@@ -82,7 +82,7 @@ def test_a_budget_below_the_longest_answer_is_refused_before_an_engine_starts(tm
     with pytest.raises(UsageError) as refusal:
         EngineRollouts(config("batch.max_tokens=15", "mesh.tp=2", *words), checkpoint)
     assert str(refusal.value) == (
-        "batch.max_tokens is 15, below the 16 tokens that a rollout may have: a prompt of 7 and 8 of answers and "
+        "batch.max_tokens is 15, below the 16 tokens of the longest rollout: a prompt of 7 and 8 of answers and "
         "replies, padded to a multiple of 2: raise it, or lower grpo.max_answer_tokens"
     )
 
