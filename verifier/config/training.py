@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verifier.config.cluster import RayOptions
-from verifier.config.commands import EngineOptions, RunConfig, next_trace
+from verifier.config.commands import RunConfig, next_trace
 from verifier.config.fsdp import refuse_fsdp
 from verifier.config.grpo import GrpoOptions
 from verifier.config.lora import LoraOptions
 from verifier.config.megatron import MegatronOptions
 from verifier.config.profile import ProfileOptions
+from verifier.config.sampling import SamplingOptions
 from verifier.errors import UsageError
 from verifier.knob import check, group, knob
 
@@ -170,13 +171,6 @@ class VerifyOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingOptions(EngineOptions):
-    """Engines that sample."""
-
-    replicas: int = knob("Engines; prompt p of a batch is answered by engine p modulo their number.", 1, least=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(RunConfig):
     """Config of `verifier train`."""
 
@@ -231,6 +225,7 @@ class TrainConfig(RunConfig):
         self.lora.refuse_engine(self.engine, samples=self.samples)
         self._refuse_replay()
         self._refuse_replicas()
+        self.engine.refuse_cache(samples=self.samples)
         if self.algorithm == "grpo":
             self._refuse_modes()
         refuse_fsdp(self)

@@ -20,6 +20,7 @@ from verifier.data.recorded import RolloutRow, Routes
 from verifier.data.rollout import MISSING_ROUTE
 from verifier.data.tokenizer import open_tokenizer
 from verifier.engine.api import EngineConfig, Sample, Sampling
+from verifier.engine.kv_cache import cache_bytes
 from verifier.errors import ContractError
 from verifier.model.checkpoint import Checkpoint
 from verifier.rewards.scorer import RewardProcess
@@ -67,6 +68,12 @@ class EngineRollouts:
         self._held_out_prompts = [encode_prompt(example, self._tokenizer) for example in self._held_out]
         self._episodes = Episodes(config.grpo, self._tokenizer)
         require_room(config, max(map(len, self._prompts)), self._longest_rest)
+        self._longest_prompt = max(map(len, [*self._prompts, *self._held_out_prompts]))
+        self._num_seqs = -(-config.data.batch_size // config.engine.replicas) * config.grpo.group_size
+        self._cache_bytes = cache_bytes(
+            config.engine.kv_cache_gib, checkpoint.config, dtype=config.dtype, tp=config.engine.tp,
+            length=self._longest_prompt + self._longest_rest, count=self._num_seqs,
+        )  # fmt: skip
         self._client: Sampler | None = None
         self.revival: Revival | None = None
         self._reward: RewardProcess | None = None
@@ -75,17 +82,17 @@ class EngineRollouts:
     def engine_config(self, gpus: str, fixes: Sequence[str], replica: int = 0) -> EngineConfig:
         """Config of an engine, by its number: room for all answers of a step side by side."""
         config, options, engine = self._config, self._config.grpo, self._config.engine
-        longest, inflight = max(map(len, [*self._prompts, *self._held_out_prompts])), options.mode == "inflight"
+        longest, inflight = self._longest_prompt, options.mode == "inflight"
         longest += self._longest_rest - options.max_answer_tokens
         at_once = longest + (options.max_answer_tokens if inflight else 0)  # answers are prefilled anew at an update
-        num_seqs = -(-config.data.batch_size // engine.replicas) * options.group_size
+        num_seqs = self._num_seqs
         return EngineConfig(
             kind=engine.kind, tp=engine.tp, cuda_graphs=engine.cuda_graphs, sleep_level=engine.sleep_level,
             quantization=engine.quantization, lora_rank=config.lora.engine_rank(samples=True),
             lora_targets=config.lora.targets, checkpoint=str(self._checkpoint.path),
             dtype=config.dtype, max_model_len=longest + options.max_answer_tokens, max_num_seqs=num_seqs,
             max_batch_tokens=max(640, num_seqs * at_once), gpus=gpus, fixes=tuple(fixes), routes=options.replay_routes,
-            inflight=inflight, replica=replica,
+            inflight=inflight, replica=replica, kv_cache_bytes=self._cache_bytes,
         )  # fmt: skip
 
     @property

@@ -148,3 +148,13 @@ def test_recorded_rollouts_fill_their_mini_batches(tmp_path):
 
 def test_recorded_rollouts_that_fit_are_taken(tmp_path):
     assert len(recorded(tmp_path, "batch.max_tokens=5", "grpo.mini_batches=2").rollouts(1, None)[0]) == 2
+
+
+def test_a_cache_below_one_sequence_is_refused_before_an_engine_starts(tmp_path):
+    checkpoint = open_checkpoint(write_tiny("add", tmp_path))
+    words = ("algorithm=grpo", "data.num_examples=64", "evaluation.num_problems=0")
+    assert EngineRollouts(config(*words), checkpoint).engine_config("", ()).kv_cache_bytes == 128 << 20
+    asked = EngineRollouts(config("engine.kv_cache_gib=0.25", *words), checkpoint).engine_config("", ())
+    assert asked.kv_cache_bytes == 256 << 20
+    with pytest.raises(UsageError, match=r"engine.kv_cache_gib is 1e-05, and one sequence of 71 tokens takes"):
+        EngineRollouts(config("engine.kv_cache_gib=1e-5", *words), checkpoint)
