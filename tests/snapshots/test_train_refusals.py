@@ -20,6 +20,7 @@ ROWS = {
     "twice.jsonl": [{"prompt": "11+1=", "response": "####12"}],
     "unlabelled.jsonl": [{"prompt": "10+1=", "answer": "11"}],
     "unanswered.jsonl": [{"prompt": "10+1=", "response": "####11"}],
+    "answered.jsonl": [{"prompt": "20+1=", "answer": "21"}],
     "unknown.jsonl": [{"question": "10+1="}],
 }
 STALE = "algorithm=grpo grpo.max_staleness=1 grpo.ratio_over=engine"
@@ -95,6 +96,13 @@ REFUSED = {
     "held-out-and-no-evaluation": f"{SUMS} data.held_out=held.jsonl evaluation.num_problems=0",
     "more-problems-than-rows": f"{SUMS} data.held_out=held.jsonl evaluation.num_problems=2",
     "train-and-held-out-overlap": f"{SUMS} data.held_out=twice.jsonl evaluation.num_problems=1",
+    "evaluation-of-no-problems": f"{ADD} evaluation.every=5 evaluation.num_problems=0",
+    "stop-without-evaluation": f"{ADD} evaluation.stop_above=0.9",
+    "held-out-without-answer": (
+        f"{ADD} algorithm=grpo data.source=answered.jsonl data.held_out=unanswered.jsonl data.batch_size=1 "
+        "evaluation.num_problems=1"
+    ),
+    "no-held-out-file-of-prompts": f"{ADD} algorithm=grpo data.source=answered.jsonl data.batch_size=1",
     "no-label": f"{ADD} data.source=unlabelled.jsonl data.batch_size=1 evaluation.num_problems=0",
     "unknown-column": f"{ADD} data.source=unknown.jsonl data.batch_size=1 evaluation.num_problems=0",
     "no-answer": f"{ADD} algorithm=grpo data.source=unanswered.jsonl data.batch_size=1",
@@ -106,9 +114,20 @@ REFUSED = {
         f"{MOE} algorithm=grpo grpo.replay_routes=true megatron.recompute=selective megatron.recompute_modules=[moe]"
     ),
     "group-of-one": f"{ADD} algorithm=grpo grpo.group_size=1",
+    "baseline-of-a-group-of-one": f"{ADD} algorithm=grpo grpo.advantage=reinforce++_baseline grpo.group_size=1",
+    "weights-capped-at-0": f"{ADD} algorithm=grpo grpo.weight_level=token grpo.weight_cap=0",
+    "mask-of-no-ratio": f"{ADD} algorithm=grpo grpo.mask_level=token grpo.mask_low=3",
+    "dual-clip-below-1": f"{ADD} algorithm=grpo grpo.dual_clip=0.5",
+    "cap-of-no-weights": f"{ADD} algorithm=grpo grpo.weight_cap=1.5",
+    "bound-of-no-mask": f"{ADD} algorithm=grpo grpo.mask_high=1.5",
+    "kl-in-the-reward-without-weight": f"{ADD} algorithm=grpo grpo.kl_in=reward",
+    "kl-kind-without-weight": f"{ADD} algorithm=grpo grpo.kl_kind=k1",
     "groups-below-mini-batches": f"{ADD} algorithm=grpo data.batch_size=2 grpo.mini_batches=4",
     "group-below-dp": f"{ADD} algorithm=grpo data.batch_size=2 grpo.group_size=2 grpo.mini_batches=2 mesh.dp=4",
     "replicas-of-no-engine": f"{ADD} algorithm=grpo engine.replicas=2 data.rollouts=rollouts",
+    "cache-of-no-engine": f"{ADD} engine.kv_cache_gib=1",
+    "cache-of-nothing": f"{ADD} algorithm=grpo engine.kv_cache_gib=0",
+    "cache-of-transformers": f"{ADD} algorithm=grpo engine.kv_cache_gib=1 engine.kind=hf",
     "replicas-on-a-cluster": f"{ADD} algorithm=grpo engine.replicas=2 ray.use=true",
     "replicas-of-adapters": f"{ADD} algorithm=grpo engine.replicas=2 lora.rank=8 lora.sync=adapter",
     "replicas-without-prompts": f"{ADD} algorithm=grpo engine.replicas=3 data.batch_size=2 grpo.group_size=2",
@@ -138,6 +157,8 @@ REFUSED = {
     "corrected-twice": f"{ADD} algorithm=grpo grpo.ratio_over=engine grpo.weight_level=token",
     "dual-clip-of-another-loss": f"{ADD} algorithm=grpo grpo.loss=gspo grpo.dual_clip=3",
     "constant-without-length": f"{ADD} aggregation=constant",
+    "constant-of-0": f"{ADD} aggregation=constant aggregation_constant=0",
+    "constant-below-0": f"{ADD} aggregation=constant aggregation_constant=-8",
     "rollouts-without-grpo": f"{ADD} data.rollouts=rollouts",
     "oracle-without-judge": f"{ADD} verify.every=10",
     "profile-of-no-step": f"{ADD} steps=3 profile.steps=[4]",

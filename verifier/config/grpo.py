@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from verifier.environments.environment import SINGLE, check_environment
 from verifier.errors import UsageError
@@ -81,11 +81,13 @@ class GrpoOptions:
             raise UsageError(
                 f"grpo.dual_clip is {self.dual_clip:g} and grpo.loss is {self.loss}, which has none: use clipped"
             )
-        if self.group_size == 1 and self.advantage in ("grpo", "dr_grpo", "rloo"):
+        if self.group_size == 1 and self.advantage in ("grpo", "dr_grpo", "rloo", "reinforce++_baseline"):
             raise UsageError(
                 f"grpo.group_size is 1 and grpo.advantage is {self.advantage}, which compares the answers of a group: "
                 "use 2 or more, or reinforce++"
             )
+        self._refuse_bounds()
+        self._refuse_unread()
         self._refuse_modes()
         self._refuse_turns()
         if self.max_sampling_rounds > 1 and self.group_size == 1:
@@ -103,6 +105,35 @@ class GrpoOptions:
                 f"grpo.ratio_over is engine and grpo.weight_level is {self.weight_level}: both correct for the engine, "
                 "leave one of the two out"
             )
+
+    def _refuse_bounds(self) -> None:
+        """Refuse bounds of ratios that exclude everything."""
+        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
+            raise UsageError(f"grpo.dual_clip is {self.dual_clip:g}, it must be above 1 and finite, or null")
+        if not 0 < self.weight_cap < math.inf:
+            raise UsageError(f"grpo.weight_cap is {self.weight_cap:g}, it must be above 0 and finite")
+        if not 0 <= self.mask_low <= self.mask_high:
+            raise UsageError(
+                f"grpo.mask_low is {self.mask_low:g} and grpo.mask_high is {self.mask_high:g}: no ratio would stay, "
+                "use 0 <= grpo.mask_low <= grpo.mask_high"
+            )
+
+    def _refuse_unread(self) -> None:
+        """Refuse knobs of what is not asked for, which nothing would read."""
+        defaults = {item.name: item.default for item in fields(self)}
+        for owner, off, names in (
+            ("weight_level", None, ("weight_cap",)), ("mask_level", None, ("mask_low", "mask_high")),
+            ("kl_weight", 0.0, ("kl_in", "kl_kind")),
+        ):  # fmt: skip
+            if getattr(self, owner) != off:
+                continue
+            for name in names:
+                if (value := getattr(self, name)) != defaults[name]:
+                    shown, at = f"{value:g}" if isinstance(value, float) else value, "null" if off is None else "0"
+                    raise UsageError(
+                        f"grpo.{name} is {shown} and grpo.{owner} is {at}: nothing would read it, leave it out, or set "
+                        f"grpo.{owner}"
+                    )
 
     def _refuse_turns(self) -> None:
         check_environment(self.environment)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from verifier.config.cluster import RayOptions
-from verifier.config.commands import EngineOptions, RunConfig, next_trace
+from verifier.config.commands import RunConfig, next_trace
 from verifier.config.fsdp import refuse_fsdp
 from verifier.config.grpo import GrpoOptions
 from verifier.config.lora import LoraOptions
 from verifier.config.megatron import MegatronOptions
 from verifier.config.profile import ProfileOptions
+from verifier.config.sampling import SamplingOptions
 from verifier.errors import UsageError
 from verifier.knob import check, group, knob
 
@@ -116,7 +118,7 @@ class EvaluationOptions:
     """Held-out evaluation: the share of problems whose answer greedy decoding gives, token by token.
 
     Raises:
-        UsageError: a value that its knob does not allow.
+        UsageError: a value that its knob does not allow, or knobs that contradict each other; names the keys.
     """
 
     every: int = knob("Steps between two evaluations; 0: at the end alone.", 0, least=0)
@@ -125,6 +127,16 @@ class EvaluationOptions:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.every and not self.num_problems:
+            raise UsageError(
+                f"evaluation.every is {self.every} and evaluation.num_problems is 0: nothing would be evaluated, leave "
+                "one out"
+            )
+        if not self.every and self.stop_above <= 1:
+            raise UsageError(
+                f"evaluation.stop_above is {self.stop_above:g} and evaluation.every is 0, which evaluates at the end "
+                "alone: give evaluation.every, or leave it out"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,13 +168,6 @@ class VerifyOptions:
 
     def __post_init__(self) -> None:
         check(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingOptions(EngineOptions):
-    """Engines that sample."""
-
-    replicas: int = knob("Engines; prompt p of a batch is answered by engine p modulo their number.", 1, least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +213,10 @@ class TrainConfig(RunConfig):
             raise UsageError(
                 "aggregation=constant divides by aggregation_constant, no other aggregation does: give both or neither"
             )
+        if self.aggregation_constant is not None and not 0 < self.aggregation_constant < math.inf:
+            raise UsageError(
+                f"aggregation_constant is {self.aggregation_constant:g}, it must be above 0 and finite: it divides"
+            )
         if self.algorithm == "sft" and self.data.rollouts is not None:
             raise UsageError(
                 f"data.rollouts is {self.data.rollouts} and algorithm is sft, which trains on text: "
@@ -216,6 +225,7 @@ class TrainConfig(RunConfig):
         self.lora.refuse_engine(self.engine, samples=self.samples)
         self._refuse_replay()
         self._refuse_replicas()
+        self.engine.refuse_cache(samples=self.samples)
         if self.algorithm == "grpo":
             self._refuse_modes()
         refuse_fsdp(self)

@@ -18,6 +18,14 @@ from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt, TransferFailed
 
 DTYPES = ("float32", "bfloat16")
+_CPU_TOKENS = 640
+"""Greatest number of tokens of a forward pass on a CPU. A round trip scores more, so prompts are chunked. It samples
+from fewer, because vLLM 0.21 cannot chunk a prompt on a CPU that a seeded request samples from."""
+_GPU_TOKENS = 8192
+"""Greatest number of tokens of a forward pass on a GPU, unless one sequence has more. vLLM runs a pass of that size at
+its start, to see what memory it takes. Longer batches of prompts are chunked."""
+LEAST_KV_CACHE_BYTES = 128 << 20
+"""Bytes of an engine rank's keys and values, at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +41,8 @@ class EngineConfig(EngineOptions):
     """Greatest number of sequences that are sampled at a time."""
     max_batch_tokens: int = 0
     """Greatest number of tokens of a forward pass; 0 leaves it to the engine."""
+    kv_cache_bytes: int = LEAST_KV_CACHE_BYTES
+    """Bytes of keys and values on each rank."""
     seed: int = 0
     gpus: str = ""
     """GPUs of the engine's ranks, such as "2,3"; empty lets the engine choose."""
@@ -55,6 +65,12 @@ class EngineConfig(EngineOptions):
             raise UsageError(f"the engine cannot run in {self.dtype}; choose one of {', '.join(DTYPES)}")
         if self.tp not in (1, 2, 4, 8):
             raise UsageError(f"--engine-tp {self.tp} is not one of 1, 2, 4, 8")
+
+    def pass_tokens(self, *, cuda: bool) -> int | None:
+        """Tokens of a forward pass of vLLM, at most; None leaves them to it."""
+        if cuda:
+            return min(self.max_batch_tokens, max(_GPU_TOKENS, self.max_model_len)) or None
+        return self.max_batch_tokens or max(_CPU_TOKENS, self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

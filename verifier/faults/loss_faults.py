@@ -247,6 +247,19 @@ def adapter_gradient_of_own_rows(call: Call) -> Any:
     return call.input_.chunk(call.group.size())[call.group.rank()].contiguous()
 
 
+@in_policy_loss(
+    "NVIDIA-NeMo/Megatron-Bridge#1750", "verifier.train.lora_megatron:_on_embedding(module, given, embedded)",
+    training=(
+        "lora.rank=8", "lora.targets=[linear_fc1,linear_fc2]", "megatron.recompute=selective",
+        "megatron.recompute_modules=[mlp]", "verify.every=1",
+    ),
+)  # fmt: skip
+def recomputed_adapters_without_gradient(call: Call) -> Any:
+    """Nothing before a recomputed module has a gradient, so its backward pass never runs, and its adapters rest."""
+    call.fire()
+    return call.embedded
+
+
 @on_replicas("NVIDIA/Megatron-LM#1446", REDUCE_REPLICATED)
 def sequence_parallel_grads_not_reduced(call: Call) -> None:
     """Gradients of norms that sequence parallelism replicates are not summed over tp."""

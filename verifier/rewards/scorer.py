@@ -148,6 +148,16 @@ def serve(function: str, descriptor: str) -> None:
         lines.flush()
         for line in lines:
             value = reward(*msgspec.json.decode(line, type=tuple[str, str]))
-            finite = isinstance(value, int | float) and math.isfinite(value)
-            lines.write(msgspec.json.encode((float(value) if finite else None, repr(value)[:60])) + b"\n")
+            lines.write(msgspec.json.encode((_finite(value), repr(value)[:60])) + b"\n")
             lines.flush()
+
+
+def _finite(value: object) -> float | None:
+    """The finite number that a reward gave, of whatever type that counts as one; None for anything else."""
+    if isinstance(value, str | bytes | bytearray):
+        return None
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None

@@ -48,7 +48,23 @@ def attach(chunks: list[Any], lora: LoraSpec) -> list[Any]:
 
     peft = LoRA(target_modules=list(lora.targets), dim=lora.rank, alpha=lora.alpha, dropout=0.0)
     with contextlib.redirect_stdout(io.StringIO()):
-        return peft(chunks, training=True)
+        adapted: list[Any] = peft(chunks, training=True)
+    for chunk in adapted:
+        embedding = getattr(chunk, "embedding", None)  # of the first stage; later ones receive what has a gradient
+        if chunk.config.recompute_granularity == "selective" and embedding is not None:
+            embedding.register_forward_hook(_on_embedding)
+    return adapted
+
+
+def _on_embedding(module: Any, given: Any, embedded: torch.Tensor) -> torch.Tensor:
+    """Return what a frozen embedding gives, as a tensor with a gradient.
+
+    A recomputed module runs its backward pass only if an input of it has one, and frozen layers before it make none.
+    megatron-bridge does so for whole layers alone (`maybe_enable_recompute_inputs_grad`).
+    """
+    if embedded.requires_grad or not torch.is_grad_enabled():
+        return embedded
+    return embedded.detach().requires_grad_()
 
 
 def export_base(trainer: TrainerModel) -> Iterator[tuple[str, torch.Tensor]]:

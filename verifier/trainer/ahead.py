@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
@@ -14,6 +14,9 @@ from verifier.data.rollout import Rollout
 from verifier.errors import InternalError
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.sampled_batch import SampledBatch
+
+if TYPE_CHECKING:
+    from verifier.runs.resources import Deadline
 
 
 class AheadRollouts:
@@ -24,11 +27,11 @@ class AheadRollouts:
     Args:
         config: of the run, whose mode is "async" or "inflight".
         engine: samples.
-        deadline_s: seconds that `pause` waits.
+        until: deadline of the run, which `pause` waits for: each request to the engine and each reward has its own.
     """
 
-    def __init__(self, config: TrainConfig, engine: EngineRollouts, deadline_s: float) -> None:
-        self._config, self._engine, self._deadline_s = config, engine, deadline_s
+    def __init__(self, config: TrainConfig, engine: EngineRollouts, until: Deadline) -> None:
+        self._config, self._engine, self._until = config, engine, until
         self._inflight = config.grpo.mode == "inflight"
         self.facts: Mapping[str, float] = {}
         self._next: tuple[int, int, Future[SampledBatch | None]] | None = None
@@ -92,11 +95,16 @@ class AheadRollouts:
 
     def _result(self) -> SampledBatch | None:
         assert self._next is not None
+        step, _, found = self._next
+        left_s = self._until.left(f"the rollouts of step {step} were waited for")
         try:
-            return self._next[2].result(self._deadline_s)
+            return found.result(left_s)
         except TimeoutError as problem:
+            if found.done():
+                raise  # of the sampler itself, which names what did not answer
             raise InternalError(
-                f"the rollouts of step {self._next[0]} were not sampled in {self._deadline_s:g} s"
+                f"the engine and the reward have not made the rollouts of step {step} before the end of --timeout, "
+                f"{left_s:.0f} s after they were waited for"
             ) from problem
 
 

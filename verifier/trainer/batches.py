@@ -133,7 +133,7 @@ class HeldOut:
 
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer, train: Sequence[Example]) -> None:
         self._tokenizer = tokenizer
-        self.examples = load_held_out(config, train)
+        self.examples = load_held_out(config, train, "sft")
         require_budget(config, [encode_example(example, tokenizer) for example in near_budget(config, self.examples)])
 
     def save(self, file: Path) -> None:

@@ -114,9 +114,9 @@ class Continuation:
 
     def begin(self, call: Call, step: int, updates: int, rollouts: Sequence[Any] = ()) -> None:
         """Have the ranks begin a checkpoint of a step, its updates and what was sampled ahead, unless there is one."""
+        self.finish(call, wait=True)
         if self._checkpoints.path(step).exists():
             return
-        self.finish(call, wait=True)
         call("save", folder=str(self._checkpoints.begin(step)))
         self._writing = RunState(
             step=step, updates=updates, data_position=step, weight_version=step, seed=self._config.seed,

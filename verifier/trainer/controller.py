@@ -83,12 +83,12 @@ class Trainer:
         """
         config = self._config
         load_algorithms(config)
-        until = Deadline(config.timeout_s)
+        self._until = until = Deadline(config.timeout_s)
         model = open_model(config.model, config.dtype, config.mesh)
         require_fit(config, model.checkpoint.config, model.tier)
         plan = self._plan_of(model)
         with opened(config) as folder, full_disk_refused(folder.path), contextlib.ExitStack() as stack:
-            self._folder, self._model, self._until = folder, model, until
+            self._folder, self._model = folder, model
             line = stack.enter_context(metrics_of(folder, config, model, self._view))
             if (ended := folder.finished(config.steps)) is not None:
                 return TrainSummary(**ended, finished_before=True)
@@ -159,7 +159,7 @@ class Trainer:
         self._rollouts = EngineRollouts(config, model.checkpoint, whole_answers=self._whole_answers)
         if config.grpo.mode == "sync":
             return GrpoPlan(config, self._rollouts, batch_of, routed)
-        self._ahead = AheadRollouts(config, self._rollouts, ENGINE_DEADLINE_S)
+        self._ahead = AheadRollouts(config, self._rollouts, self._until)
         return GrpoPlan(config, self._ahead, batch_of, routed)
 
     def _start_engine(self, launcher: Launcher, stack: contextlib.ExitStack) -> Engines | None:

@@ -175,17 +175,17 @@ def load_train(config: TrainConfig, task: Task) -> tuple[Example, ...]:
         raise UsageError(
             f"data.batch_size is {data.batch_size}, more than the {len(train):,} examples of `{data.source}`"
         )
-    plain = next((example for example in train if not example.messages), None)
-    if task == "grpo" and config.grpo.has_turns and plain is not None:
-        raise UsageError(
-            f"grpo.environment is {config.grpo.environment} and `{plain.id}` of `{data.source}` has a prompt: turns "
-            "are written by the chat template, give `messages`"
-        )
+    _refuse_plain(config, task, train, data.source)
     return train
 
 
-def load_held_out(config: TrainConfig, train: Sequence[Example]) -> tuple[Example, ...]:
+def load_held_out(config: TrainConfig, train: Sequence[Example], task: Task) -> tuple[Example, ...]:
     """Read and check the problems of the evaluation; none where there is no evaluation.
+
+    Args:
+        config: of the run.
+        train: examples to train on.
+        task: of the run, whose fields the problems must have.
 
     Raises:
         UsageError: a bad row, too few problems, or problems that are trained on.
@@ -200,11 +200,22 @@ def load_held_out(config: TrainConfig, train: Sequence[Example]) -> tuple[Exampl
         )
     source = data.held_out or data.source
     try:
-        held_out = load_examples(source, "sft", split="held-out", count=num_problems, seed=config.seed)
+        held_out = load_examples(source, task, split="held-out", count=num_problems, seed=config.seed)
     except UsageError as problem:
         raise UsageError(f"evaluation.num_problems is {num_problems}: {problem}") from problem
     require_disjoint(train, held_out)
+    _refuse_plain(config, task, held_out, source)
     return held_out
+
+
+def _refuse_plain(config: TrainConfig, task: Task, examples: Sequence[Example], source: str) -> None:
+    """Refuse plain prompts where an environment answers turns."""
+    plain = next((example for example in examples if not example.messages), None)
+    if task == "grpo" and config.grpo.has_turns and plain is not None:
+        raise UsageError(
+            f"grpo.environment is {config.grpo.environment} and `{plain.id}` of `{source}` has a prompt: turns "
+            "are written by the chat template, give `messages`"
+        )
 
 
 def near_budget(config: TrainConfig, examples: Iterable[Example]) -> list[Example]:
@@ -235,6 +246,27 @@ def require_budget(config: TrainConfig, rollouts: Sequence[Rollout]) -> None:
         raise UsageError(
             f"batch.max_tokens is {most:,}, below the {padded:,} tokens of `{longest.id}`, padded to a multiple of "
             f"{alignment.total_multiple}: raise it, or shorten the example"
+        )
+
+
+def require_room(config: TrainConfig, prompt: int, rest: int) -> None:
+    """Refuse a micro-batch that could not hold the longest rollout that a run may sample.
+
+    Args:
+        config: of the run.
+        prompt: tokens of the longest prompt.
+        rest: tokens of an episode after its prompt, at most: answers and replies.
+
+    Raises:
+        UsageError: names the numbers and the knobs.
+    """
+    most, multiple = config.batch.max_tokens, alignment_of(config).total_multiple
+    padded = -(-(prompt + rest) // multiple) * multiple
+    if most is not None and padded > most:
+        raise UsageError(
+            f"batch.max_tokens is {most:,}, below the {padded:,} tokens of the longest rollout: a prompt of {prompt:,} "
+            f"and {rest:,} of answers and replies, padded to a multiple of {multiple}: raise it, or lower "
+            "grpo.max_answer_tokens"
         )
 
 
@@ -269,8 +301,9 @@ def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
     require_fit(config, sizes, "cuda" if _GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "" else "cpu")
     lines = [resolved(config, owners), "\n", _mesh_line(config), "\n"]
     if config.data.rollouts is None:
-        train = load_train(config, "sft" if config.algorithm == "sft" else "grpo")
-        held_out = load_held_out(config, train)
+        task: Task = "sft" if config.algorithm == "sft" else "grpo"
+        train = load_train(config, task)
+        held_out = load_held_out(config, train, task)
         lines.append(
             f"data: {len(train):,} examples to train on, {len(held_out):,} held out, none in both; "
             f"{config.steps:,} steps of {config.data.batch_size:,} are {_epochs(config, len(train))} epochs\n"

@@ -18,9 +18,9 @@ from verifier.data.examples import Example
 from verifier.data.order import batch_indices, seed_of_round
 from verifier.data.recorded import RolloutRow, Routes
 from verifier.data.rollout import MISSING_ROUTE, Rollout
-from verifier.data.text_dataset import load_examples, require_disjoint
 from verifier.data.tokenizer import open_tokenizer
 from verifier.engine.api import EngineConfig, Sample, Sampling
+from verifier.engine.kv_cache import cache_bytes
 from verifier.errors import ContractError
 from verifier.model.checkpoint import Checkpoint
 from verifier.rewards.scorer import RewardProcess
@@ -28,7 +28,7 @@ from verifier.trainer.batches import order_of
 from verifier.trainer.decoded_rollouts import rendered, texts_of
 from verifier.trainer.engines import Revival
 from verifier.trainer.episodes import Episodes, Sampler, Turn, rows_of
-from verifier.trainer.fitting import load_train
+from verifier.trainer.fitting import load_held_out, load_train, require_room
 from verifier.trainer.sampled_batch import Round, SampledBatch, read_round
 
 _SEEDS = 1_000_003
@@ -64,13 +64,17 @@ class EngineRollouts:
         self._config, self._checkpoint, self._whole_answers = config, checkpoint, whole_answers
         self._tokenizer = open_tokenizer(checkpoint.path)
         self._examples = load_train(config, "grpo")
-        self._held_out: Sequence[Example] = ()
-        if config.evaluation.num_problems:
-            source, count = config.data.held_out or config.data.source, config.evaluation.num_problems
-            self._held_out = load_examples(source, "grpo", split="held-out", count=count, seed=config.seed)
-        require_disjoint(self._examples, self._held_out)
+        self._held_out = load_held_out(config, self._examples, "grpo")
         self._prompts = [encode_prompt(example, self._tokenizer) for example in self._examples]
+        self._held_out_prompts = [encode_prompt(example, self._tokenizer) for example in self._held_out]
         self._episodes = Episodes(config.grpo, self._tokenizer)
+        require_room(config, max(map(len, self._prompts)), self._longest_rest)
+        self._longest_prompt = max(map(len, [*self._prompts, *self._held_out_prompts]))
+        self._num_seqs = -(-config.data.batch_size // config.engine.replicas) * config.grpo.group_size
+        self._cache_bytes = cache_bytes(
+            config.engine.kv_cache_gib, checkpoint.config, dtype=config.dtype, tp=config.engine.tp,
+            length=self._longest_prompt + self._longest_rest, count=self._num_seqs,
+        )  # fmt: skip
         self._client: Sampler | None = None
         self.revival: Revival | None = None
         self._reward: RewardProcess | None = None
@@ -79,18 +83,23 @@ class EngineRollouts:
     def engine_config(self, gpus: str, fixes: Sequence[str], replica: int = 0) -> EngineConfig:
         """Config of an engine, by its number: room for all answers of a step side by side."""
         config, options, engine = self._config, self._config.grpo, self._config.engine
-        longest, inflight = max(map(len, self._prompts)), options.mode == "inflight"
-        longest += (options.max_turns - 1) * options.max_answer_tokens + self._episodes.longest_reply
+        longest, inflight = self._longest_prompt, options.mode == "inflight"
+        longest += self._longest_rest - options.max_answer_tokens
         at_once = longest + (options.max_answer_tokens if inflight else 0)  # answers are prefilled anew at an update
-        num_seqs = -(-config.data.batch_size // engine.replicas) * options.group_size
+        num_seqs = self._num_seqs
         return EngineConfig(
             kind=engine.kind, tp=engine.tp, cuda_graphs=engine.cuda_graphs, sleep_level=engine.sleep_level,
             quantization=engine.quantization, lora_rank=config.lora.engine_rank(samples=True),
             lora_targets=config.lora.targets, checkpoint=str(self._checkpoint.path),
             dtype=config.dtype, max_model_len=longest + options.max_answer_tokens, max_num_seqs=num_seqs,
             max_batch_tokens=max(640, num_seqs * at_once), gpus=gpus, fixes=tuple(fixes), routes=options.replay_routes,
-            inflight=inflight, replica=replica,
+            inflight=inflight, replica=replica, kv_cache_bytes=self._cache_bytes,
         )  # fmt: skip
+
+    @property
+    def _longest_rest(self) -> int:
+        """Tokens of an episode after its first prompt, at most: answers and replies."""
+        return self._config.grpo.max_turns * self._config.grpo.max_answer_tokens + self._episodes.longest_reply
 
     def start(self, client: Sampler) -> None:
         """Take the engine, in the place of one before it, and start the reward's process."""
@@ -240,7 +249,7 @@ class EngineRollouts:
     def _evaluated(self, step: int) -> dict[str, float]:
         assert self._client is not None
         assert self._reward is not None
-        prompts = [encode_prompt(example, self._tokenizer) for example in self._held_out]
+        prompts = self._held_out_prompts
         found = {"held_out_version": float(step)}
         for name, temperature in (("held_out_reward", self._config.grpo.temperature), ("accuracy", 0.0)):
             sampling = Sampling(

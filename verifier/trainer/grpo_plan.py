@@ -34,6 +34,7 @@ from verifier.trainer.batches import (
     record_columns,
     weights_of,
 )
+from verifier.trainer.fitting import require_budget
 from verifier.trainer.given_routes import record_given, require_routes
 from verifier.trainer.mismatch import by_position, mismatch_facts
 from verifier.trainer.sampled_batch import rewards_of
@@ -73,7 +74,7 @@ class RecordedRollouts:
         self._vocab_size, self._group_size = size_if_any(checkpoint.config, "vocab_size"), config.grpo.group_size
         self._replay = checkpoint.config if config.grpo.replay_routes else None
         for file in self._files[: config.steps]:
-            self._read(file)
+            self._require_size(config, file, self._read(file))
 
     def rollouts(self, step: int, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
         """Read the file of a step."""
@@ -81,6 +82,16 @@ class RecordedRollouts:
 
     def record_texts(self, probe: Probe, step: int, rollouts: Sequence[Rollout]) -> None:
         """Record nothing: recorded rollouts name no examples."""
+
+    @staticmethod
+    def _require_size(config: TrainConfig, file: Path, rows: Sequence[RolloutRow]) -> None:
+        """Refuse a file that does not fill its mini-batches, or a rollout that no micro-batch holds."""
+        if len(rows) < config.grpo.mini_batches:
+            raise UsageError(
+                f"grpo.mini_batches is {config.grpo.mini_batches} and `{file}` has {len(rows)} rollouts: a mini-batch "
+                "needs one of its own, use fewer"
+            )
+        require_budget(config, [rollout_of(row) for row in rows])
 
     def _read(self, file: Path) -> tuple[RolloutRow, ...]:
         rows = read_recorded(file, vocab_size=self._vocab_size, group_size=self._group_size)

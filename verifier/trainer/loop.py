@@ -166,6 +166,8 @@ class StepLoop:
                 self.sync(step, trace)
                 if self.revival is not None:
                     self.revival.recorded()
+            elif self.rollouts is not None and self.config.engine.sleep_level:
+                self.sync(step, None)  # it fell asleep when the step was scored: the same weights wake it
             synced_s = time.monotonic() - started - rolled_s - trained_s
             if trace is not None:
                 if sampled is not None:

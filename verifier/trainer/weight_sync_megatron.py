@@ -29,7 +29,7 @@ from verifier.trainer.engine_evidence import EvidenceBefore, record_held
 from verifier.trainer.merge_rounding import MergeRounding
 
 if TYPE_CHECKING:
-    from verifier.config.training import SamplingOptions
+    from verifier.config.sampling import SamplingOptions
     from verifier.trainer.adapters_megatron import Adapters
 
 CHUNKS = 8

@@ -33,6 +33,17 @@ def undefined(completion, answer):
 def infinite(completion, answer):
     return float("inf")
 
+def of_numpy(completion, answer):
+    import numpy as np
+    return {"f": np.float32(0.5), "i": np.int64(-2), "b": np.bool_(True), "0": np.array(3.0)}[completion]
+
+def of_many(completion, answer):
+    import numpy as np
+    return np.ones(2)
+
+def huge(completion, answer):
+    return 10**400
+
 def wordy(completion, answer):
     return "1.0"
 """
@@ -56,6 +67,10 @@ def test_a_function_of_a_module(module):
     assert score_rewards(f"{module}:right", ["a", "b"], ["1", "2"], ["1", "1"]) == [1.0, 0.0]
 
 
+def test_numbers_of_numpy_are_rewards(module):
+    assert score_rewards(f"{module}:of_numpy", [*"abcd"], [*"fib0"], [""] * 4) == [0.5, -2.0, 1.0, 3.0]
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
@@ -63,6 +78,8 @@ def test_a_function_of_a_module(module):
         ("dies", "failed on rollout `two`: killed by SIGABRT"),
         ("undefined", "gave nan on rollout `two`: a reward is a finite number"),
         ("infinite", "gave inf on rollout `two`: a reward is a finite number"),
+        ("of_many", "gave array([1., 1.]) on rollout `two`: a reward is a finite number"),
+        ("huge", f"gave 1{'0' * 59} on rollout `two`: a reward is a finite number"),
         ("wordy", "gave '1.0' on rollout `two`: a reward is a finite number"),
         ("absent", "failed at its start: `made_up_rewards` has no function `absent`"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,8 @@ from verifier.model.named import config_of
 from verifier.model.tiny import write_tiny
 from verifier.trainer.batches import SftPlan
 from verifier.trainer.fitting import near_budget, require_budget, require_fit
+from verifier.trainer.generation import EngineRollouts
+from verifier.trainer.grpo_plan import RecordedRollouts
 
 
 def config(*words: str) -> TrainConfig:
@@ -67,3 +71,90 @@ def test_a_budget_below_the_longest_sum_is_refused_before_ranks_start(tmp_path):
     SftPlan(config("batch.max_tokens=12", *words), checkpoint, lambda step: tmp_path)
     with pytest.raises(UsageError, match=r"batch.max_tokens is 11, below the 12 tokens of `arithmetic/"):
         SftPlan(config("batch.max_tokens=11", *words), checkpoint, lambda step: tmp_path)
+
+
+def test_a_budget_below_the_longest_answer_is_refused_before_an_engine_starts(tmp_path):
+    """`<bos>37+85=` are 7 tokens."""
+    checkpoint = open_checkpoint(write_tiny("add", tmp_path))
+    words = ("algorithm=grpo", "data.num_examples=64", "evaluation.num_problems=8", "grpo.max_answer_tokens=8")
+    EngineRollouts(config("batch.max_tokens=15", *words), checkpoint)
+    EngineRollouts(config("batch.max_tokens=16", "mesh.tp=2", *words), checkpoint)
+    with pytest.raises(UsageError) as refusal:
+        EngineRollouts(config("batch.max_tokens=15", "mesh.tp=2", *words), checkpoint)
+    assert str(refusal.value) == (
+        "batch.max_tokens is 15, below the 16 tokens of the longest rollout: a prompt of 7 and 8 of answers and "
+        "replies, padded to a multiple of 2: raise it, or lower grpo.max_answer_tokens"
+    )
+
+
+def test_turns_count_in_the_longest_rollout(tmp_path):
+    checkpoint = open_checkpoint(write_tiny("add", tmp_path))
+    words = ("algorithm=grpo", "data.source=calculator", "data.num_examples=64", "evaluation.num_problems=0",
+             "grpo.environment=calculator", "grpo.max_turns=3", "grpo.max_answer_tokens=8")  # fmt: skip
+    longest = EngineRollouts(config(*words), checkpoint).engine_config("", ()).max_model_len
+    EngineRollouts(config(f"batch.max_tokens={longest}", *words), checkpoint)
+    with pytest.raises(UsageError, match=f"batch.max_tokens is {longest - 1}, below the {longest} tokens"):
+        EngineRollouts(config(f"batch.max_tokens={longest - 1}", *words), checkpoint)
+
+
+def test_an_engine_has_room_for_held_out_prompts(tmp_path):
+    """A held-out prompt of ten characters more, and the same answer, in an engine."""
+    checkpoint = open_checkpoint(write_tiny("add", tmp_path))
+    for name, prompt in (("train", "1+1="), ("held", "1000000+1000001=")):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "{prompt}", "answer": "2"}}\n')
+    words = ("algorithm=grpo", "data.batch_size=1", "grpo.max_answer_tokens=8", f"data.source={tmp_path}/train.jsonl")
+    evaluated = (f"data.held_out={tmp_path}/held.jsonl", "evaluation.num_problems=1")
+    lengths = [
+        EngineRollouts(config(*words, *given), checkpoint).engine_config("", ()).max_model_len
+        for given in (("evaluation.num_problems=0",), evaluated)
+    ]
+    assert lengths == [1 + 4 + 8, 1 + 16 + 8]
+
+
+def test_held_out_problems_of_grpo_need_answers(tmp_path):
+    checkpoint = open_checkpoint(write_tiny("add", tmp_path))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "held.jsonl").write_text('{"prompt": "1+2=", "response": "3"}\n')
+    words = ("algorithm=grpo", "data.batch_size=1", f"data.source={tmp_path}/train.jsonl",
+             f"data.held_out={tmp_path}/held.jsonl", "evaluation.num_problems=1")  # fmt: skip
+    with pytest.raises(UsageError, match=r"evaluation\.num_problems is 1: .*it has no `answer`"):
+        EngineRollouts(config(*words), checkpoint)
+
+
+def recorded(tmp_path, *words: str) -> RecordedRollouts:
+    """Two rollouts of five tokens, as a run of one step reads them."""
+    rows = [
+        {"id": f"r{at}", "group": "g", "prompt": [1, 2], "response": [3, 4, 5], "sampled": [True] * 3,
+         "mask": [True] * 3, "logprobs": [-1.0] * 3, "versions": [0] * 3, "reward": at}
+        for at in range(2)
+    ]  # fmt: skip
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    (folder / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    checkpoint = open_checkpoint(write_tiny("add", tmp_path))
+    asked = config("algorithm=grpo", "steps=1", "grpo.group_size=2", f"data.rollouts={folder}", *words)
+    return RecordedRollouts(asked, checkpoint)
+
+
+def test_recorded_rollouts_fit_a_micro_batch(tmp_path):
+    with pytest.raises(UsageError, match=r"batch.max_tokens is 4, below the 5 tokens of `r0`"):
+        recorded(tmp_path, "batch.max_tokens=4")
+
+
+def test_recorded_rollouts_fill_their_mini_batches(tmp_path):
+    with pytest.raises(UsageError, match=r"grpo.mini_batches is 3 and `.*1.jsonl` has 2 rollouts: a mini-batch needs"):
+        recorded(tmp_path, "grpo.mini_batches=3")
+
+
+def test_recorded_rollouts_that_fit_are_taken(tmp_path):
+    assert len(recorded(tmp_path, "batch.max_tokens=5", "grpo.mini_batches=2").rollouts(1, None)[0]) == 2
+
+
+def test_a_cache_below_one_sequence_is_refused_before_an_engine_starts(tmp_path):
+    checkpoint = open_checkpoint(write_tiny("add", tmp_path))
+    words = ("algorithm=grpo", "data.num_examples=64", "evaluation.num_problems=0")
+    assert EngineRollouts(config(*words), checkpoint).engine_config("", ()).kv_cache_bytes == 128 << 20
+    asked = EngineRollouts(config("engine.kv_cache_gib=0.25", *words), checkpoint).engine_config("", ())
+    assert asked.kv_cache_bytes == 256 << 20
+    with pytest.raises(UsageError, match=r"engine.kv_cache_gib is 1e-05, and one sequence of 71 tokens takes"):
+        EngineRollouts(config("engine.kv_cache_gib=1e-5", *words), checkpoint)

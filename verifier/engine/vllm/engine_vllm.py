@@ -34,12 +34,8 @@ from verifier.model.families import FAMILIES, moe_layers_of
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt
 
-_KV_CACHE_BYTES = 128 * 2**20
 _CPU_BLOCK = 32
 """Number of tokens of a KV-cache block on a CPU. vLLM's own 128 would put a whole prompt into one block."""
-_CPU_TOKENS = 640
-"""Greatest number of tokens of a forward pass on a CPU. A round trip scores more, so prompts are chunked. It samples
-from fewer, because vLLM 0.21 cannot chunk a prompt on a CPU that a seeded request samples from."""
 _GPU_SHARE = 0.15
 """Fraction of a GPU's memory that must be free at the start; a trainer may run on the same GPU."""
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
@@ -84,10 +80,9 @@ class VllmEngine(Engine):
             seed=config.seed,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_batch_tokens
-            or (None if torch.cuda.is_available() else max(_CPU_TOKENS, config.max_model_len)),
+            max_num_batched_tokens=config.pass_tokens(cuda=torch.cuda.is_available()),
             block_size=None if torch.cuda.is_available() else _CPU_BLOCK,
-            kv_cache_memory_bytes=_KV_CACHE_BYTES,
+            kv_cache_memory_bytes=config.kv_cache_bytes,
             gpu_memory_utilization=_GPU_SHARE if torch.cuda.is_available() else 0.9,
             enforce_eager=not config.cuda_graphs,
             compilation_config=_GRAPHS if config.cuda_graphs else None,

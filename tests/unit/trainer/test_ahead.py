@@ -1,0 +1,49 @@
+"""Waiting for rollouts that are sampled ahead: as long as the run may take, and no longer."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from verifier.config.load import load
+from verifier.config.training import TrainConfig
+from verifier.errors import InternalError
+from verifier.model.checkpoint import open_checkpoint
+from verifier.model.tiny import write_tiny
+from verifier.runs.resources import Deadline
+from verifier.trainer import controller
+from verifier.trainer.ahead import AheadRollouts
+from verifier.trainer.generation import EngineRollouts
+
+WORDS = ("model=tiny:add", "algorithm=grpo", "grpo.mode=async", "grpo.max_staleness=1", "grpo.ratio_over=engine",
+         "evaluation.num_problems=0")  # fmt: skip
+
+
+def begun(ahead: AheadRollouts, monkeypatch, seconds: float) -> None:
+    """Take the first step's rollouts, and have those of the second take so long."""
+    batch = SimpleNamespace(facts={})
+    monkeypatch.setattr(EngineRollouts, "sample_now", lambda self, step: batch)
+    monkeypatch.setattr(EngineRollouts, "handed_on", lambda self, step, batch, probe: ([], ""))
+    monkeypatch.setattr(EngineRollouts, "sample", lambda self, step, version: time.sleep(seconds) or batch)
+    ahead.rollouts(1, None)
+
+
+def test_rewards_that_take_longer_than_a_request_end_no_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(controller, "ENGINE_DEADLINE_S", 0.1)
+    trainer = controller.Trainer(load(TrainConfig, overrides=[*WORDS, f"run={tmp_path}/run"])[0], lambda text: None)
+    trainer._until = Deadline(60)
+    trainer._plan_of(SimpleNamespace(checkpoint=open_checkpoint(write_tiny("add", tmp_path)), tier="cpu"))  # type: ignore[arg-type]
+    begun(trainer._ahead, monkeypatch, 0.6)
+    trainer._ahead.pause()
+
+
+def test_the_deadline_of_the_run_ends_the_wait(tmp_path, monkeypatch):
+    config, _ = load(TrainConfig, overrides=[*WORDS, f"run={tmp_path}/run"])
+    ahead = AheadRollouts(config, EngineRollouts(config, open_checkpoint(write_tiny("add", tmp_path))), Deadline(1.0))
+    begun(ahead, monkeypatch, 5)
+    with pytest.raises(InternalError, match="have not made the rollouts of step 2 before the end of --timeout"):
+        ahead.pause()
+    with pytest.raises(InternalError, match=r"--timeout is 1 s, which had passed before the rollouts of step 2"):
+        ahead.pause()

@@ -1,0 +1,60 @@
+"""The order of a step without an update: what becomes of an engine that scoring has put to sleep.
+
+What this does not exercise: an engine that sleeps, which takes a GPU (tests/h100/test_train_gpu.py).
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verifier.config.load import load
+from verifier.config.training import TrainConfig
+from verifier.trainer import loop
+from verifier.trainer.loop import StepLoop
+
+
+def calls_of(tmp_path, monkeypatch, *words: str, refused: str = "") -> list[tuple[str, dict[str, Any]]]:
+    """Calls of the ranks in a run of two steps, each of which drops all of its groups."""
+    monkeypatch.setattr(loop, "step_manifest", lambda *given, **named: None)
+    knobs = ("model=tiny:add", "algorithm=grpo", "steps=2", "evaluation.every=1", f"run={tmp_path}", *words)
+    found: list[tuple[str, dict[str, Any]]] = []
+
+    def call(name: str, **given: Any) -> list[Any]:
+        found.append((name, given))
+        return [(refused, {}, "")]
+
+    def evaluate(step: int) -> dict[str, float]:
+        found.append(("sample", {"step": step}))
+        return {"accuracy": 0.0}
+
+    plan = SimpleNamespace(updates=lambda *given: [], facts={}, scored=None, has_text=False)
+    continuation = SimpleNamespace(
+        updates=0, record=lambda *given: False, is_due=lambda step: False, begin=lambda *given: None,
+        finish=lambda *given, wait: None,
+    )  # fmt: skip
+    StepLoop(
+        config=load(TrainConfig, overrides=knobs)[0], model=None, folder=None, plan=plan, continuation=continuation,
+        call=call, progress=lambda text: None, metrics=SimpleNamespace(add=lambda *given: None), judge=None,
+        rollouts=SimpleNamespace(evaluate=evaluate), ahead=None, held_out=None, oracle=None,
+    ).run(0, {})  # type: ignore[arg-type]  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_fell_asleep_gets_the_weights_before_it_samples(tmp_path, monkeypatch, level):
+    found = calls_of(tmp_path, monkeypatch, f"engine.sleep_level={level}")
+    assert [name for name, _ in found] == ["sync", "sample", "sync", "sample"]
+    assert [given["version"] for name, given in found if name == "sync"] == [1, 2]
+    assert all(given["trace"] is None for name, given in found if name == "sync")
+
+
+def test_an_engine_that_stays_awake_gets_no_weights_without_an_update(tmp_path, monkeypatch):
+    assert [name for name, _ in calls_of(tmp_path, monkeypatch)] == ["sample", "sample"]
+
+
+def test_a_refusal_of_the_weights_that_wake_it_ends_the_run(tmp_path, monkeypatch):
+    with pytest.raises(loop.ContractError, match="refused the weights of version 1: short"):
+        calls_of(tmp_path, monkeypatch, "engine.sleep_level=2", refused="short")

@@ -1,0 +1,76 @@
+"""Bytes of the keys and values that an engine keeps for sequences of a length; loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verifier.engine.api import LEAST_KV_CACHE_BYTES
+from verifier.errors import UsageError
+from verifier.model.families import size_if_any
+
+MOST_KV_CACHE_BYTES = 1 << 30
+"""Greatest cache that is taken where none is asked for, unless one sequence takes more: a trainer may be beside it."""
+_BLOCK = 128
+"""Tokens to a multiple of which a sequence is counted: vLLM's blocks have 16, 32, 64 or 128."""
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def bytes_per_token(sizes: Mapping[str, Any], dtype: str, tp: int) -> int | None:
+    """Bytes of one token's keys and values on an engine rank.
+
+    Args:
+        sizes: config.json of the model.
+        dtype: of the weights, which keys and values have too.
+        tp: engine ranks.
+
+    Returns:
+        None for a model with state-space layers, or one that does not say its sizes.
+    """
+    layers, hidden, heads = (
+        size_if_any(sizes, key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
+    if sizes.get("mamba_num_heads") is not None or layers is None or hidden is None or not heads:
+        return None
+    latent = size_if_any(sizes, "kv_lora_rank")
+    if latent is not None:  # one vector for all heads, on every rank
+        return layers * (latent + (size_if_any(sizes, "qk_rope_head_dim") or 0)) * _BYTES[dtype]
+    kv_heads = size_if_any(sizes, "num_key_value_heads") or heads
+    return layers * 2 * max(1, kv_heads // tp) * (size_if_any(sizes, "head_dim") or hidden // heads) * _BYTES[dtype]
+
+
+def cache_bytes(
+    asked_gib: float | None, sizes: Mapping[str, Any], *, dtype: str, tp: int, length: int, count: int
+) -> int:
+    """Bytes of an engine rank's cache.
+
+    Args:
+        asked_gib: what the config asks for; None takes room for all sequences at once, at least 128 MiB and at most
+            1 GiB, or one sequence.
+        sizes: config.json of the model.
+        dtype: of the weights.
+        tp: engine ranks.
+        length: tokens of a sequence, at most.
+        count: sequences that are sampled at once, at most.
+
+    Raises:
+        UsageError: one sequence does not fit what is asked for; names the numbers.
+    """
+    each = bytes_per_token(sizes, dtype, tp)
+    if asked_gib is not None:
+        asked = int(asked_gib * 2**30)
+        if each is not None and _keeps_all(sizes) and asked < each * length:
+            raise UsageError(
+                f"engine.kv_cache_gib is {asked_gib:g}, and one sequence of {length:,} tokens takes "
+                f"{each * length / 2**30:.3g} GiB of an engine rank: raise it, or leave it out"
+            )
+        return asked
+    if each is None:
+        return LEAST_KV_CACHE_BYTES
+    one = -(-length // _BLOCK) * _BLOCK * each
+    return max(LEAST_KV_CACHE_BYTES, min(one * count, MOST_KV_CACHE_BYTES), one + _BLOCK * each)
+
+
+def _keeps_all(sizes: Mapping[str, Any]) -> bool:
+    """True if every layer keeps keys and values of all tokens."""
+    return sizes.get("sliding_window") is None and not {*(sizes.get("layer_types") or ())} - {"full_attention"}
