@@ -7,6 +7,7 @@ from verifier.faults import (  # noqa: F401
     conversion_faults,
     data_faults,
     engine_faults,
+    export_faults,
     knob_faults,
     logprob_faults,
     loss_faults,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from safetensors.numpy import save_file
 
 from verifier.algorithms.registry import load_plugins
@@ -21,7 +20,6 @@ from verifier.core.records_weights import UpdatedShard
 from verifier.core.store import Recorder
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.sender import Running
-from verifier.export import gather_megatron
 from verifier.export.names import layout_of
 from verifier.launch.child import resolve
 from verifier.model import provider_megatron
@@ -36,7 +34,8 @@ from verifier.train.policy_loss_megatron import LossMeter, policy_loss
 from verifier.train.vocab_logprob import is_greedy
 from verifier.trainer import update_log
 from verifier.trainer.adapter_sync_megatron import AdapterSync
-from verifier.trainer.adapters_megatron import Adapters, spec_of
+from verifier.trainer.adapters_megatron import Adapters, Kept, spec_of
+from verifier.trainer.final_export_megatron import FinalExport
 from verifier.trainer.given_routes import SCORED
 from verifier.trainer.hand_on_megatron import HandOn
 from verifier.trainer.live_settings_megatron import data_parallel_of, effective_settings, settings_of
@@ -91,6 +90,7 @@ class TrainerWorker:
         self._sync: WeightSync | AdapterSync | None = None
         self._turns: Turns | None = None
         self._adapters: Adapters | None = None
+        self._left: Kept | None = None
         self._reference: list[torch.Tensor] = []
         self._frozen: dict[str, dict[str, Any]] = {}
         self._scored: dict[str, dict[str, Any]] = {}
@@ -153,7 +153,7 @@ class TrainerWorker:
 
     def record_load(self, trace: str) -> None:
         """Record what was saved and what was loaded, in a trace of its own."""
-        with contextlib.closing(Recorder(Path(trace), "trainer", self._context.rank)) as probe:
+        with contextlib.closing(self._new_recorder(trace)) as probe:
             self._record_resume(probe)
 
     def _state(self) -> Facts:
@@ -282,8 +282,10 @@ class TrainerWorker:
         if self._adapters is not None:
             self._adapters.record_update(probe, step, begins=step == 1)
             return
+        self._left = Kept()
         with step_megatron.params_synced(self._trainer):
-            self._live.record(probe, step, UpdatedShard)
+            self._live.record(self._left, step, UpdatedShard)
+        self._left.record(probe)
 
     def connect(self, sockets: list[str], transport: str) -> str:
         """Connect to the engines that sample, or to their new processes; rank 0 returns why one is gone, if it is."""
@@ -337,13 +339,12 @@ class TrainerWorker:
             for right, rollout in zip(found, rollouts, strict=True)
         ]
 
-    def export(self, folder: str) -> None:
-        """Write the weights as a Hugging Face checkpoint, by megatron-bridge: adapters merged, and alone."""
+    def export(self, folder: str, version: int, trace: str | None) -> None:
+        """Write the weights, a version, as a Hugging Face checkpoint: adapters merged, and alone."""
         self._say(f"exporting to {folder}")
-        gather_megatron.save(self._trainer, Path(folder), whole=True)
-        if self._adapters is not None:
-            self._adapters.save(self._config.run / "adapter", None, 0)
-        dist.barrier()
+        final = FinalExport(self._trainer, self._source, self._whole, self._adapters, self._context.rank, version)
+        with contextlib.nullcontext() if trace is None else contextlib.closing(self._new_recorder(trace)) as probe:
+            final.write(Path(folder), self._config.run / "adapter", probe, self._left)
 
     def _hand_on(self, folder: str) -> HandOn:
         """Writer of this rank's part of what the oracle reads."""
@@ -380,8 +381,11 @@ class TrainerWorker:
         if self._probe is not None and (trace is None or self._probe.path != Path(trace)):
             self._close_recorder()
         if trace is not None and self._probe is None:
-            self._probe = Recorder(Path(trace), "trainer", self._context.rank)
+            self._probe = self._new_recorder(trace)
         return self._probe
+
+    def _new_recorder(self, trace: str) -> Recorder:
+        return Recorder(Path(trace), "trainer", self._context.rank)
 
     def _close_recorder(self) -> None:
         if self._probe is not None:
