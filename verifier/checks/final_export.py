@@ -60,11 +60,11 @@ def final_export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
 def _against_source(trace: Trace, files: SavedCheckpoint) -> Iterator[Comparison]:
     """Names, dtypes and shapes of all tensors; the bits, too, of those that an adapter's run does not change."""
     saved, source = by_name(trace.of(SavedTensor, version=files.version)), by_name(trace.of(SourceTensor))
-    trains_adapters = trace.has(LiveAdapterScaling)
+    frozen = trace.has(LiveAdapterScaling) and not trace.has(WrittenShard)
     merged = {item.name for item in trace.of(MergedMatrix, version=files.version)}
     copies = left_out(source, saved.values())
     wanted = [
-        item if (trains_adapters and name not in merged) or name not in saved
+        item if (frozen and name not in merged) or name not in saved
         else replace(item, digest=saved[name].digest)
         for name, item in source.items() if name not in copies
     ]  # fmt: skip

@@ -178,10 +178,17 @@ def rate_off_schedule(trace: Trace) -> Iterator[Comparison]:
     for settings in trace.of(OptimizerSettings):
         for report in trace.of(TrainerStep, version=settings.version):
             wanted = _rate(settings, report.step)
-            pairs = (
+            pairs = [
                 ("learning rate", float(report.learning_rate), wanted),
                 ("weight decay", float(report.weight_decay), settings.weight_decay),
-            )
+            ]
+            for at, group in enumerate(report.groups):
+                pairs.append((f"learning rate of group {at}", float(group.learning_rate), wanted))
+                decay = settings.weight_decay if group.others or not group.vectors else 0.0
+                if not (group.vectors and group.others):
+                    pairs.append((f"weight decay of group {at}", float(group.weight_decay), decay))
+                elif settings.weight_decay:
+                    pairs.append((f"number of norms and biases in group {at}, which decays", group.vectors, 0.0))
             for what, actual, expected in pairs:
                 gap, allowed = abs(actual - expected), RATE.absolute * max(expected, settings.learning_rate)
                 yield Comparison(

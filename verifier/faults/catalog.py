@@ -1,6 +1,7 @@
 """All faults by id. Importing this module imports every file of faults, which fills the catalogue."""
 
 from verifier.faults import (  # noqa: F401
+    adam_faults,
     advantage_faults,
     checkpoint_faults,
     column_faults,

@@ -24,6 +24,16 @@ NO_NOISE = (
     "verify.every do"
 )
 """Clause of the report on a step of less than float32, before the first sampled one."""
+NO_AUDIT = (
+    "what the optimizer makes of each step's gradient was not judged (TRN005): masters and moments of "
+    "megatron.use_fsdp and megatron.optimizer_offload are not where it looks"
+)
+"""Clause of the report on a step whose masters and moments nothing reads."""
+
+
+def can_audit(config: TrainConfig) -> bool:
+    """Tell whether masters, moments and gradients of a run are where the audit of its updates looks for them."""
+    return not config.megatron.use_fsdp and not config.megatron.optimizer_offload
 
 
 def step_manifest(
@@ -80,6 +90,8 @@ def step_manifest(
         scopes.append("gradient")
         scopes += ["scored"] if config.algorithm == "grpo" else []
         scopes += ["sampled"] if synced else []
+    audited = can_audit(config)
+    scopes += ["audited"] if audited and not dropped else []
     if config.lora.rank and not dropped:
         scopes += ["frozen", "begun"] if step == 1 else ["frozen"]
     if restarted:
@@ -96,7 +108,10 @@ def step_manifest(
         engine=config.engine.kind if synced else "",
         engine_ranks=config.engine.tp * config.engine.replicas if synced else 0,
         synced_versions=(step,) if synced else (), untouched_versions=(),
-        not_judged=(NO_NOISE.format(dtype=model.dtype),) if compared and "mismatch" not in scopes else (),
+        not_judged=(
+            *((NO_NOISE.format(dtype=model.dtype),) if compared and "mismatch" not in scopes else ()),
+            *(() if audited or dropped else (NO_AUDIT,)),
+        ),
     )  # fmt: skip
 
 
