@@ -19,9 +19,7 @@ MAKE_MEGATRON_OPTIMIZER = (
     "config, model_chunks, config_overrides, use_gloo_process_groups, pg_collection, dump_param_to_param_group_map)"
 )
 SCHEDULE = "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.step(self, increment)"
-COPY_MASTERS = (
-    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params(self)"
-)
+COPY_MASTERS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params(self)"
 ZERO = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer(self)"
 in_update = functools.partial(
     fault, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add", caught_by=("TRN005",), training=("verify.every=0",)
