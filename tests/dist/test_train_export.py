@@ -1,4 +1,4 @@
-"""A run whose last export is wrong ends with the report, and leaves no `hf_model`; once it is right, the run can end."""
+"""A run whose last export is wrong ends with the report and leaves no `hf_model`; the next one can finish it."""
 
 import pytest
 
