@@ -149,7 +149,7 @@ class AdamAudit(Record, frozen=True, kw_only=True, tag="train/audit"):
     remembered: Count = 0
     """Tensors of which the rank knows what the update before left."""
     moved: tuple[str, ...] = ()
-    """Those of them whose master, moments or weight are others now."""
+    """Remembered tensors whose master, moments or weight are others now."""
     frozen: tuple[str, ...] = ()
     """Parameters of the rank that no update moves, but for the base of an adapter."""
 

@@ -217,39 +217,40 @@ class Audit:
             norm: of all gradients, by which the optimizer clipped.
             coordinate: of the rank.
         """
+        if not self._slices:
+            return
         after = [item.state() for item in self._slices]
         self._audits.left = list(zip(self._slices, after, strict=True))
         clip = self._audits.settings.clip_grad
         factor = min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0
-        tensors = []
-        for at, item in enumerate(self._slices):
-            rate, decay = self._rates[at]
-            stepped = _stepped(
-                self._before[at], self._gradients[at] * factor, self._number, rate, decay, self._audits.settings
+        sizes = torch.tensor([item.size for item in self._slices])
+        rate, decay = (torch.tensor(each).double().repeat_interleave(sizes) for each in zip(*self._rates, strict=True))
+        before = [torch.cat(parts).cpu() for parts in zip(*self._before, strict=True)]
+        gradient = torch.cat(self._gradients).cpu() * factor
+        masters, _, _, weights = (torch.cat(parts).cpu() for parts in zip(*after, strict=True))
+        stepped = _stepped(before, gradient, self._number, rate, decay, self._audits.settings)
+        rounding = ROUNDINGS * _half_step(torch.maximum(masters.abs(), stepped.abs()))
+        excess = ((masters - stepped).abs() - rounding).clamp(min=0)
+        gaps = torch.where(excess == 0, 0.0, excess / rate).split(sizes.tolist())
+        kept = zip(masters.split(sizes.tolist()), weights.split(sizes.tolist()), strict=True)
+        left = torch.stack(self._left).tolist()
+        tensors = [
+            AuditedTensor(
+                name=item.of.name, begin=item.of.offset + item.begin, elements=item.size, gap=real(float(gap.max())),
+                copied=torch.equal(master.to(item.of.model.dtype).double(), weight), left=real(there),
             )
-            master, _, _, weight = after[at]
-            excess = (
-                (master - stepped).abs() - ROUNDINGS * _half_step(torch.maximum(master.abs(), stepped.abs()))
-            ).clamp(min=0)
-            gaps = torch.where(excess == 0, 0.0, excess / rate if rate else torch.inf)
-            tensors.append(
-                AuditedTensor(
-                    name=item.of.name, begin=item.of.offset + item.begin, elements=item.size,
-                    gap=real(float(gaps.max())), left=real(float(self._left[at])),
-                    copied=torch.equal(master.to(item.of.model.dtype).double(), weight),
-                )
-            )  # fmt: skip
-        if tensors:
-            probe.emit(
-                AdamAudit(
-                    name=self._name, version=version, coordinate=coordinate, tensors=tuple(tensors),
-                    remembered=self._remembered, moved=tuple(self._moved), frozen=self._audits.frozen(),
-                )
-            )  # fmt: skip
+            for item, gap, (master, weight), there in zip(self._slices, gaps, kept, left, strict=True)
+        ]  # fmt: skip
+        probe.emit(
+            AdamAudit(
+                name=self._name, version=version, coordinate=coordinate, tensors=tuple(tensors),
+                remembered=self._remembered, moved=tuple(self._moved), frozen=self._audits.frozen(),
+            )
+        )  # fmt: skip
 
 
 def _stepped(
-    before: list[torch.Tensor], gradient: torch.Tensor, step: int, rate: float, decay: float,
+    before: list[torch.Tensor], gradient: torch.Tensor, step: int, rate: torch.Tensor, decay: torch.Tensor,
     settings: OptimizerSettings,
 ) -> torch.Tensor:  # fmt: skip
     """Masters moved by Adam (Kingma and Ba 2015, algorithm 1), with decay (Loshchilov and Hutter 2019, algorithm 2)."""
