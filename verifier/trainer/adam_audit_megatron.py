@@ -101,15 +101,20 @@ class _Slice:
         return flat.detach().view(-1)[shift + self.begin : shift + self.begin + self.size]
 
     def state(self) -> list[torch.Tensor]:
-        """Master, both moments, and weight, in float64."""
+        """Master, both moments, and weight."""
         moments = self.of.moments()
         zero = torch.zeros(self.size, device=self.of.master.device)
         pair = [self._cut(moments[name]) if name in moments else zero for name in ("exp_avg", "exp_avg_sq")]
-        return [item.double() for item in (self._cut(self.of.master), *pair, self._cut(self.of.model, self.of.offset))]
+        return [self._cut(self.of.master), *pair, self._cut(self.of.model, self.of.offset)]
 
     def gradient(self) -> torch.Tensor:
-        """Of the loss, as it is in the model's buffer, in float64."""
-        return self._cut(self.of.model.main_grad, self.of.offset).double()  # type: ignore[attr-defined]
+        """Gradient as it is in the model's buffer."""
+        return self._cut(self.of.model.main_grad, self.of.offset)  # type: ignore[attr-defined]
+
+
+def _states(slices: list[_Slice]) -> list[torch.Tensor]:
+    """Masters, both moments, and weights of all slices, copied one after another."""
+    return [torch.cat(parts) for parts in zip(*(item.state() for item in slices), strict=True)]
 
 
 class Audits:
@@ -123,7 +128,7 @@ class Audits:
 
     def __init__(self, trainer: TrainerModel, optimizer: Any, settings: OptimizerSettings) -> None:
         self._trainer, self._optimizer, self.settings = trainer, optimizer, settings
-        self.left: list[tuple[_Slice, list[torch.Tensor]]] = []
+        self.left: tuple[list[_Slice], list[torch.Tensor]] = ([], [])
         """Slices of the audit before, and what its update left of them."""
 
     def of(self, number: int, name: str) -> Audit:
@@ -178,7 +183,7 @@ class Audit:
 
     def __init__(self, audits: Audits, slices: list[_Slice], number: int, name: str) -> None:
         self._audits, self._slices, self._number, self._name = audits, slices, number, name
-        self._left: list[torch.Tensor] = []
+        self._left: list[float] = []
         self._moved: list[str] = []
         self._remembered = 0
 
@@ -193,18 +198,29 @@ class Audit:
 
     @torch.no_grad()
     def _begin(self) -> None:
-        remembered, self._audits.left = self._audits.left, []
+        if not self._slices:
+            return
+        (remembered, before), self._audits.left = self._audits.left, ([], [])
         self._remembered = len(remembered)
-        for item, before in remembered:
-            if not all(torch.equal(now, then) for now, then in zip(item.state(), before, strict=True)):
-                self._moved.append(item.of.name)
-        self._left = [item.gradient().abs().max() for item in self._slices]
+        now = _states(remembered) if remembered else []
+        if not all(map(torch.equal, now, before)):
+            sizes = [item.size for item in remembered]
+            parts = zip(*(each.split(sizes) for each in now), *(each.split(sizes) for each in before), strict=True)
+            self._moved = [
+                item.of.name for item, (*ours, a, b, c, d) in zip(remembered, parts, strict=True)
+                if not all(map(torch.equal, ours, (a, b, c, d)))
+            ]  # fmt: skip
+        found = torch.cat([item.gradient() for item in self._slices]).abs()
+        sizes = [item.size for item in self._slices]
+        self._left = [float(part.max()) for part in found.split(sizes)] if found.any() else [0.0] * len(sizes)
 
     @torch.no_grad()
     def gradients(self) -> None:
         """Keep what the update begins with."""
-        self._before = [item.state() for item in self._slices]
-        self._gradients = [item.gradient().clone() for item in self._slices]
+        if not self._slices:
+            return
+        self._before = _states(self._slices)
+        self._gradient = torch.cat([item.gradient() for item in self._slices])
         self._rates = [(float(item.of.group["lr"]), float(item.of.group["weight_decay"])) for item in self._slices]
 
     @torch.no_grad()
@@ -219,27 +235,26 @@ class Audit:
         """
         if not self._slices:
             return
-        after = [item.state() for item in self._slices]
-        self._audits.left = list(zip(self._slices, after, strict=True))
+        after = _states(self._slices)
+        self._audits.left = (self._slices, after)
         clip = self._audits.settings.clip_grad
         factor = min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0
         sizes = torch.tensor([item.size for item in self._slices])
         rate, decay = (torch.tensor(each).double().repeat_interleave(sizes) for each in zip(*self._rates, strict=True))
-        before = [torch.cat(parts).cpu() for parts in zip(*self._before, strict=True)]
-        gradient = torch.cat(self._gradients).cpu() * factor
-        masters, _, _, weights = (torch.cat(parts).cpu() for parts in zip(*after, strict=True))
+        before = [each.cpu().double() for each in self._before]
+        gradient = self._gradient.cpu().double() * factor
+        masters, _, _, weights = (each.cpu().double() for each in after)
         stepped = _stepped(before, gradient, self._number, rate, decay, self._audits.settings)
         rounding = ROUNDINGS * _half_step(torch.maximum(masters.abs(), stepped.abs()))
         excess = ((masters - stepped).abs() - rounding).clamp(min=0)
         gaps = torch.where(excess == 0, 0.0, excess / rate).split(sizes.tolist())
         kept = zip(masters.split(sizes.tolist()), weights.split(sizes.tolist()), strict=True)
-        left = torch.stack(self._left).tolist()
         tensors = [
             AuditedTensor(
                 name=item.of.name, begin=item.of.offset + item.begin, elements=item.size, gap=real(float(gap.max())),
                 copied=torch.equal(master.to(item.of.model.dtype).double(), weight), left=real(there),
             )
-            for item, gap, (master, weight), there in zip(self._slices, gaps, kept, left, strict=True)
+            for item, gap, (master, weight), there in zip(self._slices, gaps, kept, self._left, strict=True)
         ]  # fmt: skip
         probe.emit(
             AdamAudit(
