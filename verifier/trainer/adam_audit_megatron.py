@@ -139,9 +139,9 @@ class Audits:
             name: of the update, as its records have it.
         """
         owned = sorted(self._owned(), key=lambda item: item.name)
-        turns = range((number - 1) * TENSORS, (number - 1) * TENSORS + min(TENSORS, len(owned)))
+        count = min(TENSORS, len(owned))
         chosen = []
-        for turn in turns:
+        for turn in range((number - 1) * count, number * count):
             item, round_ = owned[turn % len(owned)], turn // len(owned)
             num_slices = -(-item.master.numel() // ELEMENTS)
             begin = round_ % num_slices * ELEMENTS
