@@ -31,8 +31,9 @@ def test_a_clean_run_at_drawn_knobs_raises_no_alarm(seed, resources, tmp_path):
     config, _ = load(TrainConfig, overrides=[*knobs, f"run={tmp_path / 'run'}"])
     launcher = resources.launcher(Deadline(300))
     Trainer(config, lambda text: None, DeferredJudge(), launcher=launcher, resources=resources).run()
-    reports = [report_of(store.read(path), "") for path in sorted((tmp_path / "run" / "steps").iterdir())]
-    assert len(reports) == STEPS
+    paths = [*sorted((tmp_path / "run" / "steps").iterdir()), tmp_path / "run" / "export"]
+    reports = [report_of(store.read(path), "") for path in paths]
+    assert len(reports) == STEPS + 1
     bad = [item for report in reports for item in report.outcomes if item.verdict is not Verdict.HOLDS]
     assert not bad, [(item.code, item.verdict.name, item.finding or item.error) for item in bad]
     assert all(report.verdict is Verdict.HOLDS for report in reports)

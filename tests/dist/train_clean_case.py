@@ -158,12 +158,13 @@ def run(resources: Resources, name: str, folder: Path) -> dict[str, Any]:
     trained_s = time.monotonic() - began
     traces = [store.read(path) for path in sorted((folder / "steps").iterdir())]
     assert len(traces) == STEPS
-    reports = [report_of(trace, "") for trace in traces]
+    reports = [report_of(trace, "") for trace in [*traces, store.read(folder / "export")]]
     bad = [item for report in reports for item in report.outcomes if item.verdict is not Verdict.HOLDS]
     assert not bad, [(item.code, item.verdict.name, item.finding or item.error) for item in bad]
     assert all(report.verdict is Verdict.HOLDS for report in reports)
     sampled = config.verify.every and [step for step in range(1, STEPS + 1) if step % config.verify.every == 0]
     codes = [{item.code for item in report.outcomes} for report in reports]
+    assert "WGT019" in codes[STEPS]
     assert [step for step, found in enumerate(codes, 1) if "LSS001" in found] == (sampled or [])
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     live = config.algorithm == "grpo" and config.data.rollouts is None

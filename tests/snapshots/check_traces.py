@@ -76,6 +76,7 @@ from verifier.core.records_weights import (
     SyncedTensor,
     Update,
     UpdatedShard,
+    WrittenShard,
 )
 from verifier.core.trace import Trace
 
@@ -149,6 +150,7 @@ def weights() -> list[Record]:
             seen += [tensor(ShardAfterScoring, name, version, rank, **shard) for version in (0, 1)]
             seen += [tensor(ExportedTensor, name, version, rank) for version in (0, 1)]
             seen += [tensor(ShardAfterExport, name, version, rank, **shard) for version in (0, 1)]
+            seen.append(tensor(WrittenShard, name, 1, rank, **at, sources=(name,)))
             seen.append(replace(tensor(FrozenShard, name, 1, rank, **shard), digest=digest(name, 0)))
         seen += [tensor(SavedTensor, name, 1, shard="model.safetensors"), tensor(JoinedTensor, name, 1)]
     for role, rank in (("trainer", 0), ("trainer", 1), ("engine", 0)):
@@ -360,6 +362,7 @@ BROKEN: dict[str, list[Record]] = {
     "WGT015": change(ExportedTensor, rounded, name="b", rank=0, version=1),
     "WGT017": change(AdapterSpread, having(deviation=0.19)),
     "WGT016": change(ExportStream, having(reread=WRITTEN_OVER)),
+    "WGT019": change(WrittenShard, other_bits, name="a", rank=1),
     "WGT018": change(MergedMatrix, having(gap=64.0)),
     "PCK001": change(TokenLedger, with_array("shifted ledger")),
     "PCK002": change(PackLayout, having(cu_seqlens_padded=(0, 3, 5))),

@@ -23,12 +23,15 @@ from verifier.core.records_policy import (
     UpdateRatios,
 )
 from verifier.core.records_trainer import (
+    AdamAudit,
+    AuditedTensor,
     DataOrder,
     KnobsAsked,
     KnobsReached,
     LoadedState,
     LossColumns,
     OptimizerSettings,
+    ParameterGroup,
     RolloutTexts,
     RouterBalance,
     SavedState,
@@ -83,6 +86,13 @@ ARRAYS["other balance"] = {
 }  # fmt: skip
 
 
+GROUPS = (
+    ParameterGroup(learning_rate=5e-4, weight_decay=0.1, vectors=0, others=6),
+    ParameterGroup(learning_rate=5e-4, weight_decay=0.0, vectors=3, others=0),
+)
+AUDITED = (AuditedTensor(name="decoder.weight", begin=0, elements=8, gap=1e-5, copied=True, left=0.0),)
+
+
 def training() -> list[Record]:
     """Data, batch and step 1, over the two rollouts of `check_traces.tokens`."""
     return [
@@ -114,7 +124,14 @@ def training() -> list[Record]:
         *(
             TrainerStep(
                 name="update 1", version=1, rank=rank, step=1, loss=-1 / 6, num_tokens=3, grad_norm=2.0,
-                learning_rate=5e-4, weight_decay=0.1, optimizer_steps=1, scheduler_steps=2,
+                learning_rate=5e-4, weight_decay=0.1, optimizer_steps=1, scheduler_steps=2, groups=GROUPS,
+            )
+            for rank in range(2)
+        ),
+        *(
+            AdamAudit(
+                name="update 1", version=1, rank=rank, coordinate=f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0",
+                tensors=AUDITED,
             )
             for rank in range(2)
         ),
@@ -208,6 +225,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT002": (StepAccount, having(dropped={"overlong": 1})),
     "TRN002": (TrainerStep, having(learning_rate=1e-3)),
     "TRN003": (TrainerStep, having(optimizer_steps=2)),
+    "TRN005": (AdamAudit, having(tensors=(replace(AUDITED[0], gap=0.75),))),
     "TRN004": (RouterBalance, having(array="other balance")),
 }
 """Check -> kind of the fact that is wrong, and how."""

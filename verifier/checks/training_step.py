@@ -167,21 +167,38 @@ def _weights(item: LossColumns, masks: list[np.ndarray]) -> list[float]:
 def rate_off_schedule(trace: Trace) -> Iterator[Comparison]:
     """Each step has the learning rate and the weight decay that its number calls for.
 
-    What it checks: per rank, the rate and the decay that the optimizer held in the step, against the schedule in closed
-    form, its warm-up included.
-    Why it matters: a scheduler that is stepped twice, not at all, or by samples, and one that a resume begins anew.
+    What it checks: per rank, the rate and the decay that the optimizer held in the step for each of its groups of
+    parameters, against the schedule in closed form, its warm-up included; matrices decay, and parameters of one
+    dimension, which are norms and biases, do not.
+    Why it matters: a scheduler that is stepped twice, not at all, by samples, or for one group alone, and one that a
+    resume begins anew; norms that decay are smaller and no curve shows it.
     Evidence: train/done, train/optimizer (as the config asks).
     Tolerance and its source: 1e-12 of the learning rate; float64, a closed form.
     What it does not catch: a rate that the optimizer holds and does not use (TRN001).
-    References: open-r1#450, NeMo-RL#3171, SkyRL#1403.
+    References: open-r1#450, NeMo-RL#3171, SkyRL#1403, DeepSpeed#7969, Fast-LLM#542.
     """
     for settings in trace.of(OptimizerSettings):
         for report in trace.of(TrainerStep, version=settings.version):
             wanted = _rate(settings, report.step)
-            pairs = (
+            pairs = [
                 ("learning rate", float(report.learning_rate), wanted),
                 ("weight decay", float(report.weight_decay), settings.weight_decay),
-            )
+            ]
+            for at, group in enumerate(report.groups):
+                pairs.append((f"learning rate of group {at}", float(group.learning_rate), wanted))
+                decay = settings.weight_decay if group.others or not group.vectors else 0.0
+                if not (group.vectors and group.others):
+                    pairs.append((f"weight decay of group {at}", float(group.weight_decay), decay))
+                mixed = bool(settings.weight_decay and group.vectors and group.others)
+                yield Comparison(
+                    what=f"group {at} of {report.name} on rank {report.rank}", same=not mixed, stage=Stage.TRAIN,
+                    version=report.version, badness=1.0, owner=owner_of(report),
+                    sentence=f"{report.name} has {group.vectors} norms and biases in group {at}, which decays, it "
+                    "should have none",
+                    expected="no parameter of one dimension beside matrices, which decay",
+                    actual=f"{group.vectors} beside {group.others} others (the optimizer's group)", allowed="exact",
+                    hint="look at what groups parameters by their weight decay",
+                )  # fmt: skip
             for what, actual, expected in pairs:
                 gap, allowed = abs(actual - expected), RATE.absolute * max(expected, settings.learning_rate)
                 yield Comparison(

@@ -241,7 +241,7 @@ def exported_tensor_overwritten(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("WGT011", needs=(SourceConfig, ExportedConfig), scope="export")
+@check("WGT011", needs=(SourceConfig, ExportedConfig), scope="export", also="final")
 def exported_config_differs(trace: Trace) -> Iterator[Comparison]:
     """The config.json that goes with an export says what the source's says.
 
@@ -289,21 +289,26 @@ def exported_adapter_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     References: miles#1792, TensorRT-LLM#8063, vllm#55545.
     """
     for version in trace.versions(LiveAdapterScaling):
-        yield from compare_contents(
-            trace.of(ExportedAdapterMatrix, version=version), trace.of(LiveAdapterMatrix, version=version),
-            stage=Stage.EXPORT, version=version, actual_says="the exported adapter",
-            expected_says="the live adapters", allowed="bitwise (export copies)",
-            hint="look at how fused adapters are split, and at the axes that shard them",
+        yield from compare_adapters(trace, version)
+
+
+def compare_adapters(trace: Trace, version: int) -> Iterator[Comparison]:
+    """The file of an exported adapter and its configuration, against the live adapters of a version."""
+    yield from compare_contents(
+        trace.of(ExportedAdapterMatrix, version=version), trace.of(LiveAdapterMatrix, version=version),
+        stage=Stage.EXPORT, version=version, actual_says="the exported adapter",
+        expected_says="the live adapters", allowed="bitwise (export copies)",
+        hint="look at how fused adapters are split, and at the axes that shard them",
+    )  # fmt: skip
+    for live in trace.of(LiveAdapterScaling, version=version):
+        exported = next(trace.of(ExportedAdapterScaling, version=version), None)
+        want, got = f"{float(live.scaling):g}", f"{float(exported.scaling):g}" if exported else "absent"
+        yield Comparison(
+            what="alpha / rank", same=got == want, stage=Stage.EXPORT, version=version, badness=1.0,
+            sentence=f"the exported adapter is multiplied by {got}, the live ones by {want}",
+            expected=f"{want} (the live adapters)", actual=f"{got} (the exported adapter)", allowed="six digits",
+            hint="look at alpha and rank in the adapter's configuration", absent=exported is None,
         )  # fmt: skip
-        for live in trace.of(LiveAdapterScaling, version=version):
-            exported = next(trace.of(ExportedAdapterScaling, version=version), None)
-            want, got = f"{float(live.scaling):g}", f"{float(exported.scaling):g}" if exported else "absent"
-            yield Comparison(
-                what="alpha / rank", same=got == want, stage=Stage.EXPORT, version=version, badness=1.0,
-                sentence=f"the exported adapter is multiplied by {got}, the live ones by {want}",
-                expected=f"{want} (the live adapters)", actual=f"{got} (the exported adapter)", allowed="six digits",
-                hint="look at alpha and rank in the adapter's configuration", absent=exported is None,
-            )  # fmt: skip
 
 
 @check("WGT014", needs=(ExportedTensor, SavedCheckpoint), scope="saved")

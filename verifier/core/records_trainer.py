@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from verifier.core.record import ArrayRecord, Count, Lengths, Real, Record, TensorRecord
 
 
@@ -112,6 +114,17 @@ class OptimizerSettings(Record, frozen=True, kw_only=True, tag="train/optimizer"
     epsilon: float
 
 
+class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A group of parameters of one rank's optimizer, as it was in a step."""
+
+    learning_rate: Real
+    weight_decay: Real
+    vectors: Count
+    """Parameters of one dimension: norms and biases."""
+    others: Count
+    """Parameters of more dimensions, and those whose dimensions are not known."""
+
+
 class TrainerStep(Record, frozen=True, kw_only=True, tag="train/done"):
     """Report of one rank's optimizer step."""
 
@@ -124,13 +137,44 @@ class TrainerStep(Record, frozen=True, kw_only=True, tag="train/done"):
     grad_norm: Real
     """L2 norm that the optimizer clipped by."""
     learning_rate: Real
-    """Rate of every group of parameters in this step, as the optimizer held it."""
+    """Greatest rate of any group of parameters in this step, as the optimizer held it."""
     weight_decay: Real
     """Greatest weight decay of any group in this step."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """Groups with parameters on this rank."""
     optimizer_steps: Count
     """Steps that the optimizer counts after this one."""
     scheduler_steps: Count
     """Steps that the scheduler counts after this one."""
+
+
+class AuditedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Elements of one tensor around an update, on the rank whose optimizer has them."""
+
+    name: str
+    begin: Count
+    """Index of the first element in the flattened tensor of the rank's model."""
+    elements: Count
+    gap: Real
+    """Greatest distance of a master after the update from Adam's formula beyond float32 rounding, learning rates."""
+    copied: bool
+    """The weight after the update is the master, rounded to the weight's dtype."""
+    left: Real
+    """Greatest magnitude of the gradient before the first pass of the step."""
+
+
+class AdamAudit(Record, frozen=True, kw_only=True, tag="train/audit"):
+    """Some tensors of one rank around an update, beside Adam in float64."""
+
+    coordinate: str
+    """Mesh coordinate of the rank."""
+    tensors: tuple[AuditedTensor, ...]
+    remembered: Count = 0
+    """Tensors of which the rank knows what the update before left."""
+    moved: tuple[str, ...] = ()
+    """Remembered tensors whose master, moments or weight are others now."""
+    frozen: tuple[str, ...] = ()
+    """Parameters of the rank that no update moves, but for the base of an adapter."""
 
 
 class RouterBalance(ArrayRecord, frozen=True, kw_only=True, tag="train/balance"):

@@ -189,6 +189,15 @@ class SavedCheckpoint(Record, frozen=True, kw_only=True, tag="export/saved-files
     """Tensors that the index places in a file that does not hold them."""
 
 
+class WrittenShard(TensorRecord, frozen=True, kw_only=True, tag="export/written"):
+    """Part of a saved checkpoint that a rank's shard is by the independent layout, cut from the files."""
+
+    coordinate: str
+    """Mesh coordinate of the rank."""
+    sources: tuple[str, ...]
+    """Checkpoint tensors that it is cut from."""
+
+
 class PlanDigest(Record, frozen=True, kw_only=True, tag="plan/plan"):
     """Digest of the chunk plan that one trainer or engine rank holds."""
 

@@ -1,12 +1,14 @@
 """All faults by id. Importing this module imports every file of faults, which fills the catalogue."""
 
 from verifier.faults import (  # noqa: F401
+    adam_faults,
     advantage_faults,
     checkpoint_faults,
     column_faults,
     conversion_faults,
     data_faults,
     engine_faults,
+    export_faults,
     knob_faults,
     logprob_faults,
     loss_faults,

@@ -21,6 +21,7 @@ from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.controller import Progress, Trainer
 from verifier.trainer.loop import Judged
+from verifier.trainer.run_folder import RunFolder
 
 KNOBS = (
     "steps=3", "data.batch_size=8", "batch.micro_batch_size=3", "optimizer.schedule=linear", "optimizer.warmup_steps=2",
@@ -83,7 +84,9 @@ def run_training(
             crashed = str(problem)
     fired = fire.count + sum(int(mark.read_text() or 1) for mark in folder.glob("fired-[0-9]*"))
     traces = [store.read(path) for path in sorted((run / "steps").iterdir())]
-    outcomes = [outcome for trace in traces for outcome in report_of(trace, str(run)).outcomes]
+    exported = RunFolder(run).export_trace
+    judged = [*traces, *([store.read(exported)] if exported.exists() else [])]
+    outcomes = [outcome for trace in judged for outcome in report_of(trace, str(run)).outcomes]
     return TrainingOutcome(
         verdict=max((outcome.verdict for outcome in outcomes), default=Verdict.INCONCLUSIVE),
         caught=tuple(sorted({item.code for item in outcomes if item.verdict is Verdict.VIOLATED})),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from verifier.config.lora import LoraOptions
 from verifier.core.record import real
@@ -94,10 +95,10 @@ class Adapters:
         mesh = trainer.mesh
         self.base = LiveWeights(trainer.chunks, layout, mesh, rank, in_base)
         self.trained = LiveWeights(trainer.chunks, self.layout, mesh, rank, in_adapter)
-        self._loaded = _Kept()
+        self._loaded = Kept()
         with params_synced(trainer):
             self.base.record(self._loaded, 0, LoadedShard)
-        self._begun = _Kept()
+        self._begun = Kept()
         self.trained.record(self._begun, 0, AdapterShard)
         for name, matrix in self.matrices().items():
             deviation = real(float(matrix.double().square().mean().sqrt()))
@@ -161,15 +162,17 @@ class Adapters:
         return adapter
 
 
-class _Kept:
+class Kept:
     """Records that are made once and written to several traces."""
 
     def __init__(self) -> None:
         self._records: list[Any] = []
 
     def emit(self, record: Any, array: object = None) -> None:
+        """Keep a record."""
         self._records.append(record)
 
-    def record(self, probe: Recorder) -> None:
+    def record(self, probe: Recorder, **changed: Any) -> None:
+        """Write them to a trace, with other values of some fields."""
         for item in self._records:
-            probe.emit(item)
+            probe.emit(replace(item, **changed))

@@ -22,6 +22,7 @@ from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.batches import HeldOut, SftPlan, UpdatePlan
 from verifier.trainer.continuation import Continuation
 from verifier.trainer.engines import RESTARTS, ClusterEngines, Engines, HostEngines, Revival, gone
+from verifier.trainer.export_trace import ExportTrace
 from verifier.trainer.fitting import load_algorithms, require_fit
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
@@ -116,7 +117,7 @@ class Trainer:
                 if done or not self._owns_resources or engine.restarted:
                     loop.sync(done, None)  # it may hold the weights of another step, or of another run, or no adapter
             summary = loop.run(done, metrics)
-            self._export()
+            self._export(summary.steps)
             self._job.finish()
             folder.finish(config.steps, steps=summary.steps, loss=summary.loss, accuracy=summary.accuracy)
         return summary
@@ -204,13 +205,21 @@ class Trainer:
         except EngineGone as problem:
             loop.revival.revive(problem)
 
-    def _export(self) -> None:
+    def _export(self, step: int) -> None:
+        """Export the weights of the last step; with a judge, they are the run's once the files are what they should be.
+
+        Raises:
+            ViolationFound: they are not, and stay under another name.
+        """
         folder = self._folder.exported
         aside = folder.with_name("hf_model.partial")
         shutil.rmtree(aside, ignore_errors=True)
-        self._call("export", folder=str(aside))
+        trace = None if self._judge is None else ExportTrace(self._config, self._model, self._folder, step)
+        self._call("export", folder=str(aside), version=step, trace=None if trace is None else str(trace.path))
         for file in self._model.checkpoint.path.iterdir():  # the tokenizer, and what else belongs to the model
             if file.suffix != ".safetensors" and not (aside / file.name).exists():
                 shutil.copy(file, aside)
+        if trace is not None and self._judge is not None:
+            trace.judge(self._judge)
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)

@@ -4,6 +4,7 @@ config.yaml            every knob, as `--config` takes it again
 effective.json         settings that Megatron ran with
 batches/000001-00.safetensors   rollouts and loss inputs of a step's mini-batch
 steps/000001/          trace of a step, with --verify
+export/                trace of the last export, with --verify
 ranks/0000.jsonl       updates as a rank reports them, see `update_log`
 profiles/step-3-rank-0.json.gz   chrome trace of torch.profiler, with profile.steps
 oracle/000003/         what the oracle computes a step from, while it does
@@ -61,6 +62,11 @@ class RunFolder:
         return self.path / "profiles" / f"step-{step}{update}-rank-{rank}.json.gz"
 
     @property
+    def export_trace(self) -> Path:
+        """Trace directory of the last export."""
+        return self.path / "export"
+
+    @property
     def exported(self) -> Path:
         """Folder of the trained weights."""
         return self.path / "hf_model"
@@ -115,6 +121,7 @@ class RunFolder:
                     shutil.rmtree(item)
                 else:
                     item.unlink()
+        shutil.rmtree(self.export_trace, ignore_errors=True)
         if (left := self.path / "oracle").exists():  # of a step that a stop cut off
             for item in left.iterdir():
                 shutil.rmtree(item)

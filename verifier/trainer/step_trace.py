@@ -29,6 +29,16 @@ UNREAD = (
     "assistant says as it stands"
 )
 """Clause of the report on a step with conversations that have no second reader."""
+NO_AUDIT = (
+    "what the optimizer makes of each step's gradient was not judged (TRN005): masters and moments of "
+    "megatron.use_fsdp and megatron.optimizer_offload are not where it looks"
+)
+"""Clause of the report on a step whose masters and moments nothing reads."""
+
+
+def can_audit(config: TrainConfig) -> bool:
+    """Tell whether masters, moments and gradients of a run are where the audit of its updates looks for them."""
+    return not config.megatron.use_fsdp and not config.megatron.optimizer_offload
 
 
 def step_manifest(
@@ -88,6 +98,8 @@ def step_manifest(
         scopes.append("gradient")
         scopes += ["scored"] if config.algorithm == "grpo" else []
         scopes += ["sampled"] if synced else []
+    audited = can_audit(config)
+    scopes += ["audited"] if audited and not dropped else []
     if config.lora.rank and not dropped:
         scopes += ["frozen", "begun"] if step == 1 else ["frozen"]
     if restarted:
@@ -96,6 +108,7 @@ def step_manifest(
         scopes.append("resume")
     gaps = [NO_NOISE.format(dtype=model.dtype)] if compared and "mismatch" not in scopes else []
     gaps += [UNREAD.format(unread=unread)] if unread else []
+    gaps += [] if audited or dropped else [NO_AUDIT]
     return Manifest(
         command="train", command_line=shlex.join(["verifier", *sys.argv[1:]]), verifier=verifier.__version__,
         commit=this_code().commit, host=host(), gpus=gpu_names(model.tier), model=config.model,

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from safetensors.numpy import save_file
 
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
+from verifier.data.rollout import Rollout
 from verifier.model.provider_megatron import TrainerModel
 from verifier.plan.digest import digest_tensors
 from verifier.platform import Tier
+from verifier.train import step_megatron
 from verifier.train.optimizer_megatron import owned_gradients
 from verifier.train.step_megatron import StepResult
+from verifier.train.vocab_logprob import is_greedy
 from verifier.trainer.run_folder import RunFolder
 
 
@@ -74,3 +80,18 @@ def profiler(config: TrainConfig, step: int, number: int, rank: int) -> Iterator
         aside = file.with_name(f".partial-{file.name}")  # torch compresses by the end of the name
         found.export_chrome_trace(str(aside))
         aside.replace(file)
+
+
+def write_logprobs(found: Sequence[torch.Tensor], file: str) -> None:
+    """Write log-probabilities of rollouts, see `step_megatron.score`, as one array with NaN for the first tokens."""
+    nan = torch.full((1,), math.nan)
+    whole = torch.cat([part for row in found for part in (nan, row)])
+    save_file({"logprobs": whole.numpy()}, file)
+
+
+def greedy_answers(trainer: TrainerModel, rollouts: Sequence[Rollout], **batching: Any) -> list[bool]:
+    """Tell for each rollout whether greedy decoding gives every token of its loss mask. A collective."""
+    found = step_megatron.score(trainer, rollouts, read=is_greedy, **batching)
+    return [
+        bool(right[torch.from_numpy(rollout.mask[1:])].all()) for right, rollout in zip(found, rollouts, strict=True)
+    ]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verifier.config.training import TrainConfig
 from verifier.core.record import real
 from verifier.core.records_policy import LossRows, UpdateRatios
-from verifier.core.records_trainer import TrainerStep
+from verifier.core.records_trainer import ParameterGroup, TrainerStep
 from verifier.core.records_weights import StepReport
 from verifier.core.store import Recorder
 from verifier.model.provider_megatron import TrainerModel
@@ -43,7 +43,7 @@ class UpdateRecords:
         return f"update {self.number}"
 
     def record_step(
-        self, result: StepResult, optimizer: Any, scheduler: Any, *, rate: float, decay: float, sampled: bool
+        self, result: StepResult, optimizer: Any, scheduler: Any, *, groups: Sequence[ParameterGroup], sampled: bool
     ) -> None:
         """Record counters, rates and the loss.
 
@@ -51,14 +51,16 @@ class UpdateRecords:
             result: of the step.
             optimizer: after the step.
             scheduler: after the step.
-            rate: learning rate of the step.
-            decay: weight decay of the step.
+            groups: of parameters, as they were in the step.
             sampled: transformers computes the step too.
         """
         told = {"loss": real(result.loss), "num_tokens": result.num_tokens, "grad_norm": real(result.grad_norm)}
         self.probe.emit(
             TrainerStep(
-                name=self.name, version=self.step, step=self.number, learning_rate=real(rate), weight_decay=real(decay),
+                name=self.name, version=self.step, step=self.number,
+                learning_rate=max((item.learning_rate for item in groups), key=float),
+                weight_decay=max((item.weight_decay for item in groups), key=float),
+                groups=tuple(item for item in groups if item.vectors or item.others),
                 optimizer_steps=optimizer_megatron.steps_of(optimizer), scheduler_steps=int(scheduler.num_steps),
                 **told,
             )

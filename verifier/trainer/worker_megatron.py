@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from safetensors.numpy import save_file
 
 from verifier.algorithms.registry import load_plugins
 from verifier.core.outputs import full_disk_refused
@@ -21,7 +18,6 @@ from verifier.core.records_weights import UpdatedShard
 from verifier.core.store import Recorder
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.sender import Running
-from verifier.export import gather_megatron
 from verifier.export.names import layout_of
 from verifier.launch.child import resolve
 from verifier.model import provider_megatron
@@ -33,10 +29,11 @@ from verifier.probes.weights_megatron import LiveWeights
 from verifier.train import checkpoint_megatron, lora_megatron, optimizer_megatron, router_order_megatron, step_megatron
 from verifier.train.offload_megatron import state_tensors
 from verifier.train.policy_loss_megatron import LossMeter, policy_loss
-from verifier.train.vocab_logprob import is_greedy
-from verifier.trainer import update_log
+from verifier.trainer import update_facts_megatron, update_log
+from verifier.trainer.adam_audit_megatron import Audits, groups_of
 from verifier.trainer.adapter_sync_megatron import AdapterSync
-from verifier.trainer.adapters_megatron import Adapters, spec_of
+from verifier.trainer.adapters_megatron import Adapters, Kept, spec_of
+from verifier.trainer.final_export_megatron import FinalExport
 from verifier.trainer.given_routes import SCORED
 from verifier.trainer.hand_on_megatron import HandOn
 from verifier.trainer.live_settings_megatron import data_parallel_of, effective_settings, settings_of
@@ -52,8 +49,8 @@ from verifier.trainer.state_megatron import (
     state_facts,
     write_facts,
 )
+from verifier.trainer.step_trace import can_audit
 from verifier.trainer.turns_megatron import Turns
-from verifier.trainer.update_facts_megatron import gradient_digests, metrics_of_update, peak_memory, profiler
 from verifier.trainer.update_log import RankUpdate
 from verifier.trainer.update_records_megatron import UpdateRecords, watched
 from verifier.trainer.upstream_fields import found, provider_overrides
@@ -91,6 +88,7 @@ class TrainerWorker:
         self._sync: WeightSync | AdapterSync | None = None
         self._turns: Turns | None = None
         self._adapters: Adapters | None = None
+        self._left: Kept | None = None
         self._reference: list[torch.Tensor] = []
         self._frozen: dict[str, dict[str, Any]] = {}
         self._scored: dict[str, dict[str, Any]] = {}
@@ -125,6 +123,7 @@ class TrainerWorker:
         self._settings = OptimizerSettings(name="Adam", **spec.optimizer)
         self._optimizer = optimizer_megatron.make_optimizer(self._trainer, rule=self._settings)
         self._scheduler = optimizer_megatron.make_step_scheduler(self._optimizer, self._settings)
+        self._audits = Audits(self._trainer, self._optimizer, self._settings)
         self._source = open_checkpoint(spec.checkpoint)
         layout, rank = layout_of(self._source.config), self._context.rank
         self._whole = self._live = LiveWeights(self._trainer.chunks, layout, config.mesh, rank)
@@ -153,7 +152,7 @@ class TrainerWorker:
 
     def record_load(self, trace: str) -> None:
         """Record what was saved and what was loaded, in a trace of its own."""
-        with contextlib.closing(Recorder(Path(trace), "trainer", self._context.rank)) as probe:
+        with contextlib.closing(self._new_recorder(trace)) as probe:
             self._record_resume(probe)
 
     def _state(self) -> Facts:
@@ -190,9 +189,7 @@ class TrainerWorker:
                     self._trainer, rollouts, temperature=self._temperature, on_shards=look, **self._batching
                 )
         if self._context.rank == 0:
-            nan = torch.full((1,), math.nan)
-            whole = torch.cat([part for row in found for part in (nan, row)])
-            save_file({"logprobs": whole.numpy()}, to)
+            update_facts_megatron.write_logprobs(found, to)
 
     def hold(self, version: int, folder: str) -> None:
         """Write the weights as they are, a version, for the oracle of a later step."""
@@ -214,21 +211,23 @@ class TrainerWorker:
         """
         config = self._config
         rollouts, columns = load_rollouts(Path(batch))
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        decays = [group["weight_decay"] for group in self._optimizer.param_groups]
+        groups = groups_of(self._optimizer, known=can_audit(config))
+        rate = max(float(item.learning_rate) for item in groups)
         name, meter = f"update {number}", LossMeter(rows=trace is not None)
         probe = self._recorder(trace)
         look: step_megatron.OnShards | None = None
         given = contextlib.nullcontext()
-        hand_on, gradients = None, dict[str, str]()
+        hand_on, audit, gradients = None, None, dict[str, str]()
         if oracle is not None:
             hand_on = self._hand_on(oracle)
             hand_on.before(number, first=first)
 
         def on_gradients() -> None:
-            gradients.update(gradient_digests(self._trainer))
+            gradients.update(update_facts_megatron.gradient_digests(self._trainer))
             if hand_on is not None:
                 hand_on.gradients(number)
+            if audit is not None:
+                audit.gradients()
 
         if probe is not None:
             self._record_resume(probe)
@@ -236,9 +235,12 @@ class TrainerWorker:
                 self._turns.record(probe, step)
             look = TokenProbe(probe, self._config.mesh, self._context.rank, name, step, rollouts)
             given = watched(probe, self._trainer, config, name, step)
+            if can_audit(config):
+                audit = self._audits.of(number, name)
+                look = audit.seen(look)
             if self._context.rank == 0 and first:
                 record_provider(probe, self._trainer.provider)
-        profiled = profiler(config, step, number, self._context.rank)
+        profiled = update_facts_megatron.profiler(config, step, number, self._context.rank)
         told = None if oracle is None else Path(oracle) / f"routes-{number}" / f"{self._context.rank:04d}.npy"
         with given, profiled, self._routes.during(rollouts, Path(batch).stem, name, look, told) as look:
             result = step_megatron.train_step(
@@ -248,7 +250,7 @@ class TrainerWorker:
             )  # fmt: skip
         if hand_on is not None:
             hand_on.after(number)
-        memory = peak_memory(self._spec.tier)
+        memory = update_facts_megatron.peak_memory(self._spec.tier)
         said = RankUpdate(
             step=step, number=number, batch=Path(batch).name, first=first, mesh=config.mesh.label(), steps=config.steps,
             loss=result.loss, grad_norm=result.grad_norm, peak_memory=memory, gradients=gradients,
@@ -261,9 +263,10 @@ class TrainerWorker:
             probe.emit(KnobsReached(name=name, version=step, values=self._reached()))
             records = UpdateRecords(probe=probe, config=config, step=step, number=number)
             records.record_step(
-                result, self._optimizer, self._scheduler, rate=max(rates), decay=max(decays),
-                sampled=hand_on is not None,
+                result, self._optimizer, self._scheduler, groups=groups, sampled=hand_on is not None
             )  # fmt: skip
+            if audit is not None:
+                audit.record(probe, step, result.grad_norm, str(at))
             if at.tp == 0:
                 records.record_rows(meter, str(at))
             if config.algorithm == "grpo":
@@ -273,17 +276,19 @@ class TrainerWorker:
                 self._record_weights(probe, step)
                 if self._sync is None:
                     self._close_recorder()
-        found = metrics_of_update(result, facts, policy=config.algorithm == "grpo")
+        found = update_facts_megatron.metrics_of_update(result, facts, policy=config.algorithm == "grpo")
         return found | {
-            "learning_rate": max(rates), "tokens": sum(map(len, rollouts)), "peak_memory_gib": memory / 2**30,
+            "learning_rate": rate, "tokens": sum(map(len, rollouts)), "peak_memory_gib": memory / 2**30,
         }  # fmt: skip
 
     def _record_weights(self, probe: Recorder, step: int) -> None:
         if self._adapters is not None:
             self._adapters.record_update(probe, step, begins=step == 1)
             return
+        self._left = Kept()
         with step_megatron.params_synced(self._trainer):
-            self._live.record(probe, step, UpdatedShard)
+            self._live.record(self._left, step, UpdatedShard)
+        self._left.record(probe)
 
     def connect(self, sockets: list[str], transport: str) -> str:
         """Connect to the engines that sample, or to their new processes; rank 0 returns why one is gone, if it is."""
@@ -330,20 +335,14 @@ class TrainerWorker:
 
     def evaluate(self, batch: str) -> list[bool]:
         """Tell for each rollout of a batch whether greedy decoding gives every token of its loss mask."""
-        rollouts, _ = load_rollouts(Path(batch))
-        found = step_megatron.score(self._trainer, rollouts, read=is_greedy, **self._batching)
-        return [
-            bool(right[torch.from_numpy(rollout.mask[1:])].all())
-            for right, rollout in zip(found, rollouts, strict=True)
-        ]
+        return update_facts_megatron.greedy_answers(self._trainer, load_rollouts(Path(batch))[0], **self._batching)
 
-    def export(self, folder: str) -> None:
-        """Write the weights as a Hugging Face checkpoint, by megatron-bridge: adapters merged, and alone."""
+    def export(self, folder: str, version: int, trace: str | None) -> None:
+        """Write the weights, a version, as a Hugging Face checkpoint: adapters merged, and alone."""
         self._say(f"exporting to {folder}")
-        gather_megatron.save(self._trainer, Path(folder), whole=True)
-        if self._adapters is not None:
-            self._adapters.save(self._config.run / "adapter", None, 0)
-        dist.barrier()
+        final = FinalExport(self._trainer, self._source, self._whole, self._adapters, self._context.rank, version)
+        with contextlib.nullcontext() if trace is None else contextlib.closing(self._new_recorder(trace)) as probe:
+            final.write(Path(folder), self._config.run / "adapter", probe, self._left)
 
     def _hand_on(self, folder: str) -> HandOn:
         """Writer of this rank's part of what the oracle reads."""
@@ -380,8 +379,11 @@ class TrainerWorker:
         if self._probe is not None and (trace is None or self._probe.path != Path(trace)):
             self._close_recorder()
         if trace is not None and self._probe is None:
-            self._probe = Recorder(Path(trace), "trainer", self._context.rank)
+            self._probe = self._new_recorder(trace)
         return self._probe
+
+    def _new_recorder(self, trace: str) -> Recorder:
+        return Recorder(Path(trace), "trainer", self._context.rank)
 
     def _close_recorder(self) -> None:
         if self._probe is not None:

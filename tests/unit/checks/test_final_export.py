@@ -1,0 +1,89 @@
+"""WGT019 on hand-written exports of all weights and of adapters."""
+
+from msgspec.structs import replace
+
+import verifier.checks  # noqa: F401  (fills the registry)
+from tests.snapshots.check_traces import make_trace
+from verifier.core.check import REGISTRY, run_check
+from verifier.core.finding import Verdict
+from verifier.core.records_weights import (
+    ExportedAdapterMatrix,
+    ExportedAdapterScaling,
+    LiveAdapterMatrix,
+    LiveAdapterScaling,
+    MergedMatrix,
+    SavedCheckpoint,
+    SavedTensor,
+    SourceTensor,
+    UpdatedShard,
+    WrittenShard,
+)
+
+
+def held(name, content, version=3):
+    return {
+        "name": name, "version": version, "digest": "vd1:" + content * 32, "dtype": "float32", "shape": (2, 2)
+    }  # fmt: skip
+
+
+def files(contents, missing=()):
+    saved = [SavedTensor(shard="model.safetensors", **held(name, content)) for name, content in contents.items()]
+    return [*saved, SavedCheckpoint(name="shards", version=3, shards=1, missing=tuple(missing))]
+
+
+SOURCE = [SourceTensor(**held(name, "0", 0)) for name in "ab"]
+LIVE = [UpdatedShard(coordinate="tp=0", replica=name, **held(name, "1")) for name in "ab"]
+WRITTEN = [WrittenShard(coordinate="tp=0", sources=(name,), **held(name, "1")) for name in "ab"]
+ADAPTERS = [
+    *(kind(**held("a.lora_A.weight", "2")) for kind in (LiveAdapterMatrix, ExportedAdapterMatrix)),
+    *(kind(name="alpha / rank", version=3, scaling=2.0) for kind in (LiveAdapterScaling, ExportedAdapterScaling)),
+    MergedMatrix(name="a", version=3, dtype="float32", rank_of_adapter=4, gap=0.5, where=0),
+]
+
+
+def judged(*records):
+    outcome = run_check(REGISTRY["WGT019"], make_trace(records))
+    return outcome.verdict, outcome.finding and outcome.finding.first.sentence
+
+
+def test_trained_weights_in_the_files_hold():
+    assert judged(*SOURCE, *LIVE, *WRITTEN, *files({"a": "1", "b": "1"})) == (Verdict.HOLDS, None)
+
+
+def test_weights_of_another_step_are_seen():
+    stale = [replace(WRITTEN[0], digest="vd1:" + "9" * 32), WRITTEN[1]]
+    verdict, sentence = judged(*SOURCE, *LIVE, *stale, *files({"a": "9", "b": "1"}))
+    assert verdict is Verdict.VIOLATED
+    assert sentence.startswith("`a` holds other bits in the files of hf_model, cut by layout than in the live model")
+
+
+def test_a_tensor_that_is_not_in_the_files_is_seen():
+    verdict, sentence = judged(*SOURCE, *LIVE, WRITTEN[0], *files({"a": "1"}))
+    assert (verdict, sentence) == (Verdict.VIOLATED, "`b` is absent from the files of hf_model")
+
+
+def test_an_index_that_names_what_is_in_no_file_is_seen():
+    verdict, sentence = judged(*SOURCE, *LIVE, *WRITTEN, *files({"a": "1", "b": "1"}, missing=["c"]))
+    assert (verdict, sentence) == (Verdict.VIOLATED, "the index names `c`, which is in no file")
+
+
+def test_another_dtype_in_the_files_is_seen():
+    saved = [replace(item, dtype="bfloat16") if item.name == "b" else item for item in files({"a": "1", "b": "1"})]
+    assert judged(*SOURCE, *LIVE, *WRITTEN, *saved)[1].startswith("`b` has dtype bfloat16 in the files")
+
+
+def test_a_family_without_a_layout_is_judged_by_names():
+    assert judged(*SOURCE, *LIVE, *files({"a": "7", "b": "8"})) == (Verdict.HOLDS, None)
+
+
+def test_a_matrix_without_an_adapter_is_the_sources():
+    assert judged(*SOURCE, *ADAPTERS, *files({"a": "5", "b": "0"})) == (Verdict.HOLDS, None)
+    assert judged(*SOURCE, *ADAPTERS, *files({"a": "5", "b": "6"}))[0] is Verdict.VIOLATED
+
+
+def test_a_file_of_another_adapter_is_seen():
+    other = [
+        replace(item, digest="vd1:" + "3" * 32) if isinstance(item, ExportedAdapterMatrix) else item
+        for item in ADAPTERS
+    ]
+    assert judged(*SOURCE, *other, *files({"a": "5", "b": "0"}))[0] is Verdict.VIOLATED

@@ -1,0 +1,82 @@
+"""The audit of an update on torch's AdamW: it holds on right steps, and tells what moved between two updates."""
+
+from types import SimpleNamespace
+
+import torch
+
+from verifier.core.records_trainer import OptimizerSettings
+from verifier.trainer.adam_audit_megatron import ELEMENTS, Audits, groups_of
+
+RATE, DECAY = 1e-2, 0.1
+SETTINGS = OptimizerSettings(
+    name="Adam", schedule="constant", learning_rate=RATE, least_learning_rate=0.0, warmup_steps=0, decay_steps=9,
+    weight_decay=DECAY, clip_grad=1.0, beta_1=0.9, beta_2=0.95, epsilon=1e-8,
+)  # fmt: skip
+
+
+class Case:
+    def __init__(self):
+        torch.manual_seed(1)
+        self.model = torch.nn.Linear(80, 20)
+        weight, bias = self.model.parameters()
+        groups = [{"params": [weight], "weight_decay": DECAY}, {"params": [bias], "weight_decay": 0.0}]
+        self.adam = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
+        self.optimizer = SimpleNamespace(
+            chained_optimizers=[SimpleNamespace(optimizer=self.adam)], param_groups=self.adam.param_groups
+        )
+        self.audits = Audits(SimpleNamespace(chunks=[self.model]), self.optimizer, SETTINGS)
+
+    def update(self, number, *, clips=True, left=0.0):
+        for parameter in self.model.parameters():
+            parameter.main_grad = torch.full_like(parameter, left)
+        audit = self.audits.of(number, f"update {number}")
+        audit.seen(None)([])
+        for parameter in self.model.parameters():
+            parameter.main_grad = torch.randn_like(parameter)
+        audit.gradients()
+        norm = float(sum(parameter.main_grad.square().sum() for parameter in self.model.parameters()).sqrt())
+        for parameter in self.model.parameters():
+            parameter.grad = parameter.main_grad / (norm + 1e-6) if clips else parameter.main_grad
+        self.adam.step()
+        found = []
+        audit.record(SimpleNamespace(emit=found.append), number, norm, "tp=0")
+        return found[0]
+
+
+def test_right_updates_hold_and_slices_take_turns():
+    case = Case()
+    found = [case.update(number) for number in (1, 2, 3)]
+    assert max(float(tensor.gap) for item in found for tensor in item.tensors) < 1e-5
+    assert all(tensor.copied and float(tensor.left) == 0 for item in found for tensor in item.tensors)
+    assert [item.moved for item in found] == [(), (), ()]
+    assert [item.remembered for item in found] == [0, 2, 2]
+    begins = {tensor.begin for item in found for tensor in item.tensors if tensor.name == "weight"}
+    assert begins == {0, ELEMENTS}
+
+
+def test_a_step_without_its_clip_is_off():
+    case = Case()
+    case.update(1)
+    assert max(float(tensor.gap) for tensor in case.update(2, clips=False).tensors) > 0.1
+
+
+def test_a_gradient_that_was_left_is_told():
+    assert {float(tensor.left) for tensor in Case().update(1, left=0.5).tensors} == {0.5}
+
+
+def test_what_moves_between_updates_is_named():
+    case = Case()
+    case.update(1)
+    case.adam.state[case.model.bias]["exp_avg"].zero_()
+    assert case.update(2).moved == ("bias",)
+
+
+def test_groups_are_counted_by_dimension():
+    found = groups_of(Case().optimizer, known=True)
+    assert [(item.vectors, item.others, float(item.weight_decay)) for item in found] == [(0, 1, DECAY), (1, 0, 0.0)]
+
+
+def test_frozen_parameters_are_named():
+    case = Case()
+    case.model.bias.requires_grad = False
+    assert case.update(1).frozen == ("bias",)

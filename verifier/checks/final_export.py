@@ -1,0 +1,82 @@
+"""The product of a training run: the checkpoint that it exports at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from verifier.checks.content import by_name, compare_contents, left_out
+from verifier.checks.weights import compare_adapters
+from verifier.core.check import check
+from verifier.core.comparison import Comparison
+from verifier.core.records_weights import (
+    LiveAdapterScaling,
+    MergedMatrix,
+    SavedCheckpoint,
+    SavedTensor,
+    SourceTensor,
+    UpdatedShard,
+    WrittenShard,
+)
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+FILES = "the files of hf_model"
+"""Reporter of what was written."""
+
+
+@check("WGT019", needs=(SavedCheckpoint, SourceTensor), scope="final")
+def final_export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
+    """The checkpoint that a run leaves holds the weights that its last update left.
+
+    What it checks: of the files of `hf_model`, read by their index, names, dtypes and shapes against the source's,
+    both ways; and on each rank dtype, shape and bits of every live shard after the last update, against what the
+    independent layout (`verifier/export/names.py`) cuts from the files. Of a run that trains adapters, every matrix
+    without one against the source (WGT018 judges the others), and the files of the adapter against the live ones.
+    Why it matters: it is what the run was for, and what a run with `first` builds on. Written before the last update,
+    with a shard missing, an adapter left out or a cast in between, it loads everywhere and is only worse.
+    Evidence: export/saved, export/saved-files, export/written, load/source, train/shard; train/adapter, export/adapter,
+    export/merged.
+    Tolerance and its source: bitwise; an export copies.
+    What it does not catch: contents of families without a layout, which the report says; tokenizers and generation
+    settings; config.json (WGT011).
+    References: prime-rl#1707, SkyRL#1345, Megatron-Bridge#4188.
+    """
+    for files in trace.of(SavedCheckpoint):
+        yield from _against_source(trace, files)
+        for rank in sorted({item.rank for item in trace.of(WrittenShard, version=files.version)}):
+            yield from compare_contents(
+                trace.of(WrittenShard, version=files.version, rank=rank),
+                trace.of(UpdatedShard, version=files.version, rank=rank),
+                stage=Stage.EXPORT, version=files.version, actual_says=f"{FILES}, cut by layout",
+                expected_says="the live model after the last update", allowed="bitwise (an export copies)",
+                hint="look at when the export read this tensor, and at what it casts or gathers",
+            )  # fmt: skip
+        if trace.has(LiveAdapterScaling):
+            yield from compare_adapters(trace, files.version)
+
+
+def _against_source(trace: Trace, files: SavedCheckpoint) -> Iterator[Comparison]:
+    """Names, dtypes and shapes of all tensors; the bits, too, of those that an adapter's run does not change."""
+    saved, source = by_name(trace.of(SavedTensor, version=files.version)), by_name(trace.of(SourceTensor))
+    frozen = trace.has(LiveAdapterScaling) and not trace.has(WrittenShard)
+    merged = {item.name for item in trace.of(MergedMatrix, version=files.version)}
+    copies = left_out(source, saved.values())
+    wanted = [
+        item if (frozen and name not in merged) or name not in saved
+        else replace(item, digest=saved[name].digest)
+        for name, item in source.items() if name not in copies
+    ]  # fmt: skip
+    yield from compare_contents(
+        saved.values(), wanted, stage=Stage.EXPORT, version=files.version, actual_says=FILES,
+        expected_says="the source checkpoint", allowed="exact (training changes no name, dtype or shape)",
+        hint="look at which tensors share a file, at the index, and at what the export casts",
+    )  # fmt: skip
+    for name in files.missing:
+        if name not in source:
+            yield Comparison(
+                what=name, same=False, stage=Stage.EXPORT, version=files.version, badness=1.0, absent=True,
+                sentence=f"the index names `{name}`, which is in no file", expected="absent (the source checkpoint)",
+                actual=f"in the index alone ({FILES})", allowed="exact", hint="look at what the index is made of",
+            )  # fmt: skip

@@ -1,0 +1,94 @@
+"""Bugs of the last export of a training run, whose files are its product."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from verifier.core.stage import Stage
+from verifier.faults.fault import TRAINING, Call, fault
+from verifier.mesh import Mesh
+
+SAVE = "verifier.export.gather_megatron:save(trainer, folder, whole)"
+MERGE = (
+    "megatron.bridge.peft.lora_merge:LoRAMerge.merge(self, base_weight, linear_out, linear_in, alpha, dim, tp_group, "
+    "scale)"
+)
+SAVE_SHARDS = (
+    "megatron.bridge.models.hf_pretrained.state:SafeTensorsStateSource.save_generator("
+    "self, generator, output_path, strict, distributed_save, save_every_n_ranks, ignored_source_key_prefixes)"
+)
+UPDATE = "megatron.core.optimizer.optimizer:ChainedOptimizer.step(self)"
+in_final = functools.partial(
+    fault, stage=Stage.EXPORT, caught_by=("WGT019",), engine=TRAINING, model="tiny:add", training=("steps=2",)
+)
+in_final_merge = functools.partial(
+    in_final, caught_by=("WGT018",), training=("lora.rank=4", "lora.alpha=6", "optimizer.warmup_steps=0")
+)
+
+
+def _exported_as(call: Call, weight_of: Callable[[int, Any], Any]) -> None:
+    """Export with other weights in the place of the live ones, which are back afterwards."""
+    import torch
+
+    parameters = [parameter for chunk in call.trainer.chunks for parameter in chunk.parameters()]
+    live = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        for at, parameter in enumerate(parameters):
+            parameter.copy_(weight_of(at, parameter))
+        call.faulty()
+        for parameter, weight in zip(parameters, live, strict=True):
+            parameter.copy_(weight)
+
+
+@in_final("NovaSky-AI/SkyRL#1345", SAVE)
+def final_export_before_last_update(call: Call) -> None:
+    """The last export takes weights that were gathered before the last update."""
+    _exported_as(call, lambda at, parameter: call.state["before"][at])
+
+
+@final_export_before_last_update.also("verifier.train.optimizer_megatron:make_optimizer(trainer, learning_rate, rule)")
+def _know_parameters(call: Call) -> Any:
+    call.state["trainer"] = call.trainer
+    return call.original()
+
+
+@final_export_before_last_update.also(UPDATE)
+def _remember_weights(call: Call) -> Any:
+    chunks = call.state["trainer"].chunks
+    call.state["before"] = [parameter.detach().clone() for chunk in chunks for parameter in chunk.parameters()]
+    return call.original()
+
+
+@in_final("NVIDIA-NeMo/Automodel#3193", SAVE, mesh=Mesh(dp=2))
+def final_export_through_bf16(call: Call) -> None:
+    """The last export casts all tensors to bf16, those that stay in float32 too; their files say float32."""
+    _exported_as(call, lambda at, parameter: parameter.bfloat16().float())
+
+
+@in_final("NVIDIA-NeMo/Megatron-Bridge#4188", SAVE_SHARDS)
+def final_export_incomplete(call: Call) -> None:
+    """The last tensors never come to the writer of the files, which leaves them out and only prints a warning."""
+    names = ("model.norm.weight", "model.layers.1.mlp.down_proj.weight")
+
+    def incomplete() -> Any:
+        for name, tensor in call.generator:
+            if name in names:
+                call.fire()
+            else:
+                yield name, tensor
+
+    call.original(generator=incomplete())
+
+
+@in_final_merge("PrimeIntellect-ai/prime-rl#1707", MERGE)
+def final_export_without_adapter(call: Call) -> Any:
+    """The last export strips the adapters' matrices and leaves the base as it was."""
+    return call.wrong(call.base_weight)
+
+
+@in_final_merge("Tencent-Hunyuan/UniRL#155", MERGE)
+def final_export_without_alpha(call: Call) -> Any:
+    """The last export merges adapters with their rank in the place of alpha: two thirds of their product."""
+    return call.faulty(alpha=call.dim)

@@ -1,0 +1,282 @@
+"""Audit of each update on one rank: Adam in float64 on some of the tensors that the rank's optimizer holds.
+
+A few elements of some tensors are kept around the update, others in each, so that every tensor has its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verifier.core.record import real
+from verifier.core.records_trainer import AdamAudit, AuditedTensor, OptimizerSettings, ParameterGroup
+from verifier.core.store import Recorder
+from verifier.model.provider_megatron import TrainerModel
+from verifier.train.pack import PackedBatch
+from verifier.train.step_megatron import OnShards
+
+TENSORS = 32
+"""Tensors that an update is audited on, at most."""
+ELEMENTS = 1024
+"""Elements of each, at most."""
+ROUNDINGS = 3
+"""Roundings of a weight in float32 in a step of Adam: 1 - rate * decay, which is near 1, the decay, and the move."""
+CLIP_EPSILON = 1e-6
+"""Number that is added to the norm of the gradient, which clips (torch.nn.utils.clip_grad_norm_)."""
+
+
+def groups_of(optimizer: Any, *, known: bool) -> list[ParameterGroup]:
+    """Groups of parameters of a rank, with the rates of the next step; counted if masters are `known`."""
+    found = []
+    for part in optimizer.chained_optimizers if known else ():
+        if getattr(part, "is_stub_optimizer", False):
+            continue
+        shapes = _models_of(part)
+        for group in part.optimizer.param_groups:
+            flat = [shapes[id(item)].ndim == 1 for item in group["params"] if id(item) in shapes]
+            vectors = sum(flat)
+            found.append(
+                ParameterGroup(
+                    learning_rate=real(group["lr"]), weight_decay=real(group["weight_decay"]), vectors=vectors,
+                    others=len(flat) - vectors,
+                )
+            )  # fmt: skip
+    if found:
+        return found
+    groups = optimizer.param_groups
+    return [
+        ParameterGroup(
+            learning_rate=real(item["lr"]), weight_decay=real(item["weight_decay"]), vectors=0, others=0
+        )
+        for item in groups
+    ]  # fmt: skip
+
+
+def _models_of(part: Any) -> dict[int, torch.Tensor]:
+    """Id of each master of an optimizer -> the model's parameter; nothing where the two are not known to belong."""
+    if hasattr(part, "model_param_group_index_map"):
+        places = part.model_param_group_index_map.items()
+        return {id(part.optimizer.param_groups[group]["params"][at]): model for model, (group, at) in places}
+    if hasattr(part, "float16_groups"):
+        models = [*part.float16_groups, *part.fp32_from_fp32_groups]
+        masters = [*part.fp32_from_float16_groups, *part.fp32_from_fp32_groups]
+        return {
+            id(master): model
+            for ours, theirs in zip(masters, models, strict=True)
+            for master, model in zip(ours, theirs, strict=True)
+        }
+    return {id(item): item for group in part.optimizer.param_groups for item in group["params"]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Owned:
+    """Part of a parameter that the rank's optimizer updates."""
+
+    name: str
+    model: torch.Tensor
+    master: torch.Tensor
+    offset: int
+    """Index of its first element in the flattened parameter."""
+    adam: Any
+    group: dict[str, Any]
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """Adam's state, empty before the first step."""
+        found: dict[str, torch.Tensor] = self.adam.state.get(self.master, {})
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Some elements of a part."""
+
+    of: _Owned
+    begin: int
+    size: int
+
+    def _cut(self, flat: torch.Tensor, shift: int = 0) -> torch.Tensor:
+        return flat.detach().view(-1)[shift + self.begin : shift + self.begin + self.size]
+
+    def state(self) -> list[torch.Tensor]:
+        """Master, both moments, and weight."""
+        moments = self.of.moments()
+        zero = torch.zeros(self.size, device=self.of.master.device)
+        pair = [self._cut(moments[name]) if name in moments else zero for name in ("exp_avg", "exp_avg_sq")]
+        return [self._cut(self.of.master), *pair, self._cut(self.of.model, self.of.offset)]
+
+    def gradient(self) -> torch.Tensor:
+        """Gradient as it is in the model's buffer."""
+        return self._cut(self.of.model.main_grad, self.of.offset)  # type: ignore[attr-defined]
+
+
+def _states(slices: list[_Slice]) -> list[torch.Tensor]:
+    """Masters, both moments, and weights of all slices, copied one after another."""
+    return [torch.cat(parts) for parts in zip(*(item.state() for item in slices), strict=True)]
+
+
+class Audits:
+    """Audits of one rank's updates.
+
+    Args:
+        trainer: of the rank.
+        optimizer: of the rank, whose masters and moments are on the device.
+        settings: of Adam, as the config asks for them.
+    """
+
+    def __init__(self, trainer: TrainerModel, optimizer: Any, settings: OptimizerSettings) -> None:
+        self._trainer, self._optimizer, self.settings = trainer, optimizer, settings
+        self.left: tuple[list[_Slice], list[torch.Tensor]] = ([], [])
+        """Slices of the audit before, and what its update left of them."""
+
+    def of(self, number: int, name: str) -> Audit:
+        """Audit of an update.
+
+        Args:
+            number: of the optimizer step, from 1.
+            name: of the update, as its records have it.
+        """
+        owned = sorted(self._owned(), key=lambda item: item.name)
+        count = min(TENSORS, len(owned))
+        chosen = []
+        for turn in range((number - 1) * count, number * count):
+            item, round_ = owned[turn % len(owned)], turn // len(owned)
+            num_slices = -(-item.master.numel() // ELEMENTS)
+            begin = round_ % num_slices * ELEMENTS
+            chosen.append(_Slice(item, begin, min(ELEMENTS, item.master.numel() - begin)))
+        return Audit(self, chosen, number, name)
+
+    def frozen(self) -> tuple[str, ...]:
+        """Parameters that are not trained, but for the base of an adapter."""
+        named = [item for chunk in self._trainer.chunks for item in chunk.named_parameters()]
+        adapts = any(".adapter." in name for name, _ in named)
+        return tuple(
+            name.replace("module.", "") for name, parameter in named if not parameter.requires_grad and not adapts
+        )
+
+    def _owned(self) -> Iterator[_Owned]:
+        names = {
+            id(parameter): f"{name.replace('module.', '')}{f' (chunk {at})' if at else ''}"
+            for at, chunk in enumerate(self._trainer.chunks) for name, parameter in chunk.named_parameters()
+        }  # fmt: skip
+        for part in self._optimizer.chained_optimizers:
+            if getattr(part, "is_stub_optimizer", False):
+                continue
+            models = _models_of(part)
+            for group in part.optimizer.param_groups:
+                for master in group["params"]:
+                    model = models.get(id(master))
+                    if model is None or id(model) not in names or master.numel() == 0:
+                        continue
+                    sharded = hasattr(part, "model_param_group_index_map")
+                    offset = part._get_model_param_range_map(model)["param"].start if sharded else 0
+                    yield _Owned(
+                        name=names[id(model)], model=model, master=master, offset=offset, adam=part.optimizer,
+                        group=group,
+                    )  # fmt: skip
+
+
+class Audit:
+    """Audit of one update: `seen` before its passes, `gradients` between them and the step, `record` after it."""
+
+    def __init__(self, audits: Audits, slices: list[_Slice], number: int, name: str) -> None:
+        self._audits, self._slices, self._number, self._name = audits, slices, number, name
+        self._left: list[float] = []
+        self._moved: list[str] = []
+        self._remembered = 0
+
+    def seen(self, look: OnShards | None) -> OnShards:
+        """A viewer that looks at what the step begins with, and then does what another viewer does."""
+
+        def begin(shards: list[PackedBatch]) -> Callable[[], None] | None:
+            self._begin()
+            return None if look is None else look(shards)
+
+        return begin
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        if not self._slices:
+            return
+        (remembered, before), self._audits.left = self._audits.left, ([], [])
+        self._remembered = len(remembered)
+        now = _states(remembered) if remembered else []
+        if not all(map(torch.equal, now, before)):
+            sizes = [item.size for item in remembered]
+            parts = zip(*(each.split(sizes) for each in now), *(each.split(sizes) for each in before), strict=True)
+            self._moved = [
+                item.of.name for item, (*ours, a, b, c, d) in zip(remembered, parts, strict=True)
+                if not all(map(torch.equal, ours, (a, b, c, d)))
+            ]  # fmt: skip
+        found = torch.cat([item.gradient() for item in self._slices]).abs()
+        sizes = [item.size for item in self._slices]
+        self._left = [float(part.max()) for part in found.split(sizes)] if found.any() else [0.0] * len(sizes)
+
+    @torch.no_grad()
+    def gradients(self) -> None:
+        """Keep what the update begins with."""
+        if not self._slices:
+            return
+        self._before = _states(self._slices)
+        self._gradient = torch.cat([item.gradient() for item in self._slices])
+        self._rates = [(float(item.of.group["lr"]), float(item.of.group["weight_decay"])) for item in self._slices]
+
+    @torch.no_grad()
+    def record(self, probe: Recorder, version: int, norm: float, coordinate: str) -> None:
+        """Compare what the update left with the formula.
+
+        Args:
+            probe: of the rank.
+            version: of the weights.
+            norm: of all gradients, by which the optimizer clipped.
+            coordinate: of the rank.
+        """
+        if not self._slices:
+            return
+        after = _states(self._slices)
+        self._audits.left = (self._slices, after)
+        clip = self._audits.settings.clip_grad
+        factor = min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0
+        sizes = torch.tensor([item.size for item in self._slices])
+        rate, decay = (torch.tensor(each).double().repeat_interleave(sizes) for each in zip(*self._rates, strict=True))
+        before = [each.cpu().double() for each in self._before]
+        gradient = self._gradient.cpu().double() * factor
+        masters, _, _, weights = (each.cpu().double() for each in after)
+        stepped = _stepped(before, gradient, self._number, rate, decay, self._audits.settings)
+        rounding = ROUNDINGS * _half_step(torch.maximum(masters.abs(), stepped.abs()))
+        excess = ((masters - stepped).abs() - rounding).clamp(min=0)
+        gaps = torch.where(excess == 0, 0.0, excess / rate).split(sizes.tolist())
+        kept = zip(masters.split(sizes.tolist()), weights.split(sizes.tolist()), strict=True)
+        tensors = [
+            AuditedTensor(
+                name=item.of.name, begin=item.of.offset + item.begin, elements=item.size, gap=real(float(gap.max())),
+                copied=torch.equal(master.to(item.of.model.dtype).double(), weight), left=real(there),
+            )
+            for item, gap, (master, weight), there in zip(self._slices, gaps, kept, self._left, strict=True)
+        ]  # fmt: skip
+        probe.emit(
+            AdamAudit(
+                name=self._name, version=version, coordinate=coordinate, tensors=tuple(tensors),
+                remembered=self._remembered, moved=tuple(self._moved), frozen=self._audits.frozen(),
+            )
+        )  # fmt: skip
+
+
+def _stepped(
+    before: list[torch.Tensor], gradient: torch.Tensor, step: int, rate: torch.Tensor, decay: torch.Tensor,
+    settings: OptimizerSettings,
+) -> torch.Tensor:  # fmt: skip
+    """Masters moved by Adam (Kingma and Ba 2015, algorithm 1), with decay (Loshchilov and Hutter 2019, algorithm 2)."""
+    master, first, second, _ = before
+    first = settings.beta_1 * first + (1 - settings.beta_1) * gradient
+    second = settings.beta_2 * second + (1 - settings.beta_2) * gradient.square()
+    denominator = (second / (1 - settings.beta_2**step)).sqrt() + settings.epsilon
+    return (1 - rate * decay) * master - rate * (first / (1 - settings.beta_1**step)) / denominator
+
+
+def _half_step(magnitude: torch.Tensor) -> torch.Tensor:
+    """Half the distance between float32 neighbours at these magnitudes."""
+    _, exponent = torch.frexp(magnitude)
+    return torch.ldexp(torch.full_like(magnitude, torch.finfo(torch.float32).eps / 4), exponent)

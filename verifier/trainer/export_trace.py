@@ -1,0 +1,58 @@
+"""Trace of a run's last export, and its judgement."""
+
+from __future__ import annotations
+
+import shutil
+
+from msgspec.structs import replace
+
+from verifier.config.training import TrainConfig
+from verifier.core.manifest import Scope
+from verifier.core.store import complete, create
+from verifier.errors import InternalError, ViolationFound
+from verifier.export.names import layout_of
+from verifier.runs.model_under_test import ModelUnderTest
+from verifier.trainer.loop import JUDGE_DEADLINE_S, Judge
+from verifier.trainer.run_folder import RunFolder
+from verifier.trainer.step_trace import step_manifest
+
+NO_LAYOUT = "the contents of hf_model were not judged: this family has no layout"
+"""Clause of the report on an export of which names, dtypes and shapes are judged alone."""
+
+
+class ExportTrace:
+    """A trace for the ranks to write their evidence to; one of an earlier export is removed.
+
+    Args:
+        config: of the run.
+        model: of the run.
+        folder: of the run.
+        step: the last one.
+
+    Attributes:
+        path: of the trace.
+    """
+
+    def __init__(self, config: TrainConfig, model: ModelUnderTest, folder: RunFolder, step: int) -> None:
+        scopes: list[Scope] = ["final", "merged"] if config.lora.rank else ["final"]
+        known = layout_of(model.checkpoint.config) is not None
+        self._manifest = replace(
+            step_manifest(config, model, step), scopes=tuple(scopes), engine="", engine_ranks=0, synced_versions=(),
+            not_judged=() if known else (NO_LAYOUT,),
+        )  # fmt: skip
+        shutil.rmtree(folder.export_trace, ignore_errors=True)
+        self.path = create(folder.export_trace, self._manifest)
+
+    def judge(self, judge: Judge) -> None:
+        """Have it judged.
+
+        Raises:
+            ViolationFound: a check does not hold.
+        """
+        complete(self.path, self._manifest)
+        try:
+            judged = judge.submit(self.path).result(JUDGE_DEADLINE_S)
+        except TimeoutError as problem:
+            raise InternalError(f"the judge of the export did not answer in {JUDGE_DEADLINE_S:g} s") from problem
+        if judged.exit_code:
+            raise ViolationFound(judged.text, judged.exit_code)
