@@ -32,6 +32,7 @@ from verifier.core.records_trainer import (
     RouterBalance,
     SavedState,
     StepAccount,
+    StepSizes,
     TrainedText,
     TrainerStep,
 )
@@ -95,6 +96,7 @@ def training() -> list[Record]:
             name="examples", version=1, num_examples=5, seed=3, step=1, examples=("a", "b"), prompts=("1+1=", "3+1="),
             holds_out_by_crc=True, array="examples",
         ),
+        StepSizes(name="step", version=1, batch_size=2, group_size=2),
         StepAccount(name="step", version=1, rollouts=2, tokens=5, in_loss=3, trained=3),
         LossColumns(
             name="update 1", version=1, aggregation="token_mean", ids=("x", "y"), groups=("x", "y"), lengths=(3, 2),
@@ -183,6 +185,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT003": (TrainedText, having(texts=("2<eos>", "4"))),
     "DAT004": (Drops, having(reasons=("", "zero_variance"))),
     "DAT005": (SamplingRound, having(replaced={"zero_variance": 2})),
+    "DAT007": (StepSizes, having(group_size=3)),
     "DAT006": (EpisodeTurns, having(prompts=((1,), (7,), (1,), (1, 9, 3, 6, 8, 4)))),
     "LSS003": (UpdateRatios, having(ratio_gap=0.25)),
     "LGP010": (ReferenceShard, having(digest=f"vd1:{6:032x}")),

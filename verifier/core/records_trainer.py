@@ -27,6 +27,21 @@ class DataOrder(ArrayRecord, frozen=True, kw_only=True, tag="data/order"):
     """Prompts are generated, and those whose CRC-32 ends in 0 are held out."""
 
 
+class StepSizes(Record, frozen=True, kw_only=True, tag="data/sizes"):
+    """Sizes of a step that the config asks for."""
+
+    batch_size: Count
+    """Examples, or prompts, of the step."""
+    group_size: Count = 0
+    """Answers to each prompt; 0 in supervised fine-tuning."""
+    mini_batches: Count = 1
+    """Parts that the rollouts are cut into, in order, one update each."""
+    epochs: Count = 1
+    """Passes over the mini-batches."""
+    live: bool = False
+    """An engine samples the answers; recorded ones may be of any number of prompts."""
+
+
 class TrainedText(Record, frozen=True, kw_only=True, tag="data/trained"):
     """Texts of a step's examples with a prompt and a response; lists have an entry an example."""
 

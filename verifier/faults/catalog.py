@@ -17,6 +17,7 @@ from verifier.faults import (  # noqa: F401
     reward_faults,
     rollout_faults,
     route_faults,
+    size_faults,
     train_faults,
     transport_faults,
     turn_faults,
