@@ -19,6 +19,7 @@ from verifier.core.records_policy import (
     LossTerms,
     PolicyColumns,
     ReferenceShard,
+    SamplingAsked,
     SamplingRound,
     UpdateRatios,
 )
@@ -129,6 +130,10 @@ def training() -> list[Record]:
             trajectories=("x", "y"), rewards=(1.0, 0.0), penalties=(0.0, 0.0), token_counts=(2, 1),
             advantages=(0.5, -0.5),
         ),
+        SamplingAsked(
+            name="answers", version=1, seed=3, batch_size=1, group_size=2, max_rounds=2, max_turns=3, temperature=1.0,
+            max_answer_tokens=2, end=3, other_ends=(5,), vocab_size=16,
+        ),
         SamplingRound(
             name="round 0", version=1, round=0, limit=2, ids=("x", "y"), groups=("g", "g"), rewards=(1.0, 0.0),
             token_counts=(2, 1), replaced={},
@@ -185,6 +190,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT003": (TrainedText, having(texts=("2<eos>", "4"))),
     "DAT004": (Drops, having(reasons=("", "zero_variance"))),
     "DAT005": (SamplingRound, having(replaced={"zero_variance": 2})),
+    "DAT008": (SamplingAsked, having(max_answer_tokens=1)),
     "DAT007": (StepSizes, having(group_size=3)),
     "DAT006": (EpisodeTurns, having(prompts=((1,), (7,), (1,), (1, 9, 3, 6, 8, 4)))),
     "LSS003": (UpdateRatios, having(ratio_gap=0.25)),

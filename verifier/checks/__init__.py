@@ -2,6 +2,7 @@
 
 from verifier.checks import (
     adapter_delivery,
+    answer_ends,
     arguments,
     batch_content,
     batch_sizes,
@@ -26,7 +27,7 @@ from verifier.checks import (
 )
 
 __all__ = [
-    "adapter_delivery", "arguments", "batch_content", "batch_sizes", "beginnings", "configs", "delivery",
+    "adapter_delivery", "answer_ends", "arguments", "batch_content", "batch_sizes", "beginnings", "configs", "delivery",
     "engine_mismatch", "knobs", "logprobs", "loss_rows", "moves", "packing", "policy_step", "resume", "routes",
     "samples", "score_bias", "step", "training_step", "turns", "weights",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from verifier.faults import (  # noqa: F401
     advantage_faults,
+    answer_faults,
     checkpoint_faults,
     column_faults,
     conversion_faults,

@@ -1,6 +1,6 @@
 """Sizes of a step by DAT007, on hand-written steps: mini-batches, passes, dropped rollouts, turns of a trajectory.
 
-What this does not exercise: real runs (tests/dist/train_clean_case.py), and the bugs that DAT007 catches (tests/faults).
+What this does not exercise: real runs (tests/dist/train_clean_case.py), and bugs that DAT007 catches (tests/faults).
 """
 
 from __future__ import annotations
