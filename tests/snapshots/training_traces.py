@@ -19,6 +19,7 @@ from verifier.core.records_policy import (
     LossTerms,
     PolicyColumns,
     ReferenceShard,
+    RequestSeeds,
     SamplingAsked,
     SamplingRound,
     UpdateRatios,
@@ -130,6 +131,7 @@ def training() -> list[Record]:
             trajectories=("x", "y"), rewards=(1.0, 0.0), penalties=(0.0, 0.0), token_counts=(2, 1),
             advantages=(0.5, -0.5),
         ),
+        RequestSeeds(name="round 0", version=1, round=0, turns=((6000018, 6000019),)),
         SamplingAsked(
             name="answers", version=1, seed=3, batch_size=1, group_size=2, max_rounds=2, max_turns=3, temperature=1.0,
             max_answer_tokens=2, end=3, other_ends=(5,), vocab_size=16,
@@ -194,6 +196,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT007": (StepSizes, having(group_size=3)),
     "DAT006": (EpisodeTurns, having(prompts=((1,), (7,), (1,), (1, 9, 3, 6, 8, 4)))),
     "LSS003": (UpdateRatios, having(ratio_gap=0.25)),
+    "LGP011": (RequestSeeds, having(turns=((6000018, 6000018),))),
     "LGP010": (ReferenceShard, having(digest=f"vd1:{6:032x}")),
     "LSS004": (LossRows, having(array="rows without gradient")),
     "PCK004": (LossRows, having(array="rows of another token")),

@@ -9,6 +9,7 @@ from verifier.checks import (
     beginnings,
     configs,
     delivery,
+    draws,
     engine_mismatch,
     knobs,
     logprobs,
@@ -28,6 +29,6 @@ from verifier.checks import (
 
 __all__ = [
     "adapter_delivery", "answer_ends", "arguments", "batch_content", "batch_sizes", "beginnings", "configs", "delivery",
-    "engine_mismatch", "knobs", "logprobs", "loss_rows", "moves", "packing", "policy_step", "resume", "routes",
+    "draws", "engine_mismatch", "knobs", "logprobs", "loss_rows", "moves", "packing", "policy_step", "resume", "routes",
     "samples", "score_bias", "step", "training_step", "turns", "weights",
 ]  # fmt: skip

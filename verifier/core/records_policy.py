@@ -114,6 +114,10 @@ class SamplingAsked(Record, frozen=True, kw_only=True, tag="data/asked"):
     """An end token ends an answer; otherwise each has the greatest length."""
     vocab_size: Count = 0
     """Tokens of the vocabulary; 0: not known."""
+    quantized: bool = False
+    """The engine rounds the weights that it samples from."""
+    filtered: bool = False
+    """Answers leave the loss, or are replaced, for what was sampled: those that are left are no fair sample."""
 
 
 class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
@@ -122,7 +126,8 @@ class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
     round: Count
     """From 0."""
     turns: tuple[tuple[int, ...], ...]
-    """Seed of each answer, prompt by prompt, in each turn; in later turns those of the episodes that go on."""
+    """Seed of each answer, prompt by prompt, in each turn; in later turns those of the episodes that go on. Empty where
+    a checkpoint that the run goes on from has none."""
 
 
 class SamplingRound(Record, frozen=True, kw_only=True, tag="reward/round"):

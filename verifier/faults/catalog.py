@@ -7,6 +7,7 @@ from verifier.faults import (  # noqa: F401
     column_faults,
     conversion_faults,
     data_faults,
+    draw_faults,
     engine_faults,
     knob_faults,
     logprob_faults,

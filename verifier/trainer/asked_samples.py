@@ -49,7 +49,8 @@ def sampling_asked(
         group_size=options.group_size, max_rounds=options.max_sampling_rounds, max_turns=options.max_turns,
         temperature=options.temperature, max_answer_tokens=options.max_answer_tokens, end=tokenizer.eos_id,
         other_ends=tuple(sorted(_ends_of_model(checkpoint) - {tokenizer.eos_id})), ends=not whole_answers,
-        vocab_size=size_if_any(checkpoint.config, "vocab_size") or 0,
+        vocab_size=size_if_any(checkpoint.config, "vocab_size") or 0, quantized=bool(config.engine.quantization),
+        filtered=options.drop_overlong or options.drop_zero_variance or options.max_sampling_rounds > 1,
     )  # fmt: skip
 
 

@@ -83,9 +83,8 @@ class SampledBatch:
             probe.emit(item.order, item.indices)
             if item.turns is not None:
                 probe.emit(item.turns)
-            if item.seeds:
-                turns = tuple(tuple(own) for own in item.seeds)
-                probe.emit(RequestSeeds(name=f"round {number}", version=step, round=number, turns=turns))
+            turns = tuple(tuple(own) for own in item.seeds)
+            probe.emit(RequestSeeds(name=f"round {number}", version=step, round=number, turns=turns))
             if self.limit == 1:
                 continue
             lost = item.without_variance() if number + 1 < self.limit else []

@@ -69,6 +69,7 @@ def step_manifest(
         scopes += ["reference"] if config.grpo.has_reference and not dropped else []
         scopes += ["routes"] if config.grpo.replay_routes and not dropped else []
         scopes += ["held", *_delivery(config)] if synced else []
+        scopes += ["draws"] if live else []
         scopes += ["ends"] if synced else []
         compared = synced and fresh
         scopes += ["mismatch"] if compared and (noise or model.dtype == "float32") else []
