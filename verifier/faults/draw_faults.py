@@ -10,7 +10,7 @@ from verifier.faults.fault import TRAINING, Call, Side, fault
 
 GENERATE = "verifier.engine.client:EngineClient.generate(self, prompts, sampling)"
 TOP_K = 5
-"""Likeliest tokens of the 40 that `tiny:add` has; 20 of 152,000 in the generation_config of Qwen3."""
+"""Likeliest tokens of the 32 that `tiny:add` has; 20 of 152,000 in the generation_config of Qwen3."""
 ROW: dict[str, Any] = {
     "stage": Stage.ROLLOUT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LGP011",),
     "training": (
