@@ -43,8 +43,8 @@ def test_every_fault_lies_in_a_file_of_its_stage():
     files = {
         "load": {"conversion", "knob"}, "export": {"conversion", "export"}, "plan": {"transport"},
         "replay": {"pack", "route"}, "transport": {"transport", "replica"}, "engine": {"engine", "replica"},
-        "rollout": {"rollout", "engine", "mode"}, "loss": {"loss", "policy"},
-        "pack": {"pack", "column"}, "data": {"data", "turn"}, "train": {"train", "adam"},
+        "rollout": {"rollout", "engine", "mode", "draw", "answer"}, "loss": {"loss", "policy"},
+        "pack": {"pack", "column"}, "data": {"data", "turn", "size", "answer"}, "train": {"train", "adam"},
     }  # fmt: skip
     for item in CATALOG.values():
         _, body = item.replacements[0]

@@ -19,6 +19,8 @@ from verifier.core.records_policy import (
     LossTerms,
     PolicyColumns,
     ReferenceShard,
+    RequestSeeds,
+    SamplingAsked,
     SamplingRound,
     UpdateRatios,
 )
@@ -36,6 +38,7 @@ from verifier.core.records_trainer import (
     RouterBalance,
     SavedState,
     StepAccount,
+    StepSizes,
     TrainedText,
     TrainerStep,
 )
@@ -112,6 +115,7 @@ def training() -> list[Record]:
             name="texts", version=1, begin="<bos>", ids=("x", "y"), groups=("1/0/a", "1/1/b"),
             prompts=("<bos>1+1=", "<bos>3+1="), answers=("so #### 7", "8"),
         ),
+        StepSizes(name="step", version=1, batch_size=2, group_size=2),
         StepAccount(name="step", version=1, rollouts=2, tokens=5, in_loss=3, trained=3),
         LossColumns(
             name="update 1", version=1, aggregation="token_mean", ids=("x", "y"), groups=("x", "y"), lengths=(3, 2),
@@ -150,6 +154,11 @@ def training() -> list[Record]:
             name="advantages", version=1, estimator="dr_grpo", ids=("x", "y"), groups=("g", "g"),
             trajectories=("x", "y"), rewards=(1.0, 0.0), penalties=(0.025, 0.025), token_counts=(2, 1),
             advantages=(0.5, -0.5), kl_weight=0.1, kl_kind="k1",
+        ),
+        RequestSeeds(name="round 0", version=1, round=0, turns=((6000018, 6000019),)),
+        SamplingAsked(
+            name="answers", version=1, seed=3, batch_size=1, group_size=2, max_rounds=2, max_turns=3, temperature=1.0,
+            max_answer_tokens=2, end=3, other_ends=(5,), vocab_size=16,
         ),
         SamplingRound(
             name="round 0", version=1, round=0, limit=2, ids=("x", "y"), groups=("g", "g"), rewards=(1.0, 0.0),
@@ -208,8 +217,11 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT003": (TrainedText, having(texts=("2<eos>", "4"))),
     "DAT004": (Drops, having(reasons=("", "zero_variance"))),
     "DAT005": (SamplingRound, having(replaced={"zero_variance": 2})),
+    "DAT008": (SamplingAsked, having(max_answer_tokens=1)),
+    "DAT007": (StepSizes, having(group_size=3)),
     "DAT006": (EpisodeTurns, having(prompts=((1,), (7,), (1,), (1, 9, 3, 6, 8, 4)))),
     "LSS003": (UpdateRatios, having(ratio_gap=0.25)),
+    "LGP011": (RequestSeeds, having(turns=((6000018, 6000018),))),
     "LGP010": (ReferenceShard, having(digest=f"vd1:{6:032x}")),
     "LSS004": (LossRows, having(array="rows without gradient")),
     "PCK004": (LossRows, having(array="rows of another token")),

@@ -95,6 +95,45 @@ class Drops(Record, frozen=True, kw_only=True, tag="data/drops"):
     """The config asks to leave out groups whose rewards are all equal."""
 
 
+class SamplingAsked(Record, frozen=True, kw_only=True, tag="data/asked"):
+    """Answers of a step that the config asks of the engine."""
+
+    seed: int
+    """Seed of the run."""
+    batch_size: Count
+    """Prompts of a round, at most."""
+    group_size: Count
+    max_rounds: Count
+    """Rounds of sampling of a step, at most."""
+    max_turns: Count
+    """Turns of an episode, at most."""
+    temperature: float
+    max_answer_tokens: Count
+    """Tokens of an answer, or of a turn, at most."""
+    end: Count
+    """Token that ends an answer."""
+    other_ends: tuple[Count, ...] = ()
+    """Further end tokens that the checkpoint names: an engine may stop at them too."""
+    ends: bool = True
+    """An end token ends an answer; otherwise each has the greatest length."""
+    vocab_size: Count = 0
+    """Tokens of the vocabulary; 0: not known."""
+    quantized: bool = False
+    """The engine rounds the weights that it samples from."""
+    filtered: bool = False
+    """Answers leave the loss, or are replaced, for what was sampled: those that are left are no fair sample."""
+
+
+class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
+    """Seeds of the answers of one round of sampling, as they were sent to the engine."""
+
+    round: Count
+    """From 0."""
+    turns: tuple[tuple[int, ...], ...]
+    """Seed of each answer, prompt by prompt, in each turn; in later turns those of the episodes that go on. Empty where
+    a checkpoint that the run goes on from has none."""
+
+
 class SamplingRound(Record, frozen=True, kw_only=True, tag="reward/round"):
     """One round of dynamic sampling of a step: groups with one reward alone give their place to prompts of the next."""
 

@@ -46,6 +46,21 @@ class RolloutTexts(Record, frozen=True, kw_only=True, tag="data/texts"):
     """Last turn that was sampled, without its end token."""
 
 
+class StepSizes(Record, frozen=True, kw_only=True, tag="data/sizes"):
+    """Sizes of a step that the config asks for."""
+
+    batch_size: Count
+    """Examples, or prompts, of the step."""
+    group_size: Count = 0
+    """Answers to each prompt; 0 in supervised fine-tuning."""
+    mini_batches: Count = 1
+    """Parts that the rollouts are cut into, in order, one update each."""
+    epochs: Count = 1
+    """Passes over the mini-batches."""
+    live: bool = False
+    """An engine samples the answers; recorded ones may be of any number of prompts."""
+
+
 class TrainedText(Record, frozen=True, kw_only=True, tag="data/trained"):
     """Texts of a step's examples, conversations among them; lists have an entry an example."""
 

@@ -24,6 +24,7 @@ from verifier.engine.kv_cache import cache_bytes
 from verifier.errors import ContractError
 from verifier.model.checkpoint import Checkpoint
 from verifier.rewards.scorer import RewardProcess
+from verifier.trainer.asked_samples import NotedRequests, Seeds, sampling_asked, seeds_of
 from verifier.trainer.batches import order_of
 from verifier.trainer.decoded_rollouts import rendered, texts_of
 from verifier.trainer.engines import Revival
@@ -76,6 +77,7 @@ class EngineRollouts:
             length=self._longest_prompt + self._longest_rest, count=self._num_seqs,
         )  # fmt: skip
         self._client: Sampler | None = None
+        self._begun: Sequence[Seeds] = ()
         self.revival: Revival | None = None
         self._reward: RewardProcess | None = None
         self.facts: Mapping[str, float] = {}
@@ -120,6 +122,9 @@ class EngineRollouts:
         """Record a step's rollouts in its trace, and return them with the name of their reward."""
         self.facts, reward = batch.facts, self._config.grpo.reward
         batch.record(probe, step, reward)
+        if probe is not None:
+            whole = self._whole_answers
+            probe.emit(sampling_asked(self._config, self._checkpoint, self._tokenizer, step, whole_answers=whole))
         return batch.rows, reward
 
     def record_texts(self, probe: Probe, step: int, rollouts: Sequence[Rollout]) -> None:
@@ -139,14 +144,16 @@ class EngineRollouts:
     def restored(self, step: int, saved: Sequence[Any]) -> SampledBatch:
         """Answers of a step that were sampled before a stop; see `SampledBatch.saved`."""
         rounds = []
-        for number, (groups, turns) in enumerate(map(read_round, saved)):
+        for number, (groups, turns, seeds) in enumerate(map(read_round, saved)):
             indices = self._indices(step, number)[: len(groups)]
-            rounds.append(self._ordered(step, number, indices, groups, turns))
+            rounds.append(self._ordered(step, number, indices, groups, turns, seeds))
         return SampledBatch(rounds=rounds, limit=self._config.grpo.max_sampling_rounds)
 
     def begin(self, step: int) -> None:
         """Sample the beginning of a step's answers; `finish` goes on, from other weights where these have come."""
-        self._holding.begin_batch(*self._asked(step, 0, self._indices(step, 0)), self._config.grpo.steps_before_update)
+        prompts, sampling = self._asked(step, 0, self._indices(step, 0))
+        self._begun = [seeds_of(len(prompts), sampling)]
+        self._holding.begin_batch(prompts, sampling, self._config.grpo.steps_before_update)
 
     def finish(self, step: int, version: int, held: int) -> SampledBatch:
         """Sample the rest of a step's answers.
@@ -164,7 +171,7 @@ class EngineRollouts:
             raise ContractError("the engine did not drop its prefix cache, which holds keys of the old weights")
         indices = self._indices(step, 0)
         episodes = self._episodes.first([self._prompts[index] for index in indices], answers)
-        return self._completed(step, held, self._scored(step, 0, version, indices, episodes))
+        return self._completed(step, held, self._scored(step, 0, version, indices, episodes, self._begun))
 
     def _completed(self, step: int, version: int, first: Round) -> SampledBatch:
         """Replace groups without variance, round by round, by answers that a version samples."""
@@ -178,8 +185,9 @@ class EngineRollouts:
         assert self._client is not None
         indices = self._indices(step, number)[:count]
         prompts, sampling = self._asked(step, number, indices)
-        episodes = self._episodes.play(self._client, prompts, sampling, self._config.data.batch_size)
-        return self._scored(step, number, version, indices, episodes)
+        noted = NotedRequests(self._client)
+        episodes = self._episodes.play(noted, prompts, sampling, self._config.data.batch_size)
+        return self._scored(step, number, version, indices, episodes, noted.seeds)
 
     @property
     def _holding(self) -> HoldingSampler:
@@ -201,7 +209,7 @@ class EngineRollouts:
 
     def _scored(
         self, step: int, number: int, version: int, indices: Sequence[int],
-        episodes: Sequence[Sequence[Sequence[Turn]]],
+        episodes: Sequence[Sequence[Sequence[Turn]]], seeds: Sequence[Seeds],
     ) -> Round:  # fmt: skip
         """Rollouts of a round with their rewards; a version sampled the first token of each."""
         assert self._reward is not None
@@ -219,17 +227,17 @@ class EngineRollouts:
         rewards = dict(zip(ids, self._reward.score(ids, texts, answers), strict=True))
         rewarded = [[replace(row, reward=rewards.get(row.id, 0.0)) for row in group] for group in groups]
         record = self._episodes.record(step, f"round {number}", played)
-        return self._ordered(step, number, indices, rewarded, record)
+        return self._ordered(step, number, indices, rewarded, record, seeds)
 
     def _ordered(
         self, step: int, number: int, indices: Sequence[int], groups: Sequence[Sequence[RolloutRow]],
-        turns: EpisodeTurns | None,
+        turns: EpisodeTurns | None, seeds: Sequence[Sequence[int]],
     ) -> Round:  # fmt: skip
         """Round of a step's groups, which answer these prompts."""
         examples = [self._examples[index] for index in indices]
         written = [rendered(example, self._tokenizer) for example in examples]
         order = order_of(self._config, step, len(self._examples), examples, number, written)
-        return Round(groups=groups, order=order, indices=np.array(indices, np.int64), turns=turns)
+        return Round(groups=groups, order=order, indices=np.array(indices, np.int64), turns=turns, seeds=seeds)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Mean reward of held-out problems by the weights that the engine holds: sampled, and decoded greedily.

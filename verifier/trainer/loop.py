@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from verifier.config.training import TrainConfig
 from verifier.core.records_policy import LossTerms
 from verifier.core.records_tokens import SampledNoise
-from verifier.core.records_trainer import KnobsAsked, OptimizerSettings
+from verifier.core.records_trainer import KnobsAsked, OptimizerSettings, StepSizes
 from verifier.core.store import Recorder, complete, create
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.sender import Running
@@ -37,7 +37,7 @@ from verifier.trainer.sampled_step import SampledStep, is_sampled, record_scored
 from verifier.trainer.step_trace import step_manifest
 from verifier.trainer.token_versions import has_fresh
 from verifier.trainer.upstream_fields import asked
-from verifier.trainer.worker_spec import loss_terms, optimizer_settings
+from verifier.trainer.worker_spec import loss_terms, optimizer_settings, step_sizes
 
 JUDGED_BEHIND = 2
 """Steps that may have been trained and not yet judged."""
@@ -285,6 +285,7 @@ class StepLoop:
             probe.emit(KnobsAsked(name="config", version=step, values=asked(self.config)))
             probe.emit(OptimizerSettings(name="Adam", version=step, **optimizer_settings(self.config)))
             probe.emit(LossTerms(name="loss", version=step, **loss_terms(self.config)))
+            probe.emit(StepSizes(name="step", version=step, **step_sizes(self.config)))
 
     def _submit(self, step: int, trace: Path) -> None:
         assert self.judge is not None

@@ -12,7 +12,7 @@ import numpy as np
 
 from verifier.algorithms.filters import DropReason
 from verifier.core.record import Probe
-from verifier.core.records_policy import EpisodeTurns, GivenRewards, SamplingRound
+from verifier.core.records_policy import EpisodeTurns, GivenRewards, RequestSeeds, SamplingRound
 from verifier.core.records_trainer import DataOrder
 from verifier.data.recorded import RolloutRow, decoded, encoded
 
@@ -27,6 +27,8 @@ class Round:
     """[groups] int64, in the data set."""
     turns: EpisodeTurns | None = None
     """Turns of its episodes; None where there is no environment."""
+    seeds: Sequence[Sequence[int]] = ()
+    """Seed of each answer, request by request, a turn each."""
 
     def without_variance(self) -> list[int]:
         """Numbers of the groups whose rewards are all equal."""
@@ -65,10 +67,11 @@ class SampledBatch:
         return found | {"sampling_rounds": float(len(self.rounds)), "replaced_groups": float(replaced)}
 
     def saved(self) -> list[Any]:
-        """Rows by group, and turns, of each round, as a checkpoint keeps them; see `read_round`."""
+        """Rows by group, turns and seeds of each round, as a checkpoint keeps them; see `read_round`."""
         return [
             {"groups": [[encoded(row) for row in group] for group in item.groups],
-             "turns": None if item.turns is None else msgspec.to_builtins(item.turns)}
+             "turns": None if item.turns is None else msgspec.to_builtins(item.turns),
+             "seeds": [[*own] for own in item.seeds]}
             for item in self.rounds
         ]  # fmt: skip
 
@@ -80,6 +83,8 @@ class SampledBatch:
             probe.emit(item.order, item.indices)
             if item.turns is not None:
                 probe.emit(item.turns)
+            turns = tuple(tuple(own) for own in item.seeds)
+            probe.emit(RequestSeeds(name=f"round {number}", version=step, round=number, turns=turns))
             if self.limit == 1:
                 continue
             lost = item.without_variance() if number + 1 < self.limit else []
@@ -99,10 +104,12 @@ class SampledBatch:
                 probe.emit(rewards_of(f"replaced in round {number}", step, reward, replaced))
 
 
-def read_round(saved: Mapping[str, Any]) -> tuple[list[list[RolloutRow]], EpisodeTurns | None]:
-    """Groups and turns of a round; inverse of `SampledBatch.saved`."""
+def read_round(
+    saved: Mapping[str, Any],
+) -> tuple[list[list[RolloutRow]], EpisodeTurns | None, Sequence[Sequence[int]]]:
+    """Groups, turns and seeds of a round; inverse of `SampledBatch.saved`."""
     turns = None if saved["turns"] is None else msgspec.convert(saved["turns"], EpisodeTurns)
-    return [[decoded(row) for row in group] for group in saved["groups"]], turns
+    return [[decoded(row) for row in group] for group in saved["groups"]], turns, saved.get("seeds", ())
 
 
 def rewards_of(name: str, step: int, reward: str, rows: Sequence[RolloutRow]) -> GivenRewards:

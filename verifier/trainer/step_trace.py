@@ -87,8 +87,11 @@ def step_manifest(
         scopes += ["reference"] if config.grpo.has_reference and not dropped else []
         scopes += ["routes"] if config.grpo.replay_routes and not dropped else []
         scopes += ["held", *_delivery(config)] if synced else []
+        scopes += ["draws"] if live else []
+        scopes += ["ends"] if synced else []
         compared = synced and fresh
         scopes += ["mismatch"] if compared and (noise or model.dtype == "float32") else []
+    scopes.append("sizes")
     engine_facts = replace(facts, engine=config.engine.kind, routes=config.grpo.replay_routes) if live else facts
     if not dropped and (config.megatron.moe_bias_update_rate or has_score_bias(sizes)):
         scopes.append("balance")

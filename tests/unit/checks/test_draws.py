@@ -1,96 +1,127 @@
-"""LGP004 and LGP005: samples against their distribution and against each other, and what chance allows them to be."""
+"""Fairness of draws by LGP011: the greatest variance at an entropy, seeds, answers that come twice, the sum of a step.
+
+What this does not exercise: real runs (tests/dist/train_clean_case.py), and bugs that LGP011 catches (tests/faults).
+"""
 
 from __future__ import annotations
 
-import random
+from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
-import verifier.checks  # noqa: F401  (fills the registry)
-from verifier.core.check import REGISTRY, run_check
-from verifier.core.finding import Verdict
+from verifier.checks.draws import answers_drawn_unfairly, greatest_variance
 from verifier.core.manifest import Manifest
-from verifier.core.records_tokens import DrawnTokens, OracleOfNext
+from verifier.core.record import Record
+from verifier.core.records_policy import LossRows, PolicyColumns, RequestSeeds, SamplingAsked
+from verifier.core.records_tokens import Rollouts
+from verifier.core.records_trainer import LossColumns
 from verifier.core.trace import Trace
 
-WIDE = torch.softmax(torch.randn(512, generator=torch.Generator().manual_seed(3)).double(), dim=0)
-PEAKED = torch.tensor([0.999, 0.0005, 0.0005]).double()
-FEW = torch.full((4,), 0.25).double()
-ONE = torch.tensor([1.0, 0.0]).double()
-DRAWS = 512
+VOCABULARY, TOKENS = 40, 400
 
 
-def verdict(code: str, tokens: list[int], shares: torch.Tensor = WIDE, likely: tuple[int, ...] = ()) -> Verdict:
-    drawn = DrawnTokens(
-        name="drawn", role="engine", prompt=(1,), tokens=tuple(tokens), temperature=1.0,
-        bias=tuple((token, 1.0) for token in likely),
-    )  # fmt: skip
-    following = OracleOfNext(name="drawn", role="oracle", array="shares")
-    arrays = {"array": shares.log().numpy()}
-    outcome = run_check(REGISTRY[code], Trace(Manifest(complete=True), [drawn, following], lambda key: arrays))
-    assert outcome.error is None
-    assert outcome.num_compared == (2 if code == "LGP004" else 1)  # ids, and how they are spread
-    return outcome.verdict
+@pytest.mark.parametrize("size", [3, 5, 12])
+def test_no_distribution_of_two_values_varies_more(size):
+    share = np.concatenate([np.logspace(-8, -0.01, 200), 1 - np.logspace(-8, -0.3, 200)])
+    for some in range(1, size):
+        for others in range(1, size - some + 1):
+            first, second = np.log(share / some), np.log((1 - share) / others)
+            entropy = -(share * first + (1 - share) * second)
+            variance = share * (1 - share) * (first - second) ** 2
+            assert (variance <= greatest_variance(entropy, size) + 1e-12).all()
 
 
-def draws(shares: torch.Tensor, seed: int, number: int = DRAWS) -> list[int]:
-    return random.Random(seed).choices(range(len(shares)), weights=shares.tolist(), k=number)
+@pytest.mark.parametrize("size", [5, 40, 3000])
+def test_no_drawn_distribution_varies_more(size):
+    random = np.random.default_rng(0)
+    for spread in np.logspace(-1, 1.5, 100):
+        logits = random.normal(size=size) * spread
+        nats = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+        entropy = float(-(np.exp(nats) * nats).sum())
+        variance = float((np.exp(nats) * nats**2).sum()) - entropy**2
+        assert variance <= greatest_variance(np.array([entropy]), size)[0] + 1e-7
 
 
-@pytest.mark.parametrize("code", ["LGP004", "LGP005"])
-@pytest.mark.parametrize("shares", [WIDE, PEAKED, FEW, ONE], ids=["wide", "peaked", "few", "one"])
-def test_samples_of_the_distribution_itself_are_allowed(code: str, shares: torch.Tensor) -> None:
-    assert all(verdict(code, draws(shares, seed), shares) is Verdict.HOLDS for seed in range(100))
+def wrong(
+    seeds: tuple[tuple[int, ...], ...] = ((12, 13),), answers: tuple[int, int] = (7, 8), **given: Any
+) -> list[str]:
+    """What is wrong with step 2 of two answers to one prompt; `given` has nats and entropy of each token."""
+    nats, entropy = given.get("nats", np.full(TOKENS, -2.0)), given.get("entropy", np.full(TOKENS, 2.0))
+    half, name = len(nats) // 2, "update 1"
+    size, mask = half + 1, np.tile(np.arange(half + 1) > 0, 2)
+    asked: dict[str, Any] = {
+        "seed": 0, "batch_size": 3, "group_size": 2, "max_rounds": 1, "max_turns": 2, "temperature": 1.0,
+        "max_answer_tokens": half, "end": 3, "vocab_size": VOCABULARY, **given.get("asked", {}),
+    }  # fmt: skip
+    records: list[Record] = [
+        SamplingAsked(name="answers", version=2, **asked),
+        RequestSeeds(name="round 0", version=2, round=0, turns=seeds),
+        PolicyColumns(
+            name="policy inputs", version=2, ids=("a", "b"), lengths=(size, size), ratio_over="old", weight_level="",
+            weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=1, array="all",
+        ),
+        LossColumns(
+            name=name, version=2, aggregation="token_mean", ids=("a", "b"), groups=("g", "g"), lengths=(size, size)
+        ),
+        LossRows(name=name, version=2, coordinate="", array="rows"),
+        Rollouts(
+            name="trained", version=2, ids=("a", "b"), groups=("g", "g"), lengths=(size, size), prompt_lengths=(1, 1),
+            rewards=(0.0, 0.0), array="all",
+        ),
+    ]  # fmt: skip
+    versions, padded = np.where(mask, 1, -1), np.full(2 * size, np.nan)
+    padded[mask] = nats
+    arrays = {
+        "all": {
+            "tokens": np.repeat(answers, size), "versions": versions, "version": versions, "sampled": mask,
+            "logprobs": padded,
+        },
+        "rows": {
+            "sentinel": np.concatenate([(at << 32) + np.arange(1, size) for at in (1, 2)]), "current": nats,
+            "mask": np.ones(len(nats), bool), "entropy": entropy,
+        },
+    }  # fmt: skip
+    trace = Trace(Manifest(dtype="float32"), records, lambda key: arrays[key])
+    return [item.what for item in answers_drawn_unfairly(trace) if not item.same]
 
 
-def other(name: str) -> torch.Tensor:
-    order = WIDE.argsort(descending=True)
-    kept = torch.zeros_like(WIDE)
-    if name == "temperature":
-        return WIDE ** (1 / 0.6)
-    if name == "top-p":
-        inside = order[WIDE[order].cumsum(0) < 0.95]
-        kept[inside] = WIDE[inside]
-    elif name == "top-k":
-        kept[order[:100]] = WIDE[order[:100]]
-    else:
-        kept[order[7]] = 1.0
-    return kept
+SUM = ["log-probabilities of the tokens"]
 
 
-@pytest.mark.parametrize("name", ["temperature", "top-p", "top-k", "one seed"])
-def test_samples_of_another_distribution_are_not_and_depend_on_nothing_else(name: str) -> None:
-    kept = other(name)
-    assert all(verdict("LGP004", draws(kept, seed)) is Verdict.VIOLATED for seed in range(20))
-    assert all(verdict("LGP005", draws(kept, seed)) is Verdict.HOLDS for seed in range(20))
+def drawn(temperature: float, kept: int = VOCABULARY) -> dict[str, np.ndarray]:
+    """Tokens of peaked distributions, drawn at a temperature from the likeliest, and what the trainer says of them."""
+    random = np.random.default_rng(1)
+    logits = random.normal(size=(TOKENS, VOCABULARY)) * 1.5
+    nats = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    best = np.argsort(-logits, axis=1)[:, :kept]
+    race = np.take_along_axis(logits, best, 1) / temperature + random.gumbel(size=(TOKENS, kept))
+    chosen = np.take_along_axis(best, race.argmax(1)[:, None], 1)
+    return {"nats": np.take_along_axis(nats, chosen, 1)[:, 0], "entropy": -(np.exp(nats) * nats).sum(1)}
 
 
-def test_an_id_at_the_edge_that_is_never_drawn_is_seen_where_the_request_makes_it_likely() -> None:
-    edges = torch.cat([torch.full((4,), 0.24), torch.full((4,), 0.01)]).double()
-    for seed in range(20):
-        without = [token for token in draws(edges, seed, 400) if token != 3][:256]
-        assert verdict("LGP004", without, edges, (0, 1, 2, 3)) is Verdict.VIOLATED
-        assert verdict("LGP004", draws(edges, seed, 256), edges, (0, 1, 2, 3)) is Verdict.HOLDS
+def test_holds():
+    assert not wrong()
+    assert not wrong(**drawn(1.0))
+    assert not wrong(((12, 13), (18, 21)))
+    assert not wrong(())
 
 
-def test_an_id_beyond_the_vocabulary_is_seen() -> None:
-    assert verdict("LGP004", [*draws(WIDE, 0), len(WIDE)]) is Verdict.VIOLATED
+def test_sure_tokens_hold():
+    """Nothing unlikely came in 400 tokens of 1e-4 each, so that the sum of squares is far below the variance."""
+    probability, others = 1 - 1e-4, 1e-4
+    entropy = -probability * np.log(probability) - others * np.log(others / (VOCABULARY - 1))
+    assert not wrong(nats=np.full(TOKENS, np.log(probability)), entropy=np.full(TOKENS, entropy))
 
 
-def shared(name: str, seed: int) -> list[int]:
-    half = draws(WIDE, seed, DRAWS // 2)
-    if name == "both requests":
-        return half * 2
-    if name == "the next request begins one later":
-        return [*half, *half[1:], draws(WIDE, seed + 1, 1)[0]]
-    if name == "two samples each":
-        return [token for token in half for _ in range(2)]
-    return half[: DRAWS // 8] * 8
+@pytest.mark.parametrize(("temperature", "kept"), [(1e-3, VOCABULARY), (0.5, VOCABULARY), (2.0, VOCABULARY), (1.0, 5)])
+def test_another_distribution_is_violated(temperature, kept):
+    assert wrong(**drawn(temperature, kept)) == SUM
+    assert not wrong(**drawn(temperature, kept), asked={"filtered": True})
 
 
-@pytest.mark.parametrize(
-    "name", ["both requests", "the next request begins one later", "two samples each", "eight chunks"]
-)
-def test_samples_that_share_their_seeds_are_seen(name: str) -> None:
-    assert all(verdict("LGP005", shared(name, seed)) is Verdict.VIOLATED for seed in range(20))
+def test_seeds_and_repeats_are_violated():
+    assert wrong(((13, 14),)) == wrong(((12, 12),)) == ["seeds of round 0"]
+    assert wrong(((12, 13), (13, 18))) == wrong(((12, 13), (19, 18))) == ["seeds of round 0, turn 1"]
+    assert wrong(answers=(7, 7)) == ["answers to g"]
+    assert not wrong(answers=(7, 7), nats=np.full(TOKENS, -0.01), entropy=np.full(TOKENS, 0.01))

@@ -1,0 +1,131 @@
+"""Live answers of a training step: which of their tokens are in the loss, where they end, and which were cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from verifier.core.check import check
+from verifier.core.comparison import Comparison
+from verifier.core.records_policy import Drops, PolicyColumns, SamplingAsked
+from verifier.core.records_tokens import Rollouts
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Sampled tokens of one turn; an answer without an environment has one."""
+
+    tokens: tuple[int, ...]
+    is_last: bool
+
+
+@check("DAT008", needs=(SamplingAsked, PolicyColumns, Drops, Rollouts), scope="ends")
+def answer_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
+    """A live answer is in the loss from its first token to its end token, and was cut off only at the greatest length.
+
+    What it checks: per rollout that stays in the batch, that the loss has each token that a version of the weights
+    sampled, and no other. Per turn of a rollout that was packed (an answer without an environment is one), that the end
+    token stands at its last place alone, that it has no more tokens than are allowed, and as many as that if no end
+    token ends it; in an episode of several turns each but the last was ended. And that a rollout is said to be cut off
+    just if its last turn has no end token.
+    Why it matters: an end token that is masked, as one that is also padding, is never learned, and answers grow until
+    they are cut off. An answer that ended at the last place allowed and counts as cut off is left out; stop tokens
+    that do not reach the engine let it run on into text that no reward is meant for.
+    Evidence: data/asked (as the config asks), advantage/policy, data/drops, pack/rollouts.
+    Tolerance and its source: exact; tokens and flags.
+    What it does not catch: an answer that is shorter than allowed and ends with another end token that the checkpoint
+    names, at which engines stop too; tokens of an answer that are lost with their versions (LGP009, by what comes
+    after); a rollout without a token in the loss, which no rank packs, beyond its flag.
+    References: trl#4970, RL#4089, SkyRL#1319, verl#213.
+    """
+    for asked in trace.of(SamplingAsked):
+        for policy in trace.of(PolicyColumns, version=asked.version):
+            for drops in trace.of(Drops, version=asked.version):
+                yield from _masks(trace, policy, dict(zip(drops.ids, drops.reasons, strict=True)))
+        turns: dict[str, list[_Turn]] = {}
+        for rollouts in trace.of(Rollouts, version=asked.version):
+            turns |= _turns(trace, rollouts)
+        for name, own in turns.items():
+            yield _ends(asked, name, own)
+        for drops in trace.of(Drops, version=asked.version):
+            for name, truncated in zip(drops.ids, drops.truncated, strict=True):
+                if name in turns:
+                    yield _flag(asked, name, turns[name][-1], truncated)
+
+
+def _masks(trace: Trace, policy: PolicyColumns, reasons: Mapping[str, str]) -> Iterator[Comparison]:
+    ends = np.cumsum(policy.lengths)[:-1]
+    masks = np.split(trace.array(policy, "mask").astype(bool), ends)
+    versions = np.split(trace.array(policy, "version"), ends)
+    for name, mask, version in zip(policy.ids, masks, versions, strict=True):
+        if reasons.get(name):
+            continue
+        sampled = version >= 0
+        wrong = np.flatnonzero(mask != sampled)
+        side = "" if not wrong.size else "out of" if sampled[wrong[0]] else "in"
+        yield Comparison(
+            what=name, same=not wrong.size, stage=Stage.DATA, version=policy.version, badness=1.0,
+            sentence=f"{wrong.size} of the {int(sampled.sum())} tokens that were sampled for `{name}` are out of the "
+            "loss" if side == "out of" else f"{wrong.size} tokens of `{name}` are wrongly in or out of the loss",
+            expected=f"{int(sampled.sum())} tokens in the loss, all that a version sampled",
+            actual=f"{int(mask.sum())} tokens" + (f"; token {wrong[0]} is {side} the loss" if side else ""),
+            allowed="exact (masks)", hint="look at what makes the loss mask of an answer, its end token above all",
+        )  # fmt: skip
+
+
+def _turns(trace: Trace, rollouts: Rollouts) -> Mapping[str, list[_Turn]]:
+    """Turns of each rollout: runs of sampled tokens."""
+    ends = np.cumsum(rollouts.lengths)[:-1]
+    tokens = np.split(trace.array(rollouts, "tokens"), ends)
+    sampled = np.split(trace.array(rollouts, "sampled").astype(bool), ends)
+    found = {}
+    for name, ids, drawn in zip(rollouts.ids, tokens, sampled, strict=True):
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], drawn, [False]])))
+        spans = edges.reshape(-1, 2).tolist()
+        if spans:
+            found[name] = [_Turn(tuple(ids[at:end].tolist()), end == spans[-1][1]) for at, end in spans]
+    return found
+
+
+def _ends(asked: SamplingAsked, name: str, turns: list[_Turn]) -> Comparison:
+    wrong = next((text for number, turn in enumerate(turns) if (text := _wrong(asked, number, turn))), "")
+    return Comparison(
+        what=f"end of {name}", same=not wrong, stage=Stage.ROLLOUT, version=asked.version, badness=1.0,
+        owner="engine", sentence=f"the answer `{name}` {wrong}",
+        expected=f"up to the first token {asked.end}, or {asked.max_answer_tokens:,} tokens" if asked.ends
+        else f"{asked.max_answer_tokens:,} tokens",
+        actual=", ".join(f"{len(turn.tokens):,} tokens, the last is {turn.tokens[-1]}" for turn in turns[-2:]),
+        allowed="exact", hint="look at which stop tokens and which limit reach the engine with a request",
+    )  # fmt: skip
+
+
+def _wrong(asked: SamplingAsked, number: int, turn: _Turn) -> str:
+    """Words for what is wrong with the end of a turn; empty if nothing is."""
+    size, where = len(turn.tokens), f" in turn {number}" if number else ""
+    if size > asked.max_answer_tokens:
+        return f"has {size:,} tokens{where}, {asked.max_answer_tokens:,} are allowed"
+    ended = asked.ends and turn.tokens[-1] == asked.end
+    if asked.ends and asked.end in turn.tokens[:-1]:
+        return f"runs on after its end token, {asked.end}, at place {turn.tokens.index(asked.end)} of {size}{where}"
+    if not ended and not turn.is_last:
+        return f"goes on after turn {number}, which has no end token"
+    stopped = asked.ends and turn.tokens[-1] in asked.other_ends
+    if not ended and not stopped and size != asked.max_answer_tokens:
+        return f"stops after {size:,} tokens{where}, without an end token and before {asked.max_answer_tokens:,}"
+    return ""
+
+
+def _flag(asked: SamplingAsked, name: str, last: _Turn, truncated: bool) -> Comparison:
+    right = last.tokens[-1] != asked.end
+    words = {True: "cut off", False: "whole"}
+    return Comparison(
+        what=f"flag of {name}", same=truncated == right, stage=Stage.DATA, version=asked.version, badness=1.0,
+        sentence=f"the answer `{name}` counts as {words[truncated]}, and is {words[right]}",
+        expected=f"{words[right]} (its last token is {last.tokens[-1]}, the end token {asked.end})",
+        actual=words[truncated], allowed="exact (a flag)",
+        hint="look at what tells a whole answer from one that was cut off: its last token, not its length",
+    )  # fmt: skip

@@ -1,0 +1,196 @@
+"""Draws of a training step's answers: their seeds, answers that repeat each other, and how likely the tokens are."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from verifier.checks.content import times
+from verifier.checks.packing import POSITION_BITS
+from verifier.core.check import check
+from verifier.core.comparison import Comparison
+from verifier.core.records_policy import LossRows, PolicyColumns, RequestSeeds, SamplingAsked
+from verifier.core.records_tokens import Rollouts, SampledNoise
+from verifier.core.records_trainer import LossColumns
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+SEEDS = 1_000_003
+"""Seeds of a run begin at a multiple of it."""
+RARE_NATS = 20.0
+"""Log-probability, nats below 0, of the greatest chance that any pair of a step agrees: 2e-9."""
+ERRORS = 6.0
+"""Deviations that a step's sum may be off by: Delyon's bound on chance is 3e-8."""
+FEW_TOKENS = 100
+"""Tokens of which no sum is judged."""
+
+
+@check("LGP011", needs=(SamplingAsked, RequestSeeds), scope="draws")
+def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
+    """Every answer of a step is a draw of its own from the policy at the run's temperature.
+
+    What it checks: the seeds that were sent to the engine, against the closed form by (seed, step, round, turn, place),
+    and that no two of a step are equal. Two answers of a group with the same tokens, unless that is likely: less than
+    e^-20 over all pairs of the step. And over all tokens in the loss of the first update that the trained version
+    sampled, the sum of what their log-probability, negated, is above the entropy of the trainer's distribution there: 0
+    on average, whatever was sampled before.
+    Why it matters: the same seeds in every step, or in a group, train on fewer answers than it seems. An engine that
+    samples greedily, from the likeliest tokens alone, or at another temperature, and reports log-probabilities of the
+    full distribution, agrees with the trainer on every token that it was asked about.
+    Evidence: data/asked (as the config asks), data/seeds, pack/rollouts, loss/rows, advantage/columns,
+    advantage/policy; in bf16 logprob/sampled-noise.
+    Tolerance and its source: exact for seeds; for the sum six times the root of a third of the sum of squares and two
+    thirds of the greatest variance that a log-probability can have at that entropy (Delyon 2009), and in bf16 what this
+    run's noise can change. Of 100 tokens or more.
+    What it does not catch: draws of one request that depend on each other (LGP005, in round trips); in a step whose
+    answers leave the loss or are replaced for what was sampled (filters, further rounds), by a quantized engine, or in
+    bf16 without a measured noise, the sum is not judged; greedy samples of an evaluation are none of training.
+    References: verl#6857, trl#7040, RL#3497, vime#6, verl#5179.
+    """
+    for asked in trace.of(SamplingAsked):
+        yield from _seeds(trace, asked)
+        yield from _repeats(trace, asked)
+        if not asked.filtered and not asked.quantized and asked.vocab_size > 2:
+            yield from _fair(trace, asked)
+
+
+def _seeds(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
+    seen: dict[int, tuple[int, int, int]] = {}
+    for item in trace.of(RequestSeeds, version=asked.version):
+        place = ((asked.version - 1) * asked.max_rounds + item.round) * asked.max_turns * asked.batch_size
+        for turn, seeds in enumerate(item.turns):
+            begin = (asked.seed * SEEDS + place + turn * asked.batch_size) * asked.group_size
+            where = f"seeds of {item.name}" + (f", turn {turn}" if turn else "")
+            right = [*range(begin, begin + len(seeds))] if not turn else None
+            wrong = next((at for at, seed in enumerate(seeds) if right and seed != right[at]), None)
+            if right is None:  # those that go on, in order
+                end = begin + asked.batch_size * asked.group_size
+                falls = [at for at, seed in enumerate(seeds) if at and seed <= seeds[at - 1]]
+                wrong = next((at for at, seed in enumerate(seeds) if not begin <= seed < end), next(iter(falls), None))
+            own = [(item.round, turn, at) for at in range(len(seeds))]
+            firsts = [seen.setdefault(seed, mine) for seed, mine in zip(seeds, own, strict=True)]
+            again = next((at for at, (first, mine) in enumerate(zip(firsts, own, strict=True)) if first != mine), None)
+            bad = wrong if again is None else again
+            expected = begin if bad is None else begin + bad
+            yield Comparison(
+                what=where, same=bad is None, stage=Stage.ROLLOUT, version=asked.version, badness=1.0,
+                sentence=f"answer {bad} of {item.name} has the seed {0 if bad is None else seeds[bad]:,}"
+                + (", which another of the step has" if again is not None else f", it should be {expected:,}"),
+                expected=f"{len(seeds):,} seeds from {begin:,} on (seed {asked.seed}, step {asked.version})",
+                actual=f"{min(seeds, default=0):,} to {max(seeds, default=0):,}", allowed="exact (seeds)",
+                hint="look at what the seed of each request and of each of its samples is made of",
+            )  # fmt: skip
+
+
+def _repeats(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
+    """The two answers of each group that are equal although that is unlikely, or none."""
+    groups: dict[str, dict[str, tuple[bytes, float]]] = defaultdict(dict)
+    for item in trace.of(Rollouts, version=asked.version):
+        ends = np.cumsum(item.lengths)[:-1]
+        columns = [np.split(trace.array(item, name), ends) for name in ("tokens", "versions", "logprobs", "sampled")]
+        for name, group, tokens, versions, nats, drawn in zip(item.ids, item.groups, *columns, strict=True):
+            sum_ = float(nats[drawn.astype(bool)].astype(np.float64).sum())
+            groups[group][name] = tokens.tobytes() + versions.tobytes(), sum_
+    pairs = sum(len(own) * (len(own) - 1) // 2 for own in groups.values())
+    bound = -RARE_NATS - math.log(max(pairs, 1))
+    for group, own in groups.items():
+        by_tokens: dict[bytes, list[str]] = defaultdict(list)
+        for name, (tokens, _) in own.items():
+            by_tokens[tokens].append(name)
+        repeated = [(max(own[name][1] for name in names), names) for names in by_tokens.values() if len(names) > 1]
+        nats, names = min(repeated, default=(0.0, []))
+        yield Comparison(
+            what=f"answers to {group}", same=not names or nats >= bound, stage=Stage.ROLLOUT, version=asked.version,
+            badness=1.0, owner="engine",
+            sentence=f"{len(names)} answers to `{group}` are equal, and one of them has {nats:.4g} nats",
+            expected=f"{bound:.4g} nats or more of an answer that comes twice (chance, over {pairs:,} pairs)",
+            actual=f"{nats:.4g} nats, `{'` and `'.join(names[:2])}`", allowed="2e-9 by chance",
+            hint="look at what the seed of each sample of a request is made of",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Tokens of a step that were drawn from the trained weights, in the trainer's numbers."""
+
+    nats: np.ndarray
+    """[T] log-probability, float64."""
+    entropy: np.ndarray
+    """[T] float64, nats."""
+
+
+def _fair(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
+    noise = next(trace.of(SampledNoise, version=asked.version), None)
+    found = _drawn(trace, asked)
+    if found is None or len(found.nats) < FEW_TOKENS or (noise is None and trace.manifest.dtype != "float32"):
+        return
+    above = -found.nats - found.entropy
+    greatest = greatest_variance(found.entropy, asked.vocab_size)
+    deviation = math.sqrt(float((above**2).sum()) / 3 + 2 * float(greatest.sum()) / 3)
+    allowed = ERRORS * deviation
+    if noise is not None:  # a log-probability that is off by r changes the mean by r times their deviation, at most
+        allowed += math.sqrt(float(noise.squares)) * float(np.sqrt(greatest).sum())
+    total = float(above.sum())
+    yield Comparison(
+        what="log-probabilities of the tokens", same=abs(total) <= allowed, stage=Stage.ROLLOUT, version=asked.version,
+        badness=times(abs(total), allowed), owner="engine",
+        sentence=f"the {len(above):,} sampled tokens are {abs(total) / len(above):.3g} nats "
+        f"{'less' if total > 0 else 'more'} likely each than draws at temperature {asked.temperature:g} are",
+        expected=f"{float(found.entropy.mean()):.4g} nats each below 0 on average (the entropy of the trainer's "
+        "distributions)",
+        actual=f"{float(-found.nats.mean()):.4g} nats each",
+        allowed=f"{allowed / len(above):.3g} nats each, {ERRORS:g} deviations of fair draws",
+        hint="look at what the engine samples from: temperature, top-k, top-p, the model's generation_config",
+    )  # fmt: skip
+
+
+def _drawn(trace: Trace, asked: SamplingAsked) -> _Drawn | None:
+    """Tokens in the loss of the step's first update that its weights sampled; None without rows."""
+    columns = min(
+        trace.of(LossColumns, version=asked.version), key=lambda item: int(item.name.rpartition(" ")[2]), default=None
+    )
+    policy = next(trace.of(PolicyColumns, version=asked.version), None)
+    if columns is None or policy is None:
+        return None
+    versions = dict(
+        zip(policy.ids, np.split(trace.array(policy, "version"), np.cumsum(policy.lengths)[:-1]), strict=True)
+    )
+    fresh = np.concatenate([_fresh(policy, versions[name]) for name in columns.ids])
+    starts = np.concatenate([[0], np.cumsum(columns.lengths)])
+    kept: list[np.ndarray] = []
+    for item in trace.of(LossRows, version=columns.version, name=columns.name):
+        arrays = trace.arrays(item)
+        mask = arrays["mask"].astype(bool)
+        sentinel = arrays["sentinel"][mask].astype(np.int64)
+        place = starts[(sentinel >> POSITION_BITS) - 1] + (sentinel & ((1 << POSITION_BITS) - 1))
+        both = np.stack([arrays["current"][mask], arrays["entropy"][mask]])[:, fresh[place]]
+        kept.append(both.astype(np.float64))
+    return _Drawn(*np.concatenate(kept, axis=1)) if kept else None
+
+
+def _fresh(policy: PolicyColumns, versions: np.ndarray) -> np.ndarray:
+    """[L] bool, tokens that the trained version sampled, and no other had a part in."""
+    sampled = versions[versions >= 0]
+    if policy.keep_kv_cache and len(sampled) and sampled[0] != policy.trained_version:
+        return np.zeros(len(versions), bool)
+    return np.asarray(versions == policy.trained_version)
+
+
+def greatest_variance(entropy: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Greatest variance of a token's log-probability among all distributions of an entropy, nats squared.
+
+    Source:
+        Lagrange: a distribution at which the variance is stationary has two probabilities, as log p solves a quadratic
+        equation. The greatest is that of one likely token and equal others; tests compare with all the rest.
+    """
+    others = vocab_size - 1
+    low, high = np.zeros(len(entropy)), np.full(len(entropy), others / vocab_size)
+    for _ in range(60):
+        rest = (low + high) / 2
+        found = -rest * np.log(np.maximum(rest, 1e-300)) - (1 - rest) * np.log1p(-rest) + rest * math.log(others)
+        low, high = np.where(found < entropy, rest, low), np.where(found < entropy, high, rest)
+    return np.asarray(high * (1 - high) * np.log((1 - high) * others / np.maximum(high, 1e-300)) ** 2)

@@ -1,0 +1,51 @@
+"""Bugs of the draws of answers in training: seeds that come again, tokens of another distribution than is reported."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from verifier.core.stage import Stage
+from verifier.faults.fault import TRAINING, Call, Side, fault
+
+GENERATE = "verifier.engine.client:EngineClient.generate(self, prompts, sampling)"
+TOP_K = 5
+"""Likeliest tokens of the 32 that `tiny:add` has; 20 of 152,000 in the generation_config of Qwen3."""
+ROW: dict[str, Any] = {
+    "stage": Stage.ROLLOUT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LGP011",),
+    "training": (
+        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=16",
+        "grpo.group_size=8", "grpo.entropy_weight=0.05",
+    ),
+}  # fmt: skip
+
+
+@fault(
+    "unslothai/unsloth-zoo#832 (found in review)",
+    "verifier.trainer.generation:EngineRollouts._asked(self, step, number, indices)", **ROW,
+)  # fmt: skip
+def seeds_of_the_first_step(call: Call) -> Any:
+    """The generator is seeded anew by the run's seed alone, and every step draws with the seeds of the first."""
+    return call.original() if call.step == 1 else call.faulty(step=1)
+
+
+@fault("verl-project/verl#6857", GENERATE, **ROW)
+def one_seed_for_a_group(call: Call) -> Any:
+    """A request's seed is that of its prompt, and all answers of a group are one."""
+    asked, count = call.sampling, call.sampling.n
+    if count == 1:
+        return call.original()
+    prompts = [prompt for prompt in call.prompts for _ in range(count)]
+    each = [dataclasses.replace(asked.of(at), n=1) for at in range(len(call.prompts)) for _ in range(count)]
+    found = call.faulty(prompts=prompts, sampling=dataclasses.replace(asked, n=1, each=each))
+    return [[own[0] for own in found[at : at + count]] for at in range(0, len(found), count)]
+
+
+@fault("vllm-project/vime#6", GENERATE, **ROW)
+def sampled_by_the_models_top_k(call: Call) -> Any:
+    """The engine takes the top-k of the model's generation_config, and reports what the full distribution gives."""
+    shape = dataclasses.replace(call.sampling.shape, top_k=TOP_K)
+    found = call.faulty(sampling=dataclasses.replace(call.sampling, shape=shape))
+    rows = [(*prompt, *one.tokens) for prompt, own in zip(call.prompts, found, strict=True) for one in own]
+    nats = iter(call.self.logprobs(rows))
+    return [[dataclasses.replace(one, logprobs=tuple(next(nats)[-len(one.tokens) :])) for one in own] for own in found]

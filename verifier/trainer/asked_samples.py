@@ -1,0 +1,63 @@
+"""Orders of a run to its engine, as a step's trace has them: ends and lengths of answers, and the seed of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from verifier.config import TrainConfig
+from verifier.core.records_policy import SamplingAsked
+from verifier.data.tokenizer import Tokenizer
+from verifier.engine.api import Sample, Sampling
+from verifier.model.checkpoint import Checkpoint
+from verifier.model.families import size_if_any
+from verifier.trainer.episodes import Sampler
+
+Seeds = tuple[int, ...]
+"""Seed of each answer of one request to the engine: prompt by prompt."""
+
+
+def seeds_of(num_prompts: int, sampling: Sampling) -> Seeds:
+    """Seeds of the answers to some prompts."""
+    own = [sampling.of(index) for index in range(num_prompts)]
+    return tuple(each.seed + number for each in own for number in range(each.n))
+
+
+class NotedRequests:
+    """An engine whose requests are noted on their way; see `Sampler`.
+
+    Attributes:
+        seeds: of each request so far.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler, self.seeds = sampler, list[Seeds]()
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
+        """See `Engine.generate`."""
+        self.seeds.append(seeds_of(len(prompts), sampling))
+        return self._sampler.generate(prompts, sampling)
+
+
+def sampling_asked(
+    config: TrainConfig, checkpoint: Checkpoint, tokenizer: Tokenizer, step: int, *, whole_answers: bool
+) -> SamplingAsked:  # fmt: skip
+    """Record of what the config asks of a step's answers."""
+    options = config.grpo
+    return SamplingAsked(
+        name="answers", version=step, seed=config.seed, batch_size=config.data.batch_size,
+        group_size=options.group_size, max_rounds=options.max_sampling_rounds, max_turns=options.max_turns,
+        temperature=options.temperature, max_answer_tokens=options.max_answer_tokens, end=tokenizer.eos_id,
+        other_ends=tuple(sorted(_ends_of_model(checkpoint) - {tokenizer.eos_id})), ends=not whole_answers,
+        vocab_size=size_if_any(checkpoint.config, "vocab_size") or 0, quantized=bool(config.engine.quantization),
+        filtered=options.drop_overlong or options.drop_zero_variance or options.max_sampling_rounds > 1,
+    )  # fmt: skip
+
+
+def _ends_of_model(checkpoint: Checkpoint) -> set[int]:
+    """End tokens that a checkpoint names beside its tokenizer: an engine may stop at them too."""
+    file = checkpoint.path / "generation_config.json"
+    given = json.loads(file.read_text()) if file.is_file() else {}
+    found = [source.get("eos_token_id") for source in (checkpoint.config, given) if isinstance(source, dict)]
+    ids = [item for value in found for item in (value if isinstance(value, list) else [value])]
+    return {item for item in ids if isinstance(item, int)}
