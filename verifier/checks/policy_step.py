@@ -20,11 +20,17 @@ from verifier.core.trace import Trace
 ADVANTAGE = Tolerance(
     absolute=1e-10, unit="of the batch's greatest advantage", source="float64: means of a group, in another order"
 )
+ROUNDINGS = Tolerance(
+    absolute=8 * 2.0**-52, unit="of the batch's greatest reward, divided as the advantage is",
+    source="float64: rewards, their mean and what is left of each are rounded, half a unit each on both sides",
+)  # fmt: skip
 FACTOR = Tolerance(
     absolute=1e-10, unit="of the greatest input", source="float64: exp of a sum of differences, in another order"
 )
 LIMIT = 20.0
 """Log-ratios are clamped to it before they are exponentiated, nats."""
+CLAMPED_KL = LIMIT - 1
+"""Least KL estimate of a token whose distance from the reference is clamped, nats: exp(-d) - 1 + d at d = 20."""
 FLOOR = -1e4
 """Least log-probability that counts, nats."""
 
@@ -68,64 +74,75 @@ def advantage_differs_from_estimator(trace: Trace) -> Iterator[Comparison]:
     Why it matters: a group that is cut by a mini-batch, a standard deviation over the batch, a step's advantage given
     to the wrong trajectory: rewards look right and the direction is wrong.
     Evidence: advantage/advantages.
-    Tolerance and its source: 1e-10 of the greatest advantage; float64.
+    Tolerance and its source: 1e-10 of the greatest advantage; float64. Eight roundings of the greatest reward, divided
+    as the advantage is: a mean of rewards such as 0.1 is rounded, and a group whose rewards are nearly equal divides by
+    little. Of equal rewards the advantage is exactly 0 here.
     What it does not catch: estimators of plugins, which have no second implementation.
     References: verl#6362, SkyRL#1335, AReaL#1730.
     """
     for item in trace.of(Advantages):
-        expected = _advantages(item)
-        if expected is None:
+        found = _advantages(item)
+        if found is None:
             continue
-        allowed = ADVANTAGE.absolute * max(map(abs, expected), default=0.0) + 1e-300
-        for name, actual, right in zip(item.ids, item.advantages, expected, strict=True):
-            gap = abs(actual - right)
+        expected, roundings = found
+        of_all = ADVANTAGE.absolute * max(map(abs, expected), default=0.0) + 1e-300
+        for name, actual, right, rounding in zip(item.ids, item.advantages, expected, roundings, strict=True):
+            gap, allowed = abs(actual - right), of_all + ROUNDINGS.absolute * rounding
             yield Comparison(
                 what=name, same=gap <= allowed, stage=Stage.ADVANTAGE, version=item.version,
                 badness=times(gap, allowed),
                 sentence=f"the advantage of `{name}` is {actual:.6g}, it should be {right:.6g}",
                 expected=f"{right:.6g} ({item.estimator} of the whole batch, float64)", actual=f"{actual:.6g}",
-                allowed=f"{allowed:.3g}, {ADVANTAGE}", hint="look at which rollouts form a group or a trajectory",
+                allowed=f"{allowed:.3g}, {ADVANTAGE}; {ROUNDINGS}",
+                hint="look at which rollouts form a group or a trajectory",
             )  # fmt: skip
 
 
-def _advantages(item: Advantages) -> list[float] | None:
-    """Advantage of each rollout by the textbook; None for an estimator of a plugin."""
-    reward: dict[str, float] = defaultdict(float)
+def _advantages(item: Advantages) -> tuple[list[float], list[float]] | None:
+    """Advantage of each rollout by the textbook, and the greatest reward divided as it is; None for one of a plugin."""
+    parts: dict[str, list[float]] = defaultdict(list)
     tokens: dict[str, int] = defaultdict(int)
     group_of = dict(zip(item.trajectories, item.groups, strict=True))
     for place, name in enumerate(item.trajectories):
-        reward[name] += item.rewards[place] - item.penalties[place]
+        parts[name].append(item.rewards[place] - item.penalties[place])
         tokens[name] += item.token_counts[place]
+    reward = {name: math.fsum(values) for name, values in parts.items()}
     members: dict[str, list[str]] = defaultdict(list)
     for name, group in group_of.items():
         members[group].append(name)
     found: dict[str, float] = {}
+    divisor: dict[str, float] = {}
     for names in members.values():
         own = [reward[name] for name in names]
-        mean = statistics.fmean(own)
+        equal = len(set(own)) == 1
+        mean = own[0] if equal else statistics.fmean(own)
+        if item.estimator == "grpo":
+            share = (0.0 if equal else statistics.stdev(own)) + 1e-6
+        elif item.estimator in ("dr_grpo", "reinforce++_baseline", "reinforce++"):
+            share = 1.0
+        elif item.estimator == "rloo":
+            share = (len(own) - 1) / len(own)
+        else:
+            return None
         for name in names:
-            if item.estimator == "grpo":
-                spread = statistics.stdev(own) if len(own) > 1 else 0.0
-                found[name] = (reward[name] - mean) / (spread + 1e-6)
-            elif item.estimator in ("dr_grpo", "reinforce++_baseline"):
-                found[name] = reward[name] - mean
-            elif item.estimator == "rloo":
-                found[name] = (reward[name] - mean) * len(own) / (len(own) - 1)
-            elif item.estimator == "reinforce++":
-                found[name] = reward[name]
-            else:
-                return None
+            found[name] = reward[name] if item.estimator == "reinforce++" else (reward[name] - mean) / share
+            divisor[name] = share
     if item.estimator.startswith("reinforce++"):
-        found = _whitened(found, tokens)
-    return [found[name] for name in item.trajectories]
+        found, share = _whitened(found, tokens)
+        divisor = dict.fromkeys(found, share)
+    most = max(map(abs, reward.values()), default=0.0)
+    return [found[name] for name in item.trajectories], [most / divisor[name] for name in item.trajectories]
 
 
-def _whitened(values: Mapping[str, float], tokens: Mapping[str, int]) -> dict[str, float]:
-    """Values less their mean over tokens, in standard deviations over tokens."""
+def _whitened(values: Mapping[str, float], tokens: Mapping[str, int]) -> tuple[dict[str, float], float]:
+    """Values less their mean over tokens, in standard deviations over tokens, and that deviation."""
     total = sum(tokens.values())
+    if len(set(values.values())) == 1:
+        return dict.fromkeys(values, 0.0), math.sqrt(1e-8)
     mean = math.fsum(values[name] * tokens[name] for name in values) / total
     variance = math.fsum((values[name] - mean) ** 2 * tokens[name] for name in values) / total
-    return {name: (value - mean) / math.sqrt(max(variance, 1e-8)) for name, value in values.items()}
+    share = math.sqrt(max(variance, 1e-8))
+    return {name: (value - mean) / share for name, value in values.items()}, share
 
 
 @check("ADV003", needs=(PolicyColumns, Advantages), scope="policy", also="dropped")
@@ -222,13 +239,14 @@ def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
     """Before the weights have moved the ratio to `old` is exactly 1, and at the reference the KL is exactly 0.
 
     What it checks: per rank, the first update of each batch whose ratio divides by `old`: the greatest distance of a
-    ratio from 1; and the first update of the run: the greatest KL estimate. No ratio may be clamped.
+    ratio from 1; and the first update of the run: the greatest KL estimate. No ratio may be clamped then.
     Why it matters: log-probabilities of another temperature, of a dropout that is on, of other weights or of shifted
     tokens all show here, at no cost, in every step.
     Evidence: loss/ratios.
     Tolerance and its source: exact; the same weights score the same micro-batches by the same kernels.
-    What it does not catch: later updates of a batch, whose ratio is not 1; an `old` and a `current` that are wrong
-    alike (LGP001).
+    What it does not catch: later updates of a batch, whose ratio is not 1 and may be clamped; ratios to `engine`, and KL
+    estimates of weights that are far from the reference, which may be clamped in every update; an `old` and a `current`
+    that are wrong alike (LGP001).
     References: trl#4159, OpenRLHF#853, SkyRL#1353, prime-rl#2601.
     """
     for item in trace.of(UpdateRatios):
@@ -237,7 +255,8 @@ def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
             facts.append(("ratio", "distance of a ratio from 1", float(item.ratio_gap)))
         if item.at_reference:
             facts.append(("KL", "KL estimate", float(item.kl_gap)))
-        facts.append(("clamps", "number of clamped tokens", float(item.clamped)))
+        if item.first and item.ratio_over == "old" and float(item.kl_gap) < CLAMPED_KL:
+            facts.append(("clamps", "number of clamped tokens", float(item.clamped)))
         for what, words, actual in facts:
             yield Comparison(
                 what=f"{what} of {item.name} on rank {item.rank}", same=actual == 0.0, stage=Stage.LOGPROB,

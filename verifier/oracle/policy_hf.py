@@ -29,6 +29,12 @@ SHIFT = 1e-5
 """Nats by which log-probabilities of two right sides in float32 may differ (LGP001)."""
 HALF_UNIT = 2.0**-24
 """Share that a rounding to float32 may change a number by."""
+LIMIT = 20.0
+"""Greatest log-ratio that is exponentiated, nats; beyond it a ratio has no gradient.
+
+Source:
+    verl, trainer/ppo/core_algos.py `compute_policy_loss_vanilla` (clamp to 20).
+"""
 OF_A_SHARE = 4
 """Times that a token's probability is rounded in float32, besides log Z: exponential, its sum, quotient, difference."""
 ROUNDINGS = 3
@@ -224,10 +230,10 @@ def token_losses(
         total = -logprob
     else:
         advantage, low, high = columns["advantage"], max(0.0, 1 - objective["clip_low"]), 1 + objective["clip_high"]
-        ratio = torch.exp(logprob - columns["divisor"])
+        difference = logprob - columns["divisor"]
         if name == "gspo":
-            sequence = torch.exp((logprob - columns["divisor"]).mean()).detach()
-            ratio = sequence * torch.exp(logprob - logprob.detach())
+            difference = difference.mean().detach() + logprob - logprob.detach()
+        ratio = torch.exp(torch.clamp(difference, -LIMIT, LIMIT))
         if name in ("clipped", "gspo"):
             gain = torch.minimum(ratio * advantage, torch.clamp(ratio, low, high) * advantage)
             if objective["dual_clip"] is not None:
@@ -241,7 +247,8 @@ def token_losses(
             raise ValueError(f"no formula of the loss `{name}` is known")
     if objective["kl_weight"]:
         distance = logprob - columns["reference"]
-        estimates = {"k1": distance, "k2": distance.square() / 2, "k3": torch.exp(-distance) - 1 + distance}
+        near = torch.clamp(distance, -LIMIT, LIMIT)
+        estimates = {"k1": distance, "k2": distance.square() / 2, "k3": torch.exp(-near) - 1 + near}
         total = total + objective["kl_weight"] * estimates[objective["kl_kind"]]
     if objective["entropy_weight"]:
         total = total - objective["entropy_weight"] * entropy
