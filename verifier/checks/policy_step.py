@@ -244,8 +244,8 @@ def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
     tokens all show here, at no cost, in every step.
     Evidence: loss/ratios.
     Tolerance and its source: exact; the same weights score the same micro-batches by the same kernels.
-    What it does not catch: later updates of a batch, whose ratio is not 1 and may be clamped; ratios to `engine`, and KL
-    estimates of weights that are far from the reference, which may be clamped in every update; an `old` and a `current`
+    What it does not catch: later updates of a batch, whose ratio is not 1 and may be clamped; ratios to `engine`, and
+    KL estimates of weights far from the reference, which may be clamped in every update; an `old` and a `current`
     that are wrong alike (LGP001).
     References: trl#4159, OpenRLHF#853, SkyRL#1353, prime-rl#2601.
     """

@@ -128,7 +128,8 @@ class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
     loss_scale: Real
     """Mean magnitude of a token's loss, nats."""
     loss_noise: Real = 0.0
-    """Mean difference of a token's loss that the run's dtype makes, nats; of sampled steps of training the sum."""
+    """Mean difference of a token's loss that the run's dtype makes, nats; of sampled steps of training the sum. With
+    what rounding of log-probabilities to float32 changes it by."""
     loss_noise_error: Real = 0.0
     """Standard error of `loss_noise`, nats."""
     num_tokens: Count

@@ -208,7 +208,7 @@ def test_the_pad_token_has_a_gradient_where_it_is_an_input():
     assert found.gradients["model.embed_tokens.weight"][pad].any()
 
 
-def test_gradients_of_tokens_that_are_sure_differ_by_what_float32_rounds_of_their_probability(tmp_path):
+def test_loss_and_gradients_of_sure_tokens_differ_by_what_float32_rounds_of_their_probability(tmp_path):
     """The trainer's log-probability in float32, on a model whose every answer is its own, with shares near 1."""
     checkpoint = open_checkpoint(resolve_model("tiny:add", cache_folder(), "float32"))
     model = load_model(checkpoint.path, torch.float32).requires_grad_(True)
@@ -225,7 +225,10 @@ def test_gradients_of_tokens_that_are_sure_differ_by_what_float32_rounds_of_thei
     found = _loss(tmp_path / "sure", [row], objective, torch.float32)
     logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
     logprob, _ = vocab_parallel_logprob(logits, tokens[1:], entropy=False)
-    (-logprob[mask[1:].bool()] / 12).sum().backward()
+    loss = (-logprob[mask[1:].bool()] / 12).sum()
+    loss.backward()
+    off, scale = abs(float(loss.detach()) - float(found.nats.sum())), float(found.nats.sum())
+    assert 1e-6 * scale < off < 2 * found.rounding < 1e-5, (off, scale, found.rounding)  # the bounds of LSS002
     shares = []
     for name, parameter in model.named_parameters():
         gap, scale = (
