@@ -232,6 +232,14 @@ class SampledNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/sampled-
     """Its standard error."""
     by_position: tuple[float | None, ...]
     """Mean magnitude in each eighth of the longest allowed answer; None for an eighth without tokens."""
+    greatest_of_run: Real = 0.0
+    """Greatest magnitude in this and all earlier sampled steps, nats."""
+    unsure: Real = 1.0
+    """Mean of 1 - p over the tokens. Noise of a log-probability grows as 1 - p does."""
+    unsure_squares: Real = 1.0
+    """Mean of the squares of 1 - p."""
+    most_unsure: Real = 1.0
+    """Greatest 1 - p."""
 
 
 class EngineNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/engine-noise"):

@@ -27,7 +27,7 @@ from verifier.oracle.step_hf import (
 )
 
 SHIFT = 1e-5
-"""Nats by which log-probabilities of two right sides in float32 may differ (LGP001)."""
+"""Nats by which log-probabilities of two right sides in float32 may differ (LGP001), at a temperature of 1 and more."""
 LIMIT = 20.0
 """Greatest log-ratio that is exponentiated, nats; beyond it a ratio has no gradient.
 
@@ -103,8 +103,8 @@ def judge_updates(
         whole = {
             "update": number, "gradient_norm": norm, "gradient_noise": noise_of(rounded.gradients, exact.gradients),
             "loss": float(exact.nats.sum()), "loss_scale": float(exact.nats.abs().sum()),
-            "loss_noise": float(max(off)) + exact.rounding, "loss_noise_error": float(noise.std(correction=0)) * len(noise) ** 0.5,
-            "num_tokens": len(exact.nats),
+            "loss_noise": float(max(off)) + exact.rounding,
+            "loss_noise_error": float(noise.std(correction=0)) * len(noise) ** 0.5, "num_tokens": len(exact.nats),
         }  # fmt: skip
         adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"], roundings=ROUNDINGS)
         before = [tensors_of(path / f"{part}-{number}") for part in ("exp_avg", "exp_avg_sq")]
@@ -155,7 +155,8 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
     parameters = list(model.parameters())
     shifts = [lambda at: 0.0 * at]
     if objective["loss"] != "cross_entropy" and dtype == torch.float32:
-        shifts += [lambda at: SHIFT + 0.0 * at, lambda at: SHIFT * (1 - 2 * (at % 2))]
+        nats_off = SHIFT / min(objective["temperature"], 1.0)
+        shifts += [lambda at: nats_off + 0.0 * at, lambda at: nats_off * (1 - 2 * (at % 2))]
     rounds = dtype == torch.float32
     sums: list[list[torch.Tensor | None]] = [[None] * len(parameters) for _ in range(len(shifts) + 1)]
     nats: list[list[torch.Tensor]] = [[] for _ in shifts]
@@ -193,8 +194,8 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
         gradients.append({name: tensor.clone() for name, tensor in gradients_of(model)})
     joined = [torch.cat(part) if part else torch.zeros(0, dtype=torch.float64) for part in nats]
     return _Found(
-        nats=joined[0], shifted=tuple(joined[1:]), rounding=rounding, gradients=gradients[0], of_shifted=tuple(gradients[1:-1]),
-        of_rounding=gradients[-1],
+        nats=joined[0], shifted=tuple(joined[1:]), rounding=rounding, gradients=gradients[0],
+        of_shifted=tuple(gradients[1:-1]), of_rounding=gradients[-1],
     )  # fmt: skip
 
 

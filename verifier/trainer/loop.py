@@ -170,7 +170,7 @@ class StepLoop:
             if trace is not None:
                 if sampled is not None:
                     rates = [report["learning_rate"] for report in reports]
-                    self._noise = sampled.judge(trace, updates, rates, plan.scored, earlier) or self._noise
+                    self._noise = sampled.judge(trace, updates, rates, plan.scored, earlier, self._noise) or self._noise
                 self._submit(step, trace)
                 waits = self.rollouts is not None or sampled is not None
                 self._settle(step if waits else step - JUDGED_BEHIND)

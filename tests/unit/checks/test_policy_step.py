@@ -30,7 +30,8 @@ def recorded(rewards: Sequence[float], estimator: str, groups: Sequence[str], pe
     ids = tuple(map(str, range(len(rewards))))
     return Advantages(
         name="advantages", version=1, estimator=estimator, ids=ids, groups=tuple(groups), trajectories=ids,
-        rewards=tuple(rewards), penalties=tuple(penalties), token_counts=tuple(counts), advantages=tuple(found.tolist()),
+        rewards=tuple(rewards), penalties=tuple(penalties), token_counts=tuple(counts),
+        advantages=tuple(found.tolist()),
     )  # fmt: skip
 
 
