@@ -39,22 +39,27 @@ FLOOR = -1e4
 def reward_differs_from_second_reader(trace: Trace) -> Iterator[Comparison]:
     """Every reward of a right number is what a second reader of the answer gives, which shares no code with the first.
 
-    What it checks: per rollout whose text and gold answer are known, and whose reward is `answer` or was recorded as 0
-    or 1, the reward against a reader that goes through the text character by character.
+    What it checks: per rollout whose text and gold answer are known, the reward against a reader that goes through the
+    text character by character: of the reward `answer`; and of recorded rollouts whose reward has no name, if all of
+    their batch are 0 or 1, where the gold answer is a number and the text has no backslash, as LaTeX has.
     Why it matters: a window that cuts a long answer, a gold answer that cannot be read and counts as right, a number
     with a comma: the policy learns what the reward says.
     Evidence: reward/rewards.
     Tolerance and its source: exact; values are compared as fractions.
-    What it does not catch: rewards of other functions; a rule that both readers have wrong.
+    What it does not catch: rewards of other functions, such as -1 and 1, or `math_verify` of LaTeX; of recorded
+    rollouts without `rewarded_by` a gold answer that is no number; a rule that both readers have wrong.
     References: verl#7274, cookbook#335, SkyRL#1816.
     """
     for item in trace.of(GivenRewards):
-        if item.reward not in ("answer", ""):
+        named = item.reward == "answer"
+        if not named and (item.reward or not set(item.rewards) <= {0.0, 1.0}):
             continue
         for name, text, answer, reward in zip(item.ids, item.texts, item.answers, item.rewards, strict=True):
             if text is None or answer is None:
                 continue
             gold = gold_stated(answer)
+            if not named and (gold is None or "\\" in text):
+                continue
             expected = float(gold is not None and stated_value(text) == gold)
             yield Comparison(
                 what=name, same=reward == expected, stage=Stage.REWARD, version=item.version, badness=1.0,

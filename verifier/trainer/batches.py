@@ -78,6 +78,8 @@ class UpdatePlan(Protocol):
     """Rollouts of the last step, as they were scored before its updates; None in supervised fine-tuning."""
     has_text: bool
     """Examples of the last step have a response, so that the text in their loss is known."""
+    reads_rewards: bool
+    """A second reader of answers can say of a reward of the last step what it should be."""
 
     def updates(self, step: int, taken: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Make, save and record the updates of a step, from 1 on; `taken` updates were taken before it."""
@@ -145,7 +147,7 @@ class SftPlan:
 
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint, folder: Callable[[int], Path]) -> None:
         self.facts: Mapping[str, Any] = {}
-        self.has_text = False
+        self.has_text = self.reads_rewards = False
         self._config, self._file = config, folder
         self._tokenizer = open_tokenizer(checkpoint.path)
         self._examples = load_train(config, "sft")

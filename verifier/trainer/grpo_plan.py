@@ -36,7 +36,7 @@ from verifier.trainer.batches import (
 )
 from verifier.trainer.given_routes import record_given, require_routes
 from verifier.trainer.mismatch import by_position, mismatch_facts
-from verifier.trainer.sampled_batch import rewards_of
+from verifier.trainer.sampled_batch import has_second_reader, rewards_of
 from verifier.trainer.token_versions import fresh_tokens
 
 STALE = "stale"
@@ -50,7 +50,7 @@ class RolloutSource(Protocol):
     """Metrics of the last step's sampling."""
 
     def rollouts(self, step: int, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
-        """Rollouts of a step, from 1 on, and the name of their reward; empty for rewards that were recorded."""
+        """Rollouts of a step, from 1 on, and the name of their reward; empty where it was not recorded."""
 
 
 class RecordedRollouts:
@@ -74,7 +74,9 @@ class RecordedRollouts:
 
     def rollouts(self, step: int, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
         """Read the file of a step."""
-        return self._read(self._files[step - 1]), ""
+        rows = self._read(self._files[step - 1])
+        names = {row.rewarded_by for row in rows}
+        return rows, names.pop() if len(names) == 1 else ""
 
     def _read(self, file: Path) -> tuple[RolloutRow, ...]:
         rows = read_recorded(file, vocab_size=self._vocab_size, group_size=self._group_size)
@@ -100,13 +102,14 @@ class GrpoPlan:
         self._config, self._source, self._file, self._moe_layers = config, source, file, moe_layers
         self.facts: Mapping[str, Any] = {}
         self.scored: ScoredRollouts | None = None
-        self.has_text = False
+        self.has_text = self.reads_rewards = False
 
     def updates(self, step: int, taken: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Score, judge by reward, weigh and divide the rollouts of a step."""
         config, options = self._config, self._config.grpo
         began = time.monotonic()
         rows, reward = self._source.rollouts(step, probe)
+        self.reads_rewards = has_second_reader(reward, rows)
         given = [rollout_of(row) for row in rows]
         rolled = time.monotonic()
         parts = [part.tolist() for part in np.array_split(np.arange(len(given)), options.mini_batches)]

@@ -150,7 +150,7 @@ class StepLoop:
                         record_scored(probe, config, step, plan.scored)
                 self._manifest = step_manifest(
                     config, self.model, step, resumed=resumed, sampled=sampled is not None, dropped=not updates,
-                    text=plan.has_text, restarted=restarted,
+                    text=plan.has_text, rewarded=plan.reads_rewards, restarted=restarted,
                     noise=self._record_noise(probe, step, sampled),
                     fresh=has_fresh(config, [item for update in updates for item in update.rollouts], step - 1),
                 )  # fmt: skip

@@ -29,6 +29,7 @@ NO_NOISE = (
 def step_manifest(
     config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False,
     dropped: bool = False, fresh: bool = True, noise: bool = False, text: bool = True, restarted: bool = False,
+    rewarded: bool = True,
 ) -> Manifest:  # fmt: skip
     """Identity of the trace of a step.
 
@@ -42,6 +43,7 @@ def step_manifest(
         text: fine-tuning has examples whose text in the loss is known: those that are no conversations.
         fresh: a token in the loss was sampled by the weights that it trains.
         noise: what the run's dtype costs a log-probability is measured; needed for no float32.
+        rewarded: of some rollout a second reader can tell the reward.
         restarted: engines that sampled it had been started again.
     """
     sizes = model.checkpoint.config
@@ -59,7 +61,7 @@ def step_manifest(
     if config.algorithm == "grpo":
         scopes = ["dropped"] if dropped else ["config", "batch", "schedule", "tokens", "policy"]
         # Only of this reward there is a second reader; recorded ones may be of any.
-        scopes += ["reward"] if config.grpo.reward == "answer" or not live else []
+        scopes += ["reward"] if rewarded and (config.grpo.reward == "answer" or not live) else []
         # Only of these there is a second formula; plugins have others.
         scopes += ["estimator"] if config.grpo.advantage in ADVANTAGES else []
         scopes += ["formula"] if config.grpo.loss in LOSSES and not dropped else []

@@ -19,6 +19,8 @@ from verifier.core.finding import Outcome, Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.records_policy import Advantages, UpdateRatios
 from verifier.core.trace import Trace
+from verifier.data.recorded import RolloutRow
+from verifier.trainer.sampled_batch import has_second_reader, rewards_of
 
 ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
 
@@ -95,3 +97,42 @@ def test_clamps_are_judged_where_ratios_should_be_one(facts: dict[str, object], 
     )  # fmt: skip
     trace = Trace(Manifest(complete=True), [first, replace(first, **facts)], lambda item: {})
     assert run_check(REGISTRY["LSS003"], trace).verdict is verdict
+
+
+ROWS = [("#### 7", "7", 1.0), ("8", "7", 0.0)]
+"""Text, gold answer and right reward."""
+
+
+@pytest.mark.parametrize(
+    ("reward", "rows", "verdict"),
+    [
+        ("", ROWS, Verdict.HOLDS),
+        ("answer", ROWS, Verdict.HOLDS),
+        ("", [("#### 7", "7", 0.0), *ROWS], Verdict.VIOLATED),
+        ("answer", [("#### 7", "7", 0.1), *ROWS], Verdict.VIOLATED),
+        ("answer", [("7", "seven", 1.0), *ROWS], Verdict.VIOLATED),
+        ("", [("7", "seven", 1.0), *ROWS], Verdict.HOLDS),
+        ("", [(r"\\frac{1}{2}", "1/2", 1.0), *ROWS], Verdict.HOLDS),
+        ("", [("#### 7", "7", 0.1), ("8", "7", 0.0)], None),
+        ("", [("#### 7", "7", 1.0), ("8", "7", -1.0)], None),
+        ("", [(None, "7", 1.0), ("8", None, 0.0)], None),
+        ("answer", [(None, "7", 1.0), ("8", None, 0.0)], None),
+        ("math_verify", ROWS, None),
+    ],
+)
+def test_rewards_of_other_functions_are_not_judged(
+    reward: str, rows: Sequence[tuple[str | None, str | None, float]], verdict: Verdict | None
+) -> None:
+    """A step without a reward that the second reader knows does not belong to RWD001, which would be inconclusive."""
+    given = [
+        RolloutRow(
+            id=str(place), group="g", prompt=(1,), response=(2,), sampled=(True,), mask=(True,), logprobs=(-1.0,),
+            versions=(0,), reward=value, text=text, answer=answer,
+        )
+        for place, (text, answer, value) in enumerate(rows)
+    ]  # fmt: skip
+    outcome = run_check(
+        REGISTRY["RWD001"], Trace(Manifest(complete=True), [rewards_of("rewards", 1, reward, given)], lambda item: {})
+    )
+    assert has_second_reader(reward, given) == (verdict is not None)
+    assert outcome.verdict is (Verdict.INCONCLUSIVE if verdict is None else verdict)
