@@ -29,6 +29,8 @@ FACTOR = Tolerance(
 )
 LIMIT = 20.0
 """Log-ratios are clamped to it before they are exponentiated, nats."""
+CLAMPED_RATIO = 0.999999
+"""Least distance from 1 of a ratio that is clamped: exp(-20) is 2e-9."""
 CLAMPED_KL = LIMIT - 1
 """Least KL estimate of a token whose distance from the reference is clamped, nats: exp(-d) - 1 + d at d = 20."""
 FLOOR = -1e4
@@ -244,14 +246,14 @@ def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
     """Before the weights have moved the ratio to `old` is exactly 1, and at the reference the KL is exactly 0.
 
     What it checks: per rank, the first update of each batch whose ratio divides by `old`: the greatest distance of a
-    ratio from 1; and the first update of the run: the greatest KL estimate. No ratio may be clamped then.
+    ratio from 1; and the first update of the run: the greatest KL estimate. In every update: no token is clamped where
+    all ratios and KL estimates are those of log-ratios within 20 nats.
     Why it matters: log-probabilities of another temperature, of a dropout that is on, of other weights or of shifted
     tokens all show here, at no cost, in every step.
     Evidence: loss/ratios.
     Tolerance and its source: exact; the same weights score the same micro-batches by the same kernels.
-    What it does not catch: later updates of a batch, whose ratio is not 1 and may be clamped; ratios to `engine`, and
-    KL estimates of weights far from the reference, which may be clamped in every update; an `old` and a `current`
-    that are wrong alike (LGP001).
+    What it does not catch: later updates of a batch, whose ratio is not 1, ratios to `engine`, and KL estimates of
+    weights far from the reference: these may be clamped; an `old` and a `current` that are wrong alike (LGP001).
     References: trl#4159, OpenRLHF#853, SkyRL#1353, prime-rl#2601.
     """
     for item in trace.of(UpdateRatios):
@@ -260,14 +262,16 @@ def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
             facts.append(("ratio", "distance of a ratio from 1", float(item.ratio_gap)))
         if item.at_reference:
             facts.append(("KL", "KL estimate", float(item.kl_gap)))
-        if item.first and item.ratio_over == "old" and float(item.kl_gap) < CLAMPED_KL:
-            facts.append(("clamps", "number of clamped tokens", float(item.clamped)))
+        far = float(item.ratio_gap) >= CLAMPED_RATIO or float(item.kl_gap) >= CLAMPED_KL
+        facts.append(("clamps", "number of clamped tokens", 0.0 if far else float(item.clamped)))
+        still = "the weights have not moved"
+        why = {"ratio": still, "KL": still, "clamps": f"no log-ratio is beyond {LIMIT:g} nats"}
         for what, words, actual in facts:
             yield Comparison(
                 what=f"{what} of {item.name} on rank {item.rank}", same=actual == 0.0, stage=Stage.LOGPROB,
                 version=item.version, badness=actual if math.isfinite(actual) else math.inf, owner=owner_of(item),
                 sentence=f"the greatest {words} in {item.name} is {actual:.3g}, it should be exactly 0",
-                expected="0 (the weights have not moved)", actual=f"{actual:.6g}",
+                expected=f"0 ({why[what]})", actual=f"{actual:.6g}",
                 allowed="exact (the same arithmetic)",
                 hint="look at temperature, dropout, weights and alignment of the pass that made `old`",
             )  # fmt: skip

@@ -81,16 +81,22 @@ def test_groups_of_others_are_seen(estimator: str) -> None:
     [
         ({}, Verdict.HOLDS),
         ({"clamped": 3}, Verdict.VIOLATED),
-        ({"clamped": 3, "first": False}, Verdict.HOLDS),
-        ({"clamped": 3, "ratio_over": "engine"}, Verdict.HOLDS),
+        ({"clamped": 3, "first": False, "ratio_gap": 1.0}, Verdict.HOLDS),
+        ({"clamped": 3, "first": False, "ratio_gap": 0.3}, Verdict.VIOLATED),
+        ({"clamped": 3, "ratio_over": "engine", "ratio_gap": 4.9e8}, Verdict.HOLDS),
+        ({"clamped": 3, "ratio_gap": 4.9e8}, Verdict.VIOLATED),
+        ({"ratio_over": "engine", "ratio_gap": 0.3}, Verdict.HOLDS),
         ({"clamped": 3, "kl_gap": 4.9e8}, Verdict.HOLDS),
         ({"clamped": 3, "kl_gap": 0.2}, Verdict.VIOLATED),
         ({"kl_gap": 0.2, "at_reference": True}, Verdict.VIOLATED),
         ({"ratio_gap": 1e-7}, Verdict.VIOLATED),
     ],
 )
-def test_clamps_are_judged_where_ratios_should_be_one(facts: dict[str, object], verdict: Verdict) -> None:
-    """Later updates of a batch, ratios to an engine and distances from a far reference may be beyond 20 nats."""
+def test_clamps_are_judged_where_no_log_ratio_is_beyond_the_limit(facts: dict[str, object], verdict: Verdict) -> None:
+    """Later updates of a batch, ratios to an engine and distances from a far reference may be beyond 20 nats.
+
+    An update whose ratios are not judged is compared all the same, so that its step is not inconclusive.
+    """
     first = UpdateRatios(
         name="update 3", version=2, update=3, first=True, ratio_over="old", at_reference=False, ratio_gap=0.0,
         kl_gap=0.0, clipped=0, clamped=0,
