@@ -228,7 +228,7 @@ def _textbook(update: _Update, terms: LossTerms) -> tuple[np.ndarray, np.ndarray
 
 
 def _at_limit(difference: np.ndarray) -> np.ndarray:
-    """Whether a log-ratio is too near to the limit to tell on which side of it float32 is."""
+    """Log-ratios that are too near to the limit to tell on which side of it float32 is."""
     near: np.ndarray = np.abs(np.abs(difference) - LIMIT) < TERM.absolute
     return near
 
