@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from verifier.checks.content import times
-from verifier.checks.logprobs import FEW_TOKENS, GREATEST_NOISES, NOISES
+from verifier.checks.logprobs import FEW_TOKENS, GREATEST_NOISES, NOISES, at_temperature
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance, slope_of
-from verifier.core.records_policy import PolicyColumns
+from verifier.core.records_policy import LossTerms, PolicyColumns
 from verifier.core.records_tokens import SampledNoise
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -26,6 +26,8 @@ FEW = 10
 """Tokens of which no tenth can be told."""
 SHARE = 0.9
 """Share of a step's tokens that `MOST` speaks of."""
+LEAST_UNSURE = 1e-4
+"""Least 1 - p that noise is held against: below it rounding of float32 has a part."""
 ERRORS = 3
 """Standard errors that a mean of magnitudes may be off by, as those of LGP001."""
 SIGNED_ERRORS = 5
@@ -71,13 +73,14 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
     Evidence: advantage/policy ("engine", "old", "version"); in bf16 logprob/sampled-noise, which sampled steps
     (`verify.every`) measure and later steps keep.
     Tolerance and its source: fp32 1e-4 nats for each token, 1e-5 for nine tenths of them; measured on a clean run
-    of 114 steps. Rounding grows as weights sharpen, so the bound of one token is above that of LGP001. In bf16 this
-    run's noise, transformers in bf16 against fp32: both sides may be off by it, so twice; a token three times the
-    greatest. A mean has three standard errors more, a signed mean and a slope five; a floor of an earlier step has
-    three of its own. Of 100 tokens or more.
+    of 114 steps; divided by a temperature below 1. Rounding grows as weights sharpen, so the bound of one token is
+    above that of LGP001. In bf16 this run's noise, transformers in bf16 against fp32: both sides may be off by it, so
+    twice; a token three times the greatest of all sampled steps so far. A mean has three standard errors more, a signed
+    mean and a slope five; a floor of an earlier step has three of its own. Of 100 tokens or more. Noise of a
+    log-probability grows as 1 - p: less sure tokens than the floor's may be off by so much more.
     What it does not catch: both sides wrong alike (LGP001), tokens of older weights (LGP003, on sampled steps), tokens
     that read keys and values of older weights (`grpo.keep_kv_cache`); in bf16 steps before the first sampled one, and
-    of a mixture, whose routers flip, single tokens.
+    single tokens of a mixture, whose routers flip, or beside a floor of fewer than 100 tokens.
     References: NeMo-RL#4018, SkyRL#979, verl#7495, NeMo-RL#2100.
     """
     exact = trace.manifest.dtype == "float32"
@@ -85,11 +88,11 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
         noise = None if exact else next(trace.of(SampledNoise, version=item.version), None)
         if not exact and noise is None:
             raise LookupError(f"no measured noise of {trace.manifest.dtype} for step {item.version}")
-        bound = MISMATCH if noise is None else _greatest(noise)
+        temperature = next((terms.temperature for terms in trace.of(LossTerms, version=item.version)), 1.0)
         seen: list[_Token] = []
         for tokens in _fresh(trace, item):
             seen += tokens
-            worst = max(tokens, key=lambda token: token.gap if math.isfinite(token.gap) else math.inf)
+            worst, bound = _worst(tokens, noise, temperature)
             yield Comparison(
                 what=worst.rollout, same=math.isfinite(worst.gap) and worst.gap <= bound.absolute,
                 stage=Stage.ROLLOUT, version=item.version, badness=times(worst.gap, bound.absolute), owner="engine",
@@ -102,7 +105,7 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
         if noise is not None:
             yield from _compare_statistics(item, seen, noise)
         elif len(seen) >= FEW:
-            yield _most(item, seen)
+            yield _most(item, seen, at_temperature(MOST, temperature))
 
 
 def _fresh(trace: Trace, item: PolicyColumns) -> Iterator[list[_Token]]:
@@ -118,24 +121,58 @@ def _fresh(trace: Trace, item: PolicyColumns) -> Iterator[list[_Token]]:
             yield [_Token(name, at, float(old[at]), float(engine[at]), int(version[at])) for at in fresh]
 
 
-def _most(item: PolicyColumns, seen: list[_Token]) -> Comparison:
+def _worst(tokens: list[_Token], noise: SampledNoise | None, temperature: float) -> tuple[_Token, Tolerance]:
+    """Token that is farthest off beside its bound, and that bound."""
+    if noise is None:
+        bound = at_temperature(MISMATCH, temperature)
+        return max(tokens, key=lambda token: token.gap if math.isfinite(token.gap) else math.inf), bound
+    shares = [times(token.gap, _greatest(noise, token).absolute) for token in tokens]
+    gaps = [token.gap for token in tokens]
+    at = max(range(len(tokens)), key=lambda place: (not math.isfinite(gaps[place]), shares[place], gaps[place]))
+    return tokens[at], _greatest(noise, tokens[at])
+
+
+def _most(item: PolicyColumns, seen: list[_Token], bound: Tolerance) -> Comparison:
     most = float(np.quantile([token.gap for token in seen], SHARE))
     return Comparison(
-        what=f"{SHARE:.0%} of the tokens", same=most <= MOST.absolute, stage=Stage.ROLLOUT, version=item.version,
-        badness=times(most, MOST.absolute), owner="engine",
+        what=f"{SHARE:.0%} of the tokens", same=most <= bound.absolute, stage=Stage.ROLLOUT, version=item.version,
+        badness=times(most, bound.absolute), owner="engine",
         sentence=f"one token in ten differs by {most:.3g} nats or more between engine and trainer",
         expected="the trainer's log-probabilities of the same tokens", actual=f"{most:.3g} nats apart",
-        allowed=str(MOST), hint="look at the arithmetic of both sides: dtype, epsilon, scale, temperature",
+        allowed=str(bound), hint="look at the arithmetic of both sides: dtype, epsilon, scale, temperature",
     )  # fmt: skip
 
 
-def _greatest(noise: SampledNoise) -> Tolerance:
-    """Bound on any token; of a mixture a finite one alone."""
+def _greatest(noise: SampledNoise, token: _Token) -> Tolerance:
+    """Bound on a token; of a mixture, or of a floor of few tokens, a finite one alone.
+
+    Noise of logits changes a log-probability by as much as its token is unsure, 1 - p. So one that is less sure than
+    all of the floor's may be off by so much more.
+    """
     if noise.routed:
         return Tolerance(absolute=math.inf, unit="nats", source="routers flip, so any finite one")
-    return Tolerance(
-        absolute=GREATEST_NOISES * float(noise.greatest), unit="nats", source=f"{GREATEST_NOISES} x {_source(noise)}"
-    )
+    if noise.tokens < FEW_TOKENS:
+        return Tolerance(
+            absolute=math.inf, unit="nats", source=f"{noise.tokens} tokens are no floor, so any finite one"
+        )
+    greatest, source = float(noise.greatest), f"{GREATEST_NOISES} x {_source(noise)}"
+    more = float(_unsure(np.array(token.old))) / max(float(noise.most_unsure), LEAST_UNSURE)
+    if more > 1:
+        greatest, source = greatest * more, f"{source}{_surer(more)}"
+    if greatest < float(noise.greatest_of_run):
+        greatest, source = float(noise.greatest_of_run), f"{source}; the greatest of the run so far"
+    return Tolerance(absolute=GREATEST_NOISES * greatest, unit="nats", source=source)
+
+
+def _unsure(old: np.ndarray) -> np.ndarray:
+    """1 - p by the trainer: the share of what a token's logit is off by that its log-probability is off by."""
+    share: np.ndarray = -np.expm1(np.minimum(old, 0.0))
+    return share
+
+
+def _surer(more: float) -> str:
+    """Clause of a floor's source where its tokens are surer than those that it is held against."""
+    return f", which are {more:.3g} times as sure" if more > 1.005 else ""
 
 
 def _source(noise: SampledNoise) -> str:
@@ -169,14 +206,19 @@ def _statistics(item: PolicyColumns, seen: list[_Token], noise: SampledNoise) ->
         if square and noise.routed:
             continue
         times_noise = NOISES**2 if square else NOISES
+        shares = _unsure(old)
+        own, known = ((shares**2).mean(), noise.unsure_squares) if square else (shares.mean(), noise.unsure)
+        more = max(1.0, float(own) / max(float(known), LEAST_UNSURE ** (2 if square else 1)))
         floor = float(mean) + (ERRORS * float(deviation) / math.sqrt(noise.tokens) if carried else 0.0)
-        bound = times_noise * floor + ERRORS * max(float(values.std()), float(deviation)) / root
+        bound = times_noise * more * floor + ERRORS * max(float(values.std()), float(deviation)) / root
         value = float(values.mean())
         if square:
             value, bound = math.sqrt(value), math.sqrt(bound)
         yield _Statistic(
             name, value,
-            Tolerance(absolute=bound, unit="nats", source=f"{NOISES} times, and standard errors; {source}"), "nats",
+            Tolerance(
+                absolute=bound, unit="nats", source=f"{NOISES} times, and standard errors; {source}{_surer(more)}"
+            ), "nats",
             "look at the last sync, and at the arithmetic of both sides: dtype, epsilon, scale",
         )  # fmt: skip
     error = max(float(gaps.std()), math.sqrt(float(noise.squares))) / root

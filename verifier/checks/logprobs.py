@@ -27,6 +27,7 @@ from verifier.core.records_tokens import (
     OracleRecord,
     ReturnedLogprobs,
     SampledTokens,
+    SampleRecord,
     ShapedTokens,
     StoredFloor,
     TrainerLogprobs,
@@ -69,15 +70,17 @@ class Bounds:
 
 
 def bounds_of(
-    trace: Trace, stage: Stage, name: str, version: int, lengths: Sequence[int], whole: Sequence[int] = ()
-) -> Bounds:
+    trace: Trace, stage: Stage, name: str, version: int, lengths: Sequence[int], whole: Sequence[int] = (),
+    temperatures: Sequence[float] = (),
+) -> Bounds:  # fmt: skip
     """Return what one scoring may differ from the oracle by; the stage is that of the actual side.
 
     `lengths` are the log-probabilities of each sequence, `whole` its tokens, with those before the first scored one;
-    unknown where empty.
+    unknown where empty. `temperatures` are those of each sequence, 1 where empty.
 
     In fp32 they are fixed, for checkpoints that are no coarser than those the bound was measured on; the run has
-    measured the others: transformers in fp32 against itself in float64, at version 0.
+    measured the others: transformers in fp32 against itself in float64, at version 0, and on sampled steps of training,
+    whose weights sharpen, on the step's own tokens. A temperature below 1 magnifies what float32 rounds of logits.
 
     In bf16 they are twice the stored noise floor of sequences of that length, where the run's checkpoint has one;
     otherwise they come from the run: transformers in bf16 against transformers in fp32, on the same tokens and weights.
@@ -91,10 +94,15 @@ def bounds_of(
     """
     if trace.manifest.dtype == "float32":
         coarse = [float(item.greatest) for item in trace.of(DtypeNoise, version=0) if item.name in (name, "scored")]
-        bound = FP32_NOISES * max(coarse, default=0.0)
-        source = f"this run's noise: transformers in fp32 against itself in float64, times {FP32_NOISES}"
+        bound, factor = FP32_NOISES * max(coarse, default=0.0), FP32_NOISES
+        if trace.manifest.command == "train":
+            of_step = [float(item.greatest) for item in trace.of(DtypeNoise, version=version) if item.name == name]
+            if (more := GREATEST_NOISES * max(of_step, default=0.0)) > bound:
+                bound, factor = more, GREATEST_NOISES
+        source = f"this run's noise: transformers in fp32 against itself in float64, times {factor}"
         own = Tolerance(absolute=bound, unit=FP32.unit, source=source)
-        return Bounds(greatest=(FP32 if bound <= FP32.absolute else own,) * len(lengths))
+        fixed = [at_temperature(FP32, value) for value in temperatures or [1.0] * len(lengths)]
+        return Bounds(greatest=tuple(max(item, own, key=lambda item: item.absolute) for item in fixed))
     measured: list[NoiseRecord] = []
     floors: list[StoredFloor] = []
     if stage is Stage.ROLLOUT:
@@ -119,6 +127,21 @@ def bounds_of(
             noisiest = max(noises, key=lambda noise: float(getattr(noise, statistic)))
             body[statistic] = _bound(noisiest, statistic, sum(lengths))
     return Bounds(greatest=tuple(greatest), body=body)
+
+
+def at_temperature(bound: Tolerance, temperature: float) -> Tolerance:
+    """Bound of log-probabilities at a temperature, whose logits differ by as much at 1 and are divided by it after."""
+    if not 0 < temperature < 1:  # 0 stands for the likeliest token of undivided logits
+        return bound
+    source = f"{bound.source}; divided by a temperature of {temperature:g}, as logits are"
+    return replace(bound, absolute=bound.absolute / temperature, source=source)
+
+
+def _temperatures(item: LogprobRecord) -> Sequence[float]:
+    """Temperature of each sequence; nothing where it is not said."""
+    if isinstance(item, TrainerLogprobs):
+        return [item.temperature] * len(item.lengths)
+    return item.temperatures if isinstance(item, SampleRecord) else ()
 
 
 def _floors(trace: Trace, whole: Sequence[int]) -> list[StoredFloor]:
@@ -184,7 +207,9 @@ def compare_with_oracle(
                 expected=str(list(lengths)), actual=str(list(actual.lengths)), allowed="exact",
             )  # fmt: skip
             continue
-        bounds = bounds_of(trace, actual.stage, expected.name, expected.version, lengths, expected.whole)
+        bounds = bounds_of(
+            trace, actual.stage, expected.name, expected.version, lengths, expected.whole, _temperatures(actual)
+        )
         other = next(trace.of(third, name=actual.name, version=actual.version), None) if third else None
         heard = trace.array(other) if other is not None and other.lengths == lengths else np.full_like(got, np.nan)
         rows = zip(split(got, lengths), split(want, lengths), split(heard, lengths), bounds.greatest, strict=True)
@@ -289,9 +314,10 @@ def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     Why it matters: import and export that are wrong alike, a wrong rope base, epsilon or scaling, a misplaced label:
     all leave the round trip an identity.
     Evidence: logprob/trainer, logprob/oracle (arrays).
-    Tolerance and its source: fp32 1e-5 nats, measured agreement 6.2e-6; bf16 twice the checkpoint's stored noise floor
-    for sequences of that length, by token, mean and median, or without one the run's own noise. NaN and infinity
-    are never allowed, on neither side.
+    Tolerance and its source: fp32 1e-5 nats, measured agreement 6.2e-6, divided by a temperature below 1; on sampled
+    steps three times what transformers in fp32 differs by from itself in float64, if that is more. bf16 twice the
+    checkpoint's stored noise floor for sequences of that length, by token, mean and median, or without one the run's
+    own noise. NaN and infinity are never allowed, on neither side.
     What it does not catch: what no scored token exercises (an expert that none is routed to: WGT001).
     References: Megatron-Bridge#3743, slime#1734, RL#1046, verl#4250, vllm and trl rows of the catalogue.
     """
@@ -363,7 +389,9 @@ def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
         hint="look at penalties, biases and truncation, and at which request of a batch they belong to",
     )  # fmt: skip
     for item in trace.of(DrawnTokens):
-        bound = bounds_of(trace, item.stage, item.name, item.version, [len(item.tokens)]).greatest[0]
+        bound = bounds_of(
+            trace, item.stage, item.name, item.version, [len(item.tokens)], temperatures=[item.temperature]
+        ).greatest[0]
         expected = _of_drawn(trace.array(following(trace, item)), item.tokens)
         yield _compare_one(
             item, "samples", trace.array(item), expected, bound, SAMPLER, ORACLE,

@@ -25,7 +25,7 @@ TERM = Tolerance(
     source="fp32: a ratio is the exponential of a difference of numbers of up to 20, each 1e-6 off",
 )  # fmt: skip
 LIMIT = 20.0
-"""Log-ratios are clamped to it before they are exponentiated, nats."""
+"""Log-ratios are clamped to it before they are exponentiated, and have no gradient beyond it, nats."""
 READ = ("weight", "divisor", "advantage", "reference")
 """Columns of a token that a loss may read."""
 KNOWN = ("cross_entropy", "clipped", "gspo", "cispo", "importance")
@@ -130,8 +130,8 @@ def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
     Why it matters: a clip that is read and not applied, a KL term of the wrong sign or without a gradient, a ratio that
     is always 1, a sequence's mean over one context-parallel shard: the curve looks plausible.
     Evidence: loss/rows, loss/terms, advantage/columns, advantage/policy, train/done.
-    Tolerance and its source: 2e-5 of the greatest of the update; fp32. Rows within that of a clip's edge have either
-    gradient.
+    Tolerance and its source: 2e-5 of the greatest of the update; fp32. Rows within that of a clip's edge, or of
+    the limit of log-ratios, have either gradient.
     What it does not catch: what becomes of the gradient behind the log-probability (LSS001); losses of plugins.
     References: rllm#81, tianshou#433, verl#179, SkyRL#1353, AReaL#1273, SkyRL#1296.
     """
@@ -194,17 +194,20 @@ def _textbook(update: _Update, terms: LossTerms) -> tuple[np.ndarray, np.ndarray
         if terms.loss == "gspo":
             sums = np.bincount(update.rollout, difference) / np.maximum(np.bincount(update.rollout), 1)
             difference = sums[update.rollout]
+        beyond = np.abs(difference) > LIMIT
+        edge |= _at_limit(difference)
         ratio = np.exp(np.clip(difference, -LIMIT, LIMIT))
         low, high = max(0.0, 1 - terms.clip_low), 1 + terms.clip_high
         for bound in (low, high, terms.dual_clip or high):
             edge |= np.abs(ratio - bound) < TERM.absolute
         within = np.clip(ratio, low, high)
         if terms.loss == "importance":
-            value = slope = -ratio * advantage
+            value = -ratio * advantage
+            slope = np.where(beyond, 0.0, value)
         elif terms.loss == "cispo":
             value, slope = -within * advantage * current, -within * advantage
         else:
-            stopped = np.where(advantage > 0, ratio > high, ratio < low)
+            stopped = beyond | np.where(advantage > 0, ratio > high, ratio < low)
             value = -np.minimum(ratio * advantage, within * advantage)
             if terms.dual_clip is not None:
                 stopped |= (advantage < 0) & (ratio > terms.dual_clip)
@@ -215,11 +218,19 @@ def _textbook(update: _Update, terms: LossTerms) -> tuple[np.ndarray, np.ndarray
         near = np.clip(distance, -LIMIT, LIMIT)
         kinds = {
             "k1": (distance, np.ones_like(distance)), "k2": (distance**2 / 2, distance),
-            "k3": (np.expm1(-near) + near, -np.expm1(-near)),
+            "k3": (np.expm1(-near) + near, np.where(near == distance, -np.expm1(-near), 0.0)),
         }  # fmt: skip
+        if terms.kl_kind == "k3":
+            edge |= _at_limit(distance)
         estimate, its_slope = kinds[terms.kl_kind]
         value, slope = value + terms.kl_weight * estimate, slope + terms.kl_weight * its_slope
     return value - terms.entropy_weight * update.rows["entropy"].astype(np.float64), slope, edge
+
+
+def _at_limit(difference: np.ndarray) -> np.ndarray:
+    """Log-ratios that are too near to the limit to tell on which side of it float32 is."""
+    near: np.ndarray = np.abs(np.abs(difference) - LIMIT) < TERM.absolute
+    return near
 
 
 @check("LGP010", needs=(ReferenceShard,), scope="reference")

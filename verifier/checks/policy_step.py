@@ -20,11 +20,19 @@ from verifier.core.trace import Trace
 ADVANTAGE = Tolerance(
     absolute=1e-10, unit="of the batch's greatest advantage", source="float64: means of a group, in another order"
 )
+ROUNDINGS = Tolerance(
+    absolute=8 * 2.0**-52, unit="of the batch's greatest reward, divided as the advantage is",
+    source="float64: rewards, their mean and what is left of each are rounded, half a unit each on both sides",
+)  # fmt: skip
 FACTOR = Tolerance(
     absolute=1e-10, unit="of the greatest input", source="float64: exp of a sum of differences, in another order"
 )
 LIMIT = 20.0
 """Log-ratios are clamped to it before they are exponentiated, nats."""
+CLAMPED_RATIO = 0.999999
+"""Least distance from 1 of a ratio that is clamped: exp(-20) is 2e-9."""
+CLAMPED_KL = LIMIT - 1
+"""Least KL estimate of a token whose distance from the reference is clamped, nats: exp(-d) - 1 + d at d = 20."""
 FLOOR = -1e4
 """Least log-probability that counts, nats."""
 
@@ -33,22 +41,27 @@ FLOOR = -1e4
 def reward_differs_from_second_reader(trace: Trace) -> Iterator[Comparison]:
     """Every reward of a right number is what a second reader of the answer gives, which shares no code with the first.
 
-    What it checks: per rollout whose text and gold answer are known, and whose reward is `answer` or was recorded as 0
-    or 1, the reward against a reader that goes through the text character by character.
+    What it checks: per rollout whose text and gold answer are known, the reward against a reader that goes through the
+    text character by character: of the reward `answer`; and of recorded rollouts whose reward has no name, if all of
+    their batch are 0 or 1, where the gold answer is a number and the text has no backslash, as LaTeX has.
     Why it matters: a window that cuts a long answer, a gold answer that cannot be read and counts as right, a number
     with a comma: the policy learns what the reward says.
     Evidence: reward/rewards.
     Tolerance and its source: exact; values are compared as fractions.
-    What it does not catch: rewards of other functions; a rule that both readers have wrong.
+    What it does not catch: rewards of other functions, such as -1 and 1, or `math_verify` of LaTeX; of recorded
+    rollouts without `rewarded_by` a gold answer that is no number; a rule that both readers have wrong.
     References: verl#7274, cookbook#335, SkyRL#1816.
     """
     for item in trace.of(GivenRewards):
-        if item.reward not in ("answer", ""):
+        named = item.reward == "answer"
+        if not named and (item.reward or not set(item.rewards) <= {0.0, 1.0}):
             continue
         for name, text, answer, reward in zip(item.ids, item.texts, item.answers, item.rewards, strict=True):
             if text is None or answer is None:
                 continue
             gold = gold_stated(answer)
+            if not named and (gold is None or "\\" in text):
+                continue
             expected = float(gold is not None and stated_value(text) == gold)
             yield Comparison(
                 what=name, same=reward == expected, stage=Stage.REWARD, version=item.version, badness=1.0,
@@ -68,64 +81,75 @@ def advantage_differs_from_estimator(trace: Trace) -> Iterator[Comparison]:
     Why it matters: a group that is cut by a mini-batch, a standard deviation over the batch, a step's advantage given
     to the wrong trajectory: rewards look right and the direction is wrong.
     Evidence: advantage/advantages.
-    Tolerance and its source: 1e-10 of the greatest advantage; float64.
+    Tolerance and its source: 1e-10 of the greatest advantage; float64. Eight roundings of the greatest reward, divided
+    as the advantage is: a mean of rewards such as 0.1 is rounded, and a group whose rewards are nearly equal divides by
+    little. Of equal rewards the advantage is exactly 0 here.
     What it does not catch: estimators of plugins, which have no second implementation.
     References: verl#6362, SkyRL#1335, AReaL#1730.
     """
     for item in trace.of(Advantages):
-        expected = _advantages(item)
-        if expected is None:
+        found = _advantages(item)
+        if found is None:
             continue
-        allowed = ADVANTAGE.absolute * max(map(abs, expected), default=0.0) + 1e-300
-        for name, actual, right in zip(item.ids, item.advantages, expected, strict=True):
-            gap = abs(actual - right)
+        expected, roundings = found
+        of_all = ADVANTAGE.absolute * max(map(abs, expected), default=0.0) + 1e-300
+        for name, actual, right, rounding in zip(item.ids, item.advantages, expected, roundings, strict=True):
+            gap, allowed = abs(actual - right), of_all + ROUNDINGS.absolute * rounding
             yield Comparison(
                 what=name, same=gap <= allowed, stage=Stage.ADVANTAGE, version=item.version,
                 badness=times(gap, allowed),
                 sentence=f"the advantage of `{name}` is {actual:.6g}, it should be {right:.6g}",
                 expected=f"{right:.6g} ({item.estimator} of the whole batch, float64)", actual=f"{actual:.6g}",
-                allowed=f"{allowed:.3g}, {ADVANTAGE}", hint="look at which rollouts form a group or a trajectory",
+                allowed=f"{allowed:.3g}, {ADVANTAGE}; {ROUNDINGS}",
+                hint="look at which rollouts form a group or a trajectory",
             )  # fmt: skip
 
 
-def _advantages(item: Advantages) -> list[float] | None:
-    """Advantage of each rollout by the textbook; None for an estimator of a plugin."""
-    reward: dict[str, float] = defaultdict(float)
+def _advantages(item: Advantages) -> tuple[list[float], list[float]] | None:
+    """Advantage of each rollout by the textbook, and the greatest reward divided as it is; None for one of a plugin."""
+    parts: dict[str, list[float]] = defaultdict(list)
     tokens: dict[str, int] = defaultdict(int)
     group_of = dict(zip(item.trajectories, item.groups, strict=True))
     for place, name in enumerate(item.trajectories):
-        reward[name] += item.rewards[place] - item.penalties[place]
+        parts[name].append(item.rewards[place] - item.penalties[place])
         tokens[name] += item.token_counts[place]
+    reward = {name: math.fsum(values) for name, values in parts.items()}
     members: dict[str, list[str]] = defaultdict(list)
     for name, group in group_of.items():
         members[group].append(name)
     found: dict[str, float] = {}
+    divisor: dict[str, float] = {}
     for names in members.values():
         own = [reward[name] for name in names]
-        mean = statistics.fmean(own)
+        equal = len(set(own)) == 1
+        mean = own[0] if equal else statistics.fmean(own)
+        if item.estimator == "grpo":
+            share = (0.0 if equal else statistics.stdev(own)) + 1e-6
+        elif item.estimator in ("dr_grpo", "reinforce++_baseline", "reinforce++"):
+            share = 1.0
+        elif item.estimator == "rloo":
+            share = (len(own) - 1) / len(own)
+        else:
+            return None
         for name in names:
-            if item.estimator == "grpo":
-                spread = statistics.stdev(own) if len(own) > 1 else 0.0
-                found[name] = (reward[name] - mean) / (spread + 1e-6)
-            elif item.estimator in ("dr_grpo", "reinforce++_baseline"):
-                found[name] = reward[name] - mean
-            elif item.estimator == "rloo":
-                found[name] = (reward[name] - mean) * len(own) / (len(own) - 1)
-            elif item.estimator == "reinforce++":
-                found[name] = reward[name]
-            else:
-                return None
+            found[name] = reward[name] if item.estimator == "reinforce++" else (reward[name] - mean) / share
+            divisor[name] = share
     if item.estimator.startswith("reinforce++"):
-        found = _whitened(found, tokens)
-    return [found[name] for name in item.trajectories]
+        found, share = _whitened(found, tokens)
+        divisor = dict.fromkeys(found, share)
+    most = max(map(abs, reward.values()), default=0.0)
+    return [found[name] for name in item.trajectories], [most / divisor[name] for name in item.trajectories]
 
 
-def _whitened(values: Mapping[str, float], tokens: Mapping[str, int]) -> dict[str, float]:
-    """Values less their mean over tokens, in standard deviations over tokens."""
+def _whitened(values: Mapping[str, float], tokens: Mapping[str, int]) -> tuple[dict[str, float], float]:
+    """Values less their mean over tokens, in standard deviations over tokens, and that deviation."""
     total = sum(tokens.values())
+    if len(set(values.values())) == 1:
+        return dict.fromkeys(values, 0.0), math.sqrt(1e-8)
     mean = math.fsum(values[name] * tokens[name] for name in values) / total
     variance = math.fsum((values[name] - mean) ** 2 * tokens[name] for name in values) / total
-    return {name: (value - mean) / math.sqrt(max(variance, 1e-8)) for name, value in values.items()}
+    share = math.sqrt(max(variance, 1e-8))
+    return {name: (value - mean) / share for name, value in values.items()}, share
 
 
 @check("ADV003", needs=(PolicyColumns, Advantages), scope="policy", also="dropped")
@@ -222,13 +246,14 @@ def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
     """Before the weights have moved the ratio to `old` is exactly 1, and at the reference the KL is exactly 0.
 
     What it checks: per rank, the first update of each batch whose ratio divides by `old`: the greatest distance of a
-    ratio from 1; and the first update of the run: the greatest KL estimate. No ratio may be clamped.
+    ratio from 1; and the first update of the run: the greatest KL estimate. In every update: no token is clamped where
+    all ratios and KL estimates are those of log-ratios within 20 nats.
     Why it matters: log-probabilities of another temperature, of a dropout that is on, of other weights or of shifted
     tokens all show here, at no cost, in every step.
     Evidence: loss/ratios.
     Tolerance and its source: exact; the same weights score the same micro-batches by the same kernels.
-    What it does not catch: later updates of a batch, whose ratio is not 1; an `old` and a `current` that are wrong
-    alike (LGP001).
+    What it does not catch: later updates of a batch, whose ratio is not 1, ratios to `engine`, and KL estimates of
+    weights far from the reference: these may be clamped; an `old` and a `current` that are wrong alike (LGP001).
     References: trl#4159, OpenRLHF#853, SkyRL#1353, prime-rl#2601.
     """
     for item in trace.of(UpdateRatios):
@@ -237,13 +262,16 @@ def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
             facts.append(("ratio", "distance of a ratio from 1", float(item.ratio_gap)))
         if item.at_reference:
             facts.append(("KL", "KL estimate", float(item.kl_gap)))
-        facts.append(("clamps", "number of clamped tokens", float(item.clamped)))
+        far = float(item.ratio_gap) >= CLAMPED_RATIO or float(item.kl_gap) >= CLAMPED_KL
+        facts.append(("clamps", "number of clamped tokens", 0.0 if far else float(item.clamped)))
+        still = "the weights have not moved"
+        why = {"ratio": still, "KL": still, "clamps": f"no log-ratio is beyond {LIMIT:g} nats"}
         for what, words, actual in facts:
             yield Comparison(
                 what=f"{what} of {item.name} on rank {item.rank}", same=actual == 0.0, stage=Stage.LOGPROB,
                 version=item.version, badness=actual if math.isfinite(actual) else math.inf, owner=owner_of(item),
                 sentence=f"the greatest {words} in {item.name} is {actual:.3g}, it should be exactly 0",
-                expected="0 (the weights have not moved)", actual=f"{actual:.6g}",
+                expected=f"0 ({why[what]})", actual=f"{actual:.6g}",
                 allowed="exact (the same arithmetic)",
                 hint="look at temperature, dropout, weights and alignment of the pass that made `old`",
             )  # fmt: skip

@@ -228,7 +228,7 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
             noise = f"the mean noise of a token's loss, with {LOSS_ERRORS} standard errors (this run's: transformers "
             noise += "in its dtype against itself in fp32)"
             if trace.manifest.dtype == "float32":
-                noise = "what 1e-5 nats of a token's log-probability change its loss by (LGP001)"
+                noise = "what rounding, and 1e-5 nats of a ratio's log-probabilities (LGP001), change the loss by"
             allowed, why = by_noise, f"{LOSS_NOISES} times {noise}"
         gap = abs(loss - right)
         yield Comparison(

@@ -192,6 +192,8 @@ class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
     """Weight of the KL estimate in the loss; 0 where it is in the reward."""
     kl_kind: str = "k3"
     entropy_weight: float = 0.0
+    temperature: float = 1.0
+    """Divisor of the logits."""
 
 
 class LossRows(ArrayRecord, frozen=True, kw_only=True, tag="loss/rows"):

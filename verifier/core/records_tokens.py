@@ -128,7 +128,8 @@ class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
     loss_scale: Real
     """Mean magnitude of a token's loss, nats."""
     loss_noise: Real = 0.0
-    """Mean difference of a token's loss that the run's dtype makes, nats; of sampled steps of training the sum."""
+    """Mean difference of a token's loss that the run's dtype makes, nats; of sampled steps of training the sum. With
+    what rounding of log-probabilities to float32 changes it by."""
     loss_noise_error: Real = 0.0
     """Standard error of `loss_noise`, nats."""
     num_tokens: Count
@@ -231,6 +232,14 @@ class SampledNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/sampled-
     """Its standard error."""
     by_position: tuple[float | None, ...]
     """Mean magnitude in each eighth of the longest allowed answer; None for an eighth without tokens."""
+    greatest_of_run: Real = 0.0
+    """Greatest magnitude in this and all earlier sampled steps, nats."""
+    unsure: Real = 1.0
+    """Mean of 1 - p over the tokens. Noise of a log-probability grows as 1 - p does."""
+    unsure_squares: Real = 1.0
+    """Mean of the squares of 1 - p."""
+    most_unsure: Real = 1.0
+    """Greatest 1 - p."""
 
 
 class EngineNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/engine-noise"):

@@ -48,6 +48,8 @@ class RolloutRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Gold answer."""
     text: str | None = None
     """Text of the response, for readers and rewards; nothing is encoded from it."""
+    rewarded_by: str = ""
+    """Name of the reward function; empty where it is not known."""
     truncated: bool = False
     """The answer was cut off at the greatest length."""
     trajectory: str | None = None

@@ -21,16 +21,19 @@ from verifier.oracle.step_hf import (
     gradients_of,
     measured,
     noise_of,
+    rounding_of,
     tensors_of,
     trainable,
 )
 
 SHIFT = 1e-5
-"""Nats by which log-probabilities of two right sides in float32 may differ (LGP001)."""
-HALF_UNIT = 2.0**-24
-"""Share that a rounding to float32 may change a number by."""
-OF_A_SHARE = 4
-"""Times that a token's probability is rounded in float32, besides log Z: exponential, its sum, quotient, difference."""
+"""Nats by which log-probabilities of two right sides in float32 may differ (LGP001), at a temperature of 1 and more."""
+LIMIT = 20.0
+"""Greatest log-ratio that is exponentiated, nats; beyond it a ratio has no gradient.
+
+Source:
+    verl, trainer/ppo/core_algos.py `compute_policy_loss_vanilla` (clamp to 20).
+"""
 ROUNDINGS = 3
 """Times that Adam rounds a weight in float32 in a step: 1 - rate * decay, which is near 1, the decay, and the move."""
 Row = Mapping[str, torch.Tensor]
@@ -48,6 +51,8 @@ class _Found:
     """[N] float64: weight times loss of each token in the loss."""
     shifted: tuple[torch.Tensor, ...]
     """[N] each, with shifted log-probabilities."""
+    rounding: float
+    """Greatest change of the loss by rounding of log-probabilities to float32, nats."""
     gradients: Gradients
     of_shifted: tuple[Gradients, ...]
     of_rounding: Gradients
@@ -98,8 +103,8 @@ def judge_updates(
         whole = {
             "update": number, "gradient_norm": norm, "gradient_noise": noise_of(rounded.gradients, exact.gradients),
             "loss": float(exact.nats.sum()), "loss_scale": float(exact.nats.abs().sum()),
-            "loss_noise": float(max(off)), "loss_noise_error": float(noise.std(correction=0)) * len(noise) ** 0.5,
-            "num_tokens": len(exact.nats),
+            "loss_noise": float(max(off)) + exact.rounding,
+            "loss_noise_error": float(noise.std(correction=0)) * len(noise) ** 0.5, "num_tokens": len(exact.nats),
         }  # fmt: skip
         adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"], roundings=ROUNDINGS)
         before = [tensors_of(path / f"{part}-{number}") for part in ("exp_avg", "exp_avg_sq")]
@@ -143,16 +148,19 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
 
     Shifts tell what two right sides may differ by, all tokens alike or by turns. The gradient of a token's
     log-probability with respect to its logits is one_hot - p, so rounding of p = exp(logit - log Z) changes it by a
-    share of p however small it is: by that share of the gradient of log Z, which is p. log Z is rounded too.
+    share of p however small it is: by that share of the gradient of log Z, which is p. log Z is rounded too. That share
+    is also what rounding changes the log-probability by, however near to 0 it is.
     """
     model = trainable(checkpoint, dtype)
     parameters = list(model.parameters())
     shifts = [lambda at: 0.0 * at]
     if objective["loss"] != "cross_entropy" and dtype == torch.float32:
-        shifts += [lambda at: SHIFT + 0.0 * at, lambda at: SHIFT * (1 - 2 * (at % 2))]
+        nats_off = SHIFT / min(objective["temperature"], 1.0)
+        shifts += [lambda at: nats_off + 0.0 * at, lambda at: nats_off * (1 - 2 * (at % 2))]
     rounds = dtype == torch.float32
     sums: list[list[torch.Tensor | None]] = [[None] * len(parameters) for _ in range(len(shifts) + 1)]
     nats: list[list[torch.Tensor]] = [[] for _ in shifts]
+    rounding = 0.0
     for row in rows:
         kept = row["mask"][1:].bool()
         if not kept.any():
@@ -175,7 +183,8 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
                 (slope,) = torch.autograd.grad(loss.sum(), logprob, retain_graph=True)
         if rounds:
             log_sum = torch.logsumexp(scaled, dim=-1)
-            share = HALF_UNIT * slope.abs() * (OF_A_SHARE + log_sum.detach().abs())
+            share = slope.abs() * rounding_of(log_sum.detach())
+            rounding += float(share.sum())
             found = torch.autograd.grad((share * log_sum).sum(), parameters, allow_unused=True)
             _add(sums[-1], [None if gradient is None else gradient.abs() for gradient in found])
     gradients = []
@@ -185,8 +194,8 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
         gradients.append({name: tensor.clone() for name, tensor in gradients_of(model)})
     joined = [torch.cat(part) if part else torch.zeros(0, dtype=torch.float64) for part in nats]
     return _Found(
-        nats=joined[0], shifted=tuple(joined[1:]), gradients=gradients[0], of_shifted=tuple(gradients[1:-1]),
-        of_rounding=gradients[-1],
+        nats=joined[0], shifted=tuple(joined[1:]), rounding=rounding, gradients=gradients[0],
+        of_shifted=tuple(gradients[1:-1]), of_rounding=gradients[-1],
     )  # fmt: skip
 
 
@@ -224,10 +233,10 @@ def token_losses(
         total = -logprob
     else:
         advantage, low, high = columns["advantage"], max(0.0, 1 - objective["clip_low"]), 1 + objective["clip_high"]
-        ratio = torch.exp(logprob - columns["divisor"])
+        difference = logprob - columns["divisor"]
         if name == "gspo":
-            sequence = torch.exp((logprob - columns["divisor"]).mean()).detach()
-            ratio = sequence * torch.exp(logprob - logprob.detach())
+            difference = difference.mean().detach() + logprob - logprob.detach()
+        ratio = torch.exp(torch.clamp(difference, -LIMIT, LIMIT))
         if name in ("clipped", "gspo"):
             gain = torch.minimum(ratio * advantage, torch.clamp(ratio, low, high) * advantage)
             if objective["dual_clip"] is not None:
@@ -241,7 +250,8 @@ def token_losses(
             raise ValueError(f"no formula of the loss `{name}` is known")
     if objective["kl_weight"]:
         distance = logprob - columns["reference"]
-        estimates = {"k1": distance, "k2": distance.square() / 2, "k3": torch.exp(-distance) - 1 + distance}
+        near = torch.clamp(distance, -LIMIT, LIMIT)
+        estimates = {"k1": distance, "k2": distance.square() / 2, "k3": torch.exp(-near) - 1 + near}
         total = total + objective["kl_weight"] * estimates[objective["kl_kind"]]
     if objective["entropy_weight"]:
         total = total - objective["entropy_weight"] * entropy

@@ -25,6 +25,10 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of an adapter's two matrices, in the place of a checkpoint tensor's ``.weight``."""
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "lm_head.weight")
 """Ends of the names of embeddings and outputs."""
+HALF_UNIT = 2.0**-24
+"""Share that a rounding to float32 may change a number by."""
+OF_A_SHARE = 4
+"""Times that a token's probability is rounded in float32, besides log Z: exponential, its sum, quotient, difference."""
 
 
 def judge_steps(
@@ -66,7 +70,7 @@ def judge_steps(
             break
         old, new = tensors_of(held[0] if adapter else before), tensors_of(held[1]) if version else {}
         told = {**rule, "factor": 1.0 if version % 2 else rule["every_second"]}
-        nats, expected = gradients(before, batch, told, given)
+        nats, expected, rounding = gradients(before, batch, told, given)
         rounded_nats, rounded = _rounded(before, batch, told, given, nats, expected)
         noise = (rounded_nats - nats).abs()
         if adapter is not None:
@@ -78,7 +82,7 @@ def judge_steps(
         whole = {
             "version": version, "gradient_norm": norm, "gradient_noise": noise_of(rounded, expected),
             "loss": float(nats.mean()), "loss_scale": float(nats.abs().mean()), "num_tokens": len(nats),
-            "loss_noise": float(noise.mean()),
+            "loss_noise": float(noise.mean()) + rounding,
             "loss_noise_error": float(noise.std(correction=0)) / max(len(noise), 1) ** 0.5,
         }  # fmt: skip
         for row, reduced in measured(old, expected, rounded, actual):
@@ -156,7 +160,7 @@ def _rounded(
     """`gradients` in the checkpoint's dtype; in float32 they are known."""
     stored = [tensor.dtype for tensor in tensors_of(checkpoint).values()]
     dtype = max(set(stored), key=stored.count)
-    return (nats, exact) if dtype == torch.float32 else gradients(checkpoint, batch, rule, routes, dtype)
+    return (nats, exact) if dtype == torch.float32 else gradients(checkpoint, batch, rule, routes, dtype)[:2]
 
 
 def noise_of(rounded: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> float:
@@ -193,18 +197,19 @@ def groups_of(
 
 def gradients(
     checkpoint: Path, batch: Batch, rule: Mapping[str, float], routes: Routes, dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], float]:
     """Each token's loss by transformers, one sequence at a time, and the gradient of their mean by checkpoint name.
 
     Per token: -reward * logprob - entropy weight * entropy + drift weight / 2 * (logprob - engine's logprob)^2, all of
     the softmax of logits / temperature, in float64 from the logits on; times the step's factor.
 
     Returns:
-        [N] float64, nats, one for each token in the loss; and the gradients, on the host.
+        [N] float64, nats, one for each token in the loss; the gradients, on the host; and the greatest change of the
+        mean by rounding of log-probabilities to float32, nats.
     """
     model = trainable(checkpoint, dtype)
     num_tokens = sum(sum(mask) for _, mask, _, _ in batch)
-    found = []
+    found, rounding = [], 0.0
     for (tokens, mask, reward, engine), rows in zip(batch, routes or [[]] * len(batch), strict=True):
         ids = torch.tensor([list(tokens)])
         with choosing(model, rows, len(tokens)):
@@ -217,8 +222,21 @@ def gradients(
         drift = rule["drift_weight"] / 2 * (logprob - reported).square()
         nats = rule["factor"] * (-reward * logprob - rule["entropy_weight"] * entropy + drift)
         found.append(nats.detach())
+        slope = rule["factor"] * (rule["drift_weight"] * (logprob - reported) - reward).detach()
+        rounding += (
+            float((slope.abs() * rounding_of(torch.logsumexp(logits.detach()[kept], dim=-1))).sum()) / num_tokens
+        )
         (nats.sum() / num_tokens).backward()
-    return torch.cat(found), dict(gradients_of(model))
+    return torch.cat(found), dict(gradients_of(model)), rounding
+
+
+def rounding_of(log_sum: torch.Tensor) -> torch.Tensor:
+    """Greatest change of each log-probability, logit - log Z, by rounding to float32, nats; see docs/adr/0034.
+
+    Args:
+        log_sum: log Z of each token.
+    """
+    return HALF_UNIT * (OF_A_SHARE + log_sum.abs())
 
 
 def trainable(checkpoint: Path, dtype: torch.dtype) -> Any:

@@ -73,6 +73,11 @@ def gold_value(answer: str) -> Fraction:
     return value
 
 
+def is_number(answer: str) -> bool:
+    """Tell whether a gold answer has a value."""
+    return _value(_NUMBER.fullmatch(answer.rpartition("####")[2].strip())) is not None
+
+
 def answer_reward(completion: str, answer: str) -> float:
     """1 if the completion's answer equals the gold one, else 0.
 

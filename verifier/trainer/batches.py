@@ -81,6 +81,8 @@ class UpdatePlan(Protocol):
     """Some examples of the last step have text in the loss that is known."""
     unread: int
     """Number of examples of the last step whose chat template writes other text than an assistant says."""
+    reads_rewards: bool
+    """A second reader of answers can say of a reward of the last step what it should be."""
 
     def updates(self, step: int, taken: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Make, save and record the updates of a step, from 1 on; `taken` updates were taken before it."""
@@ -148,7 +150,7 @@ class SftPlan:
 
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint, folder: Callable[[int], Path]) -> None:
         self.facts: Mapping[str, Any] = {}
-        self.has_text, self.unread = False, 0
+        self.has_text, self.unread, self.reads_rewards = False, 0, False
         self._config, self._file = config, folder
         self._tokenizer = open_tokenizer(checkpoint.path)
         self._examples = load_train(config, "sft")

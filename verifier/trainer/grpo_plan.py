@@ -37,7 +37,7 @@ from verifier.trainer.batches import (
 from verifier.trainer.fitting import require_budget
 from verifier.trainer.given_routes import record_given, require_routes
 from verifier.trainer.mismatch import by_position, mismatch_facts
-from verifier.trainer.sampled_batch import rewards_of
+from verifier.trainer.sampled_batch import has_second_reader, rewards_of
 from verifier.trainer.token_versions import fresh_tokens
 
 STALE = "stale"
@@ -51,7 +51,7 @@ class RolloutSource(Protocol):
     """Metrics of the last step's sampling."""
 
     def rollouts(self, step: int, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
-        """Rollouts of a step, from 1 on, and the name of their reward; empty for rewards that were recorded."""
+        """Rollouts of a step, from 1 on, and the name of their reward; empty where it was not recorded."""
 
     def record_texts(self, probe: Probe, step: int, rollouts: Sequence[Rollout]) -> None:
         """Record what the tokens of a step's rollouts say, where prompts are known."""
@@ -78,7 +78,9 @@ class RecordedRollouts:
 
     def rollouts(self, step: int, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
         """Read the file of a step."""
-        return self._read(self._files[step - 1]), ""
+        rows = self._read(self._files[step - 1])
+        names = {row.rewarded_by for row in rows}
+        return rows, names.pop() if len(names) == 1 else ""
 
     def record_texts(self, probe: Probe, step: int, rollouts: Sequence[Rollout]) -> None:
         """Record nothing: recorded rollouts name no examples."""
@@ -117,13 +119,14 @@ class GrpoPlan:
         self._config, self._source, self._file, self._moe_layers = config, source, file, moe_layers
         self.facts: Mapping[str, Any] = {}
         self.scored: ScoredRollouts | None = None
-        self.has_text, self.unread = False, 0
+        self.has_text, self.unread, self.reads_rewards = False, 0, False
 
     def updates(self, step: int, taken: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Score, judge by reward, weigh and divide the rollouts of a step."""
         config, options = self._config, self._config.grpo
         began = time.monotonic()
         rows, reward = self._source.rollouts(step, probe)
+        self.reads_rewards = has_second_reader(reward, rows)
         given = [rollout_of(row) for row in rows]
         rolled = time.monotonic()
         parts = [part.tolist() for part in np.array_split(np.arange(len(given)), options.mini_batches)]

@@ -150,7 +150,7 @@ class StepLoop:
                         record_scored(probe, config, step, plan.scored)
                 self._manifest = step_manifest(
                     config, self.model, step, resumed=resumed, sampled=sampled is not None, dropped=not updates,
-                    text=plan.has_text, unread=plan.unread, restarted=restarted,
+                    text=plan.has_text, unread=plan.unread, rewarded=plan.reads_rewards, restarted=restarted,
                     noise=self._record_noise(probe, step, sampled),
                     fresh=has_fresh(config, [item for update in updates for item in update.rollouts], step - 1),
                 )  # fmt: skip
@@ -172,7 +172,7 @@ class StepLoop:
             if trace is not None:
                 if sampled is not None:
                     rates = [report["learning_rate"] for report in reports]
-                    self._noise = sampled.judge(trace, updates, rates, plan.scored, earlier) or self._noise
+                    self._noise = sampled.judge(trace, updates, rates, plan.scored, earlier, self._noise) or self._noise
                 self._submit(step, trace)
                 waits = self.rollouts is not None or sampled is not None
                 self._settle(step if waits else step - JUDGED_BEHIND)

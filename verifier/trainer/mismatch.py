@@ -52,6 +52,7 @@ def sampled_noise(
     """
     differences = np.asarray(rounded, np.float64) - np.asarray(exact, np.float64)
     sizes, squares = np.abs(differences), differences**2
+    unsure = -np.expm1(np.minimum(np.asarray(exact, np.float64), 0.0))
     slope, error = slope_of(differences, (np.asarray(rounded, np.float64) + exact) / 2)
     return SampledNoise(
         name="rollouts", version=step, measured=measured, tokens=len(sizes), greatest=real(float(sizes.max())),
@@ -59,4 +60,6 @@ def sampled_noise(
         squares_deviation=real(float(squares.std())), p99=real(float(np.quantile(sizes, 0.99))),
         bias=real(float(differences.mean())), by_position=tuple(by_position(differences, positions, longest)),
         slope=real(slope), slope_error=real(error), routed=routed,
+        greatest_of_run=real(float(sizes.max())), unsure=real(float(unsure.mean())),
+        unsure_squares=real(float((unsure**2).mean())), most_unsure=real(float(unsure.max())),
     )  # fmt: skip

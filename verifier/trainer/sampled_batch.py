@@ -15,6 +15,7 @@ from verifier.core.record import Probe
 from verifier.core.records_policy import EpisodeTurns, GivenRewards, RequestSeeds, SamplingRound
 from verifier.core.records_trainer import DataOrder
 from verifier.data.recorded import RolloutRow, decoded, encoded
+from verifier.rewards.answer import is_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,15 @@ def read_round(
     """Groups, turns and seeds of a round; inverse of `SampledBatch.saved`."""
     turns = None if saved["turns"] is None else msgspec.convert(saved["turns"], EpisodeTurns)
     return [[decoded(row) for row in group] for group in saved["groups"]], turns, saved.get("seeds", ())
+
+
+def has_second_reader(reward: str, rows: Sequence[RolloutRow]) -> bool:
+    """Tell whether RWD001 judges the reward of any of these rollouts, of a reward that has this name."""
+    known = [(row.text, row.answer) for row in rows if row.text is not None and row.answer is not None]
+    if reward:
+        return reward == "answer" and bool(known)
+    zero_or_one = all(row.reward in (0.0, 1.0) for row in rows)
+    return zero_or_one and any("\\" not in text and is_number(answer) for text, answer in known)
 
 
 def rewards_of(name: str, step: int, reward: str, rows: Sequence[RolloutRow]) -> GivenRewards:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from safetensors.numpy import save_file
 
 from verifier.config import TrainConfig
@@ -139,7 +140,7 @@ class SampledStep:
 
     def judge(
         self, trace: Path, updates: Sequence[OptimizerUpdate], rates: Sequence[float], scored: ScoredRollouts | None,
-        earlier: Mapping[int, Path],
+        earlier: Mapping[int, Path], known: SampledNoise | None = None,
     ) -> SampledNoise | None:  # fmt: skip
         """Ask the oracle about all updates of the step, record what it says, and remove the folder.
 
@@ -149,6 +150,7 @@ class SampledStep:
             rates: learning rate of each.
             scored: log-probabilities that were recorded; None in supervised fine-tuning.
             earlier: version -> checkpoint of weights before the last, by which tokens were sampled.
+            known: noise of the sampled step before.
 
         Returns:
             Noise of the run's dtype on the tokens that the last weights sampled; None in float32, or without any.
@@ -172,7 +174,7 @@ class SampledStep:
                 recorder.emit(gradient_record({**row, "version": self._step}, owners, model.mesh))
             if scored is not None:
                 before = self.folder / f"weights-{updates[0].number - 1}"
-                noise = self._record_logprobs(recorder, scored, before, earlier)
+                noise = self._record_logprobs(recorder, scored, before, earlier, known)
         shutil.rmtree(self.folder)
         return noise
 
@@ -202,8 +204,9 @@ class SampledStep:
         return [route_rows([rollout], layers)[:, 1:] for rollout in rollouts]
 
     def _record_logprobs(
-        self, recorder: Recorder, scored: ScoredRollouts, before: Path, earlier: Mapping[int, Path]
-    ) -> SampledNoise | None:
+        self, recorder: Recorder, scored: ScoredRollouts, before: Path, earlier: Mapping[int, Path],
+        known: SampledNoise | None,
+    ) -> SampledNoise | None:  # fmt: skip
         """Score what `record_scored` recorded, by the weights that it claims; see `judge` for what is returned."""
         noise = None
         source, last = self._model.checkpoint.path, self._step - 1
@@ -221,41 +224,43 @@ class SampledStep:
                 if not own:
                     continue
                 sides = (exact, rounded) if version == last else self._scored(weights, sequences, routes)
-                tails, low = (None if rows is None else [rows[at][a - 1 : b - 1] for at, a, b in own] for rows in sides)
-                assert tails is not None
+                tails, low = ([rows[at][a - 1 : b - 1] for at, a, b in own] for rows in sides)
                 self._record_oracle(recorder, OracleOfSampled, "rollouts", version, tails, low, [b for _, _, b in own])
-                if version == last and low is not None:
-                    noise = self._noise(low, tails, [(scored.rollouts[at], a, b) for at, a, b in own])
+                if version == last and self._model.dtype != "float32":
+                    noise = self._noise(low, tails, [(scored.rollouts[at], a, b) for at, a, b in own], known)
                     recorder.emit(noise)
         return noise
 
     def _record_oracle(
-        self, probe: Probe, kind: type[OracleRecord], name: str, version: int, exact: Scored, rounded: Scored | None,
+        self, probe: Probe, kind: type[OracleRecord], name: str, version: int, exact: Scored, rounded: Scored,
         whole: Sequence[int],
     ) -> None:  # fmt: skip
         record = kind(name=name, version=version, lengths=tuple(map(len, exact)), whole=tuple(whole))
         probe.emit(record, np.array([value for row in exact for value in row], np.float64))
-        if rounded is not None:
-            probe.emit(noise_of_logprobs(name, version, rounded, exact, routed=self._routed))
+        probe.emit(noise_of_logprobs(name, version, rounded, exact, routed=self._routed))
 
-    def _noise(self, low: Scored, exact: Scored, runs: Sequence[tuple[Rollout, int, int]]) -> SampledNoise:
+    def _noise(
+        self, low: Scored, exact: Scored, runs: Sequence[tuple[Rollout, int, int]], known: SampledNoise | None
+    ) -> SampledNoise:
         """Noise on the tokens of runs of one version."""
         options = self._config.grpo
         places = [(np.cumsum(rollout.sampled) - 1)[a:b] for rollout, a, b in runs]
-        return sampled_noise(
+        found = sampled_noise(
             self._step, self._step - 1, np.concatenate([*low]), np.concatenate([*exact]), np.concatenate(places),
             options.max_answer_tokens * options.max_turns, routed=self._routed,
         )  # fmt: skip
+        if known is None:
+            return found
+        return replace(found, greatest_of_run=max(known.greatest_of_run, found.greatest_of_run, key=float))
 
     def _scored(
         self, checkpoint: Path, sequences: Sequence[Sequence[int]], routes: Sequence[Any]
-    ) -> tuple[Scored, Scored | None]:
-        """Log-probabilities in float32, and in the run's dtype where that is another."""
+    ) -> tuple[Scored, Scored]:
+        """Log-probabilities in float32, and in the run's dtype, or in float64 where that is float32 itself."""
         temperature, dtype = self._config.grpo.temperature, self._model.dtype
         exact = self._oracle.score(checkpoint, sequences, temperature=temperature, routes=routes)
-        if dtype == "float32":
-            return exact, None
-        return exact, self._oracle.score(checkpoint, sequences, dtype, temperature=temperature, routes=routes)
+        other = "float64" if dtype == "float32" else dtype
+        return exact, self._oracle.score(checkpoint, sequences, other, temperature=temperature, routes=routes)
 
 
 def chosen_routes(folder: Path, num_rollouts: int) -> list[np.ndarray]:

@@ -44,7 +44,7 @@ def can_audit(config: TrainConfig) -> bool:
 def step_manifest(
     config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False,
     dropped: bool = False, fresh: bool = True, noise: bool = False, text: bool = True, unread: int = 0,
-    restarted: bool = False,
+    rewarded: bool = True, restarted: bool = False,
 ) -> Manifest:  # fmt: skip
     """Identity of the trace of a step.
 
@@ -59,6 +59,7 @@ def step_manifest(
         unread: examples of fine-tuning whose text in the loss is not known.
         fresh: a token in the loss was sampled by the weights that it trains.
         noise: what the run's dtype costs a log-probability is measured; needed for no float32.
+        rewarded: of some rollout a second reader can tell the reward.
         restarted: engines that sampled it had been started again.
     """
     sizes = model.checkpoint.config
@@ -76,7 +77,7 @@ def step_manifest(
     if config.algorithm == "grpo":
         scopes = ["dropped"] if dropped else ["config", "batch", "schedule", "tokens", "policy"]
         # Only of this reward there is a second reader; recorded ones may be of any.
-        scopes += ["reward"] if config.grpo.reward == "answer" or not live else []
+        scopes += ["reward"] if rewarded and (config.grpo.reward == "answer" or not live) else []
         # Only of these there is a second formula; plugins have others.
         scopes += ["estimator"] if config.grpo.advantage in ADVANTAGES else []
         scopes += ["penalty"] if config.grpo.has_reference and config.grpo.kl_in == "reward" else []

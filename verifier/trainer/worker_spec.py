@@ -53,6 +53,7 @@ def loss_terms(config: TrainConfig) -> dict[str, Any]:
         "loss": options.loss, "clip_low": options.clip_low, "clip_high": options.clip_high,
         "dual_clip": options.dual_clip, "kl_weight": options.kl_weight if options.kl_in == "loss" else 0.0,
         "kl_kind": options.kl_kind, "entropy_weight": options.entropy_weight,
+        "temperature": options.temperature,
     }  # fmt: skip
 
 

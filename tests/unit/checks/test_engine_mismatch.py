@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_policy import PolicyColumns
+from verifier.core.record import real
+from verifier.core.records_policy import LossTerms, PolicyColumns
 from verifier.core.trace import Trace
 from verifier.trainer.mismatch import sampled_noise
 
@@ -21,8 +23,11 @@ NOISE = 0.01
 """Standard deviation of each side, nats."""
 
 
-def judged(change, *, num=NUM, measured=1, routed=False, recorded=True):
-    """Outcome of LGP009 on a step whose engine says what `change` makes of the exact log-probabilities."""
+def judged(change, *, num=NUM, measured=1, routed=False, recorded=True, floor=None, temperature=None, more=0.0):
+    """Outcome of LGP009 on a step whose engine says what `change` makes of the exact log-probabilities.
+
+    `floor`: the noise is of tokens that are so unsure, 1 - p, and grows as that does. `temperature`: of a float32 run.
+    """
     generator = np.random.default_rng(5)
     exact = -generator.uniform(1.0, 4.0, num)
     noises = generator.normal(0.0, NOISE, (3, num))
@@ -34,10 +39,23 @@ def judged(change, *, num=NUM, measured=1, routed=False, recorded=True):
         name="policy inputs", version=2, ids=("x",), lengths=(num,), ratio_over="old", weight_level="", weight_cap=2.0,
         mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=1, array="policy-0000-000000",
     )  # fmt: skip
+    if floor is not None:
+        columns["old"] = exact + noises[0] * unsure(exact)
+        columns["engine"] = change(exact) + noises[1] * unsure(exact)
+        exact = np.log1p(-floor * generator.uniform(0.5, 1.0, num))
+        noises[2] *= unsure(exact)
     noise = sampled_noise(2, measured, exact + noises[2], exact, np.arange(num) % 8, 8, routed=routed)
-    manifest = Manifest(dtype="bfloat16", complete=True)
-    trace = Trace(manifest, [policy, noise] if recorded else [policy], lambda item: columns)
+    noise = replace(noise, greatest_of_run=max(noise.greatest_of_run, real(more), key=float))
+    manifest = Manifest(dtype="bfloat16" if temperature is None else "float32", complete=True)
+    if temperature is not None:
+        columns["old"], columns["engine"] = exact, change(exact)
+    terms = LossTerms(name="loss", version=2, loss="clipped", clip_low=0.2, clip_high=0.2, temperature=temperature or 1)
+    trace = Trace(manifest, [policy, terms, noise] if recorded else [policy, terms], lambda item: columns)
     return run_check(REGISTRY["LGP009"], trace)
+
+
+def unsure(exact):
+    return -np.expm1(exact)
 
 
 def bad(outcome):
@@ -75,6 +93,39 @@ def test_one_token_of_a_mixture_may_be_off_and_not_nan():
 
 def test_few_tokens_have_no_statistics():
     assert judged(lambda exact: exact * 1.01, num=50).verdict is Verdict.HOLDS
+
+
+@pytest.mark.parametrize("floor", [1e-2, 1e-3])
+def test_a_floor_of_sure_tokens_says_how_sure_they_are(floor):
+    """A sampled step whose answers are all sure gives a floor of 1e-4 and less; unsure tokens come later."""
+    assert judged(lambda exact: exact, measured=0, floor=floor).verdict is Verdict.HOLDS
+    seen = judged(lambda exact: exact + np.where(np.arange(len(exact)) == 7, 0.5, 0.0), measured=0, floor=floor)
+    assert "x" in bad(seen)
+    assert "mean magnitude" in bad(judged(lambda exact: exact + 0.05, measured=0, floor=floor))
+
+
+def test_a_floor_of_few_tokens_says_nothing_of_single_ones():
+    at = lambda value: lambda exact: np.where(np.arange(len(exact)) == 7, value, exact)  # noqa: E731
+    assert judged(at(-4.5), num=50).verdict is Verdict.HOLDS
+    assert "x" in bad(judged(at(np.nan), num=50))
+
+
+def test_the_greatest_noise_of_earlier_steps_counts():
+    at = lambda exact: np.where(np.arange(len(exact)) == 7, exact + 0.12, exact)  # noqa: E731
+    assert "x" in bad(judged(at))
+    assert "x" not in bad(judged(at, more=0.05))
+
+
+@pytest.mark.parametrize(("temperature", "holds"), [(1.0, False), (0.1, True), (2.0, False)])
+def test_a_temperature_below_1_magnifies_what_float32_rounds(temperature, holds):
+    change = lambda exact: exact + np.where(np.arange(len(exact)) % 5 == 1, 5e-4, 0.0)  # noqa: E731
+    slightly = lambda exact: exact + 5e-5  # noqa: E731
+    assert ("x" not in bad(judged(change, temperature=temperature))) == holds
+    assert (judged(slightly, temperature=temperature).verdict is Verdict.HOLDS) == holds
+
+
+def test_a_temperature_below_1_hides_no_other_weights():
+    assert "x" in bad(judged(lambda exact: exact + 0.01, temperature=0.1))
 
 
 def test_without_noise_nothing_is_judged():

@@ -38,8 +38,11 @@ CHANGES = {
 }  # fmt: skip
 
 
-def traced(case: str, used: LossOptions, scale: float = 1.0) -> Trace:
-    """A step that computes one loss, and says that it was asked for the case's options."""
+def traced(case: str, used: LossOptions, scale: float = 1.0, far: float = 0.0) -> Trace:
+    """A step that computes one loss, and says that it was asked for the case's options.
+
+    Of `far` nats divisor and reference are off: of GSPO those of all tokens, else of every third.
+    """
     draw = np.random.default_rng(7)
     name = case if case in ("gspo", "cispo", "importance", "cross_entropy") else "clipped"
     rollouts = [
@@ -54,6 +57,9 @@ def traced(case: str, used: LossOptions, scale: float = 1.0) -> Trace:
         "reference": (current + draw.normal(0, 0.3, tokens)).astype(np.float32),
         "advantage": draw.normal(0, 1, tokens),
     }
+    every = 1 if name == "gspo" else 3
+    batch["divisor"][::every] += np.float32(far)
+    batch["reference"][::3] += np.float32(far)
     weight = np.where(mask, draw.uniform(0.5, 1, tokens), 0) / mask.sum()
     given = {**batch, "weight": weight * mask.sum()}
     if name == "cross_entropy":
@@ -102,6 +108,21 @@ def test_holds_for_every_loss(case):
         outcome = run_check(REGISTRY[code], trace)
         assert (outcome.verdict, outcome.error) == (Verdict.HOLDS, None), outcome
         assert outcome.num_compared >= 3
+
+
+@pytest.mark.parametrize("far", [25.0, -25.0])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_log_ratios_beyond_the_limit_have_no_gradient(case, far):
+    """The trainer clamps them to 20 nats, which a right run reaches: by a large rate over epochs, a far reference."""
+    trace = traced(case, OPTIONS[case], far=far)
+    outcome = run_check(REGISTRY["LSS004"], trace)
+    assert (outcome.verdict, outcome.error) == (Verdict.HOLDS, None), outcome
+
+
+def test_a_gradient_beyond_the_limit_is_a_violation(monkeypatch):
+    monkeypatch.setattr("verifier.algorithms.losses.bounded", lambda value: value)
+    outcome = run_check(REGISTRY["LSS004"], traced("importance", OPTIONS["importance"], far=-25.0))
+    assert outcome.verdict is Verdict.VIOLATED
 
 
 @pytest.mark.parametrize("case", CHANGES)

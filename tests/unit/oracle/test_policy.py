@@ -41,13 +41,20 @@ CASES = {
 }
 
 
-def both(name, **changed):
-    """Loss and gradient by the oracle and by the trainer's function, on one sequence of 64 tokens."""
+def both(name, *, far=0.0, **changed):
+    """Loss and gradient by the oracle and by the trainer's function, on one sequence of 64 tokens.
+
+    Every second divisor and every third reference is `far` nats off, in turns below and above.
+    """
     generator = torch.Generator().manual_seed(5)
     logits, divisor, reference, advantage = (
         torch.randn(shape, generator=generator, dtype=torch.float64) * size
         for shape, size in (((64, 7), 1.0), (64, 0.3), (64, 0.3), (64, 1.0))
     )
+    signs = torch.tensor([1.0, -1.0]).repeat(32)
+    divisor[::2] += far * signs[:32]
+    divisor += far if name == "gspo" else 0.0
+    reference[::3] += far * signs[:22]
     found = []
     for side in ("oracle", "trainer"):
         scores = logits.clone().requires_grad_(True)
@@ -76,6 +83,15 @@ def test_value_and_gradient_are_those_of_the_trainers_losses(name):
     (ours, gradient), (theirs, other) = both(name)
     assert (ours - theirs).abs().max() < 1e-12  # float64: the same formula, written twice
     assert (gradient - other).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("far", [25.0, -25.0])
+@pytest.mark.parametrize("name", CASES)
+def test_log_ratios_beyond_the_limit_have_its_value_and_no_gradient(name, far):
+    """Large learning rates over epochs, stale engines and far references reach it in right runs."""
+    (ours, gradient), (theirs, other) = both(name, far=far)
+    assert (ours - theirs).abs().max() <= 1e-12 * theirs.abs().max()
+    assert (gradient - other).abs().max() <= 1e-12 * other.abs().max()
 
 
 @pytest.mark.parametrize("changed", [{"clip_high": 0.1}, {"clip_low": 0.3}, {"kl_weight": 0.5}])
@@ -192,7 +208,7 @@ def test_the_pad_token_has_a_gradient_where_it_is_an_input():
     assert found.gradients["model.embed_tokens.weight"][pad].any()
 
 
-def test_gradients_of_tokens_that_are_sure_differ_by_what_float32_rounds_of_their_probability(tmp_path):
+def test_loss_and_gradients_of_sure_tokens_differ_by_what_float32_rounds_of_their_probability(tmp_path):
     """The trainer's log-probability in float32, on a model whose every answer is its own, with shares near 1."""
     checkpoint = open_checkpoint(resolve_model("tiny:add", cache_folder(), "float32"))
     model = load_model(checkpoint.path, torch.float32).requires_grad_(True)
@@ -209,7 +225,10 @@ def test_gradients_of_tokens_that_are_sure_differ_by_what_float32_rounds_of_thei
     found = _loss(tmp_path / "sure", [row], objective, torch.float32)
     logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
     logprob, _ = vocab_parallel_logprob(logits, tokens[1:], entropy=False)
-    (-logprob[mask[1:].bool()] / 12).sum().backward()
+    loss = (-logprob[mask[1:].bool()] / 12).sum()
+    loss.backward()
+    off, scale = abs(float(loss.detach()) - float(found.nats.sum())), float(found.nats.sum())
+    assert 1e-6 * scale < off < 2 * found.rounding < 1e-5, (off, scale, found.rounding)  # the bounds of LSS002
     shares = []
     for name, parameter in model.named_parameters():
         gap, scale = (
