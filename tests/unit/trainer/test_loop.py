@@ -30,7 +30,9 @@ def calls_of(tmp_path, monkeypatch, *words: str, refused: str = "") -> list[tupl
         found.append(("sample", {"step": step}))
         return {"accuracy": 0.0}
 
-    plan = SimpleNamespace(updates=lambda *given: [], facts={}, scored=None, has_text=False)
+    plan = SimpleNamespace(
+        updates=lambda *given: [], facts={}, scored=None, has_text=False, unread=0, reads_rewards=False
+    )
     continuation = SimpleNamespace(
         updates=0, record=lambda *given: False, is_due=lambda step: False, begin=lambda *given: None,
         finish=lambda *given, wait: None,
