@@ -43,8 +43,9 @@ def test_every_fault_lies_in_a_file_of_its_stage():
     files = {
         "load": {"conversion", "knob"}, "export": {"conversion", "export"}, "plan": {"transport"},
         "replay": {"pack", "route"}, "transport": {"transport", "replica"}, "engine": {"engine", "replica"},
-        "rollout": {"rollout", "engine", "mode", "draw", "answer"}, "loss": {"loss", "policy"},
+        "rollout": {"rollout", "engine", "mode", "draw", "answer"}, "loss": {"loss", "policy", "metric"},
         "pack": {"pack", "column"}, "data": {"data", "turn", "size", "answer"}, "train": {"train", "adam"},
+        "reward": {"reward", "metric"},
     }  # fmt: skip
     for item in CATALOG.values():
         _, body = item.replacements[0]

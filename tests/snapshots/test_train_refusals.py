@@ -96,7 +96,6 @@ REFUSED = {
     "held-out-and-no-evaluation": f"{SUMS} data.held_out=held.jsonl evaluation.num_problems=0",
     "more-problems-than-rows": f"{SUMS} data.held_out=held.jsonl evaluation.num_problems=2",
     "train-and-held-out-overlap": f"{SUMS} data.held_out=twice.jsonl evaluation.num_problems=1",
-    "evaluation-of-no-problems": f"{ADD} evaluation.every=5 evaluation.num_problems=0",
     "stop-without-evaluation": f"{ADD} evaluation.stop_above=0.9",
     "held-out-without-answer": (
         f"{ADD} algorithm=grpo data.source=answered.jsonl data.held_out=unanswered.jsonl data.batch_size=1 "

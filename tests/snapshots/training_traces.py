@@ -22,6 +22,7 @@ from verifier.core.records_policy import (
     RequestSeeds,
     SamplingAsked,
     SamplingRound,
+    StepMetrics,
     UpdateRatios,
 )
 from verifier.core.records_trainer import (
@@ -189,6 +190,10 @@ def training() -> list[Record]:
             said=("", "", "<tool>2<assistant>", ""),
         ),
         LossTerms(name="loss", version=1, loss="clipped", clip_low=0.2, clip_high=0.2),
+        StepMetrics(
+            name="step", version=1,
+            values={"reward": 0.5, "mixed_groups": 1.0, "truncated_share": 0.0, "num_tokens": 3.0},
+        ),
         LossRows(name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", array="loss rows"),
         ReferenceShard(
             name="decoder.weight (chunk 0)", version=1, digest=f"vd1:{5:032x}", dtype="float32", shape=(4, 2),
@@ -221,6 +226,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT007": (StepSizes, having(group_size=3)),
     "DAT006": (EpisodeTurns, having(prompts=((1,), (7,), (1,), (1, 9, 3, 6, 8, 4)))),
     "LSS003": (UpdateRatios, having(ratio_gap=0.25)),
+    "MET001": (StepMetrics, having(values={"reward": 1.0})),
     "LGP011": (RequestSeeds, having(turns=((6000018, 6000018),))),
     "LGP010": (ReferenceShard, having(digest=f"vd1:{6:032x}")),
     "LSS004": (LossRows, having(array="rows without gradient")),

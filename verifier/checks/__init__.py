@@ -26,6 +26,7 @@ from verifier.checks import (
     samples,
     score_bias,
     step,
+    step_metrics,
     training_step,
     turns,
     weights,
@@ -35,5 +36,5 @@ __all__ = [
     "adam_audit", "adapter_delivery", "answer_ends", "arguments", "batch_content", "batch_sizes", "beginnings",
     "configs", "delivery", "draws", "engine_mismatch", "final_export", "knobs", "logprobs", "loss_rows", "moves",
     "packing", "policy_step", "resume", "reward_penalty", "rollout_texts", "routes", "samples", "score_bias", "step",
-    "training_step", "turns", "weights",
+    "step_metrics", "training_step", "turns", "weights",
 ]  # fmt: skip

@@ -32,7 +32,7 @@ KNOWN = ("cross_entropy", "clipped", "gspo", "cispo", "importance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Update:
+class Update:
     """Rows in the loss of one update, of all ranks, and what they should have read."""
 
     columns: LossColumns
@@ -48,7 +48,8 @@ class _Update:
     """[N] tokens of the update in the loss."""
 
 
-def _updates(trace: Trace) -> Iterator[_Update]:
+def updates_of(trace: Trace) -> Iterator[Update]:
+    """Updates of a step whose rows were recorded, in order."""
     for columns in trace.of(LossColumns):
         parts = [trace.arrays(item) for item in trace.of(LossRows, version=columns.version, name=columns.name)]
         if not parts:
@@ -65,7 +66,7 @@ def _updates(trace: Trace) -> Iterator[_Update]:
         for policy in trace.of(PolicyColumns, version=columns.version):
             given |= _of_update(trace, policy, columns)
         given = {name: values[place] for name, values in given.items()}
-        yield _Update(columns=columns, place=place, rollout=rollout, rows=rows, given=given, in_loss=mask)
+        yield Update(columns=columns, place=place, rollout=rollout, rows=rows, given=given, in_loss=mask)
 
 
 def _of_update(trace: Trace, policy: PolicyColumns, columns: LossColumns) -> dict[str, np.ndarray]:
@@ -93,7 +94,7 @@ def loss_read_another_token(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: columns that were computed wrongly (ADV001, ADV003).
     References: ms-swift#8427, prime-rl#583, SkyRL#1908, RL#2787.
     """
-    for update in _updates(trace):
+    for update in updates_of(trace):
         columns = update.columns
         times_read = np.bincount(update.place, minlength=len(update.in_loss))
         starts = np.concatenate([[0], np.cumsum(columns.lengths)])
@@ -135,13 +136,13 @@ def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: what becomes of the gradient behind the log-probability (LSS001); losses of plugins.
     References: rllm#81, tianshou#433, verl#179, SkyRL#1353, AReaL#1273, SkyRL#1296.
     """
-    for update in _updates(trace):
+    for update in updates_of(trace):
         for terms in trace.of(LossTerms, version=update.columns.version):
             if terms.loss in KNOWN:
                 yield from _formula(trace, update, terms)
 
 
-def _formula(trace: Trace, update: _Update, terms: LossTerms) -> Iterator[Comparison]:
+def _formula(trace: Trace, update: Update, terms: LossTerms) -> Iterator[Comparison]:
     columns, weight = update.columns, update.given["weight"]
     value, slope, edge = _textbook(update, terms)
     pairs = (
@@ -183,7 +184,7 @@ def _formula(trace: Trace, update: _Update, terms: LossTerms) -> Iterator[Compar
         )  # fmt: skip
 
 
-def _textbook(update: _Update, terms: LossTerms) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _textbook(update: Update, terms: LossTerms) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Loss of each row, its derivative by the log-probability, and whether a clip's edge is too near to tell."""
     current = update.rows["current"].astype(np.float64)
     edge = np.zeros(len(current), bool)

@@ -127,11 +127,6 @@ class EvaluationOptions:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.every and not self.num_problems:
-            raise UsageError(
-                f"evaluation.every is {self.every} and evaluation.num_problems is 0: nothing would be evaluated, leave "
-                "one out"
-            )
         if not self.every and self.stop_above <= 1:
             raise UsageError(
                 f"evaluation.stop_above is {self.stop_above:g} and evaluation.every is 0, which evaluates at the end "

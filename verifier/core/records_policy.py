@@ -196,6 +196,13 @@ class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
     """Divisor of the logits."""
 
 
+class StepMetrics(Record, frozen=True, kw_only=True, tag="loss/metrics"):
+    """Numbers that a step shows and writes to its metrics."""
+
+    values: dict[str, Real]
+    """Name -> number; see docs/metrics.md."""
+
+
 class LossRows(ArrayRecord, frozen=True, kw_only=True, tag="loss/rows"):
     """Rows that the loss of one update read and made on one rank, over its micro-batches; every array is [T].
 

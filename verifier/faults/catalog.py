@@ -14,6 +14,7 @@ from verifier.faults import (  # noqa: F401
     knob_faults,
     logprob_faults,
     loss_faults,
+    metric_faults,
     mode_faults,
     pack_faults,
     policy_faults,

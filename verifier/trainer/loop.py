@@ -17,7 +17,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from verifier.config.training import TrainConfig
-from verifier.core.records_policy import LossTerms
+from verifier.core.record import real
+from verifier.core.records_policy import LossTerms, StepMetrics
 from verifier.core.records_tokens import SampledNoise
 from verifier.core.records_trainer import KnobsAsked, OptimizerSettings, StepSizes
 from verifier.core.store import Recorder, complete, create
@@ -43,6 +44,8 @@ JUDGED_BEHIND = 2
 """Steps that may have been trained and not yet judged."""
 JUDGE_DEADLINE_S = 600.0
 """Seconds that the judge of one step may take."""
+SHOWN = ("reward", "mixed_groups", "truncated_share", "num_tokens", "entropy", "kl", "clipped_share")
+"""Metrics of a step that its evidence can tell too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +176,7 @@ class StepLoop:
                 if sampled is not None:
                     rates = [report["learning_rate"] for report in reports]
                     self._noise = sampled.judge(trace, updates, rates, plan.scored, earlier, self._noise) or self._noise
+                self._record_metrics(step, trace, {**_mean_of(reports), **plan.facts})
                 self._submit(step, trace)
                 waits = self.rollouts is not None or sampled is not None
                 self._settle(step if waits else step - JUDGED_BEHIND)
@@ -196,6 +200,12 @@ class StepLoop:
         if accuracy is None:
             accuracy = self._evaluate(step).get("accuracy")
         return TrainSummary(steps=step, loss=loss, accuracy=accuracy, judged=self._num_judged, resumed_from=done)
+
+    def _record_metrics(self, step: int, trace: Path, values: Mapping[str, Any]) -> None:
+        """Record the metrics of a step that are `SHOWN`."""
+        known = {name: real(float(values[name])) for name in SHOWN if name in values}
+        with contextlib.closing(Recorder(trace, "controller", 1)) as probe:
+            probe.emit(StepMetrics(name="step", version=step, values=known))
 
     def _save(self, step: int) -> None:
         """Begin a checkpoint, once every step up to it has been judged."""

@@ -94,6 +94,7 @@ def step_manifest(
         scopes += ["mismatch"] if compared and (noise or model.dtype == "float32") else []
     scopes.append("sizes")
     engine_facts = replace(facts, engine=config.engine.kind, routes=config.grpo.replay_routes) if live else facts
+    scopes.append("shown")
     if not dropped and (config.megatron.moe_bias_update_rate or has_score_bias(sizes)):
         scopes.append("balance")
     if "replicas" in model.layout_scopes and not dropped:

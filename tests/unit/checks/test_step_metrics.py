@@ -1,0 +1,83 @@
+"""MET001: the numbers that a step shows are those of all its answers and tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import verifier.checks  # noqa: F401  (fills the registry)
+from verifier.checks.packing import POSITION_BITS
+from verifier.core.check import REGISTRY, run_check
+from verifier.core.finding import Verdict
+from verifier.core.manifest import Manifest
+from verifier.core.record import Record
+from verifier.core.records_policy import Advantages, Drops, LossRows, LossTerms, PolicyColumns, StepMetrics
+from verifier.core.records_trainer import LossColumns
+from verifier.core.trace import Trace
+
+IDS = ("a", "b", "c", "d")
+RIGHT = {
+    "reward": 0.25, "mixed_groups": 0.5, "truncated_share": 0.5, "num_tokens": 4.0, "entropy": 1.25, "kl": 0.0,
+    "clipped_share": 0.5,
+}  # fmt: skip
+RATIOS = np.array([1.5, 1.0, 0.5, 1.0])
+"""Of the last token of each rollout: the first is clipped above, the third below."""
+
+
+def trace(**shown: float) -> Trace:
+    """One update over two groups of two rollouts, of a prompt's token and one answer's."""
+    lengths, tokens = (2, 2, 2, 2), 8
+    answer = np.arange(tokens) % 2 == 1
+    policy = {
+        "divisor": np.where(answer, -1.0, np.nan), "advantage": np.repeat([1.0, 1.0, -1.0, -1.0], 2),
+        "version": np.where(answer, 0, -1), "old": np.where(answer, -1.0, np.nan),
+        "engine": np.where(answer, -1.0, np.nan), "mask": answer,
+    }  # fmt: skip
+    rows = {
+        "sentinel": (np.arange(1, 5) << POSITION_BITS) + 1, "mask": np.ones(4, bool), "current": -1.0 + np.log(RATIOS),
+        "entropy": np.array([1.0, 1.0, 1.0, 2.0]), "loss": np.zeros(4), "weight": np.ones(4),
+    }  # fmt: skip
+    arrays = {"policy": policy, "rows": rows, "columns": {"mask": answer, "weight": answer / 4}}
+    records: list[Record] = [
+        LossTerms(name="loss", version=1, loss="clipped", clip_low=0.2, clip_high=0.2),
+        StepMetrics(name="step", version=1, values={**RIGHT, **shown}),
+        Advantages(
+            name="advantages", version=1, estimator="grpo", ids=IDS, groups=("g", "g", "h", "h"), trajectories=IDS,
+            rewards=(1.0, 0.0, 0.0, 0.0), penalties=(0.0,) * 4, token_counts=(1,) * 4, advantages=(0.0,) * 4,
+        ),
+        Drops(
+            name="batch", version=1, ids=IDS, truncated=(True, True, False, False), reasons=("",) * 4,
+            drop_overlong=False, drop_zero_variance=False,
+        ),
+        PolicyColumns(
+            name="policy inputs", version=1, ids=IDS, lengths=lengths, ratio_over="old", weight_level="",
+            weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=0,
+            array="policy",
+        ),
+        LossColumns(
+            name="update 1", version=1, aggregation="token_mean", ids=IDS, groups=IDS, lengths=lengths,
+            array="columns",
+        ),
+        LossRows(name="update 1", version=1, coordinate="", array="rows"),
+    ]  # fmt: skip
+    return Trace(Manifest(complete=True), records, arrays.__getitem__)
+
+
+def test_right_numbers_hold() -> None:
+    outcome = run_check(REGISTRY["MET001"], trace())
+    assert outcome.error is None
+    assert outcome.verdict is Verdict.HOLDS
+    assert outcome.num_compared == len(RIGHT)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("reward", 0.5), ("mixed_groups", 1.0), ("truncated_share", 0.0), ("num_tokens", 8.0), ("entropy", 5.0),
+        ("kl", 0.01), ("clipped_share", 0.25),
+    ],
+)  # fmt: skip
+def test_a_wrong_number_is_named(name: str, shown: float) -> None:
+    outcome = run_check(REGISTRY["MET001"], trace(**{name: shown}))
+    assert outcome.verdict is Verdict.VIOLATED
+    assert [item.what for item in outcome.finding.bad] == [name]

@@ -1,0 +1,149 @@
+"""Numbers that a training step shows, against what its evidence says."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from verifier.checks.content import times
+from verifier.checks.loss_rows import Update, updates_of
+from verifier.core.check import check
+from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.records_policy import Advantages, Drops, LossTerms, StepMetrics
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+SUM = Tolerance(absolute=1e-9, unit="of the number", source="float64: the same numbers in another order")
+ENTROPY = Tolerance(
+    absolute=1e-5,
+    unit="of the number",
+    source="fp32: the tokens of a micro-batch are summed before batches are, in float64",
+)
+ESTIMATE = Tolerance(
+    absolute=2e-5, unit="of the mean magnitude of a token's estimate, and 1e-6 nats",
+    source="fp32: the exponential of a difference of numbers of up to 20, each 1e-6 off",
+)  # fmt: skip
+EDGE = 2e-5
+"""Distance of a ratio from a clip's edge at which float32 may take either side."""
+CLIPPING = ("clipped", "gspo", "cispo")
+"""Losses that clip ratios."""
+Number = tuple[float, float, str]
+"""A number, what it may differ by, and that in words."""
+
+
+@check("MET001", needs=(StepMetrics, LossTerms), scope="shown")
+def metrics_misreported(trace: Trace) -> Iterator[Comparison]:
+    """The numbers that a step shows are those of all its answers and tokens.
+
+    What it checks: mean reward, share of groups with several rewards and share of answers that were cut off, over all
+    answers of the step; number of tokens in the loss, mean entropy and KL estimate by token, and share of tokens whose
+    ratio is clipped, over all ranks, as a mean over the updates of the step.
+    Why it matters: runs are steered, stopped and compared by these numbers. A reward of the answers that stay in the
+    loss rises by filtering alone; a share of one rank, or of one side of the clip, hides a policy that runs away.
+    Evidence: loss/metrics, advantage/advantages, data/drops, loss/rows, loss/terms, advantage/columns,
+    advantage/policy.
+    Tolerance and its source: 1e-9 of sums, 1e-5 of the entropy's, which are in fp32; KL estimates as the loss
+    (LSS004); shares may count tokens within 2e-5 of a clip's edge or not.
+    What it does not catch: numbers of time, memory and mismatch; held-out rewards; cut-off answers of step-wise
+    episodes.
+    References: trl#3032, stable-baselines3#149, ms-swift#5619.
+    """
+    for terms in trace.of(LossTerms):
+        for item in trace.of(StepMetrics, version=terms.version):
+            found = {**_of_answers(trace, item.version), **_of_updates(trace, terms)}
+            for name, (right, allowed, why) in found.items():
+                if name not in item.values:
+                    continue
+                shown = float(item.values[name])
+                gap = abs(shown - right)
+                of_answers = name in ("reward", "mixed_groups", "truncated_share")
+                yield Comparison(
+                    what=name, same=gap <= allowed, stage=Stage.REWARD if of_answers else Stage.LOSS,
+                    version=item.version, badness=times(gap, allowed),
+                    sentence=f"the step shows {name} {shown:.6g}, it is {right:.6g}",
+                    expected=f"{right:.6g} (from rewards, flags and rows of the loss)", actual=f"{shown:.6g}",
+                    allowed=f"{allowed:.3g}, {why}",
+                    hint="look at what the number is summed over and divided by: dropped answers, ranks, updates",
+                )  # fmt: skip
+
+
+def _of_answers(trace: Trace, version: int) -> Mapping[str, Number]:
+    """Numbers of all answers of a step."""
+    found: dict[str, Number] = {}
+    for item in trace.of(Advantages, version=version):
+        totals, groups = defaultdict[str, float](float), defaultdict[str, set[str]](set)
+        for name, group, reward in zip(item.trajectories, item.groups, item.rewards, strict=True):
+            totals[name] += reward
+            groups[group].add(name)
+        mixed = [len({totals[name] for name in names}) > 1 for names in groups.values()]
+        found["reward"] = _sum(math.fsum(totals.values()) / len(totals), scale=max(map(abs, totals.values())))
+        found["mixed_groups"] = _sum(sum(mixed) / len(mixed))
+        for drops in trace.of(Drops, version=version):
+            if item.trajectories == item.ids:
+                found["truncated_share"] = _sum(sum(drops.truncated) / len(drops.truncated))
+    return found
+
+
+def _of_updates(trace: Trace, terms: LossTerms) -> Mapping[str, Number]:
+    """Numbers of all updates of a step."""
+    updates = [update for update in updates_of(trace) if update.columns.version == terms.version]
+    if not updates:
+        return {}
+    counts = [max(int(update.in_loss.sum()), 1) for update in updates]
+    entropy = [
+        float(update.rows["entropy"].astype(np.float64).sum()) / n for update, n in zip(updates, counts, strict=True)
+    ]
+    mean = sum(entropy) / len(updates)
+    found = {
+        "num_tokens": (float(sum(counts)), 0.0, "exact (a count)"),
+        "entropy": (mean, ENTROPY.absolute * max(mean, 1e-3), str(ENTROPY)),
+    }
+    if terms.loss == "cross_entropy":
+        return found
+    estimates = [_estimates(update, terms) for update in updates]
+    means = [float(values.sum()) / n for values, n in zip(estimates, counts, strict=True)]
+    size = sum(float(np.abs(values).sum()) / n for values, n in zip(estimates, counts, strict=True)) / len(updates)
+    found["kl"] = (sum(means) / len(updates), ESTIMATE.absolute * size + 1e-6, str(ESTIMATE))
+    if terms.loss in CLIPPING:
+        sides = [_clipped(update, terms) for update in updates]
+        shares = [int(clipped.sum()) / n for (clipped, _), n in zip(sides, counts, strict=True)]
+        unsure = [int(edge.sum()) / n for (_, edge), n in zip(sides, counts, strict=True)]
+        allowed = sum(unsure) / len(updates) + SUM.absolute
+        found["clipped_share"] = (sum(shares) / len(updates), allowed, "tokens at a clip's edge")
+    return found
+
+
+def _sum(value: float, scale: float = 1.0) -> Number:
+    return value, SUM.absolute * max(abs(value), scale), str(SUM)
+
+
+def _estimates(update: Update, terms: LossTerms) -> np.ndarray:
+    """[T] KL estimate of each token in the loss, float64; 0 without a reference."""
+    current = update.rows["current"].astype(np.float64)
+    if "reference" not in update.given:
+        return np.zeros(len(current))
+    distance = current - update.given["reference"]
+    near = np.clip(distance, -20.0, 20.0)
+    kinds = {"k1": distance, "k2": distance**2 / 2, "k3": np.expm1(-near) + near}
+    return np.asarray(kinds[terms.kl_kind], np.float64)
+
+
+def _clipped(update: Update, terms: LossTerms) -> tuple[np.ndarray, np.ndarray]:
+    """[T] whether the ratio of each token in the loss is clipped, and whether it is too near an edge to tell."""
+    difference, advantage = update.rows["current"] - update.given["divisor"], update.given["advantage"]
+    if terms.loss == "gspo":
+        sums = np.bincount(update.rollout, difference) / np.maximum(np.bincount(update.rollout), 1)
+        difference = sums[update.rollout]
+    ratio = np.exp(np.clip(difference, -20.0, 20.0))
+    low, high = 1 - terms.clip_low, 1 + terms.clip_high
+    bounds = [low, high, *([] if terms.dual_clip is None else [terms.dual_clip])]
+    edge = np.any([np.abs(ratio - bound) < EDGE for bound in bounds], axis=0)
+    if terms.loss == "cispo":
+        return (ratio < low) | (ratio > high), edge
+    clipped = ((ratio > high) & (advantage > 0)) | ((ratio < low) & (advantage < 0))
+    if terms.dual_clip is not None:
+        clipped |= (ratio > terms.dual_clip) & (advantage < 0)
+    return clipped, edge
