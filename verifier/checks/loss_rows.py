@@ -32,7 +32,7 @@ KNOWN = ("cross_entropy", "clipped", "gspo", "cispo", "importance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
+class UpdateRows:
     """Rows in the loss of one update, of all ranks, and what they should have read."""
 
     columns: LossColumns
@@ -48,7 +48,7 @@ class Update:
     """[N] tokens of the update in the loss."""
 
 
-def updates_of(trace: Trace) -> Iterator[Update]:
+def updates_of(trace: Trace) -> Iterator[UpdateRows]:
     """Updates of a step whose rows were recorded, in order."""
     for columns in trace.of(LossColumns):
         parts = [trace.arrays(item) for item in trace.of(LossRows, version=columns.version, name=columns.name)]
@@ -66,7 +66,7 @@ def updates_of(trace: Trace) -> Iterator[Update]:
         for policy in trace.of(PolicyColumns, version=columns.version):
             given |= _of_update(trace, policy, columns)
         given = {name: values[place] for name, values in given.items()}
-        yield Update(columns=columns, place=place, rollout=rollout, rows=rows, given=given, in_loss=mask)
+        yield UpdateRows(columns=columns, place=place, rollout=rollout, rows=rows, given=given, in_loss=mask)
 
 
 def _of_update(trace: Trace, policy: PolicyColumns, columns: LossColumns) -> dict[str, np.ndarray]:
@@ -142,7 +142,7 @@ def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
                 yield from _formula(trace, update, terms)
 
 
-def _formula(trace: Trace, update: Update, terms: LossTerms) -> Iterator[Comparison]:
+def _formula(trace: Trace, update: UpdateRows, terms: LossTerms) -> Iterator[Comparison]:
     columns, weight = update.columns, update.given["weight"]
     value, slope, edge = _textbook(update, terms)
     pairs = (
@@ -184,7 +184,7 @@ def _formula(trace: Trace, update: Update, terms: LossTerms) -> Iterator[Compari
         )  # fmt: skip
 
 
-def _textbook(update: Update, terms: LossTerms) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _textbook(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Loss of each row, its derivative by the log-probability, and whether a clip's edge is too near to tell."""
     current = update.rows["current"].astype(np.float64)
     edge = np.zeros(len(current), bool)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from verifier.checks.content import times
-from verifier.checks.loss_rows import Update, updates_of
+from verifier.checks.loss_rows import UpdateRows, updates_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.records_policy import Advantages, Drops, LossTerms, StepMetrics
@@ -120,7 +120,7 @@ def _sum(value: float, scale: float = 1.0) -> Number:
     return value, SUM.absolute * max(abs(value), scale), str(SUM)
 
 
-def _estimates(update: Update, terms: LossTerms) -> np.ndarray:
+def _estimates(update: UpdateRows, terms: LossTerms) -> np.ndarray:
     """[T] KL estimate of each token in the loss, float64; 0 without a reference."""
     current = update.rows["current"].astype(np.float64)
     if "reference" not in update.given:
@@ -131,7 +131,7 @@ def _estimates(update: Update, terms: LossTerms) -> np.ndarray:
     return np.asarray(kinds[terms.kl_kind], np.float64)
 
 
-def _clipped(update: Update, terms: LossTerms) -> tuple[np.ndarray, np.ndarray]:
+def _clipped(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndarray]:
     """[T] whether the ratio of each token in the loss is clipped, and whether it is too near an edge to tell."""
     difference, advantage = update.rows["current"] - update.given["divisor"], update.given["advantage"]
     if terms.loss == "gspo":

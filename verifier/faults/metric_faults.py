@@ -13,7 +13,7 @@ ROW: dict[str, Any] = {"engine": TRAINING, "model": "tiny:add", "caught_by": ("M
 
 @fault(
     "modelscope/ms-swift#5619", "verifier.trainer.grpo_plan:_facts(config, step, rows, given, reasons, old)",
-    stage=Stage.REWARD, side=Side.CONTROLLER, training=("algorithm=grpo", "grpo.drop_zero_variance=true"), **ROW,
+    stage=Stage.REWARD, side=Side.CONTROLLER, training=("algorithm=grpo", "grpo.drop_overlong=true"), **ROW,
 )  # fmt: skip
 def reward_of_what_stays(call: Call) -> Any:
     """The mean reward that is shown is one over the answers that stay in the loss."""
