@@ -59,7 +59,10 @@ def drawn(seed: int) -> list[str]:
 
 def _drawn(draw: Draw) -> list[str]:
     source = draw.weighed({"text": 3, "recorded": 4, "routed": 1, "hf": 2.5, "vllm": 1.5})
-    models = {"text": MODELS, "recorded": {**MODELS, **OTHERS}, "routed": {"tiny:add-moe": 1}}.get(source, MODELS)
+    models = {
+        "text": MODELS, "recorded": {**MODELS, **OTHERS}, "routed": {"tiny:add-moe": 1}, "hf": MODELS,
+        "vllm": {"tiny:add": 5, "tiny:add-moe": 3},  # it has no CPU kernels for multi-head latent attention
+    }[source]  # fmt: skip
     model = draw.weighed(models)
     experts = model not in ("tiny:add", "tiny:qwen2", "tiny:llama")
     low, every = draw.happens(0.4), draw.one((0, 1, 1, 2))

@@ -38,7 +38,7 @@ def grouped(names: Iterable[str]) -> str:
     """Say how many mismatches are of which kind, the largest first: "34 of 34 are norm weights"."""
     kinds = Counter(map(kind_of_name, names))
     total = kinds.total()
-    (first, count), *others = kinds.most_common()
+    (first, count), *others = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
     text = f"{count:,} of {total:,} are {first}"
     named = [f"{number:,} {kind}" for kind, number in others[:2]]
     left = sum(number for _, number in others[2:])
