@@ -79,7 +79,8 @@ def _drawn(draw: Draw) -> list[str]:
     if model == "tiny:add-deepseek" and not every:
         knobs += [*BALANCED[1:], *(["fixes=[megatron-7081]"] if low else [])]
     if not experts and not (low and every):
-        knobs += draw.some(0.25, "lora.rank", (4, 8))
+        adapters = draw.some(0.25, "lora.rank", (4, 8))
+        knobs += adapters + (["fixes=[bridge-5840]"] if adapters and "tp=2" in mesh else [])
     return knobs if source == "text" else knobs + _of_policy(draw, source, experts)
 
 

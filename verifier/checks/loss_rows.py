@@ -26,6 +26,8 @@ TERM = Tolerance(
 )  # fmt: skip
 LIMIT = 20.0
 """Log-ratios are clamped to it before they are exponentiated, and have no gradient beyond it, nats."""
+NATS = 2e-6
+"""Error of a difference of two log-probabilities in float32: numbers of up to 20, each 1e-6 off."""
 READ = ("weight", "divisor", "advantage", "reference")
 """Columns of a token that a loss may read."""
 KNOWN = ("cross_entropy", "clipped", "gspo", "cispo", "importance")
@@ -131,7 +133,8 @@ def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
     Why it matters: a clip that is read and not applied, a KL term of the wrong sign or without a gradient, a ratio that
     is always 1, a sequence's mean over one context-parallel shard: the curve looks plausible.
     Evidence: loss/rows, loss/terms, advantage/columns, advantage/policy, train/done.
-    Tolerance and its source: 2e-5 of the greatest of the update; fp32. Rows within that of a clip's edge, or of
+    Tolerance and its source: 2e-5 of the greatest of the update; fp32. A KL term may be off by what 2e-6 nats of its
+    distance change it by. Rows within that of a clip's edge, or of
     the limit of log-ratios, have either gradient.
     What it does not catch: what becomes of the gradient behind the log-probability (LSS001); losses of plugins.
     References: rllm#81, tianshou#433, verl#179, SkyRL#1353, AReaL#1273, SkyRL#1296.
@@ -145,16 +148,18 @@ def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
 def _formula(trace: Trace, update: UpdateRows, terms: LossTerms) -> Iterator[Comparison]:
     columns, weight = update.columns, update.given["weight"]
     value, slope, edge = _textbook(update, terms)
+    of_value, of_slope = _roundings(update, terms)
     pairs = (
-        ("loss", update.rows["loss"].astype(np.float64), value, np.zeros(len(edge), bool)),
-        ("gradient", update.rows["gradient"].astype(np.float64), weight * slope, edge),
+        ("loss", update.rows["loss"].astype(np.float64), value, np.zeros(len(edge), bool), of_value),
+        ("gradient", update.rows["gradient"].astype(np.float64), weight * slope, edge, np.abs(weight) * of_slope),
         (
             "gradient by the entropy", update.rows["entropy_gradient"].astype(np.float64),
-            -terms.entropy_weight * weight, np.zeros(len(edge), bool),
+            -terms.entropy_weight * weight, np.zeros(len(edge), bool), np.zeros(len(edge)),
         ),
     )  # fmt: skip
-    for what, actual, expected, spared in pairs:
+    for what, actual, expected, spared, rounding in pairs:
         allowed = TERM.absolute * max(float(np.abs(expected).max(initial=0.0)), 1e-12)
+        allowed += float(rounding.max(initial=0.0))
         gaps = np.where(spared, 0.0, np.abs(actual - expected))
         gaps = np.where(np.isnan(gaps), np.inf, gaps)
         for number, name in enumerate(columns.ids):
@@ -174,7 +179,8 @@ def _formula(trace: Trace, update: UpdateRows, terms: LossTerms) -> Iterator[Com
     total = float((weight * value).sum()) / max(int(update.in_loss.sum()), 1)
     scale = float(np.abs(weight * value).sum()) / max(int(update.in_loss.sum()), 1)
     for report in trace.of(TrainerStep, version=columns.version, name=columns.name):
-        gap, allowed = abs(float(report.loss) - total), TERM.absolute * max(scale, 1e-12)
+        gap = abs(float(report.loss) - total)
+        allowed = TERM.absolute * max(scale, 1e-12) + float(of_value.max(initial=0.0))
         yield Comparison(
             what=f"reported loss of {columns.name} on rank {report.rank}", same=gap <= allowed, stage=Stage.LOSS,
             version=columns.version, badness=times(gap, allowed), owner=owner_of(report),
@@ -226,6 +232,20 @@ def _textbook(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndar
         estimate, its_slope = kinds[terms.kl_kind]
         value, slope = value + terms.kl_weight * estimate, slope + terms.kl_weight * its_slope
     return value - terms.entropy_weight * update.rows["entropy"].astype(np.float64), slope, edge
+
+
+def _roundings(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndarray]:
+    """Changes of each row's loss, and of its derivative, by float32's rounding of a distance from the reference.
+
+    Without an advantage a KL estimate of a reference that is hardly left is all that a loss is: a square of a distance
+    that has few right digits.
+    """
+    if not terms.kl_weight:
+        return np.zeros(len(update.place)), np.zeros(len(update.place))
+    distance = np.abs(update.rows["current"] - update.given["reference"])
+    lever = np.ones(len(distance)) if terms.kl_kind == "k1" else distance + NATS
+    of_slope = np.full(len(distance), 0.0 if terms.kl_kind == "k1" else NATS)
+    return terms.kl_weight * NATS * lever, terms.kl_weight * of_slope
 
 
 def _at_limit(difference: np.ndarray) -> np.ndarray:

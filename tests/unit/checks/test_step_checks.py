@@ -74,7 +74,14 @@ def test_few_elements_are_as_noisy_as_their_layer(length: float, holds: bool) ->
 def test_a_loss_may_be_off_by_the_noise_of_a_tokens_loss(noise: float, error: float, verdict: Verdict) -> None:
     """It is off by 1 where the noise of gradients would allow 7.5."""
     facts = {"loss": 8.0, "loss_noise": noise, "loss_noise_error": error, "gradient_noise": 1.0}
-    run = [replace(item, **facts) if type(item) is GradientRecord else item for item in clean()]
+    run = [
+        replace(item, num_tokens=20, **facts)
+        if type(item) is GradientRecord
+        else replace(item, num_tokens=20)
+        if type(item) is StepReport
+        else item
+        for item in clean()
+    ]
     trace = Trace(replace(MANIFEST, dtype="bfloat16"), run, ARRAYS.__getitem__)
     outcome = run_check(REGISTRY["LSS002"], trace)
     assert outcome.verdict is verdict
@@ -83,3 +90,16 @@ def test_a_loss_may_be_off_by_the_noise_of_a_tokens_loss(noise: float, error: fl
             "0.8, 2 times the mean noise of a token's loss, with 3 standard errors "
             "(this run's: transformers in its dtype against itself in fp32)"
         )
+
+
+def test_a_loss_of_few_tokens_is_not_judged_by_their_noise() -> None:
+    """A clean update of one token was off by 1.2 times what its noise allowed."""
+    facts = {"loss": 8.0, "loss_noise": 0.1, "gradient_noise": 1.0, "num_tokens": 9}
+    run = [
+        replace(item, **facts) if type(item) is GradientRecord
+        else replace(item, num_tokens=9) if type(item) is StepReport
+        else item
+        for item in clean()
+    ]  # fmt: skip
+    trace = Trace(replace(MANIFEST, dtype="bfloat16"), run, ARRAYS.__getitem__)
+    assert run_check(REGISTRY["LSS002"], trace).verdict is Verdict.HOLDS

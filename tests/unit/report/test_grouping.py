@@ -32,7 +32,7 @@ def test_largest_first_and_the_rest_counted():
     names = [f"model.layers.{index}.input_layernorm.weight" for index in range(34)]
     assert grouped(names) == "34 of 34 are norm weights"
     names += ["lm_head.weight", "a", "b", "b"]
-    assert grouped(names) == "34 of 38 are norm weights, 2 `b`, 1 output heads, 1 others"
+    assert grouped(names) == "34 of 38 are norm weights, 2 `b`, 1 `a`, 1 others"
 
 
 def test_kinds_of_one_size_are_named_in_the_order_of_their_names() -> None:
