@@ -12,6 +12,7 @@ from verifier.checks.content import owner_of, times
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.record import Measurement
+from verifier.core.records_policy import UpdateRatios
 from verifier.core.records_tokens import GradientRecord
 from verifier.core.records_weights import StepReport
 from verifier.core.stage import Stage
@@ -67,7 +68,8 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     median of its layer's tensors', or of the same tensor's in all layers and updates of the version, if that is more:
     a few elements say little of how noisy they are. Routers flip in bf16, and the gradient of other experts tells
     nothing: transformers takes the experts that rollouts say, or on sampled steps those that the trainer's own routers
-    chose in that update.
+    chose in that update. Nor is a length judged of an update whose ratios have moved: a token at a clip's edge has a
+    gradient on one side alone.
     What it does not catch: parameters that receive no gradient on these tokens, or only from sure ones; on sampled
     steps in bf16, routers that choose wrongly (LGP001).
     References: verl#5702, RL#3716, SkyRL#1751, SkyRL#1296, AReaL#1273, slime#987.
@@ -98,7 +100,8 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
 
 def _lengths(trace: Trace) -> Iterator[Comparison]:
     """One comparison per group of tensors and version, where the run has noise: how long the gradient is."""
-    noisy = (item for item in trace.of(GradientRecord) if item.group and item.group_noise)
+    moved = {item.update for item in trace.of(UpdateRatios) if not item.first}
+    noisy = (item for item in trace.of(GradientRecord) if item.group and item.group_noise and item.update not in moved)
     groups = {(item.version, item.update, item.group): item for item in noisy}
     layers: dict[tuple[int, int, str], list[float]] = defaultdict(list)
     kinds: dict[tuple[int, str], list[float]] = defaultdict(list)
