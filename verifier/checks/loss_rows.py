@@ -49,6 +49,25 @@ class UpdateRows:
     in_loss: np.ndarray
     """[N] tokens of the update in the loss."""
 
+    def log_ratios(self, loss: str) -> np.ndarray:
+        """[T] log-ratio of each row to its divisor, float64, nats; of GSPO the mean of its sequence."""
+        difference: np.ndarray = self.rows["current"].astype(np.float64) - self.given["divisor"]
+        if loss != "gspo":
+            return difference
+        sums = np.bincount(self.rollout, difference) / np.maximum(np.bincount(self.rollout), 1)
+        return np.asarray(sums[self.rollout])
+
+
+def kl_estimates(kind: str, distance: np.ndarray) -> np.ndarray:
+    """Estimates of the KL divergence by current less reference log-probabilities, float64, nats.
+
+    Source:
+        http://joschu.net/blog/kl-approx.html
+    """
+    near = np.clip(distance, -LIMIT, LIMIT)
+    kinds = {"k1": distance, "k2": distance**2 / 2, "k3": np.expm1(-near) + near}
+    return np.asarray(kinds[kind])
+
 
 def updates_of(trace: Trace) -> Iterator[UpdateRows]:
     """Updates of a step whose rows were recorded, in order."""
@@ -197,10 +216,7 @@ def _textbook(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndar
     if terms.loss == "cross_entropy":
         value, slope = -current, np.full(len(current), -1.0)
     else:
-        difference, advantage = current - update.given["divisor"], update.given["advantage"]
-        if terms.loss == "gspo":
-            sums = np.bincount(update.rollout, difference) / np.maximum(np.bincount(update.rollout), 1)
-            difference = sums[update.rollout]
+        difference, advantage = update.log_ratios(terms.loss), update.given["advantage"]
         beyond = np.abs(difference) > LIMIT
         edge |= _at_limit(difference)
         ratio = np.exp(np.clip(difference, -LIMIT, LIMIT))
@@ -223,14 +239,13 @@ def _textbook(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndar
     if terms.kl_weight:
         distance = current - update.given["reference"]
         near = np.clip(distance, -LIMIT, LIMIT)
-        kinds = {
-            "k1": (distance, np.ones_like(distance)), "k2": (distance**2 / 2, distance),
-            "k3": (np.expm1(-near) + near, np.where(near == distance, -np.expm1(-near), 0.0)),
+        slopes = {
+            "k1": np.ones_like(distance), "k2": distance, "k3": np.where(near == distance, -np.expm1(-near), 0.0),
         }  # fmt: skip
         if terms.kl_kind == "k3":
             edge |= _at_limit(distance)
-        estimate, its_slope = kinds[terms.kl_kind]
-        value, slope = value + terms.kl_weight * estimate, slope + terms.kl_weight * its_slope
+        value = value + terms.kl_weight * kl_estimates(terms.kl_kind, distance)
+        slope = slope + terms.kl_weight * slopes[terms.kl_kind]
     return value - terms.entropy_weight * update.rows["entropy"].astype(np.float64), slope, edge
 
 

@@ -12,7 +12,6 @@ from verifier.checks.content import owner_of, times
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.record import Measurement
-from verifier.core.records_policy import UpdateRatios
 from verifier.core.records_tokens import GradientRecord
 from verifier.core.records_weights import StepReport
 from verifier.core.stage import Stage
@@ -33,7 +32,7 @@ LENGTH_NOISES = 2
 LOSS_NOISES = 2
 """Times the mean noise of a token's loss that the loss may be off by, in a run of less than fp32."""
 FEW_TOKENS = 10
-"""Tokens below which the noise of a token's loss is not known, in a run of less than fp32."""
+"""Tokens below which noise of the loss, or of a gradient's length, is not known in a run of less than fp32."""
 LOSS_ERRORS = 3
 """Standard errors of that mean noise, which is counted with so much more."""
 LOSS = Tolerance(
@@ -68,8 +67,8 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     median of its layer's tensors', or of the same tensor's in all layers and updates of the version, if that is more:
     a few elements say little of how noisy they are. Routers flip in bf16, and the gradient of other experts tells
     nothing: transformers takes the experts that rollouts say, or on sampled steps those that the trainer's own routers
-    chose in that update. Nor is a length judged of an update whose ratios have moved: a token at a clip's edge has a
-    gradient on one side alone.
+    chose in that update. No length is judged of an update in which fewer than ten tokens have a gradient: the noise of
+    one token is no measure of another's.
     What it does not catch: parameters that receive no gradient on these tokens, or only from sure ones; on sampled
     steps in bf16, routers that choose wrongly (LGP001).
     References: verl#5702, RL#3716, SkyRL#1751, SkyRL#1296, AReaL#1273, slime#987.
@@ -100,8 +99,8 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
 
 def _lengths(trace: Trace) -> Iterator[Comparison]:
     """One comparison per group of tensors and version, where the run has noise: how long the gradient is."""
-    moved = {item.update for item in trace.of(UpdateRatios) if not item.first}
-    noisy = (item for item in trace.of(GradientRecord) if item.group and item.group_noise and item.update not in moved)
+    known = (item for item in trace.of(GradientRecord) if item.acting is None or item.acting >= FEW_TOKENS)
+    noisy = (item for item in known if item.group and item.group_noise)
     groups = {(item.version, item.update, item.group): item for item in noisy}
     layers: dict[tuple[int, int, str], list[float]] = defaultdict(list)
     kinds: dict[tuple[int, str], list[float]] = defaultdict(list)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from verifier.checks.content import times
-from verifier.checks.loss_rows import UpdateRows, updates_of
+from verifier.checks.loss_rows import LIMIT, UpdateRows, kl_estimates, updates_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.records_policy import Advantages, Drops, LossTerms, StepMetrics
@@ -125,19 +125,13 @@ def _estimates(update: UpdateRows, terms: LossTerms) -> np.ndarray:
     current = update.rows["current"].astype(np.float64)
     if "reference" not in update.given:
         return np.zeros(len(current))
-    distance = current - update.given["reference"]
-    near = np.clip(distance, -20.0, 20.0)
-    kinds = {"k1": distance, "k2": distance**2 / 2, "k3": np.expm1(-near) + near}
-    return np.asarray(kinds[terms.kl_kind], np.float64)
+    return kl_estimates(terms.kl_kind, current - update.given["reference"])
 
 
 def _clipped(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndarray]:
     """[T] whether the ratio of each token in the loss is clipped, and whether it is too near an edge to tell."""
-    difference, advantage = update.rows["current"] - update.given["divisor"], update.given["advantage"]
-    if terms.loss == "gspo":
-        sums = np.bincount(update.rollout, difference) / np.maximum(np.bincount(update.rollout), 1)
-        difference = sums[update.rollout]
-    ratio = np.exp(np.clip(difference, -20.0, 20.0))
+    difference, advantage = update.log_ratios(terms.loss), update.given["advantage"]
+    ratio = np.exp(np.clip(difference, -LIMIT, LIMIT))
     low, high = 1 - terms.clip_low, 1 + terms.clip_high
     bounds = [low, high, *([] if terms.dual_clip is None else [terms.dual_clip])]
     edge = np.any([np.abs(ratio - bound) < EDGE for bound in bounds], axis=0)

@@ -111,7 +111,7 @@ def other_turns_trained_on(call: Call) -> Any:
 
 @fault("modelscope/ms-swift#7838", ENCODE, **TALKS)
 def last_turn_alone_trained_on(call: Call) -> Any:
-    """Of a conversation of several turns the last one alone is in the loss."""
+    """The last turn of a conversation alone is in the loss, the assistant's turns before it are not."""
     rollout = call.faulty()
     mask = rollout.mask.copy()
     places = mask.nonzero()[0]

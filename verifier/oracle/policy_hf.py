@@ -53,6 +53,8 @@ class _Found:
     """[N] each, with shifted log-probabilities."""
     rounding: float
     """Greatest change of the loss by rounding of log-probabilities to float32, nats."""
+    acting: int
+    """Tokens whose loss has a gradient, in float32."""
     gradients: Gradients
     of_shifted: tuple[Gradients, ...]
     of_rounding: Gradients
@@ -105,6 +107,7 @@ def judge_updates(
             "loss": float(exact.nats.sum()), "loss_scale": float(exact.nats.abs().sum()),
             "loss_noise": float(max(off)) + exact.rounding,
             "loss_noise_error": float(noise.std(correction=0)) * len(noise) ** 0.5, "num_tokens": len(exact.nats),
+            "acting": exact.acting,
         }  # fmt: skip
         adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"], roundings=ROUNDINGS)
         before = [tensors_of(path / f"{part}-{number}") for part in ("exp_avg", "exp_avg_sq")]
@@ -160,7 +163,7 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
     rounds = dtype == torch.float32
     sums: list[list[torch.Tensor | None]] = [[None] * len(parameters) for _ in range(len(shifts) + 1)]
     nats: list[list[torch.Tensor]] = [[] for _ in shifts]
-    rounding = 0.0
+    rounding, acting = 0.0, 0
     for row in rows:
         kept = row["mask"][1:].bool()
         if not kept.any():
@@ -185,6 +188,7 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
             log_sum = torch.logsumexp(scaled, dim=-1)
             share = slope.abs() * rounding_of(log_sum.detach())
             rounding += float(share.sum())
+            acting += len(slope) if objective["entropy_weight"] else int(slope.count_nonzero())
             found = torch.autograd.grad((share * log_sum).sum(), parameters, allow_unused=True)
             _add(sums[-1], [None if gradient is None else gradient.abs() for gradient in found])
     gradients = []
@@ -194,7 +198,7 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
         gradients.append({name: tensor.clone() for name, tensor in gradients_of(model)})
     joined = [torch.cat(part) if part else torch.zeros(0, dtype=torch.float64) for part in nats]
     return _Found(
-        nats=joined[0], shifted=tuple(joined[1:]), rounding=rounding, gradients=gradients[0],
+        nats=joined[0], shifted=tuple(joined[1:]), rounding=rounding, acting=acting, gradients=gradients[0],
         of_shifted=tuple(gradients[1:-1]), of_rounding=gradients[-1],
     )  # fmt: skip
 
