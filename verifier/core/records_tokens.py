@@ -135,7 +135,7 @@ class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
     num_tokens: Count
     """Tokens in the loss."""
     acting: Count | None = None
-    """Those of them whose loss has a gradient; None where nobody counted."""
+    """Tokens in the loss with a gradient of their own; None where nobody counted."""
     step: Measurement | None = None
     """Distance of the live weight from Adam's; None where the trainer has no gradient."""
     update: Count = 0
