@@ -35,19 +35,22 @@ SIGNED_ERRORS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class _Token:
-    """One token on both sides."""
+class _Tokens:
+    """Tokens in the loss that the trained version sampled, by rollout."""
 
-    rollout: str
-    place: int
-    old: float
-    engine: float
-    claimed: int
+    rollout: np.ndarray
+    """[T] place of the rollout in the batch."""
+    place: np.ndarray
+    """[T] place of the token in its rollout."""
+    old: np.ndarray
+    """[T] log-probability in the trainer, float64, nats."""
+    engine: np.ndarray
+    """[T] log-probability in the engine, float64, nats."""
+    gap: np.ndarray
+    """[T] magnitude of their difference, nats."""
 
-    @property
-    def gap(self) -> float:
-        """Magnitude of the difference, nats."""
-        return abs(self.old - self.engine)
+    def __len__(self) -> int:
+        return len(self.rollout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +92,17 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
         if not exact and noise is None:
             raise LookupError(f"no measured noise of {trace.manifest.dtype} for step {item.version}")
         temperature = next((terms.temperature for terms in trace.of(LossTerms, version=item.version)), 1.0)
-        seen: list[_Token] = []
-        for tokens in _fresh(trace, item):
-            seen += tokens
-            worst, bound = _worst(tokens, noise, temperature)
+        seen = _fresh(trace, item)
+        for at in _worst(seen, noise, temperature):
+            name, place, gap = item.ids[seen.rollout[at]], int(seen.place[at]), float(seen.gap[at])
+            old, engine = float(seen.old[at]), float(seen.engine[at])
+            bound = at_temperature(MISMATCH, temperature) if noise is None else _greatest(noise, old)
             yield Comparison(
-                what=worst.rollout, same=math.isfinite(worst.gap) and worst.gap <= bound.absolute,
-                stage=Stage.ROLLOUT, version=item.version, badness=times(worst.gap, bound.absolute), owner="engine",
-                sentence=f"token {worst.place} of `{worst.rollout}` has {worst.engine:.6g} nats in the engine and "
-                f"{worst.old:.6g} in the trainer",
-                expected=f"{worst.old:.6g} (the trainer, version {item.trained_version})",
-                actual=f"{worst.engine:.6g} (the engine, which says version {worst.claimed})",
+                what=name, same=math.isfinite(gap) and gap <= bound.absolute,
+                stage=Stage.ROLLOUT, version=item.version, badness=times(gap, bound.absolute), owner="engine",
+                sentence=f"token {place} of `{name}` has {engine:.6g} nats in the engine and {old:.6g} in the trainer",
+                expected=f"{old:.6g} (the trainer, version {item.trained_version})",
+                actual=f"{engine:.6g} (the engine, which says version {item.trained_version})",
                 allowed=str(bound), hint="look at the last sync, the prefix cache and the temperature",
             )  # fmt: skip
         if noise is not None:
@@ -108,32 +111,36 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
             yield _most(item, seen, at_temperature(MOST, temperature))
 
 
-def _fresh(trace: Trace, item: PolicyColumns) -> Iterator[list[_Token]]:
-    """Tokens of each rollout in the loss that the trained version sampled; no rollout without any."""
-    ends = np.cumsum(item.lengths)[:-1]
-    arrays = {name: np.split(trace.array(item, name), ends) for name in ("old", "engine", "mask", "version")}
-    for place, name in enumerate(item.ids):
-        old, engine, mask, version = (arrays[key][place] for key in ("old", "engine", "mask", "version"))
-        if item.keep_kv_cache and version[version >= 0][0] != item.trained_version:
-            continue  # its later tokens read keys and values of the weights that came first
-        fresh = np.flatnonzero(mask.astype(bool) & (version == item.trained_version)).tolist()
-        if fresh:
-            yield [_Token(name, at, float(old[at]), float(engine[at]), int(version[at])) for at in fresh]
+def _fresh(trace: Trace, item: PolicyColumns) -> _Tokens:
+    """Tokens in the loss that the trained version sampled."""
+    lengths = np.array(item.lengths)
+    rollout, starts = np.repeat(np.arange(len(lengths)), lengths), np.cumsum(lengths) - lengths
+    version = trace.array(item, "version")
+    fresh = trace.array(item, "mask").astype(bool) & (version == item.trained_version)
+    if item.keep_kv_cache:  # later tokens read keys and values of the weights that came first
+        sampled = np.flatnonzero(version >= 0)
+        owners, firsts = np.unique(rollout[sampled], return_index=True)
+        alone = np.zeros(len(lengths), bool)
+        alone[owners] = version[sampled[firsts]] == item.trained_version
+        fresh &= alone[rollout]
+    at = np.flatnonzero(fresh)
+    old, engine = (trace.array(item, name)[at].astype(np.float64) for name in ("old", "engine"))
+    return _Tokens(rollout[at], at - starts[rollout[at]], old, engine, np.abs(old - engine))
 
 
-def _worst(tokens: list[_Token], noise: SampledNoise | None, temperature: float) -> tuple[_Token, Tolerance]:
-    """Token that is farthest off beside its bound, and that bound."""
-    if noise is None:
-        bound = at_temperature(MISMATCH, temperature)
-        return max(tokens, key=lambda token: token.gap if math.isfinite(token.gap) else math.inf), bound
-    shares = [times(token.gap, _greatest(noise, token).absolute) for token in tokens]
-    gaps = [token.gap for token in tokens]
-    at = max(range(len(tokens)), key=lambda place: (not math.isfinite(gaps[place]), shares[place], gaps[place]))
-    return tokens[at], _greatest(noise, tokens[at])
+def _worst(seen: _Tokens, noise: SampledNoise | None, temperature: float) -> list[int]:
+    """Token of each rollout that is farthest off beside its bound, by rollout; one that is not finite before others."""
+    bounds = np.full(len(seen), at_temperature(MISMATCH, temperature).absolute)
+    if noise is not None:
+        bounds = GREATEST_NOISES * _greatest_nats(noise, seen.old)
+    finite = np.isfinite(seen.gap)
+    shares = np.where(finite, seen.gap, 0.0) / bounds
+    order = np.lexsort((-np.arange(len(seen)), seen.gap, shares, ~finite, seen.rollout))
+    return [int(at) for at in order[np.flatnonzero(np.diff(seen.rollout[order], append=-1))]]
 
 
-def _most(item: PolicyColumns, seen: list[_Token], bound: Tolerance) -> Comparison:
-    most = float(np.quantile([token.gap for token in seen], SHARE))
+def _most(item: PolicyColumns, seen: _Tokens, bound: Tolerance) -> Comparison:
+    most = float(np.quantile(seen.gap, SHARE))
     return Comparison(
         what=f"{SHARE:.0%} of the tokens", same=most <= bound.absolute, stage=Stage.ROLLOUT, version=item.version,
         badness=times(most, bound.absolute), owner="engine",
@@ -143,25 +150,34 @@ def _most(item: PolicyColumns, seen: list[_Token], bound: Tolerance) -> Comparis
     )  # fmt: skip
 
 
-def _greatest(noise: SampledNoise, token: _Token) -> Tolerance:
-    """Bound on a token; of a mixture, or of a floor of few tokens, a finite one alone.
+def _greatest(noise: SampledNoise, old: float) -> Tolerance:
+    """Bound on a token; of a mixture, or of a floor of few tokens, a finite one alone."""
+    greatest = float(_greatest_nats(noise, np.array([old]))[0])
+    if noise.routed:
+        source = "routers flip, so any finite one"
+    elif noise.tokens < FEW_TOKENS:
+        source = f"{noise.tokens} tokens are no floor, so any finite one"
+    else:
+        source = f"{GREATEST_NOISES} x {_source(noise)}{_surer(float(_less_sure(noise, np.array([old]))[0]))}"
+        if greatest == float(noise.greatest_of_run) > float(noise.greatest):
+            source += "; the greatest of the run so far"
+    return Tolerance(absolute=GREATEST_NOISES * greatest, unit="nats", source=source)
+
+
+def _greatest_nats(noise: SampledNoise, old: np.ndarray) -> np.ndarray:
+    """[T] greatest noise of each token, nats; infinite of a mixture, and of a floor of few tokens.
 
     Noise of logits changes a log-probability by as much as its token is unsure, 1 - p. So one that is less sure than
     all of the floor's may be off by so much more.
     """
-    if noise.routed:
-        return Tolerance(absolute=math.inf, unit="nats", source="routers flip, so any finite one")
-    if noise.tokens < FEW_TOKENS:
-        return Tolerance(
-            absolute=math.inf, unit="nats", source=f"{noise.tokens} tokens are no floor, so any finite one"
-        )
-    greatest, source = float(noise.greatest), f"{GREATEST_NOISES} x {_source(noise)}"
-    more = float(_unsure(np.array(token.old))) / max(float(noise.most_unsure), LEAST_UNSURE)
-    if more > 1:
-        greatest, source = greatest * more, f"{source}{_surer(more)}"
-    if greatest < float(noise.greatest_of_run):
-        greatest, source = float(noise.greatest_of_run), f"{source}; the greatest of the run so far"
-    return Tolerance(absolute=GREATEST_NOISES * greatest, unit="nats", source=source)
+    if noise.routed or noise.tokens < FEW_TOKENS:
+        return np.full(len(old), np.inf)
+    return np.maximum(float(noise.greatest) * _less_sure(noise, old), float(noise.greatest_of_run))
+
+
+def _less_sure(noise: SampledNoise, old: np.ndarray) -> np.ndarray:
+    """[T] times that a token is less sure than the least sure of the floor, 1 or more."""
+    return np.maximum(1.0, _unsure(old) / max(float(noise.most_unsure), LEAST_UNSURE))
 
 
 def _unsure(old: np.ndarray) -> np.ndarray:
@@ -179,8 +195,8 @@ def _source(noise: SampledNoise) -> str:
     return f"this run's noise: its dtype against fp32, {noise.tokens:,} tokens of version {noise.measured}"
 
 
-def _compare_statistics(item: PolicyColumns, seen: list[_Token], noise: SampledNoise) -> Iterator[Comparison]:
-    if len(seen) < FEW_TOKENS or noise.tokens < FEW_TOKENS or not all(math.isfinite(token.gap) for token in seen):
+def _compare_statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise) -> Iterator[Comparison]:
+    if len(seen) < FEW_TOKENS or noise.tokens < FEW_TOKENS or not np.isfinite(seen.gap).all():
         return
     for found in _statistics(item, seen, noise):
         yield Comparison(
@@ -193,9 +209,9 @@ def _compare_statistics(item: PolicyColumns, seen: list[_Token], noise: SampledN
         )  # fmt: skip
 
 
-def _statistics(item: PolicyColumns, seen: list[_Token], noise: SampledNoise) -> Iterator[_Statistic]:
+def _statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise) -> Iterator[_Statistic]:
     """Statistics of a step with their bounds; `_Statistic.value` is a magnitude."""
-    old, engine = np.array([token.old for token in seen]), np.array([token.engine for token in seen])
+    old, engine = seen.old, seen.engine
     gaps, root = old - engine, math.sqrt(len(seen))
     source, carried = _source(noise), noise.measured != item.trained_version
     for name, values, mean, deviation in (

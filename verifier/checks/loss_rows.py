@@ -118,19 +118,15 @@ def loss_read_another_token(trace: Trace) -> Iterator[Comparison]:
     for update in updates_of(trace):
         columns = update.columns
         times_read = np.bincount(update.place, minlength=len(update.in_loss))
-        starts = np.concatenate([[0], np.cumsum(columns.lengths)])
+        owners = np.repeat(np.arange(len(columns.ids)), columns.lengths)
+        wrong = np.bincount(owners[times_read != update.in_loss], minlength=len(columns.ids))
+        greatest = {name: _greatest_gaps(update, name) for name in update.given}
         for number, name in enumerate(columns.ids):
-            own = update.rollout == number
-            span = slice(starts[number], starts[number + 1])
-            rows = int((times_read[span] != update.in_loss[span]).sum())
+            rows = int(wrong[number])
             worst, which = float(rows), "rows" if rows else ""
-            for column, given in update.given.items():
-                read = update.rows[column][own].astype(np.float64) if column in update.rows else np.full(own.sum(), 0)
-                wanted = given[own]
-                gap = np.abs(read - wanted) / (INPUT.absolute * np.maximum(np.abs(wanted), 1e-30))
-                greatest = float(np.where(np.isnan(gap), np.inf, gap).max(initial=0.0))
-                if greatest > max(worst, 1.0):
-                    worst, which = greatest, column
+            for column, gaps in greatest.items():
+                if gaps[number] > max(worst, 1.0):
+                    worst, which = float(gaps[number]), column
             yield Comparison(
                 what=f"{name} in {columns.name}", same=not which, stage=Stage.PACK, version=columns.version,
                 badness=worst,
@@ -139,6 +135,16 @@ def loss_read_another_token(trace: Trace) -> Iterator[Comparison]:
                 expected="each token once, with its own columns", actual=f"{which} differs" if which else "",
                 allowed=str(INPUT), hint="look at what packs, cuts and moves the columns of a batch",
             )  # fmt: skip
+
+
+def _greatest_gaps(update: UpdateRows, column: str) -> np.ndarray:
+    """[R] greatest gap between what the loss read of a column and what it was given, of each rollout, in `INPUT`."""
+    wanted = update.given[column]
+    read = update.rows[column].astype(np.float64) if column in update.rows else np.zeros(len(wanted))
+    gaps = np.abs(read - wanted) / (INPUT.absolute * np.maximum(np.abs(wanted), 1e-30))
+    greatest = np.zeros(len(update.columns.ids))
+    np.maximum.at(greatest, update.rollout, np.where(np.isnan(gaps), np.inf, gaps))
+    return greatest
 
 
 @check("LSS004", needs=(LossRows, LossTerms, LossColumns), scope="formula")
@@ -181,12 +187,8 @@ def _formula(trace: Trace, update: UpdateRows, terms: LossTerms) -> Iterator[Com
         allowed += float(rounding.max(initial=0.0))
         gaps = np.where(spared, 0.0, np.abs(actual - expected))
         gaps = np.where(np.isnan(gaps), np.inf, gaps)
-        for number, name in enumerate(columns.ids):
-            own = np.flatnonzero(update.rollout == number)
-            if not len(own):
-                continue
-            at = own[int(np.argmax(gaps[own]))]
-            gap = float(gaps[at])
+        for at in _worst_rows(update.rollout, gaps):
+            name, gap = columns.ids[update.rollout[at]], float(gaps[at])
             yield Comparison(
                 what=f"{what} of {name} in {columns.name}", same=gap <= allowed, stage=Stage.LOSS,
                 version=columns.version, badness=times(gap, allowed),
@@ -207,6 +209,12 @@ def _formula(trace: Trace, update: UpdateRows, terms: LossTerms) -> Iterator[Com
             expected=f"{total:.6g} (the weighted sum over all tokens, float64)", actual=f"{float(report.loss):.6g}",
             allowed=f"{allowed:.3g}, {TERM}", hint="look at what is summed over which ranks",
         )  # fmt: skip
+
+
+def _worst_rows(rollout: np.ndarray, gaps: np.ndarray) -> list[int]:
+    """Row with the greatest gap of each rollout that has rows, the first of equal ones, by rollout."""
+    order = np.lexsort((-np.arange(len(gaps)), gaps, rollout))
+    return [int(at) for at in order[np.flatnonzero(np.diff(rollout[order], append=-1))]]
 
 
 def _textbook(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
