@@ -1,4 +1,4 @@
-"""Warm resources of a module, and one runner for its round trips."""
+"""Warm resources of a worker's runs, and one runner for its round trips."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ from verifier.runs.resources import Resources
 from verifier.runs.runner import Runner
 
 
-@pytest.fixture(scope="module")
-def runner(trainer_launcher: ForkLauncher) -> Iterator[Runner]:
-    """A runner on warm resources, which forks its ranks from the session's launcher."""
-    with Resources(warm=True, launcher=trainer_launcher) as resources:
-        yield Runner(resources, print)
-
-
-@pytest.fixture(scope="module")
-def resources() -> Iterator[Resources]:
-    """Launcher, engines and oracle that the runs of a module share."""
-    with Resources(warm=True) as found:
+@pytest.fixture(scope="session")
+def warm_resources(trainer_launcher: ForkLauncher) -> Iterator[Resources]:
+    """The session's launcher, and a fork server of engines and an oracle that start once for all modules of a worker."""
+    with Resources(warm=True, launcher=trainer_launcher) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def resources(warm_resources: Resources) -> Iterator[Resources]:
+    """Warm resources whose engines end with the module."""
+    yield warm_resources
+    warm_resources.stop_engines()
+
+
+@pytest.fixture(scope="module")
+def runner(resources: Resources) -> Runner:
+    """A runner on warm resources."""
+    return Runner(resources, print)

@@ -20,7 +20,7 @@ from verifier.core.records_trainer import TrainerStep
 from verifier.data.recorded import read_recorded, write_recorded
 from verifier.faults.training_trial import GRPO_KNOBS, DeferredJudge
 from verifier.report.report import report_of
-from verifier.runs.resources import Deadline, Resources
+from verifier.runs.resources import Deadline
 from verifier.trainer.controller import Trainer
 
 KNOBS = (
@@ -46,13 +46,12 @@ def rollouts(tmp_path_factory):
     return folder
 
 
-def test_updates_are_counted_as_they_are_taken(rollouts, tmp_path):
-    with Resources(warm=True) as resources:
-        for steps in (2, 3):  # the second continues the first, from a step that took no update
-            words = [*KNOBS, f"data.rollouts={rollouts}", f"steps={steps}", f"run={tmp_path / 'run'}"]
-            config, _ = load(TrainConfig, overrides=words)
-            launcher = resources.launcher(Deadline(300))
-            Trainer(config, lambda text: None, DeferredJudge(), launcher=launcher, resources=resources).run()
+def test_updates_are_counted_as_they_are_taken(rollouts, resources, tmp_path):
+    for steps in (2, 3):  # the second continues the first, from a step that took no update
+        words = [*KNOBS, f"data.rollouts={rollouts}", f"steps={steps}", f"run={tmp_path / 'run'}"]
+        config, _ = load(TrainConfig, overrides=words)
+        launcher = resources.launcher(Deadline(300))
+        Trainer(config, lambda text: None, DeferredJudge(), launcher=launcher, resources=resources).run()
     found = sorted((tmp_path / "run" / "steps").iterdir())
     assert len(found) == 3
     numbers = []

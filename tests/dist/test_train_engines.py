@@ -121,12 +121,12 @@ def test_an_engine_that_dies_during_a_sync(request_, number, looked_at, whole, t
 
 def test_one_death_too_many_ends_the_run(train, tmp_path):
     with killed("generate", 1, RESTARTS + 1), pytest.raises(InternalError, match=f"after {RESTARTS} restarts"):
-        train(tmp_path / "run", "engine.kind=hf")
+        train(tmp_path / "run", "engine.kind=hf", "evaluation.num_problems=0")
 
 
 @pytest.mark.parametrize("mode", ["sync", pytest.param("inflight", marks=pytest.mark.slow)])
 def test_two_engines_sample_what_one_samples(mode, train, tmp_path):
-    knobs = ["engine.kind=hf", f"grpo.mode={mode}"]
+    knobs = ["engine.kind=hf", "evaluation.num_problems=0", f"grpo.mode={mode}"]
     if mode == "inflight":
         knobs += ["grpo.inflight_steps=3", "grpo.max_staleness=1", "grpo.ratio_over=engine"]
     train(tmp_path / "one", *knobs)
@@ -141,7 +141,7 @@ def test_two_engines_sample_what_one_samples(mode, train, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("request_", "number"), [("generate", 2), ("receive", 2), ("connect", 2)])
 def test_one_of_two_engines_dies(request_, number, train, tmp_path):
-    knobs = ["engine.kind=hf", "engine.replicas=2"]
+    knobs = ["engine.kind=hf", "engine.replicas=2", "evaluation.num_problems=0"]
     require_same_end(train, tmp_path, request_, number, *knobs)
     require_held(tmp_path / "run", 1)
 

@@ -32,12 +32,6 @@ LIVE = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def resources():
-    with Resources(warm=True) as found:
-        yield found
-
-
 def train(run: Path, resources: Resources, *knobs: str) -> list[set[str]]:
     """Train, require that every step holds, and return the codes of the checks that each step had."""
     own = {text.partition("=")[0]: text for text in knobs}
