@@ -13,7 +13,7 @@ from verifier.runs.runner import Runner
 
 @pytest.fixture(scope="session")
 def warm_resources(trainer_launcher: ForkLauncher) -> Iterator[Resources]:
-    """The session's launcher, and a fork server of engines and an oracle that start once for all modules of a worker."""
+    """The session's launcher; a fork server of engines and an oracle that start once for all modules of a worker."""
     with Resources(warm=True, launcher=trainer_launcher) as found:
         yield found
 

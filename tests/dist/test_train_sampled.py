@@ -5,6 +5,8 @@ What this does not exercise: the bugs that these checks catch (tests/faults), an
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
@@ -16,7 +18,7 @@ from verifier.core.records_tokens import GradientRecord, SampledNoise
 from verifier.errors import UsageError
 from verifier.faults.training_trial import GRPO_KNOBS, KNOBS, DeferredJudge
 from verifier.report.report import report_of
-from verifier.runs.resources import Deadline
+from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.controller import Trainer
 
 GRPO = ("algorithm=grpo", *GRPO_KNOBS)
@@ -36,15 +38,20 @@ RUNS: dict[str, tuple[tuple[str, ...], set[str]]] = {
 """Name of a run -> its knobs, and the checks that it has besides those of gradients."""
 
 
+def train(resources: Resources, run: Path, *knobs: str, default: str = "") -> TrainConfig:
+    """Train by knobs, and by those of trials that they and `default` do not name."""
+    own = {text.partition("=")[0] for text in knobs} | {default}
+    kept = [text for text in KNOBS if text.partition("=")[0] not in own]
+    config, _ = load(TrainConfig, overrides=["model=tiny:add", *kept, *knobs, "verify.steps=true", f"run={run}"])
+    launcher = resources.launcher(Deadline(300))
+    Trainer(config, lambda text: None, DeferredJudge(), launcher=launcher, resources=resources).run()
+    return config
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_every_sampled_step_holds(name, resources, tmp_path):
     knobs, also = RUNS[name]
-    own = {text.partition("=")[0] for text in knobs}
-    kept = [text for text in KNOBS if text.partition("=")[0] not in own]
-    given = ["model=tiny:add", *kept, *knobs, "verify.steps=true", "verify.every=2", f"run={tmp_path / 'run'}"]
-    config, _ = load(TrainConfig, overrides=given)
-    launcher = resources.launcher(Deadline(300))
-    Trainer(config, lambda text: None, DeferredJudge(), launcher=launcher, resources=resources).run()
+    config = train(resources, tmp_path / "run", *knobs, "verify.every=2")
     for step in (1, 2, 3):
         trace = store.read(tmp_path / "run" / "steps" / f"{step:06d}")
         report = report_of(trace, "")
@@ -58,13 +65,7 @@ def test_every_sampled_step_holds(name, resources, tmp_path):
 
 def test_in_bf16_the_engine_is_judged_from_the_first_sampled_step_on(resources, tmp_path):
     knobs = (*LIVE, "dtype=bf16", "data.batch_size=8", "grpo.entropy_weight=0.05")
-    own = {text.partition("=")[0] for text in knobs}
-    kept = [text for text in KNOBS if text.partition("=")[0] not in own]
-    given = ["model=tiny:add", *kept, *(text for text in knobs if text != "data.batch_size=2")]
-    given += ["verify.steps=true", "verify.every=2", f"run={tmp_path / 'run'}"]
-    config, _ = load(TrainConfig, overrides=given)
-    launcher = resources.launcher(Deadline(300))
-    Trainer(config, lambda text: None, DeferredJudge(), launcher=launcher, resources=resources).run()
+    train(resources, tmp_path / "run", *(text for text in knobs if text != "data.batch_size=2"), "verify.every=2")
     reports, noises = [], []
     for step in (1, 2, 3):
         trace = store.read(tmp_path / "run" / "steps" / f"{step:06d}")
@@ -76,6 +77,17 @@ def test_in_bf16_the_engine_is_judged_from_the_first_sampled_step_on(resources, 
     assert noises == [[], [1], [1]]
     assert any("LGP009" in text for text in reports[0].manifest.not_judged)
     assert not reports[1].manifest.not_judged
+
+
+def test_steps_are_sampled_by_default_and_a_run_without_them_says_so(resources, tmp_path):
+    train(resources, tmp_path / "run", default="verify.every")
+    train(resources, tmp_path / "none", "verify.every=0", "steps=1")
+    traces = [store.read(tmp_path / "run" / "steps" / f"{step:06d}") for step in (1, 2, 3)]
+    assert [any(trace.of(GradientRecord)) for trace in traces] == [True, True, False]
+    assert [report_of(trace, "").verdict for trace in traces] == [Verdict.HOLDS] * 3
+    assert not any(trace.manifest.not_judged for trace in traces)
+    (gap,) = store.read(tmp_path / "none" / "steps" / "000001").manifest.not_judged
+    assert gap.endswith("were not judged against transformers (LSS001, LSS002, TRN001): verify.every is 0")
 
 
 def test_sampled_steps_without_a_judge_are_refused():

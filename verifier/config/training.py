@@ -159,7 +159,10 @@ class VerifyOptions:
     """
 
     steps: bool = knob("Judge every stage of every step.", False, flag="--verify/--no-verify")
-    every: int = knob("Steps between two whose gradient transformers computes too; 0: none.", 0, least=0)
+    every: int | None = knob(
+        "Steps between two whose gradient transformers computes too; 0: none. By default steps 1, 2, 4, 8, ... of a "
+        "model below 256 MiB.", None, least=0
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check(self)

@@ -25,7 +25,7 @@ from verifier.trainer.run_folder import RunFolder
 
 KNOBS = (
     "steps=3", "data.batch_size=8", "batch.micro_batch_size=3", "optimizer.schedule=linear", "optimizer.warmup_steps=2",
-    "optimizer.weight_decay=0.1", "evaluation.num_problems=0",
+    "optimizer.weight_decay=0.1", "evaluation.num_problems=0", "verify.every=0",
 )  # fmt: skip
 """Knobs of every trial, before the fault's own: each step has a rate of its own, and ranks add up micro-batches."""
 

@@ -30,7 +30,7 @@ from verifier.trainer.loop import Judge, StepLoop, TrainSummary
 from verifier.trainer.metrics import View, metrics_of
 from verifier.trainer.ranks import PRELOAD, Launcher, start_ranks
 from verifier.trainer.run_folder import RunFolder, opened
-from verifier.trainer.sampled_step import require_judgeable
+from verifier.trainer.sampled_step import require_judgeable, unsampled_because
 
 if TYPE_CHECKING:
     from verifier.trainer.cluster_ray import Cluster
@@ -98,7 +98,7 @@ class Trainer:
             folder.write_config(config)
             launcher = self._open_launcher(stack)
             oracle = None
-            if config.verify.steps and config.verify.every:
+            if config.verify.steps and not unsampled_because(config, model):
                 oracle = self._on_this_host(launcher, stack).oracle(model.checkpoint.path, until)
             engine = self._start_engine(launcher, stack)
             self._job = start_ranks(config, model, launcher, folder.path, until, self._progress, within=self._within)

@@ -38,7 +38,7 @@ class TrainingRoutes:
     def __init__(self, trainer: TrainerModel, config: TrainConfig) -> None:
         self._replays, self._keeps = config.grpo.replay_routes, config.verify.steps
         routed = bool(trainer.provider.num_moe_experts)
-        self._tells = routed and not self._replays and config.dtype != "float32" and config.verify.every > 0
+        self._tells = routed and not self._replays and config.dtype != "float32" and config.verify.every != 0
         self._routing = Routing(trainer) if self._replays or self._tells else None
         self._used: list[_Used] = []
 

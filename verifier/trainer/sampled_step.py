@@ -47,25 +47,49 @@ WITHOUT_ORACLE = ("moe_aux_loss", "moe_z_loss", "moe_bias_update_rate", "optimiz
 """Options of Megatron that change loss, weights or optimizer in a way that the oracle does not compute."""
 
 
+MAX_SAMPLED_BYTES = 2**28
+"""Bytes of the largest checkpoint whose steps are sampled by default: of a larger one a step takes minutes."""
+
+
 def is_sampled(config: TrainConfig, step: int) -> bool:
-    """Tell whether transformers computes a step too."""
-    return config.verify.steps and config.verify.every > 0 and step % config.verify.every == 0
+    """Tell whether transformers computes a step too, in a run that samples any: by default powers of two."""
+    every = config.verify.every
+    if not config.verify.steps or every == 0:
+        return False
+    return step.bit_count() == 1 if every is None else step % every == 0
+
+
+def unsampled_because(config: TrainConfig, model: ModelUnderTest) -> str:
+    """Reason for which a judged run samples no step; empty where it does."""
+    if config.verify.every == 0:
+        return "verify.every is 0"
+    if config.verify.every is None:
+        if model.checkpoint.num_bytes > MAX_SAMPLED_BYTES:
+            return f"{config.model} has {model.checkpoint.num_bytes / 2**20:,.0f} MiB and verify.every is not given"
+        return _unjudgeable(config, model)[0]
+    return ""
 
 
 def require_judgeable(config: TrainConfig, model: ModelUnderTest) -> None:
-    """Refuse sampled steps that the oracle has no means to judge.
+    """Refuse sampled steps that were asked for and that the oracle has no means to judge.
 
     Raises:
         UsageError: a family without a layout, a model that is too large for the host, a loss of a plugin, or an option
             of Megatron that the oracle has not.
     """
-    if not (config.verify.steps and config.verify.every):
-        return
+    if config.verify.steps and config.verify.every:
+        reason, remedy = _unjudgeable(config, model)
+        if reason:
+            raise UsageError(f"verify.every is {config.verify.every} and {reason}: set verify.every=0{remedy}")
+
+
+def _unjudgeable(config: TrainConfig, model: ModelUnderTest) -> tuple[str, str]:
+    """Reason for which the oracle cannot judge a step, and what else than judging none would help; empty if it can."""
     if not model.judges_gradients:
-        raise UsageError(
-            f"verify.every is {config.verify.every} and the gradients of {config.model} cannot be judged: its family "
-            "has no layout, or it is too large for the host: set verify.every=0"
-        )
+        reason = "its family has no layout, or it is too large for the host"
+        if config.lora.rank and config.dtype != "float32":
+            reason = "the oracle does not compute gradients of adapters in less than float32"
+        return f"the gradients of {config.model} cannot be judged: {reason}", ""
     options = config.megatron
     asked = {
         "distributed_optimizer": "false" if not options.distributed_optimizer else "",
@@ -74,15 +98,12 @@ def require_judgeable(config: TrainConfig, model: ModelUnderTest) -> None:
     }
     for name, text in asked.items():
         if text:
-            raise UsageError(
-                f"verify.every is {config.verify.every} and megatron.{name} is {text}, which the oracle does not "
-                "compute: set verify.every=0, or leave it out"
-            )
+            return f"megatron.{name} is {text}, which the oracle does not compute", ", or leave it out"
     if config.algorithm == "grpo" and config.grpo.loss not in LOSSES:
-        raise UsageError(
-            f"verify.every is {config.verify.every} and grpo.loss is {config.grpo.loss}, whose formula the oracle does "
-            "not know: set verify.every=0, or choose another loss"
-        )
+        return (
+            f"grpo.loss is {config.grpo.loss}, whose formula the oracle does not know", ", or choose another loss"
+        )  # fmt: skip
+    return "", ""
 
 
 def record_scored(probe: Probe, config: TrainConfig, step: int, scored: ScoredRollouts) -> None:

@@ -18,6 +18,7 @@ from verifier.platform.provenance import gpu_names, host, this_code
 from verifier.platform.stand_ins import stand_ins_of
 from verifier.platform.upstream_fixes import RunFacts, bugs_of
 from verifier.runs.model_under_test import ModelUnderTest
+from verifier.trainer.sampled_step import unsampled_because
 
 NO_NOISE = (
     "trainer against engine was not judged (LGP009): no step has measured the noise of {dtype} yet, as those of "
@@ -29,6 +30,8 @@ UNREAD = (
     "assistant says as it stands"
 )
 """Clause of the report on a step with conversations that have no second reader."""
+UNSAMPLED = "gradients were not judged against transformers (LSS001, LSS002, TRN001): {reason}"
+"""Clause of the report on a run none of whose steps transformers computes too."""
 NO_AUDIT = (
     "what the optimizer makes of each step's gradient was not judged (TRN005): masters and moments of "
     "megatron.use_fsdp and megatron.optimizer_offload are not where it looks"
@@ -114,6 +117,7 @@ def step_manifest(
     gaps = [NO_NOISE.format(dtype=model.dtype)] if compared and "mismatch" not in scopes else []
     gaps += [UNREAD.format(unread=unread)] if unread else []
     gaps += [] if audited or dropped else [NO_AUDIT]
+    gaps += [UNSAMPLED.format(reason=reason)] if (reason := unsampled_because(config, model)) else []
     return Manifest(
         command="train", command_line=shlex.join(["verifier", *sys.argv[1:]]), verifier=verifier.__version__,
         commit=this_code().commit, host=host(), gpus=gpu_names(model.tier), model=config.model,

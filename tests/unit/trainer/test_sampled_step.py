@@ -1,10 +1,51 @@
-"""Routes that the trainer's routers chose by themselves, from the files of several ranks."""
+"""Steps that are sampled, reasons for none, and routes that the trainer's routers chose by themselves."""
 
 from __future__ import annotations
 
-import numpy as np
+from types import SimpleNamespace
 
-from verifier.trainer.sampled_step import chosen_routes
+import numpy as np
+import pytest
+
+from verifier.config.load import load
+from verifier.config.training import TrainConfig
+from verifier.trainer.sampled_step import MAX_SAMPLED_BYTES, chosen_routes, is_sampled, unsampled_because
+
+
+def config_of(*knobs):
+    return load(TrainConfig, overrides=["model=tiny:add", "verify.steps=true", *knobs])[0]
+
+
+def model_of(*, num_bytes=1, judges_gradients=True):
+    return SimpleNamespace(checkpoint=SimpleNamespace(num_bytes=num_bytes), judges_gradients=judges_gradients)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "steps"),
+    [((), [1, 2, 4, 8]), (("verify.every=3",), [3, 6, 9]), (("verify.every=0",), []), (("verify.steps=false",), [])],
+)
+def test_steps_that_are_sampled(knobs, steps):
+    kept = ["model=tiny:add", *(("verify.steps=true",) if "verify.steps=false" not in knobs else ()), *knobs]
+    config, _ = load(TrainConfig, overrides=kept)
+    assert [step for step in range(1, 11) if is_sampled(config, step)] == steps
+
+
+@pytest.mark.parametrize(
+    ("knobs", "model", "reason"),
+    [
+        ((), {}, ""),
+        (("verify.every=2",), {"num_bytes": MAX_SAMPLED_BYTES + 1}, ""),
+        (("verify.every=0",), {}, "verify.every is 0"),
+        ((), {"num_bytes": 2**30}, "tiny:add has 1,024 MiB and verify.every is not given"),
+        ((), {"judges_gradients": False}, "the gradients of tiny:add cannot be judged: its family has no layout, or it "
+         "is too large for the host"),
+        (("megatron.moe_z_loss=0.5",), {}, "megatron.moe_z_loss is 0.5, which the oracle does not compute"),
+        (("lora.rank=4", "dtype=bf16"), {"judges_gradients": False}, "the gradients of tiny:add cannot be judged: the "
+         "oracle does not compute gradients of adapters in less than float32"),
+    ],
+)  # fmt: skip
+def test_reason_for_which_a_run_samples_no_step(knobs, model, reason):
+    assert unsampled_because(config_of(*knobs), model_of(**model)) == reason
 
 
 def test_routes_of_ranks_are_put_together_by_rollout_position_and_layer(tmp_path):
