@@ -47,7 +47,7 @@ def read_again(source: str, task: str, *, split: str = "train", count: int | Non
     try:
         for row in islice(rows, count):
             found.extend(row)
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise UsageError(f"`{source}` cannot be read a second time: {type(problem).__name__}, {problem}") from problem
     return np.array(found, np.uint64).reshape(-1, len(PARTS))
 
