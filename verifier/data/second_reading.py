@@ -28,8 +28,13 @@ def digests(
     name: str, question: str, prompt: str, messages: Sequence[tuple[str, str]], response: str | None, answer: str | None
 ) -> tuple[int, ...]:
     """8-byte digest of each of `PARTS`, a whole number below 2**64."""
-    parts = (name, question, [prompt, messages], response, answer)
-    return tuple(xxhash.xxh3_64_intdigest(json.dumps(part).encode()) for part in parts)
+    whole = json.dumps([prompt, messages]) if messages else prompt
+    return _digest(name), _digest(question), _digest(whole), _digest(response), _digest(answer)
+
+
+def _digest(text: str | None) -> int:
+    """Digest of a text, or of a byte that no text has."""
+    return xxhash.xxh3_64_intdigest(b"\xff" if text is None else text.encode())
 
 
 def read_again(source: str, task: str, *, split: str = "train", count: int | None = None, seed: int = 1) -> np.ndarray:
