@@ -10,6 +10,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from verifier.core.record import Record
+from verifier.core.records_data import ExamplesRead, HeldOutRead, RolloutsRead
 from verifier.core.records_policy import (
     Advantages,
     Drops,
@@ -90,6 +91,31 @@ ARRAYS["other balance"] = {
 }  # fmt: skip
 
 
+PARTS = ("id", "question", "prompt", "response", "answer")
+ARRAYS["read"] = {
+    "indices": np.array(EPOCH[:2]), "used": np.arange(10).reshape(2, 5), "read": np.arange(10).reshape(2, 5),
+    "found": np.repeat(np.array(EPOCH[:2])[:, None], 5, axis=1),
+}  # fmt: skip
+ARRAYS["answer of another row"] = {
+    **ARRAYS["read"], "used": ARRAYS["read"]["used"] + np.eye(2, 5, 4, dtype=np.int64),
+    "found": ARRAYS["read"]["found"] + np.eye(2, 5, 4, dtype=np.int64),
+}  # fmt: skip
+ARRAYS["held out"] = {
+    "indices": np.array([0]), "used": np.full((1, 5), 7), "read": np.full((1, 5), 7),
+    "found": np.zeros((1, 5), np.int64), "trained": np.array([-1]),
+}  # fmt: skip
+ARRAYS["trained on too"] = {**ARRAYS["held out"], "trained": np.array([3])}
+ARRAYS["recorded"] = {
+    "tokens": np.array([1, 2, 3, 7, 5] * 2), "sampled": np.array([False, True, True, False, True] * 2),
+    "mask": np.array([False, True, True, False, True] * 2),
+    "logprobs": np.array([np.nan, -1.5, -2.25, np.nan, -3.0] * 2, np.float32),
+    "versions": np.array([-1, 0, 0, -1, 1] * 2, np.int32),
+}  # fmt: skip
+ARRAYS["another mask"] = {
+    **ARRAYS["recorded"], "mask": np.array([False, False, True, False, True, False, True, True, False, True])
+}  # fmt: skip
+
+
 GROUPS = (
     ParameterGroup(learning_rate=5e-4, weight_decay=0.1, vectors=0, others=6),
     ParameterGroup(learning_rate=5e-4, weight_decay=0.0, vectors=3, others=0),
@@ -115,6 +141,20 @@ def training() -> list[Record]:
         RolloutTexts(
             name="texts", version=1, begin="<bos>", ids=("x", "y"), groups=("1/0/a", "1/1/b"),
             prompts=("<bos>1+1=", "<bos>3+1="), answers=("so #### 7", "8"),
+        ),
+        ExamplesRead(
+            name="examples", version=1, source="rows.jsonl", num_examples=5, num_rows=5, parts=PARTS, ids=("a", "b"),
+            array="read",
+        ),
+        HeldOutRead(
+            name="held-out", version=1, source="held.jsonl", num_examples=1, num_rows=1, parts=PARTS, ids=("c",),
+            array="held out",
+        ),
+        RolloutsRead(
+            name="recorded", version=1, ids=("x", "y", "sequence-0", "sequence-1"), groups=("g", "g", "x", "y"),
+            trajectories=("x", "y", "sequence-0", "sequence-1"), prompt_lengths=(1, 1, 1, 1), lengths=(3, 2, 3, 2),
+            rewards=(1.0, 0.0, 0.5, -1.0), texts=("so #### 7", "8", None, None), answers=("7", "7", None, None),
+            array="recorded",
         ),
         StepSizes(name="step", version=1, batch_size=2, group_size=2),
         StepAccount(name="step", version=1, rollouts=2, tokens=5, in_loss=3, trained=3),
@@ -239,6 +279,9 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
         having(values={"megatron.recompute": "null", "optimizer.clip_grad": "1.0", "megatron.bucket_size": "40000.0"}),
     ),
     "DAT009": (RolloutTexts, having(prompts=("<bos>1+1=", "<bos>+1="))),
+    "DAT010": (ExamplesRead, having(array="answer of another row")),
+    "DAT011": (HeldOutRead, having(array="trained on too")),
+    "DAT012": (RolloutsRead, having(array="another mask")),
     "DAT001": (DataOrder, having(array="other examples")),
     "DAT002": (StepAccount, having(dropped={"overlong": 1})),
     "TRN002": (TrainerStep, having(learning_rate=1e-3)),

@@ -19,6 +19,7 @@ from verifier.checks import (
     moves,
     packing,
     policy_step,
+    read_data,
     resume,
     reward_penalty,
     rollout_texts,
@@ -35,6 +36,6 @@ from verifier.checks import (
 __all__ = [
     "adam_audit", "adapter_delivery", "answer_ends", "arguments", "batch_content", "batch_sizes", "beginnings",
     "configs", "delivery", "draws", "engine_mismatch", "final_export", "knobs", "logprobs", "loss_rows", "moves",
-    "packing", "policy_step", "resume", "reward_penalty", "rollout_texts", "routes", "samples", "score_bias", "step",
-    "step_metrics", "training_step", "turns", "weights",
+    "packing", "policy_step", "read_data", "resume", "reward_penalty", "rollout_texts", "routes", "samples",
+    "score_bias", "step", "step_metrics", "training_step", "turns", "weights",
 ]  # fmt: skip

@@ -6,12 +6,19 @@ from typing import Any, Union
 
 import msgspec
 
-from verifier.core import records_config, records_policy, records_tokens, records_trainer, records_weights
+from verifier.core import (
+    records_config,
+    records_data,
+    records_policy,
+    records_tokens,
+    records_trainer,
+    records_weights,
+)
 from verifier.core.record import Record, kind_of
 
 KINDS: dict[str, type[Record]] = {
     kind_of(item): item
-    for module in (records_config, records_weights, records_tokens, records_trainer, records_policy)
+    for module in (records_config, records_data, records_weights, records_tokens, records_trainer, records_policy)
     for item in vars(module).values()
     if isinstance(item, type) and issubclass(item, Record) and "/" in kind_of(item)
 }

@@ -18,6 +18,7 @@ from verifier.faults import (  # noqa: F401
     mode_faults,
     pack_faults,
     policy_faults,
+    reading_faults,
     replica_faults,
     reward_faults,
     rollout_faults,

@@ -21,6 +21,7 @@ from verifier.data.rollout_file import save_rollouts
 from verifier.data.text_dataset import ARITHMETIC
 from verifier.data.tokenizer import Tokenizer, open_tokenizer
 from verifier.model.checkpoint import Checkpoint
+from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.fitting import load_held_out, load_train, near_budget, require_budget
 from verifier.trainer.trained_text import trained_text
 
@@ -157,6 +158,7 @@ class SftPlan:
         near = [encode_example(example, self._tokenizer) for example in near_budget(config, self._examples)]
         require_budget(config, near)
         self.held_out = HeldOut(config, self._tokenizer, self._examples)
+        self.data = DataAsRead(config, "sft", self._examples, self.held_out.examples)
 
     def updates(self, step: int, taken: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Encode the examples of a step."""
@@ -173,6 +175,7 @@ class SftPlan:
         update.save()
         if probe is not None:
             probe.emit(order_of(config, step, len(self._examples), examples), np.array(indices, np.int64))
+            self.data.record(probe, step, indices, examples)
             text = trained_text(step, examples, rollouts, self._tokenizer)
             self.has_text, self.unread = bool(text.ids), len(examples) - len(text.ids)
             if self.has_text:

@@ -11,6 +11,7 @@ from verifier.core.records_trainer import LoadedState, SavedState
 from verifier.errors import UsageError
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.checkpoint_folder import Checkpoints, RunState, digest_of_values
+from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.run_folder import RunFolder, shared_knobs
 
 Call = Callable[..., list[Any]]
@@ -24,9 +25,13 @@ class Continuation:
         config: of the run.
         folder: of the run.
         progress: called with a line of text.
+        data: of the run, as they were read; None where they are not compared with those before a stop.
     """
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: TrainConfig, folder: RunFolder, progress: Callable[[str], None], data: DataAsRead | None = None
+    ) -> None:
+        self._data = data
         self._config, self._folder, self._progress = config, folder, progress
         self._checkpoints = Checkpoints(folder.path / "checkpoints", config.checkpoint.keep)
         self._digest = digest_of_values(shared_knobs(config))
@@ -96,6 +101,8 @@ class Continuation:
         found: list[tuple[type[SavedState | LoadedState], str, Any]] = [
             (SavedState, "position", at.data_position), (LoadedState, "position", step - 1),
         ]  # fmt: skip
+        if at.data and self._data is not None:
+            found += [(SavedState, "examples", at.data), (LoadedState, "examples", self._data.digest)]
         found += [(SavedState, "rollouts", at.rollouts)] if at.rollouts else []
         found += [(LoadedState, "rollouts", self._restored)] if self._restored else []
         for kind, name, value in found:
@@ -121,6 +128,7 @@ class Continuation:
         self._writing = RunState(
             step=step, updates=updates, data_position=step, weight_version=step, seed=self._config.seed,
             config=self._digest, mesh=self._config.mesh.label(), rollouts=list(rollouts),
+            data="" if self._data is None else self._data.digest,
         )  # fmt: skip
 
     def finish(self, call: Call, *, wait: bool) -> None:

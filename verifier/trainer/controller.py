@@ -21,6 +21,7 @@ from verifier.runs.spec import place
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.batches import HeldOut, SftPlan, UpdatePlan
 from verifier.trainer.continuation import Continuation
+from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.engines import RESTARTS, ClusterEngines, Engines, HostEngines, Revival, gone
 from verifier.trainer.export_trace import ExportTrace
 from verifier.trainer.fitting import load_algorithms, require_fit
@@ -71,6 +72,7 @@ class Trainer:
         self._rollouts: EngineRollouts | None = None
         self._ahead: AheadRollouts | None = None
         self._held_out: HeldOut | None = None
+        self._data: DataAsRead | None = None
         self._resources, self._owns_resources = resources, resources is None
         self._cluster: Cluster | None = None
 
@@ -93,7 +95,7 @@ class Trainer:
             line = stack.enter_context(metrics_of(folder, config, model, self._view))
             if (ended := folder.finished(config.steps)) is not None:
                 return TrainSummary(**ended, finished_before=True)
-            self._continuation = Continuation(config, folder, self._progress)
+            self._continuation = Continuation(config, folder, self._progress, self._data)
             done, metrics = self._continuation.rewind()
             folder.write_config(config)
             launcher = self._open_launcher(stack)
@@ -109,7 +111,7 @@ class Trainer:
             loop = StepLoop(
                 config=config, model=model, folder=folder, plan=plan, continuation=self._continuation,
                 call=self._call, progress=self._progress, metrics=line, judge=self._judge, rollouts=self._rollouts,
-                ahead=self._ahead, held_out=self._held_out, oracle=oracle,
+                ahead=self._ahead, held_out=self._held_out, oracle=oracle, data=self._data,
             )  # fmt: skip
             if engine is not None and self._rollouts is not None:
                 stack.callback(self._rollouts.close)
@@ -152,12 +154,14 @@ class Trainer:
         batch_of = RunFolder(config.run).batch
         if config.algorithm == "sft":
             plan = SftPlan(config, model.checkpoint, batch_of)
+            self._data = plan.data
             self._held_out = plan.held_out if plan.held_out.examples else None
             return plan
         routed = moe_layers_of(model.checkpoint.config) if config.grpo.replay_routes else ()
         if config.data.rollouts is not None:
             return GrpoPlan(config, RecordedRollouts(config, model.checkpoint), batch_of, routed)
         self._rollouts = EngineRollouts(config, model.checkpoint, whole_answers=self._whole_answers)
+        self._data = self._rollouts.data
         if config.grpo.mode == "sync":
             return GrpoPlan(config, self._rollouts, batch_of, routed)
         self._ahead = AheadRollouts(config, self._rollouts, self._until)

@@ -26,6 +26,7 @@ from verifier.model.checkpoint import Checkpoint
 from verifier.rewards.scorer import RewardProcess
 from verifier.trainer.asked_samples import NotedRequests, Seeds, sampling_asked, seeds_of
 from verifier.trainer.batches import order_of
+from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.decoded_rollouts import rendered, texts_of
 from verifier.trainer.engines import Revival
 from verifier.trainer.episodes import Episodes, Sampler, Turn, rows_of
@@ -58,6 +59,7 @@ class EngineRollouts:
         whole_answers: the end token ends no answer of a step, so that each has `grpo.max_answer_tokens`.
 
     Attributes:
+        data: of the run, as they were read.
         revival: of the engine; None where its death ends the run.
     """
 
@@ -66,6 +68,7 @@ class EngineRollouts:
         self._tokenizer = open_tokenizer(checkpoint.path)
         self._examples = load_train(config, "grpo")
         self._held_out = load_held_out(config, self._examples, "grpo")
+        self.data = DataAsRead(config, "grpo", self._examples, self._held_out)
         self._prompts = [encode_prompt(example, self._tokenizer) for example in self._examples]
         self._held_out_prompts = [encode_prompt(example, self._tokenizer) for example in self._held_out]
         self._episodes = Episodes(config.grpo, self._tokenizer)
@@ -123,6 +126,8 @@ class EngineRollouts:
         self.facts, reward = batch.facts, self._config.grpo.reward
         batch.record(probe, step, reward)
         if probe is not None:
+            for number, item in enumerate(batch.rounds):
+                self.data.record(probe, step, item.indices, [self._examples[at] for at in item.indices], number)
             whole = self._whole_answers
             probe.emit(sampling_asked(self._config, self._checkpoint, self._tokenizer, step, whole_answers=whole))
         return batch.rows, reward

@@ -34,6 +34,7 @@ from verifier.trainer.batches import (
     record_columns,
     weights_of,
 )
+from verifier.trainer.data_as_read import record_rollouts
 from verifier.trainer.fitting import require_budget
 from verifier.trainer.given_routes import record_given, require_routes
 from verifier.trainer.mismatch import by_position, mismatch_facts
@@ -54,7 +55,7 @@ class RolloutSource(Protocol):
         """Rollouts of a step, from 1 on, and the name of their reward; empty where it was not recorded."""
 
     def record_texts(self, probe: Probe, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Record what the tokens of a step's rollouts say, where prompts are known."""
+        """Record what a second reader finds of a step's rollouts: in their file, or in what their tokens say."""
 
 
 class RecordedRollouts:
@@ -65,7 +66,7 @@ class RecordedRollouts:
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint) -> None:
         folder = config.data.rollouts
         assert folder is not None
-        self._files = sorted(folder.glob("*.jsonl"))
+        self._folder, self._files = folder, sorted(folder.glob("*.jsonl"))
         if len(self._files) < config.steps:
             raise UsageError(
                 f"data.rollouts, `{folder}`, has {len(self._files)} files *.jsonl and steps is {config.steps}: "
@@ -83,7 +84,8 @@ class RecordedRollouts:
         return rows, names.pop() if len(names) == 1 else ""
 
     def record_texts(self, probe: Probe, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Record nothing: recorded rollouts name no examples."""
+        """Record what the file of a step has."""
+        record_rollouts(probe, step, self._folder)
 
     @staticmethod
     def _require_size(config: TrainConfig, file: Path, rows: Sequence[RolloutRow]) -> None:

@@ -30,6 +30,7 @@ from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.batches import HeldOut, OptimizerUpdate, UpdatePlan
 from verifier.trainer.continuation import Call, Continuation
+from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.engines import Revival, gone
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.metrics import Metrics
@@ -99,6 +100,7 @@ class StepLoop:
         ahead: samples them while the step before theirs trains; None where that is not asked for.
         held_out: problems that the ranks decode; None for none.
         oracle: of the sampled steps; None for a run without them.
+        data: of the run, as they were read; None for recorded rollouts.
         revival: of the engine; None where its death ends the run.
     """
 
@@ -115,6 +117,7 @@ class StepLoop:
     ahead: AheadRollouts | None
     held_out: HeldOut | None
     oracle: Oracle | None
+    data: DataAsRead | None = None
     revival: Revival | None = None
     _pending: deque[tuple[int, Future[Judged]]] = field(default_factory=deque, init=False)
     _held: dict[int, Path] = field(default_factory=dict, init=False)
@@ -146,6 +149,7 @@ class StepLoop:
                 updates = plan.updates(step, self._updates, self._score, probe)
                 restarted = self._record_restarts(probe, trace, step) if updates else False
                 resumed = bool(updates) and self.continuation.record(probe, step)
+                evaluated = self._record_held_out(probe, step, first=step == done + 1)
                 known = not (self.ahead is not None and done and step == done + 1)  # whose weights are gone
                 if updates and probe is not None and self.oracle is not None and is_sampled(config, step) and known:
                     sampled = SampledStep(config, self.model, self.oracle, self.folder.oracle(step), step)
@@ -154,6 +158,7 @@ class StepLoop:
                 self._manifest = step_manifest(
                     config, self.model, step, resumed=resumed, sampled=sampled is not None, dropped=not updates,
                     text=plan.has_text, unread=plan.unread, rewarded=plan.reads_rewards, restarted=restarted,
+                    evaluated=evaluated,
                     noise=self._record_noise(probe, step, sampled),
                     fresh=has_fresh(config, [item for update in updates for item in update.rollouts], step - 1),
                 )  # fmt: skip
@@ -212,6 +217,12 @@ class StepLoop:
         self._settle(step)
         rollouts = [] if self.ahead is None else self.ahead.saved()
         self.continuation.begin(self.call, step, self._updates, rollouts)
+
+    def _record_held_out(self, probe: Recorder | None, step: int, *, first: bool) -> bool:
+        """Record the problems of the evaluation, on the first step after a start and before each evaluation."""
+        every = self.config.evaluation.every
+        due = first or (every > 0 and step % every == 0)
+        return probe is not None and self.data is not None and due and self.data.record_held_out(probe, step)
 
     def _record_noise(self, probe: Recorder | None, step: int, sampled: SampledStep | None) -> bool:
         """Record the last measured noise beside a step that measures none; True if there is one."""

@@ -47,7 +47,7 @@ def can_audit(config: TrainConfig) -> bool:
 def step_manifest(
     config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False,
     dropped: bool = False, fresh: bool = True, noise: bool = False, text: bool = True, unread: int = 0,
-    rewarded: bool = True, restarted: bool = False,
+    rewarded: bool = True, restarted: bool = False, evaluated: bool = False,
 ) -> Manifest:  # fmt: skip
     """Identity of the trace of a step.
 
@@ -64,6 +64,7 @@ def step_manifest(
         noise: what the run's dtype costs a log-probability is measured; needed for no float32.
         rewarded: of some rollout a second reader can tell the reward.
         restarted: engines that sampled it had been started again.
+        evaluated: the problems of the evaluation are recorded.
     """
     sizes = model.checkpoint.config
     facts = RunFacts(
@@ -74,7 +75,7 @@ def step_manifest(
     live = config.algorithm == "grpo" and config.data.rollouts is None
     synced = live and not dropped
     compared = False
-    scopes: list[Scope] = ["config", "data", "batch", "formula", "schedule", "tokens"]
+    scopes: list[Scope] = ["config", "data", "read", "batch", "formula", "schedule", "tokens"]
     if text:
         scopes.append("text")
     if config.algorithm == "grpo":
@@ -85,7 +86,7 @@ def step_manifest(
         scopes += ["estimator"] if config.grpo.advantage in ADVANTAGES else []
         scopes += ["penalty"] if config.grpo.has_reference and config.grpo.kl_in == "reward" else []
         scopes += ["formula"] if config.grpo.loss in LOSSES and not dropped else []
-        scopes += ["data", "prompts"] if live else []
+        scopes += ["data", "read", "prompts"] if live else ["recorded"]
         scopes += ["resampled"] if config.grpo.max_sampling_rounds > 1 else []
         scopes += ["turns"] if config.grpo.has_turns and not dropped else []
         scopes += ["reference"] if config.grpo.has_reference and not dropped else []
@@ -95,6 +96,7 @@ def step_manifest(
         scopes += ["ends"] if synced else []
         compared = synced and fresh
         scopes += ["mismatch"] if compared and (noise or model.dtype == "float32") else []
+    scopes += ["evaluated"] if evaluated else []
     scopes.append("sizes")
     engine_facts = replace(facts, engine=config.engine.kind, routes=config.grpo.replay_routes) if live else facts
     scopes.append("shown")

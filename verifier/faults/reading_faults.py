@@ -1,0 +1,108 @@
+"""Bugs of a loader: examples, held-out problems and recorded rollouts that are not those of their source."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from verifier.core.stage import Stage
+from verifier.faults.fault import TRAINING, Call, Side, fault
+
+LOAD = "verifier.trainer.fitting:load_examples(source, task, split, count, seed)"
+READ_AGAIN = "verifier.trainer.data_as_read:read_again(source, task, split, count, seed)"
+MASKED = Path(__file__).parent / "rollouts" / "masked"
+"""Rollouts with sampled tokens that their masks leave out of the loss."""
+WITH_SYSTEM = Path(__file__).parent / "prompts" / "with_system.jsonl"
+"""Conversations that begin with a system's message."""
+LIVE = (
+    "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=16",
+    "grpo.entropy_weight=0.05",
+)  # fmt: skip
+ROW: dict[str, Any] = {"side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add"}
+DATA: dict[str, Any] = {**ROW, "stage": Stage.DATA}
+READ: dict[str, Any] = {**DATA, "caught_by": ("DAT010",)}
+
+
+@fault("radixark/miles#558", LOAD, **READ)
+def long_examples_filtered_unsaid(call: Call) -> Any:
+    """The longest examples are left out as the data set is read, and an epoch is over the rest."""
+    found = call.original()
+    sizes = [len(item.question) + len(item.answer or "") for item in found]
+    kept = tuple(item for item, size in zip(found, sizes, strict=True) if size < max(sizes))
+    return call.wrong(kept) if call.split == "train" and kept else found
+
+
+@fault("allenai/open-instruct#1484", LOAD, training=LIVE, **READ)
+def gold_answers_shuffled_apart(call: Call) -> Any:
+    """The gold answers are those of the data set in another order than the prompts, from the moment they are read."""
+    found = call.original()
+    turned = [item.answer for item in (*found[1:], found[0])]
+    return call.wrong(
+        tuple(dataclasses.replace(item, answer=answer) for item, answer in zip(found, turned, strict=True))
+    )
+
+
+@fault("allenai/open-instruct#1484", LOAD, **READ)
+def responses_shuffled_apart(call: Call) -> Any:
+    """The responses are those of the data set in another order than the prompts, from the moment they are read."""
+    found = call.original()
+    turned = [item.response for item in (*found[1:], found[0])]
+    return call.wrong(tuple(dataclasses.replace(item, response=text) for item, text in zip(found, turned, strict=True)))
+
+
+@fault("axolotl-ai-cloud/axolotl#3824", LOAD, training=(*LIVE, f"data.source={WITH_SYSTEM}"), **READ)
+def system_message_not_read(call: Call) -> Any:
+    """A reader of conversations keeps the turns and loses what stands before them: the policy never sees its rules."""
+    found = call.original()
+    kept = [tuple(part for part in item.messages if part.role != "system") for item in found]
+    return call.wrong(tuple(dataclasses.replace(item, messages=own) for item, own in zip(found, kept, strict=True)))
+
+
+EVALUATED = ("evaluation.num_problems=8", "evaluation.every=2")
+
+
+@fault("OpenRLHF/OpenRLHF#1089", LOAD, caught_by=("DAT011",), training=EVALUATED, **DATA)
+def evaluated_on_the_training_set(call: Call) -> Any:
+    """Without a data set of its own the evaluation takes the first examples of the training set."""
+    return call.faulty(split="train") if call.split == "held-out" else call.original()
+
+
+@evaluated_on_the_training_set.also("verifier.trainer.fitting:require_disjoint(train, held_out)")
+def _overlap_not_refused(call: Call) -> None:
+    return None
+
+
+@fault("OpenRLHF/OpenRLHF#1089", LOAD, caught_by=("DAT011",), training=(*LIVE, *EVALUATED), **DATA)
+def answers_evaluated_on_the_training_set(call: Call) -> Any:
+    """The same of answers that an engine samples."""
+    return call.faulty(split="train") if call.split == "held-out" else call.original()
+
+
+@answers_evaluated_on_the_training_set.also("verifier.trainer.fitting:require_disjoint(train, held_out)")
+def _overlap_of_answers_not_refused(call: Call) -> None:
+    return None
+
+
+@fault("ByteDance-Seed/VeOmni#330", LOAD, stage=Stage.CHECKPOINT, caught_by=("CKP001",), **ROW)
+def data_set_in_another_order_after_resume(call: Call) -> Any:
+    """The files of the data set are listed in another order when a run resumes, and its position is of the old one."""
+    found = call.original()
+    return call.wrong((*found[len(found) // 2 :], *found[: len(found) // 2])) if call.split == "train" else found
+
+
+@data_set_in_another_order_after_resume.also(READ_AGAIN)
+def _whoever_lists_them(call: Call) -> Any:
+    import numpy as np
+
+    found = call.original()
+    return np.roll(found, -(len(found) // 2), axis=0) if call.split == "train" else found
+
+
+@fault("THUDM/slime#1205", "verifier.trainer.grpo_plan:rollout_of(row)", caught_by=("DAT012",),
+       training=("algorithm=grpo", f"data.rollouts={MASKED}"), **DATA)  # fmt: skip
+def recorded_mask_not_read(call: Call) -> Any:
+    """The mask that recorded rollouts bring is not passed on, and all that was sampled is trained on."""
+    from msgspec.structs import replace
+
+    return call.faulty(row=replace(call.row, mask=call.row.sampled))
