@@ -149,11 +149,12 @@ class Audits:
         return Audit(self, chosen, number, name)
 
     def frozen(self) -> tuple[str, ...]:
-        """Parameters that are not trained, but for the base of an adapter."""
+        """Parameters that are not trained; in an adapted model, of the adapters."""
         named = [item for chunk in self._trainer.chunks for item in chunk.named_parameters()]
-        adapts = any(".adapter." in name for name, _ in named)
+        adapted = {name for name, _ in named if ".adapter." in name}
+        trained = adapted or {name for name, _ in named}
         return tuple(
-            name.replace("module.", "") for name, parameter in named if not parameter.requires_grad and not adapts
+            name.replace("module.", "") for name, parameter in named if name in trained and not parameter.requires_grad
         )
 
     def _owned(self) -> Iterator[_Owned]:
