@@ -15,7 +15,8 @@ Scope = Literal[
     "engine", "estimator", "export", "exported", "final", "forced", "formula", "frozen", "gradient", "handed",
     "held", "layout", "logprob", "merged", "mismatch", "order", "penalty", "plan", "policy", "prompts", "reference",
     "replay", "replicas", "resampled", "restarted", "resume", "reward", "rollout", "routes", "sampled", "saved",
-    "schedule", "scored", "settings", "shown", "sizes", "step", "text", "tokens", "transport", "turns", "update",
+    "schedule", "scored", "settings", "shown", "sizes", "step", "summed", "text", "tokens", "transport", "turns",
+    "update",
 ]  # fmt: skip
 """Part of a run's declaration; every check belongs to one."""
 Ranks = Annotated[int, Meta(ge=0, le=1 << 16)]
