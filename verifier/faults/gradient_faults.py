@@ -7,6 +7,7 @@ from typing import Any
 
 from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, fault
+from verifier.mesh import Mesh
 
 ATTACH = "verifier.train.lora_megatron:attach(chunks, lora)"
 FORWARD = "verifier.train.step_megatron:_forward(data_iterator, model, trainer, temperature, entropy, finish, read)"
