@@ -28,8 +28,8 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     Evidence: train/audit.
     Tolerance and its source: 1e-3 of the learning rate, as TRN001, beyond three roundings to float32. All else is
     bitwise: these are copies.
-    What it does not catch: a wrong gradient (LSS001), norm (TRN001) or rate (TRN002); tensors whose turn has not come;
-    runs with Megatron-FSDP or an optimizer on the host, which the report says.
+    What it does not catch: a wrong gradient (LSS001, TRN006), norm (TRN006) or rate (TRN002); tensors whose turn has
+    not come; runs with Megatron-FSDP or an optimizer on the host, which the report says.
     References: Automodel#576, DeeperSpeed#56, tt-blacksmith#711, RL#3171, trl#3926.
     """
     for audit in trace.of(AdamAudit):
