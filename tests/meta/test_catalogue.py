@@ -44,7 +44,7 @@ def test_every_fault_lies_in_a_file_of_its_stage():
         "load": {"conversion", "knob"}, "export": {"conversion", "export"}, "plan": {"transport"},
         "replay": {"pack", "route"}, "transport": {"transport", "replica"}, "engine": {"engine", "replica"},
         "rollout": {"rollout", "engine", "mode", "draw", "answer"}, "loss": {"loss", "policy", "metric"},
-        "pack": {"pack", "column"}, "data": {"data", "turn", "size", "answer"}, "train": {"train", "adam"},
+        "pack": {"pack", "column"}, "data": {"data", "turn", "size", "answer"}, "train": {"train", "adam", "gradient"},
         "reward": {"reward", "metric"},
     }  # fmt: skip
     for item in CATALOG.values():

@@ -30,6 +30,7 @@ from verifier.core.records_trainer import (
     AdamAudit,
     AuditedTensor,
     DataOrder,
+    GradientSums,
     KnobsAsked,
     KnobsReached,
     LoadedState,
@@ -41,6 +42,7 @@ from verifier.core.records_trainer import (
     SavedState,
     StepAccount,
     StepSizes,
+    SummedTensor,
     TrainedText,
     TrainerStep,
 )
@@ -81,6 +83,14 @@ ARRAYS["rows of another token"] = {
 ARRAYS["over the engine"] = {
     **ARRAYS["policy"], "divisor": np.array([np.nan, -1.5, -2.25, np.nan, -3.0], np.float32)
 }  # fmt: skip
+ADDED = (np.array([2, 1, 0], np.float32), np.array([1, -1, 3], np.float32))
+ARRAYS |= {
+    "sums 0": {"added": ADDED[0], "reduced": np.array([3, 0], np.float32) / 3},
+    "sums 1": {"added": ADDED[1], "reduced": np.array([3], np.float32) / 3},
+    "sums of one rank": {"added": ADDED[0], "reduced": np.array([1, 0], np.float32) / 3},
+    "rounded sums 0": {"added": ADDED[0], "reduced": np.array([3.01, 0], np.float32) / 3},
+    "rounded sums 1": {"added": ADDED[1], "reduced": np.array([3.01], np.float32) / 3},
+}
 RATE = np.float32(1e-3)
 BIASES = np.array([[0.5, -0.25, 0.125]], np.float32)
 ARRAYS["balance"] = {
@@ -121,6 +131,14 @@ GROUPS = (
     ParameterGroup(learning_rate=5e-4, weight_decay=0.0, vectors=3, others=0),
 )
 AUDITED = (AuditedTensor(name="decoder.weight", begin=0, elements=8, gap=1e-5, copied=True, left=0.0),)
+SUMMED = tuple(
+    SummedTensor(
+        name="decoder.weight", group="decoder.weight of 1", copies=2, begin=4, elements=3, owned_begin=begin,
+        owned=owned, dtype="float32",
+    )
+    for begin, owned in ((0, 2), (2, 1))
+)  # fmt: skip
+"""Elements that two ranks share: the first one's optimizer is given two of them."""
 
 
 def training() -> list[Record]:
@@ -177,6 +195,13 @@ def training() -> list[Record]:
             AdamAudit(
                 name="update 1", version=1, rank=rank, coordinate=f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0",
                 tensors=AUDITED,
+            )
+            for rank in range(2)
+        ),
+        *(
+            GradientSums(
+                name="update 1", version=1, rank=rank, coordinate=f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0",
+                tensors=(SUMMED[rank],), squares=2.0, array=f"sums {rank}",
             )
             for rank in range(2)
         ),
@@ -287,6 +312,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "TRN002": (TrainerStep, having(learning_rate=1e-3)),
     "TRN003": (TrainerStep, having(optimizer_steps=2)),
     "TRN005": (AdamAudit, having(tensors=(replace(AUDITED[0], gap=0.75),))),
+    "TRN006": (GradientSums, having(array="sums of one rank")),
     "TRN004": (RouterBalance, having(array="other balance")),
 }
 """Check -> kind of the fact that is wrong, and how."""

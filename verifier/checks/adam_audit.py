@@ -22,15 +22,15 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     after it against Adam in float64 from masters, moments and reduced gradient before it, with the rate and decay of
     the tensor's group and the clip factor of the recorded norm; that weights are the masters, rounded to the weights'
     dtype; that the gradient was zero before the first pass; that masters, moments and weights of the update before are
-    what it left. And that every parameter is trained, but for the base of an adapter.
+    what it left. And that every parameter is trained; with adapters, every one of theirs.
     Why it matters: a clip that is computed and not applied, masters that no weight gets, a tensor that no step moves
     and gradients that are kept from step to step all give a loss that falls. TRN001 sees them on sampled steps alone.
     Evidence: train/audit.
     Tolerance and its source: 1e-3 of the learning rate, as TRN001, beyond three roundings to float32. All else is
     bitwise: these are copies.
-    What it does not catch: a wrong gradient (LSS001), norm (TRN001) or rate (TRN002); tensors whose turn has not come;
-    runs with Megatron-FSDP or an optimizer on the host, which the report says.
-    References: Automodel#576, DeeperSpeed#56, tt-blacksmith#711, RL#3171.
+    What it does not catch: a wrong gradient (LSS001, TRN006), norm (TRN006) or rate (TRN002); tensors whose turn has
+    not come; runs with Megatron-FSDP or an optimizer on the host, which the report says.
+    References: Automodel#576, DeeperSpeed#56, tt-blacksmith#711, RL#3171, trl#3926.
     """
     for audit in trace.of(AdamAudit):
         for item in audit.tensors:

@@ -232,7 +232,7 @@ def step_counted_wrong(trace: Trace) -> Iterator[Comparison]:
     correction then begins again; a norm of one rank's gradients, which clips each rank by another factor.
     Evidence: train/done, data/account, advantage/columns.
     Tolerance and its source: exact; these are counts, and one number that all ranks have from one reduction.
-    What it does not catch: moments that are wrong, a norm that is wrong on all ranks alike (TRN001).
+    What it does not catch: moments that are wrong, a norm that is wrong on all ranks alike (TRN006).
     References: NeMo-RL#3171, open-r1#450, SkyRL#1420.
     """
     for account in trace.of(StepAccount):

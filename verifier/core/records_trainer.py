@@ -192,6 +192,39 @@ class AdamAudit(Record, frozen=True, kw_only=True, tag="train/audit"):
     """Parameters of the rank that no update moves, but for the base of an adapter."""
 
 
+class SummedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Elements of one tensor's gradient on a rank: what its backward passes gave, and what its optimizer was given."""
+
+    name: str
+    group: str
+    """Label of all ranks that hold the same bits, each of which has a part of the gradient's sum."""
+    copies: Count
+    """Number of those ranks."""
+    begin: Count
+    """Index of the first element in the flattened tensor."""
+    elements: Count
+    owned_begin: Count
+    """Index, among the elements, of the first one that the rank's optimizer was given."""
+    owned: Count
+    """Number of elements that it was given."""
+    dtype: Literal["float32", "bfloat16"]
+    """Type in which gradients are added up."""
+
+
+class GradientSums(ArrayRecord, frozen=True, kw_only=True, tag="train/sums"):
+    """Gradients of one rank in one update, on some elements of some tensors, and the squares of all.
+
+    Arrays, float32, of all tensors one after another: ``added`` the sum of what each backward pass of the rank gave, in
+    order; ``reduced`` what the optimizer was given of them, before it clips.
+    """
+
+    coordinate: str
+    """Mesh coordinate of the rank."""
+    tensors: tuple[SummedTensor, ...]
+    squares: Real | None = None
+    """Sum of squares, float64, of the gradients that this rank stands for; None where that is not known."""
+
+
 class RouterBalance(ArrayRecord, frozen=True, kw_only=True, tag="train/balance"):
     """Score biases of one rank's routers in one optimizer step, and the tokens that they gave to each expert.
 

@@ -11,6 +11,7 @@ from verifier.faults import (  # noqa: F401
     draw_faults,
     engine_faults,
     export_faults,
+    gradient_faults,
     knob_faults,
     logprob_faults,
     loss_faults,

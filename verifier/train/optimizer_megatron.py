@@ -154,23 +154,36 @@ def owned_gradients(trainer: TrainerModel) -> Iterator[tuple[int, str, torch.Ten
     Source:
         as `named_gradients`.
     """
-    sharded = _trained(trainer).distributed_optimizer
     if _trained(trainer).fsdp is not None:
         yield from fsdp_megatron.owned_gradients(trainer)
         return
     for at, chunk in enumerate(trainer.chunks):
         names = {parameter: name.replace("module.", "") for name, parameter in chunk.named_parameters()}
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            parts = buffer.data_parallel_world_size if sharded else 1
-            rank = dist.get_rank(buffer.data_parallel_group) if parts > 1 else 0
-            for bucket in buffer.buckets:
-                size = bucket.grad_data.numel() // parts
-                least = bucket.offset + rank * size
-                for parameter in bucket.params_list:
-                    begin, end, _ = buffer.param_index_map[parameter]
-                    begin, end = max(begin, least), min(end, least + size)
-                    if begin < end:
-                        yield at, names[parameter], buffer.grad_data[begin:end]
+        for parameter, _, own in owned_parts(chunk, sharded=_trained(trainer).distributed_optimizer):
+            yield at, names[parameter], own
+
+
+def owned_parts(chunk: Any, *, sharded: bool) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
+    """Views of the gradients in a model chunk's buffers that this rank's optimizer reads.
+
+    Args:
+        chunk: a model chunk, not of Megatron-FSDP.
+        sharded: the optimizer is distributed.
+
+    Yields:
+        (parameter, index of the part's first element in the flattened parameter, flat view of the part).
+    """
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        parts = buffer.data_parallel_world_size if sharded else 1
+        rank = dist.get_rank(buffer.data_parallel_group) if parts > 1 else 0
+        for bucket in buffer.buckets:
+            size = bucket.grad_data.numel() // parts
+            least = bucket.offset + rank * size
+            for parameter in bucket.params_list:
+                first, end, _ = buffer.param_index_map[parameter]
+                begin, end = max(first, least), min(end, least + size)
+                if begin < end:
+                    yield parameter, begin - first, buffer.grad_data[begin:end]
 
 
 def named_states(trainer: TrainerModel, optimizer: Any, part: str) -> Iterator[tuple[int, str, torch.Tensor]]:

@@ -17,6 +17,7 @@ from verifier.core.store import Recorder
 from verifier.model.provider_megatron import TrainerModel
 from verifier.train.pack import PackedBatch
 from verifier.train.step_megatron import OnShards
+from verifier.trainer.gradient_sums_megatron import Places, Sums, UpdateSums
 
 TENSORS = 32
 """Tensors that an update is audited on, at most."""
@@ -124,10 +125,16 @@ class Audits:
         trainer: of the rank.
         optimizer: of the rank, whose masters and moments are on the device.
         settings: of Adam, as the config asks for them.
+        places: what is where in the rank's model, as `gradient_sums_megatron.Sums` takes it; None audits no sums.
+        rank: of the trainer.
     """
 
-    def __init__(self, trainer: TrainerModel, optimizer: Any, settings: OptimizerSettings) -> None:
+    def __init__(
+        self, trainer: TrainerModel, optimizer: Any, settings: OptimizerSettings, places: Places | None = None,
+        rank: int = 0,
+    ) -> None:  # fmt: skip
         self._trainer, self._optimizer, self.settings = trainer, optimizer, settings
+        self._sums = None if places is None else Sums(trainer, places, rank)
         self.left: tuple[list[_Slice], list[torch.Tensor]] = ([], [])
         """Slices of the audit before, and what its update left of them."""
 
@@ -146,14 +153,15 @@ class Audits:
             num_slices = -(-item.master.numel() // ELEMENTS)
             begin = round_ % num_slices * ELEMENTS
             chosen.append(_Slice(item, begin, min(ELEMENTS, item.master.numel() - begin)))
-        return Audit(self, chosen, number, name)
+        return Audit(self, chosen, number, name, None if self._sums is None else self._sums.of(number))
 
     def frozen(self) -> tuple[str, ...]:
-        """Parameters that are not trained, but for the base of an adapter."""
+        """Parameters that are not trained; in an adapted model, of the adapters."""
         named = [item for chunk in self._trainer.chunks for item in chunk.named_parameters()]
-        adapts = any(".adapter." in name for name, _ in named)
+        adapted = {name for name, _ in named if ".adapter." in name}
+        trained = adapted or {name for name, _ in named}
         return tuple(
-            name.replace("module.", "") for name, parameter in named if not parameter.requires_grad and not adapts
+            name.replace("module.", "") for name, parameter in named if name in trained and not parameter.requires_grad
         )
 
     def _owned(self) -> Iterator[_Owned]:
@@ -181,8 +189,10 @@ class Audits:
 class Audit:
     """Audit of one update: `seen` before its passes, `gradients` between them and the step, `record` after it."""
 
-    def __init__(self, audits: Audits, slices: list[_Slice], number: int, name: str) -> None:
-        self._audits, self._slices, self._number, self._name = audits, slices, number, name
+    def __init__(
+        self, audits: Audits, slices: list[_Slice], number: int, name: str, sums: UpdateSums | None = None
+    ) -> None:
+        self._audits, self._slices, self._number, self._name, self._sums = audits, slices, number, name, sums
         self._left: list[float] = []
         self._moved: list[str] = []
         self._remembered = 0
@@ -198,6 +208,8 @@ class Audit:
 
     @torch.no_grad()
     def _begin(self) -> None:
+        if self._sums is not None:
+            self._sums.begin()
         if not self._slices:
             return
         (remembered, before), self._audits.left = self._audits.left, ([], [])
@@ -217,6 +229,8 @@ class Audit:
     @torch.no_grad()
     def gradients(self) -> None:
         """Keep what the update begins with."""
+        if self._sums is not None:
+            self._sums.end()
         if not self._slices:
             return
         self._before = _states(self._slices)
@@ -233,6 +247,8 @@ class Audit:
             norm: of all gradients, by which the optimizer clipped.
             coordinate: of the rank.
         """
+        if self._sums is not None:
+            self._sums.record(probe, self._name, version, coordinate)
         if not self._slices:
             return
         after = _states(self._slices)

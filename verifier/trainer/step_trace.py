@@ -33,8 +33,8 @@ UNREAD = (
 UNSAMPLED = "gradients were not judged against transformers (LSS001, LSS002, TRN001): {reason}"
 """Clause of the report on a run none of whose steps transformers computes too."""
 NO_AUDIT = (
-    "what the optimizer makes of each step's gradient was not judged (TRN005): masters and moments of "
-    "megatron.use_fsdp and megatron.optimizer_offload are not where it looks"
+    "what the optimizer is given and makes of each step's gradient was not judged (TRN005, TRN006): gradients, masters "
+    "and moments of megatron.use_fsdp and megatron.optimizer_offload are not where they look"
 )
 """Clause of the report on a step whose masters and moments nothing reads."""
 
@@ -109,7 +109,7 @@ def step_manifest(
         scopes += ["scored"] if config.algorithm == "grpo" else []
         scopes += ["sampled"] if synced else []
     audited = can_audit(config)
-    scopes += ["audited"] if audited and not dropped else []
+    scopes += ["audited", "summed"] if audited and not dropped else []
     if config.lora.rank and not dropped:
         scopes += ["frozen", "begun"] if step == 1 else ["frozen"]
     if restarted:

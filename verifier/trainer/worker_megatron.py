@@ -123,13 +123,13 @@ class TrainerWorker:
         self._settings = OptimizerSettings(name="Adam", **spec.optimizer)
         self._optimizer = optimizer_megatron.make_optimizer(self._trainer, rule=self._settings)
         self._scheduler = optimizer_megatron.make_step_scheduler(self._optimizer, self._settings)
-        self._audits = Audits(self._trainer, self._optimizer, self._settings)
         self._source = open_checkpoint(spec.checkpoint)
         layout, rank = layout_of(self._source.config), self._context.rank
         self._whole = self._live = LiveWeights(self._trainer.chunks, layout, config.mesh, rank)
         if lora is not None:
             self._adapters = Adapters(self._trainer, self._source, lora, rank, config.run / "adapters")
             self._live = self._adapters.trained
+        self._audits = Audits(self._trainer, self._optimizer, self._settings, self._live.places, rank)
         if config.grpo.has_reference:
             self._reference = [tensor.clone() for _, _, tensor in self._live.tensors()]
         self._writer = checkpoint_megatron.Writer(

@@ -80,3 +80,16 @@ def test_frozen_parameters_are_named():
     case = Case()
     case.model.bias.requires_grad = False
     assert case.update(1).frozen == ("bias",)
+
+
+def test_of_an_adapted_model_the_adapter_alone_is_to_be_trained():
+    case = Case()
+    case.model.adapter = torch.nn.Linear(2, 2)
+    case.model.wrapped = torch.nn.Module()
+    case.model.wrapped.adapter = torch.nn.Linear(2, 2, bias=False)
+    for parameter in case.model.parameters():
+        parameter.requires_grad = False
+    case.model.wrapped.adapter.weight.requires_grad = True
+    assert case.audits.frozen() == ()
+    case.model.wrapped.adapter.weight.requires_grad = False
+    assert case.audits.frozen() == ("wrapped.adapter.weight",)

@@ -1,0 +1,105 @@
+"""Every update of a training run: what the optimizer is given is the sum of what all backward passes gave."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+
+from verifier.checks.content import owner_of, times
+from verifier.checks.step import NORM
+from verifier.core.check import check
+from verifier.core.comparison import Comparison
+from verifier.core.records_trainer import GradientSums, SummedTensor, TrainerStep
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
+"""Greatest relative error of one sum in each type."""
+SCALINGS = 3
+"""Roundings beside those of the sum: the inverse of the number of tokens, the product with it, and one to spare."""
+LEAST = 2.0**-126
+"""Least normal number of either type: what is below it may be lost."""
+
+Place = tuple[str, str, int]
+"""Update, label of the ranks that hold the same bits, index of the first element."""
+
+
+@check("TRN006", needs=(GradientSums, TrainerStep), scope="summed")
+def gradient_not_summed(trace: Trace) -> Iterator[Comparison]:
+    """Every optimizer is given the sum of its gradient over micro-batches and ranks, and clips by the norm of all.
+
+    What it checks: per rank and update, on up to 256 elements of up to 16 tensors, others in each update: the gradient
+    that the optimizer is given against the sum, in float64, of what every micro-batch's backward pass gave on every
+    rank that holds the same weights, divided by the number of tokens; and the norm that each rank clipped by against
+    the root of the sum of squares of all gradients, each counted once.
+    Why it matters: gradients of one rank, or of the last micro-batch alone, make a loss that falls as well, of a batch
+    that is smaller than the config says. A norm that is wrong on all ranks alike shortens every step.
+    Evidence: train/sums, train/done.
+    Tolerance and its source: half a unit in the last place of the type that gradients are added in for each addition
+    and scaling, of the sum of magnitudes (Higham 2002, section 4.2); the norm 1e-5, as TRN001.
+    What it does not catch: what a backward pass gives (LSS001); linears whose kernel adds to the buffer itself, and a
+    tied embedding on two stages; tensors whose turn has not come; runs with Megatron-FSDP or an optimizer on the host,
+    which the report says.
+    References: verl#7493, torchtitan#3575, ROCm/TransformerEngine#715.
+    """
+    steps = {(item.name, item.rank): item for item in trace.of(TrainerStep)}
+    sums = [item for item in trace.of(GradientSums) if (item.name, item.rank) in steps]
+    added: dict[Place, list[np.ndarray]] = defaultdict(list)
+    for item in sums:
+        for tensor, own in zip(item.tensors, _cut(trace, item, "added"), strict=True):
+            added[item.name, tensor.group, tensor.begin].append(own)
+    for item in sums:
+        for tensor, own in zip(item.tensors, _cut(trace, item, "reduced"), strict=True):
+            parts = added[item.name, tensor.group, tensor.begin]
+            if len(parts) == tensor.copies and tensor.owned:
+                yield _summed(item, tensor, own, np.stack(parts), steps[item.name, item.rank].num_tokens)
+    squares: dict[str, dict[int, float]] = defaultdict(dict)
+    for item in sums:
+        if item.squares is not None:
+            squares[item.name][item.rank] = float(item.squares)
+    for (name, rank), step in steps.items():
+        if len(squares[name]) == trace.manifest.world_size:
+            yield _normed(step, rank, math.sqrt(sum(squares[name].values())))
+
+
+def _cut(trace: Trace, item: GradientSums, name: str) -> list[np.ndarray]:
+    sizes = [tensor.owned if name == "reduced" else tensor.elements for tensor in item.tensors]
+    return np.split(trace.array(item, name).astype(np.float64), np.cumsum(sizes)[:-1]) if sizes else []
+
+
+def _summed(
+    item: GradientSums, tensor: SummedTensor, actual: np.ndarray, parts: np.ndarray, num_tokens: int
+) -> Comparison:
+    parts = parts[:, tensor.owned_begin : tensor.owned_begin + tensor.owned] / max(num_tokens, 1)
+    expected, magnitude = parts.sum(0), np.abs(parts).sum(0)
+    allowed = (len(parts) + SCALINGS) * (ROUNDING[tensor.dtype] * magnitude + LEAST)
+    gap = np.abs(actual - expected)
+    same = bool((gap <= allowed).all())
+    worst = int(np.argmax(np.where(np.isfinite(gap), gap / allowed, np.inf)))
+    place = tensor.begin + tensor.owned_begin + worst
+    return Comparison(
+        what=f"gradient of {tensor.name} of {item.name} on rank {item.rank}", same=same, stage=Stage.TRAIN,
+        version=item.version, badness=times(float(gap[worst]), float(allowed[worst])), owner=owner_of(item),
+        sentence=f"{item.name} gives the optimizer {actual[worst]:.6g} as the gradient of element {place:,} of "
+        f"`{tensor.name}`, its passes gave {expected[worst]:.6g}",
+        expected=f"{expected[worst]:.6g} (what micro-batches of {len(parts)} ranks gave, over {num_tokens:,} tokens)",
+        actual=f"{actual[worst]:.6g} (the gradient that the optimizer reads)",
+        allowed=f"{allowed[worst]:.3g} ({len(parts) + SCALINGS} roundings of {tensor.dtype})",
+        hint="look at what zeroes the gradient buffer, at its reduction over ranks, and at what scales it",
+    )  # fmt: skip
+
+
+def _normed(step: TrainerStep, rank: int, expected: float) -> Comparison:
+    actual, allowed = float(step.grad_norm), NORM.absolute * expected
+    gap = abs(actual - expected)
+    return Comparison(
+        what=f"gradient norm of {step.name} on rank {rank}", same=gap <= allowed, stage=Stage.TRAIN,
+        version=step.version, badness=times(gap, allowed), owner=owner_of(step),
+        sentence=f"{step.name} clips by a gradient norm of {actual:.6g}, its gradients have {expected:.6g}",
+        expected=f"{expected:.6g} (all ranks' gradients, each counted once, float64)",
+        actual=f"{actual:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {NORM}",
+        hint="look at what the norm counts twice or leaves out, and over which ranks it is summed",
+    )  # fmt: skip

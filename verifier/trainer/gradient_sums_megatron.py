@@ -1,0 +1,190 @@
+"""Gradients of each update on one rank: what its backward passes gave, what its optimizer was given, their squares.
+
+A few elements of some tensors are added up beside the gradient buffer, as each micro-batch's backward pass gives them.
+Which elements, all ranks that hold the same tensor choose alike.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+
+from verifier.core.record import real
+from verifier.core.records_trainer import GradientSums, SummedTensor
+from verifier.core.store import Recorder
+from verifier.export.sharding import ParamPlacement
+from verifier.model.provider_megatron import TrainerModel
+from verifier.train.optimizer_megatron import owned_parts
+
+TENSORS = 16
+"""Tensors of a rank that an update adds up, at most."""
+ELEMENTS = 256
+"""Elements of each, at most."""
+Places = Mapping[tuple[int, str], ParamPlacement]
+"""(model chunk, local name of a parameter) -> what is there."""
+SHARDED = frozenset({"cp", "dp", "edp"})
+"""Mesh axes over which a distributed optimizer shards gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Elements of one parameter's gradient."""
+
+    name: str
+    parameter: Any
+    place: ParamPlacement
+    begin: int
+    size: int
+    added: torch.Tensor
+    """Sum of what backward passes gave, in the gradient buffer's type."""
+
+
+class Sums:
+    """Audits of the gradients that one rank adds up.
+
+    Args:
+        trainer: of the rank.
+        places: of what it trains; what has no place is not audited.
+        rank: of the trainer.
+    """
+
+    def __init__(self, trainer: TrainerModel, places: Places, rank: int) -> None:
+        self.trainer, self.at = trainer, trainer.mesh.coordinate(rank)
+        trained = [
+            (parameter, places.get((at, name.replace("module.", ""))))
+            for at, chunk in enumerate(trainer.chunks)
+            for name, parameter in chunk.named_parameters()
+            if parameter.requires_grad
+        ]
+        self.places = {parameter: place for parameter, place in trained if place is not None}
+        """Trained parameter -> what is there."""
+        self.knows_all = len(self.places) == len(trained)
+        """Every trained parameter has a place, so that the norm of all gradients is known."""
+
+    def of(self, number: int) -> UpdateSums:
+        """Audit of an update.
+
+        Args:
+            number: of the optimizer step, from 1.
+        """
+
+        def turn(item: tuple[Any, ParamPlacement]) -> int:
+            return zlib.crc32(f"{number} {item[1].global_name}".encode())
+
+        # Of a tied embedding on two stages, each stage would choose elements of its own.
+        tied = self.trainer.mesh.pp > 1
+        known = [item for item in self.places.items() if not (tied and getattr(item[0], "shared_embedding", False))]
+        return UpdateSums(self, number, sorted(known, key=turn)[:TENSORS])
+
+    def stands_for(self, parameter: Any) -> bool:
+        """Tell whether this rank, among those with the same part of a gradient, is the one that counts its squares."""
+        sharded = SHARDED if _is_sharded(self.trainer) else frozenset[str]()
+        axes = set(self.places[parameter].replicated_over) - sharded
+        return not getattr(parameter, "shared", False) and all(getattr(self.at, axis) == 0 for axis in axes)
+
+
+@dataclass(slots=True)
+class UpdateSums:
+    """Audit of one update: `begin` before its passes, `end` between them and the step, `record` after it."""
+
+    sums: Sums
+    number: int
+    chosen: list[tuple[Any, ParamPlacement]]
+    _parts: dict[Any, _Part] = field(default_factory=dict)
+    _hooks: list[Any] = field(default_factory=list)
+    _reduced: dict[Any, tuple[int, torch.Tensor]] = field(default_factory=dict)
+    _norms: list[torch.Tensor] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Watch the chosen parameters."""
+        for parameter, place in self.chosen:
+            turns = -(-parameter.numel() // ELEMENTS)
+            begin = (self.number + zlib.crc32(place.global_name.encode())) % turns * ELEMENTS
+            size = min(ELEMENTS, parameter.numel() - begin)
+            self._parts[parameter] = part = _Part(
+                name=place.global_name, parameter=parameter, place=place, begin=begin, size=size,
+                added=torch.zeros(size, dtype=parameter.main_grad.dtype, device=parameter.device),
+            )  # fmt: skip
+            self._hooks.append(parameter.register_hook(partial(self._given, part)))
+
+    @torch.no_grad()
+    def _given(self, part: _Part, gradient: torch.Tensor) -> None:
+        """Add what a backward pass gives, as megatron-core adds it to its buffer."""
+        if getattr(part.parameter, "grad_added_to_main_grad", False):  # a fused kernel has added it, and gives a blank
+            self._parts.pop(part.parameter, None)
+        else:
+            part.added.add_(_cut(gradient, part.begin, part.size))
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Keep what the optimizer is given."""
+        for hook in self._hooks:
+            hook.remove()
+        counted = []
+        for chunk in self.sums.trainer.chunks:
+            for parameter, offset, own in owned_parts(chunk, sharded=_is_sharded(self.sums.trainer)):
+                if part := self._parts.get(parameter):
+                    begin = max(part.begin - offset, 0)
+                    end = max(part.begin + part.size - offset, begin)
+                    kept = own[begin:end].clone()
+                    self._reduced[parameter] = (max(offset - part.begin, 0) if len(kept) else 0, kept)
+                if self.sums.knows_all and self.sums.stands_for(parameter):
+                    counted.append(own)
+        self._norms = list(torch._foreach_norm(counted, 2, dtype=torch.float64)) if counted else []
+
+    def record(self, probe: Recorder, name: str, version: int, coordinate: str) -> None:
+        """Record what was kept.
+
+        Args:
+            probe: of the rank.
+            name: of the update, as its records have it.
+            version: of the weights.
+            coordinate: of the rank.
+        """
+        mesh, none = self.sums.trainer.mesh, (0, torch.zeros(0))
+        sizes = {**{axis: getattr(mesh, axis) for axis in ("tp", "cp", "dp", "etp")}, "edp": mesh.expert_dp}
+        parts = list(self._parts.values())
+        reduced = [self._reduced.get(part.parameter, none) for part in parts]
+        tensors = []
+        for part, (owned_begin, own) in zip(parts, reduced, strict=True):
+            copies = 1
+            for axis in part.place.replicated_over:
+                copies *= sizes[axis]
+            dtype = cast('Literal["float32", "bfloat16"]', str(part.added.dtype).removeprefix("torch."))
+            tensors.append(
+                SummedTensor(
+                    name=part.name, group=part.place.group, copies=copies, begin=part.begin, elements=part.size,
+                    owned_begin=owned_begin, owned=len(own), dtype=dtype,
+                )
+            )  # fmt: skip
+        arrays = {"added": [part.added for part in parts], "reduced": [own for _, own in reduced]}
+        squares = float(torch.stack(self._norms).square().sum()) if self._norms else 0.0
+        probe.emit(
+            GradientSums(
+                name=name, version=version, coordinate=coordinate, tensors=tuple(tensors),
+                squares=real(squares) if self.sums.knows_all else None,
+            ),
+            {key: _joined(values) for key, values in arrays.items()},
+        )  # fmt: skip
+
+
+def _joined(parts: list[torch.Tensor]) -> Any:
+    return torch.cat([torch.zeros(0), *(part.float().cpu() for part in parts)]).numpy()
+
+
+def _is_sharded(trainer: TrainerModel) -> bool:
+    return trainer.data_parallel is not None and trainer.data_parallel.distributed_optimizer
+
+
+def _cut(tensor: torch.Tensor, begin: int, size: int) -> torch.Tensor:
+    """Elements of the flattened tensor; no more rows than these lie in are copied."""
+    if tensor.ndim < 2:
+        return tensor[begin : begin + size]
+    across = tensor[0].numel()
+    first, end = begin // across, -(-(begin + size) // across)
+    return tensor[first:end].reshape(-1)[begin - first * across :][:size]
