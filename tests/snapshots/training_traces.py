@@ -24,6 +24,7 @@ from verifier.core.records_policy import (
     SamplingRound,
     StepMetrics,
     UpdateRatios,
+    WrittenMetrics,
 )
 from verifier.core.records_trainer import (
     AdamAudit,
@@ -43,6 +44,7 @@ from verifier.core.records_trainer import (
     TrainedText,
     TrainerStep,
 )
+from verifier.core.records_weights import SavedCheckpoint
 
 EPOCH = sorted(range(5), key=lambda index: hashlib.blake2b(f"3/0/{index}".encode(), digest_size=16).digest())
 ARRAYS: dict[str, dict[str, np.ndarray]] = {
@@ -194,6 +196,9 @@ def training() -> list[Record]:
             name="step", version=1,
             values={"reward": 0.5, "mixed_groups": 1.0, "truncated_share": 0.0, "num_tokens": 3.0},
         ),
+        WrittenMetrics(
+            name="metrics.jsonl", version=1, step=1, values={"reward": 0.5, "time_s": 2.0}, recorded={"reward": 0.5}
+        ),
         LossRows(name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", array="loss rows"),
         ReferenceShard(
             name="decoder.weight (chunk 0)", version=1, digest=f"vd1:{5:032x}", dtype="float32", shape=(4, 2),
@@ -227,6 +232,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT006": (EpisodeTurns, having(prompts=((1,), (7,), (1,), (1, 9, 3, 6, 8, 4), (1,), (1,)))),
     "LSS003": (UpdateRatios, having(ratio_gap=0.25)),
     "MET001": (StepMetrics, having(values={"reward": 1.0})),
+    "MET002": (WrittenMetrics, having(step=2)),
     "LGP011": (RequestSeeds, having(turns=((6000018, 6000018),))),
     "LGP010": (ReferenceShard, having(digest=f"vd1:{6:032x}")),
     "LSS004": (LossRows, having(array="rows without gradient")),
@@ -245,6 +251,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "TRN002": (TrainerStep, having(learning_rate=1e-3)),
     "TRN003": (TrainerStep, having(optimizer_steps=2)),
     "TRN005": (AdamAudit, having(tensors=(replace(AUDITED[0], gap=0.75),))),
+    "TRN007": (SavedCheckpoint, having(version=0)),
     "TRN004": (RouterBalance, having(array="other balance")),
 }
 """Check -> kind of the fact that is wrong, and how."""

@@ -176,8 +176,8 @@ def reward_counts_more_than_once(trace: Trace) -> Iterator[Comparison]:
                 whose = "what its text was given" if is_last else "none but the last turn has one"
                 yield Comparison(
                     what=name, same=reward == right, stage=Stage.REWARD, version=item.version, badness=1.0,
-                    sentence=f"`{name}`, in an episode of {sizes[episode]} turns, has a reward of {reward:g}, it should be "
-                    f"{right:g}",
+                    sentence=f"`{name}`, of {sizes[episode]} turns, has a reward of {reward:g}, it should "
+                    f"be {right:g}",
                     expected=f"{right:g} ({whose})", actual=f"{reward:g} (the advantages' input)",
                     allowed="exact (rewards are copied)",
                     hint="look at what hands the reward of an episode on to its turns",
