@@ -82,7 +82,7 @@ from verifier.core.trace import Trace
 
 MANIFEST = Manifest(
     command="roundtrip", complete=True, dtype="float32", world_size=2, mesh=MeshSizes(tp=2), engine_ranks=1,
-    synced_versions=(1,),
+    synced_versions=(1,), config={"steps": 1, "evaluation": {"stop_above": 2.0}},
 )  # fmt: skip
 SHAPES = {"a": (4, 2), "b": (3,)}
 DRAWN = tuple(int(digit) for digit in "001200102120010021010200020112001201002000120021010200102001")

@@ -25,6 +25,7 @@ from verifier.core.records_policy import (
     SamplingRound,
     StepMetrics,
     UpdateRatios,
+    WrittenMetrics,
 )
 from verifier.core.records_trainer import (
     AdamAudit,
@@ -46,6 +47,7 @@ from verifier.core.records_trainer import (
     TrainedText,
     TrainerStep,
 )
+from verifier.core.records_weights import SavedCheckpoint
 
 EPOCH = sorted(range(5), key=lambda index: hashlib.blake2b(f"3/0/{index}".encode(), digest_size=16).digest())
 ARRAYS: dict[str, dict[str, np.ndarray]] = {
@@ -248,16 +250,19 @@ def training() -> list[Record]:
         ),
         EpisodeTurns(
             name="round 0", version=1, environment="calculator", max_turns=3, step_wise=False, before="<tool>",
-            after="<assistant>", end=3, episodes=("sequence-0", "sequence-1", "longer", "longer"),
-            indices=(0, 0, 0, 1), prompts=((1,), (7,), (1,), (1, 2, 3, 6, 8, 4)),
-            sampled=((2, 3), (5,), (2, 3), (9, 3)),
-            texts=("####2", "1", "1+1=", "####2"), replies=((), (), (6, 8, 4), ()),
-            said=("", "", "<tool>2<assistant>", ""),
+            after="<assistant>", end=3, episodes=("sequence-0", "sequence-1", "longer", "longer", "x", "y"),
+            indices=(0, 0, 0, 1, 0, 0), prompts=((1,), (7,), (1,), (1, 2, 3, 6, 8, 4), (1,), (1,)),
+            sampled=((2, 3), (5,), (2, 3), (9, 3), (2, 3), (2, 3)),
+            texts=("####2", "1", "1+1=", "####2", "####2", "####2"), replies=((), (), (6, 8, 4), (), (), ()),
+            said=("", "", "<tool>2<assistant>", "", "", ""),
         ),
         LossTerms(name="loss", version=1, loss="clipped", clip_low=0.2, clip_high=0.2),
         StepMetrics(
             name="step", version=1,
             values={"reward": 0.5, "mixed_groups": 1.0, "truncated_share": 0.0, "num_tokens": 3.0},
+        ),
+        WrittenMetrics(
+            name="metrics.jsonl", version=1, step=1, values={"reward": 0.5, "time_s": 2.0}, recorded={"reward": 0.5}
         ),
         LossRows(name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", array="loss rows"),
         ReferenceShard(
@@ -289,13 +294,15 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT005": (SamplingRound, having(replaced={"zero_variance": 2})),
     "DAT008": (SamplingAsked, having(max_answer_tokens=1)),
     "DAT007": (StepSizes, having(group_size=3)),
-    "DAT006": (EpisodeTurns, having(prompts=((1,), (7,), (1,), (1, 9, 3, 6, 8, 4)))),
+    "DAT006": (EpisodeTurns, having(prompts=((1,), (7,), (1,), (1, 9, 3, 6, 8, 4), (1,), (1,)))),
     "LSS003": (UpdateRatios, having(ratio_gap=0.25)),
     "MET001": (StepMetrics, having(values={"reward": 1.0})),
+    "MET002": (WrittenMetrics, having(step=2)),
     "LGP011": (RequestSeeds, having(turns=((6000018, 6000018),))),
     "LGP010": (ReferenceShard, having(digest=f"vd1:{6:032x}")),
     "LSS004": (LossRows, having(array="rows without gradient")),
     "PCK004": (LossRows, having(array="rows of another token")),
+    "RWD002": (Advantages, having(rewards=(1.0, 1.0))),
     "RWD001": (GivenRewards, having(rewards=(0.0, 0.0))),
     "ADV001": (LossColumns, having(array="means of means")),
     "CKP001": (LoadedState, having(digest=f"vd1:{0:032x}")),
@@ -313,6 +320,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "TRN003": (TrainerStep, having(optimizer_steps=2)),
     "TRN005": (AdamAudit, having(tensors=(replace(AUDITED[0], gap=0.75),))),
     "TRN006": (GradientSums, having(array="sums of one rank")),
+    "TRN007": (SavedCheckpoint, having(version=0)),
     "TRN004": (RouterBalance, having(array="other balance")),
 }
 """Check -> kind of the fact that is wrong, and how."""

@@ -12,7 +12,16 @@ from verifier.checks.content import times
 from verifier.checks.loss_rows import LIMIT, UpdateRows, kl_estimates, updates_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
-from verifier.core.records_policy import Advantages, Drops, LossTerms, StepMetrics
+from verifier.core.record import Real
+from verifier.core.records_policy import (
+    Advantages,
+    Drops,
+    LossTerms,
+    PolicyColumns,
+    StepMetrics,
+    WrittenMetrics,
+)
+from verifier.core.records_trainer import TrainerStep
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -28,6 +37,8 @@ ESTIMATE = Tolerance(
 )  # fmt: skip
 EDGE = 2e-5
 """Distance of a ratio from a clip's edge at which float32 may take either side."""
+OF_ANSWERS = ("reward", "answer_tokens", "mixed_groups", "truncated_share")
+"""Numbers of answers, which are there before any update."""
 CLIPPING = ("clipped", "gspo", "cispo")
 """Losses that clip ratios."""
 Number = tuple[float, float, str]
@@ -38,28 +49,32 @@ Number = tuple[float, float, str]
 def metrics_misreported(trace: Trace) -> Iterator[Comparison]:
     """The numbers that a step shows are those of all its answers and tokens.
 
-    What it checks: mean reward, share of groups with several rewards and share of answers that were cut off, over all
-    answers of the step; number of tokens in the loss, mean entropy and KL estimate by token, and share of tokens whose
-    ratio is clipped, over all ranks, as a mean over the updates of the step.
+    What it checks: mean reward, mean length, share of groups with several rewards and share of answers that were cut
+    off, over all answers of the step; number of tokens in the loss, mean entropy and KL estimate by token, and share of
+    tokens whose ratio is clipped, over all ranks, as a mean over the updates of the step; loss, gradient norm and rate
+    as a mean of what the first rank reports of its updates.
     Why it matters: runs are steered, stopped and compared by these numbers. A reward of the answers that stay in the
     loss rises by filtering alone; a share of one rank, or of one side of the clip, hides a policy that runs away.
     Evidence: loss/metrics, advantage/advantages, data/drops, loss/rows, loss/terms, advantage/columns,
-    advantage/policy.
+    advantage/policy, train/done.
     Tolerance and its source: 1e-9 of sums, 1e-5 of the entropy's, which are in fp32; KL estimates as the loss
     (LSS004); shares may count tokens within 2e-5 of a clip's edge or not.
     What it does not catch: numbers of time, memory and mismatch; held-out rewards; cut-off answers of step-wise
-    episodes.
-    References: trl#3032, stable-baselines3#149, ms-swift#5619.
+    episodes; what is written of them (MET002).
+    References: trl#3032, stable-baselines3#149, ms-swift#5619, ms-swift#8247, NeMo-RL#1426, transformers#35942.
     """
     for terms in trace.of(LossTerms):
         for item in trace.of(StepMetrics, version=terms.version):
-            found = {**_of_answers(trace, item.version), **_of_updates(trace, terms)}
+            found = {
+                **_of_answers(trace, item.version), **_of_updates(trace, terms), **_of_reports(trace, item.version)
+            }  # fmt: skip
             for name, (right, allowed, why) in found.items():
                 if name not in item.values:
                     continue
                 shown = float(item.values[name])
-                gap = abs(shown - right)
-                of_answers = name in ("reward", "mixed_groups", "truncated_share")
+                alike = shown == right or (math.isnan(shown) and math.isnan(right))
+                gap = 0.0 if alike else abs(shown - right)
+                of_answers = name in OF_ANSWERS
                 yield Comparison(
                     what=name, same=gap <= allowed, stage=Stage.REWARD if of_answers else Stage.LOSS,
                     version=item.version, badness=times(gap, allowed),
@@ -68,6 +83,32 @@ def metrics_misreported(trace: Trace) -> Iterator[Comparison]:
                     allowed=f"{allowed:.3g}, {why}",
                     hint="look at what the number is summed over and divided by: dropped answers, ranks, updates",
                 )  # fmt: skip
+
+
+@check("MET002", needs=(WrittenMetrics,), scope="written")
+def metrics_written_otherwise(trace: Trace) -> Iterator[Comparison]:
+    """The line of metrics that a step leaves in the file is under its own number, and has the numbers of its trace.
+
+    What it checks: the last line of `metrics.jsonl`, read back from the file before the next step begins and at the end
+    of the run: its step, and each number that the trace of that step has, against that trace.
+    Why it matters: curves of two runs are compared step by step. Numbers under another step, or those of a step before,
+    move a curve and no number in it is wrong.
+    Evidence: loss/written.
+    Tolerance and its source: bitwise; the file has every digit of a float64.
+    What it does not catch: numbers that are wrong in the trace too (MET001); TensorBoard and wandb; the other numbers
+    of a line; of a run that goes on from a checkpoint the numbers of the step before it.
+    References: prime-rl#1516.
+    """
+    for item in trace.of(WrittenMetrics):
+        pairs: list[tuple[str, Real | str, Real]] = [("step", item.step, item.version)]
+        pairs += [(name, item.values.get(name, "absent"), right) for name, right in item.recorded.items()]
+        for name, shown, right in pairs:
+            yield Comparison(
+                what=name, same=shown == right, stage=Stage.LOSS, version=item.version, badness=1.0,
+                sentence=f"the line of step {item.version} in metrics.jsonl has {name} {shown}, it should be {right}",
+                expected=f"{right} (the trace of the step)", actual=f"{shown} (the file)",
+                allowed="bitwise (numbers are copied)", hint="look at which step the writer takes its numbers from",
+            )  # fmt: skip
 
 
 def _of_answers(trace: Trace, version: int) -> Mapping[str, Number]:
@@ -81,6 +122,9 @@ def _of_answers(trace: Trace, version: int) -> Mapping[str, Number]:
         mixed = [len({totals[name] for name in names}) > 1 for names in groups.values()]
         found["reward"] = _sum(math.fsum(totals.values()) / len(totals), scale=max(map(abs, totals.values())))
         found["mixed_groups"] = _sum(sum(mixed) / len(mixed))
+        for policy in trace.of(PolicyColumns, version=version):
+            sampled = int((trace.array(policy, "version") >= 0).sum())
+            found["answer_tokens"] = _sum(sampled / len(totals))
         for drops in trace.of(Drops, version=version):
             if item.trajectories == item.ids:
                 found["truncated_share"] = _sum(sum(drops.truncated) / len(drops.truncated))
@@ -113,6 +157,19 @@ def _of_updates(trace: Trace, terms: LossTerms) -> Mapping[str, Number]:
         unsure = [int(edge.sum()) / n for (_, edge), n in zip(sides, counts, strict=True)]
         allowed = sum(unsure) / len(updates) + SUM.absolute
         found["clipped_share"] = (sum(shares) / len(updates), allowed, "tokens at a clip's edge")
+    return found
+
+
+def _of_reports(trace: Trace, version: int) -> Mapping[str, Number]:
+    """Numbers that the first rank reports of its updates, which other checks judge."""
+    reports = list(trace.of(TrainerStep, version=version, rank=0))
+    if not reports:
+        return {}
+    found = {}
+    for name in ("loss", "grad_norm", "learning_rate"):
+        values = [float(getattr(item, name)) for item in reports]
+        mean = sum(values) / len(values)
+        found[name] = (mean, SUM.absolute * max(map(abs, values)), str(SUM))
     return found
 
 

@@ -6,7 +6,8 @@ import hashlib
 import math
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -169,15 +170,26 @@ def rate_off_schedule(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: per rank, the rate and the decay that the optimizer held in the step for each of its groups of
     parameters, against the schedule in closed form, its warm-up included; matrices decay, and parameters of one
-    dimension, which are norms and biases, do not.
+    dimension, which are norms and biases, do not. The schedule itself against the run's config, its end included:
+    steps times mini-batches times epochs, since it counts updates.
     Why it matters: a scheduler that is stepped twice, not at all, by samples, or for one group alone, and one that a
     resume begins anew; norms that decay are smaller and no curve shows it.
     Evidence: train/done, train/optimizer (as the config asks).
     Tolerance and its source: 1e-12 of the learning rate; float64, a closed form.
     What it does not catch: a rate that the optimizer holds and does not use (TRN001).
-    References: open-r1#450, NeMo-RL#3171, SkyRL#1403, DeepSpeed#7969, Fast-LLM#542.
+    References: open-r1#450, NeMo-RL#3171, SkyRL#1403, SkyRL#873, DeepSpeed#7969, Fast-LLM#542.
     """
+    asked = _schedule_asked(trace.manifest.config)
     for settings in trace.of(OptimizerSettings):
+        for name, right in asked.items():
+            held = getattr(settings, name)
+            yield Comparison(
+                what=name, same=held == right, stage=Stage.TRAIN, version=settings.version, badness=1.0,
+                sentence=f"the schedule has {name} {held}, the config asks for {right}",
+                expected=f"{right} (the manifest's config)", actual=f"{held} (the settings of the optimizer)",
+                allowed="exact (settings are copied, updates are counted)",
+                hint="look at what the schedule counts: updates, steps or samples",
+            )  # fmt: skip
         for report in trace.of(TrainerStep, version=settings.version):
             wanted = _rate(settings, report.step)
             pairs = [
@@ -209,6 +221,18 @@ def rate_off_schedule(trace: Trace) -> Iterator[Comparison]:
                     actual=f"{actual:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {RATE}",
                     hint="look at what steps the scheduler, and by how much",
                 )  # fmt: skip
+
+
+def _schedule_asked(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the optimizer that a run's config asks for, by field; empty where it names none."""
+    optimizer, grpo = config.get("optimizer"), config.get("grpo")
+    if not isinstance(optimizer, Mapping) or not isinstance(grpo, Mapping) or "steps" not in config:
+        return {}
+    updates = config["steps"]
+    if config["algorithm"] == "grpo":
+        updates *= grpo["mini_batches"] * grpo["epochs"]
+    fields = {name: optimizer[name] for name in OptimizerSettings.__struct_fields__ if name in optimizer}
+    return {**fields, "decay_steps": max(updates, optimizer["warmup_steps"] + 1)}
 
 
 def _rate(settings: OptimizerSettings, step: int) -> float:

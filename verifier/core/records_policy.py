@@ -203,6 +203,17 @@ class StepMetrics(Record, frozen=True, kw_only=True, tag="loss/metrics"):
     """Name -> number; see docs/metrics.md."""
 
 
+class WrittenMetrics(Record, frozen=True, kw_only=True, tag="loss/written"):
+    """Last line of metrics.jsonl, read back from the file before the next step begins, or once the run has ended."""
+
+    step: int
+    """Step that the line is of; -1 where there is none."""
+    values: dict[str, Real]
+    """Name -> number of the line."""
+    recorded: dict[str, Real]
+    """Numbers of the step's own trace; empty where a run goes on from a checkpoint."""
+
+
 class LossRows(ArrayRecord, frozen=True, kw_only=True, tag="loss/rows"):
     """Rows that the loss of one update read and made on one rank, over its micro-batches; every array is [T].
 

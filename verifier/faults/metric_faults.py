@@ -37,3 +37,45 @@ def clipped_share_of_one_side(call: Call) -> Any:
 def metrics_of_the_last_update(call: Call) -> Any:
     """A step of several updates shows the numbers of the last one."""
     return call.wrong(dict(call.reports[-1])) if len(call.reports) > 1 else call.original()
+
+
+@fault(
+    "modelscope/ms-swift#8247", "verifier.trainer.grpo_plan:_facts(config, step, rows, given, reasons, old)",
+    stage=Stage.REWARD, side=Side.CONTROLLER, training=("algorithm=grpo", "verify.every=0"), **ROW,
+)  # fmt: skip
+def answer_length_with_its_prompt(call: Call) -> Any:
+    """The mean length of answers that is shown counts their prompts."""
+    found = call.original()
+    prompts = sum(len(row.prompt) for row in call.rows) / len(call.rows)
+    return call.wrong({**found, "answer_tokens": found["answer_tokens"] + prompts})
+
+
+@fault(
+    "NVIDIA-NeMo/RL#1426", "verifier.trainer.update_facts_megatron:metrics_of_update(result, facts, policy)",
+    stage=Stage.LOSS, training=("algorithm=grpo", "verify.every=0"), **ROW,
+)  # fmt: skip
+def shown_norm_summed_over_micro_batches(call: Call) -> Any:
+    """The gradient norm that is shown is added up once for each micro-batch."""
+    found = call.original()
+    return call.wrong({**found, "grad_norm": 3 * found["grad_norm"]})
+
+
+@fault(
+    "huggingface/transformers#35942",
+    "verifier.trainer.worker_megatron:TrainerWorker.train(self, step, number, batch, trace, first, last, oracle)",
+    stage=Stage.LOSS, training=("verify.every=0",), **ROW,
+)  # fmt: skip
+def shown_rate_of_the_next_step(call: Call) -> Any:
+    """The learning rate that is shown is read after the scheduler's step, and is the next one's."""
+    found = call.original()
+    return call.wrong({**found, "learning_rate": float(call.self._optimizer.param_groups[0]["lr"])})
+
+
+@fault(
+    "PrimeIntellect-ai/prime-rl#1516", "verifier.trainer.metrics:Metrics.add(self, values, lengths)", stage=Stage.LOSS,
+    side=Side.CONTROLLER, training=("algorithm=grpo", "verify.every=0"), **{**ROW, "caught_by": ("MET002",)},
+)  # fmt: skip
+def metrics_under_another_step(call: Call) -> Any:
+    """The numbers of a step are written under the count of calls so far, which is ahead of the step."""
+    call.state["calls"] = call.state.get("calls", 0) + 1
+    return call.faulty(values={**call.values, "step": 2 * call.state["calls"]})

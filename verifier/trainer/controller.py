@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
+from verifier.core.records_policy import WrittenMetrics
 from verifier.engine.client import EngineGone
 from verifier.errors import UsageError
 from verifier.launch.fork_launcher import ForkLauncher
@@ -119,7 +120,7 @@ class Trainer:
                 if done or not self._owns_resources or engine.restarted:
                     loop.sync(done, None)  # it may hold the weights of another step, or of another run, or no adapter
             summary = loop.run(done, metrics)
-            self._export(summary.steps)
+            self._export(summary.steps, loop.written(summary.steps))
             self._job.finish()
             folder.finish(config.steps, steps=summary.steps, loss=summary.loss, accuracy=summary.accuracy)
         return summary
@@ -209,7 +210,7 @@ class Trainer:
         except EngineGone as problem:
             loop.revival.revive(problem)
 
-    def _export(self, step: int) -> None:
+    def _export(self, step: int, written: WrittenMetrics) -> None:
         """Export the weights of the last step; with a judge, they are the run's once the files are what they should be.
 
         Raises:
@@ -219,6 +220,8 @@ class Trainer:
         aside = folder.with_name("hf_model.partial")
         shutil.rmtree(aside, ignore_errors=True)
         trace = None if self._judge is None else ExportTrace(self._config, self._model, self._folder, step)
+        if trace is not None:
+            trace.record(written)
         self._call("export", folder=str(aside), version=step, trace=None if trace is None else str(trace.path))
         for file in self._model.checkpoint.path.iterdir():  # the tokenizer, and what else belongs to the model
             if file.suffix != ".safetensors" and not (aside / file.name).exists():

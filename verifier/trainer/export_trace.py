@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 
 from msgspec.structs import replace
 
 from verifier.config.training import TrainConfig
 from verifier.core.manifest import Scope
-from verifier.core.store import complete, create
+from verifier.core.records_policy import WrittenMetrics
+from verifier.core.store import Recorder, complete, create
 from verifier.errors import InternalError, ViolationFound
 from verifier.export.names import layout_of
 from verifier.runs.model_under_test import ModelUnderTest
@@ -34,7 +36,8 @@ class ExportTrace:
     """
 
     def __init__(self, config: TrainConfig, model: ModelUnderTest, folder: RunFolder, step: int) -> None:
-        scopes: list[Scope] = ["final", "merged"] if config.lora.rank else ["final"]
+        scopes: list[Scope] = ["final", "ended", "written"]
+        scopes += ["merged"] if config.lora.rank else []
         known = layout_of(model.checkpoint.config) is not None
         self._manifest = replace(
             step_manifest(config, model, step), scopes=tuple(scopes), engine="", engine_ranks=0, synced_versions=(),
@@ -42,6 +45,11 @@ class ExportTrace:
         )  # fmt: skip
         shutil.rmtree(folder.export_trace, ignore_errors=True)
         self.path = create(folder.export_trace, self._manifest)
+
+    def record(self, written: WrittenMetrics) -> None:
+        """Record the last line of the run's metrics."""
+        with contextlib.closing(Recorder(self.path, "controller", 0)) as probe:
+            probe.emit(written)
 
     def judge(self, judge: Judge) -> None:
         """Have it judged.

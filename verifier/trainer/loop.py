@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from verifier.config.training import TrainConfig
 from verifier.core.record import real
-from verifier.core.records_policy import LossTerms, StepMetrics
+from verifier.core.records_policy import LossTerms, StepMetrics, WrittenMetrics
 from verifier.core.records_tokens import SampledNoise
 from verifier.core.records_trainer import KnobsAsked, OptimizerSettings, StepSizes
 from verifier.core.store import Recorder, complete, create
@@ -45,7 +45,10 @@ JUDGED_BEHIND = 2
 """Steps that may have been trained and not yet judged."""
 JUDGE_DEADLINE_S = 600.0
 """Seconds that the judge of one step may take."""
-SHOWN = ("reward", "mixed_groups", "truncated_share", "num_tokens", "entropy", "kl", "clipped_share")
+SHOWN = (
+    "reward", "answer_tokens", "mixed_groups", "truncated_share", "loss", "grad_norm", "learning_rate", "num_tokens",
+    "entropy", "kl", "clipped_share",
+)  # fmt: skip
 """Metrics of a step that its evidence can tell too."""
 
 
@@ -124,6 +127,7 @@ class StepLoop:
     _sync_facts: dict[str, float] = field(default_factory=dict, init=False)
     _num_judged: int = field(default=0, init=False)
     _noise: SampledNoise | None = field(default=None, init=False)
+    _recorded: StepMetrics | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._updates = self.continuation.updates
@@ -146,6 +150,8 @@ class StepLoop:
             trace = self._begin_trace(step) if self.judge is not None else None
             sampled = None
             with self._controller_probe(trace, step) as probe:
+                if probe is not None and step > 1:
+                    probe.emit(self.written(step - 1))
                 updates = plan.updates(step, self._updates, self._score, probe)
                 restarted = self._record_restarts(probe, trace, step) if updates else False
                 resumed = bool(updates) and self.continuation.record(probe, step)
@@ -158,8 +164,7 @@ class StepLoop:
                 self._manifest = step_manifest(
                     config, self.model, step, resumed=resumed, sampled=sampled is not None, dropped=not updates,
                     text=plan.has_text, unread=plan.unread, rewarded=plan.reads_rewards, restarted=restarted,
-                    evaluated=evaluated,
-                    noise=self._record_noise(probe, step, sampled),
+                    noise=self._record_noise(probe, step, sampled), evaluated=evaluated, written=step > 1,
                     fresh=has_fresh(config, [item for update in updates for item in update.rollouts], step - 1),
                 )  # fmt: skip
             earlier = self._hold_weights(step) if self.ahead is not None else {}
@@ -209,8 +214,19 @@ class StepLoop:
     def _record_metrics(self, step: int, trace: Path, values: Mapping[str, Any]) -> None:
         """Record the metrics of a step that are `SHOWN`."""
         known = {name: real(float(values[name])) for name in SHOWN if name in values}
+        self._recorded = StepMetrics(name="step", version=step, values=known)
         with contextlib.closing(Recorder(trace, "controller", 1)) as probe:
-            probe.emit(StepMetrics(name="step", version=step, values=known))
+            probe.emit(self._recorded)
+
+    def written(self, step: int) -> WrittenMetrics:
+        """Record of the last line of metrics, which is to be of a step, beside what that step's trace has."""
+        line, own = self.folder.last_line(), self._recorded
+        numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        return WrittenMetrics(
+            name="metrics.jsonl", version=step, step=int(numbers.pop("step", -1)),
+            values={name: real(float(value)) for name, value in numbers.items()},
+            recorded=own.values if own is not None and own.version == step else {},
+        )  # fmt: skip
 
     def _save(self, step: int) -> None:
         """Begin a checkpoint, once every step up to it has been judged."""

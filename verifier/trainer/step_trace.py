@@ -47,7 +47,7 @@ def can_audit(config: TrainConfig) -> bool:
 def step_manifest(
     config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False,
     dropped: bool = False, fresh: bool = True, noise: bool = False, text: bool = True, unread: int = 0,
-    rewarded: bool = True, restarted: bool = False, evaluated: bool = False,
+    rewarded: bool = True, restarted: bool = False, evaluated: bool = False, written: bool = False,
 ) -> Manifest:  # fmt: skip
     """Identity of the trace of a step.
 
@@ -65,6 +65,7 @@ def step_manifest(
         rewarded: of some rollout a second reader can tell the reward.
         restarted: engines that sampled it had been started again.
         evaluated: the problems of the evaluation are recorded.
+        written: the metrics of the step before it are in their file.
     """
     sizes = model.checkpoint.config
     facts = RunFacts(
@@ -99,7 +100,7 @@ def step_manifest(
     scopes += ["evaluated"] if evaluated else []
     scopes.append("sizes")
     engine_facts = replace(facts, engine=config.engine.kind, routes=config.grpo.replay_routes) if live else facts
-    scopes.append("shown")
+    scopes += ["shown", "written"] if written else ["shown"]
     if not dropped and (config.megatron.moe_bias_update_rate or has_score_bias(sizes)):
         scopes.append("balance")
     if "replicas" in model.layout_scopes and not dropped:

@@ -1,11 +1,14 @@
 """WGT019 on hand-written exports of all weights and of adapters."""
 
+import pytest
 from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
+from verifier.core.manifest import Manifest
+from verifier.core.records_policy import WrittenMetrics
 from verifier.core.records_weights import (
     ExportedAdapterMatrix,
     ExportedAdapterScaling,
@@ -18,6 +21,7 @@ from verifier.core.records_weights import (
     UpdatedShard,
     WrittenShard,
 )
+from verifier.core.trace import Trace
 
 
 def held(name, content, version=3):
@@ -87,3 +91,20 @@ def test_a_file_of_another_adapter_is_seen():
         for item in ADAPTERS
     ]
     assert judged(*SOURCE, *other, *files({"a": "5", "b": "0"}))[0] is Verdict.VIOLATED
+
+
+@pytest.mark.parametrize(
+    ("asked", "enough", "accuracy", "verdict"),
+    [
+        (3, 2.0, None, Verdict.HOLDS), (4, 2.0, None, Verdict.VIOLATED), (2, 2.0, None, Verdict.VIOLATED),
+        (4, 0.5, 0.5, Verdict.HOLDS), (4, 0.5, 0.25, Verdict.VIOLATED), (4, 0.5, None, Verdict.VIOLATED),
+        (2, 0.5, 0.75, Verdict.VIOLATED), (3, 0.5, 0.75, Verdict.HOLDS),
+    ],
+)  # fmt: skip
+def test_a_run_ends_at_its_last_step_or_where_it_may_stop(asked, enough, accuracy, verdict):
+    """The files are of step 3."""
+    values = {} if accuracy is None else {"accuracy": accuracy}
+    line = WrittenMetrics(name="metrics.jsonl", version=3, step=3, values=values, recorded={})
+    manifest = Manifest(complete=True, config={"steps": asked, "evaluation": {"stop_above": enough}})
+    outcome = run_check(REGISTRY["TRN007"], Trace(manifest, [*files({"a": "1"}), line]))
+    assert (outcome.error, outcome.verdict) == (None, verdict)

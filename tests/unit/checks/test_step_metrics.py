@@ -10,15 +10,23 @@ from verifier.checks.packing import POSITION_BITS
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.record import Record
-from verifier.core.records_policy import Advantages, Drops, LossRows, LossTerms, PolicyColumns, StepMetrics
-from verifier.core.records_trainer import LossColumns
+from verifier.core.record import Real, Record
+from verifier.core.records_policy import (
+    Advantages,
+    Drops,
+    LossRows,
+    LossTerms,
+    PolicyColumns,
+    StepMetrics,
+    WrittenMetrics,
+)
+from verifier.core.records_trainer import LossColumns, TrainerStep
 from verifier.core.trace import Trace
 
 IDS = ("a", "b", "c", "d")
 RIGHT = {
     "reward": 0.25, "mixed_groups": 0.5, "truncated_share": 0.5, "num_tokens": 4.0, "entropy": 1.25, "kl": 0.0,
-    "clipped_share": 0.5,
+    "clipped_share": 0.5, "answer_tokens": 1.0, "loss": -0.5, "grad_norm": 2.0, "learning_rate": 1e-3,
 }  # fmt: skip
 RATIOS = np.array([1.5, 1.0, 0.5, 1.0])
 """Of the last token of each rollout: the first is clipped above, the third below."""
@@ -59,6 +67,10 @@ def trace(**shown: float) -> Trace:
             array="columns",
         ),
         LossRows(name="update 1", version=1, coordinate="", array="rows"),
+        TrainerStep(
+            name="update 1", version=1, step=1, loss=-0.5, num_tokens=4, grad_norm=2.0, learning_rate=1e-3,
+            weight_decay=0.0, optimizer_steps=1, scheduler_steps=2,
+        ),
     ]  # fmt: skip
     return Trace(Manifest(complete=True), records, arrays.__getitem__)
 
@@ -74,10 +86,30 @@ def test_right_numbers_hold() -> None:
     ("name", "shown"),
     [
         ("reward", 0.5), ("mixed_groups", 1.0), ("truncated_share", 0.0), ("num_tokens", 8.0), ("entropy", 5.0),
-        ("kl", 0.01), ("clipped_share", 0.25),
+        ("kl", 0.01), ("clipped_share", 0.25), ("answer_tokens", 2.0), ("loss", -0.25), ("grad_norm", 6.0),
+        ("learning_rate", 5e-4),
     ],
 )  # fmt: skip
 def test_a_wrong_number_is_named(name: str, shown: float) -> None:
     outcome = run_check(REGISTRY["MET001"], trace(**{name: shown}))
     assert outcome.verdict is Verdict.VIOLATED
     assert [item.what for item in outcome.finding.bad] == [name]
+
+
+def written(step: int = 4, **values: Real) -> tuple[Verdict, list[str]]:
+    line = WrittenMetrics(
+        name="metrics.jsonl", version=4, step=step, values={"reward": 0.5, "time_s": 1.0, **values},
+        recorded={"reward": 0.5, "kl": "nan"},
+    )  # fmt: skip
+    outcome = run_check(REGISTRY["MET002"], Trace(Manifest(complete=True), [line]))
+    return outcome.verdict, [item.what for item in outcome.finding.bad] if outcome.finding else []
+
+
+def test_a_line_of_its_own_step_holds() -> None:
+    assert written(kl="nan") == (Verdict.HOLDS, [])
+
+
+def test_a_line_of_another_step_or_with_other_numbers_is_seen() -> None:
+    assert written(step=3, kl="nan") == (Verdict.VIOLATED, ["step"])
+    assert written(reward=0.25, kl="nan") == (Verdict.VIOLATED, ["reward"])
+    assert written() == (Verdict.VIOLATED, ["kl"])
