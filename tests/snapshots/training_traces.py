@@ -17,6 +17,7 @@ from verifier.core.records_policy import (
     GivenRewards,
     LossRows,
     LossTerms,
+    OracleEntropy,
     PolicyColumns,
     ReferenceShard,
     RequestSeeds,
@@ -71,6 +72,8 @@ ARRAYS["loss rows"] = {
     "entropy_gradient": np.zeros(4, np.float32), "weight": np.array([1, 1, 0, 1], np.float32),
     "divisor": np.array([-1.0, -2.0, 0, -3.0], np.float32), "advantage": np.array([0.5, 0.5, 0, -0.5], np.float32),
 }  # fmt: skip
+ARRAYS["entropies of the oracle"] = {"array": np.full(3, 1.5)}
+ARRAYS["entropies of other logits"] = {"array": np.array([1.5, 1.5, 1.25])}
 ARRAYS["rows without gradient"] = {
     **ARRAYS["loss rows"], "gradient": np.array([-0.5, -0.5, 0, 0.0], np.float32)
 }  # fmt: skip
@@ -195,6 +198,9 @@ def training() -> list[Record]:
             values={"reward": 0.5, "mixed_groups": 1.0, "truncated_share": 0.0, "num_tokens": 3.0},
         ),
         LossRows(name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", array="loss rows"),
+        OracleEntropy(
+            name="update 1", version=1, role="oracle", temperature=1.0, noise=1e-7, array="entropies of the oracle"
+        ),
         ReferenceShard(
             name="decoder.weight (chunk 0)", version=1, digest=f"vd1:{5:032x}", dtype="float32", shape=(4, 2),
             frozen=f"vd1:{5:032x}",
@@ -228,6 +234,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "LSS003": (UpdateRatios, having(ratio_gap=0.25)),
     "MET001": (StepMetrics, having(values={"reward": 1.0})),
     "LGP011": (RequestSeeds, having(turns=((6000018, 6000018),))),
+    "LGP012": (OracleEntropy, having(array="entropies of other logits")),
     "LGP010": (ReferenceShard, having(digest=f"vd1:{6:032x}")),
     "LSS004": (LossRows, having(array="rows without gradient")),
     "PCK004": (LossRows, having(array="rows of another token")),

@@ -12,6 +12,7 @@ from verifier.checks import (
     delivery,
     draws,
     engine_mismatch,
+    entropies,
     final_export,
     knobs,
     logprobs,
@@ -34,7 +35,7 @@ from verifier.checks import (
 
 __all__ = [
     "adam_audit", "adapter_delivery", "answer_ends", "arguments", "batch_content", "batch_sizes", "beginnings",
-    "configs", "delivery", "draws", "engine_mismatch", "final_export", "knobs", "logprobs", "loss_rows", "moves",
+    "configs", "delivery", "draws", "engine_mismatch", "entropies", "final_export", "knobs", "logprobs", "loss_rows", "moves",
     "packing", "policy_step", "resume", "reward_penalty", "rollout_texts", "routes", "samples", "score_bias", "step",
     "step_metrics", "training_step", "turns", "weights",
 ]  # fmt: skip

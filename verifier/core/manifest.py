@@ -12,7 +12,7 @@ from verifier.core.record import Count
 FORMAT: Literal[2] = 2
 Scope = Literal[
     "adapter", "audited", "balance", "batch", "begun", "cold", "config", "data", "draws", "dropped", "ends",
-    "engine", "estimator", "export", "exported", "final", "forced", "formula", "frozen", "gradient", "handed",
+    "engine", "entropy", "estimator", "export", "exported", "final", "forced", "formula", "frozen", "gradient", "handed",
     "held", "layout", "logprob", "merged", "mismatch", "order", "penalty", "plan", "policy", "prompts", "reference",
     "replay", "replicas", "resampled", "restarted", "resume", "reward", "rollout", "routes", "sampled", "saved",
     "schedule", "scored", "settings", "shown", "sizes", "step", "text", "tokens", "transport", "turns", "update",

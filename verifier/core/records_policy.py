@@ -216,6 +216,15 @@ class LossRows(ArrayRecord, frozen=True, kw_only=True, tag="loss/rows"):
     """Mesh coordinate of the rank."""
 
 
+class OracleEntropy(ArrayRecord, frozen=True, kw_only=True, tag="logprob/entropy"):
+    """Entropy by transformers in float32 at each token in the loss of one update; the array [N] float64 is in nats."""
+
+    temperature: float
+    """Divisor of the logits."""
+    noise: Real
+    """Greatest distance of the same from the entropy by weights of the run's dtype, or of float64, nats."""
+
+
 class ReferenceShard(TensorRecord, frozen=True, kw_only=True, tag="logprob/reference"):
     """One live tensor of a rank while it scored as the reference."""
 

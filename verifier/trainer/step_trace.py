@@ -100,7 +100,7 @@ def step_manifest(
     if "replicas" in model.layout_scopes and not dropped:
         scopes.append("replicas")
     if sampled:
-        scopes.append("gradient")
+        scopes += ["gradient", "entropy"]
         scopes += ["scored"] if config.algorithm == "grpo" else []
         scopes += ["sampled"] if synced else []
     audited = can_audit(config)
