@@ -23,6 +23,7 @@ from verifier.core.records_policy import (
     RequestSeeds,
     SamplingAsked,
     SamplingRound,
+    SpotScore,
     StepMetrics,
     UpdateRatios,
 )
@@ -74,6 +75,8 @@ ARRAYS["loss rows"] = {
 }  # fmt: skip
 ARRAYS["entropies of the oracle"] = {"array": np.full(3, 1.5)}
 ARRAYS["entropies of other logits"] = {"array": np.array([1.5, 1.5, 1.25])}
+ARRAYS["alone"] = {"current": np.array([-1.0, -2.0], np.float32), "reference": np.array([-1.5, -1.75], np.float32)}
+ARRAYS["alone and otherwise"] = {**ARRAYS["alone"], "current": np.array([-1.0, -2.5], np.float32)}
 ARRAYS["rows without gradient"] = {
     **ARRAYS["loss rows"], "gradient": np.array([-0.5, -0.5, 0, 0.0], np.float32)
 }  # fmt: skip
@@ -201,6 +204,7 @@ def training() -> list[Record]:
         OracleEntropy(
             name="update 1", version=1, role="oracle", temperature=1.0, noise=1e-7, array="entropies of the oracle"
         ),
+        SpotScore(name="spot", version=1, id="x", seed=3, step=1, mini_batches=1, array="alone"),
         ReferenceShard(
             name="decoder.weight (chunk 0)", version=1, digest=f"vd1:{5:032x}", dtype="float32", shape=(4, 2),
             frozen=f"vd1:{5:032x}",
@@ -235,6 +239,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "MET001": (StepMetrics, having(values={"reward": 1.0})),
     "LGP011": (RequestSeeds, having(turns=((6000018, 6000018),))),
     "LGP012": (OracleEntropy, having(array="entropies of other logits")),
+    "LGP013": (SpotScore, having(array="alone and otherwise")),
     "LGP010": (ReferenceShard, having(digest=f"vd1:{6:032x}")),
     "LSS004": (LossRows, having(array="rows without gradient")),
     "PCK004": (LossRows, having(array="rows of another token")),

@@ -12,10 +12,11 @@ from verifier.core.record import Count
 FORMAT: Literal[2] = 2
 Scope = Literal[
     "adapter", "audited", "balance", "batch", "begun", "cold", "config", "data", "draws", "dropped", "ends",
-    "engine", "entropy", "estimator", "export", "exported", "final", "forced", "formula", "frozen", "gradient", "handed",
-    "held", "layout", "logprob", "merged", "mismatch", "order", "penalty", "plan", "policy", "prompts", "reference",
-    "replay", "replicas", "resampled", "restarted", "resume", "reward", "rollout", "routes", "sampled", "saved",
-    "schedule", "scored", "settings", "shown", "sizes", "step", "text", "tokens", "transport", "turns", "update",
+    "engine", "entropy", "estimator", "export", "exported", "final", "forced", "formula", "frozen", "gradient",
+    "handed", "held", "layout", "logprob", "merged", "mismatch", "order", "penalty", "plan", "policy", "prompts",
+    "reference", "replay", "replicas", "resampled", "restarted", "resume", "reward", "rollout", "routes", "sampled",
+    "saved", "schedule", "scored", "settings", "shown", "sizes", "spot", "step", "text", "tokens", "transport",
+    "turns", "update",
 ]  # fmt: skip
 """Part of a run's declaration; every check belongs to one."""
 Ranks = Annotated[int, Meta(ge=0, le=1 << 16)]

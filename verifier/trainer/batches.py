@@ -22,6 +22,7 @@ from verifier.data.text_dataset import ARITHMETIC
 from verifier.data.tokenizer import Tokenizer, open_tokenizer
 from verifier.model.checkpoint import Checkpoint
 from verifier.trainer.fitting import load_held_out, load_train, near_budget, require_budget
+from verifier.trainer.spot import record_spot
 from verifier.trainer.trained_text import trained_text
 
 Values = Sequence[np.ndarray]
@@ -148,7 +149,10 @@ class SftPlan:
 
     scored: ScoredRollouts | None = None
 
-    def __init__(self, config: TrainConfig, checkpoint: Checkpoint, folder: Callable[[int], Path]) -> None:
+    def __init__(
+        self, config: TrainConfig, checkpoint: Checkpoint, folder: Callable[[int], Path], *, spots: bool = False
+    ) -> None:
+        self._spots = spots
         self.facts: Mapping[str, Any] = {}
         self.has_text, self.unread, self.reads_rewards = False, 0, False
         self._config, self._file = config, folder
@@ -179,6 +183,8 @@ class SftPlan:
                 probe.emit(text)
             record_account(probe, [update], rollouts, {})
             record_columns(probe, config, update)
+            if self._spots:
+                record_spot(probe, config, step, rollouts, [range(len(rollouts))], score, update.file)
         return [update]
 
 
