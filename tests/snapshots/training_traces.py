@@ -76,7 +76,7 @@ ARRAYS["loss rows"] = {
 ARRAYS["entropies of the oracle"] = {"array": np.full(3, 1.5)}
 ARRAYS["entropies of other logits"] = {"array": np.array([1.5, 1.5, 1.25])}
 ARRAYS["alone"] = {"current": np.array([-1.0, -2.0], np.float32), "reference": np.array([-1.5, -1.75], np.float32)}
-ARRAYS["alone and otherwise"] = {**ARRAYS["alone"], "current": np.array([-1.0, -2.5], np.float32)}
+ARRAYS["alone and otherwise"] = {**ARRAYS["alone"], "reference": np.array([-1.5, -2.5], np.float32)}
 ARRAYS["rows without gradient"] = {
     **ARRAYS["loss rows"], "gradient": np.array([-0.5, -0.5, 0, 0.0], np.float32)
 }  # fmt: skip

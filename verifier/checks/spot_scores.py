@@ -22,7 +22,7 @@ from verifier.core.trace import Trace
 
 ALONE = Tolerance(
     absolute=1e-4, unit="nats",
-    source="fp32 on CPU, as LGP009: two right passes of sharp weights differ by 2.4e-5, by 1e-6 of these",
+    source="fp32 on CPU, as LGP009, where two right passes of sharp weights differed by 2.4e-5; packed and alone by 0",
 )  # fmt: skip
 REFERENCES = ("reference", "penalty_reference")
 """Columns of a batch with log-probabilities of the reference: with the KL in the loss, and in the reward."""
@@ -91,7 +91,7 @@ def _chosen(trace: Trace, spot: SpotScore) -> Comparison:
 
 
 def _sides(trace: Trace, spot: SpotScore, *, exact: bool) -> Iterator[_Side]:
-    """What the batch's passes gave for the rollout; in less than float32 `old` alone, of tokens in the loss."""
+    """Values that the batch's passes gave for the rollout; in less than float32 `old` alone, of tokens in the loss."""
     for policy in trace.of(PolicyColumns, version=spot.version):
         if spot.id not in policy.ids:
             continue
