@@ -45,7 +45,7 @@ def test_every_fault_lies_in_a_file_of_its_stage():
         "replay": {"pack", "route"}, "transport": {"transport", "replica"}, "engine": {"engine", "replica"},
         "rollout": {"rollout", "engine", "mode", "draw", "answer"}, "loss": {"loss", "policy", "metric"},
         "pack": {"pack", "column"}, "data": {"data", "turn", "size", "answer"}, "train": {"train", "adam", "gradient"},
-        "reward": {"reward", "metric"},
+        "reward": {"reward", "metric"}, "logprob": {"logprob", "score"},
     }  # fmt: skip
     for item in CATALOG.values():
         _, body = item.replacements[0]

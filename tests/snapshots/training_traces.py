@@ -18,11 +18,13 @@ from verifier.core.records_policy import (
     GivenRewards,
     LossRows,
     LossTerms,
+    OracleEntropy,
     PolicyColumns,
     ReferenceShard,
     RequestSeeds,
     SamplingAsked,
     SamplingRound,
+    SpotScore,
     StepMetrics,
     UpdateRatios,
     WrittenMetrics,
@@ -76,6 +78,10 @@ ARRAYS["loss rows"] = {
     "entropy_gradient": np.zeros(4, np.float32), "weight": np.array([1, 1, 0, 1], np.float32),
     "divisor": np.array([-1.0, -2.0, 0, -3.0], np.float32), "advantage": np.array([0.5, 0.5, 0, -0.5], np.float32),
 }  # fmt: skip
+ARRAYS["entropies of the oracle"] = {"array": np.full(3, 1.5)}
+ARRAYS["entropies of other logits"] = {"array": np.array([1.5, 1.5, 1.25])}
+ARRAYS["alone"] = {"current": np.array([-1.0, -2.0], np.float32), "reference": np.array([-1.5, -1.75], np.float32)}
+ARRAYS["alone and otherwise"] = {**ARRAYS["alone"], "reference": np.array([-1.5, -2.5], np.float32)}
 ARRAYS["rows without gradient"] = {
     **ARRAYS["loss rows"], "gradient": np.array([-0.5, -0.5, 0, 0.0], np.float32)
 }  # fmt: skip
@@ -265,6 +271,10 @@ def training() -> list[Record]:
             name="metrics.jsonl", version=1, step=1, values={"reward": 0.5, "time_s": 2.0}, recorded={"reward": 0.5}
         ),
         LossRows(name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", array="loss rows"),
+        OracleEntropy(
+            name="update 1", version=1, role="oracle", temperature=1.0, noise=1e-7, array="entropies of the oracle"
+        ),
+        SpotScore(name="spot", version=1, id="x", seed=3, step=1, mini_batches=1, array="alone"),
         ReferenceShard(
             name="decoder.weight (chunk 0)", version=1, digest=f"vd1:{5:032x}", dtype="float32", shape=(4, 2),
             frozen=f"vd1:{5:032x}",
@@ -299,6 +309,8 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "MET001": (StepMetrics, having(values={"reward": 1.0})),
     "MET002": (WrittenMetrics, having(step=2)),
     "LGP011": (RequestSeeds, having(turns=((6000018, 6000018),))),
+    "LGP012": (OracleEntropy, having(array="entropies of other logits")),
+    "LGP013": (SpotScore, having(array="alone and otherwise")),
     "LGP010": (ReferenceShard, having(digest=f"vd1:{6:032x}")),
     "LSS004": (LossRows, having(array="rows without gradient")),
     "PCK004": (LossRows, having(array="rows of another token")),

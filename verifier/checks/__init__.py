@@ -12,6 +12,7 @@ from verifier.checks import (
     delivery,
     draws,
     engine_mismatch,
+    entropies,
     final_export,
     gradient_sums,
     knobs,
@@ -27,6 +28,7 @@ from verifier.checks import (
     routes,
     samples,
     score_bias,
+    spot_scores,
     step,
     step_metrics,
     training_step,
@@ -36,7 +38,8 @@ from verifier.checks import (
 
 __all__ = [
     "adam_audit", "adapter_delivery", "answer_ends", "arguments", "batch_content", "batch_sizes", "beginnings",
-    "configs", "delivery", "draws", "engine_mismatch", "final_export", "gradient_sums", "knobs", "logprobs",
-    "loss_rows", "moves", "packing", "policy_step", "read_data", "resume", "reward_penalty", "rollout_texts", "routes",
-    "samples", "score_bias", "step", "step_metrics", "training_step", "turns", "weights",
+    "configs", "delivery", "draws", "engine_mismatch", "entropies", "final_export", "gradient_sums", "knobs",
+    "logprobs", "loss_rows", "moves", "packing", "policy_step", "read_data", "resume", "reward_penalty",
+    "rollout_texts", "routes", "samples", "score_bias", "spot_scores", "step", "step_metrics", "training_step", "turns",
+    "weights",
 ]  # fmt: skip

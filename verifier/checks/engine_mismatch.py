@@ -132,7 +132,7 @@ def _worst(seen: _Tokens, noise: SampledNoise | None, temperature: float) -> lis
     """Token of each rollout that is farthest off beside its bound, by rollout; one that is not finite before others."""
     bounds = np.full(len(seen), at_temperature(MISMATCH, temperature).absolute)
     if noise is not None:
-        bounds = GREATEST_NOISES * _greatest_nats(noise, seen.old)
+        bounds = GREATEST_NOISES * greatest_nats(noise, seen.old)
     finite = np.isfinite(seen.gap)
     shares = np.where(finite, seen.gap, 0.0) / bounds
     order = np.lexsort((-np.arange(len(seen)), seen.gap, shares, ~finite, seen.rollout))
@@ -152,19 +152,19 @@ def _most(item: PolicyColumns, seen: _Tokens, bound: Tolerance) -> Comparison:
 
 def _greatest(noise: SampledNoise, old: float) -> Tolerance:
     """Bound on a token; of a mixture, or of a floor of few tokens, a finite one alone."""
-    greatest = float(_greatest_nats(noise, np.array([old]))[0])
+    greatest = float(greatest_nats(noise, np.array([old]))[0])
     if noise.routed:
         source = "routers flip, so any finite one"
     elif noise.tokens < FEW_TOKENS:
         source = f"{noise.tokens} tokens are no floor, so any finite one"
     else:
-        source = f"{GREATEST_NOISES} x {_source(noise)}{_surer(float(_less_sure(noise, np.array([old]))[0]))}"
+        source = f"{GREATEST_NOISES} x {noise_source(noise)}{_surer(float(_less_sure(noise, np.array([old]))[0]))}"
         if greatest == float(noise.greatest_of_run) > float(noise.greatest):
             source += "; the greatest of the run so far"
     return Tolerance(absolute=GREATEST_NOISES * greatest, unit="nats", source=source)
 
 
-def _greatest_nats(noise: SampledNoise, old: np.ndarray) -> np.ndarray:
+def greatest_nats(noise: SampledNoise, old: np.ndarray) -> np.ndarray:
     """[T] greatest noise of each token, nats; infinite of a mixture, and of a floor of few tokens.
 
     Noise of logits changes a log-probability by as much as its token is unsure, 1 - p. So one that is less sure than
@@ -191,7 +191,8 @@ def _surer(more: float) -> str:
     return f", which are {more:.3g} times as sure" if more > 1.005 else ""
 
 
-def _source(noise: SampledNoise) -> str:
+def noise_source(noise: SampledNoise) -> str:
+    """Source of a bound that a measured noise gives."""
     return f"this run's noise: its dtype against fp32, {noise.tokens:,} tokens of version {noise.measured}"
 
 
@@ -213,7 +214,7 @@ def _statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise) -> Iter
     """Statistics of a step with their bounds; `_Statistic.value` is a magnitude."""
     old, engine = seen.old, seen.engine
     gaps, root = old - engine, math.sqrt(len(seen))
-    source, carried = _source(noise), noise.measured != item.trained_version
+    source, carried = noise_source(noise), noise.measured != item.trained_version
     for name, values, mean, deviation in (
         ("mean magnitude", np.abs(gaps), noise.mean, noise.deviation),
         ("root mean square", gaps**2, noise.squares, noise.squares_deviation),

@@ -187,7 +187,7 @@ def _formula(trace: Trace, update: UpdateRows, terms: LossTerms) -> Iterator[Com
         allowed += float(rounding.max(initial=0.0))
         gaps = np.where(spared, 0.0, np.abs(actual - expected))
         gaps = np.where(np.isnan(gaps), np.inf, gaps)
-        for at in _worst_rows(update.rollout, gaps):
+        for at in worst_rows(update.rollout, gaps):
             name, gap = columns.ids[update.rollout[at]], float(gaps[at])
             yield Comparison(
                 what=f"{what} of {name} in {columns.name}", same=gap <= allowed, stage=Stage.LOSS,
@@ -211,7 +211,7 @@ def _formula(trace: Trace, update: UpdateRows, terms: LossTerms) -> Iterator[Com
         )  # fmt: skip
 
 
-def _worst_rows(rollout: np.ndarray, gaps: np.ndarray) -> list[int]:
+def worst_rows(rollout: np.ndarray, gaps: np.ndarray) -> list[int]:
     """Row with the greatest gap of each rollout that has rows, the first of equal ones, by rollout."""
     order = np.lexsort((-np.arange(len(gaps)), gaps, rollout))
     return [int(at) for at in order[np.flatnonzero(np.diff(rollout[order], append=-1))]]

@@ -75,7 +75,8 @@ def _compared(trace: Trace, item: ExamplesRead | HeldOutRead) -> Iterator[Compar
         yield Comparison(
             what=f"{name} ({item.name} {at})", same=not parts, stage=Stage.DATA, version=item.version,
             badness=float(len(parts)),
-            sentence=f"`{name}` does not have the {_joined(list(_names(item.parts, wrong)))} of row {index} of its source",
+            sentence=f"`{name}` does not have the {_joined(list(_names(item.parts, wrong)))} of row {index} of its "
+            "source",
             expected=f"row {index} of `{item.source}` (a second reader)", actual=", ".join(parts) or "the same",
             allowed="exact (digests of 64 bits)",
             hint="look at what the loader shuffles, cuts or leaves out, and at the order of the source's files",
@@ -115,7 +116,8 @@ def recorded_rollout_differs_from_file(trace: Trace) -> Iterator[Comparison]:
             seen.add(name)
             yield Comparison(
                 what=f"{name} ({what})", same=not wrong, stage=Stage.DATA, version=item.version, badness=1.0,
-                sentence=f"rollout `{name}` does not have the {_joined(wrong) if wrong else ''} of its file in its {what}",
+                sentence=f"rollout `{name}` does not have the {_joined(wrong) if wrong else ''} of its file in its "
+                f"{what}",
                 expected="those of the file (a second reader)", actual=f"other {_joined(wrong)}" if wrong else "those",
                 allowed="exact (copies)", hint="look at what makes a rollout of a row, field by field",
             )  # fmt: skip

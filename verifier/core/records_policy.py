@@ -227,6 +227,31 @@ class LossRows(ArrayRecord, frozen=True, kw_only=True, tag="loss/rows"):
     """Mesh coordinate of the rank."""
 
 
+class OracleEntropy(ArrayRecord, frozen=True, kw_only=True, tag="logprob/entropy"):
+    """Entropy by transformers in float32 at each token in the loss of one update; the array [N] float64 is in nats."""
+
+    temperature: float
+    """Divisor of the logits."""
+    noise: Real
+    """Greatest distance of the same from the entropy by weights of the run's dtype, or of float64, nats."""
+
+
+class SpotScore(ArrayRecord, frozen=True, kw_only=True, tag="logprob/spot"):
+    """One rollout of a step that the trainer scored by itself, alone in its pack, before the step's first update.
+
+    Arrays [L - 1] float32, nats: ``current`` by the weights as they were, ``reference`` where there is one.
+    """
+
+    id: str
+    """Id of the rollout, which a rule of seed, step and mini-batches chooses."""
+    seed: int
+    """Seed of the run."""
+    step: Count
+    mini_batches: Count
+    temperature: float = 1.0
+    """Divisor of the logits."""
+
+
 class ReferenceShard(TensorRecord, frozen=True, kw_only=True, tag="logprob/reference"):
     """One live tensor of a rank while it scored as the reference."""
 

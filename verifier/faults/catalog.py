@@ -24,6 +24,7 @@ from verifier.faults import (  # noqa: F401
     reward_faults,
     rollout_faults,
     route_faults,
+    score_faults,
     size_faults,
     train_faults,
     transport_faults,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from verifier.oracle.logprob_hf import choosing
+from verifier.oracle.logprob_hf import choosing, hold_model
 from verifier.oracle.step_hf import (
     Adam,
     adapter_gradients,
@@ -126,6 +126,42 @@ def judge_updates(
             )
             records.append({**row, **whole})
     return records
+
+
+@torch.inference_mode()
+def entropies(_: object, folder: str, temperature: float, numbers: Sequence[int], dtype: str) -> list[dict[str, Any]]:
+    """Entropy of the distribution that each token in the loss of a step's updates is one of; a request of a server.
+
+    Args:
+        folder: see `judge_updates`.
+        temperature: divisor of the logits.
+        numbers: of the updates, from 1.
+        dtype: second dtype of the weights, whose distance from float32 is the noise.
+
+    Returns:
+        Per update "entropy", nats, rollout by rollout, by float32 weights, and "noise", greatest distance, nats.
+    """
+    found = []
+    for number in numbers:
+        rows, weights = _rows(Path(folder) / f"inputs-{number}.safetensors"), Path(folder) / f"weights-{number - 1}"
+        exact, other = (_entropies(weights, rows, temperature, kind) for kind in (torch.float32, getattr(torch, dtype)))
+        noise = float((exact - other).abs().max()) if len(exact) else 0.0
+        found.append({"entropy": exact.tolist(), "noise": noise})
+    return found
+
+
+def _entropies(checkpoint: Path, rows: Sequence[Row], temperature: float, dtype: torch.dtype) -> torch.Tensor:
+    """[N] float64 entropy at each token in the loss, nats."""
+    model = hold_model(str(checkpoint), dtype, "cpu")
+    parts = [torch.zeros(0, dtype=torch.float64)]
+    for row in rows:
+        kept = row["mask"][1:].bool()
+        if kept.any():
+            with choosing(model, row["routes"].tolist() if "routes" in row else (), len(row["tokens"])):
+                logits = model(input_ids=row["tokens"][None], use_cache=False).logits[0, :-1][kept].double()
+            every = torch.log_softmax(logits / temperature, dim=-1)
+            parts.append(-(every.exp() * every).sum(-1))
+    return torch.cat(parts)
 
 
 def _of_adapter(found: _Found, matrices: Gradients, adapter: Mapping[str, Any]) -> _Found:

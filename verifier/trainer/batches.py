@@ -23,6 +23,7 @@ from verifier.data.tokenizer import Tokenizer, open_tokenizer
 from verifier.model.checkpoint import Checkpoint
 from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.fitting import load_held_out, load_train, near_budget, require_budget
+from verifier.trainer.spot import has_spot, record_spot
 from verifier.trainer.trained_text import trained_text
 
 Values = Sequence[np.ndarray]
@@ -149,7 +150,10 @@ class SftPlan:
 
     scored: ScoredRollouts | None = None
 
-    def __init__(self, config: TrainConfig, checkpoint: Checkpoint, folder: Callable[[int], Path]) -> None:
+    def __init__(
+        self, config: TrainConfig, checkpoint: Checkpoint, folder: Callable[[int], Path], *, spots: bool = False
+    ) -> None:
+        self._spots = spots
         self.facts: Mapping[str, Any] = {}
         self.has_text, self.unread, self.reads_rewards = False, 0, False
         self._config, self._file = config, folder
@@ -182,6 +186,8 @@ class SftPlan:
                 probe.emit(text)
             record_account(probe, [update], rollouts, {})
             record_columns(probe, config, update)
+            if self._spots and has_spot(step):
+                record_spot(probe, config, step, rollouts, [range(len(rollouts))], score, update.file)
         return [update]
 
 

@@ -33,6 +33,7 @@ from verifier.trainer.metrics import View, metrics_of
 from verifier.trainer.ranks import PRELOAD, Launcher, start_ranks
 from verifier.trainer.run_folder import RunFolder, opened
 from verifier.trainer.sampled_step import require_judgeable, unsampled_because
+from verifier.trainer.spot import why_no_spot
 
 if TYPE_CHECKING:
     from verifier.trainer.cluster_ray import Cluster
@@ -153,20 +154,21 @@ class Trainer:
         config = self._config
         require_judgeable(config, model)
         batch_of = RunFolder(config.run).batch
+        spots = config.verify.steps and not why_no_spot(config, model)
         if config.algorithm == "sft":
-            plan = SftPlan(config, model.checkpoint, batch_of)
+            plan = SftPlan(config, model.checkpoint, batch_of, spots=spots)
             self._data = plan.data
             self._held_out = plan.held_out if plan.held_out.examples else None
             return plan
         routed = moe_layers_of(model.checkpoint.config) if config.grpo.replay_routes else ()
         if config.data.rollouts is not None:
-            return GrpoPlan(config, RecordedRollouts(config, model.checkpoint), batch_of, routed)
+            return GrpoPlan(config, RecordedRollouts(config, model.checkpoint), batch_of, routed, spots=spots)
         self._rollouts = EngineRollouts(config, model.checkpoint, whole_answers=self._whole_answers)
         self._data = self._rollouts.data
         if config.grpo.mode == "sync":
-            return GrpoPlan(config, self._rollouts, batch_of, routed)
+            return GrpoPlan(config, self._rollouts, batch_of, routed, spots=spots)
         self._ahead = AheadRollouts(config, self._rollouts, self._until)
-        return GrpoPlan(config, self._ahead, batch_of, routed)
+        return GrpoPlan(config, self._ahead, batch_of, routed, spots=spots)
 
     def _start_engine(self, launcher: Launcher, stack: contextlib.ExitStack) -> Engines | None:
         """Start the engine that samples, if the run has one, while Megatron is imported."""

@@ -39,6 +39,7 @@ from verifier.trainer.fitting import require_budget
 from verifier.trainer.given_routes import record_given, require_routes
 from verifier.trainer.mismatch import by_position, mismatch_facts
 from verifier.trainer.sampled_batch import has_second_reader, rewards_of
+from verifier.trainer.spot import has_spot, record_spot
 from verifier.trainer.token_versions import fresh_tokens
 
 STALE = "stale"
@@ -112,13 +113,15 @@ class GrpoPlan:
         source: of rollouts.
         file: file of the batch of (step, mini-batch).
         moe_layers: global indices of the layers with routers; empty unless routes are replayed.
+        spots: score one rollout of every eighth judged step by itself too.
     """
 
     def __init__(
         self, config: TrainConfig, source: RolloutSource, file: Callable[[int, int], Path],
-        moe_layers: Sequence[int] = (),
+        moe_layers: Sequence[int] = (), *, spots: bool = False,
     ) -> None:  # fmt: skip
         self._config, self._source, self._file, self._moe_layers = config, source, file, moe_layers
+        self._spots = spots
         self.facts: Mapping[str, Any] = {}
         self.scored: ScoredRollouts | None = None
         self.has_text, self.unread, self.reads_rewards = False, 0, False
@@ -134,6 +137,8 @@ class GrpoPlan:
         parts = [part.tolist() for part in np.array_split(np.arange(len(given)), options.mini_batches)]
         self.scored = scored = self._scored(step, given, parts, score)
         times = {"score_s": time.monotonic() - rolled} | ({} if config.data.rollouts else {"rollout_s": rolled - began})
+        if probe is not None and self._spots and has_spot(step):
+            record_spot(probe, config, step, given, parts, score, self._file(step, 0))
         penalties = np.zeros(len(given))
         masks = [item.mask for item in given]
         if scored.reference is not None and options.kl_in == "reward":

@@ -17,7 +17,8 @@ from safetensors.numpy import save_file
 from verifier.config import TrainConfig
 from verifier.config.grpo import LOSSES
 from verifier.core.outputs import full_disk_refused
-from verifier.core.record import Probe
+from verifier.core.record import Probe, real
+from verifier.core.records_policy import OracleEntropy
 from verifier.core.records_tokens import (
     OracleLogprobs,
     OracleOfSampled,
@@ -193,11 +194,25 @@ class SampledStep:
         with contextlib.closing(Recorder(trace, "oracle", 0)) as recorder:
             for row in rows:
                 recorder.emit(gradient_record({**row, "version": self._step}, owners, model.mesh))
+            self._record_entropies(recorder, updates, objective["temperature"], read)
             if scored is not None:
                 before = self.folder / f"weights-{updates[0].number - 1}"
                 noise = self._record_logprobs(recorder, scored, before, earlier, known)
         shutil.rmtree(self.folder)
         return noise
+
+    def _record_entropies(
+        self, recorder: Recorder, updates: Sequence[OptimizerUpdate], temperature: float, read: Sequence[Path]
+    ) -> None:
+        """Record the entropy at each token in the loss, of each update."""
+        dtype = "float64" if self._model.dtype == "float32" else self._model.dtype
+        numbers = [update.number for update in updates]
+        rows = self._oracle.ask("policy_hf:entropies", [self.folder], temperature, numbers, dtype, read=read)
+        for update, row in zip(updates, rows, strict=True):
+            record = OracleEntropy(
+                name=update.name, version=self._step, temperature=temperature, noise=real(row["noise"])
+            )
+            recorder.emit(record, np.array(row["entropy"], np.float64))
 
     def _save_inputs(self, update: OptimizerUpdate) -> None:
         """Write the inputs of an update's loss, as they were recorded."""

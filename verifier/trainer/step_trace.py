@@ -19,6 +19,7 @@ from verifier.platform.stand_ins import stand_ins_of
 from verifier.platform.upstream_fixes import RunFacts, bugs_of
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.sampled_step import unsampled_because
+from verifier.trainer.spot import has_spot, why_no_spot
 
 NO_NOISE = (
     "trainer against engine was not judged (LGP009): no step has measured the noise of {dtype} yet, as those of "
@@ -37,6 +38,9 @@ NO_AUDIT = (
     "and moments of megatron.use_fsdp and megatron.optimizer_offload are not where they look"
 )
 """Clause of the report on a step whose masters and moments nothing reads."""
+
+NO_SPOT = "one rollout of each step, scored by itself, was not judged (LGP013): {why}"
+"""Clause of the report on a step of a run whose packed and single scores may differ, or by nobody knows how much."""
 
 
 def can_audit(config: TrainConfig) -> bool:
@@ -106,7 +110,7 @@ def step_manifest(
     if "replicas" in model.layout_scopes and not dropped:
         scopes.append("replicas")
     if sampled:
-        scopes.append("gradient")
+        scopes += ["gradient", "entropy"]
         scopes += ["scored"] if config.algorithm == "grpo" else []
         scopes += ["sampled"] if synced else []
     audited = can_audit(config)
@@ -118,6 +122,11 @@ def step_manifest(
     if resumed or (config.engine.sleep_level and not dropped):
         scopes.append("resume")
     gaps = [NO_NOISE.format(dtype=model.dtype)] if compared and "mismatch" not in scopes else []
+    no_spot = why_no_spot(config, model)
+    if not no_spot and has_spot(step) and model.dtype != "float32" and "mismatch" not in scopes:
+        no_spot = f"no noise of {model.dtype} stands beside this step"
+    scopes += ["spot"] if has_spot(step) and not no_spot else []
+    gaps += [NO_SPOT.format(why=no_spot)] if no_spot else []
     gaps += [UNREAD.format(unread=unread)] if unread else []
     gaps += [] if audited or dropped else [NO_AUDIT]
     gaps += [UNSAMPLED.format(reason=reason)] if (reason := unsampled_because(config, model)) else []

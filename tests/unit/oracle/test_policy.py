@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import verifier.faults
 from verifier.algorithms.loss_options import LossOptions
@@ -19,7 +19,7 @@ from verifier.export.save import save_checkpoint
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.named import resolve_model
 from verifier.model.transformers_hf import load_model
-from verifier.oracle.policy_hf import _loss, judge_updates, token_losses
+from verifier.oracle.policy_hf import _loss, entropies, judge_updates, token_losses
 from verifier.runs.model_under_test import cache_folder
 from verifier.train.vocab_logprob import vocab_parallel_logprob
 
@@ -188,6 +188,21 @@ def test_two_updates_by_torch_hold(tmp_path):
         gradient, step = greatest_of(rows, number)
         assert gradient < 1  # the bound of LSS001: 3e-5 of the tensor's greatest
         assert step < 1e-3  # the bound of TRN001, learning rates
+
+
+def test_entropies_are_of_the_tempered_distribution_before_each_update(tmp_path):
+    judged(tmp_path)
+    found = entropies(None, str(tmp_path), 0.5, (1, 2), "float64")
+    for row, number in zip(found, (1, 2), strict=True):
+        columns = load_file(tmp_path / f"inputs-{number}.safetensors")
+        model, expected = load_model(tmp_path / f"weights-{number - 1}", torch.float32), []
+        lengths = columns["lengths"].tolist()
+        for tokens, mask in zip(*(columns[name].split(lengths) for name in ("tokens", "mask")), strict=True):
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+            found_of = torch.distributions.Categorical(logits=logits.double() / 0.5).entropy()
+            expected += found_of[mask[1:].bool()].tolist()
+        assert row["entropy"] == pytest.approx(expected, abs=1e-6)
+        assert 0 < row["noise"] < 1e-5
 
 
 def test_a_kl_term_without_gradient_shows(tmp_path):

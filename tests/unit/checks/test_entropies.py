@@ -1,0 +1,89 @@
+"""Entropies of a step's loss against the oracle's: each token against its own, and what noise allows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import verifier.checks  # noqa: F401  (fills the registry)
+from verifier.core.check import REGISTRY, run_check
+from verifier.core.finding import Outcome, Verdict
+from verifier.core.manifest import Manifest
+from verifier.core.records_policy import LossRows, OracleEntropy
+from verifier.core.records_trainer import LossColumns
+from verifier.core.trace import Trace
+
+ENTROPY = np.linspace(0.5, 2.5, 150)
+"""Of 150 tokens in the loss: 100 of the first rollout, 50 of the second, each after a prompt of 10."""
+ROLLOUT, POSITION = np.repeat([0, 1], [100, 50]), np.concatenate([10 + np.arange(100), 10 + np.arange(50)])
+
+
+def outcome(
+    found: np.ndarray, *, dtype: str = "float32", noise: float = 1e-7, temperature: float = 1.0, num: int = 150
+) -> Outcome:
+    """LGP012 on the first tokens of the two, whose rows two ranks hold in turn, a row of a prompt among them."""
+    mask = np.zeros(170, bool)
+    mask[ROLLOUT[:num] * 110 + POSITION[:num]] = True
+    sentinel = (ROLLOUT[:num] + 1) << 32 | POSITION[:num]
+    arrays = {
+        "columns": {"weight": mask / num, "mask": mask},
+        "oracle": {"array": ENTROPY[:num]},
+        **{
+            f"rows {rank}": {
+                "sentinel": np.append(sentinel[rank::2], 1 << 32 | 3),
+                "mask": np.append(np.full(len(sentinel[rank::2]), np.True_), False),
+                "entropy": np.append(found[:num][rank::2], 9.0).astype(np.float32),
+            }
+            for rank in range(2)
+        },
+    }
+    seen = [
+        LossColumns(
+            name="update 4", version=2, aggregation="token_mean", ids=("x", "y"), groups=("x", "y"), lengths=(110, 60),
+            array="columns",
+        ),
+        *(LossRows(name="update 4", version=2, rank=rank, coordinate="", array=f"rows {rank}") for rank in range(2)),
+        OracleEntropy(name="update 4", version=2, temperature=temperature, noise=noise, array="oracle"),
+    ]  # fmt: skip
+    return run_check(REGISTRY["LGP012"], Trace(Manifest(dtype=dtype, complete=True), seen, arrays.__getitem__))
+
+
+def off_by(nats: float, at: int = 120) -> np.ndarray:
+    return ENTROPY + np.where(np.arange(150) == at, nats, 0.0)
+
+
+def test_each_rollout_is_compared_row_by_row() -> None:
+    found = outcome(off_by(9e-6))
+    assert (found.verdict, found.num_compared, found.error) == (Verdict.HOLDS, 2, None)
+
+
+@pytest.mark.parametrize("nats", [2e-5, np.nan, np.inf])
+def test_one_token_that_is_off_shows_in_fp32(nats: float) -> None:
+    found = outcome(off_by(nats))
+    assert found.verdict is Verdict.VIOLATED
+    assert found.finding is not None
+    assert [item.what for item in found.finding.bad] == ["y in update 4"]
+
+
+def test_entropies_of_other_tokens_show() -> None:
+    assert outcome(ENTROPY[::-1]).verdict is Verdict.VIOLATED
+
+
+def test_noise_of_sharp_weights_is_allowed_three_times() -> None:
+    assert outcome(off_by(8e-5), noise=3e-5).verdict is Verdict.HOLDS
+    assert outcome(off_by(1e-4), noise=3e-5).verdict is Verdict.VIOLATED
+
+
+def test_a_low_temperature_divides_the_bound() -> None:
+    assert outcome(off_by(4e-5), temperature=0.2).verdict is Verdict.HOLDS
+    assert outcome(off_by(6e-5), temperature=0.2).verdict is Verdict.VIOLATED
+
+
+def test_bf16_is_held_against_its_own_noise() -> None:
+    assert outcome(off_by(0.02), dtype="bfloat16", noise=0.01).verdict is Verdict.HOLDS
+    assert outcome(off_by(0.04), dtype="bfloat16", noise=0.01).verdict is Verdict.VIOLATED
+
+
+def test_of_few_tokens_in_bf16_any_finite_one_holds() -> None:
+    assert outcome(off_by(0.5, at=40), dtype="bfloat16", noise=0.01, num=60).verdict is Verdict.HOLDS
+    assert outcome(off_by(np.nan, at=40), dtype="bfloat16", noise=0.01, num=60).verdict is Verdict.VIOLATED

@@ -1,0 +1,156 @@
+"""One rollout of each training step, which the trainer scored by itself, against what it got among all others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from verifier.checks.content import times
+from verifier.checks.engine_mismatch import greatest_nats, noise_source
+from verifier.checks.logprobs import FEW_TOKENS, GREATEST_NOISES, at_temperature
+from verifier.checks.packing import POSITION_BITS
+from verifier.core.check import check
+from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.records_policy import LossRows, PolicyColumns, SpotScore
+from verifier.core.records_tokens import SampledNoise
+from verifier.core.records_trainer import LossColumns
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+ALONE = Tolerance(
+    absolute=1e-4, unit="nats",
+    source="fp32 on CPU, as LGP009, where two right passes of sharp weights differed by 2.4e-5; packed and alone by 0",
+)  # fmt: skip
+EVERY = 8
+"""Steps between two with such a rollout."""
+REFERENCES = ("reference", "penalty_reference")
+"""Columns of a batch with log-probabilities of the reference: with the KL in the loss, and in the reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Side:
+    """Log-probabilities of the rollout as a batch's passes gave them."""
+
+    says: str
+    alone: str
+    """Array of the rollout by itself that they are compared with."""
+    at: np.ndarray
+    """[K] positions of the tokens."""
+    nats: np.ndarray
+    """[K] float64."""
+
+
+@check("LGP013", needs=(SpotScore,), scope="spot")
+def logprob_differs_alone(trace: Trace) -> Iterator[Comparison]:
+    """A rollout has the same log-probabilities alone in its pack as among all others of its step.
+
+    What it checks: one rollout of the first and every eighth judged step of training, another in each, is scored once
+    more by itself with the weights before the step's first update; `old` and `reference` of the batch, and what the loss of the first
+    update read, against that, token by token. A rule of seed and step chooses the rollout, of the mini-batches in
+    turn, the last one first.
+    Why it matters: attention that reaches other samples of a pack, values that come back in another order than their
+    samples went, and log-probabilities of another mini-batch keep every shape, and the loss falls all the same.
+    Evidence: logprob/spot, advantage/policy ("old", "reference"), loss/rows ("current"), advantage/columns.
+    Tolerance and its source: fp32 1e-4 nats as LGP009, divided by a temperature below 1. In bf16 of answers that an
+    engine samples, `old` of tokens in the loss, three times the greatest noise of the sampled steps so far, as LGP009.
+    What it does not catch: a pass that is wrong alone too (LGP001 on sampled steps); other rollouts of the step than
+    the one; mixtures without replayed routes, whose routers may choose otherwise where two experts are nearly as good;
+    fine-tuning and recorded rollouts in bf16, whose noise nobody measures. The report names these.
+    References: AReaL#1442, verl#2185.
+    """
+    for spot in trace.of(SpotScore):
+        arrays = trace.arrays(spot)
+        yield _chosen(trace, spot)
+        noise = None
+        if trace.manifest.dtype != "float32":
+            noise = next(trace.of(SampledNoise, version=spot.version), None)
+            if noise is None:
+                raise LookupError(f"no measured noise of {trace.manifest.dtype} for step {spot.version}")
+        for side in _sides(trace, spot, exact=noise is None):
+            yield _compare(spot, side, arrays[side.alone].astype(np.float64)[side.at - 1], noise)
+
+
+def _chosen(trace: Trace, spot: SpotScore) -> Comparison:
+    """The rollout is the one that the rule names, in the order of the batch."""
+    batches = [item.ids for item in trace.of(PolicyColumns, version=spot.version)]
+    ids = next(iter(batches or (item.ids for item in trace.of(LossColumns, version=spot.version))), ())
+    least, more = divmod(len(ids), spot.mini_batches)
+    sizes = [least + (at < more) for at in range(spot.mini_batches)]
+    number = -(spot.step // EVERY + 1) % spot.mini_batches
+    drawn = int(hashlib.blake2b(f"{spot.seed}/{spot.step}".encode(), digest_size=8).hexdigest(), 16)
+    place = sum(sizes[:number]) + drawn % max(sizes[number], 1)
+    expected = ids[place] if place < len(ids) else ""
+    same = expected == spot.id and spot.step == spot.version
+    return Comparison(
+        what="rollout of the step", same=same, stage=Stage.LOGPROB, version=spot.version, badness=1.0,
+        sentence=f"`{spot.id}` was scored by itself, it should be `{expected}`",
+        expected=f"`{expected}` (the rule of seed {spot.seed} and step {spot.version})", actual=f"`{spot.id}`",
+        allowed="exact", hint="look at the order of the batch's rollouts",
+    )  # fmt: skip
+
+
+def _sides(trace: Trace, spot: SpotScore, *, exact: bool) -> Iterator[_Side]:
+    """Values that the batch's passes gave for the rollout; in less than float32 `old` alone, of tokens in the loss."""
+    for policy in trace.of(PolicyColumns, version=spot.version):
+        if spot.id not in policy.ids:
+            continue
+        place, arrays = policy.ids.index(spot.id), trace.arrays(policy)
+        begin = sum(policy.lengths[:place])
+        own = slice(begin, begin + policy.lengths[place])
+        at = np.arange(1, policy.lengths[place])
+        if not exact:
+            at = np.flatnonzero(arrays["own"][own])
+        if not len(at):
+            continue
+        pairs = [("old", "current")] + [(name, "reference") for name in REFERENCES if exact]
+        for name, alone in pairs:
+            if name in arrays:
+                says = "reference" if alone == "reference" else name
+                yield _Side(says=f"`{says}`", alone=alone, at=at, nats=arrays[name][own].astype(np.float64)[at])
+    first = next(trace.of(LossColumns, version=spot.version), None)
+    if first is None or spot.id not in first.ids or not exact:
+        return
+    number = first.ids.index(spot.id)
+    for item in trace.of(LossRows, version=spot.version, name=first.name):
+        rows = trace.arrays(item)
+        sentinel = rows["sentinel"].astype(np.int64)
+        mine = (sentinel >> POSITION_BITS) - 1 == number
+        if mine.any():
+            at = sentinel[mine] & ((1 << POSITION_BITS) - 1)
+            nats = rows["current"][mine].astype(np.float64)
+            yield _Side(says=f"the loss of {first.name} on rank {item.rank}", alone="current", at=at, nats=nats)
+
+
+def _compare(spot: SpotScore, side: _Side, alone: np.ndarray, noise: SampledNoise | None) -> Comparison:
+    """Worst token of one side, beside its bound."""
+    gaps = np.abs(side.nats - alone)
+    gaps = np.where(np.isfinite(gaps), gaps, np.inf)
+    bound = at_temperature(ALONE, spot.temperature)
+    bounds = np.full(len(gaps), bound.absolute)
+    if noise is not None:
+        bounds = GREATEST_NOISES * greatest_nats(noise, alone)
+    beyond = np.where(np.isfinite(gaps), gaps / bounds, np.inf)
+    worst = int(np.argmax(beyond))
+    if noise is not None:
+        bound = _of_noise(noise, float(bounds[worst]))
+    gap, token = float(gaps[worst]), int(side.at[worst])
+    values = (float(side.nats[worst]), float(alone[worst]))
+    return Comparison(
+        what=f"{spot.id} ({side.says})", same=bool(np.isfinite(gap)) and gap <= bound.absolute, stage=Stage.LOGPROB,
+        version=spot.version, badness=times(gap, bound.absolute),
+        sentence=f"token {token} of `{spot.id}` has {values[0]:.6g} nats in {side.says}, and {values[1]:.6g} where its "
+        "rollout is scored by itself",
+        expected=f"{values[1]:.6g} (alone in its pack, by the same weights)", actual=f"{values[0]:.6g} ({side.says})",
+        allowed=str(bound), hint="look at the boundaries of samples in a pack, and at whose values come back to whom",
+    )  # fmt: skip
+
+
+def _of_noise(noise: SampledNoise, nats: float) -> Tolerance:
+    if noise.tokens < FEW_TOKENS:
+        source = f"{noise.tokens} tokens are no floor, so any finite one"
+    else:
+        source = f"{GREATEST_NOISES} x {noise_source(noise)}"
+    return Tolerance(absolute=nats, unit="nats", source=source)

@@ -1,0 +1,94 @@
+"""Bugs of a training run's log-probabilities: of another sample, over other samples of a pack, entropies of others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from verifier.core.stage import Stage
+from verifier.faults.fault import TRAINING, Call, Side, fault
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ROW: dict[str, Any] = {"engine": TRAINING, "model": "tiny:add", "stage": Stage.LOGPROB}
+LIVE = (
+    "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=16",
+)  # fmt: skip
+LOGPROB = (
+    "verifier.train.step_megatron:vocab_parallel_logprob("
+    "logits_TV, labels_T, vocab_start, vocab_size, group, temperature, chunk_tokens, entropy)"
+)
+
+
+@fault("OpenRLHF/OpenRLHF#1319", LOGPROB, caught_by=("LGP012",), **ROW,
+       training=("algorithm=grpo", "grpo.temperature=1.25", "verify.every=1"))  # fmt: skip
+def entropy_of_other_logits(call: Call) -> Any:
+    """The entropy that is shown is of logits before the temperature; the loss has no entropy term to betray it."""
+    logprob, entropy = call.original()
+    if entropy is None or call.temperature == 1.0:
+        return logprob, entropy
+    return call.wrong((logprob, call.original(temperature=1.0)[1]))
+
+
+@fault("OpenRLHF/OpenRLHF#1319", LOGPROB, caught_by=("LGP012",), **ROW,
+       training=(*LIVE, "grpo.group_size=8", "grpo.temperature=1.25", "verify.every=1"))  # fmt: skip
+def entropy_of_other_logits_live(call: Call) -> Any:
+    """The same of answers that an engine samples."""
+    logprob, entropy = call.original()
+    if entropy is None or call.temperature == 1.0:
+        return logprob, entropy
+    return call.wrong((logprob, call.original(temperature=1.0)[1]))
+
+
+@fault(
+    "areal-project/AReaL#1442",
+    "verifier.platform.cpu_attention:TEDotProductAttention._attend_all(self, query, key, value, lengths, padded)",
+    caught_by=("LGP013",), training=("verify.every=0",), **ROW,
+)  # fmt: skip
+def attention_over_the_whole_pack(call: Call) -> Any:
+    """The kernel does not read the boundaries of samples, and each attends to those before it in the pack."""
+    if len(call.padded) == 1:
+        return call.original()
+    return call.faulty(lengths=[sum(call.padded)], padded=[sum(call.padded)])
+
+
+SCORED = "verifier.trainer.grpo_plan:GrpoPlan._scored(self, step, given, parts, score)"
+UNSAMPLED = ("algorithm=grpo", "grpo.mini_batches=2", "verify.every=0")
+
+
+def _of_another(values: Sequence[np.ndarray], parts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Values of each rollout of a mini-batch after the first in the place of the one before it."""
+    import numpy as np
+
+    found = list(values)
+    for part in parts[1:]:
+        for index, other in zip(part, (*part[1:], part[0]), strict=True):
+            moved = np.resize(values[other], len(values[index])).astype(np.float32)
+            found[index] = np.nan_to_num(moved, nan=-1.0)
+            found[index][0] = np.nan
+    return found
+
+
+@fault("verl-project/verl#2185", SCORED, side=Side.CONTROLLER, caught_by=("LGP013",), training=UNSAMPLED, **ROW)
+def old_of_another_sample(call: Call) -> Any:
+    """Log-probabilities of a mini-batch after the first come back in the order in which they were packed."""
+    found = call.original()
+    return call.wrong(dataclasses.replace(found, old=_of_another(found.old, call.parts)))
+
+
+@fault("verl-project/verl#2185", SCORED, side=Side.CONTROLLER, caught_by=("LGP013",), **ROW,
+       training=(*UNSAMPLED, "grpo.kl_weight=0.1"))  # fmt: skip
+def reference_of_another_sample(call: Call) -> Any:
+    """The reference's log-probabilities of a mini-batch after the first come back in another order."""
+    found = call.original()
+    return call.wrong(dataclasses.replace(found, reference=_of_another(found.reference, call.parts)))
+
+
+@fault("verl-project/verl#2185", SCORED, side=Side.CONTROLLER, caught_by=("LGP013",), **ROW,
+       training=(*LIVE, *UNSAMPLED[1:], "grpo.kl_weight=0.1", "grpo.kl_in=reward"))  # fmt: skip
+def penalty_of_another_sample(call: Call) -> Any:
+    """The same of a reference whose KL is taken from the reward, in a run whose answers an engine samples."""
+    found = call.original()
+    return call.wrong(dataclasses.replace(found, reference=_of_another(found.reference, call.parts)))
