@@ -48,9 +48,9 @@ def logprob_differs_alone(trace: Trace) -> Iterator[Comparison]:
     """A rollout has the same log-probabilities alone in its pack as among all others of its step.
 
     What it checks: one rollout of the first and every eighth judged step of training, another in each, is scored once
-    more by itself with the weights before the step's first update; `old` and `reference` of the batch, and what the loss of the first
-    update read, against that, token by token. A rule of seed and step chooses the rollout, of the mini-batches in
-    turn, the last one first.
+    more by itself with the weights before the step's first update; `old` and `reference` of the batch, and what the
+    loss of the first update read, against that, token by token. A rule of seed and step chooses the rollout, of the
+    mini-batches in turn, the last one first.
     Why it matters: attention that reaches other samples of a pack, values that come back in another order than their
     samples went, and log-probabilities of another mini-batch keep every shape, and the loss falls all the same.
     Evidence: logprob/spot, advantage/policy ("old", "reference"), loss/rows ("current"), advantage/columns.

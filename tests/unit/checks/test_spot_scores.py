@@ -16,7 +16,7 @@ from verifier.core.records_policy import LossRows, PolicyColumns, SpotScore
 from verifier.core.records_trainer import LossColumns
 from verifier.core.trace import Trace
 from verifier.trainer.mismatch import sampled_noise
-from verifier.trainer.spot import place_of
+from verifier.trainer.spot import EVERY, place_of
 
 IDS, LENGTHS, SEED = tuple("abcdefg"), (9, 7, 8, 6, 9, 7, 8), 11
 STARTS = np.concatenate([[0], np.cumsum(LENGTHS)])
@@ -81,7 +81,7 @@ def sft(step: int = 1) -> tuple[list[Record], Arrays, Manifest]:
     return [columns, *rows, spot_of(step, 1, arrays)], arrays, Manifest(dtype="float32", complete=True)
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("step", [1, 9, 17, 25, 33])
 @pytest.mark.parametrize("mini_batches", [1, 2, 3])
 def test_the_rollout_is_the_one_that_the_check_names_too(step: int, mini_batches: int) -> None:
     found = judged(*policy(step, mini_batches))
@@ -90,9 +90,9 @@ def test_the_rollout_is_the_one_that_the_check_names_too(step: int, mini_batches
 
 def test_mini_batches_have_their_turn_from_the_last_on() -> None:
     parts = parts_of(3)
-    chosen = [place_of(SEED, step, parts) for step in range(1, 7)]
+    chosen = [place_of(SEED, step, parts) for step in range(1, 49, EVERY)]
     assert [next(at for at, part in enumerate(parts) if place in part) for place in chosen] == [2, 1, 0, 2, 1, 0]
-    assert len({place_of(SEED, step, [range(64)]) for step in range(40)}) > 20
+    assert len({place_of(SEED, step, [range(64)]) for step in range(1, 321, EVERY)}) > 20
 
 
 def test_another_rollout_than_the_rule_names_shows() -> None:
