@@ -44,7 +44,8 @@ def test_every_fault_lies_in_a_file_of_its_stage():
         "load": {"conversion", "knob"}, "export": {"conversion", "export"}, "plan": {"transport"},
         "replay": {"pack", "route"}, "transport": {"transport", "replica"}, "engine": {"engine", "replica"},
         "rollout": {"rollout", "engine", "mode", "draw", "answer"}, "loss": {"loss", "policy", "metric"},
-        "pack": {"pack", "column"}, "data": {"data", "turn", "size", "answer"}, "train": {"train", "adam", "gradient"},
+        "pack": {"pack", "column"}, "data": {"data", "turn", "size", "answer", "reading"},
+        "train": {"train", "adam", "gradient"}, "checkpoint": {"checkpoint", "reading"},
         "reward": {"reward", "metric"}, "logprob": {"logprob", "score"},
     }  # fmt: skip
     for item in CATALOG.values():

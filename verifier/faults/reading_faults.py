@@ -75,7 +75,7 @@ def _overlap_not_refused(call: Call) -> None:
 
 @fault("OpenRLHF/OpenRLHF#1089", LOAD, caught_by=("DAT011",), training=(*LIVE, *EVALUATED), **DATA)
 def answers_evaluated_on_the_training_set(call: Call) -> Any:
-    """The same of answers that an engine samples."""
+    """GRPO evaluates on the problems that it trains on."""
     return call.faulty(split="train") if call.split == "held-out" else call.original()
 
 

@@ -35,7 +35,7 @@ def entropy_of_other_logits(call: Call) -> Any:
 @fault("OpenRLHF/OpenRLHF#1319", LOGPROB, caught_by=("LGP012",), **ROW,
        training=(*LIVE, "grpo.group_size=8", "grpo.temperature=1.25", "verify.every=1"))  # fmt: skip
 def entropy_of_other_logits_live(call: Call) -> Any:
-    """The same of answers that an engine samples."""
+    """The entropy that is shown of sampled answers is of logits before the temperature."""
     logprob, entropy = call.original()
     if entropy is None or call.temperature == 1.0:
         return logprob, entropy
