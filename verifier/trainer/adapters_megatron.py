@@ -176,3 +176,8 @@ class Kept:
         """Write them to a trace, with other values of some fields."""
         for item in self._records:
             probe.emit(replace(item, **changed))
+
+    def hand_over(self, probe: Recorder) -> None:
+        """Write them to a trace and forget them."""
+        self.record(probe)
+        self._records.clear()

@@ -144,6 +144,7 @@ class StepLoop:
             VerifierError: a process died or hung.
         """
         config, plan, step, loss = self.config, self.plan, done, metrics.get("loss", float("nan"))
+        begins = not done
         while step < config.steps and metrics.get("accuracy", -1.0) < config.evaluation.stop_above:
             step += 1
             started = time.monotonic()
@@ -165,13 +166,14 @@ class StepLoop:
                     config, self.model, step, resumed=resumed, sampled=sampled is not None, dropped=not updates,
                     text=plan.has_text, unread=plan.unread, rewarded=plan.reads_rewards, restarted=restarted,
                     noise=self._record_noise(probe, step, sampled), evaluated=evaluated, written=step > 1,
+                    loaded=begins and bool(updates),
                     fresh=has_fresh(config, [item for update in updates for item in update.rollouts], step - 1),
                 )  # fmt: skip
             earlier = self._hold_weights(step) if self.ahead is not None else {}
             rolled_s = time.monotonic() - started
             folder = None if sampled is None else str(sampled.folder)
             reports = [self._take(update, trace, folder, last=update is updates[-1]) for update in updates]
-            self._updates += len(updates)
+            self._updates, begins = self._updates + len(updates), begins and not updates
             trained_s = time.monotonic() - started - rolled_s
             if self.ahead is not None:
                 self.ahead.pause()

@@ -33,6 +33,8 @@ UNREAD = (
 """Clause of the report on a step with conversations that have no second reader."""
 UNSAMPLED = "gradients were not judged against transformers (LSS001, LSS002, TRN001): {reason}"
 """Clause of the report on a run none of whose steps transformers computes too."""
+NO_LAYOUT = "what the ranks loaded was not judged (WGT001): no layout row for the model's family"
+"""Clause of the report on the first step of a family that has none."""
 NO_AUDIT = (
     "what the optimizer is given and makes of each step's gradient was not judged (TRN005, TRN006): gradients, masters "
     "and moments of megatron.use_fsdp and megatron.optimizer_offload are not where they look"
@@ -52,6 +54,7 @@ def step_manifest(
     config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False,
     dropped: bool = False, fresh: bool = True, noise: bool = False, text: bool = True, unread: int = 0,
     rewarded: bool = True, restarted: bool = False, evaluated: bool = False, written: bool = False,
+    loaded: bool = False,
 ) -> Manifest:  # fmt: skip
     """Identity of the trace of a step.
 
@@ -69,6 +72,7 @@ def step_manifest(
         rewarded: of some rollout a second reader can tell the reward.
         restarted: engines that sampled it had been started again.
         evaluated: the problems of the evaluation are recorded.
+        loaded: it is the first that the ranks train on after they loaded the model's checkpoint.
         written: the metrics of the step before it are in their file.
     """
     sizes = model.checkpoint.config
@@ -107,6 +111,8 @@ def step_manifest(
     scopes += ["shown", "written"] if written else ["shown"]
     if not dropped and (config.megatron.moe_bias_update_rate or has_score_bias(sizes)):
         scopes.append("balance")
+    if loaded and model.layout_scopes:
+        scopes.append("layout")
     if "replicas" in model.layout_scopes and not dropped:
         scopes.append("replicas")
     if sampled:
@@ -122,6 +128,7 @@ def step_manifest(
     if resumed or (config.engine.sleep_level and not dropped):
         scopes.append("resume")
     gaps = [NO_NOISE.format(dtype=model.dtype)] if compared and "mismatch" not in scopes else []
+    gaps += [NO_LAYOUT] if loaded and not model.layout_scopes else []
     no_spot = why_no_spot(config, model)
     if not no_spot and has_spot(step) and model.dtype != "float32" and "mismatch" not in scopes:
         no_spot = f"no noise of {model.dtype} stands beside this step"

@@ -37,6 +37,7 @@ from verifier.trainer.final_export_megatron import FinalExport
 from verifier.trainer.given_routes import SCORED
 from verifier.trainer.hand_on_megatron import HandOn
 from verifier.trainer.live_settings_megatron import data_parallel_of, effective_settings, settings_of
+from verifier.trainer.load_evidence_megatron import loaded_weights
 from verifier.trainer.out_of_memory import refused_for_memory
 from verifier.trainer.routing_megatron import TrainingRoutes
 from verifier.trainer.state_megatron import (
@@ -129,6 +130,7 @@ class TrainerWorker:
         if lora is not None:
             self._adapters = Adapters(self._trainer, self._source, lora, rank, config.run / "adapters")
             self._live = self._adapters.trained
+        self._loaded = loaded_weights(config, self._trainer, self._adapters or self._live, self._source, resume)
         self._audits = Audits(self._trainer, self._optimizer, self._settings, self._live.places, rank)
         if config.grpo.has_reference:
             self._reference = [tensor.clone() for _, _, tensor in self._live.tensors()]
@@ -351,7 +353,8 @@ class TrainerWorker:
         )  # fmt: skip
 
     def _record_resume(self, probe: Recorder) -> None:
-        """Record, with the first step after a resume, what was saved and what was loaded."""
+        """Record, with the first step after a start, what was loaded, and after a resume what was saved."""
+        self._loaded.hand_over(probe)
         if self._resumed is not None:
             version, saved, loaded = self._resumed
             record_facts(probe, SavedState, saved, version)
