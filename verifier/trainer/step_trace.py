@@ -113,6 +113,9 @@ def step_manifest(
         scopes += ["gradient", "entropy"]
         scopes += ["scored"] if config.algorithm == "grpo" else []
         scopes += ["sampled"] if synced else []
+        # In further rounds answers replace others for what was sampled; a quantized engine draws from other weights.
+        whole = config.grpo.max_sampling_rounds == 1 and not config.engine.quantization
+        scopes += ["lengths"] if compared and whole else []
     audited = can_audit(config)
     scopes += ["audited", "summed"] if audited and not dropped else []
     if config.lora.rank and not dropped:
