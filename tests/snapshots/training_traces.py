@@ -37,6 +37,7 @@ from verifier.core.records_trainer import (
     DataOrder,
     GradientSums,
     KnobsAsked,
+    KnobsGiven,
     KnobsReached,
     LoadedState,
     LossColumns,
@@ -156,6 +157,7 @@ SUMMED = tuple(
 def training() -> list[Record]:
     """Data, batch and step 1, over the two rollouts of `check_traces.tokens`."""
     return [
+        KnobsGiven(name="command", version=1, values={"steps": "1", "evaluation.stop_above": "2.0"}),
         KnobsAsked(name="config", version=1, values={"megatron.recompute": "full", "optimizer.clip_grad": "1.0"}),
         *(
             KnobsReached(
@@ -334,6 +336,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "RWD001": (GivenRewards, having(rewards=(0.0, 0.0))),
     "ADV001": (LossColumns, having(array="means of means")),
     "CKP001": (LoadedState, having(digest=f"vd1:{0:032x}")),
+    "CFG002": (KnobsGiven, having(values={"steps": "3", "evaluation.stop_above": "2.0"})),
     "CFG001": (
         KnobsReached,
         having(values={"megatron.recompute": "null", "optimizer.clip_grad": "1.0", "megatron.bucket_size": "40000.0"}),

@@ -52,6 +52,7 @@ def step_manifest(
     config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False,
     dropped: bool = False, fresh: bool = True, noise: bool = False, text: bool = True, unread: int = 0,
     rewarded: bool = True, restarted: bool = False, evaluated: bool = False, written: bool = False,
+    given: bool = False,
 ) -> Manifest:  # fmt: skip
     """Identity of the trace of a step.
 
@@ -70,6 +71,7 @@ def step_manifest(
         restarted: engines that sampled it had been started again.
         evaluated: the problems of the evaluation are recorded.
         written: the metrics of the step before it are in their file.
+        given: what the command was asked for is recorded.
     """
     sizes = model.checkpoint.config
     facts = RunFacts(
@@ -102,6 +104,7 @@ def step_manifest(
         compared = synced and fresh
         scopes += ["mismatch"] if compared and (noise or model.dtype == "float32") else []
     scopes += ["evaluated"] if evaluated else []
+    scopes += ["given"] if given else []
     scopes.append("sizes")
     engine_facts = replace(facts, engine=config.engine.kind, routes=config.grpo.replay_routes) if live else facts
     scopes += ["shown", "written"] if written else ["shown"]
