@@ -80,6 +80,6 @@ def _plain(value: Any) -> str:
     if isinstance(value, list | tuple):
         return json.dumps([str(item) for item in value])
     try:
-        return f"{float(value):.17g}"
+        return repr(float(value)).removesuffix(".0")
     except (ValueError, OverflowError):
         return str(PurePosixPath(value))

@@ -23,6 +23,7 @@ MANY: dict[str, Any] = {
     "training": (
         "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=16", "grpo.group_size=8",
         "grpo.max_answer_tokens=24", "grpo.entropy_weight=0.05", "verify.every=1", "steps=2",
+        "batch.micro_batch_size=32",
     ),
 }  # fmt: skip
 """A run whose sampled steps have 128 answers, of which few are cut off."""
