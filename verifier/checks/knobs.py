@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import PurePosixPath
 from typing import Any
 
 from verifier.checks.content import owner_of
@@ -82,4 +81,5 @@ def _plain(value: Any) -> str:
     try:
         return repr(float(value)).removesuffix(".0")
     except (ValueError, OverflowError):
-        return str(PurePosixPath(value))
+        parts = [part for part in str(value).split("/") if part not in ("", ".")]
+        return "/" * str(value).startswith("/") + "/".join(parts)

@@ -14,7 +14,7 @@ ALONE = ("--print-config", "--dry-run")
 """Options without a value, of a run whose config is that of its words; `--replay` and `--preflight` change it."""
 TRUE, FALSE = ("true", "yes", "on", "y", "1"), ("false", "no", "off", "n", "0")
 _NOTED: dict[str, str] = {}
-"""What this process was asked for."""
+"""Values that this process was asked for."""
 
 
 def note(kind: type, argv: Sequence[str]) -> None:
