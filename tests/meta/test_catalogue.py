@@ -41,7 +41,7 @@ def test_every_fault_says_what_it_re_enacts():
 def test_every_fault_lies_in_a_file_of_its_stage():
     """One file for a stage or two that belong together; a GPU shows one more bug of a reload in the rollout."""
     files = {
-        "load": {"conversion", "knob"}, "export": {"conversion", "export"}, "plan": {"transport"},
+        "load": {"conversion", "knob", "load"}, "export": {"conversion", "export"}, "plan": {"transport"},
         "replay": {"pack", "route"}, "transport": {"transport", "replica"}, "engine": {"engine", "replica"},
         "rollout": {"rollout", "engine", "mode", "draw", "answer"}, "loss": {"loss", "policy", "metric"},
         "pack": {"pack", "column"}, "data": {"data", "turn", "size", "answer", "reading"},

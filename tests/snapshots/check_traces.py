@@ -385,6 +385,7 @@ BROKEN: dict[str, list[Record]] = {
     "LGP002": change(EngineLogprobs, with_array("not finite"), version=1),
     "LGP008": change(GivenArguments, having(max_seqlen_kv=3), rank=1),
     "LGP007": change(ProviderFields, lambda item: altered(item, window_size="[2048, 0]"), rank=1),
+    "LGP014": training_traces.many_ends(clean()),
     "LGP003": change(SampledTokens, having(lengths=(4, 1)), version=0),
     **{code: change(kind, how) for code, (kind, how) in training_traces.CHANGES.items()},
 }

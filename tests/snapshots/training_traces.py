@@ -18,6 +18,7 @@ from verifier.core.records_policy import (
     GivenRewards,
     LossRows,
     LossTerms,
+    OracleEnds,
     OracleEntropy,
     PolicyColumns,
     ReferenceShard,
@@ -29,12 +30,14 @@ from verifier.core.records_policy import (
     UpdateRatios,
     WrittenMetrics,
 )
+from verifier.core.records_tokens import SampledTokens
 from verifier.core.records_trainer import (
     AdamAudit,
     AuditedTensor,
     DataOrder,
     GradientSums,
     KnobsAsked,
+    KnobsGiven,
     KnobsReached,
     LoadedState,
     LossColumns,
@@ -80,6 +83,8 @@ ARRAYS["loss rows"] = {
 }  # fmt: skip
 ARRAYS["entropies of the oracle"] = {"array": np.full(3, 1.5)}
 ARRAYS["entropies of other logits"] = {"array": np.array([1.5, 1.5, 1.25])}
+ARRAYS["chances of an end"] = {"array": np.array([0.125, 0.25, 0.5, 0.25, 0.75])}
+ARRAYS["chances of few ends"] = {"array": np.tile([0.0625, 0.125], 30)}
 ARRAYS["alone"] = {"current": np.array([-1.0, -2.0], np.float32), "reference": np.array([-1.5, -1.75], np.float32)}
 ARRAYS["alone and otherwise"] = {**ARRAYS["alone"], "reference": np.array([-1.5, -2.5], np.float32)}
 ARRAYS["rows without gradient"] = {
@@ -152,6 +157,7 @@ SUMMED = tuple(
 def training() -> list[Record]:
     """Data, batch and step 1, over the two rollouts of `check_traces.tokens`."""
     return [
+        KnobsGiven(name="command", version=1, values={"steps": "1", "evaluation.stop_above": "2.0"}),
         KnobsAsked(name="config", version=1, values={"megatron.recompute": "full", "optimizer.clip_grad": "1.0"}),
         *(
             KnobsReached(
@@ -274,6 +280,9 @@ def training() -> list[Record]:
         OracleEntropy(
             name="update 1", version=1, role="oracle", temperature=1.0, noise=1e-7, array="entropies of the oracle"
         ),
+        OracleEnds(
+            name="batch", version=0, role="oracle", array="chances of an end", ends=(3, 5), temperature=1.0, noise=0.0
+        ),
         SpotScore(name="spot", version=1, id="x", seed=3, step=1, mini_batches=1, array="alone"),
         ReferenceShard(
             name="decoder.weight (chunk 0)", version=1, digest=f"vd1:{5:032x}", dtype="float32", shape=(4, 2),
@@ -292,6 +301,15 @@ def training() -> list[Record]:
 
 def having(**values: Any) -> Callable[[Any], Record]:
     return lambda item: replace(item, **values)
+
+
+def many_ends(seen: list[Record]) -> list[Record]:
+    """These facts with thirty short answers of the weights of version 0, which ended where few draws do."""
+    return [
+        replace(item, tokens=((7, 5),) * 30) if isinstance(item, SampledTokens) and item.version == 0
+        else replace(item, array="chances of few ends") if isinstance(item, OracleEnds) else item
+        for item in seen
+    ]  # fmt: skip
 
 
 CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
@@ -318,6 +336,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "RWD001": (GivenRewards, having(rewards=(0.0, 0.0))),
     "ADV001": (LossColumns, having(array="means of means")),
     "CKP001": (LoadedState, having(digest=f"vd1:{0:032x}")),
+    "CFG002": (KnobsGiven, having(values={"steps": "3", "evaluation.stop_above": "2.0"})),
     "CFG001": (
         KnobsReached,
         having(values={"megatron.recompute": "null", "optimizer.clip_grad": "1.0", "megatron.bucket_size": "40000.0"}),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 from verifier.checks.content import owner_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.records_trainer import KnobsAsked, KnobsReached
+from verifier.core.records_trainer import KnobsAsked, KnobsGiven, KnobsReached
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
+from verifier.knob import flat
 
 
 @check("CFG001", needs=(KnobsAsked, KnobsReached), scope="config")
@@ -38,3 +41,45 @@ def knob_not_applied(trace: Trace) -> Iterator[Comparison]:
                     allowed="bitwise (settings are copied)",
                     hint="look at where the knob is handed on, and at what sets the field after it",
                 )  # fmt: skip
+
+
+@check("CFG002", needs=(KnobsGiven,), scope="given")
+def given_knob_lost(trace: Trace) -> Iterator[Comparison]:
+    """The config that a run trains by has every value that its command line and its YAML file gave.
+
+    What it checks: on the first judged step of a process that was started as `verifier train`, per key that a word
+    `key=value`, an option or the file gave, the value by a second reader against the config in the step's manifest. A
+    word or an option goes before the file.
+    Why it matters: all other checks compare with the config. An override that is lost while it is read trains another
+    run, and everything agrees with it.
+    Evidence: load/given, the manifest's config.
+    Tolerance and its source: exact; numbers by value, lists by their parts, paths without dots and slashes that mean
+    nothing.
+    What it does not catch: values that name other keys, `${...}`; switches such as `--verify`, and lists that options
+    give; null where the config computes a value; a run with `first`, `--replay` or `--preflight`, trials of a sweep,
+    and runs that another program starts; a default that is wrong.
+    References: sleap-nn#301.
+    """
+    config = flat(trace.manifest.config)
+    for given in trace.of(KnobsGiven):
+        for key, text in given.values.items():
+            expected, actual = _plain(text), _plain(config.get(key, "absent"))
+            yield Comparison(
+                what=key, same=actual == expected, stage=Stage.LOAD, version=given.version, badness=1.0,
+                sentence=f"{key} = {expected} was asked for, and the run has {actual}",
+                expected=f"{expected} (the command line and its file)", actual=f"{actual} (the run's config)",
+                allowed="exact", hint="look at what merges defaults, file and overrides",
+            )  # fmt: skip
+
+
+def _plain(value: Any) -> str:
+    """A value as text that is equal for equal values."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, list | tuple):
+        return json.dumps([str(item) for item in value])
+    try:
+        return repr(float(value)).removesuffix(".0")
+    except (ValueError, OverflowError):
+        parts = [part for part in str(value).split("/") if part not in ("", ".")]
+        return "/" * str(value).startswith("/") + "/".join(parts)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +16,7 @@ import typer
 from verifier.cli.results import show
 from verifier.config import claim_trace
 from verifier.config.load import load, resolved
+from verifier.config.words import note
 from verifier.core.finding import ExitCode
 from verifier.errors import UsageError
 from verifier.knob import KnobEntry, entries
@@ -57,6 +59,7 @@ def configured(
         files = [text for text in overrides or () if text.endswith((".yaml", ".yml")) and "=" not in text]
         if len(files) + (config is not None) > 1:
             raise UsageError(f"two files of knobs are given, `{config or files[1]}` and `{files[0]}`: give one")
+        note(first.annotation, sys.argv)
         loaded, owners = load(
             first.annotation, file=Path(files[0]) if files else config or file_of(**options), flags=flagged,
             overrides=[text for text in overrides or () if text not in files],

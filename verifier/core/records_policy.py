@@ -236,6 +236,20 @@ class OracleEntropy(ArrayRecord, frozen=True, kw_only=True, tag="logprob/entropy
     """Greatest distance of the same from the entropy by weights of the run's dtype, or of float64, nats."""
 
 
+class OracleEnds(ArrayRecord, frozen=True, kw_only=True, tag="logprob/ends"):
+    """Probability that a draw was an end token, by transformers in float32, at each token that one version sampled.
+
+    The array [N] float64 goes over the tokens of `SampledTokens` of the same name and version, in order.
+    """
+
+    ends: tuple[Count, ...]
+    """Tokens whose probabilities are added."""
+    temperature: float
+    """Divisor of the logits."""
+    noise: Real
+    """Sum of the distances of the same by weights of the run's dtype, or of float64."""
+
+
 class SpotScore(ArrayRecord, frozen=True, kw_only=True, tag="logprob/spot"):
     """One rollout of a step that the trainer scored by itself, alone in its pack, before the step's first update.
 

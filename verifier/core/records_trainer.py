@@ -262,6 +262,13 @@ class KnobsAsked(Record, frozen=True, kw_only=True, tag="load/asked"):
     """Knob -> value as text; knobs that leave upstream's own value are absent."""
 
 
+class KnobsGiven(Record, frozen=True, kw_only=True, tag="load/given"):
+    """Knobs that words and file of the command gave, by a second reading of both."""
+
+    values: dict[str, str]
+    """Key -> value as text; lists as JSON, nothing as ``null``."""
+
+
 class KnobsReached(Record, frozen=True, kw_only=True, tag="load/reached"):
     """Settings that one rank's live objects hold when an optimizer step has been taken."""
 

@@ -13,6 +13,7 @@ from verifier.faults import (  # noqa: F401
     export_faults,
     gradient_faults,
     knob_faults,
+    load_faults,
     logprob_faults,
     loss_faults,
     metric_faults,

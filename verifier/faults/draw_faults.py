@@ -18,6 +18,15 @@ ROW: dict[str, Any] = {
         "grpo.group_size=8", "grpo.entropy_weight=0.05",
     ),
 }  # fmt: skip
+MANY: dict[str, Any] = {
+    "caught_by": ("LGP014",),
+    "training": (
+        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=16", "grpo.group_size=8",
+        "grpo.max_answer_tokens=24", "grpo.entropy_weight=0.05", "verify.every=1", "steps=2",
+        "batch.micro_batch_size=32",
+    ),
+}  # fmt: skip
+"""A run whose sampled steps have 128 answers, of which few are cut off."""
 
 
 @fault(
@@ -39,6 +48,16 @@ def one_seed_for_a_group(call: Call) -> Any:
     each = [dataclasses.replace(asked.of(at), n=1) for at in range(len(call.prompts)) for _ in range(count)]
     found = call.faulty(prompts=prompts, sampling=dataclasses.replace(asked, n=1, each=each))
     return [[own[0] for own in found[at : at + count]] for at in range(0, len(found), count)]
+
+
+@fault("verl-project/verl#2929", GENERATE, **(ROW | MANY))
+def shortest_of_twice_as_many(call: Call) -> Any:
+    """More answers are asked than needed and the first to finish are kept: a group has the shortest of its answers."""
+    count = call.sampling.n
+    if count == 1:
+        return call.original()
+    found = call.faulty(sampling=dataclasses.replace(call.sampling, n=2 * count))
+    return [sorted(own, key=lambda item: len(item.tokens))[:count] for own in found]
 
 
 @fault("vllm-project/vime#6", GENERATE, **ROW)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, fault
+from verifier.faults.fault import TRAINING, Call, Side, fault
 from verifier.faults.train_faults import MAKE_MEGATRON_OPTIMIZER
 
 ROW: dict[str, Any] = {"stage": Stage.LOAD, "engine": TRAINING, "model": "tiny:add", "caught_by": ("CFG001",)}
@@ -37,3 +37,12 @@ def clip_left_at_its_default(call: Call) -> Any:
     """The optimizer is made with Megatron's own clip of 1, whatever the config says."""
     call.config.clip_grad = 1.0
     return call.faulty()
+
+
+@fault(
+    "talmolab/sleap-nn#301", "verifier.config.load:_overridden(known, overrides)", side=Side.CONTROLLER,
+    training=("optimizer.beta_2=0.99",), **(ROW | {"caught_by": ("CFG002",)}),
+)  # fmt: skip
+def override_lost_while_it_is_read(call: Call) -> Any:
+    """An override of the command line does not reach the config, which keeps its default and which all agree with."""
+    return call.faulty(overrides=[text for text in call.overrides if not text.startswith("optimizer.beta_2")])

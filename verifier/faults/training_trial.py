@@ -9,6 +9,7 @@ from pathlib import Path
 
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
+from verifier.config.words import note
 from verifier.core import store
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Verdict
@@ -67,12 +68,19 @@ def run_training(
     run that ends a step early, without it, and is then continued.
     """
     run = folder / "run"
-    config, _ = load(TrainConfig, overrides=[*training_overrides(fault), f"run={run}", "verify.steps=true"])
+    words = [*training_overrides(fault), f"run={run}", "verify.steps=true"]
+    fire, crashed, at_load = FireCounter(mark=folder / "fired-controller"), "", fault.stage is Stage.LOAD
+    with contextlib.ExitStack() as stack:
+        if inject and at_load and fault.side is Side.CONTROLLER:
+            stack.enter_context(fault.inject(fire))
+        config, _ = load(TrainConfig, overrides=words)
     launcher = resources.launcher(Deadline(config.timeout_s))
     if fault.stage is Stage.CHECKPOINT:
         Trainer(replace(config, steps=config.steps - 1), progress, DeferredJudge(), launcher=launcher).run()
-    fire, crashed = FireCounter(mark=folder / "fired-controller"), ""
     with contextlib.ExitStack() as stack:
+        if at_load:  # as the command does
+            note(TrainConfig, ["verifier", "train", *words])
+            stack.callback(note, TrainConfig, [])
         if inject and fault.side is Side.CONTROLLER:
             stack.enter_context(fault.inject(fire))
         within = (INJECTED, fault.id, str(folder)) if inject and fault.side is Side.TRAINER else ()

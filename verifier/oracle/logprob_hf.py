@@ -80,6 +80,32 @@ def next_token(
 
 
 @torch.inference_mode()
+def end_probabilities(
+    _: object, path: str, sequences: Sequence[Sequence[int]], ends: Sequence[int], dtype: str, temperature: float,
+    routes: Sequence[Sequence[Route]] = (),
+) -> list[list[float]]:  # fmt: skip
+    """Probability that a draw is an end token, after each token of some sequences but its last.
+
+    Args:
+        path: see `score`.
+        sequences: token ids, each of at least 2.
+        ends: the end tokens, whose probabilities are added.
+        dtype: see `score`.
+        temperature: divisor of the logits, above 0.
+        routes: see `score`.
+
+    Returns:
+        Per sequence, entry t is p(token t + 1 is an end token | tokens 0..t).
+    """
+    model, found = hold_model(path, getattr(torch, dtype), "cpu"), []
+    for tokens, rows in zip(sequences, routes or [()] * len(sequences), strict=True):
+        with choosing(model, rows, len(tokens)):
+            logits = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, :-1].double()
+        found.append(torch.softmax(logits / temperature, dim=-1)[:, list(ends)].sum(-1).tolist())
+    return found
+
+
+@torch.inference_mode()
 def places(
     _: object, path: str, rows: Sequence[Sequence[Any]], shares: Sequence[float], num_earlier: int, device: str = "cpu"
 ) -> list[list[Any]]:

@@ -43,15 +43,20 @@ def sampling_asked(
     config: TrainConfig, checkpoint: Checkpoint, tokenizer: Tokenizer, step: int, *, whole_answers: bool
 ) -> SamplingAsked:  # fmt: skip
     """Record of what the config asks of a step's answers."""
-    options = config.grpo
+    options, ends = config.grpo, ends_of(checkpoint, tokenizer)
     return SamplingAsked(
         name="answers", version=step, seed=config.seed, batch_size=config.data.batch_size,
         group_size=options.group_size, max_rounds=options.max_sampling_rounds, max_turns=options.max_turns,
         temperature=options.temperature, max_answer_tokens=options.max_answer_tokens, end=tokenizer.eos_id,
-        other_ends=tuple(sorted(_ends_of_model(checkpoint) - {tokenizer.eos_id})), ends=not whole_answers,
+        other_ends=tuple(item for item in ends if item != tokenizer.eos_id), ends=not whole_answers,
         vocab_size=size_if_any(checkpoint.config, "vocab_size") or 0, quantized=bool(config.engine.quantization),
         filtered=options.drop_overlong or options.drop_zero_variance or options.max_sampling_rounds > 1,
     )  # fmt: skip
+
+
+def ends_of(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Every token at which an engine may stop."""
+    return tuple(sorted(_ends_of_model(checkpoint) | {tokenizer.eos_id}))
 
 
 def _ends_of_model(checkpoint: Checkpoint) -> set[int]:

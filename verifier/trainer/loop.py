@@ -17,10 +17,11 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from verifier.config.training import TrainConfig
+from verifier.config.words import noted
 from verifier.core.record import real
 from verifier.core.records_policy import LossTerms, StepMetrics, WrittenMetrics
 from verifier.core.records_tokens import SampledNoise
-from verifier.core.records_trainer import KnobsAsked, OptimizerSettings, StepSizes
+from verifier.core.records_trainer import KnobsAsked, KnobsGiven, OptimizerSettings, StepSizes
 from verifier.core.store import Recorder, complete, create
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.sender import Running
@@ -153,6 +154,9 @@ class StepLoop:
             with self._controller_probe(trace, step) as probe:
                 if probe is not None and step > 1:
                     probe.emit(self.written(step - 1))
+                given = noted() if probe is not None and step == done + 1 else {}
+                if given and probe is not None:
+                    probe.emit(KnobsGiven(name="command", version=step, values=dict(given)))
                 updates = plan.updates(step, self._updates, self._score, probe)
                 restarted = self._record_restarts(probe, trace, step) if updates else False
                 resumed = bool(updates) and self.continuation.record(probe, step)
@@ -166,7 +170,7 @@ class StepLoop:
                     config, self.model, step, resumed=resumed, sampled=sampled is not None, dropped=not updates,
                     text=plan.has_text, unread=plan.unread, rewarded=plan.reads_rewards, restarted=restarted,
                     noise=self._record_noise(probe, step, sampled), evaluated=evaluated, written=step > 1,
-                    loaded=begins and bool(updates),
+                    loaded=begins and bool(updates), given=bool(given),
                     fresh=has_fresh(config, [item for update in updates for item in update.rollouts], step - 1),
                 )  # fmt: skip
             earlier = self._hold_weights(step) if self.ahead is not None else {}

@@ -18,7 +18,7 @@ from verifier.config import TrainConfig
 from verifier.config.grpo import LOSSES
 from verifier.core.outputs import full_disk_refused
 from verifier.core.record import Probe, real
-from verifier.core.records_policy import OracleEntropy
+from verifier.core.records_policy import OracleEnds, OracleEntropy
 from verifier.core.records_tokens import (
     OracleLogprobs,
     OracleOfSampled,
@@ -29,6 +29,7 @@ from verifier.core.records_tokens import (
 )
 from verifier.core.store import Recorder
 from verifier.data.rollout import Rollout, route_rows
+from verifier.data.tokenizer import open_tokenizer
 from verifier.errors import UsageError
 from verifier.export.adapters import adapters_of
 from verifier.export.names import layout_of
@@ -37,6 +38,7 @@ from verifier.model.families import moe_layers_of
 from verifier.oracle.oracle import Oracle, Scored
 from verifier.oracle.recording import gradient_record, noise_of_logprobs
 from verifier.runs.model_under_test import ModelUnderTest
+from verifier.trainer.asked_samples import ends_of
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
 from verifier.trainer.mismatch import sampled_noise
 from verifier.trainer.token_versions import exact_tokens
@@ -262,10 +264,34 @@ class SampledStep:
                 sides = (exact, rounded) if version == last else self._scored(weights, sequences, routes)
                 tails, low = ([rows[at][a - 1 : b - 1] for at, a, b in own] for rows in sides)
                 self._record_oracle(recorder, OracleOfSampled, "rollouts", version, tails, low, [b for _, _, b in own])
+                if version == last:
+                    self._record_ends(recorder, before, sequences, routes, own)
                 if version == last and self._model.dtype != "float32":
                     noise = self._noise(low, tails, [(scored.rollouts[at], a, b) for at, a, b in own], known)
                     recorder.emit(noise)
         return noise
+
+    def _record_ends(
+        self, recorder: Recorder, before: Path, sequences: Sequence[Sequence[int]], routes: Sequence[Any],
+        runs: Sequence[tuple[int, int, int]],
+    ) -> None:  # fmt: skip
+        """Record how likely an end token was at each token of runs of the last version: rollout, begin, end of each."""
+        checkpoint, temperature = self._model.checkpoint, self._config.grpo.temperature
+        ends = ends_of(checkpoint, open_tokenizer(checkpoint.path))
+        exact, other = (
+            np.concatenate([np.array(rows[at][a - 1 : b - 1]) for at, a, b in runs])
+            for rows in (
+                self._oracle.ask(
+                    "logprob_hf:end_probabilities", [before], sequences, ends, dtype, temperature, routes
+                )
+                for dtype in ("float32", "float64" if self._model.dtype == "float32" else self._model.dtype)
+            )
+        )  # fmt: skip
+        record = OracleEnds(
+            name="rollouts", version=self._step - 1, ends=ends, temperature=temperature,
+            noise=real(float(np.abs(exact - other).sum())),
+        )  # fmt: skip
+        recorder.emit(record, exact)
 
     def _record_oracle(
         self, probe: Probe, kind: type[OracleRecord], name: str, version: int, exact: Scored, rounded: Scored,

@@ -54,7 +54,7 @@ def step_manifest(
     config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False,
     dropped: bool = False, fresh: bool = True, noise: bool = False, text: bool = True, unread: int = 0,
     rewarded: bool = True, restarted: bool = False, evaluated: bool = False, written: bool = False,
-    loaded: bool = False,
+    loaded: bool = False, given: bool = False,
 ) -> Manifest:  # fmt: skip
     """Identity of the trace of a step.
 
@@ -74,6 +74,7 @@ def step_manifest(
         evaluated: the problems of the evaluation are recorded.
         loaded: it is the first that the ranks train on after they loaded the model's checkpoint.
         written: the metrics of the step before it are in their file.
+        given: what the command was asked for is recorded.
     """
     sizes = model.checkpoint.config
     facts = RunFacts(
@@ -106,6 +107,7 @@ def step_manifest(
         compared = synced and fresh
         scopes += ["mismatch"] if compared and (noise or model.dtype == "float32") else []
     scopes += ["evaluated"] if evaluated else []
+    scopes += ["given"] if given else []
     scopes.append("sizes")
     engine_facts = replace(facts, engine=config.engine.kind, routes=config.grpo.replay_routes) if live else facts
     scopes += ["shown", "written"] if written else ["shown"]
@@ -119,6 +121,9 @@ def step_manifest(
         scopes += ["gradient", "entropy"]
         scopes += ["scored"] if config.algorithm == "grpo" else []
         scopes += ["sampled"] if synced else []
+        # In further rounds answers replace others for what was sampled; a quantized engine draws from other weights.
+        whole = config.grpo.max_sampling_rounds == 1 and not config.engine.quantization
+        scopes += ["lengths"] if compared and whole else []
     audited = can_audit(config)
     scopes += ["audited", "summed"] if audited and not dropped else []
     if config.lora.rank and not dropped:

@@ -364,8 +364,7 @@ class TrainerWorker:
     def _record_reference(self, probe: Recorder, version: int) -> None:
         """Record the weights that the step's reference was scored with, once."""
         for name, fields in self._scored.items():
-            frozen = self._frozen[name]["digest"]
-            probe.emit(ReferenceShard(name=name, version=version, frozen=frozen, **fields))
+            probe.emit(ReferenceShard(name=name, version=version, frozen=self._frozen[name]["digest"], **fields))
         self._scored = {}
 
     @contextlib.contextmanager

@@ -1,0 +1,64 @@
+"""Ends of a training step's answers: as many as fair draws give, wherever an end token could be drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from verifier.checks.content import times
+from verifier.checks.draws import ERRORS
+from verifier.checks.logprobs import GREATEST_NOISES
+from verifier.core.check import check
+from verifier.core.comparison import Comparison
+from verifier.core.records_policy import OracleEnds, SamplingAsked
+from verifier.core.records_tokens import SampledTokens
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+
+@check("LGP014", needs=(SamplingAsked, SampledTokens, OracleEnds), scope="lengths")
+def answers_end_unfairly(trace: Trace) -> Iterator[Comparison]:
+    """Answers end as often as draws from the policy do: they are all that were drawn, whatever their length.
+
+    What it checks: on sampled steps of a training run (`verify.every`), over all tokens that the weights before the
+    step sampled, the number of end tokens among them against the sum of the probabilities that transformers in fp32
+    gives an end token at each, at the run's temperature. The difference is 0 on average, whatever was sampled before.
+    Why it matters: an engine that is asked for more answers than are trained on, and keeps those that end first, gives
+    each token its right log-probability, and the policy learns from short answers alone.
+    Evidence: data/asked, rollout/sampled, logprob/ends (array).
+    Tolerance and its source: six times the root of a third of the sum of squares and two thirds of the sum of
+    variances (Delyon 2009), and three times what the run's dtype changes of the probabilities.
+    What it does not catch: a choice by anything but length; one of few answers: the shorter half of sixteen shows from
+    about 100 kept answers on, the shorter of two from about 200, nine of ten from about 4,000; any where the weights
+    leave no choice of a length. Steps between the sampled ones; steps with several rounds of sampling; quantized
+    engines; tokens of older weights.
+    References: verl#2929.
+    """
+    for asked in trace.of(SamplingAsked):
+        for oracle in trace.of(OracleEnds, version=asked.version - 1):
+            for sampled in trace.of(SampledTokens, version=oracle.version, name=oracle.name):
+                yield _compare(asked, oracle, trace.array(oracle), sampled)
+
+
+def _compare(asked: SamplingAsked, oracle: OracleEnds, chance: np.ndarray, sampled: SampledTokens) -> Comparison:
+    ended = np.isin(np.array([token for own in sampled.tokens for token in own]), oracle.ends)
+    if len(ended) != len(chance):
+        raise LookupError(f"the oracle gave {len(chance):,} probabilities of an end for {len(ended):,} tokens")
+    if not {asked.end, *asked.other_ends} <= {*oracle.ends}:
+        raise LookupError(f"the oracle added the probabilities of {oracle.ends}, an answer ends at {asked.end} too")
+    above = ended - chance
+    deviation = math.sqrt(float((above**2).sum()) / 3 + 2 * float((chance * (1 - chance)).sum()) / 3)
+    allowed = ERRORS * deviation + GREATEST_NOISES * float(oracle.noise)
+    total = float(above.sum())
+    return Comparison(
+        what="ends of the answers", same=abs(total) <= allowed, stage=Stage.ROLLOUT, version=asked.version,
+        badness=times(abs(total), allowed), owner="engine",
+        sentence=f"{int(ended.sum()):,} answers or turns end within {len(ended):,} sampled tokens, of fair draws "
+        f"{float(chance.sum()):.4g} would: the answers are {'shorter' if total > 0 else 'longer'} than draws are",
+        expected=f"{float(chance.sum()):.4g} ends (transformers in fp32, at a temperature of {oracle.temperature:g})",
+        actual=f"{int(ended.sum()):,} ends",
+        allowed=f"{allowed:.3g}, {ERRORS:g} deviations of fair draws and {GREATEST_NOISES} times this run's noise",
+        hint="look at which of the answers that were drawn are handed on: the first to finish, the shortest",
+    )  # fmt: skip
