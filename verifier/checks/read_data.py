@@ -102,7 +102,8 @@ def recorded_rollout_differs_from_file(trace: Trace) -> Iterator[Comparison]:
     What it checks: per rollout of the step's file, as plain JSON has it: group, trajectory and reward against those
     that the advantage is of; text and gold answer; loss mask before any filter, log-probabilities and versions of
     sampled tokens against the inputs of the loss; tokens, prompt length, marks of sampled tokens and loss mask against
-    what ranks packed, where a rollout that was dropped has no token in the loss. Rollouts both ways.
+    what ranks packed, where a rollout that was dropped has no token in the loss. Rollouts both ways. Where the reward
+    alone differs, it was given after the file was read, in stage reward.
     Why it matters: a field that is not passed on has a default: all sampled tokens are in the loss, a reward is 0, and
     the loss falls.
     Evidence: data/recorded, advantage/advantages, advantage/policy, reward/rewards, pack/rollouts, data/drops.
@@ -114,8 +115,9 @@ def recorded_rollout_differs_from_file(trace: Trace) -> Iterator[Comparison]:
         read, seen = _read(trace, item), set()
         for what, name, wrong in _found(trace, item.version, read):
             seen.add(name)
+            stage = Stage.REWARD if wrong == ["reward"] else Stage.DATA
             yield Comparison(
-                what=f"{name} ({what})", same=not wrong, stage=Stage.DATA, version=item.version, badness=1.0,
+                what=f"{name} ({what})", same=not wrong, stage=stage, version=item.version, badness=1.0,
                 sentence=f"rollout `{name}` does not have the {_joined(wrong) if wrong else ''} of its file in its "
                 f"{what}",
                 expected="those of the file (a second reader)", actual=f"other {_joined(wrong)}" if wrong else "those",

@@ -88,9 +88,10 @@ def require_judgeable(config: TrainConfig, model: ModelUnderTest) -> None:
 
 def _unjudgeable(config: TrainConfig, model: ModelUnderTest) -> tuple[str, str]:
     """Reason for which the oracle cannot judge a step, and what else than judging none would help; empty if it can."""
-    if not model.judges_gradients:
+    adapts = config.lora.rank and config.dtype != "float32"
+    if adapts or not model.judges_gradients:
         reason = "its family has no layout, or it is too large for the host"
-        if config.lora.rank and config.dtype != "float32":
+        if adapts:
             reason = "the oracle does not compute gradients of adapters in less than float32"
         return f"the gradients of {config.model} cannot be judged: {reason}", ""
     options = config.megatron

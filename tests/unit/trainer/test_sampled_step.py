@@ -40,7 +40,7 @@ def test_steps_that_are_sampled(knobs, steps):
         ((), {"judges_gradients": False}, "the gradients of tiny:add cannot be judged: its family has no layout, or it "
          "is too large for the host"),
         (("megatron.moe_z_loss=0.5",), {}, "megatron.moe_z_loss is 0.5, which the oracle does not compute"),
-        (("lora.rank=4", "dtype=bf16"), {"judges_gradients": False}, "the gradients of tiny:add cannot be judged: the "
+        (("lora.rank=4", "dtype=bf16"), {}, "the gradients of tiny:add cannot be judged: the "
          "oracle does not compute gradients of adapters in less than float32"),
     ],
 )  # fmt: skip
