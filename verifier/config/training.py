@@ -160,8 +160,8 @@ class VerifyOptions:
 
     steps: bool = knob("Judge every stage of every step.", False, flag="--verify/--no-verify")
     every: int | None = knob(
-        "Steps between two whose gradient transformers computes too; 0: none. By default steps 1, 2, 4, 8, ... of a "
-        "model below 256 MiB.", None, least=0
+        "Steps between two that transformers computes too; 0: none; by default 1, 2, 4, 8, ... of a small model.", None,
+        least=0,
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ def mesh_of(manifest: Manifest) -> Mesh | None:
 def options_of(manifest: Manifest) -> dict[str, Any]:
     """Options of a run that are on and need not be, by key: CUDA graphs, sleep, quantisation, adapters."""
     knobs = {key: value for key, value in flat(manifest.config).items() if key not in _SAID}
-    return {key: value for key, value in knobs.items() if value and not key.startswith("mesh.")}
+    return {key: value for key, value in sorted(knobs.items()) if value and not key.startswith("mesh.")}
 
 
 def located(owner: str, manifest: Manifest) -> str:
