@@ -9,7 +9,7 @@ import numpy as np
 
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.records_data import ExamplesRead, HeldOutRead, RolloutsRead
+from verifier.core.records_data import ExamplesRead, HeldOutRead, RolloutsRead, RowsRead
 from verifier.core.records_policy import Advantages, Drops, GivenRewards, PolicyColumns
 from verifier.core.records_tokens import Rollouts
 from verifier.core.stage import Stage
@@ -58,7 +58,7 @@ def other_problems_held_out(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
 
 
-def _compared(trace: Trace, item: ExamplesRead | HeldOutRead) -> Iterator[Comparison]:
+def _compared(trace: Trace, item: RowsRead) -> Iterator[Comparison]:
     """Number of examples and their parts, against the rows of the source."""
     yield Comparison(
         what=f"number of {item.name}", same=item.num_examples == item.num_rows, stage=Stage.DATA, version=item.version,

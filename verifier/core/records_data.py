@@ -5,17 +5,12 @@ from __future__ import annotations
 from verifier.core.record import ArrayRecord, Count, Lengths
 
 
-class ExamplesRead(ArrayRecord, frozen=True, kw_only=True, tag="data/read"):
-    """Examples of a step beside the rows of their source, by digests that a second reader has taken.
-
-    Arrays: ``indices`` [N] int64, of the examples in the data set; [N, parts] int64 each: ``used``, digests of the
-    parts of the examples as the trainer has them; ``read``, of the rows at these indices, 0 beyond the last;
-    ``found``, the first row of the source that has the part that was used, -1 for none.
-    """
+class RowsRead(ArrayRecord, frozen=True, kw_only=True):
+    """Examples beside the rows of their source, by digests that a second reader has taken."""
 
     source: str
     num_examples: Count
-    """Examples that the trainer has."""
+    """Examples, or problems of the evaluation, that the trainer has."""
     num_rows: Count
     """Rows of the source that the config asks for, by the second reader."""
     parts: tuple[str, ...]
@@ -23,20 +18,21 @@ class ExamplesRead(ArrayRecord, frozen=True, kw_only=True, tag="data/read"):
     """Id of each example, as the trainer has it."""
 
 
-class HeldOutRead(ArrayRecord, frozen=True, kw_only=True, tag="data/evaluated"):
+class ExamplesRead(RowsRead, frozen=True, kw_only=True, tag="data/read"):
+    """Examples of a step beside the rows of their source, by digests that a second reader has taken.
+
+    Arrays: ``indices`` [N] int64, of the examples in the data set; [N, parts] int64 each: ``used``, digests of the
+    parts of the examples as the trainer has them; ``read``, of the rows at these indices, 0 beyond the last;
+    ``found``, the first row of the source that has the part that was used, -1 for none.
+    """
+
+
+class HeldOutRead(RowsRead, frozen=True, kw_only=True, tag="data/evaluated"):
     """Problems of the evaluation beside the rows of their source.
 
     Arrays as those of `ExamplesRead`, and ``trained`` [N] int64: the first row of the source of training that has the
     question, by the second reader, -1 for none.
     """
-
-    source: str
-    num_examples: Count
-    """Problems that the trainer has."""
-    num_rows: Count
-    """Rows of the source that the config asks for, by the second reader."""
-    parts: tuple[str, ...]
-    ids: tuple[str, ...]
 
 
 class RolloutsRead(ArrayRecord, frozen=True, kw_only=True, tag="data/recorded"):

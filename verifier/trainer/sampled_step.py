@@ -51,7 +51,7 @@ WITHOUT_ORACLE = ("moe_aux_loss", "moe_z_loss", "moe_bias_update_rate", "optimiz
 
 
 MAX_SAMPLED_BYTES = 2**28
-"""Bytes of the largest checkpoint whose steps are sampled by default: of a larger one a step takes minutes."""
+"""Bytes of the largest checkpoint whose steps are sampled by default; the oracle computes on the host."""
 
 
 def is_sampled(config: TrainConfig, step: int) -> bool:
