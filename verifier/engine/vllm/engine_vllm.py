@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import importlib
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -47,6 +49,8 @@ _LINEARS = {
 """Linear in Megatron's words -> in vLLM's. With an adapter on the head, vLLM 0.21 has none for the rows of prompt
 log-probabilities: it fails on a CPU, and reads beyond its table on a GPU."""
 _RPC_DEADLINE_S = 600
+_STDERR = 2
+"""Descriptor that a forked process keeps when its log takes the place of what it inherited."""
 
 
 @functools.cache
@@ -59,6 +63,9 @@ def preload() -> None:
     importlib.import_module("vllm.v1.executor.multiproc_executor")
     for architecture in sorted({family.architecture for family in FAMILIES.values()}):
         ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+    # xgrammar's tvm_ffi handles SIGSEGV for 2.6 s before the process ends, and says nothing of Python.
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    faulthandler.enable(_STDERR)
 
 
 class VllmEngine(Engine):
