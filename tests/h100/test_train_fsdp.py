@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from safetensors.torch import load_file
 
 from tests.meta.sources import ROOT
 from verifier.export.names import layout_of
+from verifier.faults.catalog import CATALOG
+from verifier.faults.trial import Trials
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.digest import digest_tensor
@@ -35,6 +38,13 @@ LOSS, WEIGHT = 1e-5, 1e-4
 
 Measured: 0 and 0 on one H100, 0 and 2.4e-11 on two (golden/train/h100-x2.json).
 """
+
+
+CAUGHT = {
+    "moments-zeroed": ("TRN001",), "clip-not-applied": ("TRN001",), "one-tensor-never-stepped": ("TRN001",),
+    "norms-decay-in-training": ("TRN002",),
+}  # fmt: skip
+"""Fault of the catalogue -> checks that catch it in a run with Megatron-FSDP."""
 
 
 def train(folder: Path, *words: str, judged: bool = True) -> list[dict[str, Any]]:
@@ -135,6 +145,19 @@ def test_a_resumed_run_ends_bitwise_on_two_gpus(measured, tmp_path):
 def test_an_engine_samples_from_sharded_weights(measured, tmp_path):
     rows = train(tmp_path / "run", *GRPO, FSDP)
     measured(fsdp="grpo", mismatch=[row["mismatch_max"] for row in rows])
+
+
+@pytest.mark.h100(gpus=1)
+@pytest.mark.parametrize("name", CAUGHT)
+def test_a_fault_is_caught_where_it_sits(name, measured, tmp_path):
+    """Injected into runs with Megatron-FSDP, whose steps an oracle computes; healed, they end as without it."""
+    base = CATALOG[name]
+    kept = [text for text in base.training if not text.startswith(("verify.every", "dtype"))]
+    fault = replace(base, training=(*kept, FSDP, "dtype=bf16", "verify.every=1"), mesh=Mesh(), caught_by=CAUGHT[name])
+    with Trials(print, tmp_path) as trials:
+        found = trials.trial(fault)
+    measured(fault=f"{name} under Megatron-FSDP", fired=found.fired, caught=found.caught, failures=found.failures)
+    assert found.failures == []
 
 
 @pytest.mark.h100(gpus=2)

@@ -120,6 +120,20 @@ def test_masters_and_moments_on_the_host_step_alike(its_turn, measured, tmp_path
     assert found[0.0][0] > found[0.5][0] > found[1.0][0]
 
 
+@pytest.mark.h100(gpus=1)
+@pytest.mark.parametrize(
+    "knobs", [("algorithm=sft", "batch.max_tokens=2048", "data.batch_size=16"), GRPO], ids=["sft", "grpo"]
+)
+def test_a_step_again_has_its_gradients_bitwise(knobs, its_turn, measured, tmp_path):
+    words = (*knobs, f"model={larger()}", "steps=3", "evaluation.num_problems=0", "checkpoint.every=1")
+    train(tmp_path / "run", *words)
+    command = [sys.executable, "-m", "verifier", "train", "--replay", str(tmp_path / "run"), "--step", "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    measured(replayed=done.stdout.strip())
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+    assert "bitwise as recorded" in done.stdout
+
+
 @pytest.mark.h100(gpus=2)
 def test_two_ranks_take_turns_with_an_engine(its_turn, measured, tmp_path):
     asked = ("mesh.dp=2", "engine.sleep_level=2", "--transport", "ipc", *SLEEPS)

@@ -40,9 +40,11 @@ _CPU_BLOCK = 32
 """Number of tokens of a KV-cache block on a CPU. vLLM's own 128 would put a whole prompt into one block."""
 _GPU_SHARE = 0.15
 """Fraction of a GPU's memory that must be free at the start; a trainer may run on the same GPU."""
-_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
-"""One graph of the whole model per number of sampled sequences; vLLM's default would compile too. Prompts run without
-graphs: in sleep mode the capture of their attention ended in an illegal memory access."""
+_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""Graphs of whole passes that sample, without compilation. Prompts run without graphs: in sleep mode the capture of
+their attention ended in an illegal memory access."""
+_MOST_IN_GRAPH = 1024
+"""Greatest number of sequences with a graph; passes of more run eagerly."""
 _LINEARS = {
     "linear_qkv": "qkv_proj", "linear_proj": "o_proj", "linear_fc1": "gate_up_proj", "linear_fc2": "down_proj",
 }  # fmt: skip
@@ -92,7 +94,9 @@ class VllmEngine(Engine):
             kv_cache_memory_bytes=config.kv_cache_bytes,
             gpu_memory_utilization=_GPU_SHARE if torch.cuda.is_available() else 0.9,
             enforce_eager=not config.cuda_graphs,
-            compilation_config=_GRAPHS if config.cuda_graphs else None,
+            compilation_config={**_GRAPHS, "cudagraph_capture_sizes": graph_sizes(config.max_num_seqs)}
+            if config.cuda_graphs
+            else None,
             enable_sleep_mode=config.sleep_level > 0,
             quantization=config.quantization,
             enable_lora=config.lora_rank > 0,
@@ -260,6 +264,17 @@ class VllmEngine(Engine):
             msgspec.convert(value_of(reply, f"engine rank {rank} failed in `{method}`", otherwise), kind)
             for rank, reply in enumerate(replies)
         ]
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of sequences that get a CUDA graph each; a pass is padded to the next.
+
+    Source:
+        vLLM 0.21's default up to 512 (`VllmConfig._set_cudagraph_sizes`); it captures none above.
+    """
+    most = min(max(max_num_seqs, 16), _MOST_IN_GRAPH)
+    every = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, _MOST_IN_GRAPH, 32)]
+    return [*(size for size in every if size < most), most]
 
 
 def _room_for_adapters(config: EngineConfig) -> dict[str, Any]:
