@@ -8,6 +8,7 @@ import msgspec
 
 from verifier.core.record import Count, Probe
 from verifier.core.records_trainer import LoadedState, SavedState, TrainedUntil
+from verifier.errors import UsageError
 from verifier.trainer.state_megatron import Facts, read_facts, record_facts, write_facts
 
 
@@ -40,8 +41,16 @@ class Saves:
         reached.write_bytes(msgspec.json.encode(Reached(step=self.trained, optimizer_steps=optimizer_steps)))
 
     def read(self, folder: Path, held: Facts) -> None:
-        """Read what was written, beside what the rank holds after it has loaded the checkpoint."""
+        """Read what was written, beside what the rank holds after it has loaded the checkpoint.
+
+        Raises:
+            UsageError: the checkpoint was written before ranks noted how far they had trained.
+        """
         state, file = self._files(folder)
+        if not file.exists():
+            raise UsageError(
+                f"the checkpoint `{folder}` is of an older version, without `saved/{file.name}`: leave --verify out"
+            )
         reached = msgspec.json.decode(file.read_bytes(), type=Reached)
         self.trained = reached.step
         self._loaded = (int(folder.name), read_facts(state), held, reached)
