@@ -34,6 +34,7 @@ from verifier.core.records_tokens import SampledTokens
 from verifier.core.records_trainer import (
     AdamAudit,
     AuditedTensor,
+    CheckpointNumber,
     DataOrder,
     GradientSums,
     KnobsAsked,
@@ -50,6 +51,7 @@ from verifier.core.records_trainer import (
     StepSizes,
     SummedTensor,
     TrainedText,
+    TrainedUntil,
     TrainerStep,
 )
 from verifier.core.records_weights import SavedCheckpoint
@@ -296,6 +298,10 @@ def training() -> list[Record]:
             for kind in (SavedState, LoadedState)
             for rank in range(2)
         ),
+        CheckpointNumber(name="checkpoint", version=1, step=1, optimizer_steps=1),
+        TrainedUntil(
+            name="saved", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", step=1, optimizer_steps=1
+        ),
     ]  # fmt: skip
 
 
@@ -336,6 +342,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "RWD001": (GivenRewards, having(rewards=(0.0, 0.0))),
     "ADV001": (LossColumns, having(array="means of means")),
     "CKP001": (LoadedState, having(digest=f"vd1:{0:032x}")),
+    "CKP002": (TrainedUntil, having(step=2)),
     "CFG002": (KnobsGiven, having(values={"steps": "3", "evaluation.stop_above": "2.0"})),
     "CFG001": (
         KnobsReached,

@@ -1,13 +1,13 @@
-"""A resumed run: what its ranks hold is what was saved."""
+"""A resumed run: what its ranks hold is what was saved, and what it was trained on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verifier.checks.content import compare_contents
+from verifier.checks.content import compare_contents, owner_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.records_trainer import LoadedState, SavedState
+from verifier.core.records_trainer import CheckpointNumber, LoadedState, SavedState, TrainedUntil
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -25,7 +25,7 @@ def loaded_state_differs_from_saved(trace: Trace) -> Iterator[Comparison]:
     Evidence: checkpoint/saved, checkpoint/loaded.
     Tolerance and its source: bitwise; a load is a copy.
     What it does not catch: state that was wrong before it was saved (TRN001, TRN003), and a load on another mesh, which
-    cuts tensors otherwise and is not compared.
+    cuts tensors otherwise and is not compared; a number that is another step's (CKP002).
     References: NeMo-RL#3171, SkyRL#1403, open-r1#450, slime#1152, VeOmni#330.
     """
     held = {(item.role, item.rank, item.version) for kind in (SavedState, LoadedState) for item in trace.of(kind)}
@@ -39,3 +39,37 @@ def loaded_state_differs_from_saved(trace: Trace) -> Iterator[Comparison]:
             expected_says="what was saved", allowed="bitwise (a load is a copy)",
             hint="look at what the load restores, and at what overwrites it before the first step",
         )  # fmt: skip
+
+
+@check("CKP002", needs=(CheckpointNumber, TrainedUntil), scope="continued")
+def checkpoint_of_another_step(trace: Trace) -> Iterator[Comparison]:
+    """After a resume the data go on behind the last step that the saved state was trained on.
+
+    What it checks: the last step in which each rank had taken an update when it saved, by its own count, against the
+    number of the checkpoint, which it may not exceed; and the steps that its optimizer counted then, against the
+    checkpoint's count of updates.
+    Why it matters: a checkpoint that is saved before the loop counts its step carries the number of the step before. A
+    resume trains a batch again on weights that it trained already, and all states are what was saved.
+    Evidence: checkpoint/number, checkpoint/trained.
+    Tolerance and its source: exact; these are counts. Steps whose rollouts were all dropped train nothing, so a number
+    may be greater.
+    What it does not catch: a number that is too great, so that a batch is left out: the metrics of the step before are
+    absent (MET002); a load on another mesh.
+    References: Megatron-Bridge#3267, pytorch-lightning#19815.
+    """
+    for number in trace.of(CheckpointNumber):
+        for item in trace.of(TrainedUntil, version=number.version):
+            counts = (
+                ("step", item.step, number.step, item.step <= number.step, "at most "),
+                ("optimizer steps", item.optimizer_steps, number.optimizer_steps,
+                 item.optimizer_steps == number.optimizer_steps, ""),
+            )  # fmt: skip
+            for what, actual, expected, same, bound in counts:
+                yield Comparison(
+                    what=f"{what} on rank {item.rank}", same=same, stage=Stage.CHECKPOINT, version=number.version,
+                    badness=1.0, owner=owner_of(item),
+                    sentence=f"the checkpoint says {what} {expected:,}, rank {item.rank} had trained until {actual:,}",
+                    expected=f"{bound}{expected:,} (the number of the checkpoint)",
+                    actual=f"{actual:,} (the rank, when it saved)", allowed="exact (counts)",
+                    hint="look at whether the loop saves before or after it counts the step",
+                )  # fmt: skip

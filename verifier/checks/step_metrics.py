@@ -16,12 +16,14 @@ from verifier.core.record import Real
 from verifier.core.records_policy import (
     Advantages,
     Drops,
+    EpisodeTurns,
     LossTerms,
     PolicyColumns,
+    SamplingRound,
     StepMetrics,
     WrittenMetrics,
 )
-from verifier.core.records_trainer import TrainerStep
+from verifier.core.records_trainer import LossColumns, TrainerStep
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -37,7 +39,11 @@ ESTIMATE = Tolerance(
 )  # fmt: skip
 EDGE = 2e-5
 """Distance of a ratio from a clip's edge at which float32 may take either side."""
-OF_ANSWERS = ("reward", "answer_tokens", "mixed_groups", "truncated_share")
+EXACT = "exact (a count)"
+OF_ANSWERS = (
+    "reward", "answer_tokens", "mixed_groups", "truncated_share", "staleness", "dropped_stale", "turns",
+    "sampling_rounds", "replaced_groups", "sampled_tokens", "scored_tokens",
+)  # fmt: skip
 """Numbers of answers, which are there before any update."""
 CLIPPING = ("clipped", "gspo", "cispo")
 """Losses that clip ratios."""
@@ -50,23 +56,27 @@ def metrics_misreported(trace: Trace) -> Iterator[Comparison]:
     """The numbers that a step shows are those of all its answers and tokens.
 
     What it checks: mean reward, mean length, share of groups with several rewards and share of answers that were cut
-    off, over all answers of the step; number of tokens in the loss, mean entropy and KL estimate by token, and share of
-    tokens whose ratio is clipped, over all ranks, as a mean over the updates of the step; loss, gradient norm and rate
-    as a mean of what the first rank reports of its updates.
+    off, over all answers of the step; mean age of sampled tokens and answers older than the bound; mean turns of an
+    episode; rounds of sampling and groups that were replaced; tokens that were sampled and scored; tokens that were
+    trained on and that are in the loss, summed over the updates of the step; mean entropy and KL estimate by token, and
+    share of tokens whose ratio is clipped, over all ranks, as a mean over the updates; loss, gradient norm and rate as
+    a mean of what the first rank reports of its updates.
     Why it matters: runs are steered, stopped and compared by these numbers. A reward of the answers that stay in the
     loss rises by filtering alone; a share of one rank, or of one side of the clip, hides a policy that runs away.
-    Evidence: loss/metrics, advantage/advantages, data/drops, loss/rows, loss/terms, advantage/columns,
-    advantage/policy, train/done.
-    Tolerance and its source: 1e-9 of sums, 1e-5 of the entropy's, which are in fp32; KL estimates as the loss
-    (LSS004); shares may count tokens within 2e-5 of a clip's edge or not.
+    Evidence: loss/metrics, advantage/advantages, data/drops, data/turns, reward/round, loss/rows, loss/terms,
+    advantage/columns, advantage/policy, train/done.
+    Tolerance and its source: counts are exact; 1e-9 of sums, 1e-5 of the entropy's, which are in fp32; KL estimates as
+    the loss (LSS004); shares may count tokens within 2e-5 of a clip's edge or not.
     What it does not catch: numbers of time, memory and mismatch; held-out rewards; cut-off answers of step-wise
     episodes; what is written of them (MET002).
-    References: trl#3032, stable-baselines3#149, ms-swift#5619, ms-swift#8247, NeMo-RL#1426, transformers#35942.
+    References: trl#3032, stable-baselines3#149, ms-swift#5619, ms-swift#8247, NeMo-RL#1426, transformers#35942,
+    AReaL#1736, labs-molt#64, sglang#22497.
     """
     for terms in trace.of(LossTerms):
         for item in trace.of(StepMetrics, version=terms.version):
             found = {
-                **_of_answers(trace, item.version), **_of_updates(trace, terms), **_of_reports(trace, item.version)
+                **_of_answers(trace, item.version), **_of_sampling(trace, item.version), **_of_tokens(trace, terms),
+                **_of_updates(trace, terms), **_of_reports(trace, item.version),
             }  # fmt: skip
             for name, (right, allowed, why) in found.items():
                 if name not in item.values:
@@ -79,7 +89,7 @@ def metrics_misreported(trace: Trace) -> Iterator[Comparison]:
                     what=name, same=gap <= allowed, stage=Stage.REWARD if of_answers else Stage.LOSS,
                     version=item.version, badness=times(gap, allowed),
                     sentence=f"the step shows {name} {shown:.6g}, it is {right:.6g}",
-                    expected=f"{right:.6g} (from rewards, flags and rows of the loss)", actual=f"{shown:.6g}",
+                    expected=f"{right:.6g} (from rewards, flags, versions and rows of the loss)", actual=f"{shown:.6g}",
                     allowed=f"{allowed:.3g}, {why}",
                     hint="look at what the number is summed over and divided by: dropped answers, ranks, updates",
                 )  # fmt: skip
@@ -131,6 +141,38 @@ def _of_answers(trace: Trace, version: int) -> Mapping[str, Number]:
     return found
 
 
+def _of_sampling(trace: Trace, version: int) -> Mapping[str, Number]:
+    """Turns of a step's episodes, and rounds of its sampling; none where there is none."""
+    found: dict[str, Number] = {}
+    turns, rounds = list(trace.of(EpisodeTurns, version=version)), list(trace.of(SamplingRound, version=version))
+    if turns:
+        episodes = sum(len(set(item.episodes)) for item in turns)
+        found["turns"] = _sum(sum(len(item.episodes) for item in turns) / episodes)
+    if rounds:
+        found["sampling_rounds"] = _count(len(rounds))
+        found["replaced_groups"] = _count(sum(len(set(item.groups)) for item in rounds if item.round))
+    return found
+
+
+def _of_tokens(trace: Trace, terms: LossTerms) -> Mapping[str, Number]:
+    """Age of a step's sampled tokens, and tokens that were sampled, scored and trained on."""
+    found: dict[str, Number] = {}
+    for item in trace.of(PolicyColumns, version=terms.version):
+        arrays = trace.arrays(item)
+        version = arrays["version"].astype(np.int64)
+        ages = np.where(version >= 0, item.trained_version - version, 0)
+        oldest = [int(part.max(initial=0)) for part in np.split(ages, np.cumsum(item.lengths)[:-1])]
+        sampled, passes = int((version >= 0).sum()), 1 + any(name.endswith("reference") for name in arrays)
+        found["staleness"] = _sum(int(ages.sum()) / sampled if sampled else math.nan)
+        found["dropped_stale"] = _count(sum(age > item.max_staleness for age in oldest))
+        found["sampled_tokens"] = _count(sampled)
+        found["scored_tokens"] = _count(sum(item.lengths) * passes)
+    updates = list(trace.of(LossColumns, version=terms.version))
+    if updates:
+        found["tokens"] = _count(sum(sum(item.lengths) for item in updates))
+    return found
+
+
 def _of_updates(trace: Trace, terms: LossTerms) -> Mapping[str, Number]:
     """Numbers of all updates of a step."""
     updates = [update for update in updates_of(trace) if update.columns.version == terms.version]
@@ -142,7 +184,7 @@ def _of_updates(trace: Trace, terms: LossTerms) -> Mapping[str, Number]:
     ]
     mean = sum(entropy) / len(updates)
     found = {
-        "num_tokens": (float(sum(counts)), 0.0, "exact (a count)"),
+        "num_tokens": _count(sum(counts)),
         "entropy": (mean, ENTROPY.absolute * max(mean, 1e-3), str(ENTROPY)),
     }
     if terms.loss == "cross_entropy":
@@ -171,6 +213,10 @@ def _of_reports(trace: Trace, version: int) -> Mapping[str, Number]:
         mean = sum(values) / len(values)
         found[name] = (mean, SUM.absolute * max(map(abs, values)), str(SUM))
     return found
+
+
+def _count(value: int) -> Number:
+    return float(value), 0.0, EXACT
 
 
 def _sum(value: float, scale: float = 1.0) -> Number:

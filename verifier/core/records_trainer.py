@@ -255,6 +255,25 @@ class LoadedState(StateRecord, frozen=True, kw_only=True, tag="checkpoint/loaded
     """State that a rank holds after the checkpoint was loaded, before the next step."""
 
 
+class CheckpointNumber(Record, frozen=True, kw_only=True, tag="checkpoint/number"):
+    """Steps that a checkpoint is of, by its own number: the next one takes the data after them."""
+
+    step: Count
+    """Steps of the run."""
+    optimizer_steps: Count
+
+
+class TrainedUntil(Record, frozen=True, kw_only=True, tag="checkpoint/trained"):
+    """Steps that one rank had taken when it saved a checkpoint, by its own count."""
+
+    coordinate: str
+    """Mesh coordinate of the rank."""
+    step: Count
+    """Last step in which it took an update; none of later ones had a token in the loss."""
+    optimizer_steps: Count
+    """Steps that its optimizer counted."""
+
+
 class KnobsAsked(Record, frozen=True, kw_only=True, tag="load/asked"):
     """Settings that the config asks of Megatron, its optimizer and its scheduler."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec import structs
+
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, fault
+from verifier.faults.fault import TRAINING, Call, Side, fault
 
 CHECKPOINT = "verifier.train.checkpoint_megatron"
 LOAD = f"{CHECKPOINT}:load(trainer, optimizer, scheduler, folder, same_mesh)"
@@ -80,6 +83,23 @@ def reference_taken_after_resume(call: Call) -> Any:
         call.self._reference = [tensor.clone() for _, _, tensor in call.self._live.tensors()]
         call.fire()
     return call.original()
+
+
+@fault(
+    "NVIDIA-NeMo/Megatron-Bridge#3267", "verifier.trainer.continuation:Continuation.rewind(self)",
+    **{**ROW, "side": Side.CONTROLLER, "caught_by": ("CKP002",)},
+)  # fmt: skip
+def saved_before_the_step_is_counted(call: Call) -> Any:
+    """The checkpoint after a step has the number of the step before, whose next batch the state was trained on."""
+    checkpoints = call.self._checkpoints
+    at, _ = checkpoints.last_whole()
+    if at is None:
+        return call.original()
+    step = at.step - 1
+    shutil.rmtree(checkpoints.path(step), ignore_errors=True)
+    checkpoints.path(at.step).rename(checkpoints.partial(step))
+    checkpoints.finish(structs.replace(at, step=step, data_position=step, weight_version=step))
+    return call.faulty()
 
 
 def _states(optimizer: Any) -> Iterator[dict[str, Any]]:

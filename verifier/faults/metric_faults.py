@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
+from verifier.faults.turn_faults import KNOBS
 
 ROW: dict[str, Any] = {"engine": TRAINING, "model": "tiny:add", "caught_by": ("MET001",)}
 
@@ -69,6 +71,40 @@ def shown_rate_of_the_next_step(call: Call) -> Any:
     """The learning rate that is shown is read after the scheduler's step, and is the next one's."""
     found = call.original()
     return call.wrong({**found, "learning_rate": float(call.self._optimizer.param_groups[0]["lr"])})
+
+
+@fault(
+    "areal-project/AReaL#1736", "verifier.trainer.grpo_plan:_facts(config, step, rows, given, reasons, old)",
+    stage=Stage.REWARD, side=Side.CONTROLLER,
+    training=("algorithm=grpo", "verify.every=0", "grpo.max_staleness=3", "grpo.ratio_over=engine"), **ROW,
+)  # fmt: skip
+def age_from_the_version_to_come(call: Call) -> Any:
+    """The age of tokens that is shown is counted from the version that the step makes, not from the one it trains."""
+    found = call.original()
+    return call.wrong({**found, "staleness": found["staleness"] + 1})
+
+
+@fault(
+    "sgl-project/sglang#22497", "verifier.trainer.grpo_plan:_token_counts(given, with_reference)", stage=Stage.REWARD,
+    side=Side.CONTROLLER, training=("algorithm=grpo", "verify.every=0"), **ROW,
+)  # fmt: skip
+def tokens_of_the_batch_before(call: Call) -> Any:
+    """The tokens that are shown as sampled and scored are those of the batch before, beside the seconds of this one."""
+    found = call.original()
+    before = call.state.get("before")
+    call.state["before"] = found
+    return found if before is None else call.wrong(before)
+
+
+@fault(
+    "NVIDIA-NeMo/labs-molt#64", "verifier.trainer.sampled_batch:mean_turns(rounds)", stage=Stage.REWARD,
+    side=Side.CONTROLLER, training=KNOBS, **ROW,
+)  # fmt: skip
+def turns_meant_over_turns(call: Call) -> Any:
+    """The mean number of turns that is shown is one over turns, in which an episode counts once for each of its own."""
+    lengths = [Counter(item.episodes) for item in call.rounds]
+    counts = [count for own in lengths for count in own.values()]
+    return call.wrong(sum(count * count for count in counts) / sum(counts))
 
 
 @fault(

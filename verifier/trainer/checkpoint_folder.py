@@ -1,7 +1,7 @@
 """Checkpoints of a run on disk: each is whole, with a manifest that was written last, or does not exist.
 
 000020/megatron/       model, optimizer, scheduler and random states, by megatron-core
-000020/saved/          digests of what each rank held
+000020/saved/          digests of what each rank held, and the last step that it had trained
 000020/state.json      step, position in the data, weight version, seed, config, rollouts not yet trained on
 000020/manifest.json   digest of every file, and of itself
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 from verifier.config.training import TrainConfig
 from verifier.core.record import Probe
-from verifier.core.records_trainer import LoadedState, SavedState
+from verifier.core.records_trainer import CheckpointNumber, LoadedState, SavedState
 from verifier.errors import UsageError
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.checkpoint_folder import Checkpoints, RunState, digest_of_values
@@ -98,6 +98,9 @@ class Continuation:
         if at is None or probe is None:
             return False
         self._unjudged = None
+        probe.emit(
+            CheckpointNumber(name="checkpoint", version=at.weight_version, step=at.step, optimizer_steps=at.updates)
+        )
         found: list[tuple[type[SavedState | LoadedState], str, Any]] = [
             (SavedState, "position", at.data_position), (LoadedState, "position", step - 1),
         ]  # fmt: skip

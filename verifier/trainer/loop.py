@@ -48,7 +48,8 @@ JUDGE_DEADLINE_S = 600.0
 """Seconds that the judge of one step may take."""
 SHOWN = (
     "reward", "answer_tokens", "mixed_groups", "truncated_share", "loss", "grad_norm", "learning_rate", "num_tokens",
-    "entropy", "kl", "clipped_share",
+    "entropy", "kl", "clipped_share", "staleness", "dropped_stale", "turns", "sampling_rounds", "replaced_groups",
+    "tokens", "sampled_tokens", "scored_tokens",
 )  # fmt: skip
 """Metrics of a step that its evidence can tell too."""
 

@@ -183,7 +183,7 @@ def _load_again(
     folder = RunFolder(config.run)
     continuation = Continuation(config, folder, progress)
     continuation.rewind()
-    manifest = msgspec.structs.replace(step_manifest(config, model, 1), scopes=("resume",))
+    manifest = msgspec.structs.replace(step_manifest(config, model, 1), scopes=("resume", "continued"))
     trace = create(config.run / "loaded", manifest)
     job = start_ranks(config, model, launcher, config.run / "again", until, progress)
     try:

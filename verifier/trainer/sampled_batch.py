@@ -61,7 +61,7 @@ class SampledBatch:
         turns = [item.turns for item in self.rounds if item.turns is not None]
         found: dict[str, float] = {}
         if turns:
-            found["turns"] = sum(len(item.episodes) for item in turns) / sum(len({*item.episodes}) for item in turns)
+            found["turns"] = mean_turns(turns)
         if self.limit == 1:
             return found
         replaced = sum(len(item.groups) for item in self.rounds[1:])
@@ -103,6 +103,11 @@ class SampledBatch:
             )  # fmt: skip
             if replaced:
                 probe.emit(rewards_of(f"replaced in round {number}", step, reward, replaced))
+
+
+def mean_turns(rounds: Sequence[EpisodeTurns]) -> float:
+    """Mean turns of an episode, over all rounds."""
+    return sum(len(item.episodes) for item in rounds) / sum(len({*item.episodes}) for item in rounds)
 
 
 def read_round(

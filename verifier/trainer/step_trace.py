@@ -132,6 +132,7 @@ def step_manifest(
         scopes.append("restarted")
     if resumed or (config.engine.sleep_level and not dropped):
         scopes.append("resume")
+    scopes += ["continued"] if resumed else []
     gaps = [NO_NOISE.format(dtype=model.dtype)] if compared and "mismatch" not in scopes else []
     gaps += [NO_LAYOUT] if loaded and not model.layout_scopes else []
     no_spot = why_no_spot(config, model)

@@ -13,7 +13,7 @@ import torch
 from verifier.algorithms.registry import load_plugins
 from verifier.core.outputs import full_disk_refused
 from verifier.core.records_policy import ReferenceShard
-from verifier.core.records_trainer import KnobsReached, LoadedState, OptimizerSettings, SavedState
+from verifier.core.records_trainer import KnobsReached, OptimizerSettings
 from verifier.core.records_weights import UpdatedShard
 from verifier.core.store import Recorder
 from verifier.data.rollout_file import load_rollouts
@@ -40,16 +40,8 @@ from verifier.trainer.live_settings_megatron import data_parallel_of, effective_
 from verifier.trainer.load_evidence_megatron import loaded_weights
 from verifier.trainer.out_of_memory import refused_for_memory
 from verifier.trainer.routing_megatron import TrainingRoutes
-from verifier.trainer.state_megatron import (
-    Facts,
-    digests_of,
-    read_facts,
-    record_facts,
-    reference_facts,
-    replaced,
-    state_facts,
-    write_facts,
-)
+from verifier.trainer.saves_megatron import Saves
+from verifier.trainer.state_megatron import Facts, digests_of, reference_facts, replaced, state_facts
 from verifier.trainer.step_trace import can_audit
 from verifier.trainer.turns_megatron import Turns
 from verifier.trainer.update_log import RankUpdate
@@ -93,7 +85,7 @@ class TrainerWorker:
         self._reference: list[torch.Tensor] = []
         self._frozen: dict[str, dict[str, Any]] = {}
         self._scored: dict[str, dict[str, Any]] = {}
-        self._resumed: tuple[int, Facts, Facts] | None = None
+        self._saves = Saves(context.rank, str(config.mesh.coordinate(context.rank)))
         batch = config.batch
         self._batching: dict[str, Any] = {"micro_batch_size": batch.count, "max_tokens": batch.max_tokens}
         self._loss = loss_of(config)
@@ -149,8 +141,7 @@ class TrainerWorker:
         state = (self._trainer, self._optimizer, self._scheduler)
         checkpoint_megatron.load(*state, folder / "megatron", same_mesh=same_mesh)
         if same_mesh and self._config.verify.steps:
-            saved = read_facts(folder / "saved" / f"{self._context.rank:04d}.json")
-            self._resumed = (int(folder.name), saved, self._state())
+            self._saves.read(folder, self._state())
 
     def record_load(self, trace: str) -> None:
         """Record what was saved and what was loaded, in a trace of its own."""
@@ -167,7 +158,7 @@ class TrainerWorker:
         """Begin to write a checkpoint: this rank's state, and what it held."""
         path = Path(folder)
         with full_disk_refused(path):
-            write_facts(path / "saved" / f"{self._context.rank:04d}.json", self._state())
+            self._saves.write(path, self._state(), optimizer_megatron.steps_of(self._optimizer))
         self._writer.begin(path / "megatron")
 
     def saved(self, folder: str, wait: bool) -> bool:
@@ -250,6 +241,7 @@ class TrainerWorker:
                 scheduler=self._scheduler, scheduler_step=1, temperature=self._temperature, on_shards=look,
                 on_gradients=on_gradients, **self._batching,
             )  # fmt: skip
+        self._saves.trained = step
         if hand_on is not None:
             hand_on.after(number)
         memory = update_facts_megatron.peak_memory(self._spec.tier)
@@ -355,11 +347,7 @@ class TrainerWorker:
     def _record_resume(self, probe: Recorder) -> None:
         """Record, with the first step after a start, what was loaded, and after a resume what was saved."""
         self._loaded.hand_over(probe)
-        if self._resumed is not None:
-            version, saved, loaded = self._resumed
-            record_facts(probe, SavedState, saved, version)
-            record_facts(probe, LoadedState, loaded, version)
-            self._resumed = None
+        self._saves.record(probe)
 
     def _record_reference(self, probe: Recorder, version: int) -> None:
         """Record the weights that the step's reference was scored with, once."""

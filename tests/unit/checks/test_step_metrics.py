@@ -14,9 +14,11 @@ from verifier.core.record import Real, Record
 from verifier.core.records_policy import (
     Advantages,
     Drops,
+    EpisodeTurns,
     LossRows,
     LossTerms,
     PolicyColumns,
+    SamplingRound,
     StepMetrics,
     WrittenMetrics,
 )
@@ -27,6 +29,8 @@ IDS = ("a", "b", "c", "d")
 RIGHT = {
     "reward": 0.25, "mixed_groups": 0.5, "truncated_share": 0.5, "num_tokens": 4.0, "entropy": 1.25, "kl": 0.0,
     "clipped_share": 0.5, "answer_tokens": 1.0, "loss": -0.5, "grad_norm": 2.0, "learning_rate": 1e-3,
+    "staleness": 1.5, "dropped_stale": 2.0, "turns": 1.5, "sampling_rounds": 2.0, "replaced_groups": 1.0,
+    "tokens": 8.0, "sampled_tokens": 4.0, "scored_tokens": 8.0,
 }  # fmt: skip
 RATIOS = np.array([1.5, 1.0, 0.5, 1.0])
 """Of the last token of each rollout: the first is clipped above, the third below."""
@@ -38,7 +42,7 @@ def trace(**shown: float) -> Trace:
     answer = np.arange(tokens) % 2 == 1
     policy = {
         "divisor": np.where(answer, -1.0, np.nan), "advantage": np.repeat([1.0, 1.0, -1.0, -1.0], 2),
-        "version": np.where(answer, 0, -1), "old": np.where(answer, -1.0, np.nan),
+        "version": np.where(answer, np.repeat([1, 1, 0, 0], 2), -1), "old": np.where(answer, -1.0, np.nan),
         "engine": np.where(answer, -1.0, np.nan), "mask": answer,
     }  # fmt: skip
     rows = {
@@ -59,8 +63,20 @@ def trace(**shown: float) -> Trace:
         ),
         PolicyColumns(
             name="policy inputs", version=1, ids=IDS, lengths=lengths, ratio_over="old", weight_level="",
-            weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=0,
+            weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=1, trained_version=2,
             array="policy",
+        ),
+        EpisodeTurns(
+            name="round 0", version=1, environment="echo", max_turns=2, step_wise=False, before="", after="", end=0,
+            episodes=("a", "a", "b"), indices=(0, 1, 0), prompts=((1,),) * 3, sampled=((2,),) * 3, texts=("",) * 3,
+            replies=((),) * 3, said=("",) * 3,
+        ),
+        *(
+            SamplingRound(
+                name=f"round {number}", version=1, round=number, limit=3, ids=IDS[:2], groups=("g", group),
+                rewards=(0.0, 0.0), token_counts=(1, 1), replaced={},
+            )
+            for number, group in enumerate("hg")
         ),
         LossColumns(
             name="update 1", version=1, aggregation="token_mean", ids=IDS, groups=IDS, lengths=lengths,
@@ -87,7 +103,8 @@ def test_right_numbers_hold() -> None:
     [
         ("reward", 0.5), ("mixed_groups", 1.0), ("truncated_share", 0.0), ("num_tokens", 8.0), ("entropy", 5.0),
         ("kl", 0.01), ("clipped_share", 0.25), ("answer_tokens", 2.0), ("loss", -0.25), ("grad_norm", 6.0),
-        ("learning_rate", 5e-4),
+        ("learning_rate", 5e-4), ("staleness", 2.5), ("dropped_stale", 1.0), ("turns", 5 / 3), ("sampling_rounds", 3.0),
+        ("replaced_groups", 2.0), ("tokens", 16.0), ("sampled_tokens", 8.0), ("scored_tokens", 16.0),
     ],
 )  # fmt: skip
 def test_a_wrong_number_is_named(name: str, shown: float) -> None:
