@@ -20,15 +20,16 @@ def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
     """Prompts have the tokens, and rewards read the text, that the files of the tokenizer alone make.
 
     What it checks: per rollout, its prompt's tokens against those of its example by a second reader, which has
-    tokenizer.json, tokenizer_config.json and the chat template, and neither transformers nor the trainer's code; per
-    example of fine-tuning all tokens, and where the prompt ends; per rollout that was sampled, the text that the reward
+    tokenizer.json, tokenizer_config.json and the chat template, and none of the trainer's code; per example of
+    fine-tuning all tokens, and where the prompt ends; per rollout that was sampled, the text that the reward
     read against the decoded last turn, special tokens included.
     Why it matters: a chat template that is called without the turn that the answer begins, with other options or for
     another text, or a decoder that leaves special tokens out, is the same on both sides of a comparison by one library.
     Evidence: data/tokens-read, data/turns, reward/rewards.
     Tolerance and its source: exact tokens; texts composed (Unicode's NFC), as DAT009 compares them.
-    What it does not catch: files that are wrong themselves; tokens of an environment's replies; held-out problems;
-    checkpoints without tokenizer.json, which the report names.
+    What it does not catch: files that are wrong themselves; how transformers normalizes, splits and decodes text, which
+    the second reader does alike; tokens of an environment's replies; held-out problems; recorded rollouts; checkpoints
+    without tokenizer.json, which the report names.
     References: trl#4147, trl#2897.
     """
     for item in trace.of(TokensRead):

@@ -1,4 +1,4 @@
-"""Records of a run's data as they were read: examples, held-out problems, recorded rollouts and tokens, by a second reader."""
+"""Records of a run's data beside a second reading: examples, held-out problems, recorded rollouts, tokens."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RolloutsRead(ArrayRecord, frozen=True, kw_only=True, tag="data/recorded"):
 class TokensRead(ArrayRecord, frozen=True, kw_only=True, tag="data/tokens-read"):
     """Tokens of a step's prompts, or of whole examples in fine-tuning, beside a second reading; an entry a rollout.
 
-    The second reader has the files of the tokenizer and no library of the trainer. Arrays: ``tokens``, as they are
+    The second reader has the files of the tokenizer and none of the trainer's code. Arrays: ``tokens``, as they are
     trained, and ``read``, [N] int64 each.
     """
 

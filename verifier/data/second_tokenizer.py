@@ -1,4 +1,8 @@
-"""A second reading of a checkpoint's tokenizer: its files alone, by `tokenizers` and jinja2, without transformers."""
+"""A second reading of a checkpoint's tokenizer: its files, by `tokenizers` and jinja2.
+
+Some classes of transformers, such as LlamaTokenizer, split text otherwise than tokenizer.json says. Checkpoints are
+trained with them, so how text is normalized, split and decoded is taken from the class.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +46,12 @@ class SecondTokenizer:
             self._library = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as problem:  # of `tokenizers`, which has no class of its own
             raise self._refusal(problem) from problem
+        from verifier.data.tokenizer_hf import load_tokenizer
+
+        known = load_tokenizer(folder)
+        self._defaults: dict[str, Any] = dict(known.special_tokens_map)
+        for part in ("normalizer", "pre_tokenizer", "decoder"):
+            setattr(self._library, part, getattr(known.backend_tokenizer, part))
         self._library.no_truncation()
         self._library.no_padding()
         added = self._settings.get("added_tokens_decoder") or {}
@@ -80,11 +90,7 @@ class SecondTokenizer:
         return tuple(self._library.encode(text, add_special_tokens=False).ids)
 
     def _begin(self, text: str) -> tuple[int, ...]:
-        """Tokens before a whole text: as tokenizer_config.json asks for them, or as tokenizer.json puts them."""
-        asked = self._settings.get("add_bos_token")
-        if asked is not None:
-            begin = self._library.token_to_id(self._special.get("bos_token", "")) if asked else None
-            return () if begin is None else (begin,)
+        """Tokens that tokenizer.json puts before a whole text."""
         whole = self._library.encode(text, add_special_tokens=True)
         return tuple(whole.ids[: whole.special_tokens_mask.index(0)]) if 0 in whole.special_tokens_mask else ()
 
@@ -102,7 +108,7 @@ class SecondTokenizer:
     @cached_property
     def _special(self) -> dict[str, str]:
         """Text of each special token by name."""
-        given = {name: self._settings.get(name) for name in _NAMES}
+        given = {name: self._settings.get(name, self._defaults.get(name)) for name in _NAMES}
         return {
             name: str(value["content"] if isinstance(value, dict) else value) for name, value in given.items() if value
         }
