@@ -40,15 +40,15 @@ class SecondTokenizer:
     def __init__(self, folder: Path) -> None:
         from tokenizers import AddedToken, Tokenizer
 
+        from verifier.data.tokenizer_hf import load_tokenizer
+
         self._folder = folder
         try:
             self._settings = self._json("special_tokens_map.json") | self._json("tokenizer_config.json")
+            known = load_tokenizer(folder)
             self._library = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as problem:  # of `tokenizers`, which has no class of its own
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as problem:
             raise self._refusal(problem) from problem
-        from verifier.data.tokenizer_hf import load_tokenizer
-
-        known = load_tokenizer(folder)
         self._defaults: dict[str, Any] = dict(known.special_tokens_map)
         for part in ("normalizer", "pre_tokenizer", "decoder"):
             setattr(self._library, part, getattr(known.backend_tokenizer, part))
@@ -95,6 +95,8 @@ class SecondTokenizer:
         return tuple(whole.ids[: whole.special_tokens_mask.index(0)]) if 0 in whole.special_tokens_mask else ()
 
     def _render(self, messages: Sequence[Message], *, to_answer: bool) -> str:
+        from jinja2 import TemplateError
+
         rows = [{"role": message.role, "content": message.content} for message in messages]
         try:
             return str(
@@ -102,7 +104,7 @@ class SecondTokenizer:
                     messages=rows, tools=None, documents=None, add_generation_prompt=to_answer, **self._special
                 )
             )
-        except Exception as problem:  # whatever a template may raise
+        except (TemplateError, ValueError, KeyError, TypeError, AttributeError) as problem:
             raise self._refusal(problem) from problem
 
     @cached_property
