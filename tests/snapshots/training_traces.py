@@ -10,7 +10,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from verifier.core.record import Record
-from verifier.core.records_data import ExamplesRead, HeldOutRead, RolloutsRead
+from verifier.core.records_data import ExamplesRead, HeldOutRead, RolloutsRead, TokensRead
 from verifier.core.records_policy import (
     Advantages,
     Drops,
@@ -136,6 +136,8 @@ ARRAYS["recorded"] = {
     "logprobs": np.array([np.nan, -1.5, -2.25, np.nan, -3.0] * 2, np.float32),
     "versions": np.array([-1, 0, 0, -1, 1] * 2, np.int32),
 }  # fmt: skip
+ARRAYS["prompts read again"] = {"tokens": np.array([4, 1, 4, 7]), "read": np.array([4, 1, 4, 7])}
+ARRAYS["prompts of another template"] = {"tokens": np.array([4, 1, 4, 7]), "read": np.array([4, 1, 4, 7, 5])}
 ARRAYS["another mask"] = {
     **ARRAYS["recorded"], "mask": np.array([False, False, True, False, True, False, True, True, False, True])
 }  # fmt: skip
@@ -189,6 +191,10 @@ def training() -> list[Record]:
             trajectories=("x", "y", "sequence-0", "sequence-1"), prompt_lengths=(1, 1, 1, 1), lengths=(3, 2, 3, 2),
             rewards=(1.0, 0.0, 0.5, -1.0), texts=("so #### 7", "8", None, None), answers=("7", "7", None, None),
             array="recorded",
+        ),
+        TokensRead(
+            name="tokens", version=1, ids=("x", "y"), whole=False, prompt_lengths=(2, 2), lengths=(2, 2),
+            read_prompt_lengths=(2, 2), read_lengths=(2, 2), texts=("so #### 7", "8"), array="prompts read again",
         ),
         StepSizes(name="step", version=1, batch_size=2, group_size=2),
         StepAccount(name="step", version=1, rollouts=2, tokens=5, in_loss=3, trained=3),
@@ -351,6 +357,10 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT009": (RolloutTexts, having(prompts=("<bos>1+1=", "<bos>+1="))),
     "DAT010": (ExamplesRead, having(array="answer of another row")),
     "DAT011": (HeldOutRead, having(array="trained on too")),
+    "DAT013": (
+        TokensRead,
+        having(array="prompts of another template", read_prompt_lengths=(2, 3), read_lengths=(2, 3)),
+    ),
     "DAT012": (RolloutsRead, having(array="another mask")),
     "DAT001": (DataOrder, having(array="other examples")),
     "DAT002": (StepAccount, having(dropped={"overlong": 1})),

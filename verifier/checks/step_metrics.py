@@ -106,15 +106,17 @@ def metrics_written_otherwise(trace: Trace) -> Iterator[Comparison]:
     Evidence: loss/written.
     Tolerance and its source: bitwise; the file has every digit of a float64.
     What it does not catch: numbers that are wrong in the trace too (MET001); TensorBoard and wandb; the other numbers
-    of a line; of a run that goes on from a checkpoint the numbers of the step before it.
+    of a line; of a run that goes on from a checkpoint the numbers of the step before it. A line of another step is
+    the resume's there, and is named checkpoint.
     References: prime-rl#1516.
     """
     for item in trace.of(WrittenMetrics):
+        stage = Stage.LOSS if item.recorded else Stage.CHECKPOINT
         pairs: list[tuple[str, Real | str, Real]] = [("step", item.step, item.version)]
         pairs += [(name, item.values.get(name, "absent"), right) for name, right in item.recorded.items()]
         for name, shown, right in pairs:
             yield Comparison(
-                what=name, same=shown == right, stage=Stage.LOSS, version=item.version, badness=1.0,
+                what=name, same=shown == right, stage=stage, version=item.version, badness=1.0,
                 sentence=f"the line of step {item.version} in metrics.jsonl has {name} {shown}, it should be {right}",
                 expected=f"{right} (the trace of the step)", actual=f"{shown} (the file)",
                 allowed="bitwise (numbers are copied)", hint="look at which step the writer takes its numbers from",

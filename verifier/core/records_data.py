@@ -1,4 +1,4 @@
-"""Records of a run's data as they were read: examples, held-out problems and recorded rollouts, by a second reader."""
+"""Records of a run's data beside a second reading: examples, held-out problems, recorded rollouts, tokens."""
 
 from __future__ import annotations
 
@@ -51,3 +51,21 @@ class RolloutsRead(ArrayRecord, frozen=True, kw_only=True, tag="data/recorded"):
     rewards: tuple[float, ...]
     texts: tuple[str | None, ...]
     answers: tuple[str | None, ...]
+
+
+class TokensRead(ArrayRecord, frozen=True, kw_only=True, tag="data/tokens-read"):
+    """Tokens of a step's prompts, or of whole examples in fine-tuning, beside a second reading; an entry a rollout.
+
+    The second reader has the files of the tokenizer and none of the trainer's code. Arrays: ``tokens``, as they are
+    trained, and ``read``, [N] int64 each.
+    """
+
+    ids: tuple[str, ...]
+    whole: bool
+    """Examples of fine-tuning, whole; otherwise the prompts alone."""
+    prompt_lengths: Lengths
+    lengths: Lengths
+    read_prompt_lengths: Lengths
+    read_lengths: Lengths
+    texts: tuple[str, ...] = ()
+    """Text of the last turn that was sampled, without its end token, by the second reader; empty in fine-tuning."""

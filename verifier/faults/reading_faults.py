@@ -1,4 +1,4 @@
-"""Bugs of a loader: examples, held-out problems and recorded rollouts that are not those of their source."""
+"""Bugs of a loader or a tokenizer: examples, rollouts, prompts and texts that are not those of their source."""
 
 from __future__ import annotations
 
@@ -106,3 +106,31 @@ def recorded_mask_not_read(call: Call) -> Any:
     from msgspec.structs import replace
 
     return call.faulty(row=replace(call.row, mask=call.row.sampled))
+
+
+TOKENIZER = "verifier.data.tokenizer:Tokenizer"
+TEMPLATE = f"{TOKENIZER}.chat_text(self, messages, to_answer)"
+TOKENS: dict[str, Any] = {**DATA, "caught_by": ("DAT013",)}
+
+
+@fault("huggingface/trl#4147", TEMPLATE, training=(*LIVE, f"data.source={WITH_SYSTEM}"), **TOKENS)
+def template_without_the_answers_turn(call: Call) -> Any:
+    """The chat template is called without the turn that the answer begins, and the policy goes on with the user's."""
+    return call.faulty(to_answer=False) if call.to_answer else call.original()
+
+
+@fault("huggingface/trl#4147", TEMPLATE, training=("data.source=calculator",), **TOKENS)
+def prompt_of_an_example_without_the_answers_turn(call: Call) -> Any:
+    """In fine-tuning a prompt ends before the header of the answer's turn, which the model is trained to write."""
+    return call.faulty(to_answer=False) if call.to_answer else call.original()
+
+
+@fault("huggingface/trl#2897", f"{TOKENIZER}.decode(self, ids)", training=LIVE, **TOKENS)
+def special_tokens_left_out_of_the_text(call: Call) -> Any:
+    """Answers are decoded without their special tokens: the reward reads another text than the policy wrote."""
+    return call.faulty(ids=[token for token in call.ids if token not in call.self.special_ids])
+
+
+@special_tokens_left_out_of_the_text.also(f"{TOKENIZER}.encode(self, text, begin)")
+def _text_not_decoded_again(call: Call) -> Any:
+    return tuple(call.self._library.encode(call.text, add_special_tokens=call.begin))

@@ -22,6 +22,7 @@ from verifier.data.text_dataset import ARITHMETIC
 from verifier.data.tokenizer import Tokenizer, open_tokenizer
 from verifier.model.checkpoint import Checkpoint
 from verifier.trainer.data_as_read import DataAsRead
+from verifier.trainer.decoded_rollouts import record_tokens
 from verifier.trainer.fitting import load_held_out, load_train, near_budget, require_budget
 from verifier.trainer.spot import has_spot, record_spot
 from verifier.trainer.trained_text import trained_text
@@ -180,6 +181,7 @@ class SftPlan:
         if probe is not None:
             probe.emit(order_of(config, step, len(self._examples), examples), np.array(indices, np.int64))
             self.data.record(probe, step, indices, examples)
+            record_tokens(probe, step, self._tokenizer, rollouts, examples.__getitem__, whole=True)
             text = trained_text(step, examples, rollouts, self._tokenizer)
             self.has_text, self.unread = bool(text.ids), len(examples) - len(text.ids)
             if self.has_text:

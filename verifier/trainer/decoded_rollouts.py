@@ -1,15 +1,21 @@
-"""Texts of rollouts for the trace: what their tokens say, and what the prompt of an example should say."""
+"""Texts of rollouts for the trace: what their tokens say, and what an example's should be, by a second reader too."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 
+from verifier.core.record import Probe
+from verifier.core.records_data import TokensRead
 from verifier.core.records_trainer import RolloutTexts
 from verifier.data.examples import Example
 from verifier.data.rollout import Rollout
+from verifier.data.second_tokenizer import Row, SecondTokenizer, why_unread
 from verifier.data.tokenizer import Tokenizer
+
+_second = lru_cache(maxsize=1)(SecondTokenizer)
 
 
 def rendered(example: Example, tokenizer: Tokenizer) -> str:
@@ -26,6 +32,46 @@ def texts_of(step: int, tokenizer: Tokenizer, rollouts: Sequence[Rollout]) -> Ro
         ids=tuple(item.id for item in rollouts), groups=tuple(item.group for item in rollouts),
         prompts=tuple(tokenizer.decode(item.tokens[: item.prompt_length].tolist()) for item in rollouts),
         answers=tuple(tokenizer.decode(_last_turn(item, tokenizer.eos_id)) for item in rollouts),
+    )  # fmt: skip
+
+
+def record_tokens(
+    probe: Probe, step: int, tokenizer: Tokenizer, rollouts: Sequence[Rollout], example_of: Callable[[int], Example],
+    *, whole: bool,
+) -> None:  # fmt: skip
+    """Record the tokens of a step's rollouts beside a second reading of their examples, if the tokenizer has one.
+
+    Args:
+        probe: of the step.
+        step: from 1.
+        tokenizer: of the checkpoint, whose files are read.
+        rollouts: of the step.
+        example_of: example of a rollout, by its place.
+        whole: they are examples of fine-tuning, whose tokens are known to the last.
+    """
+    if why_unread(tokenizer.folder):
+        return
+    reader = _second(tokenizer.folder)
+    keys = [item.id if whole else item.group for item in rollouts]
+    known: dict[str, Row] = {}
+    for place, key in enumerate(keys):
+        if key not in known:
+            example = example_of(place)
+            known[key] = reader.row(example) if whole else (reader.prompt(example), ())
+    given = [item.tokens if whole else item.tokens[: item.prompt_length] for item in rollouts]
+    read = [known[key] for key in keys]
+    texts = () if whole else tuple(reader.decode(_last_turn(item, tokenizer.eos_id)) for item in rollouts)
+    probe.emit(
+        TokensRead(
+            name="tokens", version=step, ids=tuple(item.id for item in rollouts), whole=whole,
+            prompt_lengths=tuple(item.prompt_length for item in rollouts), lengths=tuple(map(len, given)),
+            read_prompt_lengths=tuple(len(prompt) for prompt, _ in read),
+            read_lengths=tuple(len(prompt) + len(rest) for prompt, rest in read), texts=texts,
+        ),
+        {
+            "tokens": np.concatenate([*given]).astype(np.int64),
+            "read": np.array([token for prompt, rest in read for token in (*prompt, *rest)], np.int64),
+        },
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from verifier.rewards.scorer import RewardProcess
 from verifier.trainer.asked_samples import NotedRequests, Seeds, sampling_asked, seeds_of
 from verifier.trainer.batches import order_of
 from verifier.trainer.data_as_read import DataAsRead
-from verifier.trainer.decoded_rollouts import rendered, texts_of
+from verifier.trainer.decoded_rollouts import record_tokens, rendered, texts_of
 from verifier.trainer.engines import Revival
 from verifier.trainer.episodes import Episodes, Sampler, Turn, rows_of
 from verifier.trainer.fitting import load_held_out, load_train, require_room
@@ -135,6 +135,12 @@ class EngineRollouts:
     def record_texts(self, probe: Probe, step: int, rollouts: Sequence[Rollout]) -> None:
         """Record what the tokens of a step's rollouts say."""
         probe.emit(texts_of(step, self._tokenizer, rollouts))
+
+        def example_of(place: int) -> Example:
+            at, which, _ = rollouts[place].group.split("/", 2)
+            return self._examples[self._indices(step, int(at.partition(".")[2] or 0))[int(which)]]
+
+        record_tokens(probe, step, self._tokenizer, rollouts, example_of, whole=False)
 
     def sample_now(self, step: int) -> SampledBatch:
         """Sample the answers of a step, all of them again for each death of the engine, from the trained weights."""

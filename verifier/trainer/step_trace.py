@@ -12,6 +12,7 @@ import verifier
 from verifier.config.grpo import ADVANTAGES, LOSSES
 from verifier.config.training import TrainConfig
 from verifier.core.manifest import Manifest, MeshSizes, Scope
+from verifier.data.second_tokenizer import why_unread
 from verifier.model.families import has_score_bias
 from verifier.platform.pins import PINS, installed
 from verifier.platform.provenance import gpu_names, host, this_code
@@ -31,6 +32,8 @@ UNREAD = (
     "assistant says as it stands"
 )
 """Clause of the report on a step with conversations that have no second reader."""
+UNREREAD = "the tokens of prompts, and the text that a reward reads, were not read a second time (DAT013): {why}"
+"""Clause of the report on a step of a checkpoint whose tokenizer has no second reader."""
 UNSAMPLED = "gradients were not judged against transformers (LSS001, LSS002, TRN001): {reason}"
 """Clause of the report on a run none of whose steps transformers computes too."""
 NO_LAYOUT = "what the ranks loaded was not judged (WGT001): no layout row for the model's family"
@@ -106,6 +109,8 @@ def step_manifest(
         scopes += ["ends"] if synced else []
         compared = synced and fresh
         scopes += ["mismatch"] if compared and (noise or model.dtype == "float32") else []
+    unreread = why_unread(model.checkpoint.path) if live or config.algorithm == "sft" else ""
+    scopes += ["reread"] if (live or config.algorithm == "sft") and not unreread else []
     scopes += ["evaluated"] if evaluated else []
     scopes += ["given"] if given else []
     scopes.append("sizes")
@@ -141,6 +146,7 @@ def step_manifest(
     scopes += ["spot"] if has_spot(step) and not no_spot else []
     gaps += [NO_SPOT.format(why=no_spot)] if no_spot else []
     gaps += [UNREAD.format(unread=unread)] if unread else []
+    gaps += [UNREREAD.format(why=unreread)] if unreread else []
     gaps += [] if audited or dropped else [NO_AUDIT]
     gaps += [UNSAMPLED.format(reason=reason)] if (reason := unsampled_because(config, model)) else []
     return Manifest(

@@ -23,6 +23,7 @@ from verifier.core.records_policy import (
     WrittenMetrics,
 )
 from verifier.core.records_trainer import LossColumns, TrainerStep
+from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 IDS = ("a", "b", "c", "d")
@@ -130,3 +131,10 @@ def test_a_line_of_another_step_or_with_other_numbers_is_seen() -> None:
     assert written(step=3, kl="nan") == (Verdict.VIOLATED, ["step"])
     assert written(reward=0.25, kl="nan") == (Verdict.VIOLATED, ["reward"])
     assert written() == (Verdict.VIOLATED, ["kl"])
+
+
+def test_a_line_that_a_resume_kept_is_the_checkpoints() -> None:
+    line = WrittenMetrics(name="metrics.jsonl", version=4, step=5, values={"reward": 0.5}, recorded={})
+    outcome = run_check(REGISTRY["MET002"], Trace(Manifest(complete=True), [line]))
+    assert outcome.finding is not None
+    assert outcome.finding.first.stage is Stage.CHECKPOINT

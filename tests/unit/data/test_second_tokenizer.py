@@ -1,0 +1,81 @@
+"""A second reading of a tokenizer's files: the tokens and texts that `verifier.data.tokenizer` makes of them."""
+
+import json
+
+import pytest
+
+from verifier.data.encode import encode_example, encode_prompt
+from verifier.data.examples import Example, Message
+from verifier.data.second_tokenizer import SecondTokenizer, why_unread
+from verifier.data.tokenizer import open_tokenizer
+from verifier.errors import UsageError
+from verifier.model.tiny import write_tiny
+
+TALK = Example(
+    id="talk",
+    messages=tuple(
+        Message(role=role, content=text)
+        for role, text in (("system", "0"), ("user", "1+1="), ("assistant", "2"), ("tool", "2"), ("assistant", "####2"))
+    ),
+)
+PLAIN = Example(id="plain", prompt="1+1=", response="####2")
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}\n<{{ message.role }}>{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
+    "{% if loop.last %}{% break %}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_tiny("add", tmp_path)
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def assert_agrees(folder):
+    ours, second = open_tokenizer(folder), SecondTokenizer(folder)
+    for example in (TALK, PLAIN):
+        rollout, (prompt, rest) = encode_example(example, ours), second.row(example)
+        assert (*prompt, *rest) == tuple(rollout.tokens.tolist())
+        assert len(prompt) == rollout.prompt_length
+    asked = Example(id="asked", messages=TALK.messages[:2])
+    assert second.prompt(asked) == encode_prompt(asked, ours)
+    ids = range(ours.vocab_size)
+    assert second.decode(ids) == ours.decode(ids)
+
+
+def test_prompts_rows_and_texts_are_those_of_the_tokenizer(folder):
+    assert_agrees(folder)
+    assert not why_unread(folder)
+
+
+@pytest.mark.parametrize("form", ["file", "one of several"])
+def test_templates_are_found_and_rendered(form, folder):
+    if form == "file":
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+    else:
+        named = [{"name": "tool_use", "template": "0"}, {"name": "default", "template": TEMPLATE}]
+        edit(folder / "tokenizer_config.json", chat_template=named)
+    assert_agrees(folder)
+    text = SecondTokenizer(folder).decode(SecondTokenizer(folder).prompt(Example(id="a", messages=TALK.messages[:2])))
+    assert text == "<bos><system>0<user>1+1=<assistant>"  # a newline after a block is trimmed
+
+
+def test_no_token_stands_before_a_text_without_a_post_processor(folder):
+    edit(folder / "tokenizer.json", post_processor=None)
+    assert_agrees(folder)
+    assert len(SecondTokenizer(folder).prompt(PLAIN)) == 4
+
+
+def test_what_cannot_be_read_is_refused(folder):
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
+    with pytest.raises(UsageError, match=r"cannot be read a second time: TemplateError, no system"):
+        SecondTokenizer(folder).prompt(TALK)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(UsageError, match="cannot be read a second time"):
+        SecondTokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    assert why_unread(folder) == "the checkpoint has no tokenizer.json"

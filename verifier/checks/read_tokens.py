@@ -1,0 +1,89 @@
+"""Tokens that a run trains on, and texts that it rewards, against a second reading of the tokenizer's files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unicodedata import normalize
+
+import numpy as np
+
+from verifier.core.check import check
+from verifier.core.comparison import Comparison
+from verifier.core.records_data import TokensRead
+from verifier.core.records_policy import EpisodeTurns, GivenRewards
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+
+@check("DAT013", needs=(TokensRead,), scope="reread")
+def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
+    """Prompts have the tokens, and rewards read the text, that the files of the tokenizer alone make.
+
+    What it checks: per rollout, its prompt's tokens against those of its example by a second reader, which has
+    tokenizer.json, tokenizer_config.json and the chat template, and none of the trainer's code; per example of
+    fine-tuning all tokens, and where the prompt ends; per rollout that was sampled, the text that the reward
+    read against the decoded last turn, special tokens included.
+    Why it matters: a chat template that is called without the turn that the answer begins, with other options or for
+    another text, or a decoder that leaves special tokens out, is the same on both sides of a comparison by one library.
+    Evidence: data/tokens-read, data/turns, reward/rewards.
+    Tolerance and its source: exact tokens; texts composed (Unicode's NFC), as DAT009 compares them.
+    What it does not catch: files that are wrong themselves; how transformers normalizes, splits and decodes text, which
+    the second reader does alike; tokens of an environment's replies; held-out problems; recorded rollouts; checkpoints
+    without tokenizer.json, which the report names.
+    References: trl#4147, trl#2897.
+    """
+    for item in trace.of(TokensRead):
+        later = {
+            f"{episode}/{index}"
+            for turns in trace.of(EpisodeTurns, version=item.version)
+            for episode, index in zip(turns.episodes, turns.indices, strict=True)
+            if turns.step_wise and index
+        }
+        given = np.split(trace.array(item, "tokens"), np.cumsum(item.lengths)[:-1])
+        read = np.split(trace.array(item, "read"), np.cumsum(item.read_lengths)[:-1])
+        rows = zip(item.ids, given, read, item.prompt_lengths, item.read_prompt_lengths, strict=True)
+        for name, found, wanted, begins, should_begin in rows:
+            if name in later:  # its prompt has earlier turns too, which DAT006 compares
+                found, begins = found[: len(wanted)], should_begin
+            same = begins == should_begin and np.array_equal(found, wanted)
+            yield _tokens(item, name, found, wanted, (begins, should_begin), same=same)
+        scored = {
+            name: text
+            for rewards in trace.of(GivenRewards, version=item.version)
+            for name, text in zip(rewards.ids, rewards.texts, strict=True)
+        }
+        for name, text in zip(item.ids, item.texts, strict=False):  # empty in fine-tuning
+            if (own := scored.get(name)) is not None:
+                yield _text(item, name, own, text)
+
+
+def _tokens(
+    item: TokensRead, name: str, found: np.ndarray, wanted: np.ndarray, begins: tuple[int, int], *, same: bool
+) -> Comparison:  # fmt: skip
+    shortest = min(len(found), len(wanted))
+    at = next(iter(np.flatnonzero(found[:shortest] != wanted[:shortest])), shortest)
+    what = "example" if item.whole else "prompt"
+    sentence = f"the {what} of `{name}` has {_some(found, at)} from token {at} on, it should have {_some(wanted, at)}"
+    if np.array_equal(found, wanted):
+        sentence = f"the prompt of `{name}` has {begins[0]:,} tokens, it should have {begins[1]:,}"
+    return Comparison(
+        what=f"{name} ({what})", same=same, stage=Stage.DATA, version=item.version, badness=1.0, sentence=sentence,
+        expected=f"{len(wanted):,} tokens, the prompt to {begins[1]:,} (by the tokenizer's files)",
+        actual=f"{len(found):,} tokens, the prompt to {begins[0]:,}", allowed="exact (tokens)",
+        hint="look at the options that the chat template is called with, and at tokens before and after the text",
+    )  # fmt: skip
+
+
+def _some(tokens: np.ndarray, at: int) -> str:
+    """The next tokens from a place on."""
+    return f"{tokens[at : at + 4].tolist()}" if at < len(tokens) else "none"
+
+
+def _text(item: TokensRead, name: str, scored: str, text: str) -> Comparison:
+    return Comparison(
+        what=f"{name} (text)", same=normalize("NFC", scored) == normalize("NFC", text), stage=Stage.DATA,
+        version=item.version, badness=1.0,
+        sentence=f"the reward read `{scored[-60:]}` for `{name}`, its tokens say `{text[-60:]}`",
+        expected=f"`{text[-60:]}` (by the tokenizer's files)", actual=f"`{scored[-60:]}`", allowed="exact (texts)",
+        hint="look at the options that answers are decoded with, skip_special_tokens above all",
+    )  # fmt: skip

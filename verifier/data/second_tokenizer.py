@@ -1,0 +1,165 @@
+"""A second reading of a checkpoint's tokenizer: its files, by `tokenizers` and jinja2.
+
+Some classes of transformers, such as LlamaTokenizer, split text otherwise than tokenizer.json says. Checkpoints are
+trained with them, so how text is normalized, split and decoded is taken from the class.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from verifier.data.examples import Example, Message
+from verifier.errors import UsageError
+
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens that a chat template may name."""
+Row = tuple[tuple[int, ...], tuple[int, ...]]
+"""Token ids of a prompt, and of what follows it."""
+
+
+def why_unread(folder: Path) -> str:
+    """Reason why no second reader knows the tokenizer of a folder; empty where one does."""
+    return "" if (folder / "tokenizer.json").is_file() else "the checkpoint has no tokenizer.json"
+
+
+class SecondTokenizer:
+    """Tokens of examples, and texts of tokens, by tokenizer.json, tokenizer_config.json and the chat template.
+
+    Args:
+        folder: of the checkpoint; see `why_unread`.
+
+    Raises:
+        UsageError: its files cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import AddedToken, Tokenizer
+
+        from verifier.data.tokenizer_hf import load_tokenizer
+
+        self._folder = folder
+        try:
+            self._settings = self._json("special_tokens_map.json") | self._json("tokenizer_config.json")
+            known = load_tokenizer(folder)
+            self._library = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as problem:
+            raise self._refusal(problem) from problem
+        self._defaults: dict[str, Any] = dict(known.special_tokens_map)
+        for part in ("normalizer", "pre_tokenizer", "decoder"):
+            setattr(self._library, part, getattr(known.backend_tokenizer, part))
+        self._library.no_truncation()
+        self._library.no_padding()
+        added = self._settings.get("added_tokens_decoder") or {}
+        for _, token in sorted(added.items(), key=lambda item: int(item[0])):
+            if self._library.token_to_id(token["content"]) is None:
+                flags = {name: value for name, value in token.items() if name not in ("content", "special")}
+                new = AddedToken(token["content"], special=bool(token.get("special")), **flags)
+                (self._library.add_special_tokens if token.get("special") else self._library.add_tokens)([new])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special ones included."""
+        return str(self._library.decode(list(ids), skip_special_tokens=False))
+
+    def prompt(self, example: Example) -> tuple[int, ...]:
+        """Token ids that an engine is given for an example."""
+        if example.messages:
+            return self._encode(self._render(example.messages, to_answer=True))
+        return (*self._begin(example.prompt), *self._encode(example.prompt))
+
+    def row(self, example: Example) -> Row:
+        """Token ids of an example of fine-tuning: up to its first answer, and from there on."""
+        if not example.messages:
+            end = self._library.token_to_id(self._special.get("eos_token", ""))
+            rest = (*self._encode(example.response), *(() if end is None else (end,))) if example.response else ()
+            return self.prompt(example), rest
+        done, parts = "", list[tuple[int, ...]]()
+        for at, message in enumerate(example.messages):
+            if message.role == "assistant":
+                before = self._render(example.messages[:at], to_answer=True)
+                after = self._render(example.messages[: at + 1], to_answer=False)
+                parts += [self._encode(before[len(done) :]), self._encode(after[len(before) :])]
+                done = after
+        return parts[0], tuple(token for part in parts[1:] for token in part)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._library.encode(text, add_special_tokens=False).ids)
+
+    def _begin(self, text: str) -> tuple[int, ...]:
+        """Tokens that tokenizer.json puts before a whole text."""
+        whole = self._library.encode(text, add_special_tokens=True)
+        return tuple(whole.ids[: whole.special_tokens_mask.index(0)]) if 0 in whole.special_tokens_mask else ()
+
+    def _render(self, messages: Sequence[Message], *, to_answer: bool) -> str:
+        from jinja2 import TemplateError
+
+        rows = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            return str(
+                self._template.render(
+                    messages=rows, tools=None, documents=None, add_generation_prompt=to_answer, **self._special
+                )
+            )
+        except (TemplateError, ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise self._refusal(problem) from problem
+
+    @cached_property
+    def _special(self) -> dict[str, str]:
+        """Text of each special token by name."""
+        given = {name: self._settings.get(name, self._defaults.get(name)) for name in _NAMES}
+        return {
+            name: str(value["content"] if isinstance(value, dict) else value) for name, value in given.items() if value
+        }
+
+    @cached_property
+    def _template(self) -> Any:
+        from jinja2 import TemplateError, nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        class Generation(Extension):
+            """Blocks that mark what an assistant says, which change no text."""
+
+            tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
+
+            def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
+                next(parser.stream)
+                body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                return nodes.Scope(body)
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        def as_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+            return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+        room = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )  # fmt: skip
+        room.filters["tojson"] = as_json
+        room.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+        return room.from_string(self._source())
+
+    def _source(self) -> str:
+        """The chat template: of its own file, or of tokenizer_config.json, by the name "default" among several."""
+        file = self._folder / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        given = self._settings.get("chat_template")
+        if isinstance(given, list):
+            given = {item["name"]: item["template"] for item in given}.get("default")
+        return str(given or "")
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self._folder / name
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return found
+
+    def _refusal(self, problem: Exception) -> UsageError:
+        return UsageError(
+            f"the tokenizer of {self._folder} cannot be read a second time: {type(problem).__name__}, {problem}"
+        )
