@@ -13,10 +13,10 @@ FORMAT: Literal[2] = 2
 Scope = Literal[
     "adapter", "audited", "balance", "batch", "begun", "cold", "config", "data", "draws", "dropped", "ended", "ends",
     "engine", "entropy", "estimator", "evaluated", "export", "exported", "final", "forced", "formula", "frozen",
-    "given", "gradient", "handed", "held", "layout", "lengths", "logprob", "merged", "mismatch", "order", "penalty",
-    "plan", "policy", "prompts", "read", "recorded", "reference", "replay", "replicas", "resampled", "restarted",
-    "resume", "reward", "rollout", "routes", "sampled", "saved", "schedule", "scored", "settings", "shown", "sizes",
-    "spot", "step", "summed", "text", "tokens", "transport", "turns", "update", "written",
+    "given", "gradient", "handed", "held", "joined", "layout", "lengths", "logprob", "merged", "mismatch", "order",
+    "penalty", "plan", "policy", "prompts", "read", "recorded", "reference", "replay", "replicas", "resampled",
+    "restarted", "resume", "reward", "rollout", "routes", "sampled", "saved", "schedule", "scored", "settings",
+    "shown", "sizes", "spot", "step", "summed", "text", "tokens", "transport", "turns", "update", "written",
 ]  # fmt: skip
 """Part of a run's declaration; every check belongs to one."""
 Ranks = Annotated[int, Meta(ge=0, le=1 << 16)]
