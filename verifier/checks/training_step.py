@@ -16,7 +16,14 @@ from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.record import Real
 from verifier.core.records_tokens import Rollouts
-from verifier.core.records_trainer import DataOrder, LossColumns, OptimizerSettings, StepAccount, TrainerStep
+from verifier.core.records_trainer import (
+    DataOrder,
+    LossColumns,
+    OptimizerSettings,
+    StepAccount,
+    StepSizes,
+    TrainerStep,
+)
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -35,15 +42,24 @@ def example_of_another_step(trace: Trace) -> Iterator[Comparison]:
     """The examples of a step are those that (seed, step) name, and none is held out.
 
     What it checks: the index of every example against the order of its epoch, which is sorted by a BLAKE2b digest of
-    seed, round of sampling, epoch and index; and the CRC-32 of generated prompts, which says what is held out.
+    seed, round of sampling, epoch and index; the step that the examples were drawn for against the step that trains on
+    them; and the CRC-32 of generated prompts, which says what is held out.
     Why it matters: a resumed run that begins its data anew, a data loader that repeats an epoch's order, or a worker
     that draws from the global generator, trains on something else than the run says. No curve shows it.
-    Evidence: data/order.
+    Evidence: data/order, data/sizes (number of the step).
     Tolerance and its source: bitwise; indices are copied.
     What it does not catch: examples that are wrong in the data set itself.
-    References: open-r1#450, NeMo-RL#3171.
+    References: open-r1#450, NeMo-RL#3171, Megatron-Bridge#3267.
     """
     for item in trace.of(DataOrder):
+        for sizes in trace.of(StepSizes):
+            yield Comparison(
+                what=f"step of the {item.name}", same=item.step == sizes.version, stage=Stage.DATA,
+                version=sizes.version, badness=1.0,
+                sentence=f"step {sizes.version} trains on the {item.name} of step {item.step}",
+                expected=f"examples of step {sizes.version}", actual=f"examples of step {item.step}",
+                allowed="exact (numbers of steps)", hint="look at the queue of batches that were sampled ahead",
+            )  # fmt: skip
         found, later = trace.array(item).tolist(), f", round {item.round}," if item.round else ""
         for at, (actual, expected) in enumerate(zip(found, _order(item, len(found)), strict=True)):
             yield Comparison(

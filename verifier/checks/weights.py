@@ -120,12 +120,13 @@ def export_differs_from_source(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
 
 
-@check("WGT005", needs=(JoinedTensor, ExportedTensor), scope="update")
+@check("WGT005", needs=(JoinedTensor, ExportedTensor), scope="update", also="joined")
 def export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     """After every update the export is what the trainer's live shards hold, assembled by the independent layout.
 
     What it checks: at each version above 0, names, dtypes, shapes and bits of the export against the live parameters
-    of all ranks, joined by `verifier/export/names.py` without Megatron-Bridge.
+    of all ranks, joined by `verifier/export/names.py` without Megatron-Bridge; in training on the steps that
+    transformers computes too, without adapters.
     Why it matters: stale exports (a cached conversion task, a parameter gather that had not run) are right at the
     first sync and wrong at the second.
     Evidence: train/live, export/tensor of trainer rank 0.

@@ -62,6 +62,23 @@ def stale_beginning_trained_on(call: Call) -> Any:
 
 
 @fault(
+    "NVIDIA-NeMo/Megatron-Bridge#3267", "verifier.trainer.ahead:AheadRollouts._take(self, step)",
+    caught_by=("DAT001",), **ROW,
+    training=(
+        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=2", "grpo.max_answer_tokens=8",
+        "grpo.entropy_weight=0.05", "grpo.mode=async", "grpo.max_staleness=3", "grpo.ratio_over=engine",
+    ),
+)  # fmt: skip
+def batch_sampled_ahead_trained_twice(call: Call) -> Any:
+    """A batch that was sampled ahead stays in the queue, and the next step trains on it once more."""
+    found = call.original()
+    if call.step < 3:
+        call.state["left"] = found
+        return found
+    return call.wrong(call.state["left"])
+
+
+@fault(
     "Tencent-Hunyuan/UniRL#324",
     "verifier.trainer.generation:EngineRollouts._row(self, version, place, number, example, prompt, sample)",
     caught_by=("ADV003",), **ROW,

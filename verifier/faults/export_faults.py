@@ -92,3 +92,20 @@ def final_export_without_adapter(call: Call) -> Any:
 def final_export_without_alpha(call: Call) -> Any:
     """The last export merges adapters with their rank in the place of alpha: two thirds of their product."""
     return call.faulty(alpha=call.dim)
+
+
+@in_final(
+    "NovaSky-AI/SkyRL#1345", "verifier.export.gather_megatron:export(trainer)", caught_by=("WGT005",),
+    training=(
+        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
+        "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0", "verify.every=1",
+    ),
+)  # fmt: skip
+def tensor_of_the_first_sync_sent_again(call: Call) -> Any:
+    """One tensor is cached at the first sync and sent at each, so that the engine keeps it while the others move."""
+    for name, tensor in call.original():
+        if name.endswith("layers.0.self_attn.o_proj.weight"):
+            first = call.state.setdefault("first", tensor.clone())
+            yield name, call.wrong(first)
+        else:
+            yield name, tensor

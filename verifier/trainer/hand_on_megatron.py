@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from verifier.core.record import Probe
+from verifier.core.records_weights import JoinedTensor
 from verifier.export.save import save_checkpoint
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
-from verifier.probes.weights_megatron import LiveWeights
+from verifier.probes.weights_megatron import LiveWeights, record_tensors
 from verifier.train import lora_megatron
 from verifier.train.optimizer_megatron import named_gradients, named_states
 from verifier.train.step_megatron import params_synced
@@ -50,17 +52,20 @@ class HandOn:
         """Hand on reduced gradients, between backward pass and step."""
         self._save(f"gradients-{number}", named_gradients(self._trainer))
 
-    def after(self, number: int) -> None:
-        """Hand on what an update made."""
-        self._weights(number)
+    def after(self, number: int, probe: Probe | None = None, version: int = 0) -> None:
+        """Hand on what an update made, and record it, if asked to, for the export that follows; no adapters."""
+        whole = self._weights(number)
+        if probe is not None and self._adapters is None and self._rank == 0:
+            record_tensors(probe, JoinedTensor, whole.items(), version)
 
-    def _weights(self, number: int) -> None:
+    def _weights(self, number: int) -> dict[str, torch.Tensor]:
         adapters, name = self._adapters, "weights" if self._adapters is None else "matrices"
         with params_synced(self._trainer):
             found = self._save(f"{name}-{number}", self._live.tensors())
         if adapters is not None and self._rank == 0:
             added = lora_megatron.merged(self._source, dict(adapters.layout.spread(found)), adapters.lora.scaling)
             save_checkpoint(self._folder / f"weights-{number}", self._source.config, added)
+        return found
 
     def _save(self, name: str, tensors: Iterable[tuple[int, str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Join tensors of all ranks on rank 0, and write them there."""

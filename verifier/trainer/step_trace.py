@@ -126,6 +126,7 @@ def step_manifest(
         scopes += ["gradient", "entropy"]
         scopes += ["scored"] if config.algorithm == "grpo" else []
         scopes += ["sampled"] if synced else []
+        scopes += ["joined"] if synced and not config.lora.rank else []
         # In further rounds answers replace others for what was sampled; a quantized engine draws from other weights.
         whole = config.grpo.max_sampling_rounds == 1 and not config.engine.quantization
         scopes += ["lengths"] if compared and whole else []

@@ -243,7 +243,7 @@ class TrainerWorker:
             )  # fmt: skip
         self._saves.trained = step
         if hand_on is not None:
-            hand_on.after(number)
+            hand_on.after(number, probe if last and self._sync is not None else None, step)
         memory = update_facts_megatron.peak_memory(self._spec.tier)
         said = RankUpdate(
             step=step, number=number, batch=Path(batch).name, first=first, mesh=config.mesh.label(), steps=config.steps,
