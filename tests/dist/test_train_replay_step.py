@@ -1,6 +1,6 @@
 """One step of a recorded run, trained again: the same gradients bit by bit, and each way in which they are not.
 
-What this does not exercise: a replay on GPUs, and of a run that was trained on a cluster.
+What this does not exercise: a run that was trained on a cluster. On a GPU: tests/h100/test_train_gpu.py.
 """
 
 from __future__ import annotations
