@@ -23,7 +23,7 @@ from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.checkpoint_folder import Checkpoints
 from verifier.trainer.controller import Progress, Trainer
 from verifier.trainer.loop import Judged
-from verifier.trainer.run_folder import RunFolder
+from verifier.trainer.run_folder import FINISHED, RunFolder
 
 KNOBS = (
     "steps=3", "data.batch_size=8", "batch.micro_batch_size=3", "optimizer.schedule=linear", "optimizer.warmup_steps=2",
@@ -66,7 +66,7 @@ def run_training(
     """Train in a folder, with the fault if asked to, and judge every step afterwards, the first bad one included.
 
     `resources` serve runs that sample from no engine, and keep the oracle from run to run. A fault of checkpoints has a
-    run without it first, which is then continued from its last checkpoint but one, or ends a step early.
+    run that ends a step early, without it, and is then continued; one that samples ahead loses its last checkpoint.
     """
     run = folder / "run"
     words = [*training_overrides(fault), f"run={run}", "verify.steps=true"]
@@ -80,7 +80,9 @@ def run_training(
         ahead = config.grpo.mode != "sync"  # a run that ends samples nothing for a step behind its last
         begun = config if ahead else replace(config, steps=config.steps - 1)
         Trainer(begun, progress, DeferredJudge(), launcher=launcher, resources=resources).run()
-        Checkpoints(run / "checkpoints", config.checkpoint.keep).remove_after(config.steps - 1)
+        if ahead:
+            Checkpoints(run / "checkpoints", config.checkpoint.keep).remove_after(config.steps - 1)
+            (run / FINISHED).unlink()
     with contextlib.ExitStack() as stack:
         if at_load:  # as the command does
             note(TrainConfig, ["verifier", "train", *words])
