@@ -102,6 +102,24 @@ def saved_before_the_step_is_counted(call: Call) -> Any:
     return call.faulty()
 
 
+@fault(
+    "OpenRLHF/OpenRLHF#1322", "verifier.trainer.ahead:AheadRollouts._take(self, step)",
+    **{
+        **ROW, "side": Side.CONTROLLER, "training": (
+            "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=2", "grpo.max_answer_tokens=8",
+            "grpo.entropy_weight=0.05", "grpo.mode=async", "grpo.max_staleness=1", "grpo.ratio_over=engine",
+        ),
+    },
+)  # fmt: skip
+def batch_ahead_dropped_at_a_resume(call: Call) -> Any:
+    """The batch that was sampled ahead is restored and thrown away, and its step samples another by newer weights."""
+    if "resumed" in call.state:
+        return call.original()
+    call.state["resumed"] = True
+    call.self._next = None
+    return call.faulty()
+
+
 def _states(optimizer: Any) -> Iterator[dict[str, Any]]:
     for part in optimizer.chained_optimizers:
         yield from part.optimizer.state.values()

@@ -20,9 +20,10 @@ from verifier.faults.fault import Fault, FireCounter, Side
 from verifier.faults.injection import INJECTED
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
+from verifier.trainer.checkpoint_folder import Checkpoints
 from verifier.trainer.controller import Progress, Trainer
 from verifier.trainer.loop import Judged
-from verifier.trainer.run_folder import RunFolder
+from verifier.trainer.run_folder import FINISHED, RunFolder
 
 KNOBS = (
     "steps=3", "data.batch_size=8", "batch.micro_batch_size=3", "optimizer.schedule=linear", "optimizer.warmup_steps=2",
@@ -65,7 +66,7 @@ def run_training(
     """Train in a folder, with the fault if asked to, and judge every step afterwards, the first bad one included.
 
     `resources` serve runs that sample from no engine, and keep the oracle from run to run. A fault of checkpoints has a
-    run that ends a step early, without it, and is then continued.
+    run that ends a step early, without it, and is then continued; one that samples ahead loses its last checkpoint.
     """
     run = folder / "run"
     words = [*training_overrides(fault), f"run={run}", "verify.steps=true"]
@@ -76,7 +77,12 @@ def run_training(
         config, _ = load(TrainConfig, overrides=words)
     launcher = resources.launcher(Deadline(config.timeout_s))
     if fault.stage is Stage.CHECKPOINT:
-        Trainer(replace(config, steps=config.steps - 1), progress, DeferredJudge(), launcher=launcher).run()
+        ahead = config.grpo.mode != "sync"  # a run that ends samples nothing for a step behind its last
+        begun = config if ahead else replace(config, steps=config.steps - 1)
+        Trainer(begun, progress, DeferredJudge(), launcher=launcher, resources=resources).run()
+        if ahead:
+            Checkpoints(run / "checkpoints", config.checkpoint.keep).remove_after(config.steps - 1)
+            (run / FINISHED).unlink()
     with contextlib.ExitStack() as stack:
         if at_load:  # as the command does
             note(TrainConfig, ["verifier", "train", *words])

@@ -38,7 +38,7 @@ class Continuation:
         self._at: RunState | None = None
         self._unjudged: RunState | None = None
         self._writing: RunState | None = None
-        self._restored: Sequence[Any] = ()
+        self._ahead: AheadRollouts | None = None
 
     def rewind(self) -> tuple[int, dict[str, Any]]:
         """Find the last whole checkpoint, and remove all that came after it.
@@ -80,7 +80,7 @@ class Continuation:
         """Give back the batch that was sampled ahead of the checkpoint, if there is one."""
         if self._at is not None and ahead is not None and self._at.rollouts:
             ahead.restore(self._at.step + 1, self._at.rollouts)
-            self._restored = ahead.saved()
+            self._ahead = ahead
 
     def load(self, call: Call) -> dict[str, Any]:
         """Have the ranks load the checkpoint, or begin without one; returns rank 0's effective settings."""
@@ -107,7 +107,8 @@ class Continuation:
         if at.data and self._data is not None:
             found += [(SavedState, "examples", at.data), (LoadedState, "examples", self._data.digest)]
         found += [(SavedState, "rollouts", at.rollouts)] if at.rollouts else []
-        found += [(LoadedState, "rollouts", self._restored)] if self._restored else []
+        taken = None if self._ahead is None else self._ahead.taken
+        found += [(LoadedState, "rollouts", taken.saved())] if taken is not None else []
         for kind, name, value in found:
             probe.emit(
                 kind(

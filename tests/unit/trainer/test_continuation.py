@@ -1,12 +1,16 @@
-"""Checkpoints that are written while training goes on: each once."""
+"""Checkpoints that are written while training goes on, each once; and what a resume takes from one."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
+from verifier.core.records_trainer import LoadedState, SavedState
+from verifier.trainer.checkpoint_folder import RunState
 from verifier.trainer.continuation import Continuation
 
 
@@ -27,3 +31,24 @@ def test_a_checkpoint_that_is_being_written_is_not_begun_again(tmp_path):
     continuation.finish(call, wait=True)
     assert calls.count("save") == 1
     assert len([*(tmp_path / "checkpoints").iterdir()]) == 1
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_batch_that_the_first_step_takes_is_compared_with_the_saved_one(tmp_path, kept):
+    """Not the one that it was given: that may be thrown away for another."""
+    config, _ = load(TrainConfig, overrides=["model=tiny:add", f"run={tmp_path}"])
+    continuation = Continuation(config, SimpleNamespace(path=tmp_path), lambda text: None)  # type: ignore[arg-type]
+    rollouts = [{"groups": [["saved"]]}]
+    continuation._at = continuation._unjudged = RunState(
+        step=2, updates=2, data_position=2, weight_version=2, seed=1, config="", mesh="", rollouts=rollouts
+    )
+    ahead = SimpleNamespace(restore=lambda step, given: None, taken=None)
+    continuation.restore(ahead)  # type: ignore[arg-type]
+    ahead.taken = SimpleNamespace(saved=lambda: rollouts if kept else [{"groups": [["sampled anew"]]}])
+    records: list[Any] = []
+    assert continuation.record(SimpleNamespace(emit=records.append), 3)  # type: ignore[arg-type]
+    saved, loaded = (
+        next(item.digest for item in records if isinstance(item, kind) and item.name == "data/rollouts")
+        for kind in (SavedState, LoadedState)
+    )
+    assert (saved == loaded) is kept
