@@ -20,9 +20,9 @@ def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
     """Prompts have the tokens, and rewards read the text, that the files of the tokenizer alone make.
 
     What it checks: per rollout, its prompt's tokens against those of its example by a second reader, which has
-    tokenizer.json, tokenizer_config.json and the chat template, and none of the trainer's code; per example of
-    fine-tuning all tokens, and where the prompt ends; per rollout that was sampled, the text that the reward
-    read against the decoded last turn, special tokens included.
+    tokenizer.json, tokenizer_config.json and the chat template, and calls nothing that renders, encodes or decodes for
+    the trainer; per example of fine-tuning all tokens, and where the prompt ends; per rollout that was sampled, the
+    text that the reward read against the decoded last turn, special tokens included.
     Why it matters: a chat template that is called without the turn that the answer begins, with other options or for
     another text, or a decoder that leaves special tokens out, is the same on both sides of a comparison by one library.
     Evidence: data/tokens-read, data/turns, reward/rewards.

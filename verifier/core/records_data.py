@@ -56,7 +56,7 @@ class RolloutsRead(ArrayRecord, frozen=True, kw_only=True, tag="data/recorded"):
 class TokensRead(ArrayRecord, frozen=True, kw_only=True, tag="data/tokens-read"):
     """Tokens of a step's prompts, or of whole examples in fine-tuning, beside a second reading; an entry a rollout.
 
-    The second reader has the files of the tokenizer and none of the trainer's code. Arrays: ``tokens``, as they are
+    The second reader calls nothing that renders, encodes or decodes for the trainer. Arrays: ``tokens``, as they are
     trained, and ``read``, [N] int64 each.
     """
 

@@ -10,6 +10,7 @@ from msgspec import structs
 
 from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
+from verifier.faults.mode_faults import ASYNC
 
 CHECKPOINT = "verifier.train.checkpoint_megatron"
 LOAD = f"{CHECKPOINT}:load(trainer, optimizer, scheduler, folder, same_mesh)"
@@ -104,12 +105,7 @@ def saved_before_the_step_is_counted(call: Call) -> Any:
 
 @fault(
     "OpenRLHF/OpenRLHF#1322", "verifier.trainer.ahead:AheadRollouts._take(self, step)",
-    **{
-        **ROW, "side": Side.CONTROLLER, "training": (
-            "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=2", "grpo.max_answer_tokens=8",
-            "grpo.entropy_weight=0.05", "grpo.mode=async", "grpo.max_staleness=1", "grpo.ratio_over=engine",
-        ),
-    },
+    **{**ROW, "side": Side.CONTROLLER, "training": (*ASYNC, "grpo.max_staleness=1")},
 )  # fmt: skip
 def batch_ahead_dropped_at_a_resume(call: Call) -> Any:
     """The batch that was sampled ahead is restored and thrown away, and its step samples another by newer weights."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
+from verifier.faults.mode_faults import ASYNC
 
 BATCHES = "verifier.trainer.batches"
 ORDER = f"{BATCHES}:batch_indices(num_examples, batch_size, seed, step)"
@@ -63,11 +64,7 @@ def stale_beginning_trained_on(call: Call) -> Any:
 
 @fault(
     "NVIDIA-NeMo/Megatron-Bridge#3267", "verifier.trainer.ahead:AheadRollouts._take(self, step)",
-    caught_by=("DAT001",), **ROW,
-    training=(
-        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=2", "grpo.max_answer_tokens=8",
-        "grpo.entropy_weight=0.05", "grpo.mode=async", "grpo.max_staleness=3", "grpo.ratio_over=engine",
-    ),
+    caught_by=("DAT001",), training=(*ASYNC, "grpo.max_staleness=3"), **ROW,
 )  # fmt: skip
 def batch_sampled_ahead_trained_twice(call: Call) -> Any:
     """A batch that was sampled ahead stays in the queue, and the next step trains on it once more."""
@@ -172,10 +169,7 @@ def every_group_dropped(call: Call) -> Any:
 @fault(
     "THUDM/slime#1800", "verifier.trainer.ahead:AheadRollouts._take(self, step)", stage=Stage.DATA,
     side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("ADV003", "DAT004"),
-    training=(
-        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=2", "grpo.max_answer_tokens=8",
-        "grpo.entropy_weight=0.05", "grpo.mode=async", "grpo.max_staleness=1", "grpo.ratio_over=engine",
-    ),
+    training=(*ASYNC, "grpo.max_staleness=1"),
 )  # fmt: skip
 def queue_without_a_bound(call: Call) -> Any:
     """The queue of rollouts grows while the trainer is slow, and what has waited beyond the bound is trained."""

@@ -10,7 +10,9 @@ from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
 
 LIVE = ("algorithm=grpo", "data.rollouts=null", "grpo.max_answer_tokens=8", "grpo.entropy_weight=0.05")
-AHEAD = (*LIVE, "data.batch_size=2", "grpo.max_staleness=1", "grpo.ratio_over=engine")
+QUEUED = (*LIVE, "data.batch_size=2", "grpo.ratio_over=engine")
+AHEAD = (*QUEUED, "grpo.max_staleness=1")
+ASYNC = (*QUEUED, "engine.kind=hf", "grpo.mode=async")
 INFLIGHT = (*AHEAD, "grpo.mode=inflight", "grpo.inflight_steps=3", "verify.every=1")
 PROMPTS = Path(__file__).parent / "prompts" / "long_sums.jsonl"
 """Prompts of more tokens than a block of vLLM's cache has, and so few of them that each step asks all."""

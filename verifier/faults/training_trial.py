@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from verifier.config.load import load
@@ -66,7 +66,7 @@ def run_training(
     """Train in a folder, with the fault if asked to, and judge every step afterwards, the first bad one included.
 
     `resources` serve runs that sample from no engine, and keep the oracle from run to run. A fault of checkpoints has a
-    run that ends a step early, without it, and is then continued; one that samples ahead loses its last checkpoint.
+    whole run without it first, which loses its last checkpoint and is then continued.
     """
     run = folder / "run"
     words = [*training_overrides(fault), f"run={run}", "verify.steps=true"]
@@ -77,12 +77,9 @@ def run_training(
         config, _ = load(TrainConfig, overrides=words)
     launcher = resources.launcher(Deadline(config.timeout_s))
     if fault.stage is Stage.CHECKPOINT:
-        ahead = config.grpo.mode != "sync"  # a run that ends samples nothing for a step behind its last
-        begun = config if ahead else replace(config, steps=config.steps - 1)
-        Trainer(begun, progress, DeferredJudge(), launcher=launcher, resources=resources).run()
-        if ahead:
-            Checkpoints(run / "checkpoints", config.checkpoint.keep).remove_after(config.steps - 1)
-            (run / FINISHED).unlink()
+        Trainer(config, progress, DeferredJudge(), launcher=launcher, resources=resources).run()
+        Checkpoints(run / "checkpoints", config.checkpoint.keep).remove_after(config.steps - 1)
+        (run / FINISHED).unlink()
     with contextlib.ExitStack() as stack:
         if at_load:  # as the command does
             note(TrainConfig, ["verifier", "train", *words])

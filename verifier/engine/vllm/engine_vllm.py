@@ -94,7 +94,7 @@ class VllmEngine(Engine):
             kv_cache_memory_bytes=config.kv_cache_bytes,
             gpu_memory_utilization=_GPU_SHARE if torch.cuda.is_available() else 0.9,
             enforce_eager=not config.cuda_graphs,
-            compilation_config={**_GRAPHS, "cudagraph_capture_sizes": graph_sizes(config.max_num_seqs)}
+            compilation_config={**_GRAPHS, "cudagraph_capture_sizes": _graph_sizes(config.max_num_seqs)}
             if config.cuda_graphs
             else None,
             enable_sleep_mode=config.sleep_level > 0,
@@ -266,7 +266,7 @@ class VllmEngine(Engine):
         ]
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
+def _graph_sizes(max_num_seqs: int) -> list[int]:
     """Numbers of sequences that get a CUDA graph each; a pass is padded to the next.
 
     Source:
