@@ -45,7 +45,7 @@ def test_every_requirement_is_locked(tier):
         assert versions[name] == (version or versions[name]), item
 
 
-@pytest.mark.parametrize("name", ["cpu", "gpu", "uv"])
+@pytest.mark.parametrize("name", ["cpu", "gpu", "gpu-built", "uv"])
 def test_every_locked_package_has_a_hash_and_none_an_address(name):
     text = (LOCKS / f"{name}.txt").read_text()
     assert "://" not in text
