@@ -51,9 +51,9 @@ OF_BOTH = ("driver", "launcher", "rank", "engine worker")
 PLAIN = ("rollout", "sync")
 """Stages in which the processes of every run are killed without Ray; in the others under it."""
 TRIALS = [(victim, stage) for victim in (*OF_RAY, *OF_BOTH) for stage in STAGES]
-CODES = {"driver": {-signal.SIGKILL}, "engine worker": {0, 3}, "raylet": {0, 3}}
-"""Exit codes of the command, 3 by default. An engine may be started anew. What Ray started ends some seconds after its
-raylet, and the last steps may be done by then."""
+CODES = {"driver": {-signal.SIGKILL}, "engine actor": {0, 3}, "engine worker": {0, 3}, "raylet": {0, 3}}
+"""Exit codes of the command, 3 by default. An engine may be started anew, with its actor. What Ray started ends some
+seconds after its raylet, and the last steps may be done by then."""
 
 
 def test_there_are_28_trials():
