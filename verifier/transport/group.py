@@ -16,7 +16,7 @@ class TransferGroup(ABC):
     """A joined group of one sender (rank 0) and all engine ranks. Not thread-safe."""
 
     refills = False
-    """True if the sender overwrites a received buffer once its chunk is confirmed."""
+    """True if a receiver reads in place what all agreed on, and the sender overwrites it once its chunk is confirmed."""
     rank: int
     address: Address
 
