@@ -166,6 +166,7 @@ def deliver(
             sending.ask()
         receipts = sending.answer()
         packed = sending.in_transfer.popleft()
+        group.confirmed()
         if follows and group.refills:
             sending.ask()
         try:

@@ -320,6 +320,31 @@ def test_a_slot_is_filled_again_only_when_it_was_confirmed(host: dict[str, Any])
     ranks.close()
 
 
+def test_a_slot_that_is_being_read_is_not_filled(host: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sender that miscounts is refused, as a follower that hears its count; what is in the slots is delivered."""
+    ring = cuda_ipc.Ring(plan_of(weights(1)))
+    for _ in range(SLOTS):
+        ring.place(16)
+    with pytest.raises(ContractError, match="chunk 5 must not be packed yet: its slot holds chunk 0, and 0 chunks are"):
+        ring.place(16)
+    ring.num_confirmed = 1
+    assert ring.place(16).data_ptr() == ring._memory.data_ptr()
+    ranks, rounds = Ranks(2), TrainerRounds(0)
+    sender = Sender(ranks, "ipc", rounds)
+    monkeypatch.setattr(sender.group, "confirmed", lambda: None)
+    rounds.begin()
+    follower = Follower(1)
+    confirmed = []
+    with pytest.raises(ContractError, match="its slot holds chunk 0"):  # noqa: PT012
+        for delivery in sender.deliver(plan_of(weights(1)), weights(1)):
+            confirmed.append(delivery.packed.chunk.index)
+    rounds.stop()
+    follower.join()
+    assert confirmed == list(range(SLOTS))
+    sender.group.close()
+    ranks.close()
+
+
 def test_a_chunk_is_digested_once_the_chunk_before_is_loaded(
     host: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,7 +386,7 @@ def test_a_chunk_is_digested_once_the_chunk_before_is_loaded(
 def test_what_a_slot_does_not_hold_is_seen(
     host: dict[str, Any], monkeypatch: pytest.MonkeyPatch, when: str, seen_by: set[str]
 ) -> None:
-    """By the digests of a receipt (TPT001), or of what the engine holds (ENG001); one chunk is wrong, all others right."""
+    """By the digests of a receipt (TPT001), or of what the engine holds (ENG001); one chunk is wrong, no other."""
     ranks, rounds = Ranks(1), TrainerRounds(0)
     sender = Sender(ranks, "ipc", rounds)
     plan, wrong = plan_of(weights(1)), 3
