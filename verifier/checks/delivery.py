@@ -107,7 +107,7 @@ def received_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     Evidence: export/tensor of trainer rank 0, transport/receipt of every engine rank.
     Tolerance and its source: bitwise; a transport copies.
     What it does not catch: what the engine makes of it, and bytes that change in memory read in place between their
-    digest and their load (ENG001, ENG002).
+    digest and their load (ENG001).
     References: SkyRL#1581, slime#929, RL#3651, RL#3540.
     """
     for version, rank in product(trace.versions(ReceivedTensor), range(trace.manifest.engine_ranks)):

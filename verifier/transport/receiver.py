@@ -47,8 +47,8 @@ class ChunkReceiver:
     What arrives in memory of the receiver's own is digested right before it is loaded. What is read in place from the
     sender's memory (`TransferGroup.refills`) lies there, whole, once all have agreed on it: it is digested one chunk
     early, behind the load of the chunk before, so that the GPU digests while the receipt and the next request travel.
-    Bytes that change between their digest and their load are not in the digest; ENG001 and ENG002 compare what the
-    engine holds after the load.
+    Bytes that change between their digest and their load are not in the digest; ENG001 compares what the engine holds
+    after the load with what was exported.
 
     Args:
         own_rank: rank in its engine, from 0.
