@@ -39,14 +39,15 @@ class TransferProbe:
     Args:
         ranks: recorders by engine rank.
         version: of the weights.
+        keeps: whether what was sent is copied to the host, which a sync that nobody judges does without.
 
     Attributes:
         sent: every tensor that the engine confirmed, by name, on the host; as it was drawn, so that a buffer which
             changed on the way differs from it.
     """
 
-    def __init__(self, ranks: Sequence[Probe], version: int) -> None:
-        self._ranks, self.version = ranks, version
+    def __init__(self, ranks: Sequence[Probe], version: int, *, keeps: bool = True) -> None:
+        self._ranks, self.version, self._keeps = ranks, version, keeps
         self.sent: dict[str, torch.Tensor] = {}
         self._drawn: dict[str, torch.Tensor] = {}
 
@@ -65,12 +66,14 @@ class TransferProbe:
         """Keep a copy of what is going to be packed."""
         import torch
 
-        self._drawn[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        if self._keeps:
+            self._drawn[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     def delivered(self, delivery: Delivery) -> None:
         """Record what every engine rank received in a chunk, and what its loader reported."""
         version = self.version
-        self.sent |= {name: self._drawn.pop(name) for name in delivery.packed.chunk.names}
+        if self._keeps:
+            self.sent |= {name: self._drawn.pop(name) for name in delivery.packed.chunk.names}
         for receipt in delivery.receipts:
             probe, chunk, refused = self._ranks[receipt.rank], receipt.chunk, receipt.refused or ""
             for item in receipt.received:

@@ -126,9 +126,11 @@ def test_what_a_slot_does_not_hold_is_seen(
     rounds.begin()
     follower = Follower(1)
     differs = set()
-    probe = TransferProbe([Deaf()], version=1)
+    probe, unjudged = TransferProbe([Deaf()], version=1), TransferProbe([Deaf()], version=1, keeps=False)
     update.agree(ranks, sender.group, plan)
-    for delivery in update.deliver(ranks, sender.group, plan, update._shown(iter(weights(1).items()), probe)):
+    stream = update._shown(update._shown(iter(weights(1).items()), probe), unjudged)
+    for delivery in update.deliver(ranks, sender.group, plan, stream):
+        unjudged.delivered(delivery)
         probe.delivered(delivery)
         for item in delivery.receipts[0].received:
             exported, held = digest_tensor(weights(1)[item.name]), digest_tensor(ranks.held[0][item.name])
@@ -137,6 +139,7 @@ def test_what_a_slot_does_not_hold_is_seen(
     rounds.end()
     follower.join()
     assert differs == {(wrong, who) for who in seen_by}
+    assert unjudged.sent == unjudged._drawn == {}
     assert {name: digest_tensor(tensor) for name, tensor in probe.sent.items()} == {
         name: digest_tensor(tensor) for name, tensor in weights(1).items()
     }
