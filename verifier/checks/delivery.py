@@ -101,11 +101,13 @@ def received_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     """Every engine rank received what was exported: names both ways, dtypes, shapes, bits, at every version.
 
     What it checks: the receiver's own digests, chunk by chunk of what its loader is about to be given, against the
-    export's; on a GPU, of the planned ranges of its buffer.
+    export's; on a GPU, of the planned ranges of its buffer. Memory that is read in place (CUDA IPC) is digested when it
+    is packed and the chunk before is loaded.
     Why it matters: bytes under the wrong names, freed or refilled buffers and casts on the wire load without an error.
     Evidence: export/tensor of trainer rank 0, transport/receipt of every engine rank.
     Tolerance and its source: bitwise; a transport copies.
-    What it does not catch: what the engine makes of it (ENG001, ENG002).
+    What it does not catch: what the engine makes of it, and bytes that change in memory read in place between their
+    digest and their load (ENG001).
     References: SkyRL#1581, slime#929, RL#3651, RL#3540.
     """
     for version, rank in product(trace.versions(ReceivedTensor), range(trace.manifest.engine_ranks)):

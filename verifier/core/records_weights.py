@@ -279,7 +279,7 @@ class CheckpointView(TensorRecord, frozen=True, kw_only=True, tag="engine/view")
 
 
 class ExpectedView(TensorRecord, frozen=True, kw_only=True, tag="engine/view-expected"):
-    """Sent tensor, cut to the part that an engine rank holds; all of it where the rank holds none."""
+    """Tensor that was drawn for a sync, cut to the part that an engine rank holds; all of it where it holds none."""
 
     whole: Shape
     """Shape of the checkpoint tensor."""

@@ -47,6 +47,9 @@ class TransferWatch(Protocol):
     def agreed(self, agreement: Agreement) -> None:
         """All members have said which plan they hold."""
 
+    def drawn(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor was drawn from the stream and is going to be packed."""
+
     def delivered(self, delivery: Delivery) -> None:
         """Every engine rank has confirmed a chunk."""
 
@@ -72,7 +75,7 @@ def transfer(
         rounds.begin()
     try:
         agree(engine, group, plan, watch)
-        for delivery in deliver(engine, group, plan, tensors):
+        for delivery in deliver(engine, group, plan, _shown(tensors, watch)):
             watch.delivered(delivery)
         if rounds is not None:
             rounds.end()
@@ -84,6 +87,13 @@ def transfer(
             rounds.stop()
         return str(problem)
     return ""
+
+
+def _shown(tensors: Iterator[tuple[str, torch.Tensor]], watch: TransferWatch) -> Iterator[tuple[str, torch.Tensor]]:
+    """Show each tensor to the watch as it is drawn."""
+    for name, tensor in tensors:
+        watch.drawn(name, tensor)
+        yield name, tensor
 
 
 def connect(engine: EngineClient, listener: Listener, rounds: TrainerRounds | None = None) -> TransferGroup:
@@ -166,6 +176,7 @@ def deliver(
             sending.ask()
         receipts = sending.answer()
         packed = sending.in_transfer.popleft()
+        group.confirmed()
         if follows and group.refills:
             sending.ask()
         try:

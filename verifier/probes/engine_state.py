@@ -39,14 +39,17 @@ class TransferProbe:
     Args:
         ranks: recorders by engine rank.
         version: of the weights.
+        keeps: whether what was sent is copied to the host, which a sync that nobody judges does without.
 
     Attributes:
-        sent: every tensor that the engine confirmed, by name, on the host.
+        sent: every tensor that the engine confirmed, by name, on the host; as it was drawn, so that a buffer which
+            changed on the way differs from it.
     """
 
-    def __init__(self, ranks: Sequence[Probe], version: int) -> None:
-        self._ranks, self.version = ranks, version
+    def __init__(self, ranks: Sequence[Probe], version: int, *, keeps: bool = True) -> None:
+        self._ranks, self.version, self._keeps = ranks, version, keeps
         self.sent: dict[str, torch.Tensor] = {}
+        self._drawn: dict[str, torch.Tensor] = {}
 
     def poisoned(self, outcomes: Sequence[Sequence[Poisoned]]) -> None:
         """Record the effect of the poison on each tensor of every engine rank."""
@@ -59,13 +62,18 @@ class TransferProbe:
         for rank, digest in enumerate(agreement.messages[1:]):
             self._ranks[rank].emit(PlanDigest(name="chunk plan", version=self.version, digest=digest))
 
+    def drawn(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep a copy of what is going to be packed."""
+        import torch
+
+        if self._keeps:
+            self._drawn[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
     def delivered(self, delivery: Delivery) -> None:
         """Record what every engine rank received in a chunk, and what its loader reported."""
-        from verifier.transport.buffer import unpack
-
         version = self.version
-        packed = delivery.packed
-        self.sent |= {name: tensor.clone() for name, tensor in unpack(packed.chunk, packed.buffer.cpu())}
+        if self._keeps:
+            self.sent |= {name: self._drawn.pop(name) for name in delivery.packed.chunk.names}
         for receipt in delivery.receipts:
             probe, chunk, refused = self._ranks[receipt.rank], receipt.chunk, receipt.refused or ""
             for item in receipt.received:

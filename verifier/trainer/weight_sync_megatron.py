@@ -148,7 +148,7 @@ class WeightSync:
             if trace is not None and self._rank == 0:
                 closing = [contextlib.closing(Recorder(Path(trace), "engine", at)) for at in range(self._num_ranks)]
                 ranks = [stack.enter_context(recorder) for recorder in closing]
-            watch = TransferProbe(ranks, version)
+            watch = TransferProbe(ranks, version, keeps=probe is not None)
             link.transfer(self._plan, stream, watch, running, self.before_caches)
             if self._adapters is not None and probe is not None and not again:
                 self._adapters.record_exported(probe, version)

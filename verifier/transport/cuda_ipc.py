@@ -3,7 +3,7 @@
 Every trainer rank packs each chunk into a slot of its own ring. Once per update the rings are described, keyed by GPU
 UUID, which does not depend on a process's numbering of GPUs. Engine ranks open the ring on their GPU before loading and
 read it in place. If several trainer ranks are on one GPU, the first one's ring is read. A slot is overwritten only when
-every engine rank has confirmed its chunk.
+every engine rank has confirmed its chunk; a ring counts both and refuses.
 """
 
 from __future__ import annotations
@@ -86,17 +86,29 @@ class Ring:
 
     Args:
         plan: chunk plan; its largest chunk sets the size of a slot.
+
+    Attributes:
+        num_confirmed: number of chunks that every engine rank has confirmed.
     """
 
     def __init__(self, plan: ChunkPlan) -> None:
         self._slot_bytes = max(chunk.num_bytes for chunk in plan.chunks)
         self._memory = allocate(SLOTS * self._slot_bytes)
         self._filled = [torch.cuda.Event(interprocess=True) for _ in range(SLOTS)]
-        self._num_placed = 0
+        self._num_placed = self.num_confirmed = 0
         self._description = {**describe(self._memory), "slot_bytes": self._slot_bytes}
 
     def place(self, num_bytes: int) -> torch.Tensor:
-        """Return the first bytes of the next slot, whose last chunk every engine rank has confirmed."""
+        """Return the first bytes of the next slot.
+
+        Raises:
+            ContractError: an engine rank has not confirmed the slot's last chunk.
+        """
+        if self._num_placed - self.num_confirmed >= SLOTS:
+            raise ContractError(
+                f"chunk {self._num_placed} must not be packed yet: its slot holds chunk {self._num_placed - SLOTS}, "
+                f"and {self.num_confirmed} chunks are confirmed"
+            )
         begin = self._num_placed % SLOTS * self._slot_bytes
         self._num_placed += 1
         return self._memory[begin : begin + num_bytes]
@@ -151,7 +163,7 @@ def follow(rounds: TrainerRounds, plan: ChunkPlan, stream: Iterator[tuple[str, t
             if is_read:
                 pack(chunk, drawn, ring.place(chunk.num_bytes))
                 ring.fill(chunk.index)
-            rounds.exchange({})
+            ring.num_confirmed = rounds.exchange({})[0]["confirmed"]
         rounds.end()
     except ContractError:
         rounds.stop()
@@ -244,6 +256,11 @@ class IpcGroup(TransferGroup):
         """Return the next slot of the sender's ring."""
         return self._ring.place(num_bytes) if self._ring is not None else None
 
+    def confirmed(self) -> None:
+        """Count a confirmed chunk; the other trainer ranks hear of it in their next round."""
+        if self._ring is not None:
+            self._ring.num_confirmed += 1
+
     def offer(self, message: str, buffer: torch.Tensor, what: str) -> Callable[[], Agreement]:
         """See `TransferGroup.offer`; waits until all trainer ranks have packed the chunk.
 
@@ -254,7 +271,7 @@ class IpcGroup(TransferGroup):
             raise ContractError(f"transfer rank {self.rank} has no ring to offer {what} from")
         self._ring.fill(self._num_offered)
         self._num_offered += 1
-        self._rounds.exchange({})
+        self._rounds.exchange({"confirmed": self._ring.num_confirmed})
         return self.propose(message)
 
     def post(self, chunk: Chunk, what: str) -> Callable[[], torch.Tensor]:

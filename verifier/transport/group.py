@@ -16,7 +16,7 @@ class TransferGroup(ABC):
     """A joined group of one sender (rank 0) and all engine ranks. Not thread-safe."""
 
     refills = False
-    """True if the sender overwrites a received buffer once its chunk is confirmed."""
+    """True if receivers read in place what all agreed on, and the sender overwrites it once its chunk is confirmed."""
     rank: int
     address: Address
 
@@ -36,6 +36,10 @@ class TransferGroup(ABC):
     def place(self, num_bytes: int) -> torch.Tensor | None:
         """Return the buffer that the sender must pack its next chunk into; None for fresh memory."""
         return None
+
+    def confirmed(self) -> None:
+        """Tell the sender's group that all receivers have confirmed the oldest chunk that they had not."""
+        return
 
     @abstractmethod
     def offer(self, message: str, buffer: torch.Tensor, what: str) -> Callable[[], Agreement]:

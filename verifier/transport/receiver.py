@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -25,11 +26,29 @@ LOAD_ERRORS = (ContractError, RuntimeError, ValueError, LookupError, AttributeEr
 """Errors that weight loaders raise for a tensor that does not fit; they do not end the engine."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arrival:
+    """A chunk's bytes, and what is known of them before the loader sees them."""
+
+    buffer: torch.Tensor
+    """[chunk.num_bytes] uint8; on a GPU the current stream has waited for them."""
+    digests: Digests | None
+    """Digests of the planned ranges; None if the received tensors are digested instead."""
+    digested: torch.cuda.Event | None
+    """End of the digests on the GPU's stream; None on the host."""
+
+
 class ChunkReceiver:
     """One engine rank's end of the transfer.
 
-    While one chunk is digested and loaded, the next ones are in transfer: all members have agreed on them. One more is
-    proposed meanwhile and posted once the loader has returned. At most `AHEAD` + 1 buffers exist.
+    While one chunk is loaded, the next ones are in transfer: all members have agreed on them. One more is proposed
+    meanwhile and posted once the loader has returned. At most `AHEAD` + 1 buffers exist.
+
+    What arrives in memory of the receiver's own is digested right before it is loaded. What is read in place from the
+    sender's memory (`TransferGroup.refills`) lies there, whole, once all have agreed on it: it is digested one chunk
+    early, behind the load of the chunk before, so that the GPU digests while the receipt and the next request travel.
+    Bytes that change between their digest and their load are not in the digest; ENG001 compares what the engine holds
+    after the load with what was exported.
 
     Args:
         own_rank: rank in its engine, from 0.
@@ -50,6 +69,7 @@ class ChunkReceiver:
         self._proposed: Callable[[], Agreement] | None = None
         self._stopped = ""
         self._pieces: dict[int, Pieces] = {}
+        self._early: _Arrival | None = None
 
     def connect(self, address: Address) -> None:
         """Join the sender's group and leave an earlier one."""
@@ -64,7 +84,7 @@ class ChunkReceiver:
             ContractError: the bytes cannot reach every engine rank; every rank raises it.
         """
         known, self.plan = self.plan, None
-        self._posted.clear()
+        self._drop_posted()
         self._proposed = None
         agreement = self._joined().begin(plan)
         if agreement.reached:
@@ -76,7 +96,8 @@ class ChunkReceiver:
     def receive(self, chunk: int, load: Load) -> Receipt:
         """Receive, digest and load one chunk of the agreed plan.
 
-        The digests are taken before the loader sees the tensors. An error of the loader is returned in the receipt.
+        The digests are taken before the loader sees the tensors, by a GPU in the order of its stream. An error of the
+        loader is returned in the receipt.
 
         Args:
             chunk: index in the plan; chunks come in order.
@@ -99,30 +120,35 @@ class ChunkReceiver:
         if not self._posted or self._posted[0][0] != chunk:
             why = self._stopped or f"engine rank {self.engine_rank} was asked for a chunk that was not its next"
             return Receipt(rank=self.engine_rank, chunk=chunk, refused=why)
-        layout, arrived = self.plan.chunks[chunk], self._posted.popleft()[1]
+        layout, refills = self.plan.chunks[chunk], self._joined().refills
         what = f"chunk {chunk} of {len(self.plan.chunks)}"
-        buffer = arrived()
+        arrival = self._arrival(layout)
+        self._posted.popleft()
+        buffer, self._early = arrival.buffer, None
         users = _users(buffer)
-        started = self._start_digests(layout, buffer)
-        digested = _recorded_event(buffer)
         views = unpack(layout, buffer)
         names = tuple(name for name, _ in views)
-        digests = started or Digests(digest_tensors(tensor for _, tensor in views))
+        digests = arrival.digests or Digests(digest_tensors(tensor for _, tensor in views))
         loaded, refused = self._load(buffer, views, load, users)
+        done = _recorded_event(buffer)
         self._post_proposed(self.plan)
         is_last = chunk == len(self.plan.chunks) - 1
+        if refills and self._posted:
+            self._early = self._arrival(self.plan.chunks[self._posted[0][0]])
+        self._settle(arrival.digested, what)
+        found = tuple(digests.result())  # the GPU is loading meanwhile
         # Only memory that the sender overwrites must be loaded before the receipt; other loads may still be running.
-        self._settle(_recorded_event(buffer) if is_last or self._joined().refills else digested, what)
+        self._settle(done if is_last or refills else None, what)
         if is_last:
             self._joined().end()
         return Receipt(
             rank=self.engine_rank, chunk=chunk, names=names, dtypes=layout.dtypes, shapes=layout.shapes,
-            digests=tuple(digests.result()), loaded=loaded, refused=refused,
+            digests=found, loaded=loaded, refused=refused,
         )  # fmt: skip
 
     def close(self) -> None:
         """Leave the transfer group, if joined."""
-        self._posted.clear()
+        self._drop_posted()
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -151,9 +177,27 @@ class ChunkReceiver:
         arrived = self._joined().post(plan.chunks[index], f"chunk {index} of {len(plan.chunks)}")
         self._posted.append((index, arrived))
 
+    def _drop_posted(self) -> None:
+        """Drop what was posted and not received; torch closes the sender's memory only after the current stream."""
+        self._posted.clear()
+        self._early = None
+
+    def _arrival(self, layout: Chunk) -> _Arrival:
+        """Return the oldest posted chunk, whose digests are started now if they were not early."""
+        if (early := self._early) is not None:
+            if early.digested is not None:  # nothing to wait for, unless the engine has changed its stream
+                torch.cuda.current_stream().wait_event(early.digested)
+            return early
+        buffer = self._posted[0][1]()
+        digests = self._start_digests(layout, buffer)
+        return _Arrival(buffer=buffer, digests=digests, digested=_recorded_event(buffer))
+
     def _start_digests(self, layout: Chunk, buffer: torch.Tensor) -> Digests | None:
-        """Start to digest the planned ranges of a GPU's buffer, by a table that is made once; None on the host."""
-        if not buffer.is_cuda:
+        """Start to digest the planned ranges of a buffer, by a table that is made once.
+
+        None for memory of its own on the host, where it costs no more to digest the tensors that the loader is given.
+        """
+        if not (buffer.is_cuda or self._joined().refills):
             return None
         if layout.index not in self._pieces:
             self._pieces[layout.index] = pieces_of(layout)

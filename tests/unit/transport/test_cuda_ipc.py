@@ -7,141 +7,16 @@ name, its memory is the host's, and an event is the moment at which it was recor
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
+from tests.unit.transport.ring_case import Follower, TrainerRounds, send
 from tests.unit.transport.transfer_case import Ranks, Sender, plan_of, weights
 from verifier.errors import ContractError
 from verifier.transport import cuda_ipc
-from verifier.transport.cuda_ipc import SLOTS, follow
-
-TRAINER_RANKS = 2
-
-
-class Event:
-    """Recorded when its slot was packed; whoever waits for one that was not has come too early."""
-
-    known: ClassVar[dict[str, Event]] = {}
-
-    def __init__(self, interprocess: bool) -> None:
-        assert interprocess
-        self.num_records = 0
-        self.known[f"{id(self):016x}"] = self
-
-    def record(self) -> None:
-        self.num_records += 1
-
-    def ipc_handle(self) -> bytes:
-        return bytes.fromhex(f"{id(self):016x}")
-
-    @classmethod
-    def from_ipc_handle(cls, device: torch.device, handle: bytes) -> Event:
-        return cls.known[handle.hex()]
-
-
-class Stream:
-    def wait_event(self, event: Event) -> None:
-        assert event.num_records > 0
-
-
-class TrainerRounds:
-    """The rounds of `TRAINER_RANKS` threads."""
-
-    rows: ClassVar[list[Any]] = [None] * TRAINER_RANKS
-    barrier = threading.Barrier(TRAINER_RANKS, timeout=20)
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.ended = rank, False
-
-    def begin(self) -> None:
-        self.ended = False
-
-    def exchange(self, record: Any) -> list[Any]:
-        found = self._round(record)
-        if any(row is None for row in found):
-            self.ended = True
-            raise ContractError("a trainer rank stopped before the transfer was complete: its log says why")
-        return found
-
-    def stop(self) -> None:
-        if not self.ended:
-            self._round(None)
-
-    def end(self) -> None:
-        self._round({})
-
-    def _round(self, record: Any) -> list[Any]:
-        self.rows[self.rank] = record
-        self.barrier.wait()
-        found = list(self.rows)
-        self.barrier.wait()
-        return found
-
-
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """GPUs that are names of threads; `released` lists whose rings were given up unread."""
-    found: dict[str, Any] = {"memory": {}, "released": [], "released_by": [], "gpu_of": {}}
-
-    def gpu() -> str:
-        name = threading.current_thread().name
-        return found["gpu_of"].get(name, "GPU-" + ("0" if name == "MainThread" else name.split("_")[0][-1]))
-
-    def describe(memory: torch.Tensor) -> dict[str, Any]:
-        found["memory"][memory.data_ptr()] = memory
-        return {"gpu": gpu(), "num_bytes": memory.numel(), "values": memory.data_ptr()}
-
-    def release(record: dict[str, Any]) -> None:
-        found["released"].append(record["gpu"])
-        found["released_by"].append(threading.current_thread().name)
-
-    monkeypatch.setattr(cuda_ipc, "gpu_uuid", gpu)
-    monkeypatch.setattr(cuda_ipc, "allocate", lambda n: torch.full((n + 16,), 255, dtype=torch.uint8)[:n])
-    monkeypatch.setattr(cuda_ipc, "describe", describe)
-    monkeypatch.setattr(
-        cuda_ipc, "open_buffer", lambda record: torch.from_numpy(found["memory"][record["values"]].numpy())
-    )
-    monkeypatch.setattr(cuda_ipc, "release", release)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    yield found
-    Event.known.clear()
-
-
-class Follower:
-    """Trainer rank 1: draws the same stream and packs it beside rank 0."""
-
-    def __init__(self, version: int, planned: int | None = None) -> None:
-        self.rounds = TrainerRounds(1)
-        self.drawn = 0
-        tensors = weights(version)
-        plan = plan_of(weights(version if planned is None else planned))
-        self.thread = threading.Thread(
-            target=lambda: follow(self.rounds, plan, self._counted(tensors)), name="trainer rank 1", daemon=True
-        )
-        self.thread.start()
-
-    def _counted(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        for item in tensors.items():
-            self.drawn += 1
-            yield item
-
-    def join(self) -> None:
-        self.thread.join(20)
-        assert not self.thread.is_alive()
-
-
-def send(sender: Sender, rounds: TrainerRounds, version: int) -> None:
-    rounds.begin()
-    follower = Follower(version)
-    sender.send(version)
-    rounds.end()
-    follower.join()
-    assert follower.drawn == len(weights(version))
+from verifier.transport.cuda_ipc import SLOTS
 
 
 def test_every_rank_reads_the_ring_on_its_own_gpu(host: dict[str, Any]) -> None:
