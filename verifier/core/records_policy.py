@@ -125,13 +125,13 @@ class SamplingAsked(Record, frozen=True, kw_only=True, tag="data/asked"):
 
 
 class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
-    """Seeds of the answers of one round of sampling, as they were sent to the engine."""
+    """Seeds of the answers of one round of sampling, as the processes of the engines named them in their answers."""
 
     round: Count
     """From 0."""
     turns: tuple[tuple[int, ...], ...]
-    """Seed of each answer, prompt by prompt, in each turn; in later turns those of the episodes that go on. Empty where
-    a checkpoint that the run goes on from has none."""
+    """Seed of each answer, prompt by prompt, in each turn; in later turns those of the episodes that go on; -1 for
+    none of its own. Empty where a checkpoint that the run goes on from has none."""
 
 
 class SamplingRound(Record, frozen=True, kw_only=True, tag="reward/round"):

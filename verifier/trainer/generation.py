@@ -24,7 +24,7 @@ from verifier.engine.kv_cache import cache_bytes
 from verifier.errors import ContractError
 from verifier.model.checkpoint import Checkpoint
 from verifier.rewards.scorer import RewardProcess
-from verifier.trainer.asked_samples import NotedRequests, Seeds, sampling_asked, seeds_of
+from verifier.trainer.asked_samples import NotedAnswers, Seeds, sampling_asked, seeds_of
 from verifier.trainer.batches import order_of
 from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.decoded_rollouts import record_tokens, rendered, texts_of
@@ -80,7 +80,6 @@ class EngineRollouts:
             length=self._longest_prompt + self._longest_rest, count=self._num_seqs,
         )  # fmt: skip
         self._client: Sampler | None = None
-        self._begun: Sequence[Seeds] = ()
         self.revival: Revival | None = None
         self._reward: RewardProcess | None = None
         self.facts: Mapping[str, float] = {}
@@ -163,7 +162,6 @@ class EngineRollouts:
     def begin(self, step: int) -> None:
         """Sample the beginning of a step's answers; `finish` goes on, from other weights where these have come."""
         prompts, sampling = self._asked(step, 0, self._indices(step, 0))
-        self._begun = [seeds_of(len(prompts), sampling)]
         self._holding.begin_batch(prompts, sampling, self._config.grpo.steps_before_update)
 
     def finish(self, step: int, version: int, held: int) -> SampledBatch:
@@ -182,7 +180,7 @@ class EngineRollouts:
             raise ContractError("the engine did not drop its prefix cache, which holds keys of the old weights")
         indices = self._indices(step, 0)
         episodes = self._episodes.first([self._prompts[index] for index in indices], answers)
-        return self._completed(step, held, self._scored(step, 0, version, indices, episodes, self._begun))
+        return self._completed(step, held, self._scored(step, 0, version, indices, episodes, [seeds_of(answers)]))
 
     def _completed(self, step: int, version: int, first: Round) -> SampledBatch:
         """Replace groups without variance, round by round, by answers that a version samples."""
@@ -196,7 +194,7 @@ class EngineRollouts:
         assert self._client is not None
         indices = self._indices(step, number)[:count]
         prompts, sampling = self._asked(step, number, indices)
-        noted = NotedRequests(self._client)
+        noted = NotedAnswers(self._client)
         episodes = self._episodes.play(noted, prompts, sampling, self._config.data.batch_size)
         return self._scored(step, number, version, indices, episodes, noted.seeds)
 
