@@ -17,7 +17,7 @@ Scope = Literal[
     "mismatch", "order", "penalty", "plan", "policy", "prompts", "read", "recorded", "reference", "replay",
     "replicas", "reread", "resampled", "restarted", "resume", "reward", "rollout", "routes", "sampled", "saved",
     "schedule", "scored", "settings", "shown", "sizes", "spot", "step", "summed", "text", "tokens", "transport",
-    "turns", "update", "written",
+    "turns", "untouched", "update", "written",
 ]  # fmt: skip
 """Part of a run's declaration; every check belongs to one."""
 Ranks = Annotated[int, Meta(ge=0, le=1 << 16)]

@@ -118,8 +118,9 @@ class Trainer:
             if engine is not None and self._rollouts is not None:
                 stack.callback(self._rollouts.close)
                 self._connect(engine, self._rollouts, loop)
-                if done or not self._owns_resources or engine.restarted:
-                    loop.sync(done, None)  # it may hold the weights of another step, or of another run, or no adapter
+                # It may hold the weights of another step, or of another run, or no adapter.
+                other = bool(done) or not self._owns_resources or bool(engine.restarted)
+                loop.sends_first = other or self._judge is not None
             summary = loop.run(done, metrics)
             self._export(summary.steps, loop.written(summary.steps))
             self._job.finish()

@@ -107,6 +107,7 @@ class StepLoop:
         oracle: of the sampled steps; None for a run without them.
         data: of the run, as they were read; None for recorded rollouts.
         revival: of the engine; None where its death ends the run.
+        sends_first: the engine gets the weights before the first step.
     """
 
     config: TrainConfig
@@ -124,6 +125,7 @@ class StepLoop:
     oracle: Oracle | None
     data: DataAsRead | None = None
     revival: Revival | None = None
+    sends_first: bool = False
     _pending: deque[tuple[int, Future[Judged]]] = field(default_factory=deque, init=False)
     _held: dict[int, Path] = field(default_factory=dict, init=False)
     _sync_facts: dict[str, float] = field(default_factory=dict, init=False)
@@ -149,8 +151,10 @@ class StepLoop:
         begins = not done
         while step < config.steps and metrics.get("accuracy", -1.0) < config.evaluation.stop_above:
             step += 1
-            started = time.monotonic()
             trace = self._begin_trace(step) if self.judge is not None else None
+            sent = trace is not None and self.sends_first
+            self._send_first(step - 1, trace)
+            started = time.monotonic()
             sampled = None
             with self._controller_probe(trace, step) as probe:
                 if probe is not None and step > 1:
@@ -171,7 +175,7 @@ class StepLoop:
                     config, self.model, step, resumed=resumed, sampled=sampled is not None, dropped=not updates,
                     text=plan.has_text, unread=plan.unread, rewarded=plan.reads_rewards, restarted=restarted,
                     noise=self._record_noise(probe, step, sampled), evaluated=evaluated, written=step > 1,
-                    loaded=begins and bool(updates), given=bool(given),
+                    loaded=begins and bool(updates), given=bool(given), sent=sent,
                     fresh=has_fresh(config, [item for update in updates for item in update.rollouts], step - 1),
                 )  # fmt: skip
             earlier = self._hold_weights(step) if self.ahead is not None else {}
@@ -211,6 +215,7 @@ class StepLoop:
             if self.continuation.is_due(step):
                 self._save(step)
             self.continuation.finish(self.call, wait=False)
+        self._send_first(step, None)
         self._save(step)
         self.continuation.finish(self.call, wait=True)
         accuracy = metrics.get("accuracy")
@@ -276,18 +281,27 @@ class StepLoop:
         )[0]  # fmt: skip
         return report
 
+    def _send_first(self, version: int, trace: Path | None) -> None:
+        """Send an engine the weights that the run goes on from, once; the trace is of the step that they sample."""
+        if self.sends_first:
+            self.sends_first = False
+            self.sync(version, trace)
+            if self.revival is not None and trace is not None:
+                self.revival.recorded()
+
     def sync(self, version: int, trace: Path | None) -> None:
         """Send the weights to the engine; raise a ContractError if it refused them and no judge will say why."""
         running: Running = "none"
         if self.ahead is not None and self.ahead.runs:
             running = "kept" if self.config.grpo.keep_kv_cache else "recomputed"
         where = None if trace is None else str(trace)
-        refused, self._sync_facts, lost = self.call("sync", version=version, trace=where, running=running)[0]
+        asked = {"version": version, "trace": where, "first": trace == self.folder.trace(version + 1)}
+        refused, self._sync_facts, lost = self.call("sync", **asked, running=running)[0]
         while (problem := gone(lost)) is not None:
             if self.revival is None or (self.ahead is not None and self.ahead.runs):
                 raise problem
             self.revival.revive(problem)
-            refused, self._sync_facts, lost = self.call("sync", version=version, trace=where, again=True)[0]
+            refused, self._sync_facts, lost = self.call("sync", **asked, again=True)[0]
         if refused and trace is None:
             raise ContractError(f"the engine refused the weights of version {version}: {refused}")
 

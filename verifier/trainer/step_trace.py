@@ -57,7 +57,7 @@ def step_manifest(
     config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False,
     dropped: bool = False, fresh: bool = True, noise: bool = False, text: bool = True, unread: int = 0,
     rewarded: bool = True, restarted: bool = False, evaluated: bool = False, written: bool = False,
-    loaded: bool = False, given: bool = False,
+    loaded: bool = False, given: bool = False, sent: bool = False,
 ) -> Manifest:  # fmt: skip
     """Identity of the trace of a step.
 
@@ -78,6 +78,7 @@ def step_manifest(
         loaded: it is the first that the ranks train on after they loaded the model's checkpoint.
         written: the metrics of the step before it are in their file.
         given: what the command was asked for is recorded.
+        sent: the engine got the weights that sample it, and this is recorded.
     """
     sizes = model.checkpoint.config
     facts = RunFacts(
@@ -139,6 +140,7 @@ def step_manifest(
     if resumed or (config.engine.sleep_level and not dropped):
         scopes.append("resume")
     scopes += ["continued"] if resumed else []
+    scopes += ["untouched"] if sent and synced and step == 1 and not config.lora.rank else []
     gaps = [NO_NOISE.format(dtype=model.dtype)] if compared and "mismatch" not in scopes else []
     gaps += [NO_LAYOUT] if loaded and not model.layout_scopes else []
     no_spot = why_no_spot(config, model)
@@ -159,7 +161,8 @@ def step_manifest(
         upstream_bugs=tuple(bugs_of(sizes, facts)), scopes=tuple(scopes),
         engine=config.engine.kind if synced else "",
         engine_ranks=config.engine.tp * config.engine.replicas if synced else 0,
-        synced_versions=(step,) if synced else (), untouched_versions=(),
+        synced_versions=(*((step - 1,) if sent else ()), step) if synced else (),
+        untouched_versions=(0,) if "untouched" in scopes else (),
         not_judged=tuple(gaps),
     )  # fmt: skip
 

@@ -79,6 +79,7 @@ class TrainerWorker:
         load_plugins(config.plugins)
         self._probe: Recorder | None = None
         self._sync: WeightSync | AdapterSync | None = None
+        self._sent_first: int | None = None
         self._turns: Turns | None = None
         self._adapters: Adapters | None = None
         self._left: Kept | None = None
@@ -213,7 +214,8 @@ class TrainerWorker:
         hand_on, audit, gradients = None, None, dict[str, str]()
         if oracle is not None:
             hand_on = self._hand_on(oracle)
-            hand_on.before(number, first=first)
+            sent_first = self._sent_first == step - 1 and isinstance(self._sync, WeightSync)
+            hand_on.before(number, first=first, probe=probe if sent_first else None, version=step - 1)
 
         def on_gradients() -> None:
             gradients.update(update_facts_megatron.gradient_digests(self._trainer))
@@ -302,7 +304,7 @@ class TrainerWorker:
         yield from self._reference
 
     def sync(
-        self, version: int, trace: str | None, running: Running = "none", again: bool = False
+        self, version: int, trace: str | None, running: Running = "none", again: bool = False, first: bool = False
     ) -> tuple[str, dict[str, float], str]:
         """Send the weights, or the adapter, to the engine as a version.
 
@@ -311,13 +313,17 @@ class TrainerWorker:
             trace: trace directory; None records nothing.
             running: requests of the engine meanwhile, and what becomes of their keys and values; none with an adapter.
             again: the engine died in this sync before.
+            first: the trace is of the step that these weights sample, and not of the one that made them.
 
         Returns:
             On rank 0, why the engine refused them, empty if it did not; metrics; why its process is gone, empty if not.
         """
         assert self._sync is not None
-        refused = self._sync.sync(version, trace, self._recorder(trace), running, again=again)
-        self._close_recorder()
+        refused = self._sync.sync(version, trace, self._recorder(trace), running, again=again, first=first)
+        if first:
+            self._sent_first = version
+        else:
+            self._close_recorder()
         facts = {**self._sync.facts, **({} if self._turns is None else self._turns.facts)}
         return refused, facts, self._sync.lost
 
