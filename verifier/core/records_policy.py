@@ -266,6 +266,23 @@ class SpotScore(ArrayRecord, frozen=True, kw_only=True, tag="logprob/spot"):
     """Divisor of the logits."""
 
 
+class EvaluatedAnswers(ArrayRecord, frozen=True, kw_only=True, tag="rollout/evaluated"):
+    """A few answers of an evaluation, and the trainer's scores of them; lists have an entry an answer.
+
+    Arrays over all tokens of all answers, prompts included: ``mask`` bool, sampled ones; float32 nats, NaN elsewhere:
+    ``engine`` as it reported them, ``trainer`` by the live weights of this version, and of greedy answers
+    ``shortfall``, how far the logit of a token is below the greatest one in the trainer.
+    """
+
+    claimed: Count
+    """Version that the metrics of the evaluation name."""
+    temperature: float
+    """Divisor of the logits of answers that are not greedy; of greedy ones it is 1."""
+    ids: tuple[str, ...]
+    lengths: Lengths
+    greedy: tuple[bool, ...]
+
+
 class ReferenceShard(TensorRecord, frozen=True, kw_only=True, tag="logprob/reference"):
     """One live tensor of a rank while it scored as the reference."""
 

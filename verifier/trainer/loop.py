@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from verifier.config.training import TrainConfig
 from verifier.config.words import noted
-from verifier.core.record import real
+from verifier.core.record import Probe, real
 from verifier.core.records_policy import LossTerms, StepMetrics, WrittenMetrics
 from verifier.core.records_tokens import SampledNoise
 from verifier.core.records_trainer import KnobsAsked, KnobsGiven, OptimizerSettings, StepSizes
@@ -34,7 +34,7 @@ from verifier.trainer.continuation import Call, Continuation
 from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.engines import Revival, gone
 from verifier.trainer.generation import EngineRollouts
-from verifier.trainer.metrics import Metrics
+from verifier.trainer.metrics import Metrics, line_of
 from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.sampled_step import SampledStep, is_sampled, record_scored
 from verifier.trainer.step_trace import step_manifest
@@ -165,6 +165,7 @@ class StepLoop:
                 updates = plan.updates(step, self._updates, self._score, probe)
                 restarted = self._record_restarts(probe, trace, step) if updates else False
                 resumed = bool(updates) and self.continuation.record(probe, step)
+                examined = self.examine(probe, step - 1)
                 evaluated = self._record_held_out(probe, step, first=step == done + 1)
                 known = not (self.ahead is not None and done and step == done + 1)  # whose weights are gone
                 if updates and probe is not None and self.oracle is not None and is_sampled(config, step) and known:
@@ -176,6 +177,7 @@ class StepLoop:
                     text=plan.has_text, unread=plan.unread, rewarded=plan.reads_rewards, restarted=restarted,
                     noise=self._record_noise(probe, step, sampled), evaluated=evaluated, written=step > 1,
                     loaded=begins and bool(updates), given=bool(given), sent=sent,
+                    examined=examined,
                     fresh=has_fresh(config, [item for update in updates for item in update.rollouts], step - 1),
                 )  # fmt: skip
             earlier = self._hold_weights(step) if self.ahead is not None else {}
@@ -211,7 +213,7 @@ class StepLoop:
             if config.evaluation.every and step % config.evaluation.every == 0:
                 metrics |= self._evaluate(step)
             self.metrics.add(metrics, [len(item) for update in updates for item in update.rollouts])
-            self._show(metrics)
+            self.progress(line_of(metrics))
             if self.continuation.is_due(step):
                 self._save(step)
             self.continuation.finish(self.call, wait=False)
@@ -257,6 +259,13 @@ class StepLoop:
         if sampled is None and self._noise is not None and probe is not None:
             probe.emit(msgspec.structs.replace(self._noise, version=step))
         return sampled is not None or self._noise is not None
+
+    def examine(self, probe: Probe | None, version: int) -> bool:
+        """Record answers of the last evaluation, if no trace has them, beside scores by the weights as they are."""
+        if probe is None or self.rollouts is None or self.config.engine.quantization:
+            return False
+        file = self.folder.path / "batches" / "evaluation.safetensors"
+        return self.rollouts.record_evaluated(probe, version, self._score, file)
 
     def _hold_weights(self, step: int) -> Mapping[int, Path]:
         """Have the ranks write the weights before a step, where the oracle needs them a step later.
@@ -374,15 +383,6 @@ class StepLoop:
             self.held_out.save(file)
         answers = self.call("evaluate", batch=str(file))[0]
         return {"accuracy": sum(answers) / len(answers), "held_out_version": float(step)}
-
-    def _show(self, metrics: dict[str, Any]) -> None:
-        text = f"step {metrics['step']}: no token in the loss"
-        if "loss" in metrics:
-            text = f"step {metrics['step']}: loss {metrics['loss']:.4f}, gradient norm {metrics['grad_norm']:.3f}"
-        for name in ("reward", "held_out_reward", "accuracy"):
-            if name in metrics:
-                text += f", {name.replace('_', ' ')} {metrics[name]:.3f}"
-        self.progress(text)
 
 
 def _mean_of(reports: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -29,6 +29,7 @@ from verifier.probes.weights_megatron import LiveWeights
 from verifier.train import checkpoint_megatron, lora_megatron, optimizer_megatron, router_order_megatron, step_megatron
 from verifier.train.offload_megatron import state_tensors
 from verifier.train.policy_loss_megatron import LossMeter, policy_loss
+from verifier.train.vocab_logprob import shortfall
 from verifier.trainer import update_facts_megatron, update_log
 from verifier.trainer.adam_audit_megatron import Audits, groups_of
 from verifier.trainer.adapter_sync_megatron import AdapterSync
@@ -171,16 +172,18 @@ class TrainerWorker:
 
         Args:
             batch: file of `save_rollouts`.
-            which: "current" or "reference".
+            which: "current" or "reference"; "greedy" and "shortfall" by the weights as they are, of undivided logits.
             to: safetensors file with ``logprobs`` float32 over all tokens, nats, NaN for the first of each rollout.
         """
         rollouts, _ = load_rollouts(Path(batch))
+        temperature = 1.0 if which == "greedy" else self._temperature
+        read = shortfall if which == "shortfall" else None
         with self._weights_of(which):
             if which == "reference":
                 self._scored = digests_of([tensor for _, _, tensor in self._live.tensors()], self._live)
-            with self._routes.during(rollouts, Path(batch).stem, SCORED[which]) as look:
+            with self._routes.during(rollouts, Path(batch).stem, SCORED.get(which, which)) as look:
                 found = step_megatron.score(
-                    self._trainer, rollouts, temperature=self._temperature, on_shards=look, **self._batching
+                    self._trainer, rollouts, temperature=temperature, on_shards=look, read=read, **self._batching
                 )
         if self._context.rank == 0:
             update_facts_megatron.write_logprobs(found, to)
@@ -364,7 +367,7 @@ class TrainerWorker:
     @contextlib.contextmanager
     def _weights_of(self, which: str) -> Iterator[None]:
         """Put the reference's weights in the place of the live ones, if it is asked for, and put these back."""
-        if which == "current":
+        if which != "reference":
             yield
             return
         with step_megatron.params_synced(self._trainer), replaced(self._live, self._reference):
