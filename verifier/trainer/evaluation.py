@@ -11,11 +11,13 @@ import numpy as np
 from verifier.core.record import Probe
 from verifier.core.records_policy import EvaluatedAnswers
 from verifier.data.recorded import RolloutRow, rollout_of
+from verifier.data.rollout import Rollout
 from verifier.data.rollout_file import save_rollouts
 from verifier.trainer.batches import Score
 
 PROBLEMS = 8
-"""Problems of an evaluation, at most, whose two answers are scored by the trainer: three passes of some 10 ms."""
+"""Problems of an evaluation, at most, whose two answers are scored by the trainer, in two passes, or in three
+at another temperature than 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,27 +49,29 @@ def record_answers(
         score: by the ranks.
         file: for a batch of each kind, which is removed again.
     """
-    parts: list[tuple[np.ndarray, ...]] = []
+    sampled, greedy = ([rollout_of(row) for row in rows] for rows in (answered.sampled, answered.greedy))
 
-    def add(rows: Sequence[RolloutRow], which: Sequence[str]) -> None:
-        rollouts = [rollout_of(row) for row in rows]
+    def scored(rollouts: Sequence[Rollout], which: str) -> list[np.ndarray]:
         save_rollouts(file, rollouts)
-        columns = [np.concatenate(score(file, each)) for each in which]
+        found = score(file, which)
         file.unlink()
-        given = (np.concatenate([getattr(item, name) for item in rollouts]) for name in ("mask", "logprobs"))
-        parts.append((*given, columns[0], columns[1] if len(columns) > 1 else np.full(len(columns[0]), np.nan)))
+        return found
 
-    add(answered.sampled, ("current",))
-    add(answered.greedy, ("greedy", "shortfall"))
     rows = [*answered.sampled, *answered.greedy]
-    mask, engine, trainer, shortfall = (np.concatenate(column) for column in zip(*parts, strict=True))
+    passes = [(sampled, "current"), (greedy, "greedy")] if temperature != 1 else [([*sampled, *greedy], "current")]
+    arrays = {
+        "mask": [item.mask for item in (*sampled, *greedy)],
+        "engine": [item.logprobs for item in (*sampled, *greedy)],
+        "trainer": [values for part, which in passes for values in scored(part, which)],
+        "shortfall": [*(np.full(len(item), np.nan) for item in sampled), *scored(greedy, "shortfall")],
+    }  # fmt: skip
     record = EvaluatedAnswers(
         name="held-out problems", version=version, claimed=answered.version, temperature=temperature,
         ids=tuple(row.id for row in rows), lengths=tuple(len(row.tokens) for row in rows),
         greedy=(False,) * len(answered.sampled) + (True,) * len(answered.greedy),
     )  # fmt: skip
-    arrays = {"engine": engine, "trainer": trainer, "shortfall": shortfall}
-    probe.emit(record, {"mask": mask, **{name: item.astype(np.float32) for name, item in arrays.items()}})
+    kinds = {"mask": np.dtype(bool)}
+    probe.emit(record, {name: np.concatenate(own, dtype=kinds.get(name, np.float32)) for name, own in arrays.items()})
 
 
 Examine = Callable[[Probe | None, int], bool]

@@ -304,7 +304,8 @@ class StepLoop:
         if self.ahead is not None and self.ahead.runs:
             running = "kept" if self.config.grpo.keep_kv_cache else "recomputed"
         where = None if trace is None else str(trace)
-        asked = {"version": version, "trace": where, "first": trace == self.folder.trace(version + 1)}
+        first = trace is not None and trace == self.folder.trace(version + 1)
+        asked = {"version": version, "trace": where, "first": first}
         refused, self._sync_facts, lost = self.call("sync", **asked, running=running)[0]
         while (problem := gone(lost)) is not None:
             if self.revival is None or (self.ahead is not None and self.ahead.runs):
