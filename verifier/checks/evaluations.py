@@ -23,7 +23,7 @@ SIDES = 2
 
 @check("LGP015", needs=(EvaluatedAnswers,), scope="examined")
 def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
-    """What an evaluation measures is the trained policy at the version that it names, and greedy where it says so.
+    """An evaluation measures the policy of the version that it names, greedily where it says so.
 
     What it checks: of up to 8 held-out problems of an evaluation, others in each, the answer at the run's temperature
     and the greedy one: the version that the metrics name against that of the live weights; token by token, the

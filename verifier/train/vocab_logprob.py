@@ -107,7 +107,7 @@ def is_greedy(
 def shortfall(
     logits_TV: torch.Tensor, labels_T: torch.Tensor, vocab_start: int = 0, group: ProcessGroup | None = None
 ) -> torch.Tensor:
-    """How far the logit of each label is below the greatest one of the vocabulary; see `is_greedy`.
+    """Distance of each label's logit to the greatest one of the vocabulary; see `is_greedy`.
 
     Returns:
         [T] float32, nats; 0 where there is no label.

@@ -25,7 +25,7 @@ class Answered:
     """Answers of an evaluation to the problems of `places`."""
 
     version: int
-    """Of the weights that were evaluated, as the metrics have it."""
+    """Version of the weights that were evaluated, as the metrics have it."""
     sampled: Sequence[RolloutRow]
     greedy: Sequence[RolloutRow]
 
