@@ -25,7 +25,7 @@ from tests.dist.engine_case import (
     worst_gap,
     write_perturbed,
 )
-from verifier.engine.api import EngineConfig, Sampling
+from verifier.engine.api import NO_SEED, EngineConfig, Sampling
 from verifier.engine.client import EngineGone
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.engine.sender import agree, deliver
@@ -132,6 +132,14 @@ def test_stale_prefix_cache_shows(pair: Pair) -> None:
     mended, cached = gap(pair.versions[1])
     assert (mended < ALLOWED_NATS, cached) == (True, 0)
     case.group.close()
+
+
+def test_answers_name_their_seeds(pair: Pair) -> None:
+    engine = pair.synced.client(START_S)
+    answers = engine.generate(sequences()[1:3], Sampling(seed=5, n=2, max_tokens=2))
+    assert [[sample.seed for sample in own] for own in answers] == [[10, 11], [12, 13]]
+    unseeded = Sampling(seed=5, max_tokens=2, seeded=False)
+    assert engine.generate(sequences()[1:2], unseeded)[0][0].seed == NO_SEED
 
 
 def test_other_plan_moves_no_byte(pair: Pair) -> None:

@@ -15,6 +15,7 @@ from verifier.core.records_policy import (
     Advantages,
     Drops,
     EpisodeTurns,
+    EvaluatedAnswers,
     GivenRewards,
     LossRows,
     LossTerms,
@@ -89,6 +90,14 @@ ARRAYS["chances of an end"] = {"array": np.array([0.125, 0.25, 0.5, 0.25, 0.75])
 ARRAYS["chances of few ends"] = {"array": np.tile([0.0625, 0.125], 30)}
 ARRAYS["alone"] = {"current": np.array([-1.0, -2.0], np.float32), "reference": np.array([-1.5, -1.75], np.float32)}
 ARRAYS["alone and otherwise"] = {**ARRAYS["alone"], "reference": np.array([-1.5, -2.5], np.float32)}
+ARRAYS["evaluated"] = {
+    "mask": np.array([False, True, False, True]), "engine": np.array([np.nan, -1.25, np.nan, -0.5], np.float32),
+    "trainer": np.array([np.nan, -1.25, np.nan, -0.5], np.float32),
+    "shortfall": np.array([np.nan, np.nan, np.nan, 0], np.float32),
+}  # fmt: skip
+ARRAYS["evaluated by drawing"] = {
+    **ARRAYS["evaluated"], "shortfall": np.array([np.nan, np.nan, np.nan, 0.75], np.float32)
+}  # fmt: skip
 ARRAYS["rows without gradient"] = {
     **ARRAYS["loss rows"], "gradient": np.array([-0.5, -0.5, 0, 0.0], np.float32)
 }  # fmt: skip
@@ -292,6 +301,10 @@ def training() -> list[Record]:
             name="batch", version=0, role="oracle", array="chances of an end", ends=(3, 5), temperature=1.0, noise=0.0
         ),
         SpotScore(name="spot", version=1, id="x", seed=3, step=1, mini_batches=1, array="alone"),
+        EvaluatedAnswers(
+            name="held-out problems", version=1, claimed=1, temperature=1.0, ids=("x", "x again"), lengths=(2, 2),
+            greedy=(False, True), array="evaluated",
+        ),
         ReferenceShard(
             name="decoder.weight (chunk 0)", version=1, digest=f"vd1:{5:032x}", dtype="float32", shape=(4, 2),
             frozen=f"vd1:{5:032x}",
@@ -341,6 +354,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "LGP011": (RequestSeeds, having(turns=((6000018, 6000018),))),
     "LGP012": (OracleEntropy, having(array="entropies of other logits")),
     "LGP013": (SpotScore, having(array="alone and otherwise")),
+    "LGP015": (EvaluatedAnswers, having(array="evaluated by drawing")),
     "LGP010": (ReferenceShard, having(digest=f"vd1:{6:032x}")),
     "LSS004": (LossRows, having(array="rows without gradient")),
     "PCK004": (LossRows, having(array="rows of another token")),

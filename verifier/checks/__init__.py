@@ -14,6 +14,7 @@ from verifier.checks import (
     end_draws,
     engine_mismatch,
     entropies,
+    evaluations,
     final_export,
     gradient_sums,
     knobs,
@@ -40,8 +41,8 @@ from verifier.checks import (
 
 __all__ = [
     "adam_audit", "adapter_delivery", "answer_ends", "arguments", "batch_content", "batch_sizes", "beginnings",
-    "configs", "delivery", "draws", "end_draws", "engine_mismatch", "entropies", "final_export", "gradient_sums",
-    "knobs", "logprobs", "loss_rows", "moves", "packing", "policy_step", "read_data", "read_tokens", "resume",
-    "reward_penalty", "rollout_texts", "routes", "samples", "score_bias", "spot_scores", "step", "step_metrics",
-    "training_step", "turns", "weights",
+    "configs", "delivery", "draws", "end_draws", "engine_mismatch", "entropies", "evaluations", "final_export",
+    "gradient_sums", "knobs", "logprobs", "loss_rows", "moves", "packing", "policy_step", "read_data", "read_tokens",
+    "resume", "reward_penalty", "rollout_texts", "routes", "samples", "score_bias", "spot_scores", "step",
+    "step_metrics", "training_step", "turns", "weights",
 ]  # fmt: skip

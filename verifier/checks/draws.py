@@ -33,22 +33,23 @@ FEW_TOKENS = 100
 def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
     """Every answer of a step is a draw of its own from the policy at the run's temperature.
 
-    What it checks: the seeds that were sent to the engine, against the closed form by (seed, step, round, turn, place),
-    and that no two of a step are equal. Two answers of a group with the same tokens, unless that is likely: less than
-    e^-20 over all pairs of the step. And over all tokens in the loss of the first update that the trained version
-    sampled, the sum of what their log-probability, negated, is above the entropy of the trainer's distribution there: 0
-    on average, whatever was sampled before.
-    Why it matters: the same seeds in every step, or in a group, train on fewer answers than it seems. An engine that
-    samples greedily, from the likeliest tokens alone, or at another temperature, and reports log-probabilities of the
-    full distribution, agrees with the trainer on every token that it was asked about.
+    What it checks: the seeds that the processes of the engines gave the answers, against the closed form by (seed,
+    step, round, turn, place), and that no two of a step are equal. Two answers of a group with the same tokens, unless
+    that is likely: less than e^-20 over all pairs of the step. And over all tokens in the loss of the first update that
+    the trained version sampled, the sum of what their log-probability, negated, is above the entropy of the trainer's
+    distribution there: 0 on average, whatever was sampled before.
+    Why it matters: the same seeds in every step, in a group, or on two engines, train on fewer answers than it seems.
+    An engine that samples greedily, from the likeliest tokens alone, or at another temperature, and reports
+    log-probabilities of the full distribution, agrees with the trainer on every token that it was asked about.
     Evidence: data/asked (as the config asks), data/seeds, pack/rollouts, loss/rows, advantage/columns,
     advantage/policy; in bf16 logprob/sampled-noise.
     Tolerance and its source: exact for seeds; for the sum six times the root of a third of the sum of squares and two
     thirds of the greatest variance that a log-probability can have at that entropy (Delyon 2009), and in bf16 what this
     run's noise can change. Of 100 tokens or more.
-    What it does not catch: draws of one request that depend on each other (LGP005, in round trips); in a step whose
-    answers leave the loss or are replaced for what was sampled (filters, further rounds), by a quantized engine, or in
-    bf16 without a measured noise, the sum is not judged; greedy samples of an evaluation are none of training.
+    What it does not catch: what vLLM makes of a seed that its process was given for a request; draws of one request
+    that depend on each other (LGP005, in round trips); in a step whose answers leave the loss or are replaced for what
+    was sampled (filters, further rounds), by a quantized engine, or in bf16 without a measured noise, the sum is not
+    judged; samples of an evaluation are none of training.
     References: verl#6857, trl#7040, RL#3497, vime#6, verl#5179.
     """
     for asked in trace.of(SamplingAsked):

@@ -86,13 +86,14 @@ def replica_differs(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
 
 
-@check("WGT004", needs=(SourceTensor, ExportedTensor), scope="export")
+@check("WGT004", needs=(SourceTensor, ExportedTensor), scope="export", also="untouched")
 def export_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     """The export of untouched weights is the source checkpoint: names both ways, dtypes, shapes, bits.
 
-    What it checks: Megatron-Bridge's export at version 0 against the HF safetensors, or against a recorded manifest;
-    where an adapter is trained, the export of the frozen base at every version. A source tensor that repeats a shared
-    one, as layers for multi-token prediction repeat embedding and head, need not be exported, but has to be its copy.
+    What it checks: Megatron-Bridge's export at version 0 against the HF safetensors, or against a recorded manifest,
+    in training what the engine gets before step 1, without adapters; in a round trip that trains an adapter, the export
+    of the frozen base at every version. A source tensor that repeats a shared one, as layers for multi-token prediction
+    repeat embedding and head, need not be exported, but has to be its copy.
     Why it matters: with an absolute tolerance of 0.1 a zeroed tensor and two swapped experts pass.
     Evidence: load/source, export/tensor of trainer rank 0.
     Tolerance and its source: bitwise; import and export copy.
@@ -126,7 +127,7 @@ def export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: at each version above 0, names, dtypes, shapes and bits of the export against the live parameters
     of all ranks, joined by `verifier/export/names.py` without Megatron-Bridge; in training on the steps that
-    transformers computes too, without adapters.
+    transformers computes too, without adapters, and there of what the first step after a start begins with too.
     Why it matters: stale exports (a cached conversion task, a parameter gather that had not run) are right at the
     first sync and wrong at the second.
     Evidence: train/live, export/tensor of trainer rank 0.

@@ -125,13 +125,13 @@ class SamplingAsked(Record, frozen=True, kw_only=True, tag="data/asked"):
 
 
 class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
-    """Seeds of the answers of one round of sampling, as they were sent to the engine."""
+    """Seeds of the answers of one round of sampling, as the processes of the engines named them in their answers."""
 
     round: Count
     """From 0."""
     turns: tuple[tuple[int, ...], ...]
-    """Seed of each answer, prompt by prompt, in each turn; in later turns those of the episodes that go on. Empty where
-    a checkpoint that the run goes on from has none."""
+    """Seed of each answer, prompt by prompt, in each turn; in later turns those of the episodes that go on; -1 for
+    none of its own. Empty where a checkpoint that the run goes on from has none."""
 
 
 class SamplingRound(Record, frozen=True, kw_only=True, tag="reward/round"):
@@ -264,6 +264,23 @@ class SpotScore(ArrayRecord, frozen=True, kw_only=True, tag="logprob/spot"):
     mini_batches: Count
     temperature: float = 1.0
     """Divisor of the logits."""
+
+
+class EvaluatedAnswers(ArrayRecord, frozen=True, kw_only=True, tag="rollout/evaluated"):
+    """A few answers of an evaluation, and the trainer's scores of them; lists have an entry an answer.
+
+    Arrays over all tokens of all answers, prompts included: ``mask`` bool, sampled ones; float32 nats, NaN elsewhere:
+    ``engine`` as it reported them, ``trainer`` by the live weights of this version, and of greedy answers
+    ``shortfall``, how far the logit of a token is below the greatest one in the trainer.
+    """
+
+    claimed: Count
+    """Version that the metrics of the evaluation name."""
+    temperature: float
+    """Divisor of the logits of answers that are not greedy; of greedy ones it is 1."""
+    ids: tuple[str, ...]
+    lengths: Lengths
+    greedy: tuple[bool, ...]
 
 
 class ReferenceShard(TensorRecord, frozen=True, kw_only=True, tag="logprob/reference"):

@@ -24,6 +24,8 @@ from fewer, because vLLM 0.21 cannot chunk a prompt on a CPU that a seeded reque
 _GPU_TOKENS = 8192
 """Greatest number of tokens of a forward pass on a GPU, unless one sequence has more. vLLM runs a pass of that size at
 its start, to see what memory it takes. Longer batches of prompts are chunked."""
+NO_SEED = -1
+"""Seed of a sample that was drawn by a generator which serves all requests."""
 LEAST_KV_CACHE_BYTES = 128 << 20
 """Bytes of an engine rank's keys and values, at least."""
 
@@ -181,6 +183,8 @@ class Sample:
     which the last one is not; empty unless asked for."""
     updates: tuple[int, ...] = ()
     """Weight updates from the beginning of its batch to each token; empty where none can have come."""
+    seed: int = NO_SEED
+    """Seed of its generator, as the engine's process gave it."""
 
 
 class Engine(Protocol):

@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import torch
 
-from verifier.engine.api import Engine, EngineConfig, EngineSlice, EngineTensor, Limits, Poisoned, Sample, Sampling
+from verifier.engine.api import (
+    NO_SEED,
+    Engine,
+    EngineConfig,
+    EngineSlice,
+    EngineTensor,
+    Limits,
+    Poisoned,
+    Sample,
+    Sampling,
+)
 from verifier.engine.shaping import shaped
 from verifier.engine.stored_tensors import poison_stored, restore, slice_of, stored_in_model
 from verifier.errors import ContractError
@@ -152,15 +162,15 @@ class _Running:
 
     def __init__(self, prompt: Sequence[int], asked: Sampling, at: int, unseeded: torch.Generator) -> None:
         self._generator = torch.Generator().manual_seed(asked.seed + at) if asked.seeded else unseeded
+        self._seed = self._generator.initial_seed() if asked.seeded else NO_SEED
         self.prompt, self._asked, self.ended = prompt, asked, not asked.max_tokens
         self.tokens, self.nats, self.updates = list[int](), list[float](), list[int]()
 
     def sample(self) -> Sample:
         """The whole of it, once it has ended."""
         stopped = bool(self.tokens) and self.tokens[-1] in self._asked.stop
-        return Sample(
-            tokens=tuple(self.tokens), logprobs=tuple(self.nats), ended="stop" if stopped else "length"
-        )  # fmt: skip
+        ended = "stop" if stopped else "length"
+        return Sample(tokens=tuple(self.tokens), logprobs=tuple(self.nats), ended=ended, seed=self._seed)
 
     def draw(self, logits_V: torch.Tensor) -> None:
         """Add the next token."""

@@ -10,6 +10,7 @@ from verifier.faults import (  # noqa: F401
     data_faults,
     draw_faults,
     engine_faults,
+    evaluation_faults,
     export_faults,
     gradient_faults,
     knob_faults,

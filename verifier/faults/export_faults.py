@@ -1,4 +1,4 @@
-"""Bugs of the last export of a training run, whose files are its product."""
+"""Bugs of exports of a training run: what its engine begins with, and the last one, whose files are its product."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, fault
+from verifier.faults.fault import TRAINING, Call, Side, fault
 from verifier.mesh import Mesh
 
 SAVE = "verifier.export.gather_megatron:save(trainer, folder, whole)"
@@ -19,6 +19,12 @@ SAVE_SHARDS = (
     "megatron.bridge.models.hf_pretrained.state:SafeTensorsStateSource.save_generator("
     "self, generator, output_path, strict, distributed_save, save_every_n_ranks, ignored_source_key_prefixes)"
 )
+LIVE = (
+    "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
+    "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0", "verify.every=1",
+)  # fmt: skip
+FIRST_STREAMS = 2
+"""Streams of an export up to the first sync, with that of the plan."""
 UPDATE = "megatron.core.optimizer.optimizer:ChainedOptimizer.step(self)"
 in_final = functools.partial(
     fault, stage=Stage.EXPORT, caught_by=("WGT019",), engine=TRAINING, model="tiny:add", training=("steps=2",)
@@ -96,10 +102,7 @@ def final_export_without_alpha(call: Call) -> Any:
 
 @in_final(
     "NovaSky-AI/SkyRL#1345", "verifier.export.gather_megatron:export(trainer)", caught_by=("WGT005",),
-    training=(
-        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
-        "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0", "verify.every=1",
-    ),
+    training=LIVE,
 )  # fmt: skip
 def tensor_of_the_first_sync_sent_again(call: Call) -> Any:
     """One tensor is cached at the first sync and sent at each, so that the engine keeps it while the others move."""
@@ -109,3 +112,28 @@ def tensor_of_the_first_sync_sent_again(call: Call) -> Any:
             yield name, call.wrong(first)
         else:
             yield name, tensor
+
+
+@in_final(
+    "huggingface/trl#5319", "verifier.export.gather_megatron:export(trainer)", caught_by=("WGT004", "WGT005", "LGP009"),
+    training=LIVE,
+)  # fmt: skip
+def first_sync_before_the_load(call: Call) -> Any:
+    """The first sync takes norms as they were built, before the checkpoint was loaded; every later one is right."""
+    import torch
+
+    call.state["streams"] = count = call.state.get("streams", 0) + 1
+    for name, tensor in call.original():
+        if count <= FIRST_STREAMS and name.endswith("norm.weight"):
+            yield name, call.wrong(torch.ones_like(tensor))
+        else:
+            yield name, tensor
+
+
+@in_final(
+    "allenai/open-instruct#1627", "verifier.trainer.loop:StepLoop.sync(self, version, trace)", side=Side.CONTROLLER,
+    caught_by=("WGT004", "TPT002", "LGP009"), training=LIVE,
+)  # fmt: skip
+def first_sync_after_the_first_step(call: Call) -> Any:
+    """Nothing is exported before the first step, which an engine samples by the weights of another run."""
+    return call.wrong(None) if call.version == 0 else call.original()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifier.engine.client import EngineClient
 from verifier.faults.catalog import CATALOG
-from verifier.faults.fault import Fault, FireCounter, Side
+from verifier.faults.fault import Call, Fault, FireCounter, Side, replaced
 from verifier.runs.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -49,6 +49,25 @@ def injected(spec: RunSpec | WorkerSpec, context: RankContext, fault_id: str, fo
     finally:
         if fire.count:
             mark.write_text(str(fire.count))
+
+
+@contextlib.contextmanager
+def in_engines(fault: Fault, fire: FireCounter) -> Iterator[None]:
+    """Inject a fault into the process of each engine of a training run, while its controller is connected to them."""
+
+    def started(call: Call) -> Any:
+        call.client.call_driver(f"{_HERE}:inject", fault.id)
+        call.state["client"] = call.client
+        return call.original()
+
+    def closed(call: Call) -> Any:
+        if "client" in call.state:
+            fire.count += end(call.state.pop("client"), fault)
+        return call.original()
+
+    rollouts, own = "verifier.trainer.generation:EngineRollouts", FireCounter()
+    with replaced(f"{rollouts}.start(self, client)", started, own), replaced(f"{rollouts}.close(self)", closed, own):
+        yield
 
 
 def end(client: EngineClient, fault: Fault) -> int:

@@ -17,7 +17,7 @@ from verifier.core.records_weights import UpdatedShard
 from verifier.core.stage import Stage
 from verifier.errors import VerifierError
 from verifier.faults.fault import Fault, FireCounter, Side
-from verifier.faults.injection import INJECTED
+from verifier.faults.injection import INJECTED, in_engines
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.checkpoint_folder import Checkpoints
@@ -86,6 +86,8 @@ def run_training(
             stack.callback(note, TrainConfig, [])
         if inject and fault.side is Side.CONTROLLER:
             stack.enter_context(fault.inject(fire))
+        if inject and fault.side is Side.DRIVER:
+            stack.enter_context(in_engines(fault, fire))
         within = (INJECTED, fault.id, str(folder)) if inject and fault.side is Side.TRAINER else ()
         try:
             Trainer(config, progress, DeferredJudge(), launcher=launcher, resources=resources, within=within).run()

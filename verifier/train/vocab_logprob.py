@@ -98,14 +98,36 @@ def is_greedy(
     Returns:
         [T] float32, 1 or 0; 0 where there is no label.
     """
+    below_T, here_T = _below_top(logits_TV, labels_T, vocab_start, group)
+    found_T = (here_T & (below_T == 0)).float()
+    _all_reduce(found_T, "SUM", group)
+    return found_T
+
+
+def shortfall(
+    logits_TV: torch.Tensor, labels_T: torch.Tensor, vocab_start: int = 0, group: ProcessGroup | None = None
+) -> torch.Tensor:
+    """Distance of each label's logit to the greatest one of the vocabulary; see `is_greedy`.
+
+    Returns:
+        [T] float32, nats; 0 where there is no label.
+    """
+    below_T, here_T = _below_top(logits_TV, labels_T, vocab_start, group)
+    found_T = torch.where(here_T, below_T, 0.0)
+    _all_reduce(found_T, "SUM", group)
+    return found_T
+
+
+def _below_top(
+    logits_TV: torch.Tensor, labels_T: torch.Tensor, vocab_start: int, group: ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T] distance of each label's logit to the greatest of all ranks, and whether this rank has its column."""
     logits_TV, column_T = logits_TV.detach().float(), labels_T - vocab_start
     top_T = logits_TV.amax(-1)
     _all_reduce(top_T, "MAX", group)
     here_T = (column_T >= 0) & (column_T < logits_TV.shape[-1])
     own_T = logits_TV.gather(1, column_T.clamp(0, logits_TV.shape[-1] - 1)[:, None])[:, 0]
-    found_T = (here_T & (own_T == top_T)).float()
-    _all_reduce(found_T, "SUM", group)
-    return found_T
+    return top_T - own_T, here_T
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,9 @@ class AdapterSync:
                 self.lost = str(problem)
 
     def sync(
-        self, version: int, trace: str | None, probe: Recorder | None, running: Running = "none", *, again: bool = False
-    ) -> str:
+        self, version: int, trace: str | None, probe: Recorder | None, running: Running = "none", *,
+        again: bool = False, first: bool = False,
+    ) -> str:  # fmt: skip
         """Have the engine sample with the adapter of a version from now on. A collective.
 
         Args:
@@ -69,6 +70,7 @@ class AdapterSync:
             probe: this rank's recorder of the trace.
             running: requests of the engine meanwhile, which keep their adapter; none.
             again: the engine died in this sync before, whose export is recorded.
+            first: the trace has no shards of these weights.
 
         Returns:
             On rank 0, why the engine refused it; empty if it did not, or died: see `lost`.
@@ -76,7 +78,7 @@ class AdapterSync:
         path = self._folder / f"version-{version:06d}"
         with label("export of the adapter"):
             adapter = self._adapters.save(path, None if again else probe, version)
-        if probe is not None and not again:
+        if probe is not None and not again and not first:
             self._adapters.record_exported(probe, version)
         if self._client is None:
             return ""

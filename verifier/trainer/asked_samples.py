@@ -1,4 +1,4 @@
-"""Orders of a run to its engine, as a step's trace has them: ends and lengths of answers, and the seed of each."""
+"""Orders of a run to its engine, as a step's trace has them, and the seeds that the engine's answers name."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ Seeds = tuple[int, ...]
 """Seed of each answer of one request to the engine: prompt by prompt."""
 
 
-def seeds_of(num_prompts: int, sampling: Sampling) -> Seeds:
-    """Seeds of the answers to some prompts."""
-    own = [sampling.of(index) for index in range(num_prompts)]
-    return tuple(each.seed + number for each in own for number in range(each.n))
+def seeds_of(answers: Sequence[Sequence[Sample]]) -> Seeds:
+    """Seeds that engines gave the answers to some prompts."""
+    return tuple(sample.seed for own in answers for sample in own)
 
 
-class NotedRequests:
-    """An engine whose requests are noted on their way; see `Sampler`.
+class NotedAnswers:
+    """An engine whose answers are noted on their way; see `Sampler`.
 
     Attributes:
-        seeds: of each request so far.
+        seeds: of the answers to each request so far.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -35,8 +34,9 @@ class NotedRequests:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
         """See `Engine.generate`."""
-        self.seeds.append(seeds_of(len(prompts), sampling))
-        return self._sampler.generate(prompts, sampling)
+        found = self._sampler.generate(prompts, sampling)
+        self.seeds.append(seeds_of(found))
+        return found
 
 
 def sampling_asked(

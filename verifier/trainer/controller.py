@@ -24,6 +24,7 @@ from verifier.trainer.batches import HeldOut, SftPlan, UpdatePlan
 from verifier.trainer.continuation import Continuation
 from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.engines import RESTARTS, ClusterEngines, Engines, HostEngines, Revival, gone
+from verifier.trainer.evaluation import Examine
 from verifier.trainer.export_trace import ExportTrace
 from verifier.trainer.fitting import load_algorithms, require_fit
 from verifier.trainer.generation import EngineRollouts
@@ -118,10 +119,11 @@ class Trainer:
             if engine is not None and self._rollouts is not None:
                 stack.callback(self._rollouts.close)
                 self._connect(engine, self._rollouts, loop)
-                if done or not self._owns_resources or engine.restarted:
-                    loop.sync(done, None)  # it may hold the weights of another step, or of another run, or no adapter
+                # It may hold the weights of another step, or of another run, or no adapter.
+                other = bool(done) or not self._owns_resources or bool(engine.restarted)
+                loop.sends_first = other or self._judge is not None
             summary = loop.run(done, metrics)
-            self._export(summary.steps, loop.written(summary.steps))
+            self._export(summary.steps, loop.written(summary.steps), loop.examine)
             self._job.finish()
             folder.finish(config.steps, steps=summary.steps, loss=summary.loss, accuracy=summary.accuracy)
         return summary
@@ -212,7 +214,7 @@ class Trainer:
         except EngineGone as problem:
             loop.revival.revive(problem)
 
-    def _export(self, step: int, written: WrittenMetrics) -> None:
+    def _export(self, step: int, written: WrittenMetrics, examine: Examine) -> None:
         """Export the weights of the last step; with a judge, they are the run's once the files are what they should be.
 
         Raises:
@@ -223,7 +225,7 @@ class Trainer:
         shutil.rmtree(aside, ignore_errors=True)
         trace = None if self._judge is None else ExportTrace(self._config, self._model, self._folder, step)
         if trace is not None:
-            trace.record(written)
+            trace.record(written, examine)
         self._call("export", folder=str(aside), version=step, trace=None if trace is None else str(trace.path))
         for file in self._model.checkpoint.path.iterdir():  # the tokenizer, and what else belongs to the model
             if file.suffix != ".safetensors" and not (aside / file.name).exists():

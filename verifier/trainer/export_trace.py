@@ -14,6 +14,7 @@ from verifier.core.store import Recorder, complete, create
 from verifier.errors import InternalError, ViolationFound
 from verifier.export.names import layout_of
 from verifier.runs.model_under_test import ModelUnderTest
+from verifier.trainer.evaluation import Examine
 from verifier.trainer.loop import JUDGE_DEADLINE_S, Judge
 from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.step_trace import step_manifest
@@ -43,13 +44,17 @@ class ExportTrace:
             step_manifest(config, model, step), scopes=tuple(scopes), engine="", engine_ranks=0, synced_versions=(),
             not_judged=() if known else (NO_LAYOUT,),
         )  # fmt: skip
+        # Scores put an engine that sleeps to rest; the last step's noise of another dtype is in its own trace.
+        self._step, self._examines = step, model.dtype == "float32" and not config.engine.sleep_level
         shutil.rmtree(folder.export_trace, ignore_errors=True)
         self.path = create(folder.export_trace, self._manifest)
 
-    def record(self, written: WrittenMetrics) -> None:
-        """Record the last line of the run's metrics."""
+    def record(self, written: WrittenMetrics, examine: Examine) -> None:
+        """Record the last line of the run's metrics, and answers of the last evaluation."""
         with contextlib.closing(Recorder(self.path, "controller", 0)) as probe:
             probe.emit(written)
+            if self._examines and examine(probe, self._step):
+                self._manifest = replace(self._manifest, scopes=(*self._manifest.scopes, "examined"))
 
     def judge(self, judge: Judge) -> None:
         """Have it judged.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -24,12 +25,13 @@ from verifier.engine.kv_cache import cache_bytes
 from verifier.errors import ContractError
 from verifier.model.checkpoint import Checkpoint
 from verifier.rewards.scorer import RewardProcess
-from verifier.trainer.asked_samples import NotedRequests, Seeds, sampling_asked, seeds_of
-from verifier.trainer.batches import order_of
+from verifier.trainer.asked_samples import NotedAnswers, Seeds, sampling_asked, seeds_of
+from verifier.trainer.batches import Score, order_of
 from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.decoded_rollouts import record_tokens, rendered, texts_of
 from verifier.trainer.engines import Revival
 from verifier.trainer.episodes import Episodes, Sampler, Turn, rows_of
+from verifier.trainer.evaluation import Answered, places, record_answers
 from verifier.trainer.fitting import load_held_out, load_train, require_room
 from verifier.trainer.sampled_batch import Round, SampledBatch, read_round
 
@@ -80,9 +82,9 @@ class EngineRollouts:
             length=self._longest_prompt + self._longest_rest, count=self._num_seqs,
         )  # fmt: skip
         self._client: Sampler | None = None
-        self._begun: Sequence[Seeds] = ()
         self.revival: Revival | None = None
         self._reward: RewardProcess | None = None
+        self._answered: Answered | None = None
         self.facts: Mapping[str, float] = {}
 
     def engine_config(self, gpus: str, fixes: Sequence[str], replica: int = 0) -> EngineConfig:
@@ -163,7 +165,6 @@ class EngineRollouts:
     def begin(self, step: int) -> None:
         """Sample the beginning of a step's answers; `finish` goes on, from other weights where these have come."""
         prompts, sampling = self._asked(step, 0, self._indices(step, 0))
-        self._begun = [seeds_of(len(prompts), sampling)]
         self._holding.begin_batch(prompts, sampling, self._config.grpo.steps_before_update)
 
     def finish(self, step: int, version: int, held: int) -> SampledBatch:
@@ -182,7 +183,7 @@ class EngineRollouts:
             raise ContractError("the engine did not drop its prefix cache, which holds keys of the old weights")
         indices = self._indices(step, 0)
         episodes = self._episodes.first([self._prompts[index] for index in indices], answers)
-        return self._completed(step, held, self._scored(step, 0, version, indices, episodes, self._begun))
+        return self._completed(step, held, self._scored(step, 0, version, indices, episodes, [seeds_of(answers)]))
 
     def _completed(self, step: int, version: int, first: Round) -> SampledBatch:
         """Replace groups without variance, round by round, by answers that a version samples."""
@@ -196,7 +197,7 @@ class EngineRollouts:
         assert self._client is not None
         indices = self._indices(step, number)[:count]
         prompts, sampling = self._asked(step, number, indices)
-        noted = NotedRequests(self._client)
+        noted = NotedAnswers(self._client)
         episodes = self._episodes.play(noted, prompts, sampling, self._config.data.batch_size)
         return self._scored(step, number, version, indices, episodes, noted.seeds)
 
@@ -268,7 +269,7 @@ class EngineRollouts:
     def _evaluated(self, step: int) -> dict[str, float]:
         assert self._client is not None
         assert self._reward is not None
-        prompts = self._held_out_prompts
+        prompts, kept = self._held_out_prompts, list[list[RolloutRow]]()
         found = {"held_out_version": float(step)}
         for name, temperature in (("held_out_reward", self._config.grpo.temperature), ("accuracy", 0.0)):
             sampling = Sampling(
@@ -282,7 +283,23 @@ class EngineRollouts:
                 [example.answer or "" for example in self._held_out],
             )  # fmt: skip
             found[name] = sum(rewards) / len(rewards)
+            where = [(at, self._held_out[at]) for at in places(step, len(prompts))]
+            rows = [self._rows(step, f"{name} {step}/{at}", 0, example, episodes[at][0]) for at, example in where]
+            kept.append([row for own in rows for row in own])
+        self._answered = Answered(version=step, sampled=kept[0], greedy=kept[1])
         return found
+
+    def record_evaluated(self, probe: Probe, version: int, score: Score, file: Path) -> bool:
+        """Record answers of an evaluation since the last call beside scores by the live weights, which are a version.
+
+        Returns:
+            True if there was one.
+        """
+        answered, self._answered = self._answered, None
+        if answered is None:
+            return False
+        record_answers(probe, answered, version, self._config.grpo.temperature, score, file)
+        return True
 
     def _rows(
         self, version: int, place: str, which: int, example: Example, turns: Sequence[Turn]

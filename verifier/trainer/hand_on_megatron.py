@@ -40,10 +40,17 @@ class HandOn:
         self._trainer, self._optimizer, self._live, self._rank = trainer, optimizer, live, rank
         self._folder, self._source, self._adapters = folder, source, adapters
 
-    def before(self, number: int, *, first: bool) -> None:
-        """Hand on what an update begins with; its weights are those that the update before it left, if it had one."""
+    def before(self, number: int, *, first: bool, probe: Probe | None = None, version: int = 0) -> None:
+        """Hand on what an update begins with; its weights are those that the update before it left, if it had one.
+
+        Args:
+            number: of the update.
+            first: its weights have not been handed on.
+            probe: records them as a version, whose export it has; no adapters.
+            version: of the weights.
+        """
         if first:
-            self._weights(number - 1)
+            self._weights(number - 1, probe, version)
         rounded = ["master"] if self._trainer.provider.bf16 else []
         for part in ("exp_avg", "exp_avg_sq", *rounded):
             self._save(f"{part}-{number}", named_states(self._trainer, self._optimizer, part))
@@ -54,18 +61,17 @@ class HandOn:
 
     def after(self, number: int, probe: Probe | None = None, version: int = 0) -> None:
         """Hand on what an update made, and record it, if asked to, for the export that follows; no adapters."""
-        whole = self._weights(number)
-        if probe is not None and self._adapters is None and self._rank == 0:
-            record_tensors(probe, JoinedTensor, whole.items(), version)
+        self._weights(number, probe, version)
 
-    def _weights(self, number: int) -> dict[str, torch.Tensor]:
+    def _weights(self, number: int, probe: Probe | None, version: int) -> None:
         adapters, name = self._adapters, "weights" if self._adapters is None else "matrices"
         with params_synced(self._trainer):
             found = self._save(f"{name}-{number}", self._live.tensors())
         if adapters is not None and self._rank == 0:
             added = lora_megatron.merged(self._source, dict(adapters.layout.spread(found)), adapters.lora.scaling)
             save_checkpoint(self._folder / f"weights-{number}", self._source.config, added)
-        return found
+        if probe is not None and adapters is None and self._rank == 0:
+            record_tensors(probe, JoinedTensor, found.items(), version)
 
     def _save(self, name: str, tensors: Iterable[tuple[int, str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Join tensors of all ranks on rank 0, and write them there."""

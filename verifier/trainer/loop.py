@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from verifier.config.training import TrainConfig
 from verifier.config.words import noted
-from verifier.core.record import real
+from verifier.core.record import Probe, real
 from verifier.core.records_policy import LossTerms, StepMetrics, WrittenMetrics
 from verifier.core.records_tokens import SampledNoise
 from verifier.core.records_trainer import KnobsAsked, KnobsGiven, OptimizerSettings, StepSizes
@@ -34,7 +34,7 @@ from verifier.trainer.continuation import Call, Continuation
 from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.engines import Revival, gone
 from verifier.trainer.generation import EngineRollouts
-from verifier.trainer.metrics import Metrics
+from verifier.trainer.metrics import Metrics, line_of
 from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.sampled_step import SampledStep, is_sampled, record_scored
 from verifier.trainer.step_trace import step_manifest
@@ -107,6 +107,7 @@ class StepLoop:
         oracle: of the sampled steps; None for a run without them.
         data: of the run, as they were read; None for recorded rollouts.
         revival: of the engine; None where its death ends the run.
+        sends_first: the engine gets the weights before the first step.
     """
 
     config: TrainConfig
@@ -124,6 +125,7 @@ class StepLoop:
     oracle: Oracle | None
     data: DataAsRead | None = None
     revival: Revival | None = None
+    sends_first: bool = False
     _pending: deque[tuple[int, Future[Judged]]] = field(default_factory=deque, init=False)
     _held: dict[int, Path] = field(default_factory=dict, init=False)
     _sync_facts: dict[str, float] = field(default_factory=dict, init=False)
@@ -149,8 +151,10 @@ class StepLoop:
         begins = not done
         while step < config.steps and metrics.get("accuracy", -1.0) < config.evaluation.stop_above:
             step += 1
-            started = time.monotonic()
             trace = self._begin_trace(step) if self.judge is not None else None
+            sent = trace is not None and self.sends_first
+            self._send_first(step - 1, trace)
+            started = time.monotonic()
             sampled = None
             with self._controller_probe(trace, step) as probe:
                 if probe is not None and step > 1:
@@ -161,6 +165,7 @@ class StepLoop:
                 updates = plan.updates(step, self._updates, self._score, probe)
                 restarted = self._record_restarts(probe, trace, step) if updates else False
                 resumed = bool(updates) and self.continuation.record(probe, step)
+                examined = self.examine(probe, step - 1)
                 evaluated = self._record_held_out(probe, step, first=step == done + 1)
                 known = not (self.ahead is not None and done and step == done + 1)  # whose weights are gone
                 if updates and probe is not None and self.oracle is not None and is_sampled(config, step) and known:
@@ -171,7 +176,8 @@ class StepLoop:
                     config, self.model, step, resumed=resumed, sampled=sampled is not None, dropped=not updates,
                     text=plan.has_text, unread=plan.unread, rewarded=plan.reads_rewards, restarted=restarted,
                     noise=self._record_noise(probe, step, sampled), evaluated=evaluated, written=step > 1,
-                    loaded=begins and bool(updates), given=bool(given),
+                    loaded=begins and bool(updates), given=bool(given), sent=sent,
+                    examined=examined,
                     fresh=has_fresh(config, [item for update in updates for item in update.rollouts], step - 1),
                 )  # fmt: skip
             earlier = self._hold_weights(step) if self.ahead is not None else {}
@@ -207,10 +213,11 @@ class StepLoop:
             if config.evaluation.every and step % config.evaluation.every == 0:
                 metrics |= self._evaluate(step)
             self.metrics.add(metrics, [len(item) for update in updates for item in update.rollouts])
-            self._show(metrics)
+            self.progress(line_of(metrics))
             if self.continuation.is_due(step):
                 self._save(step)
             self.continuation.finish(self.call, wait=False)
+        self._send_first(step, None)
         self._save(step)
         self.continuation.finish(self.call, wait=True)
         accuracy = metrics.get("accuracy")
@@ -253,6 +260,13 @@ class StepLoop:
             probe.emit(msgspec.structs.replace(self._noise, version=step))
         return sampled is not None or self._noise is not None
 
+    def examine(self, probe: Probe | None, version: int) -> bool:
+        """Record answers of the last evaluation, if no trace has them, beside scores by the weights as they are."""
+        if probe is None or self.rollouts is None or self.config.engine.quantization:
+            return False
+        file = self.folder.path / "batches" / "evaluation.safetensors"
+        return self.rollouts.record_evaluated(probe, version, self._score, file)
+
     def _hold_weights(self, step: int) -> Mapping[int, Path]:
         """Have the ranks write the weights before a step, where the oracle needs them a step later.
 
@@ -276,18 +290,28 @@ class StepLoop:
         )[0]  # fmt: skip
         return report
 
+    def _send_first(self, version: int, trace: Path | None) -> None:
+        """Send an engine the weights that the run goes on from, once; the trace is of the step that they sample."""
+        if self.sends_first:
+            self.sends_first = False
+            self.sync(version, trace)
+            if self.revival is not None and trace is not None:
+                self.revival.recorded()
+
     def sync(self, version: int, trace: Path | None) -> None:
         """Send the weights to the engine; raise a ContractError if it refused them and no judge will say why."""
         running: Running = "none"
         if self.ahead is not None and self.ahead.runs:
             running = "kept" if self.config.grpo.keep_kv_cache else "recomputed"
         where = None if trace is None else str(trace)
-        refused, self._sync_facts, lost = self.call("sync", version=version, trace=where, running=running)[0]
+        first = trace is not None and trace == self.folder.trace(version + 1)
+        asked = {"version": version, "trace": where, "first": first}
+        refused, self._sync_facts, lost = self.call("sync", **asked, running=running)[0]
         while (problem := gone(lost)) is not None:
             if self.revival is None or (self.ahead is not None and self.ahead.runs):
                 raise problem
             self.revival.revive(problem)
-            refused, self._sync_facts, lost = self.call("sync", version=version, trace=where, again=True)[0]
+            refused, self._sync_facts, lost = self.call("sync", **asked, again=True)[0]
         if refused and trace is None:
             raise ContractError(f"the engine refused the weights of version {version}: {refused}")
 
@@ -360,15 +384,6 @@ class StepLoop:
             self.held_out.save(file)
         answers = self.call("evaluate", batch=str(file))[0]
         return {"accuracy": sum(answers) / len(answers), "held_out_version": float(step)}
-
-    def _show(self, metrics: dict[str, Any]) -> None:
-        text = f"step {metrics['step']}: no token in the loss"
-        if "loss" in metrics:
-            text = f"step {metrics['step']}: loss {metrics['loss']:.4f}, gradient norm {metrics['grad_norm']:.3f}"
-        for name in ("reward", "held_out_reward", "accuracy"):
-            if name in metrics:
-                text += f", {name.replace('_', ' ')} {metrics[name]:.3f}"
-        self.progress(text)
 
 
 def _mean_of(reports: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -129,3 +129,14 @@ def metrics_of(
             stack.callback(writer.close)
         log = stack.enter_context(wandb_log(config))
         yield Metrics(folder, writer, log, view, config, model)
+
+
+def line_of(metrics: Mapping[str, Any]) -> str:
+    """Line of progress on a step."""
+    text = f"step {metrics['step']}: no token in the loss"
+    if "loss" in metrics:
+        text = f"step {metrics['step']}: loss {metrics['loss']:.4f}, gradient norm {metrics['grad_norm']:.3f}"
+    for name in ("reward", "held_out_reward", "accuracy"):
+        if name in metrics:
+            text += f", {name.replace('_', ' ')} {metrics[name]:.3f}"
+    return text

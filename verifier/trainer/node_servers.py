@@ -60,7 +60,7 @@ def columns_of(answers: Sequence[Sequence[Sample]]) -> dict[str, Any]:
 
     Returns:
         ``counts`` int64 [prompts], of samples; ``lengths`` int64 and ``cached`` int64 [samples]; ``ended`` texts;
-        ``tokens`` int64 and ``logprobs`` float64 over all tokens, nats.
+        ``seeds`` of any size; ``tokens`` int64 and ``logprobs`` float64 over all tokens, nats.
     """
     samples = [sample for item in answers for sample in item]
     return {
@@ -68,6 +68,7 @@ def columns_of(answers: Sequence[Sequence[Sample]]) -> dict[str, Any]:
         "lengths": np.array([len(sample.tokens) for sample in samples], np.int64),
         "cached": np.array([sample.cached_tokens for sample in samples], np.int64),
         "ended": [sample.ended for sample in samples],
+        "seeds": [sample.seed for sample in samples],
         "tokens": np.array([token for sample in samples for token in sample.tokens], np.int64),
         "logprobs": np.array([nats for sample in samples for nats in sample.logprobs], np.float64),
     }
@@ -78,11 +79,11 @@ def samples_of(columns: Mapping[str, Any]) -> list[list[Sample]]:
     ends = np.cumsum(columns["lengths"])[:-1]
     rows = zip(
         np.split(columns["tokens"], ends), np.split(columns["logprobs"], ends), columns["ended"],
-        columns["cached"].tolist(), strict=True,
+        columns["cached"].tolist(), columns["seeds"], strict=True,
     ) if len(columns["lengths"]) else ()  # fmt: skip
     samples = iter(
-        Sample(tokens=tuple(ids.tolist()), logprobs=tuple(nats.tolist()), ended=end, cached_tokens=cached)
-        for ids, nats, end, cached in rows
+        Sample(tokens=tuple(ids.tolist()), logprobs=tuple(nats.tolist()), ended=end, cached_tokens=cached, seed=seed)
+        for ids, nats, end, cached, seed in rows
     )
     return [[next(samples) for _ in range(count)] for count in columns["counts"].tolist()]
 

@@ -43,7 +43,11 @@ NO_AUDIT = (
     "and moments of megatron.use_fsdp and megatron.optimizer_offload are not where they look"
 )
 """Clause of the report on a step whose masters and moments nothing reads."""
-
+NO_EXAM = (
+    "answers of the evaluation were not judged (LGP015): no step has measured the noise of {dtype} yet, as those of "
+    "verify.every do"
+)
+"""Clause of the report on what follows an evaluation in less than float32, before the first sampled step."""
 NO_SPOT = "one rollout of each step, scored by itself, was not judged (LGP013): {why}"
 """Clause of the report on a step of a run whose packed and single scores may differ, or by nobody knows how much."""
 
@@ -57,7 +61,8 @@ def step_manifest(
     config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False,
     dropped: bool = False, fresh: bool = True, noise: bool = False, text: bool = True, unread: int = 0,
     rewarded: bool = True, restarted: bool = False, evaluated: bool = False, written: bool = False,
-    loaded: bool = False, given: bool = False,
+    loaded: bool = False, given: bool = False, sent: bool = False,
+    examined: bool = False,
 ) -> Manifest:  # fmt: skip
     """Identity of the trace of a step.
 
@@ -78,6 +83,8 @@ def step_manifest(
         loaded: it is the first that the ranks train on after they loaded the model's checkpoint.
         written: the metrics of the step before it are in their file.
         given: what the command was asked for is recorded.
+        examined: answers of an evaluation are recorded.
+        sent: the engine got the weights that sample it, and this is recorded.
     """
     sizes = model.checkpoint.config
     facts = RunFacts(
@@ -139,11 +146,15 @@ def step_manifest(
     if resumed or (config.engine.sleep_level and not dropped):
         scopes.append("resume")
     scopes += ["continued"] if resumed else []
+    scopes += ["untouched"] if sent and synced and step == 1 and not config.lora.rank else []
     gaps = [NO_NOISE.format(dtype=model.dtype)] if compared and "mismatch" not in scopes else []
     gaps += [NO_LAYOUT] if loaded and not model.layout_scopes else []
     no_spot = why_no_spot(config, model)
     if not no_spot and has_spot(step) and model.dtype != "float32" and "mismatch" not in scopes:
         no_spot = f"no noise of {model.dtype} stands beside this step"
+    known = noise or model.dtype == "float32"
+    scopes += ["examined"] if examined and known else []
+    gaps += [NO_EXAM.format(dtype=model.dtype)] if examined and not known else []
     scopes += ["spot"] if has_spot(step) and not no_spot else []
     gaps += [NO_SPOT.format(why=no_spot)] if no_spot else []
     gaps += [UNREAD.format(unread=unread)] if unread else []
@@ -159,7 +170,8 @@ def step_manifest(
         upstream_bugs=tuple(bugs_of(sizes, facts)), scopes=tuple(scopes),
         engine=config.engine.kind if synced else "",
         engine_ranks=config.engine.tp * config.engine.replicas if synced else 0,
-        synced_versions=(step,) if synced else (), untouched_versions=(),
+        synced_versions=(*((step - 1,) if sent else ()), step) if synced else (),
+        untouched_versions=(0,) if "untouched" in scopes else (),
         not_judged=tuple(gaps),
     )  # fmt: skip
 

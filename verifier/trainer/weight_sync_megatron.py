@@ -59,6 +59,7 @@ class WeightSync:
         self._link = EngineLink()
         self._open = contextlib.ExitStack()
         self._expected: list[SourceTensor] = []
+        self._planned: Path | None = None
 
     def connect(self, sockets: Sequence[str], options: SamplingOptions, transport: str, deadline_s: float) -> None:
         """Connect to the engines, in the place of those before them, and derive the chunk plan from an export.
@@ -102,7 +103,7 @@ class WeightSync:
 
     def sync(
         self, version: int, trace: str | None, probe: Recorder | None, running: sender.Running = "none", *,
-        again: bool = False,
+        again: bool = False, first: bool = False,
     ) -> str:  # fmt: skip
         """Poison all that the engine holds, send every weight, and record what arrived.
 
@@ -112,13 +113,14 @@ class WeightSync:
             probe: this rank's recorder of the trace.
             running: requests of the engine meanwhile, and what becomes of their keys and values.
             again: the engine died in this sync before, whose export is recorded.
+            first: the trace has no shards of these weights, and will have another sync.
 
         Returns:
             On rank 0, why the engine refused the transfer; empty if it did not, or died: see `lost`.
         """
         stream, before = self._stream(None if again else probe, version), EvidenceBefore(trace, self._num_ranks)
         try:
-            return self._sent(stream, version, trace, probe, running, again=again)
+            return self._sent(stream, version, trace, probe, running, shards=not again and not first)
         except EngineGone as problem:
             self.lost = str(problem)
             for _ in stream:  # the other ranks draw it whole
@@ -139,9 +141,9 @@ class WeightSync:
 
     def _sent(
         self, stream: Iterator[tuple[str, torch.Tensor]], version: int, trace: str | None, probe: Recorder | None,
-        running: sender.Running, *, again: bool,
+        running: sender.Running, *, shards: bool,
     ) -> str:  # fmt: skip
-        """Send a stream, and record what arrived; see `sync`."""
+        """Send a stream, and record what arrived, and what adapters and base hold afterwards; see `sync`."""
         link = self._link
         with contextlib.ExitStack() as stack:
             ranks: list[Probe] = [_NoProbe() for _ in range(self._num_ranks)]
@@ -150,7 +152,7 @@ class WeightSync:
                 ranks = [stack.enter_context(recorder) for recorder in closing]
             watch = TransferProbe(ranks, version, keeps=probe is not None)
             link.transfer(self._plan, stream, watch, running, self.before_caches)
-            if self._adapters is not None and probe is not None and not again:
+            if self._adapters is not None and probe is not None and shards:
                 self._adapters.record_exported(probe, version)
             if link.client is None or probe is None:
                 return link.refused
@@ -180,9 +182,11 @@ class WeightSync:
             if probe is None:
                 yield from stream
                 return
-            for item in self._expected:
-                probe.emit(item)
-            record_plan(probe, self._plan, entries=self._rank == 0)
+            if self._planned != probe.path:
+                for item in self._expected:
+                    probe.emit(item)
+                record_plan(probe, self._plan, entries=self._rank == 0)
+            self._planned = probe.path
             yield from recorded(probe, stream, version)
 
     def _measured(

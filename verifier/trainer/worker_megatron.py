@@ -29,6 +29,7 @@ from verifier.probes.weights_megatron import LiveWeights
 from verifier.train import checkpoint_megatron, lora_megatron, optimizer_megatron, router_order_megatron, step_megatron
 from verifier.train.offload_megatron import state_tensors
 from verifier.train.policy_loss_megatron import LossMeter, policy_loss
+from verifier.train.vocab_logprob import shortfall
 from verifier.trainer import update_facts_megatron, update_log
 from verifier.trainer.adam_audit_megatron import Audits, groups_of
 from verifier.trainer.adapter_sync_megatron import AdapterSync
@@ -79,6 +80,7 @@ class TrainerWorker:
         load_plugins(config.plugins)
         self._probe: Recorder | None = None
         self._sync: WeightSync | AdapterSync | None = None
+        self._sent_first: int | None = None
         self._turns: Turns | None = None
         self._adapters: Adapters | None = None
         self._left: Kept | None = None
@@ -170,16 +172,18 @@ class TrainerWorker:
 
         Args:
             batch: file of `save_rollouts`.
-            which: "current" or "reference".
+            which: "current" or "reference"; "greedy" and "shortfall" by the weights as they are, of undivided logits.
             to: safetensors file with ``logprobs`` float32 over all tokens, nats, NaN for the first of each rollout.
         """
         rollouts, _ = load_rollouts(Path(batch))
+        temperature = 1.0 if which == "greedy" else self._temperature
+        read = shortfall if which == "shortfall" else None
         with self._weights_of(which):
             if which == "reference":
                 self._scored = digests_of([tensor for _, _, tensor in self._live.tensors()], self._live)
-            with self._routes.during(rollouts, Path(batch).stem, SCORED[which]) as look:
+            with self._routes.during(rollouts, Path(batch).stem, SCORED.get(which, which)) as look:
                 found = step_megatron.score(
-                    self._trainer, rollouts, temperature=self._temperature, on_shards=look, **self._batching
+                    self._trainer, rollouts, temperature=temperature, on_shards=look, read=read, **self._batching
                 )
         if self._context.rank == 0:
             update_facts_megatron.write_logprobs(found, to)
@@ -213,7 +217,8 @@ class TrainerWorker:
         hand_on, audit, gradients = None, None, dict[str, str]()
         if oracle is not None:
             hand_on = self._hand_on(oracle)
-            hand_on.before(number, first=first)
+            sent_first = self._sent_first == step - 1 and isinstance(self._sync, WeightSync)
+            hand_on.before(number, first=first, probe=probe if sent_first else None, version=step - 1)
 
         def on_gradients() -> None:
             gradients.update(update_facts_megatron.gradient_digests(self._trainer))
@@ -302,7 +307,7 @@ class TrainerWorker:
         yield from self._reference
 
     def sync(
-        self, version: int, trace: str | None, running: Running = "none", again: bool = False
+        self, version: int, trace: str | None, running: Running = "none", again: bool = False, first: bool = False
     ) -> tuple[str, dict[str, float], str]:
         """Send the weights, or the adapter, to the engine as a version.
 
@@ -311,13 +316,17 @@ class TrainerWorker:
             trace: trace directory; None records nothing.
             running: requests of the engine meanwhile, and what becomes of their keys and values; none with an adapter.
             again: the engine died in this sync before.
+            first: the trace is of the step that these weights sample, and not of the one that made them.
 
         Returns:
             On rank 0, why the engine refused them, empty if it did not; metrics; why its process is gone, empty if not.
         """
         assert self._sync is not None
-        refused = self._sync.sync(version, trace, self._recorder(trace), running, again=again)
-        self._close_recorder()
+        refused = self._sync.sync(version, trace, self._recorder(trace), running, again=again, first=first)
+        if first:
+            self._sent_first = version
+        else:
+            self._close_recorder()
         facts = {**self._sync.facts, **({} if self._turns is None else self._turns.facts)}
         return refused, facts, self._sync.lost
 
@@ -358,7 +367,7 @@ class TrainerWorker:
     @contextlib.contextmanager
     def _weights_of(self, which: str) -> Iterator[None]:
         """Put the reference's weights in the place of the live ones, if it is asked for, and put these back."""
-        if which == "current":
+        if which != "reference":
             yield
             return
         with step_megatron.params_synced(self._trainer), replaced(self._live, self._reference):

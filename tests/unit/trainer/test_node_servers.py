@@ -18,7 +18,7 @@ from verifier.trainer.node_servers import NodeServer, columns_of, forwarded, ide
 ANSWERS = [
     [Sample(tokens=(5, 6), logprobs=(-0.25, -1e-7), ended="stop"), Sample(tokens=(), logprobs=(), ended="length")],
     [],
-    [Sample(tokens=(2**31,), logprobs=(float("nan"),), ended="", cached_tokens=3)],
+    [Sample(tokens=(2**31,), logprobs=(float("nan"),), ended="", cached_tokens=3, seed=2**70)],
 ]
 
 

@@ -15,7 +15,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from verifier.engine.api import Sample
+from verifier.engine.api import NO_SEED, Sample
 
 _NUMBERS = itertools.count()
 
@@ -35,11 +35,11 @@ class RunningBatch:
         adapter: LoRARequest | None,
     ) -> None:  # fmt: skip
         self._engine, number = engine, next(_NUMBERS)
-        self._counts = {f"batch {number} request {at}": params.n for at, params in enumerate(asked)}
+        self._asked = {f"batch {number} request {at}": params for at, params in enumerate(asked)}
         self._found: dict[tuple[str, int], Sample] = {}
         self._before: list[dict[tuple[str, int], int]] = []
         self._inner: list[str] = []
-        for name, prompt, params in zip(self._counts, prompts, asked, strict=True):
+        for name, prompt, params in zip(self._asked, prompts, asked, strict=True):
             params.output_kind = RequestOutputKind.CUMULATIVE
             self._inner.append(engine.add_request(name, tokens_input([*prompt]), params, lora_request=adapter))
 
@@ -49,7 +49,8 @@ class RunningBatch:
         while self._engine.has_unfinished_requests() and (count is None or taken < count):
             for output in self._engine.step():
                 for item in output.outputs:
-                    self._found[output.request_id, item.index] = sample_of(item, output)
+                    asked = self._asked[output.request_id]
+                    self._found[output.request_id, item.index] = sample_of(item, output, asked)
             taken += 1
 
     def updated(self) -> None:
@@ -58,7 +59,7 @@ class RunningBatch:
 
     def samples(self) -> list[list[Sample]]:
         """Samples of each prompt, once all have ended."""
-        return [[self._with_updates(name, at) for at in range(count)] for name, count in self._counts.items()]
+        return [[self._with_updates(name, at) for at in range(asked.n)] for name, asked in self._asked.items()]
 
     def abandon(self) -> None:
         """End what still runs."""
@@ -76,10 +77,16 @@ def nats_of(row: Mapping[int, Any], token: int) -> float:
     return row[token].logprob if token in row else math.nan
 
 
-def sample_of(item: CompletionOutput, output: RequestOutput) -> Sample:
-    """Convert one of vLLM's completions of a request, as far as it has come."""
+def sample_of(item: CompletionOutput, output: RequestOutput, asked: SamplingParams) -> Sample:
+    """Convert one of vLLM's completions of a request, as far as it has come; its seed is the request's plus its number.
+
+    Source:
+        vLLM 0.21, `ParentRequest`: parameters of a child of a request for several completions.
+    """
+    seed = NO_SEED if asked.seed is None else asked.seed + item.index
     logprobs = (nats_of(row, token) for token, row in zip(item.token_ids, item.logprobs, strict=True))
     cached = output.num_cached_tokens or 0
     return Sample(
-        tokens=tuple(item.token_ids), logprobs=tuple(logprobs), ended=item.finish_reason or "", cached_tokens=cached
-    )
+        tokens=tuple(item.token_ids), logprobs=tuple(logprobs), ended=item.finish_reason or "", cached_tokens=cached,
+        seed=seed,
+    )  # fmt: skip

@@ -138,10 +138,11 @@ class VllmEngine(Engine):
             pairs = zip(prompts, requests, strict=True)
             each = [(prompt, asked, number) for prompt, asked in pairs for number in range(asked.n)]
             params = [_params(replace(asked, n=1, seed=asked.seed + number)) for _, asked, number in each]
-            outputs = iter(self._sampled([prompt for prompt, _, _ in each], params))
-            return [[self._routed(next(outputs)) for _ in range(asked.n)] for asked in requests]
-        outputs = self._sampled(prompts, [_params(item) for item in requests])
-        return [[_sample(item, output) for item in output.outputs] for output in outputs]
+            outputs = zip(self._sampled([prompt for prompt, _, _ in each], params), params, strict=True)
+            return [[self._routed(*next(outputs)) for _ in range(asked.n)] for asked in requests]
+        params = [_params(item) for item in requests]
+        outputs = zip(self._sampled(prompts, params), params, strict=True)
+        return [[_sample(item, output, own) for item in output.outputs] for output, own in outputs]
 
     def begin_batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, steps: int) -> None:
         """See `Engine.begin_batch`; seeds are those of `generate`."""
@@ -235,12 +236,12 @@ class VllmEngine(Engine):
         """End the workers."""
         self._llm.llm_engine.engine_core.shutdown()
 
-    def _routed(self, output: RequestOutput) -> Sample:
+    def _routed(self, output: RequestOutput, asked: SamplingParams) -> Sample:
         """Convert a request's only completion, with its routes, of which vLLM has columns for dense layers too."""
         item = output.outputs[0]
         parts = [part for part in (output.prompt_routed_experts, item.routed_experts) if part is not None]
         routes = [token[: self._routers] for part in parts for token in part.tolist()]
-        return replace(_sample(item, output), routes=tuple(tuple(map(tuple, token)) for token in routes))
+        return replace(_sample(item, output, asked), routes=tuple(tuple(map(tuple, token)) for token in routes))
 
     def _abandon_batch(self) -> None:
         batch, self._batch = self._batch, None
@@ -283,9 +284,9 @@ def _room_for_adapters(config: EngineConfig) -> dict[str, Any]:
     return {"max_loras": 1, "max_lora_rank": config.lora_rank, "lora_target_modules": modules}
 
 
-def _sample(item: CompletionOutput, output: RequestOutput) -> Sample:
+def _sample(item: CompletionOutput, output: RequestOutput, asked: SamplingParams) -> Sample:
     """Convert one of vLLM's completions of a request."""
-    return sample_of(item, output)
+    return sample_of(item, output, asked)
 
 
 def _params(sampling: Sampling) -> SamplingParams:

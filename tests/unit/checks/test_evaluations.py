@@ -1,0 +1,70 @@
+"""Answers of an evaluation by LGP015: their version, their log-probabilities, and how far from greedy they are.
+
+What this does not exercise: real runs (tests/dist/test_train_clean.py), and bugs that LGP015 catches (tests/faults).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verifier.checks.evaluations import evaluation_by_other_policy
+from verifier.core.manifest import Manifest
+from verifier.core.records_policy import EvaluatedAnswers
+from verifier.core.trace import Trace
+from verifier.trainer.evaluation import PROBLEMS, places
+
+MASK = np.array([False, True, True, False, True, True])
+NATS = np.array([np.nan, -0.5, -2.0, np.nan, -0.25, -1.0], np.float32)
+
+
+def wrong(temperature: float = 1.0, claimed: int = 3, dtype: str = "float32", **changed: Any) -> list[str]:
+    """What is wrong with an answer `a` at a temperature and a greedy one `b`; `changed` has columns of other values."""
+    short = np.where(np.arange(6) > 3, 0.0, np.nan).astype(np.float32)
+    arrays = {"mask": MASK, "engine": NATS, "trainer": NATS, "shortfall": short} | changed
+    record = EvaluatedAnswers(
+        name="held-out problems", version=3, claimed=claimed, temperature=temperature, ids=("a", "b"), lengths=(3, 3),
+        greedy=(False, True), array="all",
+    )  # fmt: skip
+    trace = Trace(Manifest(dtype=dtype, complete=True), [record], {"all": arrays}.__getitem__)
+    return [item.what for item in evaluation_by_other_policy(trace) if not item.same]
+
+
+def off(at: int, by: float, values: np.ndarray = NATS) -> np.ndarray:
+    return values + np.where(np.arange(6) == at, by, 0.0).astype(np.float32)
+
+
+def test_right_answers_hold_and_another_version_does_not():
+    assert wrong() == []
+    assert wrong(claimed=2) == ["version"]
+
+
+def test_a_log_probability_of_other_weights_is_named_with_its_answer():
+    assert wrong(engine=off(2, 1e-3)) == ["a"]
+    assert wrong(engine=off(4, -1e-3)) == ["b"]
+    assert wrong(engine=off(4, float("nan"))) == ["b"]
+
+
+def test_a_temperature_below_one_widens_the_bound_of_drawn_answers_alone():
+    assert wrong(temperature=0.5, engine=off(1, 1.5e-4)) == []
+    assert wrong(engine=off(1, 1.5e-4)) == ["a"]
+    assert wrong(temperature=0.5, engine=off(5, 1.5e-4)) == ["b"]
+
+
+@pytest.mark.parametrize(("short", "found"), [(1.5e-4, []), (3e-4, ["b, greedy"]), (float("inf"), ["b, greedy"])])
+def test_a_greedy_token_may_be_as_far_below_the_greatest_logit_as_two_log_probabilities_err(short, found):
+    assert wrong(shortfall=np.where(np.arange(6) == 5, short, 0.0).astype(np.float32)) == found
+
+
+def test_another_dtype_needs_a_measured_noise():
+    with pytest.raises(LookupError, match="bfloat16"):
+        wrong(dtype="bfloat16")
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 100])
+def test_evaluations_keep_answers_to_problems_that_are_spread_and_differ(count):
+    found = [places(version, count) for version in range(count)]
+    assert all(len(set(own)) == min(PROBLEMS, count) for own in found)
+    assert {place for own in found for place in own} == set(range(count))

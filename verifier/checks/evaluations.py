@@ -1,0 +1,118 @@
+"""Answers of an evaluation: the policy that gave them, and whether they are greedy where they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from verifier.checks.content import times
+from verifier.checks.engine_mismatch import MISMATCH, greatest_nats, noise_source
+from verifier.checks.logprobs import FEW_TOKENS, GREATEST_NOISES, at_temperature
+from verifier.core.check import check
+from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.records_policy import EvaluatedAnswers
+from verifier.core.records_tokens import SampledNoise
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+SIDES = 2
+"""Logits that a greedy token is chosen by: its own and the greatest one, each off by as much as a log-probability."""
+
+
+@check("LGP015", needs=(EvaluatedAnswers,), scope="examined")
+def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
+    """An evaluation measures the policy of the version that it names, greedily where it says so.
+
+    What it checks: of up to 8 held-out problems of an evaluation, others in each, the answer at the run's temperature
+    and the greedy one: the version that the metrics name against that of the live weights; token by token, the
+    engine's log-probability against the trainer's, which scores them by these weights before they move; of greedy
+    answers, how far each token's logit is below the greatest one in the trainer.
+    Why it matters: an evaluation before the sync shows the step before, one that draws where it should be greedy, or
+    at another temperature, shows another policy; curves and the choice of a checkpoint rest on it.
+    Evidence: rollout/evaluated; in less than float32 logprob/sampled-noise.
+    Tolerance and its source: as LGP009, for one token; of greedy answers, twice that below the greatest logit.
+    What it does not catch: rewards of the answers; answers that are right and were not kept; an evaluation whose run
+    was stopped before the next trace; quantized engines; after the last step, a run in bf16 or with a sleeping engine.
+    References: LLMs-Finetuning-Safety#7, NLPDL-2025Fall#31.
+    """
+    for item in trace.of(EvaluatedAnswers):
+        yield Comparison(
+            what="version", same=item.claimed == item.version, stage=Stage.ROLLOUT, version=item.version, badness=1.0,
+            sentence=f"an evaluation names version {item.claimed}, and the trainer holds version {item.version}",
+            expected=f"version {item.version} (the live weights)", actual=f"version {item.claimed} (the metrics)",
+            allowed="exact", hint="look at what labels the metrics of an evaluation",
+        )  # fmt: skip
+        noise = next(trace.of(SampledNoise), None)
+        if noise is None and trace.manifest.dtype != "float32":
+            raise LookupError(f"no measured noise of {trace.manifest.dtype} beside the evaluation")
+        arrays = trace.arrays(item)
+        ends = np.cumsum(item.lengths)[:-1]
+        columns = [np.split(arrays[name], ends) for name in ("mask", "engine", "trainer", "shortfall")]
+        for name, greedy, mask, *values in zip(item.ids, item.greedy, *columns, strict=True):
+            at = np.flatnonzero(mask)
+            if not len(at):
+                continue
+            engine, trainer, below = (value[at].astype(np.float64) for value in values)
+            bounds = _bounds(trainer, 1.0 if greedy else item.temperature, noise)
+            yield _worst(item, name, at, (engine, trainer), bounds, noise)
+            if greedy:
+                yield _greedy(item, name, at, below, bounds, noise)
+
+
+def _bounds(nats: np.ndarray, temperature: float, noise: SampledNoise | None) -> np.ndarray:
+    """[K] what each log-probability may be off by, nats."""
+    if noise is not None:
+        return GREATEST_NOISES * greatest_nats(noise, nats)
+    return np.full(len(nats), at_temperature(MISMATCH, temperature).absolute)
+
+
+def _said(bound: float, noise: SampledNoise | None) -> str:
+    """Bound of a token with its source."""
+    if noise is None:
+        return str(replace(MISMATCH, absolute=bound))
+    few = noise.routed or noise.tokens < FEW_TOKENS
+    source = "no floor, so any finite one" if few else f"{GREATEST_NOISES} x {noise_source(noise)}"
+    return str(Tolerance(absolute=bound, unit="nats", source=source))
+
+
+def _farthest(values: np.ndarray, bounds: np.ndarray) -> int:
+    """Place of the value that is farthest off beside its bound; one that is not finite before others."""
+    finite = np.isfinite(values)
+    return int(np.argmax(np.where(finite, np.where(finite, values, 0.0) / bounds, np.inf)))
+
+
+def _worst(
+    item: EvaluatedAnswers, name: str, at: np.ndarray, sides: tuple[np.ndarray, np.ndarray], bounds: np.ndarray,
+    noise: SampledNoise | None,
+) -> Comparison:  # fmt: skip
+    engine, trainer = sides
+    gaps = np.abs(engine - trainer)
+    place = _farthest(gaps, bounds)
+    gap, bound = float(gaps[place]), float(bounds[place])
+    return Comparison(
+        what=name, same=bool(np.isfinite(gap)) and gap <= bound, stage=Stage.ROLLOUT, version=item.version,
+        badness=times(gap, bound), owner="engine",
+        sentence=f"token {at[place]} of `{name}` has {engine[place]:.6g} nats in the evaluation and "
+        f"{trainer[place]:.6g} in the trainer",
+        expected=f"{trainer[place]:.6g} (the trainer, version {item.version})",
+        actual=f"{engine[place]:.6g} (the engine, which the metrics call version {item.claimed})",
+        allowed=_said(bound, noise), hint="look at what is synced before an evaluation, and at its temperature",
+    )  # fmt: skip
+
+
+def _greedy(
+    item: EvaluatedAnswers, name: str, at: np.ndarray, below: np.ndarray, bounds: np.ndarray,
+    noise: SampledNoise | None,
+) -> Comparison:  # fmt: skip
+    place = _farthest(below, bounds)
+    short, bound = float(below[place]), SIDES * float(bounds[place])
+    return Comparison(
+        what=f"{name}, greedy", same=bool(np.isfinite(short)) and short <= bound, stage=Stage.ROLLOUT,
+        version=item.version, badness=times(short, bound), owner="engine",
+        sentence=f"token {at[place]} of `{name}` is {short:.6g} nats less likely than the likeliest one, which a "
+        "greedy answer has",
+        expected=f"the likeliest token (the trainer, version {item.version})", actual=f"{short:.6g} nats below it",
+        allowed=f"{_said(bound, noise)}, for two logits", hint="look at how an evaluation is asked to be greedy",
+    )  # fmt: skip

@@ -1,0 +1,78 @@
+"""Answers of an evaluation, a few of which stand beside the trainer's scores of them in the trace that comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from verifier.core.record import Probe
+from verifier.core.records_policy import EvaluatedAnswers
+from verifier.data.recorded import RolloutRow, rollout_of
+from verifier.data.rollout import Rollout
+from verifier.data.rollout_file import save_rollouts
+from verifier.trainer.batches import Score
+
+PROBLEMS = 8
+"""Problems of an evaluation, at most, whose two answers are scored by the trainer, in two passes, or in three
+at another temperature than 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """Answers of an evaluation to the problems of `places`."""
+
+    version: int
+    """Version of the weights that were evaluated, as the metrics have it."""
+    sampled: Sequence[RolloutRow]
+    greedy: Sequence[RolloutRow]
+
+
+def places(version: int, count: int) -> list[int]:
+    """Places of the problems whose answers are kept, spread over all of them, and others at each evaluation."""
+    kept = min(PROBLEMS, count)
+    return sorted((version + at * count // kept) % count for at in range(kept))
+
+
+def record_answers(
+    probe: Probe, answered: Answered, version: int, temperature: float, score: Score, file: Path
+) -> None:  # fmt: skip
+    """Score answers by the live weights, and record both sides.
+
+    Args:
+        probe: recorder of a trace.
+        answered: of the last evaluation.
+        version: of the live weights.
+        temperature: of the answers that are not greedy.
+        score: by the ranks.
+        file: for a batch of each kind, which is removed again.
+    """
+    sampled, greedy = ([rollout_of(row) for row in rows] for rows in (answered.sampled, answered.greedy))
+
+    def scored(rollouts: Sequence[Rollout], which: str) -> list[np.ndarray]:
+        save_rollouts(file, rollouts)
+        found = score(file, which)
+        file.unlink()
+        return found
+
+    rows = [*answered.sampled, *answered.greedy]
+    passes = [(sampled, "current"), (greedy, "greedy")] if temperature != 1 else [([*sampled, *greedy], "current")]
+    arrays = {
+        "mask": [item.mask for item in (*sampled, *greedy)],
+        "engine": [item.logprobs for item in (*sampled, *greedy)],
+        "trainer": [values for part, which in passes for values in scored(part, which)],
+        "shortfall": [*(np.full(len(item), np.nan) for item in sampled), *scored(greedy, "shortfall")],
+    }  # fmt: skip
+    record = EvaluatedAnswers(
+        name="held-out problems", version=version, claimed=answered.version, temperature=temperature,
+        ids=tuple(row.id for row in rows), lengths=tuple(len(row.tokens) for row in rows),
+        greedy=(False,) * len(answered.sampled) + (True,) * len(answered.greedy),
+    )  # fmt: skip
+    kinds = {"mask": np.dtype(bool)}
+    probe.emit(record, {name: np.concatenate(own, dtype=kinds.get(name, np.float32)) for name, own in arrays.items()})
+
+
+Examine = Callable[[Probe | None, int], bool]
+"""Records the answers of the last evaluation beside the scores of a version; True if there were any."""
