@@ -50,7 +50,7 @@ class RunningBatch:
             for output in self._engine.step():
                 for item in output.outputs:
                     asked = self._asked[output.request_id]
-                    self._found[output.request_id, item.index] = sample_of(item, output, asked)
+                    self._found[output.request_id, item.index] = seeded(sample_of(item, output), item, asked)
             taken += 1
 
     def updated(self) -> None:
@@ -77,16 +77,19 @@ def nats_of(row: Mapping[int, Any], token: int) -> float:
     return row[token].logprob if token in row else math.nan
 
 
-def sample_of(item: CompletionOutput, output: RequestOutput, asked: SamplingParams) -> Sample:
-    """Convert one of vLLM's completions of a request, as far as it has come; its seed is the request's plus its number.
+def seeded(sample: Sample, item: CompletionOutput, asked: SamplingParams) -> Sample:
+    """Name the seed of one of vLLM's completions of a request: the request's plus the completion's number.
 
     Source:
         vLLM 0.21, `ParentRequest`: parameters of a child of a request for several completions.
     """
-    seed = NO_SEED if asked.seed is None else asked.seed + item.index
+    return replace(sample, seed=NO_SEED if asked.seed is None else asked.seed + item.index)
+
+
+def sample_of(item: CompletionOutput, output: RequestOutput) -> Sample:
+    """Convert one of vLLM's completions of a request, as far as it has come."""
     logprobs = (nats_of(row, token) for token, row in zip(item.token_ids, item.logprobs, strict=True))
     cached = output.num_cached_tokens or 0
     return Sample(
-        tokens=tuple(item.token_ids), logprobs=tuple(logprobs), ended=item.finish_reason or "", cached_tokens=cached,
-        seed=seed,
-    )  # fmt: skip
+        tokens=tuple(item.token_ids), logprobs=tuple(logprobs), ended=item.finish_reason or "", cached_tokens=cached
+    )

@@ -28,7 +28,7 @@ from verifier.engine.api import (
     Sampling,
     value_of,
 )
-from verifier.engine.vllm.batch_vllm import RunningBatch, nats_of, sample_of
+from verifier.engine.vllm.batch_vllm import RunningBatch, nats_of, sample_of, seeded
 from verifier.engine.vllm.worker_vllm import BACKEND
 from verifier.errors import ContractError, InternalError, VerifierError
 from verifier.model.checkpoint import open_checkpoint
@@ -142,7 +142,7 @@ class VllmEngine(Engine):
             return [[self._routed(*next(outputs)) for _ in range(asked.n)] for asked in requests]
         params = [_params(item) for item in requests]
         outputs = zip(self._sampled(prompts, params), params, strict=True)
-        return [[_sample(item, output, own) for item in output.outputs] for output, own in outputs]
+        return [[seeded(_sample(item, output), item, own) for item in output.outputs] for output, own in outputs]
 
     def begin_batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, steps: int) -> None:
         """See `Engine.begin_batch`; seeds are those of `generate`."""
@@ -241,7 +241,9 @@ class VllmEngine(Engine):
         item = output.outputs[0]
         parts = [part for part in (output.prompt_routed_experts, item.routed_experts) if part is not None]
         routes = [token[: self._routers] for part in parts for token in part.tolist()]
-        return replace(_sample(item, output, asked), routes=tuple(tuple(map(tuple, token)) for token in routes))
+        return replace(
+            seeded(_sample(item, output), item, asked), routes=tuple(tuple(map(tuple, token)) for token in routes)
+        )
 
     def _abandon_batch(self) -> None:
         batch, self._batch = self._batch, None
@@ -284,9 +286,9 @@ def _room_for_adapters(config: EngineConfig) -> dict[str, Any]:
     return {"max_loras": 1, "max_lora_rank": config.lora_rank, "lora_target_modules": modules}
 
 
-def _sample(item: CompletionOutput, output: RequestOutput, asked: SamplingParams) -> Sample:
+def _sample(item: CompletionOutput, output: RequestOutput) -> Sample:
     """Convert one of vLLM's completions of a request."""
-    return sample_of(item, output, asked)
+    return sample_of(item, output)
 
 
 def _params(sampling: Sampling) -> SamplingParams:
