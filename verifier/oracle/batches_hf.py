@@ -22,9 +22,10 @@ class Batch:
 
     places: tuple[int, ...]
     """Of each sequence, its index among all."""
-    tokens_BT: torch.Tensor
-    experts_BTK: Mapping[int, torch.Tensor]
-    """By layer; a layer that is left out chooses by itself."""
+    tokens: torch.Tensor
+    """[B, T] ids."""
+    experts: Mapping[int, torch.Tensor]
+    """[B, T, K] by layer; a layer that is left out chooses by itself."""
 
 
 def batches(
@@ -53,12 +54,12 @@ def batches(
         for begin in range(0, len(members), size):
             places = tuple(members[begin : begin + size])
             yield Batch(
-                places=places, tokens_BT=torch.tensor([list(sequences[at]) for at in places], dtype=torch.int64),
-                experts_BTK={layer: torch.stack([chosen[at][layer] for at in places]) for layer, _ in told},
+                places=places, tokens=torch.tensor([list(sequences[at]) for at in places], dtype=torch.int64),
+                experts={layer: torch.stack([chosen[at][layer] for at in places]) for layer, _ in told},
             )  # fmt: skip
 
 
 def logits_of(model: Any, batch: Batch) -> torch.Tensor:
     """[B, T, V] logits of a batch, in the model's dtype and on its device."""
-    with choosing(model, {layer: experts.flatten(0, 1) for layer, experts in batch.experts_BTK.items()}):
-        return model(input_ids=batch.tokens_BT.to(model.device), use_cache=False).logits
+    with choosing(model, {layer: chosen.flatten(0, 1) for layer, chosen in batch.experts.items()}):
+        return model(input_ids=batch.tokens.to(model.device), use_cache=False).logits

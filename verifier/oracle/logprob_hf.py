@@ -53,7 +53,7 @@ def score(
     found: list[list[float]] = [[]] * len(sequences)
     for batch in batches(model, sequences, routes):
         every = torch.log_softmax(logits_of(model, batch)[:, :-1].double() / (temperature or 1.0), dim=-1)
-        labels = batch.tokens_BT[:, 1:, None].to(every.device)
+        labels = batch.tokens[:, 1:, None].to(every.device)
         logprobs = every.gather(2, labels)[..., 0] if temperature else every.amax(dim=-1)
         for at, row in zip(batch.places, logprobs.float().tolist(), strict=True):
             found[at] = row

@@ -13,8 +13,8 @@ from verifier.oracle.batches_hf import Batch, logits_of
 from verifier.oracle.routes_hf import choosing, mixtures_of
 
 MAX_ELEMENTS = 2**24
-"""Most elements of gradients, and of experts' weights that are gathered, of sequences that are computed together, unless
-there is one; 64 MiB in float32."""
+"""Most elements of the gradients, and of gathered weights of experts, of sequences computed together, unless it
+is one; 64 MiB in float32."""
 
 
 def magnitudes(model: Any, batch: Batch, share_BT: torch.Tensor, temperature: float) -> list[torch.Tensor | None]:
@@ -40,8 +40,8 @@ def magnitudes(model: Any, batch: Batch, share_BT: torch.Tensor, temperature: fl
     for begin in range(0, len(rows), size):
         places = rows[begin : begin + size]
         part = Batch(
-            places=tuple(batch.places[at] for at in places), tokens_BT=batch.tokens_BT[places],
-            experts_BTK={layer: experts[places] for layer, experts in batch.experts_BTK.items()},
+            places=tuple(batch.places[at] for at in places), tokens=batch.tokens[places],
+            experts={layer: chosen[places] for layer, chosen in batch.experts.items()},
         )  # fmt: skip
         one_by_one = _together if len(places) > 1 else _alone
         add(sums, one_by_one(model, parameters, part, share_BT[places], temperature))
@@ -53,15 +53,11 @@ def _rows_at_once(model: Any, batch: Batch) -> int:
     per_token = 0
     for layer, block in mixtures_of(model).items():
         matrices = [tensor for tensor in block.experts.parameters() if tensor.ndim == 3]
-        experts = batch.experts_BTK.get(layer)
-        chosen = experts.shape[-1] if experts is not None else _experts_per_token(model)
-        per_token += chosen * sum(tensor[0].numel() for tensor in matrices)
+        given = batch.experts.get(layer)
+        num_chosen = model.config.get_text_config().num_experts_per_tok if given is None else given.shape[-1]
+        per_token += num_chosen * sum(tensor[0].numel() for tensor in matrices)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    return max(1, MAX_ELEMENTS // (weights + per_token * batch.tokens_BT.shape[1]))
-
-
-def _experts_per_token(model: Any) -> int:
-    return int(model.config.get_text_config().num_experts_per_tok)
+    return max(1, MAX_ELEMENTS // (weights + per_token * batch.tokens.shape[1]))
 
 
 def _alone(
@@ -89,7 +85,7 @@ def _together(
 
     weights = {name: parameter.detach() for name, parameter in parameters.items()}
     with _gathering(model):
-        found = vmap(grad(of_one), (None, 0, 0, 0))(weights, batch.tokens_BT, share_BT, dict(batch.experts_BTK))
+        found = vmap(grad(of_one), (None, 0, 0, 0))(weights, batch.tokens, share_BT, dict(batch.experts))
     return [found[name].abs_().sum(0) for name in parameters]
 
 

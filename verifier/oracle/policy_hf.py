@@ -183,13 +183,13 @@ def _rows(file: Path) -> list[Row]:
 
 
 def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], dtype: torch.dtype) -> _Found:
-    """Loss and gradient by transformers, of sequences of one length together; in float32 also of shifted
-    log-probabilities.
+    """Loss and gradient by transformers, sequences of one length together; in float32 also the loss when shifted.
 
-    Shifts tell what two right sides may differ by, all tokens alike or by turns. The gradient of a token's
-    log-probability with respect to its logits is one_hot - p, so rounding of p = exp(logit - log Z) changes it by a
-    share of p however small it is: by that share of the gradient of log Z, which is p. log Z is rounded too. That share
-    is also what rounding changes the log-probability by, however near to 0 it is.
+    Shifts of log-probabilities tell what two right sides may differ by, all tokens alike or by turns. The gradient of a
+    token's log-probability with respect to its logits is one_hot - p, so rounding of p = exp(logit - log Z) changes it
+    by a share of p however small it is: by that share of the gradient of log Z, which is p. log Z is rounded too. That
+    share is also what rounding changes the log-probability by, however near to 0 it is. Of these changes magnitudes of
+    single sequences are added, see `magnitudes`.
     """
     model = trainable(checkpoint, dtype)
     parameters = list(model.parameters())
@@ -209,7 +209,7 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
         columns = {name: values[kept].double() for name, values in stacked.items()}
         scaled = logits_of(model, batch)[:, :-1].double()[kept] / objective["temperature"]
         every = torch.log_softmax(scaled, dim=-1)
-        labels = batch.tokens_BT[:, 1:][kept]
+        labels = batch.tokens[:, 1:][kept]
         entropy = -(every.exp() * every).sum(-1)
         at = torch.cat([torch.arange(count, dtype=torch.float64) for count in counts])
         for place, shift in enumerate(shifts):
