@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -91,10 +92,12 @@ def _together(
 
 @contextlib.contextmanager
 def _gathering(model: Any) -> Iterator[None]:
-    """Within, the weights of each token's experts are gathered."""
+    """Within, the weights of each token's experts are gathered; `vmap` says nothing of operations that it loops over."""
     model.set_experts_implementation("batched_mm")
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            yield
     finally:
         model.set_experts_implementation("eager")
 
