@@ -92,7 +92,7 @@ def _together(
 
 @contextlib.contextmanager
 def _gathering(model: Any) -> Iterator[None]:
-    """Within, the weights of each token's experts are gathered; `vmap` says nothing of operations that it loops over."""
+    """Within, the weights of each token's experts are gathered; `vmap` does not warn of what it loops over."""
     model.set_experts_implementation("batched_mm")
     try:
         with warnings.catch_warnings():

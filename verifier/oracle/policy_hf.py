@@ -189,7 +189,8 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
     token's log-probability with respect to its logits is one_hot - p, so rounding of p = exp(logit - log Z) changes it
     by a share of p however small it is: by that share of the gradient of log Z, which is p. log Z is rounded too. That
     share is also what rounding changes the log-probability by, however near to 0 it is. Of these changes magnitudes of
-    single sequences are added, see `magnitudes`.
+    single sequences are added, see `magnitudes`. In less than float32 a gradient is rounded once a batch, as a trainer
+    rounds it once a micro-batch.
     """
     model = trainable(checkpoint, dtype)
     parameters = list(model.parameters())
