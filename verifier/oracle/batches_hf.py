@@ -21,7 +21,7 @@ class Batch:
     """B sequences of T tokens, whose routers are given experts in the same layers."""
 
     places: tuple[int, ...]
-    """Of each sequence, its index among all."""
+    """Index of each sequence among all."""
     tokens: torch.Tensor
     """[B, T] ids."""
     experts: Mapping[int, torch.Tensor]

@@ -64,7 +64,7 @@ def _rows_at_once(model: Any, batch: Batch) -> int:
 def _alone(
     model: Any, parameters: Mapping[str, torch.Tensor], batch: Batch, share_BT: torch.Tensor, temperature: float
 ) -> list[torch.Tensor | None]:
-    """Of one sequence."""
+    """Magnitudes of the gradients of one sequence, by the loop over experts."""
     log_sum = torch.logsumexp(logits_of(model, batch)[:, :-1].double() / temperature, dim=-1)
     found = torch.autograd.grad((share_BT * log_sum).sum(), list(parameters.values()), allow_unused=True)
     return [None if gradient is None else gradient.abs() for gradient in found]
@@ -73,7 +73,7 @@ def _alone(
 def _together(
     model: Any, parameters: Mapping[str, torch.Tensor], batch: Batch, share_BT: torch.Tensor, temperature: float
 ) -> list[torch.Tensor | None]:
-    """Of several."""
+    """Sum of the magnitudes of the gradients of several sequences, by `vmap`."""
 
     def of_one(
         weights: Mapping[str, torch.Tensor], tokens_T: torch.Tensor, share_T: torch.Tensor,
