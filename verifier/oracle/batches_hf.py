@@ -28,19 +28,16 @@ class Batch:
     """[B, T, K] by layer; a layer that is left out chooses by itself."""
 
 
-def batches(
-    model: Any, sequences: Sequence[Sequence[int]], routes: Sequence[Sequence[Route]] = (), within: int | None = None
-) -> Iterator[Batch]:
+def batches(model: Any, sequences: Sequence[Sequence[int]], routes: Sequence[Sequence[Route]] = ()) -> Iterator[Batch]:
     """All sequences, each in one batch, the shorter first.
 
     Args:
         model: from `load_model`.
         sequences: token ids, each of at least one.
         routes: of each sequence, what its routers choose; none where they choose by themselves.
-        within: most tokens of a batch, `MAX_TOKENS` by default.
     """
     vocabulary = model.config.get_text_config().vocab_size
-    most = min(MAX_TOKENS if within is None else within, MAX_LOGITS // vocabulary)
+    most = min(MAX_TOKENS, MAX_LOGITS // vocabulary)
     chosen = [
         chosen_experts(rows, len(tokens))
         for tokens, rows in zip(sequences, routes or [()] * len(sequences), strict=True)
