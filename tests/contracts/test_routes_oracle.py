@@ -8,7 +8,8 @@ import torch
 from verifier.errors import ContractError
 from verifier.model.tiny import write_tiny
 from verifier.model.transformers_hf import load_model, token_logprobs
-from verifier.oracle.logprob_hf import choosing, mixtures_of, score
+from verifier.oracle.logprob_hf import score
+from verifier.oracle.routes_hf import choosing, chosen_experts, mixtures_of
 from verifier.oracle.step_hf import gradients
 
 FAMILIES = ("qwen3-moe", "deepseek-v3", "nemotron-h")
@@ -69,6 +70,6 @@ def test_a_router_that_is_not_asked_is_refused(paths) -> None:
     rows = natural_routes(model)
     with (
         pytest.raises(ContractError, match="1 of 2 routers"),
-        choosing(model, [row for row in rows if row[1] == rows[0][1]] + [rows[-1]], 12),
+        choosing(model, chosen_experts([row for row in rows if row[1] == rows[0][1]] + [rows[-1]], 12)),
     ):
         mixtures_of(model)[rows[0][1]](torch.zeros(1, 12, model.config.hidden_size))

@@ -1,4 +1,4 @@
-"""The independent oracle of logprobs: transformers, float32 weights, float64 log-softmax, one sequence at a time.
+"""The independent oracle of logprobs: transformers, float32 weights, float64 log-softmax, no padding.
 
 On a GPU float32 means float32: no TF32, and of state-space layers transformers' own operations, not the kernels that
 the trainer and the engine call. Routers of a mixture can be given the experts to choose. Functions whose first argument
@@ -7,27 +7,21 @@ is unused are requests of an engine server.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import torch
-from torch import nn
 
 from verifier.engine.api import Sampling
 from verifier.engine.shaping import shaped
-from verifier.errors import ContractError
-from verifier.model.transformers_hf import hold_model, token_logprobs
-
-Route = Sequence[int]
-"""Position, global layer and experts of one token in one layer. A token without, such as a last one, gets the first
-experts: nothing that is scored depends on it."""
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+from verifier.model.transformers_hf import hold_model
+from verifier.oracle.batches_hf import batches, logits_of
+from verifier.oracle.routes_hf import Route
 
 
+@torch.inference_mode()
 def score(
     _: object,
     path: str,
@@ -44,7 +38,7 @@ def score(
         sequences: token ids, each of at least 2.
         dtype: "float32"; "bfloat16" to measure what that dtype alone costs, "float64" what "float32" does.
         device: "cpu", or "cuda".
-        temperature: divisor of the logits; 0 as `token_logprobs` has it.
+        temperature: divisor of the logits; 0 gives the undivided log-probability of the likeliest token instead.
         routes: of each sequence, what its routers choose; none where they choose by themselves.
 
     Returns:
@@ -56,10 +50,13 @@ def score(
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     model = hold_model(path, getattr(torch, dtype), device)
-    found = []
-    for tokens, rows in zip(sequences, routes or [()] * len(sequences), strict=True):
-        with choosing(model, rows, len(tokens)):
-            found.append(token_logprobs(model, tokens, torch.float64, temperature).tolist())
+    found: list[list[float]] = [[]] * len(sequences)
+    for batch in batches(model, sequences, routes):
+        every = torch.log_softmax(logits_of(model, batch)[:, :-1].double() / (temperature or 1.0), dim=-1)
+        labels = batch.tokens[:, 1:, None].to(every.device)
+        logprobs = every.gather(2, labels)[..., 0] if temperature else every.amax(dim=-1)
+        for at, row in zip(batch.places, logprobs.float().tolist(), strict=True):
+            found[at] = row
     return found
 
 
@@ -97,11 +94,12 @@ def end_probabilities(
     Returns:
         Per sequence, entry t is p(token t + 1 is an end token | tokens 0..t).
     """
-    model, found = hold_model(path, getattr(torch, dtype), "cpu"), []
-    for tokens, rows in zip(sequences, routes or [()] * len(sequences), strict=True):
-        with choosing(model, rows, len(tokens)):
-            logits = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, :-1].double()
-        found.append(torch.softmax(logits / temperature, dim=-1)[:, list(ends)].sum(-1).tolist())
+    model = hold_model(path, getattr(torch, dtype), "cpu")
+    found: list[list[float]] = [[]] * len(sequences)
+    for batch in batches(model, sequences, routes):
+        shares = torch.softmax(logits_of(model, batch)[:, :-1].double() / temperature, dim=-1)
+        for at, row in zip(batch.places, shares[..., list(ends)].sum(-1).tolist(), strict=True):
+            found[at] = row
     return found
 
 
@@ -158,49 +156,3 @@ def shaped_logprobs(
             row.append((least, most if math.isfinite(most) else least))
         found.append(row)
     return found
-
-
-def mixtures_of(model: nn.Module) -> dict[int, nn.Module]:
-    """The blocks that hold a router and experts, by global layer index."""
-    found = {}
-    for name, module in model.named_modules():
-        if hasattr(module, "experts") and hasattr(module, "gate") and (layer := _LAYER.search(f".{name}.")):
-            found[int(layer[1])] = module
-    return found
-
-
-@contextlib.contextmanager
-def choosing(model: Any, rows: Sequence[Route], num_tokens: int) -> Iterator[None]:
-    """Within, the choice of each layer's router is what the rows say: of all experts, the best K.
-
-    What else a router chooses, such as groups of experts, it chooses by itself: the choice that counts comes last.
-    Layers without rows choose by themselves.
-
-    Raises:
-        ContractError: a router does not choose by `torch.topk`, so that its choice cannot be given.
-    """
-    experts: dict[int, torch.Tensor] = {}
-    for position, layer, *chosen in rows:
-        first = torch.arange(len(chosen)).repeat(num_tokens, 1)
-        experts.setdefault(layer, first)[position] = torch.tensor(chosen)
-    blocks, topk = mixtures_of(model), torch.topk
-    given: list[tuple[int, torch.Tensor]] = []
-    obeyed = set()
-
-    def choose(scores: torch.Tensor, k: int, *rest: Any, **options: Any) -> Any:
-        if given and (scores.shape[-1], k) == (given[-1][0], given[-1][1].shape[-1]):
-            obeyed.add(id(given[-1][1]))
-            return scores.gather(-1, given[-1][1]), given[-1][1]
-        return topk(scores, k, *rest, **options)
-
-    with contextlib.ExitStack() as hooks:
-        for layer, chosen_TK in experts.items():
-            block = blocks[layer]
-            entry = (int(block.gate.weight.shape[0]), chosen_TK.to(model.device))
-            hooks.callback(block.register_forward_pre_hook(lambda *_, entry=entry: given.append(entry)).remove)
-            hooks.callback(block.register_forward_hook(lambda *_: given.pop() and None).remove)
-        hooks.callback(setattr, torch, "topk", topk)
-        setattr(torch, "topk", choose)  # noqa: B010 - a module's function has no other type
-        yield
-    if len(obeyed) < len(experts):
-        raise ContractError(f"{len(experts) - len(obeyed)} of {len(experts)} routers of transformers took no routes")

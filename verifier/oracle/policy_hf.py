@@ -5,7 +5,7 @@ Written from the papers' formulas. It shares no code with the losses under test.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from verifier.oracle.logprob_hf import choosing, hold_model
+from verifier.model.transformers_hf import hold_model
+from verifier.oracle.batches_hf import Batch, batches, logits_of
+from verifier.oracle.magnitudes_hf import add, magnitudes
 from verifier.oracle.step_hf import (
     Adam,
     adapter_gradients,
@@ -153,15 +155,13 @@ def entropies(_: object, folder: str, temperature: float, numbers: Sequence[int]
 def _entropies(checkpoint: Path, rows: Sequence[Row], temperature: float, dtype: torch.dtype) -> torch.Tensor:
     """[N] float64 entropy at each token in the loss, nats."""
     model = hold_model(str(checkpoint), dtype, "cpu")
-    parts = [torch.zeros(0, dtype=torch.float64)]
-    for row in rows:
-        kept = row["mask"][1:].bool()
-        if kept.any():
-            with choosing(model, row["routes"].tolist() if "routes" in row else (), len(row["tokens"])):
-                logits = model(input_ids=row["tokens"][None], use_cache=False).logits[0, :-1][kept].double()
-            every = torch.log_softmax(logits / temperature, dim=-1)
-            parts.append(-(every.exp() * every).sum(-1))
-    return torch.cat(parts)
+    kept_rows = [row for row in rows if row["mask"][1:].any()]
+    parts = [torch.zeros(0, dtype=torch.float64)] * len(kept_rows)
+    for batch in _batches(model, kept_rows):
+        every = torch.log_softmax(logits_of(model, batch)[:, :-1].double() / temperature, dim=-1)
+        for at, entropy in zip(batch.places, -(every.exp() * every).sum(-1), strict=True):
+            parts[at] = entropy[kept_rows[at]["mask"][1:].bool()]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 
 def _of_adapter(found: _Found, matrices: Gradients, adapter: Mapping[str, Any]) -> _Found:
@@ -183,12 +183,14 @@ def _rows(file: Path) -> list[Row]:
 
 
 def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], dtype: torch.dtype) -> _Found:
-    """Loss and gradient by transformers, sequence by sequence; in float32 also of shifted log-probabilities.
+    """Loss and gradient by transformers, sequences of one length together; in float32 also the loss when shifted.
 
-    Shifts tell what two right sides may differ by, all tokens alike or by turns. The gradient of a token's
-    log-probability with respect to its logits is one_hot - p, so rounding of p = exp(logit - log Z) changes it by a
-    share of p however small it is: by that share of the gradient of log Z, which is p. log Z is rounded too. That share
-    is also what rounding changes the log-probability by, however near to 0 it is.
+    Shifts of log-probabilities tell what two right sides may differ by, all tokens alike or by turns. The gradient of a
+    token's log-probability with respect to its logits is one_hot - p, so rounding of p = exp(logit - log Z) changes it
+    by a share of p however small it is: by that share of the gradient of log Z, which is p. log Z is rounded too. That
+    share is also what rounding changes the log-probability by, however near to 0 it is. Of these changes magnitudes of
+    single sequences are added, see `magnitudes`. In less than float32 a gradient is rounded once a batch, as a trainer
+    rounds it once a micro-batch.
     """
     model = trainable(checkpoint, dtype)
     parameters = list(model.parameters())
@@ -198,35 +200,34 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
         shifts += [lambda at: nats_off + 0.0 * at, lambda at: nats_off * (1 - 2 * (at % 2))]
     rounds = dtype == torch.float32
     sums: list[list[torch.Tensor | None]] = [[None] * len(parameters) for _ in range(len(shifts) + 1)]
-    nats: list[list[torch.Tensor]] = [[] for _ in shifts]
+    kept_rows = [row for row in rows if row["mask"][1:].any()]
+    nats = [[torch.zeros(0, dtype=torch.float64)] * len(kept_rows) for _ in shifts]
     rounding, acting = 0.0, 0
-    for row in rows:
-        kept = row["mask"][1:].bool()
-        if not kept.any():
-            continue
-        with choosing(model, row["routes"].tolist() if "routes" in row else (), len(row["tokens"])):
-            logits = model(input_ids=row["tokens"][None], use_cache=False).logits[0, :-1].double()
-        scaled = logits[kept] / objective["temperature"]
+    for batch in _batches(model, kept_rows):
+        stacked = {name: torch.stack([kept_rows[at][name] for at in batch.places])[:, 1:] for name in _columns(rows)}
+        kept = stacked.pop("mask").bool()
+        counts = kept.sum(1).tolist()
+        columns = {name: values[kept].double() for name, values in stacked.items()}
+        scaled = logits_of(model, batch)[:, :-1].double()[kept] / objective["temperature"]
         every = torch.log_softmax(scaled, dim=-1)
-        labels = row["tokens"][1:][kept]
+        labels = batch.tokens[:, 1:][kept]
         entropy = -(every.exp() * every).sum(-1)
-        columns = {name: row[name][1:][kept].double() for name in row.keys() - {"tokens", "mask", "routes"}}
-        at = torch.arange(len(labels), dtype=torch.float64)
+        at = torch.cat([torch.arange(count, dtype=torch.float64) for count in counts])
         for place, shift in enumerate(shifts):
             logprob = every.gather(1, labels[:, None])[:, 0] + shift(at)
-            loss = columns["weight"] * token_losses(logprob, entropy, columns, objective)
-            nats[place].append(loss.detach())
-            more = rounds or place + 1 < len(shifts)
-            _add(sums[place], torch.autograd.grad(loss.sum(), parameters, retain_graph=more, allow_unused=True))
+            loss = columns["weight"] * token_losses(logprob, entropy, columns, objective, counts)
+            for index, part in zip(batch.places, loss.detach().split(counts), strict=True):
+                nats[place][index] = part
+            more = place + 1 < len(shifts)
             if rounds and not place:
                 (slope,) = torch.autograd.grad(loss.sum(), logprob, retain_graph=True)
+            add(sums[place], torch.autograd.grad(loss.sum(), parameters, retain_graph=more, allow_unused=True))
         if rounds:
-            log_sum = torch.logsumexp(scaled, dim=-1)
-            share = slope.abs() * rounding_of(log_sum.detach())
+            share = slope.abs() * rounding_of(torch.logsumexp(scaled.detach(), dim=-1))
             rounding += float(share.sum())
             acting += len(slope) if objective["entropy_weight"] else int(slope.count_nonzero())
-            found = torch.autograd.grad((share * log_sum).sum(), parameters, allow_unused=True)
-            _add(sums[-1], [None if gradient is None else gradient.abs() for gradient in found])
+            share_BT = torch.zeros(kept.shape, dtype=torch.float64).masked_scatter(kept, share)
+            add(sums[-1], magnitudes(model, batch, share_BT, objective["temperature"]))
     gradients = []
     for part in sums:
         for parameter, gradient in zip(parameters, part, strict=True):
@@ -239,23 +240,29 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
     )  # fmt: skip
 
 
-def _add(sums: list[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Add to sums what there is of gradients."""
-    for index, (before, gradient) in enumerate(zip(sums, gradients, strict=True)):
-        if gradient is not None:
-            sums[index] = gradient if before is None else before + gradient
+def _batches(model: Any, rows: Sequence[Row]) -> Iterator[Batch]:
+    """Sequences of one length."""
+    routes = [row["routes"].tolist() if "routes" in row else () for row in rows]
+    return batches(model, [row["tokens"].tolist() for row in rows], routes)
+
+
+def _columns(rows: Sequence[Row]) -> set[str]:
+    """Names of the columns that have a value of each token, but the tokens themselves."""
+    return {name for row in rows[:1] for name in row} - {"tokens", "routes"}
 
 
 def token_losses(
-    logprob: torch.Tensor, entropy: torch.Tensor, columns: Mapping[str, torch.Tensor], objective: Mapping[str, Any]
-) -> torch.Tensor:
-    """Loss of each token of one sequence that is in the loss, before its weight.
+    logprob: torch.Tensor, entropy: torch.Tensor, columns: Mapping[str, torch.Tensor], objective: Mapping[str, Any],
+    counts: Sequence[int],
+) -> torch.Tensor:  # fmt: skip
+    """Loss of each token of some sequences that is in the loss, before its weight.
 
     Args:
         logprob: [K] float64 log-probabilities by the weights that are trained, nats.
         entropy: [K] float64, nats.
         columns: [K] "advantage", "divisor" and "reference".
         objective: "loss" and its options.
+        counts: of each sequence, how many of the K tokens are its own.
 
     Returns:
         [K] float64.
@@ -275,7 +282,8 @@ def token_losses(
         advantage, low, high = columns["advantage"], max(0.0, 1 - objective["clip_low"]), 1 + objective["clip_high"]
         difference = logprob - columns["divisor"]
         if name == "gspo":
-            difference = difference.mean().detach() + logprob - logprob.detach()
+            means = [part.mean().expand(len(part)) for part in difference.detach().split(list(counts))]
+            difference = torch.cat(means) + logprob - logprob.detach()
         ratio = torch.exp(torch.clamp(difference, -LIMIT, LIMIT))
         if name in ("clipped", "gspo"):
             gain = torch.minimum(ratio * advantage, torch.clamp(ratio, low, high) * advantage)

@@ -12,7 +12,7 @@ import torch
 
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.transformers_hf import checkpoint_places, load_model, release_model
-from verifier.oracle.logprob_hf import Route, choosing
+from verifier.oracle.routes_hf import Route, choosing, chosen_experts
 from verifier.transport.buffer import dtype_name
 
 Batch = Sequence[tuple[Sequence[int], Sequence[bool], float, Sequence[float]]]
@@ -212,7 +212,7 @@ def gradients(
     found, rounding = [], 0.0
     for (tokens, mask, reward, engine), rows in zip(batch, routes or [[]] * len(batch), strict=True):
         ids = torch.tensor([list(tokens)])
-        with choosing(model, rows, len(tokens)):
+        with choosing(model, chosen_experts(rows, len(tokens))):
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double() / rule["temperature"]
         kept = torch.tensor(mask[1:])
         every = torch.log_softmax(logits, dim=-1)[kept]

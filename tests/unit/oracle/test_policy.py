@@ -65,7 +65,7 @@ def both(name, *, far=0.0, **changed):
             "advantage": advantage,
         }  # fmt: skip
         if side == "oracle":
-            loss = token_losses(logprob, entropy, columns, {**OPTIONS, **CASES[name], "loss": name.split()[0]})
+            loss = token_losses(logprob, entropy, columns, {**OPTIONS, **CASES[name], "loss": name.split()[0]}, [64])
         else:
             rows = LossInputs(
                 current_T=logprob, entropy_T=entropy, divisor_T=columns["divisor"], advantage_T=advantage,
@@ -104,7 +104,7 @@ def test_an_unknown_loss_has_no_formula():
     with pytest.raises(ValueError, match="no formula of the loss `mine` is known"):
         token_losses(torch.zeros(1), torch.zeros(1), {"advantage": torch.zeros(1), "divisor": torch.zeros(1)}, {
             **OPTIONS, "loss": "mine"
-        })  # fmt: skip
+        }, [1])  # fmt: skip
 
 
 RULE = {"clip_grad": 1.0, "beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}

@@ -1,0 +1,62 @@
+"""Sequences of one length, which transformers computes together: no padding, so no mask but the causal one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verifier.oracle.routes_hf import Route, choosing, chosen_experts
+
+MAX_TOKENS = 2048
+"""Most tokens of a batch, unless it is one sequence."""
+MAX_LOGITS = 2**21
+"""Most logits of a batch, unless it is one sequence; 16 MiB in float64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """B sequences of T tokens, whose routers are given experts in the same layers."""
+
+    places: tuple[int, ...]
+    """Index of each sequence among all."""
+    tokens: torch.Tensor
+    """[B, T] ids."""
+    experts: Mapping[int, torch.Tensor]
+    """[B, T, K] by layer; a layer that is left out chooses by itself."""
+
+
+def batches(model: Any, sequences: Sequence[Sequence[int]], routes: Sequence[Sequence[Route]] = ()) -> Iterator[Batch]:
+    """All sequences, each in one batch, the shorter first.
+
+    Args:
+        model: from `load_model`.
+        sequences: token ids, each of at least one.
+        routes: of each sequence, what its routers choose; none where they choose by themselves.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    most = min(MAX_TOKENS, MAX_LOGITS // vocabulary)
+    chosen = [
+        chosen_experts(rows, len(tokens))
+        for tokens, rows in zip(sequences, routes or [()] * len(sequences), strict=True)
+    ]
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for at, (tokens, experts) in enumerate(zip(sequences, chosen, strict=True)):
+        told = tuple((layer, experts[layer].shape[-1]) for layer in sorted(experts))
+        alike.setdefault((len(tokens), told), []).append(at)
+    for (length, told), members in sorted(alike.items()):
+        size = max(1, most // length)
+        for begin in range(0, len(members), size):
+            places = tuple(members[begin : begin + size])
+            yield Batch(
+                places=places, tokens=torch.tensor([list(sequences[at]) for at in places], dtype=torch.int64),
+                experts={layer: torch.stack([chosen[at][layer] for at in places]) for layer, _ in told},
+            )  # fmt: skip
+
+
+def logits_of(model: Any, batch: Batch) -> torch.Tensor:
+    """[B, T, V] logits of a batch, in the model's dtype and on its device."""
+    with choosing(model, {layer: chosen.flatten(0, 1) for layer, chosen in batch.experts.items()}):
+        return model(input_ids=batch.tokens.to(model.device), use_cache=False).logits
