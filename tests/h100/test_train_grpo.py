@@ -18,7 +18,7 @@ from tests.meta.sources import ROOT
 
 LEARNS = (
     "dtype=bf16", "mesh.dp=1", "steps=140", "data.batch_size=128", "batch.max_tokens=16384", "grpo.mini_batches=4",
-    "optimizer.learning_rate=5e-4", "optimizer.warmup_steps=10", "checkpoint.every=0", "engine.cuda_graphs=true",
+    "optimizer.learning_rate=4e-4", "optimizer.warmup_steps=10", "checkpoint.every=0", "engine.cuda_graphs=true",
     "evaluation.every=20", "verify.every=0",
 )  # fmt: skip
 """Knobs over configs/add-grpo.yaml. No step is computed by transformers, which takes a minute for 1,024 rollouts."""
