@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_policy import Drops, PolicyColumns, SamplingAsked
@@ -58,9 +59,8 @@ def answer_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
 
 
 def _masks(trace: Trace, policy: PolicyColumns, reasons: Mapping[str, str]) -> Iterator[Comparison]:
-    ends = np.cumsum(policy.lengths)[:-1]
-    masks = np.split(trace.array(policy, "mask").astype(bool), ends)
-    versions = np.split(trace.array(policy, "version"), ends)
+    masks = ragged.split(trace.array(policy, "mask").astype(bool), policy.lengths)
+    versions = ragged.split(trace.array(policy, "version"), policy.lengths)
     for name, mask, version in zip(policy.ids, masks, versions, strict=True):
         if reasons.get(name):
             continue
@@ -79,9 +79,8 @@ def _masks(trace: Trace, policy: PolicyColumns, reasons: Mapping[str, str]) -> I
 
 def _turns(trace: Trace, rollouts: Rollouts) -> Mapping[str, list[_Turn]]:
     """Turns of each rollout: runs of sampled tokens."""
-    ends = np.cumsum(rollouts.lengths)[:-1]
-    tokens = np.split(trace.array(rollouts, "tokens"), ends)
-    sampled = np.split(trace.array(rollouts, "sampled").astype(bool), ends)
+    tokens = ragged.split(trace.array(rollouts, "tokens"), rollouts.lengths)
+    sampled = ragged.split(trace.array(rollouts, "sampled").astype(bool), rollouts.lengths)
     found = {}
     for name, ids, drawn in zip(rollouts.ids, tokens, sampled, strict=True):
         edges = np.flatnonzero(np.diff(np.concatenate([[False], drawn, [False]])))

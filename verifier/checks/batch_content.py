@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from unicodedata import normalize
 
-import numpy as np
-
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_policy import Advantages, Drops, PolicyColumns, SamplingRound
@@ -161,7 +160,7 @@ def _reasons(trace: Trace, item: Drops) -> dict[str, str]:
     if item.drop_overlong:
         found |= {name: "overlong" for name, cut in zip(item.ids, item.truncated, strict=True) if cut}
     for policy in trace.of(PolicyColumns, version=item.version):
-        versions = np.split(trace.array(policy, "version"), np.cumsum(policy.lengths)[:-1])
+        versions = ragged.split(trace.array(policy, "version"), policy.lengths)
         for name, by in zip(policy.ids, versions, strict=True):
             sampled = by[by >= 0]
             if len(sampled) and policy.trained_version - int(sampled.min()) > policy.max_staleness:

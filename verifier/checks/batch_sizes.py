@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_policy import Advantages, PolicyColumns
@@ -88,7 +87,7 @@ def _updates(trace: Trace, sizes: StepSizes) -> Iterator[Comparison]:
 
 def _mini_batches(trace: Trace, policy: PolicyColumns, count: int) -> list[tuple[str, ...]]:
     """Ids of each mini-batch that has a token in the loss: consecutive parts, the first ones longer by one."""
-    masks = np.split(trace.array(policy, "mask").astype(bool), np.cumsum(policy.lengths)[:-1])
+    masks = ragged.split(trace.array(policy, "mask").astype(bool), policy.lengths)
     least, longer = divmod(len(policy.ids), count)
     parts, begin = [], 0
     for number in range(count):

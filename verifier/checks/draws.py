@@ -11,6 +11,7 @@ import numpy as np
 
 from verifier.checks.content import times
 from verifier.checks.packing import POSITION_BITS
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_policy import LossRows, PolicyColumns, RequestSeeds, SamplingAsked
@@ -91,8 +92,10 @@ def _repeats(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
     """The two answers of each group that are equal although that is unlikely, or none."""
     groups: dict[str, dict[str, tuple[bytes, float]]] = defaultdict(dict)
     for item in trace.of(Rollouts, version=asked.version):
-        ends = np.cumsum(item.lengths)[:-1]
-        columns = [np.split(trace.array(item, name), ends) for name in ("tokens", "versions", "logprobs", "sampled")]
+        columns = [
+            ragged.split(trace.array(item, name), item.lengths)
+            for name in ("tokens", "versions", "logprobs", "sampled")
+        ]
         for name, group, tokens, versions, nats, drawn in zip(item.ids, item.groups, *columns, strict=True):
             sum_ = float(nats[drawn.astype(bool)].astype(np.float64).sum())
             groups[group][name] = tokens.tobytes() + versions.tobytes(), sum_
@@ -157,9 +160,7 @@ def _drawn(trace: Trace, asked: SamplingAsked) -> _Drawn | None:
     policy = next(trace.of(PolicyColumns, version=asked.version), None)
     if columns is None or policy is None:
         return None
-    versions = dict(
-        zip(policy.ids, np.split(trace.array(policy, "version"), np.cumsum(policy.lengths)[:-1]), strict=True)
-    )
+    versions = dict(zip(policy.ids, ragged.split(trace.array(policy, "version"), policy.lengths), strict=True))
     fresh = np.concatenate([_fresh(policy, versions[name]) for name in columns.ids])
     starts = np.concatenate([[0], np.cumsum(columns.lengths)])
     kept: list[np.ndarray] = []

@@ -10,6 +10,7 @@ import numpy as np
 from verifier.checks.content import times
 from verifier.checks.engine_mismatch import MISMATCH, greatest_nats, noise_source
 from verifier.checks.logprobs import FEW_TOKENS, GREATEST_NOISES, at_temperature
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.records_policy import EvaluatedAnswers
@@ -48,8 +49,7 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
         if noise is None and trace.manifest.dtype != "float32":
             raise LookupError(f"no measured noise of {trace.manifest.dtype} beside the evaluation")
         arrays = trace.arrays(item)
-        ends = np.cumsum(item.lengths)[:-1]
-        columns = [np.split(arrays[name], ends) for name in ("mask", "engine", "trainer", "shortfall")]
+        columns = [ragged.split(arrays[name], item.lengths) for name in ("mask", "engine", "trainer", "shortfall")]
         for name, greedy, mask, *values in zip(item.ids, item.greedy, *columns, strict=True):
             at = np.flatnonzero(mask)
             if not len(at):

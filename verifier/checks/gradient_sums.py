@@ -10,6 +10,7 @@ import numpy as np
 
 from verifier.checks.content import owner_of, times
 from verifier.checks.step import NORM
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_trainer import GradientSums, SummedTensor, TrainerStep
@@ -67,7 +68,7 @@ def gradient_not_summed(trace: Trace) -> Iterator[Comparison]:
 
 def _cut(trace: Trace, item: GradientSums, name: str) -> list[np.ndarray]:
     sizes = [tensor.owned if name == "reduced" else tensor.elements for tensor in item.tensors]
-    return np.split(trace.array(item, name).astype(np.float64), np.cumsum(sizes)[:-1]) if sizes else []
+    return ragged.split(trace.array(item, name).astype(np.float64), sizes)
 
 
 def _summed(

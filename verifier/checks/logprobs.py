@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from verifier.checks.content import owner_of, times
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance, describe_difference
 from verifier.core.record import Record
@@ -212,7 +213,8 @@ def compare_with_oracle(
         )
         other = next(trace.of(third, name=actual.name, version=actual.version), None) if third else None
         heard = trace.array(other) if other is not None and other.lengths == lengths else np.full_like(got, np.nan)
-        rows = zip(split(got, lengths), split(want, lengths), split(heard, lengths), bounds.greatest, strict=True)
+        sides = [ragged.split(side, lengths) for side in (got, want, heard)]
+        rows = zip(*sides, bounds.greatest, strict=True)
         for number, (left, right, voice, bound) in enumerate(rows):
             found = _compare_one(actual, f"sequence {number}", left, right, bound, actual_says, expected_says, hint)
             agreed = describe_difference(left, voice)
@@ -230,11 +232,6 @@ def compare_with_oracle(
                 f"on the {name}, {bound.absolute:.3g} is allowed",
                 owner=owner_of(actual), allowed=str(bound), hint=hint,
             )  # fmt: skip
-
-
-def split(values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Each sequence's part of an array."""
-    return np.split(values, np.cumsum(lengths, dtype=np.int64))[:-1]
 
 
 def _compare_one(

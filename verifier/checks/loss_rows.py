@@ -9,6 +9,7 @@ import numpy as np
 
 from verifier.checks.content import owner_of, times
 from verifier.checks.packing import POSITION_BITS
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.records_policy import LossRows, LossTerms, PolicyColumns, ReferenceShard
@@ -93,11 +94,10 @@ def updates_of(trace: Trace) -> Iterator[UpdateRows]:
 def _of_update(trace: Trace, policy: PolicyColumns, columns: LossColumns) -> dict[str, np.ndarray]:
     """Columns of the batch for the rollouts of one update, by id."""
     number = {name: place for place, name in enumerate(policy.ids)}
-    ends = np.cumsum(policy.lengths)[:-1]
     found = {}
     for name in READ[1:]:
         if name in (arrays := trace.arrays(policy)):
-            parts = np.split(arrays[name].astype(np.float64), ends)
+            parts = ragged.split(arrays[name].astype(np.float64), policy.lengths)
             found[name] = np.concatenate([parts[number[own]] for own in columns.ids])
     return found
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from verifier.checks.content import owner_of
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.manifest import MeshSizes
@@ -239,7 +240,7 @@ def _sampled(trace: Trace, item: Rollouts) -> Iterator[Comparison]:
             zip(
                 sampled.prompts,
                 sampled.tokens,
-                np.split(trace.array(sampled), np.cumsum(sampled.lengths)[:-1]),
+                ragged.split(trace.array(sampled), sampled.lengths),
                 strict=True,
             )
         )

@@ -11,6 +11,7 @@ import numpy as np
 
 from verifier.checks.answers import gold_stated, stated_value
 from verifier.checks.content import owner_of, times
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.records_policy import Advantages, GivenRewards, PolicyColumns, UpdateRatios
@@ -169,13 +170,12 @@ def policy_input_differs(trace: Trace) -> Iterator[Comparison]:
     """
     for item in trace.of(PolicyColumns):
         arrays = trace.arrays(item)
-        ends = np.cumsum(item.lengths)[:-1]
         advantage = {
             name: value
             for found in trace.of(Advantages, version=item.version)
             for name, value in zip(found.ids, found.advantages, strict=True)
         }
-        parts = {name: np.split(array, ends) for name, array in arrays.items()}
+        parts = {name: ragged.split(array, item.lengths) for name, array in arrays.items()}
         for place, name in enumerate(item.ids):
             rows = {key: values[place] for key, values in parts.items()}
             yield from _policy_inputs(item, name, rows, advantage.get(name, math.nan))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_data import ExamplesRead, HeldOutRead, RolloutsRead, RowsRead
@@ -134,8 +135,7 @@ def recorded_rollout_differs_from_file(trace: Trace) -> Iterator[Comparison]:
 
 def _read(trace: Trace, item: RolloutsRead) -> dict[str, dict[str, Any]]:
     """Fields of each rollout of a file, by id."""
-    ends = np.cumsum(item.lengths)[:-1]
-    columns = {name: np.split(values, ends) for name, values in trace.arrays(item).items()}
+    columns = {name: ragged.split(values, item.lengths) for name, values in trace.arrays(item).items()}
     lists = {
         "group": item.groups, "trajectory": item.trajectories, "reward": item.rewards, "text": item.texts,
         "answer": item.answers, "prompt length": item.prompt_lengths, **columns,
@@ -161,12 +161,12 @@ def _found(
         yield from _each("reward", rewards.ids, fields, read)
     for policy in trace.of(PolicyColumns, version=version):
         names = {"own": "mask", "engine": "logprobs", "version": "versions"}
-        ends = np.cumsum(policy.lengths)[:-1]
-        columns = {field: np.split(trace.array(policy, name), ends) for name, field in names.items()}
+        columns = {field: ragged.split(trace.array(policy, name), policy.lengths) for name, field in names.items()}
         yield from _each("loss", policy.ids, columns, read)
     for packed in trace.of(Rollouts, version=version):
-        ends = np.cumsum(packed.lengths)[:-1]
-        columns = {name: np.split(trace.array(packed, name), ends) for name in ("tokens", "sampled", "mask")}
+        columns = {
+            name: ragged.split(trace.array(packed, name), packed.lengths) for name in ("tokens", "sampled", "mask")
+        }
         fields = {"group": packed.groups, "prompt length": packed.prompt_lengths, **columns}
         yield from _each(packed.name, packed.ids, fields, read, dropped)
 

@@ -7,6 +7,7 @@ from unicodedata import normalize
 
 import numpy as np
 
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_data import TokensRead
@@ -39,8 +40,8 @@ def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
             for episode, index in zip(turns.episodes, turns.indices, strict=True)
             if turns.step_wise and index
         }
-        given = np.split(trace.array(item, "tokens"), np.cumsum(item.lengths)[:-1])
-        read = np.split(trace.array(item, "read"), np.cumsum(item.read_lengths)[:-1])
+        given = ragged.split(trace.array(item, "tokens"), item.lengths)
+        read = ragged.split(trace.array(item, "read"), item.read_lengths)
         rows = zip(item.ids, given, read, item.prompt_lengths, item.read_prompt_lengths, strict=True)
         for name, found, wanted, begins, should_begin in rows:
             if name in later:  # its prompt has earlier turns too, which DAT006 compares

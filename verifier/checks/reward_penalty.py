@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from verifier.checks.content import times
 from verifier.checks.policy_step import FLOOR, LIMIT
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.records_policy import Advantages, PolicyColumns
@@ -37,10 +36,8 @@ def penalty_differs_from_divergence(trace: Trace) -> Iterator[Comparison]:
         arrays = trace.arrays(policy)
         if not {"old", "penalty_reference", "own"} <= arrays.keys():
             continue
-        ends = np.cumsum(policy.lengths)[:-1]
-        parts = zip(
-            policy.ids, *(np.split(arrays[name], ends) for name in ("old", "penalty_reference", "own")), strict=True
-        )  # fmt: skip
+        columns = [ragged.split(arrays[name], policy.lengths) for name in ("old", "penalty_reference", "own")]
+        parts = zip(policy.ids, *columns, strict=True)
         rows = {name: (old[own.astype(bool)], reference[own.astype(bool)]) for name, old, reference, own in parts}
         for item in trace.of(Advantages, version=policy.version):
             for name, actual in zip(item.ids, item.penalties, strict=True):

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from verifier.checks.logprobs import ORACLE, compare_with_oracle, split
+from verifier.checks.logprobs import ORACLE, compare_with_oracle
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, describe_difference
 from verifier.core.records_tokens import (
@@ -98,9 +99,9 @@ def replay_changed_logprob(trace: Trace) -> Iterator[Comparison]:
     References: miles#2722, SkyRL#1908.
     """
     for natural in trace.of(NaturalRouteLogprobs):
-        expected = split(trace.array(natural), natural.lengths)
+        expected = ragged.split(trace.array(natural), natural.lengths)
         for item in trace.of(ReplayedRouteLogprobs, version=natural.version):
-            actual = split(trace.array(item), natural.lengths)
+            actual = ragged.split(trace.array(item), natural.lengths)
             for name, left, right in zip(natural.rollouts, actual, expected, strict=True):
                 found = describe_difference(left, right)
                 yield Comparison(

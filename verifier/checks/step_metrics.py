@@ -10,6 +10,7 @@ import numpy as np
 
 from verifier.checks.content import times
 from verifier.checks.loss_rows import LIMIT, UpdateRows, kl_estimates, updates_of
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.record import Real
@@ -163,7 +164,7 @@ def _of_tokens(trace: Trace, terms: LossTerms) -> Mapping[str, Number]:
         arrays = trace.arrays(item)
         version = arrays["version"].astype(np.int64)
         ages = np.where(version >= 0, item.trained_version - version, 0)
-        oldest = [int(part.max(initial=0)) for part in np.split(ages, np.cumsum(item.lengths)[:-1])]
+        oldest = [int(part.max(initial=0)) for part in ragged.split(ages, item.lengths)]
         sampled, passes = int((version >= 0).sum()), 1 + any(name.endswith("reference") for name in arrays)
         found["staleness"] = _sum(int(ages.sum()) / sampled if sampled else math.nan)
         found["dropped_stale"] = _count(sum(age > item.max_staleness for age in oldest))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from verifier.checks.content import owner_of, times
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.record import Real
@@ -144,9 +145,8 @@ def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
     References: AReaL#1730, verl#3741, verl#7200, trl#3231.
     """
     for item in trace.of(LossColumns):
-        ends = np.cumsum(item.lengths)[:-1]
-        masks = np.split(trace.array(item, "mask").astype(bool), ends)
-        weights = np.split(trace.array(item, "weight").astype(np.float64), ends)
+        masks = ragged.split(trace.array(item, "mask").astype(bool), item.lengths)
+        weights = ragged.split(trace.array(item, "weight").astype(np.float64), item.lengths)
         expected = _weights(item, masks)
         for name, weight, mask, right in zip(item.ids, weights, masks, expected, strict=True):
             wanted = np.where(mask, right, 0.0)

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_policy import Advantages, EpisodeTurns, GivenRewards
@@ -127,8 +128,7 @@ def _rollouts(item: EpisodeTurns) -> Iterator[tuple[str, tuple[tuple[int, ...], 
 def _trained(
     trace: Trace, rollouts: Rollouts, expected: Mapping[str, tuple[tuple[int, ...], np.ndarray]]
 ) -> Iterator[Comparison]:
-    ends = np.cumsum(rollouts.lengths)[:-1]
-    columns = [np.split(trace.array(rollouts, name), ends) for name in ("tokens", "sampled", "mask")]
+    columns = [ragged.split(trace.array(rollouts, name), rollouts.lengths) for name in ("tokens", "sampled", "mask")]
     for name, tokens, sampled, mask in zip(rollouts.ids, *columns, strict=True):
         right, drawn = expected.get(name, ((), np.zeros(0, bool)))
         wrong = ""

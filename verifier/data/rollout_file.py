@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from verifier.core import ragged
 from verifier.data.rollout import PROMPT_VALUES, Rollout
 from verifier.errors import UsageError
 
@@ -60,8 +61,7 @@ def load_rollouts(path: Path) -> tuple[list[Rollout], dict[str, list[np.ndarray]
     with safe_open(path, "numpy") as file:
         about = json.loads(file.metadata()["rollouts"])
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    ends = np.cumsum(about["lengths"])[:-1]
-    parts = {name: np.split(array, ends) for name, array in arrays.items()}
+    parts = {name: ragged.split(array, about["lengths"]) for name, array in arrays.items()}
     rollouts = [
         Rollout(
             id=about["ids"][at], group=about["groups"][at], prompt_length=about["prompt_lengths"][at],

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from verifier.core import store
+from verifier.core import ragged, store
 from verifier.core.manifest import MeshSizes
 from verifier.core.reader import read
 from verifier.core.record import Measurement, Record, real
@@ -187,7 +187,7 @@ class _Recording:
     def _tokens(self, name: str, version: int) -> list[list[int]]:
         """Token ids of a pass's rollouts."""
         record = next(self.seen.of(Rollouts, name=name, version=version))
-        return [part.tolist() for part in _split(self.seen.arrays(record)["tokens"], record.lengths)]
+        return [part.tolist() for part in ragged.split(self.seen.arrays(record)["tokens"], record.lengths)]
 
     def _score(self, checkpoint: Path, groups: Sequence[Group], dtype: str) -> list[Scored]:
         """Log-probabilities of groups of sequences, each at its temperature; the checkpoint is loaded for each."""
@@ -266,7 +266,7 @@ class _Recording:
     def _batch(self, record: Rollouts) -> list[list[Any]]:
         """The rollouts of a step as `verifier.oracle.step_hf` takes them."""
         arrays = self.seen.arrays(record)
-        columns = [_split(arrays[name], record.lengths) for name in ("tokens", "mask", "logprobs")]
+        columns = [ragged.split(arrays[name], record.lengths) for name in ("tokens", "mask", "logprobs")]
         return [
             [tokens.tolist(), mask.tolist(), reward, np.nan_to_num(nats).tolist()]
             for tokens, mask, nats, reward in zip(*columns, record.rewards, strict=True)
@@ -332,8 +332,3 @@ def gradient_record(row: Mapping[str, Any], owners: Owners | None, mesh: Mesh) -
 def _content(record: Record) -> dict[str, Any]:
     """Fields of a record besides those that say whose it is."""
     return {name: getattr(record, name) for name in record.__struct_fields__ if name not in Record.__struct_fields__}
-
-
-def _split(values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Values of sequences one after another, by sequence."""
-    return np.split(values, np.cumsum(lengths)[:-1])

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 from verifier.config.training import TrainConfig
 from verifier.config.words import noted
+from verifier.core import ragged
 from verifier.core.record import Probe, real
 from verifier.core.records_policy import LossTerms, StepMetrics, WrittenMetrics
 from verifier.core.records_tokens import SampledNoise
@@ -337,7 +338,7 @@ class StepLoop:
         lengths = [len(rollout) for rollout in load_rollouts(file)[0]]
         values = load_file(found)["logprobs"]
         found.unlink()  # the columns of the batch keep what the loss reads
-        return np.split(values, np.cumsum(lengths)[:-1])
+        return ragged.split(values, lengths)
 
     def _begin_trace(self, step: int) -> Path:
         self._manifest = step_manifest(self.config, self.model, step)

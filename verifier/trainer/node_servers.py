@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import verifier
+from verifier.core import ragged
 from verifier.engine.api import EngineConfig, Sample, Sampling
 from verifier.engine.client import EngineClient
 from verifier.engine.process import EngineProcess, engine_fork_server
@@ -76,11 +77,10 @@ def columns_of(answers: Sequence[Sequence[Sample]]) -> dict[str, Any]:
 
 def samples_of(columns: Mapping[str, Any]) -> list[list[Sample]]:
     """Samples from their columns, see `columns_of`."""
-    ends = np.cumsum(columns["lengths"])[:-1]
     rows = zip(
-        np.split(columns["tokens"], ends), np.split(columns["logprobs"], ends), columns["ended"],
-        columns["cached"].tolist(), columns["seeds"], strict=True,
-    ) if len(columns["lengths"]) else ()  # fmt: skip
+        ragged.split(columns["tokens"], columns["lengths"]), ragged.split(columns["logprobs"], columns["lengths"]),
+        columns["ended"], columns["cached"].tolist(), columns["seeds"], strict=True,
+    )  # fmt: skip
     samples = iter(
         Sample(tokens=tuple(ids.tolist()), logprobs=tuple(nats.tolist()), ended=end, cached_tokens=cached, seed=seed)
         for ids, nats, end, cached, seed in rows
