@@ -56,7 +56,8 @@ def learnt(folder: Path, first: tuple[Path, float], *words: str) -> dict[str, ob
     found = {
         "seconds": round(seconds, 1), "fine_tuning_s": round(first[1], 1), "steps": len(rows),
         "held_out_reward": rewards, "mismatch_max": max(row["mismatch_max"] for row in rows),
-        "mismatch_p99": max(p99), "mismatch_k3": max(row["mismatch_k3"] for row in rows), "mismatch_trend": rows[-1]["mismatch_trend"],
+        "mismatch_p99": max(p99), "mismatch_k3": max(row["mismatch_k3"] for row in rows),
+        "mismatch_trend": rows[-1]["mismatch_trend"],
         **{key: statistics.median(row[key] for row in rows) for key in ("time_s", "prepare_s", "train_s", "sync_s")},
     }  # fmt: skip
     print(found, flush=True)
