@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+from collections.abc import Iterator
+
+_MARK = "verifier_stage"
 
 
 class Stage(enum.IntEnum):
@@ -43,3 +47,20 @@ class Stage(enum.IntEnum):
     def label(self) -> str:
         """Lower-case name, as printed in reports and stored in traces."""
         return self.name.lower()
+
+
+@contextlib.contextmanager
+def in_stage(stage: Stage, version: int = 0) -> Iterator[None]:
+    """Mark an exception with the stage, and the weight version, that it ended; the innermost mark stays."""
+    try:
+        yield
+    except Exception as error:
+        if stage_of(error) is None:
+            error.__dict__[_MARK] = (stage, version)
+        raise
+
+
+def stage_of(error: BaseException) -> tuple[Stage, int] | None:
+    """Stage and weight version that an exception ended, as `in_stage` marked it; None for one without a mark."""
+    found: tuple[Stage, int] | None = error.__dict__.get(_MARK)
+    return found

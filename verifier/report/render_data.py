@@ -29,7 +29,8 @@ def render_json(report: Report) -> str:
         "trace": report.trace,
         "run": msgspec.to_builtins(report.manifest),
         "outcomes": [_outcome(item, report.manifest) for item in report.outcomes],
-        "not_judged": list(report.manifest.not_judged),
+        "not_judged": list(report.not_judged),
+        "unreached": list(report.unreached),
         "resembles": [msgspec.to_builtins(item) for item in alike.faults] if (alike := report.resembles) else [],
         "cause": _cause(report),
         "ended_by": why_it_ended(report.manifest),
@@ -87,10 +88,10 @@ def render_junit(report: Report) -> str:
     suite = ElementTree.Element(
         "testsuite",
         name="verifier",
-        tests=str(len(report.outcomes) + len(report.switched_off)),
+        tests=str(len(report.outcomes) + len(report.switched_off) + bool(report.unreached)),
         failures=str(verdicts.count(Verdict.VIOLATED)),
         errors=str(verdicts.count(Verdict.INCONCLUSIVE)),
-        skipped=str(len(report.switched_off)),
+        skipped=str(len(report.switched_off) + bool(report.unreached)),
     )
     if lines := [*stack_lines(report.manifest), *provenance(report.manifest)]:
         properties = ElementTree.SubElement(suite, "properties")
@@ -107,6 +108,9 @@ def render_junit(report: Report) -> str:
     for code in report.switched_off:
         case = ElementTree.SubElement(suite, "testcase", classname=group, name=code)
         ElementTree.SubElement(case, "skipped", message="switched off for this run")
+    if report.unreached:
+        case = ElementTree.SubElement(suite, "testcase", classname=group, name="checks that the run did not come to")
+        ElementTree.SubElement(case, "skipped", message=report.not_judged[-1])
     if not report.manifest.complete:
         ElementTree.SubElement(suite, "system-err").text = "the run did not finish: its trace is not complete"
     ElementTree.indent(suite)
