@@ -22,9 +22,9 @@ def stack_failed(trace: Trace) -> Iterator[Comparison]:
     """No process of the run died inside the stack under test.
 
     What it checks: exceptions whose innermost frame, torch and the standard library apart, lies in Megatron,
-    megatron-bridge, Transformer Engine, vLLM or transformers, in the stage that was under way. Only a run that ended by
-    one has a subject for this check. Frames of the CPU tier's stand-ins count as their caller's where torch refused what
-    they were given; the finding says so.
+    megatron-bridge, Transformer Engine, vLLM or transformers, in the stage that was under way. Only a run that ended
+    by one has a subject for this check. Frames of the CPU tier's stand-ins count as their caller's where torch refused
+    what they were given; the finding says so.
     Why it matters: a model that the stack refuses on a mesh is what a gate is asked about, and no fault of the gate.
     Evidence: load/stack-failure of the controller.
     Tolerance and its source: exact.
@@ -43,7 +43,10 @@ def stack_failed(trace: Trace) -> Iterator[Comparison]:
 def _hints(item: StackFailure, run: Manifest) -> Iterator[str]:
     """What can be tried, and what it would tell."""
     if item.missing:
-        yield f"install what provides `{item.missing}`"
+        yield f"no mesh changes it: install what provides `{item.missing}`"
+        return
+    if item.message.startswith("ImportError"):
+        yield "no mesh changes it: install the package that it names"
         return
     if item.stand_in:
         yield f"it came out of a stand-in of the CPU tier ({item.stand_in}), so a GPU tells whether it needs one"

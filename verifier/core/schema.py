@@ -27,7 +27,7 @@ KINDS: dict[str, type[Record]] = {
         records_trainer,
         records_policy,
         records_run,
-    )  # fmt: skip
+    )
     for item in vars(module).values()
     if isinstance(item, type) and issubclass(item, Record) and "/" in kind_of(item)
 }

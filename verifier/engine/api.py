@@ -267,7 +267,8 @@ class Engine(Protocol):
 
 
 CARRIED = (
-    VerifierError, RuntimeError, ValueError, LookupError, AttributeError, TypeError, AssertionError, OSError, ImportError,
+    VerifierError, RuntimeError, ValueError, LookupError, AttributeError, TypeError, AssertionError, OSError,
+    ImportError,
 )  # fmt: skip
 """Errors that upstream code raises at a request that it cannot serve: reported to the client, and survived."""
 _MAX_CAUSE = 600

@@ -1,8 +1,8 @@
 """Failures inside the stack under test: which exceptions are one, and the error that carries one to the report.
 
 The innermost frame of this package or of the stack decides. In the stack, the failure is the stack's own; here, it is
-ours. Frames of torch, of the standard library and of pass-through wrappers belong to whoever called them. So do those of
-the CPU tier's stand-ins for upstream code where torch refuses what they were given; what they raise otherwise is ours.
+ours. Frames of torch, of the standard library and of pass-through wrappers belong to whoever called them. So do those
+of the CPU tier's stand-ins for upstream code where torch refuses what they were given; what else they raise is ours.
 """
 
 from __future__ import annotations

@@ -165,6 +165,10 @@ def _table(report: Report) -> str:
     ]
     left_out = {"switched off": report.switched_off, "no subject in this run": report.out_of_scope}
     left_out |= {f"nothing to compare with for {item.code}": item.left_out for item in report.outcomes}
+    if report.widened:
+        first, *others = report.widened
+        more = f" and {len(others):,} more" if others else ""
+        lines.append(printable(f"  held in a wider dtype with the same values: {first}{more}"))
     return "\n".join([*lines, *(f"  {why}: {', '.join(codes)}" for why, codes in left_out.items() if codes)])
 
 

@@ -30,8 +30,6 @@ class Report:
     """Label of the stage in which the stack under test ended the run, if it did."""
     unreached: tuple[str, ...] = ()
     """Codes of checks that could not be judged because of that; they have no outcome."""
-    notes: tuple[str, ...] = ()
-    """Sentences on what was taken for equal."""
 
     @property
     def not_judged(self) -> tuple[str, ...]:
@@ -45,6 +43,11 @@ class Report:
         """The dominant verdict. A run that did not finish is never more than inconclusive when nothing is violated."""
         found = verdict_of(self.outcomes)
         return found if self.manifest.complete else max(found, Verdict.INCONCLUSIVE)
+
+    @property
+    def widened(self) -> tuple[str, ...]:
+        """Names, each with its dtypes, of what an engine holds in a wider dtype with the same values."""
+        return tuple(dict.fromkeys(name for item in self.outcomes for name in item.widened))
 
     @property
     def exit_code(self) -> ExitCode:
