@@ -1,7 +1,7 @@
 """What vLLM's workers log of the exceptions that end a request or their start, for the process that drives them.
 
-The driver learns of a worker's failure as of one whose trace stands in a log. Workers are forked from the driver, so
-they have its handlers of logs too.
+The driver learns of a worker's failure as of one whose trace stands in a log. A worker that was forked from the driver
+has its handlers of logs; one that is an interpreter of its own finds the folder in its environment.
 """
 
 from __future__ import annotations
@@ -16,22 +16,27 @@ from verifier.core.records_run import StackFailure
 from verifier.launch.stack_failure import failure_of
 
 LOGGER = "vllm"
+_DRIVER, _FOLDER = "VERIFIER_ENGINE_DRIVER", "VERIFIER_ENGINE_FAILURES"
 
 
 class WorkerFailures(logging.Handler):
     """Keeps the exceptions that this process's workers log.
 
     Args:
-        folder: gets a file for each; made with the first.
+        folder: gets a file for each worker that fails; made with the first.
+        driver: process that drives the workers, this one by default; what it logs itself is not kept.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, driver: int | None = None) -> None:
         super().__init__(logging.ERROR)
-        self._folder, self._driver = folder, os.getpid()
+        self._folder, self._driver = folder, driver or os.getpid()
 
     def listen(self) -> None:
-        """Listen to what vLLM logs in this process and in those that it forks."""
-        logging.getLogger(LOGGER).addHandler(self)
+        """Listen to what vLLM logs in this process, and in those that it starts from now on (`listen_in_worker`)."""
+        os.environ.update({_DRIVER: str(self._driver), _FOLDER: str(self._folder)})
+        logger = logging.getLogger(LOGGER)
+        if not any(isinstance(item, WorkerFailures) for item in logger.handlers):
+            logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the exception that a worker logs, as a failure of the stack or as none."""
@@ -65,3 +70,9 @@ class WorkerFailures(logging.Handler):
 
     def _files(self) -> list[Path]:
         return sorted(self._folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+
+
+def listen_in_worker() -> None:
+    """Listen in a worker, if its driver listens and it was not forked."""
+    if _FOLDER in os.environ:
+        WorkerFailures(Path(os.environ[_FOLDER]), int(os.environ[_DRIVER])).listen()
