@@ -32,17 +32,8 @@ STAND_INS = "verifier.platform.cpu"
 PEER_LOST = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
 """Messages about a process that died elsewhere."""
 _NOT_ITS_OWN = re.compile(
-    "|".join(
-        (
-            *PEER_LOST,
-            "timed out",
-            "timeout",
-            "out of memory",
-            "can't allocate memory",
-            "no available memory",
-            "free memory",
-        )
-    )
+    "|".join(PEER_LOST) + "|timed out|timeout|out of memory|allocate memory|no available memory|free memory|bad_alloc"
+    "|alloc_failed"
 )
 """Messages about the machine, a deadline or another process."""
 _MACHINE = frozenset({
@@ -59,6 +50,10 @@ class StackFailed(VerifierError):
     def __init__(self, failure: StackFailure) -> None:
         self.failure = failure
         super().__init__(failure.sentence + (f" ({failure.owner})" if failure.name else ""))
+
+    def __reduce__(self) -> tuple[type[StackFailed], tuple[StackFailure]]:
+        """Return the call that makes it again elsewhere, with the stage that it is marked with."""
+        return StackFailed, (failure_of(self) or self.failure,)
 
 
 def failure_of(error: BaseException) -> StackFailure | None:
