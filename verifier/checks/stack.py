@@ -34,9 +34,9 @@ def stack_failed(trace: Trace) -> Iterator[Comparison]:
     """
     for item in trace.of(StackFailure):
         yield Comparison(
-            what=item.where, same=False, stage=Stage[item.at.upper()] if item.at else Stage.LOAD, version=item.during,
-            badness=1.0, sentence=item.sentence, owner=item.owner, expected="no failure", actual=item.message,
-            allowed="exact", hint="; ".join(_hints(item, trace.manifest)),
+            what=item.where, same=not item.message, stage=Stage[item.at.upper()] if item.at else Stage.LOAD,
+            version=item.during, badness=1.0, sentence=item.sentence, owner=item.owner, expected="no failure",
+            actual=item.message, allowed="exact", hint="; ".join(_hints(item, trace.manifest)),
         )  # fmt: skip
 
 

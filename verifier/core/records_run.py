@@ -11,16 +11,16 @@ class StackFailure(Record, frozen=True, kw_only=True, tag="load/stack-failure"):
     `name` is the party that failed, such as "trainer rank 1" or "the engine".
     """
 
-    package: str
+    package: str = ""
     """Distribution, such as "megatron-bridge"."""
-    package_version: str
-    file: str
+    package_version: str = ""
+    file: str = ""
     """File from the package's top folder on, such as "megatron/bridge/models/olmoe/olmoe_bridge.py"."""
-    line: Count
-    function: str
+    line: Count = 0
+    function: str = ""
     """Innermost function of the package that was running."""
-    message: str
-    """Kind and text of the exception, in one line."""
+    message: str = ""
+    """Kind and text of the exception, in one line; empty where nothing failed."""
     missing: str = ""
     """Module that is not installed, where that was the failure."""
     stand_in: str = ""

@@ -94,7 +94,7 @@ def report_of(
     scoped = [item for _, item in sorted(checks.items()) if scopes & {item.scope, item.also}]
     chosen = [item for code, item in sorted(checks.items()) if code in only_codes] if only_codes else scoped
     outcomes = [run_check(_restricted(item, only_names), trace) for item in chosen]
-    ended_in = next((item.at for item in trace.of(StackFailure)), "")
+    ended_in = next((item.at for item in trace.of(StackFailure) if item.message), "")
     unreached = [item.code for item in outcomes if ended_in and item.verdict is Verdict.INCONCLUSIVE and not item.error]
     left_out = [code for code, item in sorted(checks.items()) if item not in scoped and item not in chosen]
     return Report(
