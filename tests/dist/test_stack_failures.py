@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import verifier.checks
 from tests.meta.sources import ROOT
 from verifier.cli.train import started_judge
 from verifier.config.load import load
@@ -86,10 +87,12 @@ def test_an_engine_that_dies_in_a_worker_of_vllm(tmp_path):
     assert (report["cause"]["stage"], report["cause"]["owner"]) == ("engine", "the engine")
 
 
-@pytest.mark.parametrize("judged", [True, False])
-def test_a_training_run_that_dies_in_megatron(tmp_path, trainer_launcher: ForkLauncher, judged):
+@pytest.mark.parametrize(("judged", "where"), [(True, ("logprob", 0)), (False, ("train", 1))])
+def test_a_training_run_that_dies_in_megatron(tmp_path, trainer_launcher: ForkLauncher, judged, where):
+    """A judged run scores a rollout by itself before its step."""
     run = tmp_path / "run"
-    words = ["model=tiny:add", "mesh.tp=2", "steps=1", f"run={run}", f"verify.steps={judged}", "verify.every=0"]
+    words = ["model=tiny:add", "mesh.tp=2", "mesh.dp=1", "steps=1", f"run={run}", "verify.every=0"]
+    words.append(f"verify.steps={judged}")
     config, _ = load(TrainConfig, file=ROOT / "configs" / "add-sft.yaml", overrides=words)
     within = (INJECTED, "norm-wider-than-its-shard", str(tmp_path))
     with started_judge() as judge, pytest.raises(Exception, match="megatron-core") as caught:
@@ -97,5 +100,6 @@ def test_a_training_run_that_dies_in_megatron(tmp_path, trainer_launcher: ForkLa
     assert caught.value.exit_code == 1
     assert isinstance(caught.value, ViolationFound) is judged
     report = report_of(store.read(run / "failure"), "t")
-    assert [(item.code, item.finding.first_bad_stage.label) for item in report.violated] == [("STK001", "train")]
-    assert report.violated[0].finding.first.version == 1
+    (outcome,) = report.violated
+    assert outcome.code == "STK001"
+    assert (outcome.finding.first_bad_stage.label, outcome.finding.first.version) == where

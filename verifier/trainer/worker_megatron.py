@@ -93,7 +93,7 @@ class TrainerWorker:
     def answer(self, name: str, **arguments: Any) -> Any:
         """Answer a call, in its turn on the GPUs."""
         turn = contextlib.nullcontext() if self._turns is None else self._turns.taken(name)
-        stage = in_stage(CALLS[name], int(arguments.get("step", arguments.get("version", 0))))
+        stage = in_stage(CALLS[name], int(arguments.get("step", arguments.get("version", self._saves.trained))))
         with turn, refused_for_memory(self._config, self._spec.tier, self._context.rank, name), stage:
             return getattr(self, name)(**arguments)
 
