@@ -25,7 +25,7 @@ def stack_failed(trace: Trace) -> Iterator[Comparison]:
     megatron-bridge, Transformer Engine, vLLM or transformers, in the stage that was under way. Only a run that ended
     by one has a subject for this check. Frames of the CPU tier's stand-ins count as their caller's where torch refused
     what they were given; the finding says so.
-    Why it matters: a model that the stack refuses on a mesh is what a gate is asked about, and no fault of the gate.
+    Why it matters: a model that the stack refuses on a mesh is what a gate is asked about, and no error of the gate.
     Evidence: load/stack-failure of the controller.
     Tolerance and its source: exact.
     What it does not catch: signals, deadlines, memory that runs out, and errors of this package, which end a command
@@ -41,7 +41,7 @@ def stack_failed(trace: Trace) -> Iterator[Comparison]:
 
 
 def _hints(item: StackFailure, run: Manifest) -> Iterator[str]:
-    """What can be tried, and what it would tell."""
+    """Clauses on what can be tried, and what it would tell."""
     if item.missing:
         yield f"no mesh changes it: install what provides `{item.missing}`"
         return

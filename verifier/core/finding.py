@@ -80,7 +80,7 @@ class Outcome:
     left_out: tuple[str, ...] = ()
     """Names that the check had nothing to compare with."""
     widened: tuple[str, ...] = ()
-    """What had the same values in a wider dtype, "`name` (bfloat16 as float32)"."""
+    """Names of what had the same values in a wider dtype, "`name` (bfloat16 as float32)"."""
 
     @property
     def verdict(self) -> Verdict:

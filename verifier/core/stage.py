@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Iterator
+from types import TracebackType
 
 _MARK = "verifier_stage"
 
@@ -52,12 +53,14 @@ class Stage(enum.IntEnum):
 @contextlib.contextmanager
 def in_stage(stage: Stage, version: int = 0) -> Iterator[None]:
     """Mark an exception with the stage, and the weight version, that it ended; the innermost mark stays."""
-    try:
-        yield
-    except Exception as error:
-        if stage_of(error) is None:
+
+    def mark(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and stage_of(error) is None:
             error.__dict__[_MARK] = (stage, version)
-        raise
+
+    with contextlib.ExitStack() as stack:
+        stack.push(mark)
+        yield
 
 
 def stage_of(error: BaseException) -> tuple[Stage, int] | None:

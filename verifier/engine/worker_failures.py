@@ -1,4 +1,4 @@
-"""What vLLM's workers log of the exceptions that end a request or their start, for the process that drives them.
+"""Failures of vLLM's workers, which log the exceptions that end a request or their start, for their driver.
 
 The driver learns of a worker's failure as of one whose trace stands in a log. A worker that was forked from the driver
 has its handlers of logs; one that is an interpreter of its own finds the folder in its environment.

@@ -33,9 +33,9 @@ PEER_LOST = ("connection closed by peer", "connection reset by peer", "connectio
 """Messages about a process that died elsewhere."""
 _NOT_ITS_OWN = re.compile(
     "|".join(PEER_LOST) + "|timed out|timeout|out of memory|allocate memory|no available memory|free memory|bad_alloc"
-    "|alloc_failed"
+    "|alloc_failed|gloo"
 )
-"""Messages about the machine, a deadline or another process."""
+"""Messages about the machine, a deadline, another process, or gloo, which stands in for NCCL on the CPU tier."""
 _MACHINE = frozenset({
     errno.EACCES, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EPERM, errno.EROFS,
 })  # fmt: skip

@@ -33,7 +33,7 @@ class Report:
 
     @property
     def not_judged(self) -> tuple[str, ...]:
-        """What was not judged and why, a clause each: what no check can judge, and what the run did not come to."""
+        """Clauses on what was not judged: what no check can judge, and what the run did not come to."""
         num = len(self.unreached)
         ended = f"{num} {'check was' if num == 1 else 'checks were'} not judged: the run ended in stage {self.ended_in}"
         return (*self.manifest.not_judged, ended) if num else self.manifest.not_judged
