@@ -17,6 +17,7 @@ from tests.snapshots.token_arrays import LEDGER, TOKENS
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.record import ArrayRecord, Measurement, Record, TensorRecord
 from verifier.core.records_config import ExportedConfig, GivenArguments, ProviderFields
+from verifier.core.records_run import StackFailure
 from verifier.core.records_tokens import (
     DrawnTokens,
     EngineLogprobs,
@@ -193,7 +194,7 @@ def engine() -> list[Record]:
     seen.append(Poison(name="poison", version=1, role="engine", outcomes={"a": "nan", "b": "nan"}))
     seen.append(Handover(name="transfer", version=1, refused=""))
     seen.append(EngineRestart(name="the engines", version=1, role="controller", restarts=1))
-    return seen
+    return [*seen, StackFailure(name="trainer rank 1", role="controller", package="vllm", at="engine", line=7)]
 
 
 def measured(value: float, *index: int) -> Measurement:
@@ -372,6 +373,7 @@ BROKEN: dict[str, list[Record]] = {
     "TPT001": change(ReceivedTensor, rounded, name="b"),
     "TPT002": change(ReceivedTensor, gone, name="b"),
     "TPT004": change(CheckpointView, gone, name="b"),
+    "STK001": change(StackFailure, having(message="ValueError: no such expert", file="vllm/a.py", function="load")),
     "TPT003": change(Handover, having(refused="tensor 1 is `b`, the plan says `a`")),
     "ENG001": change(CheckpointView, bits_of_b, name="a"),
     "ENG002": change(SyncedTensor, other_bits, name="a"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from verifier.core.comparison import Comparison
 from verifier.core.record import Record, TensorRecord
-from verifier.core.records_weights import SourceTensor
+from verifier.core.records_weights import ExpectedView, SourceTensor
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -29,6 +29,12 @@ def describe(item: TensorRecord | None) -> str:
 def facts_of(item: TensorRecord) -> tuple[str, str, tuple[int, ...]]:
     """Digest, dtype and shape of one recorded tensor: what a copy has in common with it."""
     return item.digest, item.dtype, item.shape
+
+
+def same_values(held: TensorRecord, expected: ExpectedView) -> bool:
+    """Compare an engine's part of a tensor with what it is to be, which it may hold in a wider dtype."""
+    wide = (expected.wider_digest, expected.wider_dtype, expected.shape)
+    return facts_of(held) in (facts_of(expected), wide)
 
 
 def left_out(source: Mapping[str, SourceTensor], taken: Iterable[Record]) -> dict[str, SourceTensor]:
@@ -75,14 +81,18 @@ def compare_contents(
         rightful.setdefault(item.digest, []).append(name)
     for name, present in (wanted | held).items():
         got, want = held.get(name), wanted.get(name)
-        if got and want and facts_of(got) == facts_of(want):
-            yield Comparison(what=name, same=True, stage=stage, version=version)
+        wide = want if got and isinstance(want, ExpectedView) and got.dtype == want.wider_dtype else None
+        if got and want and (facts_of(got) == facts_of(want) or (wide and same_values(got, wide))):
+            widened = f"{want.dtype} as {got.dtype}" if wide else ""
+            yield Comparison(what=name, same=True, stage=stage, version=version, widened=widened)
             continue
         twin = next((other for other in rightful.get(present.digest, ()) if got and want and other != got.name), "")
         if got is None:
             what = f"is absent from {actual_says}"
         elif want is None:
             what = f"is in {actual_says} but not in {expected_says}"
+        elif wide and got.shape == want.shape:
+            what = f"holds other values in {actual_says}, in {got.dtype}, than in {expected_says}, in {want.dtype}"
         elif got.dtype != want.dtype:
             what = f"has dtype {got.dtype} in {actual_says}, {want.dtype} in {expected_says}"
         elif got.shape != want.shape:

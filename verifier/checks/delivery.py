@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import product
 
-from verifier.checks.content import by_name, compare_contents, left_out, owner_of
+from verifier.checks.content import by_name, compare_contents, left_out, owner_of, same_values
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_weights import (
@@ -173,7 +173,8 @@ def engine_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     read from the tensors that its forward uses.
     Why it matters: reload bugs leave single layers half-processed, or loaded twice, without an error.
     Evidence: engine/view, engine/view-expected (the export cut to the engine rank's slice).
-    Tolerance and its source: bitwise; loading copies.
+    Tolerance and its source: bitwise; loading copies. Where an engine holds a tensor in a wider dtype (a router of a
+    bfloat16 checkpoint in float32), in that dtype: the report says once which.
     What it does not catch: buffers that no checkpoint tensor names (ENG002), and tensors that the engine quantised
     (ENG002, LGP002).
     References: vllm#42821, SkyRL#1680, prime-rl#2714, verl#7986.
@@ -351,7 +352,7 @@ def restarted_engine_holds_other_version(trace: Trace) -> Iterator[Comparison]:
     for item, rank in product(trace.of(EngineRestart), range(trace.manifest.engine_ranks)):
         held = by_name(trace.of(CheckpointView, version=item.version, rank=rank))
         wanted = by_name(trace.of(ExpectedView, version=item.version, rank=rank))
-        equal = [name for name, view in held.items() if name in wanted and wanted[name].digest == view.digest]
+        equal = [name for name, view in held.items() if name in wanted and same_values(view, wanted[name])]
         total = len(held.keys() | wanted.keys())
         yield Comparison(
             what=f"version {item.version}", same=len(equal) == total > 0, stage=Stage.ENGINE, version=item.version,

@@ -76,16 +76,20 @@ def run_check(item: Check, trace: Trace) -> Outcome:
         return Outcome(code=item.code, name=item.name, num_compared=0, not_recorded=missing)
     seen, bad, error = 0, [], None
     left_out: tuple[str, ...] = ()
+    widened: dict[str, None] = {}
     try:
         for comparison in item.fn(trace):
             if comparison.absent and not comparison.same and not trace.came_past(comparison.version):
                 continue
             seen += 1
             left_out = left_out or comparison.left_out
+            if comparison.widened:
+                widened[f"`{comparison.what}` ({comparison.widened})"] = None
             if not comparison.same:
                 bad.append(comparison)
     except Exception as problem:  # a broken check is never a pass, and never hides what it already found
         error = f"{type(problem).__name__}: {problem}"
     return Outcome(
-        code=item.code, name=item.name, num_compared=seen, finding=Finding.fold(bad), error=error, left_out=left_out
-    )
+        code=item.code, name=item.name, num_compared=seen, finding=Finding.fold(bad), error=error, left_out=left_out,
+        widened=tuple(widened),
+    )  # fmt: skip

@@ -50,6 +50,8 @@ class Comparison:
     """One side was not recorded: a mismatch, unless the run broke within this version and may not have got there."""
     left_out: tuple[str, ...] = ()
     """Names that the check had nothing to compare with; the same in every comparison of a check that has any."""
+    widened: str = ""
+    """Dtypes of two sides with the same values, "bfloat16 as float32"; empty where the bits are the same."""
 
     @property
     def place(self) -> tuple[int, int, Stage]:

@@ -79,6 +79,8 @@ class Outcome:
     error: str | None = None
     left_out: tuple[str, ...] = ()
     """Names that the check had nothing to compare with."""
+    widened: tuple[str, ...] = ()
+    """Names of what had the same values in a wider dtype, "`name` (bfloat16 as float32)"."""
 
     @property
     def verdict(self) -> Verdict:

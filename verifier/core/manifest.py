@@ -16,8 +16,8 @@ Scope = Literal[
     "formula", "frozen", "given", "gradient", "handed", "held", "joined", "layout", "lengths", "logprob", "merged",
     "mismatch", "order", "penalty", "plan", "policy", "prompts", "read", "recorded", "reference", "replay",
     "replicas", "reread", "resampled", "restarted", "resume", "reward", "rollout", "routes", "sampled", "saved",
-    "schedule", "scored", "settings", "shown", "sizes", "spot", "step", "summed", "text", "tokens", "transport",
-    "turns", "untouched", "update", "written",
+    "schedule", "scored", "settings", "shown", "sizes", "spot", "stack", "step", "summed", "text", "tokens",
+    "transport", "turns", "untouched", "update", "written",
 ]  # fmt: skip
 """Part of a run's declaration; every check belongs to one."""
 Ranks = Annotated[int, Meta(ge=0, le=1 << 16)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from verifier.core.record import Count, Digest, Real, Record, Shape, TensorRecord
 
@@ -283,6 +284,10 @@ class ExpectedView(TensorRecord, frozen=True, kw_only=True, tag="engine/view-exp
 
     whole: Shape
     """Shape of the checkpoint tensor."""
+    wider_dtype: str = ""
+    """Dtype in which the engine rank holds it, if that has every value of its own; empty where they are the same."""
+    wider_digest: Annotated[str, Meta(pattern=r"^(|[a-z][a-z0-9]*:[0-9a-f]{32,128})$")] = ""
+    """Digest of its values in that dtype."""
 
 
 class QuantizedNames(Record, frozen=True, kw_only=True, tag="engine/view-quantized"):

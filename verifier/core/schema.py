@@ -10,6 +10,7 @@ from verifier.core import (
     records_config,
     records_data,
     records_policy,
+    records_run,
     records_tokens,
     records_trainer,
     records_weights,
@@ -18,7 +19,15 @@ from verifier.core.record import Record, kind_of
 
 KINDS: dict[str, type[Record]] = {
     kind_of(item): item
-    for module in (records_config, records_data, records_weights, records_tokens, records_trainer, records_policy)
+    for module in (
+        records_config,
+        records_data,
+        records_weights,
+        records_tokens,
+        records_trainer,
+        records_policy,
+        records_run,
+    )
     for item in vars(module).values()
     if isinstance(item, type) and issubclass(item, Record) and "/" in kind_of(item)
 }

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+from collections.abc import Iterator
+from types import TracebackType
+
+_MARK = "verifier_stage"
 
 
 class Stage(enum.IntEnum):
@@ -43,3 +48,22 @@ class Stage(enum.IntEnum):
     def label(self) -> str:
         """Lower-case name, as printed in reports and stored in traces."""
         return self.name.lower()
+
+
+@contextlib.contextmanager
+def in_stage(stage: Stage, version: int = 0) -> Iterator[None]:
+    """Mark an exception with the stage, and the weight version, that it ended; the innermost mark stays."""
+
+    def mark(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and stage_of(error) is None:
+            error.__dict__[_MARK] = (stage, version)
+
+    with contextlib.ExitStack() as stack:
+        stack.push(mark)
+        yield
+
+
+def stage_of(error: BaseException) -> tuple[Stage, int] | None:
+    """Stage and weight version that an exception ended, as `in_stage` marked it; None for one without a mark."""
+    found: tuple[Stage, int] | None = error.__dict__.get(_MARK)
+    return found

@@ -266,7 +266,10 @@ class Engine(Protocol):
         """Leave the transfer group and free the model."""
 
 
-CARRIED = (VerifierError, RuntimeError, ValueError, LookupError, AttributeError, TypeError, AssertionError, OSError)
+CARRIED = (
+    VerifierError, RuntimeError, ValueError, LookupError, AttributeError, TypeError, AssertionError, OSError,
+    ImportError,
+)  # fmt: skip
 """Errors that upstream code raises at a request that it cannot serve: reported to the client, and survived."""
 _MAX_CAUSE = 600
 
@@ -280,11 +283,19 @@ def reply_of(function: Callable[..., Any], /, **arguments: Any) -> dict[str, Any
         return {"error": failures.to_record(error)}
 
 
-def value_of(reply: dict[str, Any], doing: str, otherwise: type[VerifierError] = InternalError) -> Any:
-    """Return the result in another process's reply, or raise its error; one that is not ours becomes `otherwise`."""
+def value_of(
+    reply: dict[str, Any], doing: str, otherwise: type[VerifierError] = InternalError, *, party: str = ""
+) -> Any:
+    """Return the result in another process's reply, or raise its error; one that is not ours becomes `otherwise`.
+
+    A failure of the stack under test is raised as that of `party`, unless `otherwise` says what such a failure means.
+    """
     if "error" in reply:
-        cause = " ".join(reply["error"]["cause"].split())[:_MAX_CAUSE]
-        known = failures.known_error(reply["error"], (TransferFailed, *failures.OURS))
+        record = dict(reply["error"])
+        cause = " ".join(record["cause"].split())[:_MAX_CAUSE]
+        if otherwise is not InternalError:
+            record.pop("stack", None)
+        known = failures.known_error(record, (TransferFailed, *failures.OURS), party=party)
         raise known or otherwise(f"{doing}: {cause}")
     return reply["value"]
 

@@ -173,7 +173,7 @@ class EngineClient:
             ) from error
         except ChannelClosed as error:
             raise self._gone(request) from error
-        return msgspec.convert(value_of(reply, f"{self._name} failed in `{request}`"), kind)
+        return msgspec.convert(value_of(reply, f"{self._name} failed in `{request}`", party=self._name), kind)
 
     def _connected(self, when: str) -> Channel:
         if self._channel is None:

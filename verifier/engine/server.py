@@ -14,17 +14,20 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from multiprocessing import active_children, connection
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
-from verifier.engine.api import Engine, EngineConfig, Sampling, refuse_unsupported, reply_of
+from verifier.engine.api import CARRIED, Engine, EngineConfig, Sampling, refuse_unsupported, reply_of
 from verifier.engine.process import DEATH, VLLM_ENVIRONMENT
+from verifier.engine.worker_failures import WorkerFailures
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
 from verifier.launch.child import described
+from verifier.launch.stack_failure import StackFailed
 from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.platform.upstream_fixes import ENGINE_VARIABLE
@@ -70,8 +73,8 @@ def preload() -> None:
         require_not_started()
 
 
-def load(config: EngineConfig) -> Engine:
-    """Start the engine cold from its checkpoint.
+def load(config: EngineConfig, failures: WorkerFailures) -> Engine:
+    """Start the engine cold from its checkpoint; `failures` listens to its workers.
 
     Raises:
         UsageError: a damaged checkpoint, an architecture that this engine cannot run here, or vLLM not installed.
@@ -93,6 +96,7 @@ def load(config: EngineConfig) -> Engine:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     engine_vllm.preload()
+    failures.listen()
     return engine_vllm.VllmEngine(config)
 
 
@@ -131,6 +135,7 @@ class EngineServer:
 
     def __init__(self, socket_path: str) -> None:
         self._death, self._ending = Path(socket_path).with_name(DEATH), threading.Event()
+        self._failures = WorkerFailures(Path(socket_path).with_name("failures"))
         self._door = socket.socket(socket.AF_UNIX)
         self._door.bind(socket_path)
         self._door.listen(_MAX_WAITING)
@@ -143,9 +148,15 @@ class EngineServer:
         try:
             if config.kind == "vllm":
                 threading.Thread(target=self._end_with_a_worker, daemon=True).start()
-            self._engine = load(config)
+            self._engine = load(config, self._failures)
         except VerifierError as error:
             self._engine = error
+        except Exception as error:
+            failure = self._failures.of(error)
+            if failure is None:
+                raise
+            traceback.print_exc()
+            self._engine = StackFailed(failure)
         try:
             while True:
                 for key, _ in self._selector.select():
@@ -192,7 +203,17 @@ class EngineServer:
         if request not in _REQUESTS:
             raise InternalError(f"the engine knows no request `{request}`")
         given = {name: _READ[name](value) if name in _READ else value for name, value in arguments.items()}
-        return getattr(self._engine, request)(**given)
+        self._failures.clear()
+        try:
+            return getattr(self._engine, request)(**given)
+        except VerifierError:
+            raise
+        except CARRIED as error:  # of a worker's failure vLLM says that there was one
+            if (failure := self._failures.of(error)) is not None:
+                raise StackFailed(failure) from error
+            if self._failures.heard:
+                raise InternalError(f"{type(error).__name__}: {error}") from error
+            raise
 
 
 def forked(channel: Channel, socket_path: str, config: str) -> NoReturn:

@@ -313,3 +313,17 @@ def old_is_the_engines(call: Call) -> Any:
 def temperature_left_out_of_training(call: Call) -> Any:
     """The trainer divides no logits by the temperature, when it scores and when it trains: its ratios are 1."""
     return call.faulty(temperature=1.0)
+
+
+@fault(
+    "megatron-bridge 0.6.2, OLMoESelfAttention, whose norm of queries has the width of all heads on every rank",
+    "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors("
+    "self, hidden_states, key_value_states, output_gate, split_qkv)",
+    stage=Stage.LOGPROB, model="tiny:qwen3", mesh=Mesh(tp=2), engine=NO_ENGINE, caught_by=("STK001",),
+)  # fmt: skip
+def norm_wider_than_its_shard(call: Call) -> Any:
+    """The norm of queries is as wide as all heads together on every tensor-parallel rank, and its first pass raises."""
+    import torch
+
+    with held(call.self, q_layernorm=torch.nn.RMSNorm(call.self.config.hidden_size)):
+        return call.faulty()

@@ -7,7 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from verifier.core.records_run import StackFailure
 from verifier.errors import ContractError, InternalError, UsageError, VerifierError
+from verifier.launch.stack_failure import StackFailed, failure_of, named
 
 JSON = Any
 OURS = (UsageError, ContractError, InternalError)
@@ -110,29 +114,39 @@ class JobTimeout(LaunchError):
 
 def to_record(error: BaseException) -> dict[str, JSON]:
     """An error as a JSON value that can leave its process."""
-    message, kind = str(error), type(error)
+    message, kind, stack = str(error), type(error), failure_of(error)
     return {
         "kinds": [item.__name__ for item in kind.__mro__],
         "message": message,
         "cause": f"{kind.__name__}: {message}".rstrip(": "),
         "traceback": "".join(traceback.format_exception(error)),
+        **({} if stack is None else {"stack": msgspec.to_builtins(stack)}),
     }
 
 
-def known_error(record: Mapping[str, JSON], kinds: Sequence[type[VerifierError]] = OURS) -> VerifierError | None:
-    """The error of a record as itself, if it is of one of these kinds; of the nearest, where it is of several."""
+def known_error(
+    record: Mapping[str, JSON], kinds: Sequence[type[VerifierError]] = OURS, *, party: str = "", place: str = ""
+) -> VerifierError | None:
+    """The error of a record as itself, if it is of one of these kinds; of the nearest, where it is of several.
+
+    A failure of the stack under test is one too: of this party, and at this place, unless it says of which.
+    """
+    if "stack" in record:
+        return StackFailed(named(msgspec.convert(record["stack"], StackFailure), party, place))
     by_name = {kind.__name__: kind for kind in kinds}
     return next((by_name[name](record["message"]) for name in record["kinds"] if name in by_name), None)
 
 
-def error_from(record: Mapping[str, JSON], what: str) -> VerifierError:
+def error_from(record: Mapping[str, JSON], what: str, party: str = "") -> VerifierError:
     """The error of a record as itself, or an InternalError with its cause.
 
     Args:
         record: see `to_record`.
         what: begins the sentence about an error that is not one of ours.
+        party: see `known_error`.
     """
-    return known_error(record) or InternalError(f"{what}: {record['cause']}\n{record['traceback']}".rstrip())
+    known = known_error(record, party=party)
+    return known or InternalError(f"{what}: {record['cause']}\n{record['traceback']}".rstrip())
 
 
 def _in_brackets(place: str) -> str:

@@ -28,6 +28,7 @@ from verifier.launch.failures import (
 from verifier.launch.fork_server import ForkServer
 from verifier.launch.node_ranks import NodeRanks
 from verifier.launch.rank import JobSpec
+from verifier.launch.stack_failure import PEER_LOST
 from verifier.launch.vigil import Vigil
 
 JSON = Any
@@ -39,7 +40,6 @@ _GRACE_S = 0.2
 """Seconds from the first failure to the verdict, and to a look at other processes: a lost connection may be seen before
 its cause."""
 _MAX_STACKS = 8
-_PEER_LOST = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
 
 
 class Ranks(Protocol):
@@ -111,7 +111,7 @@ class ForkJob:
             RankFailed: a rank raised (other than below), exited or was killed; all others were killed at once.
             CollectiveTimeout: a collective waited longer than its deadline; names the ranks that did not come.
             JobTimeout: the job passed its deadline.
-            UsageError, ContractError: a rank raised it; the RankFailed is its cause.
+            UsageError, ContractError, StackFailed: a rank raised it; the RankFailed is its cause.
             InternalError: the fork server, or another process that its vigil watches, is gone or answers no more.
         """
         while self._outcome is None:
@@ -213,7 +213,7 @@ class ForkJob:
         """The first failure, but a cause before a connection that was lost by it; a rank's own errors as themselves."""
 
         def peer_lost(rank: int) -> bool:
-            return any(symptom in self._failures[rank]["message"].lower() for symptom in _PEER_LOST)
+            return any(symptom in self._failures[rank]["message"].lower() for symptom in PEER_LOST)
 
         for node in self._nodes:
             try:
@@ -226,7 +226,7 @@ class ForkJob:
             rank=first, place=self._place(first), cause=record["cause"], traceback=record["traceback"],
             log_tail=self._node_of(first).tail(first, record["traceback"]),
         )  # fmt: skip
-        error = known_error(record)
+        error = known_error(record, party=f"trainer rank {first}", place=self._place(first))
         if error is None:
             return failed
         error.__cause__ = failed

@@ -105,6 +105,7 @@ class ForkServer:
 
         Raises:
             UsageError: a preload refused, for instance because a version is not supported.
+            StackFailed: a preload failed inside the stack under test.
             InternalError: a preload failed otherwise, or they did not end within their deadline.
         """
         if self.pid and not self._loaded:
@@ -112,7 +113,7 @@ class ForkServer:
             record = self._receive(self._load_until - time.monotonic(), what, self.vigil)
             if record is not None:
                 self.close()
-                raise error_from(record, f"{self._name} could not load")
+                raise error_from(record, f"{self._name} could not load", self._name)
             self._loaded = True
 
     def fork(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from verifier.core.stage import Stage, in_stage
 from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess
 
@@ -66,7 +67,8 @@ class Oracle:
         key = hashlib.blake2b(json.dumps([function, contents, arguments]).encode()).hexdigest() if known else ""
         if key in self._answers:
             return json.loads(self._answers[key])
-        found = self._client.call(f"verifier.oracle.{function}", *map(str, paths), *arguments)[0]
+        with in_stage(Stage.LOGPROB):
+            found = self._client.call(f"verifier.oracle.{function}", *map(str, paths), *arguments)[0]
         if known:
             self._answers[key] = json.dumps(found)
         return found

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from verifier.engine.sender import Delivery
     from verifier.transport.wire import Agreement, Received
 
+WIDER = {"bfloat16": ("float32", "float64"), "float16": ("float32", "float64"), "float32": ("float64",)}
+"""Dtype -> those that have every value of it."""
+
 
 class TransferProbe:
     """One weight transfer, on trainer rank 0; see `verifier.engine.sender.TransferWatch`.
@@ -119,13 +122,18 @@ def held_by(client: EngineClient) -> EngineState:
 
 def record_views(probe: Probe, slices: Sequence[EngineSlice], sent: Mapping[str, torch.Tensor], version: int) -> None:
     """The checkpoint slices that one engine rank holds, beside what was sent, whole and by name, cut to them."""
+    import torch
+
     from verifier.probes.weights_megatron import described
 
-    def expect(name: str, tensor: torch.Tensor, box: Sequence[tuple[int, int]] = ()) -> None:
+    def expect(name: str, tensor: torch.Tensor, box: Sequence[tuple[int, int]] = (), held: str = "") -> None:
         whole = tuple(tensor.shape)
         for dim, (begin, end) in enumerate(box):
             tensor = tensor.narrow(dim, begin, end - begin)
-        probe.emit(ExpectedView(name=name, version=version, whole=whole, **described(tensor)))
+        facts, wider = described(tensor), {}
+        if held in WIDER.get(facts["dtype"], ()):
+            wider = {"wider_dtype": held, "wider_digest": described(tensor.to(getattr(torch, held)))["digest"]}
+        probe.emit(ExpectedView(name=name, version=version, whole=whole, **facts, **wider))
 
     seen = {item.name for item in slices if item.quantized}
     if seen:
@@ -139,7 +147,7 @@ def record_views(probe: Probe, slices: Sequence[EngineSlice], sent: Mapping[str,
         facts = _facts(item) | {"name": name}
         probe.emit(CheckpointView(version=version, tensor=item.name, holder=item.holder, box=box, **facts))
         if item.name in sent:
-            expect(name, sent[item.name], box)
+            expect(name, sent[item.name], box, item.dtype)
     for name in sent.keys() - seen:
         expect(name, sent[name])
 

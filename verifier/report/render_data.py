@@ -29,7 +29,9 @@ def render_json(report: Report) -> str:
         "trace": report.trace,
         "run": msgspec.to_builtins(report.manifest),
         "outcomes": [_outcome(item, report.manifest) for item in report.outcomes],
-        "not_judged": list(report.manifest.not_judged),
+        "not_judged": list(report.not_judged),
+        "widened": list(report.widened),
+        "unreached": list(report.unreached),
         "resembles": [msgspec.to_builtins(item) for item in alike.faults] if (alike := report.resembles) else [],
         "cause": _cause(report),
         "ended_by": why_it_ended(report.manifest),
@@ -74,7 +76,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Stage):
         return value.label
     if is_dataclass(value):
-        names = [item.name for item in fields(value) if item.name != "left_out"]  # the outcome's own has it
+        names = [item.name for item in fields(value) if item.name not in ("left_out", "widened")]  # the outcome's own
         return {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
@@ -87,12 +89,13 @@ def render_junit(report: Report) -> str:
     suite = ElementTree.Element(
         "testsuite",
         name="verifier",
-        tests=str(len(report.outcomes) + len(report.switched_off)),
+        tests=str(len(report.outcomes) + len(report.switched_off) + bool(report.unreached)),
         failures=str(verdicts.count(Verdict.VIOLATED)),
         errors=str(verdicts.count(Verdict.INCONCLUSIVE)),
-        skipped=str(len(report.switched_off)),
+        skipped=str(len(report.switched_off) + bool(report.unreached)),
     )
-    if lines := [*stack_lines(report.manifest), *provenance(report.manifest)]:
+    wider = [("held in a wider dtype with the same values", name) for name in report.widened[:1]]
+    if lines := [*stack_lines(report.manifest), *provenance(report.manifest), *wider]:
         properties = ElementTree.SubElement(suite, "properties")
         for name, value in lines:
             ElementTree.SubElement(properties, "property", name=name, value=printable(value))
@@ -107,6 +110,9 @@ def render_junit(report: Report) -> str:
     for code in report.switched_off:
         case = ElementTree.SubElement(suite, "testcase", classname=group, name=code)
         ElementTree.SubElement(case, "skipped", message="switched off for this run")
+    if report.unreached:
+        case = ElementTree.SubElement(suite, "testcase", classname=group, name="checks that the run did not come to")
+        ElementTree.SubElement(case, "skipped", message=report.not_judged[-1])
     if not report.manifest.complete:
         ElementTree.SubElement(suite, "system-err").text = "the run did not finish: its trace is not complete"
     ElementTree.indent(suite)

@@ -57,10 +57,11 @@ def _folded(later: Sequence[Outcome]) -> str:
 
 
 def _not_judged(report: Report) -> str:
-    """One line on all that could not be judged."""
+    """One line on all that could not be judged, and one on what the end of the run left out."""
     unsure = [item for item in report.outcomes if item.verdict is Verdict.INCONCLUSIVE]
     said = "; ".join(f"{item.code} ({_why_unsure(item)})" for item in unsure)
-    return printable(f"not judged: {said}") if unsure else ""
+    lines = [*report.not_judged[-1:]] if report.unreached else []
+    return "\n".join(map(printable, [*lines, *([f"not judged: {said}"] if unsure else [])]))
 
 
 def _broke(report: Report) -> str:
@@ -164,6 +165,10 @@ def _table(report: Report) -> str:
     ]
     left_out = {"switched off": report.switched_off, "no subject in this run": report.out_of_scope}
     left_out |= {f"nothing to compare with for {item.code}": item.left_out for item in report.outcomes}
+    if report.widened:
+        first, *others = report.widened
+        more = f" and {len(others):,} more" if others else ""
+        lines.append(printable(f"  held in a wider dtype with the same values: {first}{more}"))
     return "\n".join([*lines, *(f"  {why}: {', '.join(codes)}" for why, codes in left_out.items() if codes)])
 
 
@@ -184,8 +189,9 @@ def _answer(report: Report) -> str:
 
 def _conclusion(report: Report) -> str:
     counts = {verdict: sum(item.verdict is verdict for item in report.outcomes) for verdict in Verdict}
-    total = len(report.outcomes)
-    unsure = f"{counts[Verdict.INCONCLUSIVE]} could not tell" if counts[Verdict.INCONCLUSIVE] else ""
+    total = len(report.outcomes) + len(report.unreached)
+    unknown = counts[Verdict.INCONCLUSIVE] + len(report.unreached)
+    unsure = f"{unknown} could not tell" if unknown else ""
     if report.verdict is Verdict.HOLDS:
         said = [f"holds: {total} of {total} checks hold"]
     elif report.verdict is Verdict.VIOLATED:
@@ -196,7 +202,9 @@ def _conclusion(report: Report) -> str:
     else:
         said = [f"inconclusive: {counts[Verdict.HOLDS]} of {total} checks hold", unsure]
     said += report.manifest.not_judged
-    if not report.manifest.complete:
+    if report.ended_in:
+        said.append(f"the run ended in stage {report.ended_in}")
+    elif not report.manifest.complete:
         failure = _in_one_line(report.manifest.failure)
         said.append("the run did not finish" + (f" ({failure})" if failure else ""))
         said.append(why_it_ended(report.manifest))

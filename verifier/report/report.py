@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from verifier.core.check import REGISTRY, Check, run_check
 from verifier.core.finding import ExitCode, Outcome, Verdict, verdict_of
 from verifier.core.manifest import Manifest, UpstreamBug
+from verifier.core.records_run import StackFailure
 from verifier.core.trace import Trace
 from verifier.report.resemblance import Resemblance, resemblance
 
@@ -25,12 +26,28 @@ class Report:
     """Codes of checks that the run's scopes declare and that were not run."""
     out_of_scope: tuple[str, ...] = ()
     """Codes of checks that the run had no subject for."""
+    ended_in: str = ""
+    """Label of the stage in which the stack under test ended the run, if it did."""
+    unreached: tuple[str, ...] = ()
+    """Codes of checks that could not be judged because of that; they have no outcome."""
+
+    @property
+    def not_judged(self) -> tuple[str, ...]:
+        """Clauses on what was not judged: what no check can judge, and what the run did not come to."""
+        num = len(self.unreached)
+        ended = f"{num} {'check was' if num == 1 else 'checks were'} not judged: the run ended in stage {self.ended_in}"
+        return (*self.manifest.not_judged, ended) if num else self.manifest.not_judged
 
     @property
     def verdict(self) -> Verdict:
         """The dominant verdict. A run that did not finish is never more than inconclusive when nothing is violated."""
         found = verdict_of(self.outcomes)
         return found if self.manifest.complete else max(found, Verdict.INCONCLUSIVE)
+
+    @property
+    def widened(self) -> tuple[str, ...]:
+        """Names, each with its dtypes, of what an engine holds in a wider dtype with the same values."""
+        return tuple(dict.fromkeys(name for item in self.outcomes for name in item.widened))
 
     @property
     def exit_code(self) -> ExitCode:
@@ -76,12 +93,18 @@ def report_of(
     scopes = set(trace.manifest.scopes)
     scoped = [item for _, item in sorted(checks.items()) if scopes & {item.scope, item.also}]
     chosen = [item for code, item in sorted(checks.items()) if code in only_codes] if only_codes else scoped
+    outcomes = [run_check(_restricted(item, only_names), trace) for item in chosen]
+    ended_in = next((item.at for item in trace.of(StackFailure) if item.message), "")
+    unreached = [item.code for item in outcomes if ended_in and item.verdict is Verdict.INCONCLUSIVE and not item.error]
+    left_out = [code for code, item in sorted(checks.items()) if item not in scoped and item not in chosen]
     return Report(
         trace=path,
         manifest=trace.manifest,
-        outcomes=tuple(run_check(_restricted(item, only_names), trace) for item in chosen),
+        outcomes=tuple(item for item in outcomes if item.code not in unreached),
         switched_off=tuple(item.code for item in scoped if item not in chosen),
-        out_of_scope=tuple(code for code, item in sorted(checks.items()) if item not in scoped and item not in chosen),
+        out_of_scope=tuple(code for code in left_out if checks[code].scope != "stack"),  # no run that ended well has it
+        ended_in=ended_in,
+        unreached=tuple(unreached),
     )
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
 from verifier.core.outputs import require_writable
+from verifier.core.stage import Stage, in_stage
 from verifier.core.store import recording
 from verifier.core.work_folder import work_folder
 from verifier.engine.api import EngineConfig
-from verifier.errors import InternalError, VerifierError
+from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch.child import end_of
 from verifier.mesh import Mesh
 from verifier.oracle.noise_floor import Floor, floor_path, write_floor
@@ -24,6 +25,7 @@ from verifier.runs import golden, noise
 from verifier.runs.model_under_test import ModelUnderTest, open_for_roundtrip, open_model
 from verifier.runs.resources import Deadline, Resources, RunningEngine
 from verifier.runs.run_manifest import manifest_of
+from verifier.runs.ended import record_failure
 from verifier.runs.scenario import made_up
 from verifier.runs.spec import RunSpec, engine_config, place, run_spec
 from verifier.runs.workload import Workload
@@ -64,7 +66,9 @@ class Runner:
         if config.record:
             require_writable(golden.manifest_path(config), make_folder=True)
         manifest = manifest_of(config, model, placement)
-        with work_folder("run") as work, recording([config.trace], manifest, self._logs(work)) as complete:
+        with work_folder("run") as work, recording(
+            [config.trace], manifest, self._logs(work), record_failure
+        ) as complete:
             spec = run_spec(
                 config, model, placement, trace=str(config.trace), work=str(work),
                 source_from_manifest=recorded is not None, deadline_s=self.resources.collective_deadline_s,
@@ -98,14 +102,17 @@ class Runner:
         phases = phases or (Phase(trace=config.trace),)
         manifest = manifest_of(config, model, placement, restores=warm, tokens_only=tokens_only)
         traces = [phase.trace for phase in phases]
-        with work_folder("run") as work, recording(traces, manifest, self._logs(work)) as complete:
+        with work_folder("run") as work, recording(
+            traces, manifest, self._logs(work), record_failure
+        ) as complete:
             resources.launcher(until)
             if warm:
                 resources.oracle(model.checkpoint.path, until)  # it starts while the engine does
             engine = None
             if not tokens_only:
                 self._progress(f"starting the engine ({config.engine.kind}) and importing Megatron")
-                engine = resources.engine(engine_config(config, model, placement), until)
+                with in_stage(Stage.ENGINE):
+                    engine = resources.engine(engine_config(config, model, placement), until)
             specs = [
                 run_spec(
                     config, model, placement, workload=workload or made_up(config, model.checkpoint.config),
@@ -121,7 +128,8 @@ class Runner:
             except VerifierError as problem:
                 if not warm:
                     raise
-                failure = InternalError(str(problem))  # a usage error would leave no trace
+                usage = isinstance(problem, UsageError)  # it would leave no trace
+                failure = InternalError(str(problem)) if usage else problem
             resources.release(engine)
             ranks_failed = failure is not None
             for spec in specs:
@@ -163,17 +171,18 @@ class Runner:
         return lambda: {file.stem: end_of(file) for file in sorted(ranks.glob("*.log"))} | self.resources.engine_logs()
 
     def _run_ranks(self, specs: Sequence[RunSpec], work: Path, until: Deadline) -> None:
-        self.resources.launcher(until).run(
-            "verifier.runs.session_megatron:run",
-            world_size=specs[0].config.mesh.world_size,
-            run_dir=work / "ranks",
-            args={"sessions": [spec.to_json() for spec in specs]},
-            deadline_s=until.left("the ranks were started"),
-            collective_deadline_s=specs[0].deadline_s + ENGINE_FIRST_S,
-            mesh=specs[0].config.mesh,
-            num_gpus=specs[0].num_gpus,
-            on_progress=lambda rank, text: self._progress(text),
-        )
+        with in_stage(Stage.LOAD):
+            self.resources.launcher(until).run(
+                "verifier.runs.session_megatron:run",
+                world_size=specs[0].config.mesh.world_size,
+                run_dir=work / "ranks",
+                args={"sessions": [spec.to_json() for spec in specs]},
+                deadline_s=until.left("the ranks were started"),
+                collective_deadline_s=specs[0].deadline_s + ENGINE_FIRST_S,
+                mesh=specs[0].config.mesh,
+                num_gpus=specs[0].num_gpus,
+                on_progress=lambda rank, text: self._progress(text),
+            )
 
     def _add_witnesses(
         self, spec: RunSpec, model: ModelUnderTest, engine: RunningEngine | None, until: Deadline
@@ -184,9 +193,11 @@ class Runner:
         if engine is not None and engine.loaded is not None:
             engine.loaded.record_cold(trace, version=0)
         elif engine is not None:
-            self._record_second_engine(spec, engine.process.config, until)
+            with in_stage(Stage.ENGINE, spec.cycles):
+                self._record_second_engine(spec, engine.process.config, until)
         self._progress("scoring by the fp32 oracle")
-        record_oracle(oracle, trace, Path(spec.work), model.checkpoint, model.oracle_device)
+        with in_stage(Stage.LOGPROB):
+            record_oracle(oracle, trace, Path(spec.work), model.checkpoint, model.oracle_device)
 
     def _record_second_engine(self, spec: RunSpec, asked: EngineConfig, until: Deadline) -> None:
         """Start an engine from the exported checkpoint, or with the exported adapter, and record all that it holds."""

@@ -13,6 +13,7 @@ from msgspec import convert, to_builtins
 
 from verifier.core.record import real
 from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, ShardAfterScoring, StepReport
+from verifier.core.stage import Stage, in_stage
 from verifier.data.recorded import RolloutRow
 from verifier.launch.child import resolve
 from verifier.model import provider_megatron
@@ -63,7 +64,8 @@ def run(context: RankContext) -> dict[str, float]:
             if spec.within:
                 function, *arguments = spec.within
                 stack.enter_context(resolve(function)(spec, context, *arguments))
-            session = Session(stack.enter_context(rank_run(spec, context)))
+            with in_stage(Stage.TRANSPORT):
+                session = Session(stack.enter_context(rank_run(spec, context)))
             (session.golden if spec.workload is None else session.cycles)()
     return {"peak_gib": math.ceil(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20 * 100) / 100}
 
@@ -86,46 +88,56 @@ class Session:
         self._load(training=False)
         self._run.say("exporting")
         assert isinstance(self._weights, FullWeights)
-        self._weights.export_only(0)
+        with in_stage(Stage.EXPORT):
+            self._weights.export_only(0)
 
     def cycles(self) -> None:
         """Everything, in the order of the data flow; without an engine what needs no export."""
         run = self._run
         self._load()
-        self._score(0)
-        self._replay()
-        if run.spec.exports and not self._weights.begin():
-            return
+        with in_stage(Stage.LOGPROB):
+            self._score(0)
+        with in_stage(Stage.REPLAY):
+            self._replay()
+        with in_stage(Stage.EXPORT):
+            if run.spec.exports and not self._weights.begin():
+                return
         self._observe_engine(0)
-        self._idle_step()
+        with in_stage(Stage.TRAIN):
+            self._idle_step()
         for version in range(1, run.spec.cycles + 1):
-            run.link.rest()
-            self._update(version)
-            for act in self._acts(version):
-                act(version)
+            with in_stage(Stage.TRAIN, version):
+                run.link.rest()
+                self._update(version)
+            for stage, act in self._acts(version):
+                with in_stage(stage, version):
+                    act(version)
             self._observe_engine(version)
 
-    def _acts(self, version: int) -> list[Callable[[int], None]]:
+    def _acts(self, version: int) -> list[tuple[Stage, Callable[[int], None]]]:
         """Order of recording an update, exporting and scoring.
 
         An update is recorded before the export, which must not change it. Where recording gathers what ranks share, the
         export, and every second time the forward pass, come first: each has to gather by itself.
         """
         weights = self._weights
+        score, update = (Stage.LOGPROB, self._score), (Stage.TRAIN, weights.record_update)
+        sync = (Stage.TRANSPORT, weights.sync)
         if not self._run.spec.exports:
-            return [self._score, weights.record_update]
+            return [score, update]
         if not weights.recording_gathers:
-            return [weights.record_update, self._score, weights.sync]
+            return [update, score, sync]
         if version % 2 == 0:
-            return [self._score, weights.sync, weights.record_update]
-        return [weights.sync, weights.record_update, self._score]
+            return [score, sync, update]
+        return [sync, update, score]
 
     def _load(self, *, training: bool = True) -> None:
         """Build and load the trainer; record what ranks hold, what they must hold, and what steps have to do."""
         run, spec = self._run, self._run.spec
         adapters = " with adapters" if spec.lora_rank else ""
         run.say(f"loading {run.mesh.world_size} trainer ranks ({run.mesh.label()}){adapters}")
-        self._weights.build(training=training)
+        with in_stage(Stage.LOAD):
+            self._weights.build(training=training)
         self._trainer, live = self._weights.trainer, self._weights.live
         if spec.tier == "cuda" and (found := another_cudnn()):
             run.say(found)
@@ -230,11 +242,13 @@ class Session:
             link.client, link.ranks[0], version, run.spec.roundtrip.seed, int(run.source.config["vocab_size"]),
             more=version in (0, run.spec.cycles),
         )  # fmt: skip
-        requests.score(workload.passes[0].name, [row.tokens for row in workload.passes[0].rollouts])
-        if workload.prompts:
-            requests.sample(workload.prompts)
-            self._answers = requests.answers
-            requests.draw(workload.prompts[0])
-        held_by(link.client).record(link.ranks, version)
-        for rank, slices in enumerate(link.client.checkpoint_view()):
-            record_views(link.ranks[rank], slices, self._weights.sent, version)
+        with in_stage(Stage.ROLLOUT, version):
+            requests.score(workload.passes[0].name, [row.tokens for row in workload.passes[0].rollouts])
+            if workload.prompts:
+                requests.sample(workload.prompts)
+                self._answers = requests.answers
+                requests.draw(workload.prompts[0])
+        with in_stage(Stage.ENGINE, version):
+            held_by(link.client).record(link.ranks, version)
+            for rank, slices in enumerate(link.client.checkpoint_view()):
+                record_views(link.ranks[rank], slices, self._weights.sent, version)

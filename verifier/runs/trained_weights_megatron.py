@@ -24,6 +24,7 @@ from verifier.core.records_weights import (
     Update,
     UpdatedShard,
 )
+from verifier.core.stage import Stage, in_stage
 from verifier.export import gather_megatron
 from verifier.export.adapters import adapters_of, in_adapter, in_base
 from verifier.export.save import save_checkpoint
@@ -111,10 +112,11 @@ class TrainedWeights:
         Ranks gather here, so all have to be done with the export: while rank 0 sends, the others wait for it.
         """
         run = self._run
-        with params_synced(self.trainer):
-            self.live.record(run.probe, version, ShardAfterExport)
         folder, whole = run.work / f"files-{version}", run.spec.saves and version == run.spec.cycles
-        gather_megatron.save(self.trainer, folder, whole=whole)
+        with in_stage(Stage.EXPORT, version):
+            with params_synced(self.trainer):
+                self.live.record(run.probe, version, ShardAfterExport)
+            gather_megatron.save(self.trainer, folder, whole=whole)
         if run.rank == 0:
             record_config(run.probe, run.source, folder, version)
             if whole:
@@ -145,7 +147,7 @@ class FullWeights(TrainedWeights):
 
     def export(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The export stream, recorded; the tensor under way is named if a collective of it waits too long."""
-        with label("export"):
+        with label("export"), in_stage(Stage.EXPORT, version):
             yield from recorded(self._run.probe, gather_megatron.export(self.trainer), version)
 
     def export_only(self, version: int) -> None:
@@ -230,7 +232,7 @@ class AdapterWeights(TrainedWeights):
         """Export base and adapter; the engine loads the adapter from a file."""
         run = self._run
         run.say(f"version {version}: export base and adapter")
-        with label("export"):
+        with label("export"), in_stage(Stage.EXPORT, version):
             for _ in recorded(run.probe, lora_megatron.export_base(self.trainer), version):
                 pass
             adapter = lora_megatron.export_adapter(self.trainer)

@@ -20,6 +20,7 @@ from verifier.core.work_folder import sweep as sweep_work_folders
 from verifier.errors import ContractError, InternalError, UsageError
 from verifier.launch.failures import CollectiveTimeout, JobTimeout, LaunchError, RankFailed
 from verifier.launch.fork_launcher import ForkLauncher
+from verifier.launch.stack_failure import StackFailed
 from verifier.model.named import config_of
 from verifier.platform import Tier, select
 from verifier.platform.pins import TRAINER, require_pins
@@ -160,7 +161,10 @@ class SweepTrials:
                 },
                 deadline_s=deadline_s, collective_deadline_s=deadline_s, mesh=layout.mesh,
             )  # fmt: skip
-        except RankFailed as failed:
+        except (RankFailed, StackFailed) as problem:
+            failed = problem if isinstance(problem, RankFailed) else problem.__cause__
+            if not isinstance(failed, RankFailed):  # no rank was started
+                raise
             killed = failed.cause == "killed by SIGKILL" and memory.kills_of_kernel() > kills
             exhausted = memory.is_out_of_memory(f"{failed.cause}\n{failed.log_tail}")
             status, reason = "out_of_memory" if killed or exhausted else "failed", _sentence(failed)

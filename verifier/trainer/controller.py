@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
 from verifier.core.records_policy import WrittenMetrics
+from verifier.core.stage import Stage, in_stage
 from verifier.engine.client import EngineGone
 from verifier.errors import UsageError
 from verifier.launch.fork_launcher import ForkLauncher
@@ -26,6 +27,7 @@ from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.engines import RESTARTS, ClusterEngines, Engines, HostEngines, Revival, gone
 from verifier.trainer.evaluation import Examine
 from verifier.trainer.export_trace import ExportTrace
+from verifier.trainer.failure_trace import failure_traced
 from verifier.trainer.fitting import load_algorithms, require_fit
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
@@ -85,6 +87,7 @@ class Trainer:
         Raises:
             UsageError: something that the user can mend, before anything is started.
             ViolationFound: a step did not hold; nothing was built on it.
+            StackFailed: the stack under test failed, and no judge was given.
             VerifierError: a process died or hung.
         """
         config = self._config
@@ -95,6 +98,7 @@ class Trainer:
         plan = self._plan_of(model)
         with opened(config) as folder, full_disk_refused(folder.path), contextlib.ExitStack() as stack:
             self._folder, self._model = folder, model
+            stack.enter_context(failure_traced(config, model, folder, self._judge))
             line = stack.enter_context(metrics_of(folder, config, model, self._view))
             if (ended := folder.finished(config.steps)) is not None:
                 return TrainSummary(**ended, finished_before=True)
@@ -106,9 +110,12 @@ class Trainer:
             if config.verify.steps and not unsampled_because(config, model):
                 oracle = self._on_this_host(launcher, stack).oracle(model.checkpoint.path, until)
             engine = self._start_engine(launcher, stack)
-            self._job = start_ranks(config, model, launcher, folder.path, until, self._progress, within=self._within)
-            stack.callback(self._job.kill)
-            effective = self._continuation.load(self._call)
+            with in_stage(Stage.LOAD):
+                self._job = start_ranks(
+                    config, model, launcher, folder.path, until, self._progress, within=self._within
+                )
+                stack.callback(self._job.kill)
+                effective = self._continuation.load(self._call)
             self._continuation.restore(self._ahead)
             folder.write("effective.json", json.dumps(effective, indent=1, sort_keys=True) + "\n")
             loop = StepLoop(
@@ -118,11 +125,13 @@ class Trainer:
             )  # fmt: skip
             if engine is not None and self._rollouts is not None:
                 stack.callback(self._rollouts.close)
-                self._connect(engine, self._rollouts, loop)
+                with in_stage(Stage.ENGINE):
+                    self._connect(engine, self._rollouts, loop)
                 # It may hold the weights of another step, or of another run, or no adapter.
                 other = bool(done) or not self._owns_resources or bool(engine.restarted)
                 loop.sends_first = other or self._judge is not None
-            summary = loop.run(done, metrics)
+            with in_stage(Stage.ROLLOUT):
+                summary = loop.run(done, metrics)
             self._export(summary.steps, loop.written(summary.steps), loop.examine)
             self._job.finish()
             folder.finish(config.steps, steps=summary.steps, loss=summary.loss, accuracy=summary.accuracy)

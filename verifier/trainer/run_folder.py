@@ -5,6 +5,7 @@ effective.json         settings that Megatron ran with
 batches/000001-00.safetensors   rollouts and loss inputs of a step's mini-batch
 steps/000001/          trace of a step, with --verify
 export/                trace of the last export, with --verify
+failure/               trace of the failure of the stack that ended the run
 ranks/0000.jsonl       updates as a rank reports them, see `update_log`
 profiles/step-3-rank-0.json.gz   chrome trace of torch.profiler, with profile.steps
 oracle/000003/         what the oracle computes a step from, while it does
@@ -67,6 +68,11 @@ class RunFolder:
     def export_trace(self) -> Path:
         """Trace directory of the last export."""
         return self.path / "export"
+
+    @property
+    def failure_trace(self) -> Path:
+        """Trace directory of the failure of the stack that ended the run, if one did."""
+        return self.path / "failure"
 
     @property
     def exported(self) -> Path:

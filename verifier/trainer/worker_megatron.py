@@ -15,6 +15,7 @@ from verifier.core.outputs import full_disk_refused
 from verifier.core.records_policy import ReferenceShard
 from verifier.core.records_trainer import KnobsReached, OptimizerSettings
 from verifier.core.records_weights import UpdatedShard
+from verifier.core.stage import in_stage
 from verifier.core.store import Recorder
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.sender import Running
@@ -49,14 +50,10 @@ from verifier.trainer.update_log import RankUpdate
 from verifier.trainer.update_records_megatron import UpdateRecords, watched
 from verifier.trainer.upstream_fields import found, provider_overrides
 from verifier.trainer.weight_sync_megatron import WeightSync
-from verifier.trainer.worker_spec import WorkerSpec, loss_of
+from verifier.trainer.worker_spec import CALLS, WorkerSpec, loss_of
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
-
-CALLS = ("load", "record_load", "connect", "score", "hold", "train", "sync", "look", "save", "saved", "evaluate",
-         "export")  # fmt: skip
-"""Methods that the controller calls."""
 
 
 def run(context: RankContext) -> None:
@@ -96,7 +93,8 @@ class TrainerWorker:
     def answer(self, name: str, **arguments: Any) -> Any:
         """Answer a call, in its turn on the GPUs."""
         turn = contextlib.nullcontext() if self._turns is None else self._turns.taken(name)
-        with turn, refused_for_memory(self._config, self._spec.tier, self._context.rank, name):
+        stage = in_stage(CALLS[name], int(arguments.get("step", arguments.get("version", self._saves.trained))))
+        with turn, refused_for_memory(self._config, self._spec.tier, self._context.rank, name), stage:
             return getattr(self, name)(**arguments)
 
     def load(self, resume: str | None = None, same_mesh: bool = True) -> dict[str, Any]:

@@ -8,7 +8,15 @@ from typing import Any
 
 from verifier.algorithms.loss_options import LossOptions
 from verifier.config.training import TrainConfig
+from verifier.core.stage import Stage
 from verifier.platform import Tier
+
+CALLS = {
+    "load": Stage.LOAD, "record_load": Stage.LOAD, "connect": Stage.TRANSPORT, "score": Stage.LOGPROB,
+    "hold": Stage.EXPORT, "train": Stage.TRAIN, "sync": Stage.TRANSPORT, "look": Stage.ENGINE,
+    "save": Stage.CHECKPOINT, "saved": Stage.CHECKPOINT, "evaluate": Stage.LOGPROB, "export": Stage.EXPORT,
+}  # fmt: skip
+"""Methods that the controller calls, and the stage that each is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,15 @@
 """What the checks of delivery take for wrong, beside what the snapshots show."""
 
+import pytest
 from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import ARRAYS, MANIFEST, clean, tensor
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.records_weights import ColdTensor, SyncedTensor
+from verifier.core.records_weights import CheckpointView, ColdTensor, ExpectedView, SyncedTensor
 from verifier.core.trace import Trace
+from verifier.report import render_text, report_of
 
 
 def test_buffers_of_one_name_are_compared_one_by_one() -> None:
@@ -21,3 +23,32 @@ def test_buffers_of_one_name_are_compared_one_by_one() -> None:
         records = [item for item in clean() if not isinstance(item, (ColdTensor, SyncedTensor))]
         outcome = run_check(REGISTRY["ENG002"], Trace(MANIFEST, [*records, *twice, *state], ARRAYS.__getitem__))
         assert outcome.verdict is verdict
+
+
+WIDER = {
+    "dtype": "bfloat16",
+    "wider_dtype": "float32",
+    "wider_digest": tensor(ColdTensor, "a", 1, sort="buffer").digest,
+}
+
+
+@pytest.mark.parametrize(
+    ("held", "expected", "verdict", "widened"),
+    [
+        ({}, WIDER, Verdict.HOLDS, ("`a` (bfloat16 as float32)",)),
+        ({"digest": "vd1:" + "f" * 32}, WIDER, Verdict.VIOLATED, ()),
+        ({"shape": (2, 4)}, WIDER, Verdict.VIOLATED, ()),
+        ({"dtype": "float64"}, WIDER, Verdict.VIOLATED, ()),
+        ({}, {"dtype": "bfloat16"}, Verdict.VIOLATED, ()),
+    ],
+)
+def test_the_same_values_in_a_wider_dtype_are_no_mismatch(held, expected, verdict, widened) -> None:
+    changed = {CheckpointView: held, ExpectedView: expected}
+    records = [
+        replace(item, **changed[type(item)]) if type(item) in changed and item.name == "a" else item for item in clean()
+    ]
+    outcome = run_check(REGISTRY["ENG001"], Trace(MANIFEST, records, ARRAYS.__getitem__))
+    assert (outcome.verdict, outcome.widened) == (verdict, widened)
+    report = report_of(Trace(replace(MANIFEST, scopes=("held",)), records, ARRAYS.__getitem__), "t")
+    said = "held in a wider dtype with the same values: `a` (bfloat16 as float32)"
+    assert render_text(report).count(said) == len(widened)

@@ -65,7 +65,7 @@ def engine() -> StillEngine:
 
 @pytest.fixture
 def socket_path(tmp_path: Path, engine: StillEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(server, "load", lambda config: engine)
+    monkeypatch.setattr(server, "load", lambda config, failures: engine)
     yield serving(tmp_path)
     engine.may_go_on.set()
 
@@ -118,7 +118,7 @@ def test_who_gives_up_waiting_disturbs_nobody(socket_path: Path, engine: StillEn
 def test_an_engine_that_could_not_be_loaded_says_why_to_everyone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(config: EngineConfig) -> None:
+    def refuse(config: EngineConfig, failures: object) -> None:
         raise UsageError("no checkpoint directory at none")
 
     monkeypatch.setattr(server, "load", refuse)

@@ -264,7 +264,10 @@ class VllmEngine(Engine):
         except TimeoutError as error:
             raise InternalError(f"vLLM's workers did not answer `{method}` within {_RPC_DEADLINE_S} s") from error
         return [
-            msgspec.convert(value_of(reply, f"engine rank {rank} failed in `{method}`", otherwise), kind)
+            msgspec.convert(
+                value_of(reply, f"engine rank {rank} failed in `{method}`", otherwise, party=f"engine rank {rank}"),
+                kind,
+            )
             for rank, reply in enumerate(replies)
         ]
 

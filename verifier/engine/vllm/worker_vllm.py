@@ -23,6 +23,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, _place_kernel_tensors, get_layerwise_info
 
+from verifier.engine import worker_failures
 from verifier.engine.api import EngineSlice, EngineTensor, Poisoned, reply_of
 from verifier.engine.stored_tensors import adapter_places, restore
 from verifier.engine.vllm.routes_vllm import record_routes
@@ -51,6 +52,7 @@ class ChunkTransferEngine(WeightTransferEngine[Address, dict[str, int]]):
 
     def __init__(self, config: WeightTransferConfig, parallel_config: ParallelConfig) -> None:
         super().__init__(config, parallel_config)
+        worker_failures.listen_in_worker()
         upstream_fixes_vllm.install_asked()
         if threading.current_thread() is threading.main_thread():
             die_with_parent(os.getppid())

@@ -1,0 +1,44 @@
+"""Trace of a training run that the stack under test ended, and its judgement."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from verifier.config.training import TrainConfig
+from verifier.core.store import create, fail
+from verifier.errors import ViolationFound
+from verifier.launch.stack_failure import StackFailed
+from verifier.runs.ended import record_failure
+from verifier.runs.model_under_test import ModelUnderTest
+from verifier.trainer.loop import JUDGE_DEADLINE_S, Judge
+from verifier.trainer.run_folder import RunFolder
+from verifier.trainer.step_trace import step_manifest
+
+
+@contextlib.contextmanager
+def failure_traced(
+    config: TrainConfig, model: ModelUnderTest, folder: RunFolder, judge: Judge | None
+) -> Iterator[None]:
+    """Leave a trace of the failure of the stack that ends what is within; one of an earlier attempt is removed.
+
+    Raises:
+        ViolationFound: the judge's report on it.
+        StackFailed: the failure itself, without a judge.
+    """
+    shutil.rmtree(folder.failure_trace, ignore_errors=True)
+    try:
+        yield
+    except StackFailed as problem:
+        manifest = replace(
+            step_manifest(config, model, 1), scopes=(), synced_versions=(), untouched_versions=(), not_judged=()
+        )
+        trace = create(folder.failure_trace, manifest)
+        fail(trace, replace(manifest, scopes=tuple(record_failure(trace, problem))), str(problem))
+        judged = None if judge is None else judge.submit(trace).result(JUDGE_DEADLINE_S)
+        if judged is not None and judged.exit_code:
+            raise ViolationFound(judged.text, judged.exit_code) from problem
+        raise
