@@ -32,7 +32,7 @@ def config_of(model: str, dtype: str = "float32") -> Mapping[str, JSON]:
         UsageError: see `resolve_model` and `open_checkpoint`; or a local checkpoint is stored in another dtype.
     """
     if model.startswith(tiny.PREFIX):
-        return generated_config(model, tiny.KNOWN_TINY, dtype)
+        return tiny.tiny_config(model.removeprefix(tiny.PREFIX), dtype)
     if model.startswith(wide.PREFIX):
         wide.require_published_dtype(model.removeprefix(wide.PREFIX), dtype)
         return generated_config(model, wide.wide_models(), dtype)
