@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -30,13 +30,11 @@ from verifier.model.scaling import scaled
 
 _CAUSAL = "ForCausalLM"
 _SCALES = 1  # part of the cache key: raise it when the same config and seed give other bytes
-_COMMON = ("architectures", "transformers_version", "dtype", "_name_or_path")
-"""Keys of every config that are written anew or left out."""
 
 
 @cache
 def architectures() -> dict[str, str]:
-    """Return model type -> architecture, of those that transformers has a causal language model and Megatron a bridge."""
+    """Return model type -> architecture, of causal language models of transformers that Megatron has a bridge for."""
     return {name: found for name, found in _of_transformers().items() if found in bridges.bridged()}
 
 
@@ -87,22 +85,14 @@ def scaled_config(name: str, dtype: str, others: Collection[str] = ()) -> dict[s
     require_dtype(dtype)
     architecture = architecture_of(name, others)
     config = _config(architecture)
-    common = PreTrainedConfig().to_dict()
-    own = {key: value for key, value in _as_json(config).items() if key not in common or value != common[key]}
-    kept = {key: value for key, value in own.items() if key not in _COMMON}
-    return {"architectures": [architecture], "dtype": dtype, **kept, "model_type": config.model_type}
+    every = PreTrainedConfig().to_dict()  # keys that say nothing of an architecture, the model type aside
+    own = {key: value for key, value in _as_json(config).items() if key not in every}
+    return {"architectures": [architecture], "dtype": dtype, **own, "model_type": config.model_type}
 
 
 def _config(architecture: str) -> PreTrainedConfig:
     kind: Any = getattr(transformers, architecture).config_class
-    default = kind()
-    return kind(**scaled({**default.to_dict(), **_derived(default)}))
-
-
-def _derived(config: PreTrainedConfig) -> dict[str, JSON]:
-    """Sizes that a config class has as attributes and does not write."""
-    names = ("num_hidden_layers",)
-    return {name: getattr(config, name) for name in names if name not in config.to_dict() and hasattr(config, name)}
+    return cast(PreTrainedConfig, kind(**scaled(kind().to_dict())))
 
 
 def _as_json(config: PreTrainedConfig) -> dict[str, Any]:
@@ -125,13 +115,12 @@ def write_scaled(
     Raises:
         UsageError: see `architecture_of`; another dtype; a folder that cannot be written.
     """
-    config = scaled_config(name, dtype, others)
-    (architecture,) = config["architectures"]  # type: ignore[misc, union-attr]  # set by `scaled_config`
+    config, architecture = scaled_config(name, dtype, others), architecture_of(name, others)
     texts = tokenizer_files()
     key = hashlib.blake2b(json.dumps([_SCALES, seed, config, texts], sort_keys=True).encode(), digest_size=6)
     target = Path(directory) / f"tiny-{architecture}-{dtype}-{key.hexdigest()}"
     return write_once(
-        target, lambda: list(_specs(str(architecture))), config, dtype, f"{architecture}/{seed}", generate, texts
+        target, lambda: list(_specs(architecture)), config, dtype, f"{architecture}/{seed}", generate, texts
     )
 
 

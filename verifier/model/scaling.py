@@ -135,15 +135,17 @@ def _multipliers(default: Mapping[str, Any]) -> dict[str, JSON]:
 
 
 def _rope(tiny: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, JSON]:
-    """Fit positions and rotary embeddings: scaling that begins within the tiny model's positions, sections of a head."""
+    """Fit positions and rotary embeddings: scaling begins within the positions, sections add up to a head."""
     parameters = tiny.get("rope_parameters")
-    found: dict[str, JSON] = {}
+    found: dict[str, Any] = {}
     if isinstance(tiny.get("max_position_embeddings"), int):
         found["max_position_embeddings"] = min(tiny["max_position_embeddings"], _POSITIONS)
     if not isinstance(parameters, Mapping):
         return found
     nested = all(isinstance(item, Mapping) for item in parameters.values())
-    shrunk = {key: _one_rope(item, tiny) for key, item in parameters.items()} if nested else _one_rope(parameters, tiny)
+    shrunk: dict[str, Any] = (
+        {key: _one_rope(item, tiny) for key, item in parameters.items()} if nested else _one_rope(parameters, tiny)
+    )
     if shrunk != parameters:
         found["rope_parameters"] = shrunk
     original = shrunk.get("original_max_position_embeddings")

@@ -12,7 +12,13 @@ from pathlib import Path
 from verifier.data.characters import BOS_ID, EOS_ID, PAD_ID, VOCABULARY, tokenizer_files
 from verifier.model.families import JSON
 from verifier.model.generated import (
-    DECODER, DEEPSEEK_V3, NEMOTRON_H, QWEN3_MOE, generate, generated_config, write_checkpoint,
+    DECODER,
+    DEEPSEEK_V3,
+    NEMOTRON_H,
+    QWEN3_MOE,
+    generate,
+    generated_config,
+    write_checkpoint,
 )  # fmt: skip
 
 PREFIX = "tiny:"
