@@ -72,7 +72,10 @@ def architecture_of(name: str, others: Collection[str] = ()) -> str:
                 f"no `tiny:{name}`: transformers {transformers.__version__} has no causal language model "
                 f"{architecture}, which megatron-bridge {bridges.version()} has a bridge for"
             )
-    near = difflib.get_close_matches(name, [*others, *known, *known.values()], n=3, cutoff=0.0)
+    names = list(dict.fromkeys([*others, *known]))
+    if not name:
+        raise UsageError(f"`tiny:` lacks a name: known are {', '.join(names)}")
+    near = difflib.get_close_matches(name, [*names, *known.values()], n=3, cutoff=0.0)
     raise UsageError(f"unknown model `tiny:{name}`: nearest are {', '.join(f'`tiny:{item}`' for item in near)}")
 
 

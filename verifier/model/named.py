@@ -62,7 +62,10 @@ def _local(model: str) -> Path:
     if not path.is_dir():
         tables = ((tiny.PREFIX, tiny.KNOWN), (wide.PREFIX, wide.WIDE))
         known = ", ".join(f"`{prefix}{name}`" for prefix, table in tables for name in table)
-        raise UsageError(f"unknown model `{model}`: it is neither a local checkpoint directory nor one of {known}")
+        raise UsageError(
+            f"unknown model `{model}`: it is neither a local checkpoint directory nor one of {known}, nor `tiny:` and a "
+            f"model type of docs/families.md"
+        )
     return path
 
 
