@@ -61,8 +61,12 @@ def outcome_of(runner: Runner, run: str, name: str, folder: Path) -> dict[str, A
         return {"outcome": "refused", "reason": _line(str(problem)), "versions": {}}
     except RankFailed as problem:
         frames = _FRAME.findall(problem.traceback)
-        place = f"{frames[-1][0]}:{frames[-1][1]}: " if frames else ""
-        return {"outcome": "died", "reason": place + _line(problem.cause), "versions": {}}
+        frame = next(
+            (item for item in reversed(frames) if item[0].startswith("megatron/")), frames[-1] if frames else None
+        )
+        place = f"{frame[0]}:{frame[1]}: " if frame else ""
+        cause = problem.cause.partition(" when instantiating")[0]
+        return {"outcome": "died", "reason": place + _line(cause), "versions": {}}
     except VerifierError as problem:
         return {"outcome": "died", "reason": _line(str(problem)), "versions": {}}
     report = report_of(store.read(trace), str(trace))

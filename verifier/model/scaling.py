@@ -53,6 +53,8 @@ def scaled(default: Mapping[str, Any]) -> dict[str, JSON]:
     found |= {
         key: 0.0 for key, value in default.items() if key.endswith("dropout") and isinstance(value, float) and value
     }
+    if default.get("mamba_rms_norm") is False and "mamba_norm_before_gate" in default:
+        found["mamba_norm_before_gate"] = False  # without that norm it says nothing, and Megatron refuses true
     found |= _layers(default) | _heads(default) | _experts(default) | _multipliers(default)
     return found | _rope({**default, **found}, default)
 
