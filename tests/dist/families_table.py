@@ -85,7 +85,7 @@ def outcome_of(runner: Runner, run: str, name: str, folder: Path) -> dict[str, A
 
 
 def _line(text: str) -> str:
-    return _NO_PLACE.sub(r"\1", " ".join(text.split()))[:300].strip()
+    return _NO_PLACE.sub(r"\1", " ".join(text.partition(" when instantiating")[0].split()))[:300].strip()
 
 
 def record(found: Sequence[Mapping[str, Any]]) -> None:

@@ -63,8 +63,8 @@ def _local(model: str) -> Path:
         tables = ((tiny.PREFIX, tiny.KNOWN), (wide.PREFIX, wide.WIDE))
         known = ", ".join(f"`{prefix}{name}`" for prefix, table in tables for name in table)
         raise UsageError(
-            f"unknown model `{model}`: it is neither a local checkpoint directory nor one of {known}, nor `tiny:` and a "
-            f"model type of docs/families.md"
+            f"unknown model `{model}`: it is neither a local checkpoint directory nor one of {known}, "
+            f"nor `tiny:` and a model type of docs/families.md"
         )
     return path
 
