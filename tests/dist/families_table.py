@@ -20,9 +20,9 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.config import EngineOptions, GoldenConfig, RoundtripConfig
 from verifier.core import store
 from verifier.errors import UsageError, VerifierError
-from verifier.launch.failures import RankFailed
 from verifier.mesh import Mesh
 from verifier.model.architectures_hf import architectures
+from verifier.platform.pins import TRAINER, installed
 from verifier.report import report_of
 from verifier.runs.resources import Resources
 from verifier.runs.runner import Runner
@@ -41,6 +41,7 @@ NOTES = {
     "exaone4": "upstream: the bridge has no mapping of `lm_head.weight`, and embeddings are not tied by default",
     "glm_moe_dsa": "upstream: the bridge reads a key that transformers' config does not have",
     "gpt_oss": "ours: attention sinks on the CPU tier",
+    "gemma2": "ours: packed sequences by Megatron's own attention on the CPU tier",
     "hy_v3": "upstream: the bridge reads a key that transformers' config does not have",
     "minimax_m2": "ours with tp: the CPU tier's current device is no number",
     "nemotron_h": (
@@ -50,6 +51,7 @@ NOTES = {
 }
 """Family -> whose fault it is that a run does not hold, as far as it was looked into."""
 _FRAME = re.compile(r'File "[^"]*site-packages/([^"]+)", line (\d+)')
+_RANK = re.compile(r"^rank \d+ (\([^)]*\) )?failed: ")
 _NO_PLACE = re.compile(r"/\S+/(tiny-)")
 
 
@@ -72,29 +74,24 @@ def outcome_of(runner: Runner, run: str, name: str, folder: Path) -> dict[str, A
             mesh = Mesh(tp=2) if run == "golden-tp2" else Mesh()
             runner.golden(GoldenConfig(model=model, trace=trace, mesh=mesh))
     except UsageError as problem:
-        return {"outcome": "refused", "reason": _line(str(problem)), "versions": {}}
-    except RankFailed as problem:
-        frames = _FRAME.findall(problem.traceback)
-        frame = next(
-            (item for item in reversed(frames) if item[0].startswith("megatron/")), frames[-1] if frames else None
-        )
-        place = f"{frame[0]}:{frame[1]}: " if frame else ""
-        cause = problem.cause.partition(" when instantiating")[0]
-        return {"outcome": "died", "reason": place + _line(cause), "versions": {}}
+        return {"outcome": "refused", "reason": _line(str(problem))}
     except VerifierError as problem:
-        return {"outcome": "died", "reason": _line(str(problem)), "versions": {}}
+        frames = _FRAME.findall(str(problem))
+        theirs = [frame for frame in frames if frame[0].startswith("megatron/")] or frames
+        place = f"{theirs[-1][0]}:{theirs[-1][1]}: " if theirs else ""
+        first = str(problem).partition("\n")[0]
+        return {"outcome": "died", "reason": place + _line(_RANK.sub("", first))}
     report = report_of(store.read(trace), str(trace))
-    first = [
+    violated = [
         f"{item.code}: {item.finding.first.what}, {item.finding.count} differ"
         for item in report.violated
         if item.finding is not None
     ]
     return {
         "outcome": report.verdict.name.lower(),
-        "reason": _line("; ".join(first)),
+        "reason": _line("; ".join(violated)),
         "num_checks": len(report.outcomes),
         "num_compared": sum(item.num_compared for item in report.outcomes),
-        "versions": report.manifest.versions,
     }
 
 
@@ -116,7 +113,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     titles = ("family", "architecture", "run", "outcome", "checks", "compared", "reason")
     lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
     for row in sorted(rows, key=lambda row: (row["family"], list(RUNS).index(row["run"]))):
-        note = NOTES.get(row["family"], "") if row["outcome"] != "holds" and row["run"] != "roundtrip" else ""
+        note = NOTES.get(row["family"], "") if row["outcome"] != "holds" else ""
         reason = f"{row['reason']}{f' ({note})' if note else ''}".replace("|", r"\|")
         cells = (
             f"`tiny:{row['family']}`", row["architecture"], RUNS[row["run"]], row["outcome"],
@@ -161,7 +158,9 @@ def main(arguments: Sequence[str]) -> None:
         runner = Runner(resources, lambda line: None)
         for name in chosen or [*names(), *ASKED_FOR]:
             found = outcome_of(runner, run, name, Path(folder))
-            row = {"family": name, "architecture": architectures().get(name, ""), "run": run, "commit": commit, **found}
+            versions = {package: installed(package) for package in TRAINER}
+            named = {"family": name, "architecture": architectures().get(name, "")}
+            row = {**named, "run": run, **found, "versions": versions, "commit": commit}
             record([row])
             print(name, found["outcome"], found["reason"], flush=True)
             resources.stop_engines()
