@@ -12,6 +12,7 @@ FACTS = (
     "the_rest_is_taken_by_megatrons_own_linears",
     "specs_name_the_reference_modules",
     "bridge_knows_the_sharding_of_every_reference_module",
+    "bridges_are_those_that_its_source_registers",
     "ranks_are_laid_out_as_the_mesh_says",
     "layers_are_shared_out_as_the_mesh_says",
     "packer_and_attention_agree_on_context_parallel_rows",

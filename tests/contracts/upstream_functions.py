@@ -102,6 +102,18 @@ def bridge_knows_the_sharding_of_every_reference_module(context: RankContext) ->
     assert named <= known, named - known
 
 
+def bridges_are_those_that_its_source_registers(context: RankContext) -> None:
+    """`bridged` reads files alone, and names what the registry of causal language models holds."""
+    from megatron.bridge import AutoBridge
+
+    from verifier.model.bridges import bridged
+
+    registered = {name for name in AutoBridge.list_supported_models() if name.endswith("ForCausalLM")}
+    found = {name for name in bridged() if name.endswith("ForCausalLM")}
+    assert len(found) > 30
+    assert registered - {"ExaoneMoEForCausalLM"} == found, "the exception is a second spelling of ExaoneMoeForCausalLM"
+
+
 def ranks_are_laid_out_as_the_mesh_says(context: RankContext) -> None:
     """Megatron's own rank groups, against Mesh.coordinate."""
     from megatron.core.parallel_state import RankGenerator

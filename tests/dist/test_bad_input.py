@@ -89,11 +89,15 @@ def copy(tmp_path: Path, cache: Path) -> Path:
 
 
 COMMANDS: list[tuple[tuple[str, ...], str]] = [
-    (("golden", "--model", "tiny:gpt5"), f"unknown model `tiny:gpt5`: known are {', '.join(KNOWN)}"),
+    (
+        ("golden", "--model", "tiny:gpt5"),
+        "unknown model `tiny:gpt5`: nearest are `tiny:gpt_oss`, `tiny:gemma4_text`, `tiny:gemma3_text`",
+    ),
     (
         ("golden", "--model", "absent"),
         "unknown model `absent`: it is neither a local checkpoint directory nor one of "
-        + ", ".join(f"`{name}`" for name in (*KNOWN, *WIDE)),
+        + ", ".join(f"`{name}`" for name in (*KNOWN, *WIDE))
+        + ", nor `tiny:` and a model type of docs/families.md",
     ),
     (
         ("golden", "--model", "tiny:qwen3", "--dp", "200"),

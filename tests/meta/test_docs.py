@@ -5,7 +5,7 @@ import re
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.dist import clean_table
+from tests.dist import clean_table, families_table
 from tests.h100.results import table
 from tests.meta import whats_here
 from tests.meta.sources import ROOT, python_files, tracked, where
@@ -73,6 +73,12 @@ def test_gpu_page_shows_what_gpus_showed():
     """The table is what `tests.h100.results.table` makes of the recorded rows."""
     text = (ROOT / "docs" / "gpu.md").read_text()
     assert text.split("<!-- table: gpu -->\n")[1].split("\n<!-- table: end -->")[0] == table(ROOT / "golden" / "gpu")
+
+
+def test_families_page_is_drawn_from_the_ledger():
+    """`python -m tests.dist.families_table page` draws it anew."""
+    text = families_table.PAGE.read_text()
+    assert text == families_table.drawn(text)
 
 
 def test_clean_runs_page_is_drawn_from_the_ledger():

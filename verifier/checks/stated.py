@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -129,7 +130,7 @@ def softmax_scale(config: Config) -> Any:
 def trainer_softmax_scale(fields: Config) -> Any:
     """Scale of attention scores in the trainer; null stands for that of the head's width."""
     scale = fields.get("softmax_scale")
-    return None if scale and scale == fields["kv_channels"] ** -0.5 else scale
+    return None if scale and math.isclose(scale, fields["kv_channels"] ** -0.5, rel_tol=1e-12) else scale  # or 1 / sqrt
 
 
 def attention_scale(config: Config) -> Any:

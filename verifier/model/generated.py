@@ -62,14 +62,19 @@ NEMOTRON_H: dict[str, JSON] = {
 }  # fmt: skip
 
 
+def require_dtype(dtype: str) -> None:
+    """Raise a UsageError if generated checkpoints do not come in `dtype`."""
+    if dtype not in DTYPES:
+        raise UsageError(f"generated checkpoints come in {' and '.join(DTYPES)}, not {dtype}")
+
+
 def generated_config(
     model: str, known: Models, dtype: str, changes: Mapping[str, JSON] | None = None
 ) -> dict[str, JSON]:
     """Return the config.json of a generated checkpoint; see `write_checkpoint`."""
     if model not in known:
         raise UsageError(f"unknown model `{model}`: known are {', '.join(known)}")
-    if dtype not in DTYPES:
-        raise UsageError(f"generated checkpoints come in {' and '.join(DTYPES)}, not {dtype}")
+    require_dtype(dtype)
     family_name, sizes = known[model]
     family = FAMILIES[family_name]
     config: dict[str, JSON] = {"architectures": [family.architecture], "model_type": family.model_type, "dtype": dtype}
@@ -104,16 +109,31 @@ def write_checkpoint(
     made_of = [_GENERATOR, seed, config, *([texts] if texts else [])]
     key = hashlib.blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=6).hexdigest()
     target = Path(directory) / f"{model.replace(':', '-')}-{dtype}-{key}"
+    return write_once(
+        target, lambda: list(tensors_of(family, config)), config, dtype, f"{family_name}/{seed}", values, texts or {}
+    )
+
+
+def write_once(
+    target: Path, specs: Callable[[], list[TensorSpec]], config: Mapping[str, JSON], dtype: str, stream: str,
+    values: Values, texts: Mapping[str, str],
+) -> Path:  # fmt: skip
+    """Write a checkpoint as the directory `target` unless it is there already, and return `target`.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
     if target.is_dir():
         return target
+    directory = target.parent
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=directory))
     except OSError as error:
         raise UsageError(f"cannot write a checkpoint under {directory}: {error.strerror}") from error
     try:
-        _write_files(partial, list(tensors_of(family, config)), config, dtype, f"{family_name}/{seed}", values)
-        for name, content in (texts or {}).items():
+        _write_files(partial, specs(), config, dtype, stream, values)
+        for name, content in texts.items():
             (partial / name).write_text(content)
         partial.chmod(0o755)
         os.rename(partial, target)

@@ -25,8 +25,8 @@ def validate(config: Mapping[str, Any], mesh: Mesh) -> None:
             raise UsageError(f"{axis} = {parts}, but {name} has no experts")
     if hybrid and mesh.vpp > 1:
         raise UsageError(f"vpp = {mesh.vpp}, but megatron-bridge builds {name} without virtual stages")
-    groups = size("n_groups") if hybrid else None
-    held = groups and groups // mesh.tp
+    groups = size("n_groups") if hybrid else size("mamba_n_groups")
+    held = groups // mesh.tp if groups and hybrid else None
     cp_parts = 1 if held and mesh.cp % held == 0 else mesh.cp  # 1: every rank has a copy of one group
     tp, tp_cp = f"tp = {mesh.tp}", f"tp * cp = {mesh.tp} * {mesh.cp}"
     for shown, parts, count, what in (

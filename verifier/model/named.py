@@ -32,7 +32,7 @@ def config_of(model: str, dtype: str = "float32") -> Mapping[str, JSON]:
         UsageError: see `resolve_model` and `open_checkpoint`; or a local checkpoint is stored in another dtype.
     """
     if model.startswith(tiny.PREFIX):
-        return generated_config(model, tiny.KNOWN_TINY, dtype)
+        return tiny.tiny_config(model.removeprefix(tiny.PREFIX), dtype)
     if model.startswith(wide.PREFIX):
         wide.require_published_dtype(model.removeprefix(wide.PREFIX), dtype)
         return generated_config(model, wide.wide_models(), dtype)
@@ -62,7 +62,10 @@ def _local(model: str) -> Path:
     if not path.is_dir():
         tables = ((tiny.PREFIX, tiny.KNOWN), (wide.PREFIX, wide.WIDE))
         known = ", ".join(f"`{prefix}{name}`" for prefix, table in tables for name in table)
-        raise UsageError(f"unknown model `{model}`: it is neither a local checkpoint directory nor one of {known}")
+        raise UsageError(
+            f"unknown model `{model}`: it is neither a local checkpoint directory nor one of {known}, "
+            f"nor `tiny:` and a model type of docs/families.md"
+        )
     return path
 
 

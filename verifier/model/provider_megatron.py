@@ -137,7 +137,7 @@ def build(
 
     Raises:
         UsageError: a model that megatron-bridge does not support, a mesh that does not divide it or does not match
-            the number of processes, or an unknown dtype.
+            the number of processes, an unknown dtype, or a package that the model's layers need and that is absent.
     """
     checkpoint = open_checkpoint(path) if load_weights else None
     config = read_config(Path(path)) if checkpoint is None else checkpoint.config
@@ -178,11 +178,15 @@ def build(
             provider.register_pre_wrap_hook(_poison, prepend=True)
         if adapt is not None:
             provider.register_pre_wrap_hook(adapt)
-        chunks = provider.provide_distributed_model(
-            ddp_config=None if data_parallel is None else _ddp_config(data_parallel, tier),
-            wrap_with_ddp=data_parallel is not None,
-            use_megatron_fsdp=data_parallel is not None and data_parallel.fsdp is not None,
-        )
+        try:
+            chunks = provider.provide_distributed_model(
+                ddp_config=None if data_parallel is None else _ddp_config(data_parallel, tier),
+                wrap_with_ddp=data_parallel is not None,
+                use_megatron_fsdp=data_parallel is not None and data_parallel.fsdp is not None,
+            )
+        except ImportError as lack:  # megatron-core looks for what a kind of layer needs when it builds one
+            needs = str(lack).partition(" when instantiating")[0].rstrip(".")
+            raise UsageError(f"megatron-core cannot build {architecture_of(config)} here: {needs}") from lack
     _connect(chunks, data_parallel)
     return TrainerModel(
         chunks=chunks, bridge=bridge, provider=provider, mesh=mesh, tier=tier, data_parallel=data_parallel,

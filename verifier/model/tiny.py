@@ -11,7 +11,15 @@ from pathlib import Path
 
 from verifier.data.characters import BOS_ID, EOS_ID, PAD_ID, VOCABULARY, tokenizer_files
 from verifier.model.families import JSON
-from verifier.model.generated import DECODER, DEEPSEEK_V3, NEMOTRON_H, QWEN3_MOE, generate, write_checkpoint
+from verifier.model.generated import (
+    DECODER,
+    DEEPSEEK_V3,
+    NEMOTRON_H,
+    QWEN3_MOE,
+    generate,
+    generated_config,
+    write_checkpoint,
+)  # fmt: skip
 
 PREFIX = "tiny:"
 
@@ -108,8 +116,24 @@ def write_tiny(
     *,
     changes: Mapping[str, JSON] | None = None,
 ) -> Path:
-    """Write the tiny checkpoint `name`, a key of `KNOWN`; see `write_checkpoint`."""
+    """Write the tiny checkpoint `name`: a key of `KNOWN`, or an architecture that transformers and Megatron know.
+
+    See `write_checkpoint`, and `write_scaled` for an architecture, which takes no `changes`.
+    """
+    if name not in KNOWN:
+        from verifier.model.architectures_hf import write_scaled
+
+        return write_scaled(name, directory, dtype, seed, others=KNOWN)
     return write_checkpoint(
         PREFIX + name, KNOWN_TINY, directory, dtype=dtype, seed=seed, values=generate, changes=changes,
         texts=tokenizer_files() if name in TO_TRAIN else None,
     )  # fmt: skip
+
+
+def tiny_config(name: str, dtype: str) -> dict[str, JSON]:
+    """Return the config.json that `write_tiny` gives a checkpoint, without writing one."""
+    if name not in KNOWN:
+        from verifier.model.architectures_hf import scaled_config
+
+        return scaled_config(name, dtype, KNOWN)
+    return generated_config(PREFIX + name, KNOWN_TINY, dtype)

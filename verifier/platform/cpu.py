@@ -15,10 +15,11 @@ import warnings
 from types import ModuleType
 
 import torch
+from packaging.version import Version
 
 from verifier.errors import UsageError
 from verifier.platform.patch import Patch, apply, parameters, require_parameters, source_parameters
-from verifier.platform.pins import TRAINER, require_pins
+from verifier.platform.pins import PINS, TRAINER, require_pins
 
 _DONE = "verifier.platform.cpu.installed"
 
@@ -89,6 +90,7 @@ def _module_patches() -> list[Patch]:
         (f"{core}.models.gpt.gpt_layer_specs:TESpecProvider", specs.TESpecProvider),
         (f"{core}.models.gpt.gpt_layer_specs:TENorm", TENorm),
         (f"{core}.transformer.transformer_block:LayerNormImpl", TENorm),
+        (f"{core}.transformer.attention:TENorm", TENorm),
     ]
     return [
         *(Patch(target, module) for target, module in places),
@@ -97,6 +99,7 @@ def _module_patches() -> list[Patch]:
             for kernel in (fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd)
         ),
         Patch(f"{specs.__name__}:is_te_min_version", lambda version: True),
+        Patch(f"{core}.transformer.transformer_config:is_te_min_version", _is_pinned, takes="version check_equality"),
         Patch(
             f"{core}.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
             _counts_on_host,
@@ -108,6 +111,12 @@ def _module_patches() -> list[Patch]:
             takes="chunk_size noop_flag tensor_lists per_tensor args",
         ),
     ]
+
+
+def _is_pinned(version: str, check_equality: bool = True) -> bool:
+    """Return whether the Transformer Engine of the GPU tier, whose options this tier takes, has at least `version`."""
+    pinned = Version(PINS["transformer-engine"])
+    return pinned >= Version(version) if check_equality else pinned > Version(version)
 
 
 def _counts_on_host(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> object:

@@ -51,6 +51,11 @@ def config_of(name, **changes):
             "tp = 2 does not divide the 3 groups of the state-space layers of NemotronHForCausalLM",
         ),
         (
+            {"architectures": ["FalconH1ForCausalLM"], "mamba_n_groups": 1},
+            {"tp": 2},
+            "tp = 2 does not divide the 1 groups of the state-space layers of FalconH1ForCausalLM",
+        ),
+        (
             config_of("nemotron-h"),
             {"tp": 4, "cp": 8},
             "tp * cp = 4 * 8 does not divide the 16 heads of the state-space layers of NemotronHForCausalLM",

@@ -1,0 +1,20 @@
+"""A scale of attention that is the head's own counts as unstated, however its root was taken."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from verifier.checks.stated import trainer_softmax_scale
+
+
+@pytest.mark.parametrize("width", [32, 80, 96, 128, 256])
+def test_the_heads_own_scale_by_either_root(width: int) -> None:
+    for scale in (1.0 / math.sqrt(width), width**-0.5):
+        assert trainer_softmax_scale({"softmax_scale": scale, "kv_channels": width}) is None
+
+
+def test_another_scale_is_stated() -> None:
+    assert trainer_softmax_scale({"softmax_scale": 0.0625, "kv_channels": 128}) == 0.0625
+    assert trainer_softmax_scale({"softmax_scale": None, "kv_channels": 128}) is None

@@ -1,0 +1,153 @@
+"""Tiny checkpoints of every architecture that transformers and megatron-bridge both know, by the rules of `scaling`.
+
+transformers names the tensors and says what their values are before training. So no family needs a row here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Collection, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from verifier.data.characters import tokenizer_files
+from verifier.errors import UsageError
+from verifier.model import bridges
+from verifier.model.checkpoint import open_checkpoint
+from verifier.model.families import JSON, Content, TensorSpec
+from verifier.model.generated import generate, require_dtype, write_once
+from verifier.model.scaling import scaled
+
+_CAUSAL = "ForCausalLM"
+_SCALES = 1  # part of the cache key: raise it when the same config and seed give other bytes
+
+
+@cache
+def architectures() -> dict[str, str]:
+    """Return model type -> architecture, of causal language models of transformers that Megatron has a bridge for."""
+    return {name: found for name, found in _of_transformers().items() if found in bridges.bridged()}
+
+
+def _of_transformers() -> dict[str, str]:
+    """Model type -> architecture; a type of several modalities stands for its text model."""
+    known: dict[str, str] = {
+        name: found if isinstance(found, str) else found[0] for name, found in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    }
+    texts = {name: known.get(f"{name}_text", found) for name, found in known.items() if not found.endswith(_CAUSAL)}
+    return {name: found for name, found in {**known, **texts}.items() if found.endswith(_CAUSAL)}
+
+
+def architecture_of(name: str, others: Collection[str] = ()) -> str:
+    """Return the architecture that `name` means, which is a model type or an architecture itself.
+
+    Args:
+        name: what stands behind "tiny:".
+        others: further names that exist, to be proposed for one that does not.
+
+    Raises:
+        UsageError: only one of transformers and megatron-bridge knows it, or neither does.
+    """
+    known, theirs = architectures(), _of_transformers()
+    if name in known or name in known.values():
+        return known.get(name, name)
+    if name in theirs or name in theirs.values():
+        architecture = theirs.get(name, name)
+        raise UsageError(
+            f"no `tiny:{name}`: megatron-bridge {bridges.version()} has no bridge for {architecture}, which "
+            f"transformers {transformers.__version__} knows"
+        )
+    for architecture in sorted(bridges.bridged()):
+        if _plain(name) in (_plain(architecture), _plain(architecture.removesuffix(_CAUSAL))):
+            raise UsageError(
+                f"no `tiny:{name}`: transformers {transformers.__version__} has no causal language model "
+                f"{architecture}, which megatron-bridge {bridges.version()} has a bridge for"
+            )
+    names = list(dict.fromkeys([*others, *known]))
+    if not name:
+        raise UsageError(f"`tiny:` lacks a name: known are {', '.join(names)}")
+    near = difflib.get_close_matches(name, [*names, *known.values()], n=3, cutoff=0.0)
+    raise UsageError(f"unknown model `tiny:{name}`: nearest are {', '.join(f'`tiny:{item}`' for item in near)}")
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def scaled_config(name: str, dtype: str, others: Collection[str] = ()) -> dict[str, JSON]:
+    """Return the config.json of a tiny checkpoint; see `architecture_of`."""
+    require_dtype(dtype)
+    architecture = architecture_of(name, others)
+    config = _config(architecture)
+    every = PreTrainedConfig().to_dict()  # keys that say nothing of an architecture, the model type aside
+    own = {key: value for key, value in _as_json(config).items() if key not in every}
+    return {"architectures": [architecture], "dtype": dtype, **own, "model_type": config.model_type}
+
+
+def _config(architecture: str) -> PreTrainedConfig:
+    kind: Any = getattr(transformers, architecture).config_class
+    return cast(PreTrainedConfig, kind(**scaled(kind().to_dict())))
+
+
+def _as_json(config: PreTrainedConfig) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return found
+
+
+def write_scaled(
+    name: str, directory: Path, dtype: str = "float32", seed: int = 1, *, others: Collection[str] = ()
+) -> Path:
+    """Write the tiny checkpoint of an architecture under `directory` unless it is there already; return its path.
+
+    Args:
+        name: a key or value of `architectures`.
+        directory: cache; the checkpoint becomes a subdirectory whose name ends in the key of its contents.
+        dtype: "float32" or "bfloat16".
+        seed: seed of the weights.
+        others: see `architecture_of`.
+
+    Raises:
+        UsageError: see `architecture_of`; another dtype; a folder that cannot be written.
+    """
+    config, architecture = scaled_config(name, dtype, others), architecture_of(name, others)
+    texts = tokenizer_files()
+    key = hashlib.blake2b(json.dumps([_SCALES, seed, config, texts], sort_keys=True).encode(), digest_size=6)
+    target = Path(directory) / f"tiny-{architecture}-{dtype}-{key.hexdigest()}"
+    return write_once(
+        target, lambda: list(_specs(architecture)), config, dtype, f"{architecture}/{seed}", generate, texts
+    )
+
+
+def _specs(architecture: str) -> Iterator[TensorSpec]:
+    """Tensors of a checkpoint under their published names, as transformers writes it."""
+    with torch.random.fork_rng(), tempfile.TemporaryDirectory() as folder:
+        model: PreTrainedModel = getattr(transformers, architecture)(_config(architecture))
+        model.save_pretrained(folder)
+        checkpoint = open_checkpoint(folder)
+        for name in checkpoint.names():
+            tensor = checkpoint.read(name)
+            if not tensor.is_floating_point():
+                raise UsageError(f"no tiny {architecture}: `{name}` is a table of {tensor.dtype}, which no rule fills")
+            yield TensorSpec(name=name, shape=tuple(tensor.shape), content=content_of(name, tensor))
+
+
+def content_of(name: str, initial: torch.Tensor) -> Content:
+    """Tell a tensor's kind by its name and its values before training: a norm begins at 1, or at 0 where 1 is added."""
+    if "score_correction_bias" in name:
+        return Content.SCORE_BIAS
+    if name.endswith("A_log"):
+        return Content.DECAY
+    if bool((initial == 1).all()):
+        return Content.NORM
+    if initial.ndim < 2 or not initial.any():
+        return Content.BIAS
+    return Content.MATRIX
