@@ -133,7 +133,7 @@ def measured_with(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: versions and commits of the rows."""
     versions = sorted({f"{name} {version}" for row in rows for name, version in row["versions"].items()})
     commits = sorted({row["commit"] for row in rows})
-    return f"Measured with {', '.join(versions)}; at {', '.join(commits)}.\n"
+    return f"Measured with {', '.join(versions)}.\n\nAt {', '.join(commits)}.\n"
 
 
 def known() -> str:
