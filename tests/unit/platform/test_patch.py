@@ -8,7 +8,7 @@ import pytest
 from verifier.errors import UsageError
 from verifier.platform import install_for
 from verifier.platform.patch import Patch, apply, parameters, source_parameters
-from verifier.platform.pins import PINS, require_pins
+from verifier.platform.pins import PINS, require_installed
 
 
 @pytest.fixture
@@ -81,10 +81,10 @@ def test_parameters_of_a_class_are_those_of_its_constructor():
 def test_versions_that_were_not_verified_together(monkeypatch):
     monkeypatch.setitem(PINS, "pytest", "0.0.1")
     with pytest.raises(UsageError, match=r"^pytest \S+ is installed, which is not supported: install version 0.0.1$"):
-        require_pins("pytest")
+        require_installed("pytest")
     monkeypatch.setitem(PINS, "no-such-distribution", "1.0")
     with pytest.raises(UsageError, match=r"^no-such-distribution is not installed: install version 1.0$"):
-        require_pins("no-such-distribution")
+        require_installed("no-such-distribution")
 
 
 def test_unknown_tier():
