@@ -7,7 +7,7 @@ import pytest
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.dist import clean_table
 from tests.h100.results import table
-from tests.meta import whats_here
+from tests.meta import upgrades, whats_here
 from tests.meta.sources import ROOT, python_files, tracked, where
 from verifier.cli.app import app
 from verifier.core.check import REGISTRY
@@ -73,6 +73,12 @@ def test_gpu_page_shows_what_gpus_showed():
     """The table is what `tests.h100.results.table` makes of the recorded rows."""
     text = (ROOT / "docs" / "gpu.md").read_text()
     assert text.split("<!-- table: gpu -->\n")[1].split("\n<!-- table: end -->")[0] == table(ROOT / "golden" / "gpu")
+
+
+def test_upgrading_page_shows_the_recorded_upgrades():
+    """`python -m tests.meta.upgrades` draws it anew."""
+    text = upgrades.PAGE.read_text()
+    assert text == upgrades.drawn(text)
 
 
 def test_clean_runs_page_is_drawn_from_the_ledger():
