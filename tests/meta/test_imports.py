@@ -30,7 +30,7 @@ ROOMS = {
     "engine": {"core", "mesh", "config", "model", "plan", "transport", "platform", "launch"},
     "oracle": {"core", "mesh", "model", "export", "engine", "platform", "plan", "train", "transport"},
     "contracts": {"core", "mesh", "model", "train", "engine", "oracle", "platform"},
-    "upgrade": {"core", "contracts"},
+    "upgrade": {"core", "platform", "contracts"},
     "probes": {"core", "mesh", "data", "model", "train", "export", "plan", "transport", "engine"},
     "trainer": {
         "core",

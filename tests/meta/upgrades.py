@@ -43,6 +43,8 @@ def _row(report: dict[str, Any]) -> str:
 
 
 def _moved(item: dict[str, Any]) -> str:
+    if item["bug"] and not item["holds"] and not item["untrue"]:
+        return f"{item['bug']} cannot be looked for"
     if item["bug"]:
         return f"{item['bug']} {'is found' if item['holds'] else 'is not found any more'}"
     return f"`{item['name']}` {'holds now' if item['holds'] else 'moved'}"

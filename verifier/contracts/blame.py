@@ -8,6 +8,7 @@ from dataclasses import dataclass
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 _PACKAGE = re.compile(r".*/(?:site|dist)-packages/(([^/]+).*)")
 _OURS = re.compile(r".*/(verifier/.*)")
+_FOLDER = re.compile(r"/\S*/(?:site|dist)-packages/")
 _ERROR = re.compile(r"^(?:\(\w+ pid=\d+\) )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|NotFound|Failed)\b.*)$")
 
 
@@ -21,6 +22,11 @@ class Blame:
     """Below the installed packages."""
     line: int
     message: str
+
+    @property
+    def untrue(self) -> bool:
+        """Test for an assertion that does not hold, and not for code that could not be run."""
+        return self.message.startswith("AssertionError")
 
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}: " if self.file else ""
@@ -42,7 +48,7 @@ def blame(text: str) -> Blame:
         elif _FRAME.search(before):
             code = line.strip()
         elif frames and (error := _ERROR.match(line.strip())):
-            said = error[1].strip()
+            said = _FOLDER.sub("", error[1].strip())
             return _placed(frames, f"{said}: {code}" if said == "AssertionError" else said)
     return _placed(frames, lines[-1].strip() if lines else "nothing was said")
 

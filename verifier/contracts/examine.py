@@ -43,8 +43,13 @@ class Looked:
 
     @property
     def mended(self) -> bool:
-        """Test for a bug of upstream's that is not there any more, or cannot be shown."""
-        return self.failure is not None and bool(self.contract.bug)
+        """Test for a bug of upstream's that is not there any more; one that cannot be looked at may be there."""
+        return bool(self.contract.bug) and self.failure is not None and self.failure.untrue
+
+    @property
+    def unseen(self) -> bool:
+        """Test for a bug of upstream's that cannot be looked at."""
+        return bool(self.contract.bug) and self.failure is not None and not self.failure.untrue
 
 
 def look(tier: Tier, progress: Callable[[str], None] = lambda _: None) -> list[Looked]:
@@ -84,12 +89,16 @@ def record_of(item: Looked) -> dict[str, Any]:
 def text_of(found: Sequence[Looked]) -> str:
     """One line on all, then one block for each contract that moved and one line for each bug that is gone."""
     moved, mended = [item for item in found if item.moved], [item for item in found if item.mended]
-    holding = len(found) - len(moved) - len(mended)
+    holding = sum(item.failure is None for item in found)
     lines = [f"contracts: {holding} of {len(found)} hold" + (f", {len(moved)} moved" if moved else "")]
     for item in moved:
         contract = item.contract
         lines += [f"  {contract.name} of {contract.package}: {item.failure}"]
         lines += [f"    rests on it: {contract.resting}"]
+    unseen = [item for item in found if item.unseen]
+    lines += [
+        f"  bug cannot be looked for: {item.contract.bug} ({item.contract.name}): {item.failure}" for item in unseen
+    ]
     lines += [f"  bug not found, so a fix can go: {item.contract.bug} ({item.contract.name})" for item in mended]
     return "\n".join(lines)
 

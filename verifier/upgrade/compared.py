@@ -9,7 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from verifier.contracts.blame import Blame
+from verifier.core.finding import ExitCode
 from verifier.core.outputs import printable
+from verifier.errors import UsageError
+from verifier.platform.provenance import host, this_code
 from verifier.upgrade.environments import Ran, Side, looked_at, made, present
 
 _RANK = {"holds": 0, "inconclusive": 1, "violated": 2, "not run": 1}
@@ -31,6 +34,8 @@ class Moved:
     """In the second environment."""
     failure: str
     """Why it does not hold, where it does not."""
+    untrue: bool
+    """It was looked at and is not so; without it, it could not be looked at."""
 
     @property
     def worse(self) -> bool:
@@ -92,13 +97,16 @@ def compare(asked: Sequence[str], model: str, progress: Callable[[str], None]) -
     """Look at the environment of this process and at one with these versions.
 
     Raises:
-        UsageError: a version cannot be had.
+        UsageError: a version cannot be had, or the gate does not take the model.
         InternalError: an environment could not be made or looked at.
     """
     progress("making the environment")
     python = made(asked)
     with tempfile.TemporaryDirectory(prefix="verifier-upgrade-") as name:
         before = looked_at(present(), model, Path(name, "before"), lambda text: progress(f"before: {text}"))
+        for ran in before.gate.values():
+            if ran.exit_code == ExitCode.USAGE and ran.failure is not None:
+                raise UsageError(ran.failure.message.removeprefix("verifier: "))
         after = looked_at(python, model, Path(name, "after"), lambda text: progress(f"after: {text}"))
     return changes_of(before, after, asked, model)
 
@@ -129,10 +137,10 @@ def changes_of(before: Side, after: Side, asked: Sequence[str], model: str) -> C
 def _moved(before: Side, after: Side) -> Iterator[Moved]:
     for name, item in after.contracts.items():
         if item["holds"] != before.contracts[name]["holds"]:
-            failure = item["failure"] or before.contracts[name]["failure"]
+            failure = Blame(**(item["failure"] or before.contracts[name]["failure"]))
             yield Moved(
                 name=name, package=item["package"], checks=item["checks"], fix=item["fix"], bug=item["bug"],
-                holds=item["holds"], failure=str(Blame(**failure)),
+                holds=item["holds"], failure=str(failure), untrue=failure.untrue,
             )  # fmt: skip
 
 
@@ -148,7 +156,8 @@ def _changed(before: Side, after: Side) -> Iterator[Changed]:
 
 def render_json(change: Change) -> str:
     """One JSON object with all of it."""
-    return json.dumps({"format": 1, "worse": change.worse, **asdict(change)}, indent=1) + "\n"
+    said = {"format": 1, "commit": this_code().commit, "host": host(), "worse": change.worse, **asdict(change)}
+    return json.dumps(said, indent=1) + "\n"
 
 
 def render_text(change: Change) -> str:
@@ -170,7 +179,9 @@ def _packages(change: Change) -> str:
 def _contracts(change: Change) -> Iterator[str]:
     yield f"contracts: {change.num_contracts[1]} of {change.num_contracts[0]} hold after"
     for item in change.contracts:
-        if item.bug:
+        if item.bug and not item.holds and not item.untrue:
+            yield f"  cannot be looked for: {item.bug} ({item.name}): {item.failure}"
+        elif item.bug:
             yield f"  {'found now' if item.holds else 'not found any more'}: {item.bug} ({item.name})"
         elif item.holds:
             yield f"  holds now: {item.name} of {item.package}"
@@ -189,9 +200,12 @@ def _command(change: Change, command: str, before: Ran, after: Ran) -> Iterator[
     for item in change.failures:
         if item.command == command:
             yield f"  ended by: {item.blame}" + (" (before too)" if item.before else "")
-    lost = [item for item in change.checks if item.command == command and item.after == "not run"]
-    for change_ in change.checks:
-        if change_.command == command and change_.after != "not run":
-            yield f"  {change_.before} -> {change_.after}: {change_.sentence or change_.code}"
-    if lost:
-        yield f"  not run any more: {' '.join(item.code for item in lost)}"
+    changed = [item for item in change.checks if item.command == command]
+    died = after.failure is not None
+    unjudged = [item for item in changed if item.after == "not run" or (died and item.after == "inconclusive")]
+    yield from (
+        f"  {item.before} -> {item.after}: {item.sentence or item.code}" for item in changed if item not in unjudged
+    )
+    if unjudged:
+        why = "because of it" if died else "any more"
+        yield f"  not judged {why}: {' '.join(item.code for item in unjudged)}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verifier.contracts.blame import Blame, blame
+from verifier.core.finding import ExitCode
 from verifier.errors import InternalError, UsageError
 
 WITH_ENV = Path(__file__).parents[2] / "ci" / "with-env"
@@ -22,7 +23,6 @@ _ASKED = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?==[A-Za-z0-9][A-
 _PACKAGES = (
     "import importlib.metadata as m, json; print(json.dumps({d.name.lower(): d.version for d in m.distributions()}))"
 )
-_USAGE = 4
 _LOG_BYTES = 200_000
 """Of each log's end, in which the error of a process that died is looked for."""
 
@@ -77,7 +77,7 @@ def made(asked: Sequence[str]) -> list[str]:
     done = _run([*begin, "true"])
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix("ci/with-env: ")
-        raise (UsageError if done.returncode == _USAGE else InternalError)(said)
+        raise (UsageError if done.returncode == ExitCode.USAGE else InternalError)(said)
     return [*begin, "python"]
 
 
@@ -91,7 +91,6 @@ def looked_at(python: Sequence[str], model: str, folder: Path, progress: Callabl
         progress: told what runs.
 
     Raises:
-        UsageError: the gate does not take the model.
         InternalError: the contracts could not be looked at.
     """
     folder.mkdir()

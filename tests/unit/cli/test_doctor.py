@@ -77,25 +77,29 @@ def test_absent_package(machine):
 def test_contracts_say_what_moved_and_what_rests_on_it(machine):
     found = machine({name: PINS[name] for name in doctor.TIERS["cpu"]})
     why = Blame(package="megatron", file="megatron/core/x.py", line=7, message="TypeError: no `group`")
-    holds, moved, bug, fix = (
+    gone = replace(why, message="AssertionError: assert spoiled")
+    holds, moved, unseen, fix, mended = (
         Contract(name="holds", package="torch", checks=("LSS001",)),
         Contract(name="moves", package="megatron-core", checks=("WGT001", "PCK003")),
-        Contract(name="is_mended", package="vllm", bug="vllm #42481"),
+        Contract(name="cannot_be_seen", package="vllm", bug="vllm #7"),
         Contract(name="fix_works", package="vllm", fix="vllm-44371"),
+        Contract(name="is_mended", package="vllm", bug="vllm #42481"),
     )
     seen = (
-        Looked(contract=holds, failure=None), *(Looked(contract=item, failure=why) for item in (moved, bug, fix)),
+        Looked(contract=holds, failure=None), *(Looked(contract=item, failure=why) for item in (moved, unseen, fix)),
+        Looked(contract=mended, failure=gone),
     )  # fmt: skip
     found = replace(found, contracts=seen)
     assert doctor.render_text(found).split("\n\n")[-1] == (
-        "contracts: 1 of 4 hold, 2 moved\n"
+        "contracts: 1 of 5 hold, 2 moved\n"
         "  moves of megatron-core: megatron/core/x.py:7: TypeError: no `group`\n"
         "    rests on it: WGT001 PCK003\n"
         "  fix_works of vllm: megatron/core/x.py:7: TypeError: no `group`\n"
         "    rests on it: the fix vllm-44371\n"
+        "  bug cannot be looked for: vllm #7 (cannot_be_seen): megatron/core/x.py:7: TypeError: no `group`\n"
         "  bug not found, so a fix can go: vllm #42481 (is_mended)\n"
     )
-    assert [item["holds"] for item in json.loads(doctor.render_json(found))["contracts"]] == [True, False, False, False]
+    assert [item["holds"] for item in json.loads(doctor.render_json(found))["contracts"]] == [True, *[False] * 4]
 
 
 def test_nothing_installed(machine):
