@@ -8,8 +8,10 @@ from dataclasses import dataclass
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 _PACKAGE = re.compile(r".*/(?:site|dist)-packages/(([^/]+).*)")
 _OURS = re.compile(r".*/(verifier/.*)")
+_PREFIX = re.compile(r"^(?:\([\w ]+ ?pid=\d+\) )?(?:ERROR [\d: -]+\[[\w.]+:\d+\] ?)?")
+"""What vLLM's log puts before each line of a worker's traceback."""
 _FOLDER = re.compile(r"/\S*/(?:site|dist)-packages/")
-_ERROR = re.compile(r"^(?:\(\w+ pid=\d+\) )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|NotFound|Failed)\b.*)$")
+_ERROR = re.compile(r"^((?:\w+\.)*\w*(?:Error|Exception|Interrupt|NotFound|Failed)\b.*)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ def blame(text: str) -> Blame:
     The innermost frame of an upstream package counts, and ours where there is none: what upstream's code calls in torch
     is torch's refusal of upstream's argument, so frames of torch count only by themselves.
     """
-    lines = text.rstrip().splitlines()
+    lines = [_PREFIX.sub("", line) for line in text.rstrip().splitlines()]
     frames: list[tuple[str, int]] = []
     code = ""
     for before, line in zip(["", *lines], lines, strict=False):

@@ -135,8 +135,9 @@ def _blamed(trace: Path, stderr: str, failure: str) -> Blame:
     logs = sorted(path for path in (trace / "logs").rglob("*") if path.is_file())
     texts = [stderr, *(path.read_bytes()[-_LOG_BYTES:].decode(errors="replace") for path in logs)]
     places = [said, *map(blame, texts)]
-    upstream = [place for place in places if place.package not in ("", "verifier")]
-    return next(iter([*upstream, *(place for place in places if place.package)]), said)
+    roots = [place for place in places if place.package and "root cause" not in place.message]
+    upstream = [place for place in roots if place.package != "verifier"]
+    return next(iter([*upstream, *roots]), said)
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
