@@ -68,7 +68,7 @@ class Findings:
     gaps: dict[str, tuple[Gap, ...]]
     """Tier -> what it lacks; empty where it runs."""
     contracts: tuple[Looked, ...] | None = None
-    """What was seen of each contract of the tier that runs here; None where nobody looked."""
+    """State of each contract of the tier that runs here; None where nobody looked."""
 
     @property
     def tier(self) -> str | None:

@@ -9,14 +9,14 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 _PACKAGE = re.compile(r".*/(?:site|dist)-packages/(([^/]+).*)")
 _OURS = re.compile(r".*/(verifier/.*)")
 _PREFIX = re.compile(r"^(?:\([\w ]+ ?pid=\d+\) )?(?:ERROR [\d: -]+\[[\w.]+:\d+\] ?)?")
-"""What vLLM's log puts before each line of a worker's traceback."""
+"""Prefix of each line of a worker's traceback in vLLM's log."""
 _FOLDER = re.compile(r"/\S*/(?:site|dist)-packages/")
 _ERROR = re.compile(r"^((?:\w+\.)*\w*(?:Error|Exception|Interrupt|NotFound|Failed)\b.*)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blame:
-    """Where something broke, as far as its traceback tells."""
+    """Place in which something broke, as far as its traceback tells."""
 
     package: str
     """First folder under the installed packages, such as `vllm`; `verifier` for ours, empty where it is not known."""

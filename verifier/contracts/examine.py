@@ -23,7 +23,7 @@ from verifier.platform import Tier
 from verifier.platform.pins import differing, installed_versions
 
 DEADLINE_S = 600.0
-"""Of one module's process; each takes 5 to 40 s on two cores."""
+"""Deadline of one module's process; each takes 5 to 40 s on two cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ class Layer(nn.Module):
 
 
 def by_halves(param: nn.Parameter, loaded: torch.Tensor, half: int) -> None:
-    """As a fused parameter's loader, which takes a part of what it is given."""
+    """Load a part of what is given, as a fused parameter's loader does."""
     param.data[half * SIZE // 2 :][: SIZE // 2].copy_(loaded)
 
 

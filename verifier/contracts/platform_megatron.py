@@ -66,7 +66,7 @@ def reference_modules_mirror_upstream() -> None:
 
 
 def the_rest_is_taken_by_megatrons_own_linears() -> None:
-    """What the reference linears hand on, megatron-core's linears without Transformer Engine take."""
+    """Arguments that the reference linears hand on, megatron-core's linears without Transformer Engine take."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from verifier.platform import cpu_modules
@@ -289,6 +289,6 @@ def windows_equal_torchs_own() -> None:
 
 
 def _attention_config(**different: object) -> SimpleNamespace:
-    """What the reference attention reads of a TransformerConfig."""
+    """Fields of a TransformerConfig that the reference attention reads."""
     plain = {"attention_dropout": 0.0, "window_size": None, "window_attn_skip_freq": None, "softmax_type": "vanilla"}
     return SimpleNamespace(**{**plain, **different})

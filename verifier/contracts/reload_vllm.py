@@ -76,7 +76,7 @@ def reload(model: nn.Module, sent: dict[str, torch.Tensor]) -> None:
 
 
 def latent(weight: torch.Tensor) -> SimpleNamespace:
-    """What latent attention derives its matrices from."""
+    """Module that latent attention derives its matrices from."""
     return SimpleNamespace(
         kv_b_proj=SimpleNamespace(weight=weight, quant_method=None), kv_lora_rank=WIDTH, num_heads=HEADS,
         qk_nope_head_dim=4, v_head_dim=3, is_aiter_triton_fp4_bmm_enabled=False, is_aiter_triton_fp8_bmm_enabled=False,
@@ -172,7 +172,7 @@ def loading_the_same_twice_changes_nothing() -> None:
 
 
 def sleep_while_others_take_memory(level: int) -> tuple[str, ...]:
-    """What the allocator is told to keep by a worker that gives up 1 byte while others take 3."""
+    """Tags that the allocator is told to keep by a worker that gives up 1 byte while others take 3."""
     allocator = mock.Mock()
     model = SimpleNamespace(named_buffers=lambda: iter(()))
     with (

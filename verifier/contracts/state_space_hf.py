@@ -37,7 +37,7 @@ def transformers_loses_the_state_between_chunks() -> None:
 
 
 def an_engine_has_the_fix_of_the_state() -> None:
-    """With the fix, transformers as an engine computes the recurrence."""
+    """Transformers as an engine computes the recurrence, with the fix."""
     with _checkpoint() as path:
         fixed = load_model(path, torch.float32, fixes=(TRANSFORMERS_SCAN,))
     assert _gap(fixed.model.layers[0].mixer).max() < 1e-5

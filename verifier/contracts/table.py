@@ -19,9 +19,9 @@ class Contract:
     """One thing that upstream does, and that a function of a module of this package asserts."""
 
     name: str
-    """Of the function."""
+    """Name of the function."""
     module: str = ""
-    """Of this package; the functions of one module share a process, in the order of the table."""
+    """Module of this package; the functions of one module share a process, in the order of the table."""
     package: str = ""
     """Distribution that keeps it, as the pins name it; `vllm` stands for either build."""
     checks: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Contract:
 
     @property
     def resting(self) -> str:
-        """What rests on it, in words."""
+        """Codes of the checks, or the fix, that rest on it."""
         return f"the fix {self.fix}" if self.fix else " ".join(self.checks)
 
 

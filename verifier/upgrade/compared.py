@@ -13,7 +13,7 @@ from verifier.core.finding import ExitCode
 from verifier.core.outputs import printable
 from verifier.errors import UsageError
 from verifier.platform.provenance import host, this_code
-from verifier.upgrade.environments import Ran, Side, looked_at, made, present
+from verifier.upgrade.environments import Ran, EnvironmentResult, looked_at, made, present
 
 _RANK = {"holds": 0, "inconclusive": 1, "violated": 2, "not run": 1}
 """Verdict -> how bad it is."""
@@ -111,8 +111,8 @@ def compare(asked: Sequence[str], model: str, progress: Callable[[str], None]) -
     return changes_of(before, after, asked, model)
 
 
-def changes_of(before: Side, after: Side, asked: Sequence[str], model: str) -> Change:
-    """What is not the same on both sides."""
+def changes_of(before: EnvironmentResult, after: EnvironmentResult, asked: Sequence[str], model: str) -> Change:
+    """Differences of two environments."""
     names = sorted(before.packages.keys() | after.packages.keys())
     packages = {name: (before.packages.get(name, "-"), after.packages.get(name, "-")) for name in names}
     return Change(
@@ -134,7 +134,7 @@ def changes_of(before: Side, after: Side, asked: Sequence[str], model: str) -> C
     )  # fmt: skip
 
 
-def _moved(before: Side, after: Side) -> Iterator[Moved]:
+def _moved(before: EnvironmentResult, after: EnvironmentResult) -> Iterator[Moved]:
     for name, item in after.contracts.items():
         if item["holds"] != before.contracts[name]["holds"]:
             failure = Blame(**(item["failure"] or before.contracts[name]["failure"]))
@@ -144,7 +144,7 @@ def _moved(before: Side, after: Side) -> Iterator[Moved]:
             )  # fmt: skip
 
 
-def _changed(before: Side, after: Side) -> Iterator[Changed]:
+def _changed(before: EnvironmentResult, after: EnvironmentResult) -> Iterator[Changed]:
     for command, now in after.gate.items():
         then = before.gate[command]
         for code in sorted(then.verdicts.keys() | now.verdicts.keys()):

@@ -24,7 +24,7 @@ _PACKAGES = (
     "import importlib.metadata as m, json; print(json.dumps({d.name.lower(): d.version for d in m.distributions()}))"
 )
 _LOG_BYTES = 200_000
-"""Of each log's end, in which the error of a process that died is looked for."""
+"""Length of each log's end, in which the error of a process that died is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,20 +37,20 @@ class Ran:
     sentences: dict[str, str]
     """First line on each check that does not hold."""
     failure: Blame | None
-    """What ended the run; None where it ran to its end."""
+    """Place of what ended the run; None where it ran to its end."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class EnvironmentResult:
     """All that was seen in one environment."""
 
     packages: dict[str, str]
     """Every installed distribution."""
     contracts: dict[str, dict[str, Any]]
-    """By name, as `verifier doctor --contracts --json` prints them."""
+    """Contracts by name, as `verifier doctor --contracts --json` prints them."""
     gate: dict[str, Ran]
-    """By command."""
+    """Results by command."""
 
 
 def require_versions(asked: Sequence[str]) -> None:
@@ -81,7 +81,7 @@ def made(asked: Sequence[str]) -> list[str]:
     return [*begin, "python"]
 
 
-def looked_at(python: Sequence[str], model: str, folder: Path, progress: Callable[[str], None]) -> Side:
+def looked_at(python: Sequence[str], model: str, folder: Path, progress: Callable[[str], None]) -> EnvironmentResult:
     """Look at the contracts of an environment, and run the gate in it.
 
     Args:
@@ -105,7 +105,7 @@ def looked_at(python: Sequence[str], model: str, folder: Path, progress: Callabl
         progress(command)
         gate[command] = _gate([*python, "-m", "verifier", command, "--model", model, *options], folder / command)
     packages = json.loads(_run([*python, "-c", _PACKAGES]).stdout)
-    return Side(packages=packages, contracts=contracts, gate=gate)
+    return EnvironmentResult(packages=packages, contracts=contracts, gate=gate)
 
 
 def present() -> list[str]:

@@ -4,10 +4,10 @@ import pytest
 
 from verifier.contracts.blame import Blame, blame
 
-SITE = "/work/.venv/lib/python3.12/site-packages"
+SITE = "/any/.venv/lib/python3.12/site-packages"
 UPSTREAM = f"""rank 0 failed: TypeError: bad
   Traceback (most recent call last):
-    File "/work/verifier/runs/golden.py", line 12, in load
+    File "/any/verifier/runs/golden.py", line 12, in load
       build(model)
     File "{SITE}/megatron/core/x.py", line 34, in build
       torch.empty(size)
@@ -28,7 +28,7 @@ UPSTREAM = f"""rank 0 failed: TypeError: bad
             ("torch", "torch/functional.py", 56, "RuntimeError: no room"),
         ),
         (
-            'File "/work/verifier/contracts/a.py", line 3, in f\n    assert x == 1\n           ^\nAssertionError\n',
+            'File "/any/verifier/contracts/a.py", line 3, in f\n    assert x == 1\n           ^\nAssertionError\n',
             ("verifier", "verifier/contracts/a.py", 3, "AssertionError: assert x == 1"),
         ),
         ("a line\nverifier: refused\n", ("", "", 0, "verifier: refused")),

