@@ -14,7 +14,7 @@ BROAD_EXCEPT = {
     ("verifier/core/outputs.py", "full_disk_refused"),
     ("verifier/contracts/__main__.py", "failures"),
 }
-"""Frames around code that may raise anything: a check, a command, the import of a plugin, a contract, any writer of files."""
+"""Frames around code that may raise anything: a check, a command, a plugin, a contract, any writer of files."""
 REGISTRY_HOSTS = re.compile(
     "|".join(["py" + r"pi\.org", "python" + "hosted", r"registry\.np" + "m", r"deb\.deb" + "ian"])
 )

@@ -13,7 +13,7 @@ from verifier.core.finding import ExitCode
 from verifier.core.outputs import printable
 from verifier.errors import UsageError
 from verifier.platform.provenance import host, this_code
-from verifier.upgrade.environments import Ran, EnvironmentResult, looked_at, made, present
+from verifier.upgrade.environments import EnvironmentResult, Ran, looked_at, made, present
 
 _RANK = {"holds": 0, "inconclusive": 1, "violated": 2, "not run": 1}
 """Verdict -> how bad it is."""

@@ -7,7 +7,7 @@ import pytest
 from verifier.contracts.blame import Blame
 from verifier.errors import UsageError
 from verifier.upgrade.compared import changes_of, render_json, render_text
-from verifier.upgrade.environments import Ran, EnvironmentResult, require_versions
+from verifier.upgrade.environments import EnvironmentResult, Ran, require_versions
 
 DIED = Blame(package="vllm", file="vllm/worker.py", line=9, message="TypeError: no `size`")
 
