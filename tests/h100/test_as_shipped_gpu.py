@@ -4,7 +4,7 @@ Each run leaves its row in `as-shipped/` beside the results, from which `python 
 GPU's part of docs/as-shipped.md.
 
 What this does not exercise: which cuDNN loses gradients (test_attention.py), and latent attention in fp8 (vllm #48251),
-whose derived matrices tests/contracts/test_reload.py shows on the host.
+whose derived matrices verifier/contracts/reload_vllm.py shows on the host.
 """
 
 from __future__ import annotations

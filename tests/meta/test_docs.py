@@ -7,7 +7,7 @@ import pytest
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.dist import clean_table, families_table
 from tests.h100.results import table
-from tests.meta import whats_here
+from tests.meta import upgrades, whats_here
 from tests.meta.sources import ROOT, python_files, tracked, where
 from verifier.cli.app import app
 from verifier.core.check import REGISTRY
@@ -79,6 +79,12 @@ def test_families_page_is_drawn_from_the_ledger():
     """`python -m tests.dist.families_table page` draws it anew."""
     text = families_table.PAGE.read_text()
     assert text == families_table.drawn(text)
+
+
+def test_upgrading_page_shows_the_recorded_upgrades():
+    """`python -m tests.meta.upgrades` draws it anew."""
+    text = upgrades.PAGE.read_text()
+    assert text == upgrades.drawn(text)
 
 
 def test_clean_runs_page_is_drawn_from_the_ledger():

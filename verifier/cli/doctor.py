@@ -1,15 +1,20 @@
-"""Installed packages, the tier that runs here, and what the other one lacks, each with its mend."""
+"""Installed packages, the tier that runs here, what the other one lacks, and the contracts that do not hold."""
 
 from __future__ import annotations
 
 import json
 import platform
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import cast
 
+from verifier.contracts.examine import Looked, keep, look, record_of, text_of
+from verifier.errors import UsageError
+from verifier.platform import Tier
 from verifier.platform.pins import PINS
+from verifier.runs.model_under_test import cache_folder
 
 _SHARED = ("torch", "megatron-core", "megatron-bridge", "transformers", "ray")
 TIERS: dict[str, tuple[str, ...]] = {
@@ -24,23 +29,23 @@ _MENDS = {
         "what has no wheel"
     ),
 }
-"""Tier -> mend of a package that is missing or of another version."""
+"""Tier -> mend of a package that is missing."""
 _PYTHON = "install Python 3.12, for example by `uv python install 3.12`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """One package: what the pin asks for and what is there."""
+    """One package: the version that was verified with the others, and what is there."""
 
     name: str
-    pinned: str
+    verified: str
     found: str | None
     tiers: tuple[str, ...]
 
     @property
-    def fits(self) -> bool:
-        """Test for the pinned version; a local part (`+cu130`) does not count."""
-        return self.found is not None and self.found.partition("+")[0] == self.pinned
+    def differs(self) -> bool:
+        """Test for another version than the verified one; a local part (`+cu130`) does not count."""
+        return self.found is not None and self.found.partition("+")[0] != self.verified
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +67,8 @@ class Findings:
     distributions: tuple[Distribution, ...]
     gaps: dict[str, tuple[Gap, ...]]
     """Tier -> what it lacks; empty where it runs."""
+    contracts: tuple[Looked, ...] | None = None
+    """State of each contract of the tier that runs here; None where nobody looked."""
 
     @property
     def tier(self) -> str | None:
@@ -74,7 +81,7 @@ def examine() -> Findings:
     distributions = tuple(
         Distribution(
             name=name,
-            pinned=PINS[name],
+            verified=PINS[name],
             found=_found(name),
             tiers=tuple(tier for tier, needed in TIERS.items() if name in needed),
         )
@@ -90,6 +97,20 @@ def examine() -> Findings:
     )
 
 
+def with_contracts(findings: Findings, progress: Callable[[str], None]) -> Findings:
+    """The same, with what is seen of the contracts of the tier that runs here.
+
+    Raises:
+        UsageError: no tier runs here.
+    """
+    if findings.tier is None:
+        raise UsageError("no tier runs here, so no contract can be looked at: `verifier doctor` names what is missing")
+    tier = cast("Tier", findings.tier)
+    found = look(tier, progress)
+    keep(tier, cache_folder() / "contracts", found)
+    return replace(findings, contracts=tuple(found))
+
+
 def _gaps(tier: str, distributions: tuple[Distribution, ...], gpus: tuple[tuple[str, int, int], ...]) -> Iterator[Gap]:
     seen = ", ".join(name for name, _, _ in gpus) or "none"
     probes = [
@@ -102,8 +123,7 @@ def _gaps(tier: str, distributions: tuple[Distribution, ...], gpus: tuple[tuple[
     ]  # fmt: skip
     for item in distributions:
         if tier in item.tiers:
-            state = "not installed" if item.found is None else f"{item.found} is installed"
-            probes.append((item.fits, f"{item.name} {item.pinned} ({state})", _MENDS[tier]))
+            probes.append((item.found is not None, f"{item.name} {item.verified} (not installed)", _MENDS[tier]))
     return (Gap(missing=missing, mend=mend) for holds, missing, mend in probes if not holds)
 
 
@@ -123,13 +143,27 @@ def _gpus() -> tuple[tuple[str, int, int], ...]:
 
 def render_json(findings: Findings) -> str:
     """One JSON object with everything that was found."""
-    return json.dumps({**asdict(findings), "tier": findings.tier}, indent=1) + "\n"
+    found = {**asdict(findings), "tier": findings.tier, "differs": _differs(findings)}
+    if findings.contracts is None:
+        del found["contracts"]
+    else:
+        found["contracts"] = [record_of(item) for item in findings.contracts]
+    return json.dumps(found, indent=1) + "\n"
+
+
+def _differs(findings: Findings) -> list[dict[str, str | None]]:
+    """Packages of the tier that runs here, at other versions than the verified ones."""
+    return [
+        {"name": item.name, "verified": item.verified, "installed": item.found}
+        for item in findings.distributions
+        if item.differs and (findings.tier or "cpu") in item.tiers
+    ]
 
 
 def render_text(findings: Findings) -> str:
     """A table of packages, then one paragraph per tier."""
-    table = [("package", "pinned", "found", "tier")]
-    table += [(item.name, item.pinned, item.found or "-", " ".join(item.tiers)) for item in findings.distributions]
+    table = [("package", "verified", "found", "tier")]
+    table += [(item.name, item.verified, item.found or "-", " ".join(item.tiers)) for item in findings.distributions]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in table)
     rows = "\n".join(f"  {'   '.join(cells)}".rstrip() for cells in padded)
@@ -144,4 +178,12 @@ def render_text(findings: Findings) -> str:
             lines += [f"  - {gap.missing}" for gap in gaps if gap.mend == mend]
             lines.append(f"    mend: {mend}")
         parts.append("\n".join(lines))
+    if differs := _differs(findings):
+        named = ", ".join(f"{item['name']} {item['installed']} (verified {item['verified']})" for item in differs)
+        parts.append(
+            f"differs from the verified set: {named}\nruns look at the contracts first; `verifier doctor --contracts` "
+            "shows what moved"
+        )
+    if findings.contracts is not None:
+        parts.append(text_of(findings.contracts))
     return "\n\n".join(parts) + "\n"

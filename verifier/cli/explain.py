@@ -7,6 +7,7 @@ import inspect
 from typing import TYPE_CHECKING
 
 import verifier.checks  # noqa: F401  (fills the registry)
+from verifier.contracts.table import resting_on
 from verifier.core.check import REGISTRY, Check, needed
 from verifier.errors import UsageError
 
@@ -38,10 +39,12 @@ def page_of(text: str) -> str:
     item = find_check(text)
     needs = ", ".join(map(needed, item.needs))
     caught = [f"{fault.id} ({fault.reproduces})" for fault in CATALOG.values() if item.code in fault.caught_by]
+    contracts = ", ".join(f"{row.name} ({row.package})" for row in resting_on(item.code))
     parts = [
         f"{item.code} {item.name}",
         inspect.cleandoc(item.page),
         f"Caught faults: {'; '.join(caught) or 'none in the catalogue'}.",
+        *([f"Contracts with upstream that it rests on: {contracts}."] if contracts else []),
         f"Needs: {needs}. Scope: {item.scope}{f' or {item.also}' if item.also else ''}.",
     ]
     return "\n\n".join(parts) + "\n"

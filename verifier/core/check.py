@@ -71,9 +71,12 @@ def run_check(item: Check, trace: Trace) -> Outcome:
     In a run that broke, what is absent of the last version may just not have been reached: it is neither a match nor a
     mismatch then.
     """
+    moved = tuple(
+        f"{broken.name} of {broken.package}" for broken in trace.manifest.moved_contracts if item.code in broken.checks
+    )
     missing = tuple(needed(need) for need in item.needs if not any(map(trace.has, _kinds(need))))
     if missing:
-        return Outcome(code=item.code, name=item.name, num_compared=0, not_recorded=missing)
+        return Outcome(code=item.code, name=item.name, num_compared=0, not_recorded=missing, moved=moved)
     seen, bad, error = 0, [], None
     left_out: tuple[str, ...] = ()
     widened: dict[str, None] = {}
@@ -90,6 +93,6 @@ def run_check(item: Check, trace: Trace) -> Outcome:
     except Exception as problem:  # a broken check is never a pass, and never hides what it already found
         error = f"{type(problem).__name__}: {problem}"
     return Outcome(
-        code=item.code, name=item.name, num_compared=seen, finding=Finding.fold(bad), error=error, left_out=left_out,
-        widened=tuple(widened),
+        code=item.code, name=item.name, num_compared=seen, finding=Finding.fold(bad), error=error, moved=moved,
+        left_out=left_out, widened=tuple(widened),
     )  # fmt: skip

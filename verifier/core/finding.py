@@ -77,6 +77,8 @@ class Outcome:
     not_recorded: tuple[str, ...] = ()
     """Needed evidence ("stage/kind") that the trace does not hold."""
     error: str | None = None
+    moved: tuple[str, ...] = ()
+    """Contracts with upstream that the check rests on, and that the installed versions do not keep."""
     left_out: tuple[str, ...] = ()
     """Names that the check had nothing to compare with."""
     widened: tuple[str, ...] = ()
@@ -84,10 +86,13 @@ class Outcome:
 
     @property
     def verdict(self) -> Verdict:
-        """VIOLATED on any mismatch; INCONCLUSIVE on nothing compared, nothing recorded or a crash; else HOLDS."""
+        """VIOLATED on any mismatch; INCONCLUSIVE on nothing compared, nothing recorded, a crash or a moved contract.
+
+        Else HOLDS.
+        """
         if self.finding is not None:
             return Verdict.VIOLATED
-        if self.error is not None or self.not_recorded or not self.num_compared:
+        if self.error is not None or self.not_recorded or self.moved or not self.num_compared:
             return Verdict.INCONCLUSIVE
         return Verdict.HOLDS
 

@@ -54,6 +54,18 @@ class UpstreamBug(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The fix was switched on in this run."""
 
 
+class MovedContract(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A thing that upstream does in the verified versions and not in the installed ones; checks or a fix rest on it."""
+
+    name: str
+    package: str
+    """Distribution that kept it."""
+    why: str
+    """Place and message of what was seen instead."""
+    checks: tuple[str, ...]
+    """Codes of the checks that rest on it: none of them holds in this run. None rests on a contract of a fix."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Identity of a run."""
 
@@ -95,6 +107,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Weight versions whose exported base must be the source's."""
     versions: dict[str, str] = {}
     """Upstream packages and their versions."""
+    verified: dict[str, str] = {}
+    """Verified version of each package that runs at another one."""
+    moved_contracts: tuple[MovedContract, ...] = ()
+    """Contracts that do not hold in these versions; looked at only where a package runs at another version."""
     config: dict[
         str, bool | int | float | str | list[str] | dict[str, bool | int | float | str | list[str] | None] | None
     ] = {}

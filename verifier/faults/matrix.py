@@ -21,7 +21,7 @@ from verifier.core.stage import Stage
 from verifier.errors import UsageError
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import Fault
-from verifier.platform.pins import PINS, installed
+from verifier.platform.pins import installed_versions
 from verifier.platform.provenance import Code, this_code
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def row_of(result: TrialResult, code: Code) -> TrialRow:
         result.fault, caught=result.caught, first_bad=result.first_bad.stage.label if result.first_bad else None,
         fired=result.fired, healed=result.healed is Verdict.HOLDS and not result.healed_differs,
         failures=tuple(result.failures), duration_s=round(result.duration_s, 1), date=f"{datetime.now(UTC):%Y-%m-%d}",
-        **code._asdict(), versions={name: found for name in PINS if (found := installed(name)) is not None},
+        **code._asdict(), versions=installed_versions(),
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def install_for(tier: Tier) -> None:
     """Prepare this process for a tier; call it once, before Megatron is imported.
 
     Raises:
-        UsageError: an unknown tier, a GPU tier without a GPU, or an upstream version that is not supported.
+        UsageError: an unknown tier, a GPU tier without a GPU, an absent package, or an upstream name that has changed.
     """
     if tier == "cpu":
         from verifier.platform.cpu import install

@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from verifier.errors import UsageError
 from verifier.platform.patch import Patch, apply, parameters, require_parameters, source_parameters
-from verifier.platform.pins import PINS, TRAINER, require_pins
+from verifier.platform.pins import PINS, TRAINER, require_installed
 
 _DONE = "verifier.platform.cpu.installed"
 
@@ -28,8 +28,7 @@ def install() -> None:
     """Make this process a CPU-tier process; a second call does nothing.
 
     Raises:
-        UsageError: Megatron was imported first, an installed version is not the pinned one, or a replaced upstream
-            name has changed.
+        UsageError: Megatron was imported first, a package is absent, or a replaced upstream name has changed.
     """
     if _DONE in sys.modules:
         return
@@ -37,7 +36,7 @@ def install() -> None:
         raise UsageError("megatron.core was imported before the CPU platform: call `install_for('cpu')` first")
     if getattr(sys.modules.get("transformer_engine"), "__version__", None):
         raise UsageError("transformer_engine was imported before the CPU platform: call `install_for('cpu')` first")
-    require_pins(*TRAINER)
+    require_installed(*TRAINER)
     from verifier.platform.cpu_cuda_shims import core_patches, torch_patches
     from verifier.platform.cpu_mamba import mixer_patches
 

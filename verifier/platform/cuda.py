@@ -1,4 +1,4 @@
-"""The GPU tier: checks versions and sets this process's device; nothing is replaced."""
+"""The GPU tier: checks that all is there and sets this process's device; nothing is replaced."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from verifier.errors import InternalError, UsageError
-from verifier.platform.pins import TRAINER, require_pins
+from verifier.platform.pins import TRAINER, require_installed
 
 _CUDA_NOT_STARTED = 3
 """Value of CUDA_ERROR_NOT_INITIALIZED."""
@@ -19,13 +19,13 @@ def install() -> None:
     """Make this process a GPU-tier process.
 
     Raises:
-        UsageError: torch sees no GPU, or an installed version is not the pinned one.
+        UsageError: torch sees no GPU, or a package is absent.
     """
     import torch
 
     if not torch.cuda.device_count():
         raise UsageError("the gpu tier needs a GPU and torch sees none")
-    require_pins(*TRAINER, "transformer-engine")
+    require_installed(*TRAINER, "transformer-engine")
     # Packed micro-batches differ in length, and fused element-wise functions would be compiled for each.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     # Otherwise mamba-ssm times kernel variants, and its choice varies with the machine.

@@ -17,7 +17,7 @@ def scan_in_one_chunk(model: nn.Module) -> None:
 
     Source:
         transformers #47246: 5.6.0 to 5.13.0, `NemotronHMamba2Mixer.torch_forward`;
-        tests/contracts/test_hybrid_oracle.py fails when it is mended.
+        verifier/contracts/state_space_hf.py does not find it when it is mended.
     """
     for module in model.modules():
         if type(module).__name__ == "NemotronHMamba2Mixer":

@@ -1,8 +1,8 @@
 """Fixes of vLLM's reload and sleep in an engine's workers, each installed for a run that asks for its id.
 
-`tests/contracts/test_reload.py` shows on the installed vLLM that each bug is there without its fix and gone with it.
-That test fails once upstream is mended, and the fix goes then. What else of the known reload bugs vLLM 0.21 has, or has
-not, stands in the same folder.
+`verifier/contracts/reload_vllm.py` shows on the installed vLLM that each bug is there without its fix and gone with it.
+It does not find a bug that upstream has mended, and the fix goes then. What else of the known reload bugs vLLM 0.21
+has, or has not, stands there too.
 """
 
 from __future__ import annotations

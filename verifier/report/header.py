@@ -47,6 +47,12 @@ def located(owner: str, manifest: Manifest) -> str:
     return _OWNER.sub(coordinates, owner)
 
 
+def differences(manifest: Manifest) -> str:
+    """Each package that runs at another version than the verified one, with both."""
+    pairs = sorted(manifest.verified.items())
+    return ", ".join(f"{name} {manifest.versions[name]} (verified {verified})" for name, verified in pairs)
+
+
 def provenance(manifest: Manifest) -> list[tuple[str, str]]:
     """Name and value of each line on where a run comes from; none for what its trace does not say."""
     code = f"verifier {manifest.verifier}" if manifest.verifier else ""
@@ -80,5 +86,8 @@ def header(manifest: Manifest) -> str:
         lines.append("  options: " + ", ".join(f"{key}={value}" for key, value in options.items()))
     if manifest.versions:
         lines.append("  " + ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())))
+    if manifest.verified:
+        lines.append(f"  differs from the verified set: {differences(manifest)}")
+    lines += (f"  moved: {item.name} of {item.package}: {item.why}" for item in manifest.moved_contracts)
     lines += (f"  {name}: {value}" for name, value in [*stack_lines(manifest), *provenance(manifest)])
     return "\n".join(map(printable, lines))

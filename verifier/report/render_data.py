@@ -65,6 +65,7 @@ def _outcome(outcome: Outcome, manifest: Manifest) -> dict[str, Any]:
         "sentence": first_line(outcome),
         "num_compared": outcome.num_compared,
         "not_recorded": list(outcome.not_recorded),
+        "moved": list(outcome.moved),
         "left_out": list(outcome.left_out),
         "error": outcome.error,
         "known_bug": explanation(outcome, manifest),

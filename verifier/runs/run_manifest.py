@@ -13,13 +13,14 @@ from msgspec.structs import replace
 
 from verifier import __version__
 from verifier.config import GoldenConfig, RoundtripConfig
+from verifier.contracts.examine import declared
 from verifier.core.manifest import Manifest, MeshSizes, Scope
 from verifier.model.families import num_experts_of
-from verifier.platform.pins import PINS, installed
+from verifier.platform.pins import installed_versions
 from verifier.platform.provenance import gpu_names, host, this_code
 from verifier.platform.stand_ins import stand_ins_of
 from verifier.platform.upstream_fixes import RunFacts, bugs_of, refuse_impossible
-from verifier.runs.model_under_test import ModelUnderTest
+from verifier.runs.model_under_test import ModelUnderTest, cache_folder
 from verifier.runs.spec import Placement
 
 TOKEN_SCOPES = ("tokens", "replay", "forced", "logprob", "layout", "replicas", "step", "gradient")
@@ -55,7 +56,8 @@ def manifest_of(
         world_size=model.mesh.world_size,
         num_gpus=placement.trainer_gpus,
         tier=model.tier,
-        versions={name: found for name in PINS if (found := installed(name)) is not None},
+        versions=installed_versions(),
+        **declared(model.tier, cache_folder() / "contracts"),
         config=config.to_dict(),
         stand_ins=tuple(stand_ins_of(sizes, run)),
         not_judged=tuple(_not_judged(config, model)),

@@ -23,7 +23,7 @@ from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.stack_failure import StackFailed
 from verifier.model.named import config_of
 from verifier.platform import Tier, select
-from verifier.platform.pins import TRAINER, require_pins
+from verifier.platform.pins import TRAINER, require_installed
 from verifier.runs.resources import Deadline
 from verifier.sweep.budget_search import next_budget
 from verifier.sweep.swept_layouts import InvalidLayout, SweptLayout, first_budget, layouts_of, longest_of, train_config
@@ -82,7 +82,7 @@ def sweep(config: SweepConfig, progress: Callable[[str], None]) -> SweepResult:
         InternalError: the process that forks the ranks is gone, or --timeout has passed; the rows so far are kept.
     """
     until = Deadline(config.timeout_s)
-    require_pins(*TRAINER)
+    require_installed(*TRAINER)
     sizes, tier = config_of(config.model, config.dtype), select()
     valid, invalid = layouts_of(config, sizes, tier)
     longest = longest_of(config, sizes)

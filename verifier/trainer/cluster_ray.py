@@ -32,7 +32,7 @@ from verifier.launch.failures import LaunchError
 from verifier.launch.fork_launcher import ForkJob, require_ranks
 from verifier.launch.keeper import kept
 from verifier.launch.rank import LOOPBACK, JobSpec
-from verifier.platform.pins import require_pins
+from verifier.platform.pins import require_installed
 from verifier.trainer.node_servers import EngineNode, TrainerNode, forwarded, identity, samples_of
 
 SILENT_S = 20.0
@@ -286,7 +286,7 @@ def joined(options: RayOptions, run: Path, world_size: int) -> Iterator[Cluster]
     Raises:
         UsageError: nobody answers at the address, or the cluster has too few nodes.
     """
-    require_pins("ray")
+    require_installed("ray")
     if world_size % options.nodes:
         raise UsageError(
             f"ray.nodes is {options.nodes}, which does not divide the {world_size} ranks of the mesh: choose another"

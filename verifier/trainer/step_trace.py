@@ -11,14 +11,15 @@ import msgspec
 import verifier
 from verifier.config.grpo import ADVANTAGES, LOSSES
 from verifier.config.training import TrainConfig
+from verifier.contracts.examine import declared
 from verifier.core.manifest import Manifest, MeshSizes, Scope
 from verifier.data.second_tokenizer import why_unread
 from verifier.model.families import has_score_bias
-from verifier.platform.pins import PINS, installed
+from verifier.platform.pins import installed_versions
 from verifier.platform.provenance import gpu_names, host, this_code
 from verifier.platform.stand_ins import stand_ins_of
 from verifier.platform.upstream_fixes import RunFacts, bugs_of
-from verifier.runs.model_under_test import ModelUnderTest
+from verifier.runs.model_under_test import ModelUnderTest, cache_folder
 from verifier.trainer.sampled_step import unsampled_because
 from verifier.trainer.spot import has_spot, why_no_spot
 
@@ -165,7 +166,8 @@ def step_manifest(
         command="train", command_line=shlex.join(["verifier", *sys.argv[1:]]), verifier=verifier.__version__,
         commit=this_code().commit, host=host(), gpus=gpu_names(model.tier), model=config.model,
         dtype=model.dtype, mesh=msgspec.convert(model.mesh.to_dict(), MeshSizes), world_size=model.mesh.world_size,
-        tier=model.tier, versions={name: found for name in PINS if (found := installed(name)) is not None},
+        tier=model.tier, versions=installed_versions(),
+        **declared(model.tier, cache_folder() / "contracts"),
         config=config.to_dict(), stand_ins=tuple(stand_ins_of(sizes, engine_facts)),
         upstream_bugs=tuple(bugs_of(sizes, facts)), scopes=tuple(scopes),
         engine=config.engine.kind if synced else "",

@@ -7,7 +7,7 @@ from verifier.checks.content import compare_contents
 from verifier.core.check import Check, check, run_check
 from verifier.core.comparison import Comparison
 from verifier.core.finding import ExitCode, Verdict, verdict_of
-from verifier.core.manifest import Manifest
+from verifier.core.manifest import Manifest, MovedContract
 from verifier.core.records_weights import ExportedTensor, PlanDigest, SourceTensor, Update
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -76,6 +76,23 @@ def test_what_a_broken_run_shows_to_differ_is_a_mismatch():
         fn=lambda trace: iter([compared("a"), compared("b", same=True)]),
     )  # fmt: skip
     assert run_check(item, Trace(Manifest(), TRACE.records)).verdict is Verdict.VIOLATED
+
+
+@pytest.mark.parametrize(
+    ("code", "same", "verdict"),
+    [
+        ("ABC001", True, Verdict.INCONCLUSIVE), ("ABC001", False, Verdict.VIOLATED), ("ABC002", True, Verdict.HOLDS),
+    ],
+)  # fmt: skip
+def test_no_check_holds_that_rests_on_a_moved_contract(code, same, verdict):
+    moved = MovedContract(name="ranks_are_laid_out", package="megatron-core", why="x.py:1: Error", checks=("ABC001",))
+    trace = Trace(Manifest(moved_contracts=(moved,)), TRACE.records)
+    item = Check(
+        code=code, name="a-b", needs=(ExportedTensor,), scope="export", fn=lambda _: iter([compared("a", same=same)])
+    )
+    outcome = run_check(item, trace)
+    assert outcome.verdict is verdict
+    assert outcome.moved == (("ranks_are_laid_out of megatron-core",) if code == "ABC001" else ())
 
 
 def test_no_outcome_at_all_is_inconclusive():

@@ -26,7 +26,6 @@ from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, _p
 from verifier.engine import worker_failures
 from verifier.engine.api import EngineSlice, EngineTensor, Poisoned, reply_of
 from verifier.engine.stored_tensors import adapter_places, restore
-from verifier.engine.vllm.routes_vllm import record_routes
 from verifier.engine.vllm.stored_tensors_vllm import model_tensors, poison_model
 from verifier.engine.vllm.view_vllm import checkpoint_slices
 from verifier.errors import ContractError
@@ -213,10 +212,19 @@ def _install() -> None:
         apply(
             [
                 Patch(
-                    "vllm.v1.worker.cpu_model_runner:CPUModelRunner.init_routed_experts_capturer", record_routes, "self"
+                    "vllm.v1.worker.cpu_model_runner:CPUModelRunner.init_routed_experts_capturer",
+                    _record_routes,
+                    "self",
                 )
             ]
         )
+
+
+def _record_routes(runner: Any) -> None:
+    """Only mixtures come here: an engine of a dense model runs in a vLLM that records routes in another way."""
+    from verifier.engine.vllm.routes_vllm import record_routes
+
+    record_routes(runner)
 
 
 _install()

@@ -1,11 +1,10 @@
-"""What a reload of vLLM holds of a buffer after its loads; run by test_held_views.py, prints JSON.
+"""Contracts of vLLM's reload with a buffer that is filled anew: views that it keeps, and copies that the worker makes.
 
-A module of three parameters gets one in each of three chunks, all out of one buffer that is filled anew in between.
+CUDA IPC lets the engine read the trainer's own buffer. A module of three parameters gets one in each of three chunks,
+all out of one buffer.
 """
 
 from __future__ import annotations
-
-import json
 
 import torch
 from torch import nn
@@ -28,11 +27,12 @@ class Layer(nn.Module):
 
 
 def by_halves(param: nn.Parameter, loaded: torch.Tensor, half: int) -> None:
-    """As a fused parameter's loader, which takes a part of what it is given."""
+    """Load a part of what is given, as a fused parameter's loader does."""
     param.data[half * SIZE // 2 :][: SIZE // 2].copy_(loaded)
 
 
 def users(buffer: torch.Tensor) -> int:
+    """Tensors that lie in a buffer, itself among them."""
     return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
 
 
@@ -61,5 +61,11 @@ def reloaded(release: bool) -> tuple[list[int], list[bool]]:
     return held, [torch.equal(layer.get_parameter(name), tensor) for name, tensor in sent.items()]
 
 
-if __name__ == "__main__":
-    print(json.dumps({"kept": reloaded(release=False), "let go": reloaded(release=True)}))
+def views_are_kept_until_the_layer_is_complete() -> None:
+    """Why `copy_kept_views` is called; when this fails, vLLM copies by itself."""
+    assert reloaded(release=False) == ([1, 2, -3], [False, False, True])
+
+
+def what_was_let_go_is_loaded_right() -> None:
+    """The copies are what the layer is completed with."""
+    assert reloaded(release=True) == ([0, 0, 0], [True, True, True])

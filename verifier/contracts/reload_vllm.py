@@ -1,13 +1,10 @@
-"""What vLLM's reload does to modules made for it, and its sleep beside others; prints {fact: why it is untrue} as JSON.
+"""Contracts of vLLM's weight reload and sleep: what they do to modules made for it, as shipped and with the fixes.
 
-A process of its own: fresh memory is filled with NaN here, so that what a reload leaves unwritten shows.
+In a process of its own, in which fresh memory is filled with NaN, so that what a reload leaves unwritten shows.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
 from types import SimpleNamespace
 from unittest import mock
 
@@ -79,7 +76,7 @@ def reload(model: nn.Module, sent: dict[str, torch.Tensor]) -> None:
 
 
 def latent(weight: torch.Tensor) -> SimpleNamespace:
-    """What latent attention derives its matrices from."""
+    """Module that latent attention derives its matrices from."""
     return SimpleNamespace(
         kv_b_proj=SimpleNamespace(weight=weight, quant_method=None), kv_lora_rank=WIDTH, num_heads=HEADS,
         qk_nope_head_dim=4, v_head_dim=3, is_aiter_triton_fp4_bmm_enabled=False, is_aiter_triton_fp8_bmm_enabled=False,
@@ -165,7 +162,7 @@ def fix_keeps_the_memory_of_derived_matrices() -> None:
 
 
 def loading_the_same_twice_changes_nothing() -> None:
-    """vllm #48284, with both fixes: a transforming loader starts from what was sent, not from what was there."""
+    """Vllm #48284, with both fixes: a transforming loader starts from what was sent, not from what was there."""
     model = Mixer(alias=True, transform=True)
     install([VLLM_BUFFERS, VLLM_LATENT])
     sent = reloaded(model, ["conv1d.weight", "A", "D", "dt_bias"])
@@ -175,7 +172,7 @@ def loading_the_same_twice_changes_nothing() -> None:
 
 
 def sleep_while_others_take_memory(level: int) -> tuple[str, ...]:
-    """What the allocator is told to keep by a worker that gives up 1 byte while others take 3."""
+    """Tags that the allocator is told to keep by a worker that gives up 1 byte while others take 3."""
     allocator = mock.Mock()
     model = SimpleNamespace(named_buffers=lambda: iter(()))
     with (
@@ -203,37 +200,8 @@ def fix_lets_others_take_memory() -> None:
     assert sleep_while_others_take_memory(2) == ()
 
 
-AS_SHIPPED = (
-    reload_spoils_an_alias_of_a_childs_weight,
-    reload_spoils_a_buffer_that_nobody_loads,
-    transforming_loader_is_counted_twice,
-    derived_matrices_are_bound_to_new_memory,
-    derived_matrices_of_bf16_are_views,
-    sleep_fails_when_others_take_memory,
-)
-FIXED = (
-    fix_keeps_buffers_and_aliases,
-    fix_keeps_the_memory_of_derived_matrices,
-    loading_the_same_twice_changes_nothing,
-    fix_lets_others_take_memory,
-)
-
-
-def main() -> None:
-    """Facts as shipped first: a fix stays for the life of the process."""
+def prepare() -> None:
+    """Settings of the process; a fix stays for its life, so what is as shipped comes first in the table."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.manual_seed(1)
-    said = {}
-    for fact in (*AS_SHIPPED, *FIXED):
-        try:
-            fact()
-        except (AssertionError, AttributeError, TypeError, RuntimeError, ValueError):
-            said[fact.__name__] = traceback.format_exc()
-        else:
-            said[fact.__name__] = ""
-    print(json.dumps(said))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

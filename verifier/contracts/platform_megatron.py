@@ -1,13 +1,11 @@
-"""What verifier relies on in megatron-core and megatron-bridge, checked in a process of the CPU tier."""
+"""Contracts of megatron-core and megatron-bridge, kept in a process of a tier, which is the only rank of its group."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import SimpleNamespace
 
-import pytest
-
-from verifier.launch.rank import RankContext
 from verifier.mesh import Mesh
 from verifier.platform.patch import parameters, source_parameters
 
@@ -31,7 +29,19 @@ CALLS = {
 """Upstream calls that rooms make, and their parameters."""
 
 
-def calls_take_what_rooms_pass(context: RankContext) -> None:
+def _raises(kinds: type[Exception] | tuple[type[Exception], ...], act: Callable[[], object]) -> bool:
+    try:
+        act()
+    except kinds:
+        return True
+    return False
+
+
+def platform_installs() -> None:
+    """Every upstream name that the tier replaces is there and takes what it took: the process would not be here."""
+
+
+def calls_take_what_rooms_pass() -> None:
     """Signatures of what is called."""
     for target, expected in CALLS.items():
         module_name, _, path = target.partition(":")
@@ -41,7 +51,7 @@ def calls_take_what_rooms_pass(context: RankContext) -> None:
         assert parameters(owner) == expected, (target, parameters(owner))
 
 
-def reference_modules_mirror_upstream(context: RankContext) -> None:
+def reference_modules_mirror_upstream() -> None:
     """Constructors of the reference modules, against upstream's source."""
     from megatron.core.extensions import transformer_engine as upstream
 
@@ -55,8 +65,8 @@ def reference_modules_mirror_upstream(context: RankContext) -> None:
         assert getattr(upstream, module.__name__) is module
 
 
-def the_rest_is_taken_by_megatrons_own_linears(context: RankContext) -> None:
-    """What the reference linears hand on, megatron-core's linears without Transformer Engine take."""
+def the_rest_is_taken_by_megatrons_own_linears() -> None:
+    """Arguments that the reference linears hand on, megatron-core's linears without Transformer Engine take."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from verifier.platform import cpu_modules
@@ -71,7 +81,7 @@ def the_rest_is_taken_by_megatrons_own_linears(context: RankContext) -> None:
         assert handed_on <= set(parameters(base).split())
 
 
-def specs_name_the_reference_modules(context: RankContext) -> None:
+def specs_name_the_reference_modules() -> None:
     """Upstream's own choice of Transformer Engine's modules finds the reference modules."""
     from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
 
@@ -90,7 +100,7 @@ def specs_name_the_reference_modules(context: RankContext) -> None:
     assert provider.activation_func() is None
 
 
-def bridge_knows_the_sharding_of_every_reference_module(context: RankContext) -> None:
+def bridge_knows_the_sharding_of_every_reference_module() -> None:
     """megatron-bridge decides by class name; TELinear has a branch of its own there."""
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
@@ -102,19 +112,7 @@ def bridge_knows_the_sharding_of_every_reference_module(context: RankContext) ->
     assert named <= known, named - known
 
 
-def bridges_are_those_that_its_source_registers(context: RankContext) -> None:
-    """`bridged` reads files alone, and names what the registry of causal language models holds."""
-    from megatron.bridge import AutoBridge
-
-    from verifier.model.bridges import bridged
-
-    registered = {name for name in AutoBridge.list_supported_models() if name.endswith("ForCausalLM")}
-    found = {name for name in bridged() if name.endswith("ForCausalLM")}
-    assert len(found) > 30
-    assert registered - {"ExaoneMoEForCausalLM"} == found, "the exception is a second spelling of ExaoneMoeForCausalLM"
-
-
-def ranks_are_laid_out_as_the_mesh_says(context: RankContext) -> None:
+def ranks_are_laid_out_as_the_mesh_says() -> None:
     """Megatron's own rank groups, against Mesh.coordinate."""
     from megatron.core.parallel_state import RankGenerator
 
@@ -133,7 +131,7 @@ def ranks_are_laid_out_as_the_mesh_says(context: RankContext) -> None:
                     assert [getattr(mesh.coordinate(rank), name) for rank in group] == list(range(len(group)))
 
 
-def layers_are_shared_out_as_the_mesh_says(context: RankContext) -> None:
+def layers_are_shared_out_as_the_mesh_says() -> None:
     """Megatron's own layer offsets, against Mesh.layers_of."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -166,7 +164,7 @@ def layers_are_shared_out_as_the_mesh_says(context: RankContext) -> None:
                 assert range(offset, offset + count) == mesh.layers_of(stage, chunk, num_layers), (sizes, stage, chunk)
 
 
-def packer_and_attention_agree_on_context_parallel_rows(context: RankContext) -> None:
+def packer_and_attention_agree_on_context_parallel_rows() -> None:
     """Two implementations of one rule, written apart: what the packer holds and what the attention assumes."""
     import numpy as np
 
@@ -182,7 +180,7 @@ def packer_and_attention_agree_on_context_parallel_rows(context: RankContext) ->
             assert np.array_equal(np.concatenate(rows), cp_rows(ends, cp, rank))
 
 
-def token_counts_on_the_host_are_not_made_numpy_upstream(context: RankContext) -> None:
+def token_counts_on_the_host_are_not_made_numpy_upstream() -> None:
     """Why `maybe_move_tensor_to_cpu` is replaced; when this fails, upstream is mended and the patch can go."""
     import torch
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -192,7 +190,7 @@ def token_counts_on_the_host_are_not_made_numpy_upstream(context: RankContext) -
     assert not torch.is_tensor(token_dispatcher.maybe_move_tensor_to_cpu(counts, as_numpy=True))
 
 
-def norms_of_large_tensors_are_short_upstream(context: RankContext) -> None:
+def norms_of_large_tensors_are_short_upstream() -> None:
     """Why `l2_norm_impl` is replaced; when this fails, torch or megatron-core is mended and the patch can go."""
     import torch
     from megatron.core.optimizer import clip_grads
@@ -202,12 +200,11 @@ def norms_of_large_tensors_are_short_upstream(context: RankContext) -> None:
     gradients = [torch.randn(2048, 2048), torch.randn(7)]
     exact = sum(float(gradient.double().square().sum()) for gradient in gradients) ** 0.5
     upstream, _ = local_multi_tensor_l2_norm(2048, None, [gradients], False)
-    assert upstream.item() == pytest.approx(exact, rel=2e-4)
-    assert upstream.item() != pytest.approx(exact, rel=2e-5)
-    assert float(clip_grads.get_grad_norm_fp32(gradients)) == pytest.approx(exact, rel=2e-7)
+    assert 2e-5 < abs(upstream.item() / exact - 1) < 2e-4
+    assert abs(float(clip_grads.get_grad_norm_fp32(gradients)) / exact - 1) < 2e-7
 
 
-def torch_itself_is_whole(context: RankContext) -> None:
+def torch_itself_is_whole() -> None:
     """Only megatron-core's literal CUDA factories are turned to the host; a meta device still is one."""
     import torch
     from megatron.core.pipeline_parallel import schedules
@@ -217,23 +214,20 @@ def torch_itself_is_whole(context: RankContext) -> None:
     assert schedules.torch.nn is torch.nn
     with torch.device("meta"):
         assert torch.arange(4).device.type == "meta"
-    with pytest.raises((AssertionError, RuntimeError)):
-        torch.zeros(2, device="cuda")
+    assert _raises((AssertionError, RuntimeError), lambda: torch.zeros(2, device="cuda"))
     assert torch.compile(lambda x: x) is not None
     assert torch.compile.__module__.startswith("torch")
 
 
-def placeholder_gives_nothing_away(context: RankContext) -> None:
+def placeholder_gives_nothing_away() -> None:
     """Code that asks Transformer Engine for anything real fails instead of computing something else."""
     import transformer_engine.pytorch
 
-    with pytest.raises(AttributeError):
-        _ = transformer_engine.pytorch.RMSNorm
-    with pytest.raises(ImportError):
-        importlib.import_module("transformer_engine.common")
+    assert not hasattr(transformer_engine.pytorch, "RMSNorm")
+    assert _raises(ImportError, lambda: importlib.import_module("transformer_engine.common"))
 
 
-def attention_equals_torchs_own(context: RankContext) -> None:
+def attention_equals_torchs_own() -> None:
     """Packed with padding, grouped queries, value heads of another width: against scaled_dot_product_attention."""
     import torch
     import torch.distributed as dist
@@ -272,7 +266,7 @@ def attention_equals_torchs_own(context: RankContext) -> None:
     assert torch.equal(one[:, 1], actual[:5])
 
 
-def windows_equal_torchs_own(context: RankContext) -> None:
+def windows_equal_torchs_own() -> None:
     """The first of two layers sees three rows before its own, the other all of them."""
     import torch
     import torch.distributed as dist
@@ -295,6 +289,6 @@ def windows_equal_torchs_own(context: RankContext) -> None:
 
 
 def _attention_config(**different: object) -> SimpleNamespace:
-    """What the reference attention reads of a TransformerConfig."""
+    """Fields of a TransformerConfig that the reference attention reads."""
     plain = {"attention_dropout": 0.0, "window_size": None, "window_attn_skip_freq": None, "softmax_type": "vanilla"}
     return SimpleNamespace(**{**plain, **different})

@@ -1,11 +1,12 @@
-"""What transformers computes for state-space layers on a CPU, against their definition, row by row.
-
-`verifier/platform/upstream_fixes_transformers.py` goes when the first test fails: transformers is right by itself then.
-"""
+"""Contracts of transformers' state-space layers on a CPU, against their definition, row by row."""
 
 from __future__ import annotations
 
-import pytest
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import torch
 from torch.nn import functional
 
@@ -17,33 +18,41 @@ CHUNK = 16
 ROWS = 40
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory):
+@contextmanager
+def _checkpoint() -> Iterator[Path]:
     sizes = {"hybrid_override_pattern": "M", "num_hidden_layers": 1, "chunk_size": CHUNK, "vocab_size": 64}
-    return write_tiny("nemotron-h", tmp_path_factory.mktemp("tiny"), changes=sizes)
+    with tempfile.TemporaryDirectory(prefix="verifier-contract-") as folder:
+        yield write_tiny("nemotron-h", Path(folder), changes=sizes)
 
 
-def test_transformers_still_loses_the_state_between_chunks(path) -> None:
+def transformers_loses_the_state_between_chunks() -> None:
+    """Why `upstream_fixes_transformers.py` is there; when this fails, transformers is right by itself."""
     from transformers import AutoModelForCausalLM
 
-    mixer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().model.layers[0].mixer
+    with _checkpoint() as path:
+        mixer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().model.layers[0].mixer
     gap = _gap(mixer)
     assert gap[:CHUNK].max() < 1e-5
     assert gap[CHUNK:].max() > 1e-3
 
 
-def test_an_engine_has_the_fix_if_asked_for(path) -> None:
-    shipped, fixed = (load_model(path, torch.float32, fixes=fixes) for fixes in ((), (TRANSFORMERS_SCAN,)))
-    assert _gap(shipped.model.layers[0].mixer).max() > 1e-3
+def an_engine_has_the_fix_of_the_state() -> None:
+    """Transformers as an engine computes the recurrence, with the fix."""
+    with _checkpoint() as path:
+        fixed = load_model(path, torch.float32, fixes=(TRANSFORMERS_SCAN,))
     assert _gap(fixed.model.layers[0].mixer).max() < 1e-5
 
 
-def test_the_oracle_keeps_it(path) -> None:
-    assert _gap(load_model(path, torch.float32).model.layers[0].mixer).max() < 1e-5
+def the_oracle_keeps_the_state() -> None:
+    """The oracle computes the recurrence."""
+    with _checkpoint() as path:
+        assert _gap(load_model(path, torch.float32).model.layers[0].mixer).max() < 1e-5
 
 
-def test_the_oracle_raises_no_time_step(path) -> None:
-    mixer = load_model(path, torch.float32).model.layers[0].mixer
+def the_oracle_raises_no_time_step() -> None:
+    """Time steps below the config's bound stay as they are."""
+    with _checkpoint() as path:
+        mixer = load_model(path, torch.float32).model.layers[0].mixer
     mixer.dt_bias.data.fill_(-12.0)
     assert _gap(mixer).max() < 1e-5
 

@@ -1,0 +1,8 @@
+"""megatron-bridge registers the bridges that its source names, which `tiny:` reads without importing Megatron."""
+
+from __future__ import annotations
+
+
+def test_bridges_are_those_that_its_source_registers(trainer_launcher, tmp_path):
+    function = "bridge_functions:bridges_are_those_that_its_source_registers"
+    trainer_launcher.run(function, world_size=1, run_dir=tmp_path)

@@ -1,0 +1,64 @@
+"""The table of docs/upgrading.md: `python -m tests.meta.upgrades` draws it from golden/upgrades."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from tests.meta.sources import ROOT
+
+PAGE = ROOT / "docs" / "upgrading.md"
+REPORTS = ROOT / "golden" / "upgrades"
+_TABLE = re.compile(r"(<!-- table: upgrades -->\n).*?(<!-- table: end -->)", re.DOTALL)
+
+
+def table() -> str:
+    """One row per report."""
+    rows = [_row(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(REPORTS.glob("*.json"))]
+    head = [
+        "| upgrade | gate | other packages | contracts | verdicts | ended by |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def _row(report: dict[str, Any]) -> str:
+    names = {item.partition("==")[0] for item in report["asked"]}
+    others = [
+        f"{name} {before} to {after}" for name, (before, after) in report["packages"].items() if name not in names
+    ]
+    moved = [_moved(item) for item in report["contracts"]]
+    held = [
+        f"{command}: {_held(before)} before, {_held(after)} after"
+        for command, (before, after) in report["gate"].items()
+    ]
+    died = [f"{item['command']}: `{item['blame']['file']}:{item['blame']['line']}`" for item in report["failures"]]
+    cells = [
+        ", ".join(f"{name} {report['packages'][name][0]} to {report['packages'][name][1]}" for name in sorted(names)),
+        report["model"], ", ".join(others) or "none", "; ".join(moved) or "none moved", "; ".join(held),
+        "; ".join(died) or "nothing",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def _moved(item: dict[str, Any]) -> str:
+    if item["bug"] and not item["holds"] and not item["untrue"]:
+        return f"{item['bug']} cannot be looked for"
+    if item["bug"]:
+        return f"{item['bug']} {'is found' if item['holds'] else 'is not found any more'}"
+    return f"`{item['name']}` {'holds now' if item['holds'] else 'moved'}"
+
+
+def _held(ran: dict[str, Any]) -> str:
+    verdicts = list(ran["verdicts"].values())
+    return f"{verdicts.count('holds')} of {len(verdicts)} hold"
+
+
+def drawn(page: str) -> str:
+    """The page's text with its table drawn anew."""
+    return _TABLE.sub(lambda found: found[1] + table() + found[2], page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(drawn(PAGE.read_text()))

@@ -1,0 +1,37 @@
+"""What a manifest says of moved contracts, and when nobody looks."""
+
+from verifier.contracts import examine
+from verifier.contracts.blame import Blame
+from verifier.contracts.examine import Looked, declared
+from verifier.contracts.table import Contract
+
+WHY = Blame(package="vllm", file="vllm/a.py", line=3, message="ImportError: gone")
+MOVED = Looked(contract=Contract(name="a", package="vllm", checks=("ENG001",)), failure=WHY)
+MENDED = Looked(contract=Contract(name="b", package="vllm", bug="vllm #1"), failure=WHY)
+DIED = Looked(contract=Contract(name="c", package="vllm", checks=("ENG002",)), failure=WHY, answered=False)
+
+
+def test_the_verified_set_is_not_looked_at_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(examine, "look", None)
+    monkeypatch.setattr(examine, "differing", lambda tier: {})
+    assert declared("cpu", tmp_path) == {}
+
+
+def test_what_moved_is_looked_at_once_and_kept(tmp_path, monkeypatch):
+    looks = []
+    monkeypatch.setattr(examine, "differing", lambda tier: {"vllm": "0.21.0"})
+    monkeypatch.setattr(examine, "look", lambda tier, progress: looks.append(tier) or [MOVED, MENDED])
+    first, second = (declared("cpu", tmp_path / "kept") for _ in range(2))
+    assert first == second
+    assert looks == ["cpu"]
+    assert first["verified"] == {"vllm": "0.21.0"}
+    (moved,) = first["moved_contracts"]
+    assert (moved.name, moved.checks, moved.why) == ("a", ("ENG001",), "vllm/a.py:3: ImportError: gone")
+
+
+def test_a_process_that_died_is_asked_again(tmp_path, monkeypatch):
+    looks = []
+    monkeypatch.setattr(examine, "differing", lambda tier: {"vllm": "0.21.0"})
+    monkeypatch.setattr(examine, "look", lambda tier, progress: looks.append(tier) or [DIED])
+    assert [declared("cpu", tmp_path)["moved_contracts"][0].checks for _ in range(2)] == [("ENG002",)] * 2
+    assert len(looks) == 2

@@ -1,0 +1,1 @@
+"""Contracts: what checks and rooms take from upstream packages, looked at in the packages that are installed."""
