@@ -22,10 +22,10 @@ from verifier.oracle.noise_floor import Floor, floor_path, write_floor
 from verifier.oracle.recording import record_oracle
 from verifier.probes.engine_state import held_by
 from verifier.runs import golden, noise
+from verifier.runs.ended import record_failure
 from verifier.runs.model_under_test import ModelUnderTest, open_for_roundtrip, open_model
 from verifier.runs.resources import Deadline, Resources, RunningEngine
 from verifier.runs.run_manifest import manifest_of
-from verifier.runs.ended import record_failure
 from verifier.runs.scenario import made_up
 from verifier.runs.spec import RunSpec, engine_config, place, run_spec
 from verifier.runs.workload import Workload

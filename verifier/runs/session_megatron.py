@@ -196,7 +196,7 @@ class Session:
 
     def _update(self, version: int) -> None:
         """Move the weights: a real optimizer step, or noise on every tensor."""
-        run, workload = self._run, self._workload
+        run = self._run
         run.say(f"version {version}: update by {run.spec.roundtrip.update}")
         if run.spec.roundtrip.update == "noise":
             move(self._weights.live, run.source, f"{run.spec.roundtrip.seed}/{version}")

@@ -24,7 +24,7 @@ _PACKAGES = (
     "import importlib.metadata as m, json; print(json.dumps({d.name.lower(): d.version for d in m.distributions()}))"
 )
 DEADLINE_S = 3600.0
-"""Of one command: to make an environment, or to run the contracts or a part of the gate, which have shorter ones."""
+"""Seconds of one command, which makes an environment or runs contracts or the gate; these have shorter ones."""
 _LOG_BYTES = 200_000
 """Length of each log's end, in which the error of a process that died is looked for."""
 
