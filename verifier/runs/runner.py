@@ -66,9 +66,10 @@ class Runner:
         if config.record:
             require_writable(golden.manifest_path(config), make_folder=True)
         manifest = manifest_of(config, model, placement)
-        with work_folder("run") as work, recording(
-            [config.trace], manifest, self._logs(work), record_failure
-        ) as complete:
+        with (
+            work_folder("run") as work,
+            recording([config.trace], manifest, self._logs(work), record_failure) as complete,
+        ):
             spec = run_spec(
                 config, model, placement, trace=str(config.trace), work=str(work),
                 source_from_manifest=recorded is not None, deadline_s=self.resources.collective_deadline_s,
@@ -102,9 +103,7 @@ class Runner:
         phases = phases or (Phase(trace=config.trace),)
         manifest = manifest_of(config, model, placement, restores=warm, tokens_only=tokens_only)
         traces = [phase.trace for phase in phases]
-        with work_folder("run") as work, recording(
-            traces, manifest, self._logs(work), record_failure
-        ) as complete:
+        with work_folder("run") as work, recording(traces, manifest, self._logs(work), record_failure) as complete:
             resources.launcher(until)
             if warm:
                 resources.oracle(model.checkpoint.path, until)  # it starts while the engine does

@@ -279,4 +279,3 @@ class AdapterWeights(TrainedWeights):
     def _save_merged(self, adapter: Mapping[str, torch.Tensor], version: int) -> None:
         source, folder = self._run.source, self._run.work / f"live-{version}"
         save_checkpoint(folder, source.config, lora_megatron.merged(source, adapter, SCALING))
-
