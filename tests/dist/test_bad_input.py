@@ -233,17 +233,6 @@ def test_a_trace_folder_in_use_is_refused(shell: Shell, tmp_path: Path) -> None:
     assert shell.refused("golden", "--model", "tiny:qwen3", "--trace", "used") == sentence
 
 
-def test_an_upstream_version_that_was_not_verified_is_refused(shell: Shell, tmp_path: Path) -> None:
-    """The metadata of another version come first on the path, as an upgraded package's would."""
-    metadata = tmp_path / "site" / "megatron_core-0.99.0.dist-info" / "METADATA"
-    metadata.parent.mkdir(parents=True)
-    metadata.write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.99.0\n")
-    path = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
-    sentence = "megatron-core 0.99.0 is installed, which is not supported: install version 0.19.2"
-    arguments = ("golden", "--model", "tiny:qwen3", "--trace", "trace")
-    assert shell.refused(*arguments, environment={"PYTHONPATH": path}) == sentence
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """Mounts a file system of a given size; skips where this user may not mount."""

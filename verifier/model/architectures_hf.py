@@ -5,6 +5,7 @@ transformers names the tensors and says what their values are before training. S
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import json
@@ -12,13 +13,13 @@ import re
 import tempfile
 from collections.abc import Collection, Iterator
 from functools import cache
+from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import PreTrainedConfig
 
 from verifier.data.characters import tokenizer_files
 from verifier.errors import UsageError
@@ -28,7 +29,11 @@ from verifier.model.families import JSON, Content, TensorSpec
 from verifier.model.generated import generate, require_dtype, write_once
 from verifier.model.scaling import scaled
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _CAUSAL = "ForCausalLM"
+_TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 _SCALES = 1  # part of the cache key: raise it when the same config and seed give other bytes
 
 
@@ -40,11 +45,18 @@ def architectures() -> dict[str, str]:
 
 def _of_transformers() -> dict[str, str]:
     """Model type -> architecture; a type of several modalities stands for its text model."""
-    known: dict[str, str] = {
-        name: found if isinstance(found, str) else found[0] for name, found in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
-    }
+    known = {name: found if isinstance(found, str) else found[0] for name, found in _causal_models()}
     texts = {name: known.get(f"{name}_text", found) for name, found in known.items() if not found.endswith(_CAUSAL)}
     return {name: found for name, found in {**known, **texts}.items() if found.endswith(_CAUSAL)}
+
+
+def _causal_models() -> list[tuple[str, str | tuple[str, ...]]]:
+    """Rows of transformers' table, read from its source: its import makes a folder among the temporary files."""
+    file = metadata.distribution("transformers").locate_file("transformers/models/auto/modeling_auto.py")
+    for node in ast.parse(Path(str(file)).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == _TABLE:
+            return cast(list[tuple[str, Any]], ast.literal_eval(cast(ast.Call, node.value).args[0]))
+    raise UsageError(f"transformers {transformers.__version__} has no table {_TABLE}")
 
 
 def architecture_of(name: str, others: Collection[str] = ()) -> str:
