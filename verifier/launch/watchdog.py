@@ -16,8 +16,8 @@ def find_stall(
     """The stall at the root, if any collective has waited longer than `deadline_s`.
 
     Ranks wait in chains: tp peers for one rank, which waits for its pp peer, which computes. Of all overdue
-    collectives, the one that misses a rank which waits in no collective is the root; among equals the oldest. A rank
-    that a signal has stopped waits for nothing, even where it has arrived.
+    collectives and those that the ranks which they miss wait in, the one that misses a rank which waits in none is the
+    root; among equals the oldest. A rank that a signal has stopped waits for nothing, even where it has arrived.
 
     Args:
         slots: per rank, None before its first collective.
@@ -35,9 +35,15 @@ def find_stall(
             stopped=tuple(rank for rank in overdue.ranks if rank in stopped),
         )  # fmt: skip
 
-    stalls = [stall_of(slot) for slot in slots if slot is not None and 0 < slot.since_s < now_s - deadline_s]
+    involved = {rank for rank in waiting if (slot := slots[rank]) and slot.since_s < now_s - deadline_s}
+    stalls: dict[int, Stall] = {}
+    while reached := involved - stalls.keys():
+        for rank in reached:
+            if slot := slots[rank]:
+                stalls[rank] = stall_of(slot)
+                involved |= waiting.intersection(stalls[rank].missing)
     return min(
-        stalls, default=None,
+        stalls.values(), default=None,
         key=lambda stall: (not stall.stopped and waiting.issuperset(stall.missing), -stall.waited_s),
     )  # fmt: skip
 

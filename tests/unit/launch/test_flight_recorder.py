@@ -135,6 +135,27 @@ def test_the_root_of_a_chain_is_named_not_the_oldest(slots):
     assert (stall.group, stall.missing) == ((2, 3), (3,))
 
 
+def test_the_root_of_a_chain_is_named_before_it_is_overdue(slots):
+    recorders = [FlightRecorder(slots[rank]) for rank in range(4)]
+    recorders[0].wait(recorders[0].enter(group_key("pp", [0, 2]), "recv", "float32", (1,)))
+    slots[0].since_s = NOW - 30
+    recorders[2].wait(recorders[2].enter(PAIR, "all_reduce", "float32", (1,)))
+    slots[2].since_s = NOW - 4
+    stall = find_stall(list(map(read_slot, slots)), NOW, 5)
+    assert (stall.group, stall.missing) == ((2, 3), (3,))
+
+
+def test_a_wait_outside_of_an_overdue_chain_is_not_its_root(slots):
+    recorders = [FlightRecorder(slots[rank]) for rank in range(4)]
+    for rank, name in ((0, "a"), (1, "b")):  # each waits for the other
+        recorders[rank].wait(recorders[rank].enter(group_key(name, [0, 1]), "all_reduce", "float32", (1,)))
+        slots[rank].since_s = NOW - 30 - rank
+    recorders[2].wait(recorders[2].enter(PAIR, "all_reduce", "float32", (1,)))
+    slots[2].since_s = NOW - 1
+    stall = find_stall(list(map(read_slot, slots)), NOW, 5)
+    assert (stall.group, stall.arrived) == ((0, 1), (1,))
+
+
 def test_what_a_rank_does_in_words(slots):
     recorder = FlightRecorder(slots[0])
     record = recorder.enter(ALL, "all_gather", "float32", (7,))
