@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from tests.meta.sources import ROOT
 from verifier.config.cluster import RayOptions
 from verifier.errors import VerifierError
 from verifier.launch.rank import JobSpec, RankContext
@@ -26,6 +30,31 @@ def two_nodes() -> None:
     print(f"address {cluster.address}", flush=True)
     sys.stdin.read()
     cluster.shutdown()
+
+
+@contextlib.contextmanager
+def cluster_of_two_nodes(token: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Start `two_nodes` as a program; its address, and the environment by which its token is found.
+
+    Args:
+        token: file for the token, which is written.
+    """
+    token.write_text("5" * 64)
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "PYTHONPATH": path_of(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.dist.ray_functions", "two_nodes"], cwd=ROOT, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, **environment},
+    ) as owner:  # fmt: skip
+        lines = iter(owner.stdout.readline, "")
+        yield next(line.split()[1] for line in lines if line.startswith("address ")), environment
+        owner.stdin.close()
+        owner.wait(60)
+
+
+def path_of(first: Path) -> str:
+    """PYTHONPATH of this process with a folder before it."""
+    given = os.environ.get("PYTHONPATH")
+    return str(first) if given is None else f"{first}{os.pathsep}{given}"
 
 
 def hang(address: str, run: str) -> None:

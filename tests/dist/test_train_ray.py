@@ -5,6 +5,7 @@ What this does not exercise: nodes on several hosts, and GPUs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
+from tests.dist.ray_functions import cluster_of_two_nodes
 from tests.meta.sources import ROOT
 from tests.processes import alive, command_line
 from verifier.config.cluster import RayOptions
@@ -168,6 +170,13 @@ def test_more_nodes_than_the_cluster_has(monkeypatch):
         cluster_ray._nodes(RayOptions(use=True, address="h:1", nodes=2))
 
 
+def test_nodes_of_one_host_share_its_gpus():
+    nodes = [{"NodeManagerAddress": host} for host in ("a", "a", "b", "c")]
+    cluster = cluster_ray.Cluster(nodes, (), contextlib.ExitStack(), 8)
+    assert [cluster._on_host(place, 8) for place in range(4)] == [range(4), range(4), range(4, 6), range(6, 8)]
+    assert cluster.ranks_here == 4
+
+
 def command(run: Path, *knobs: str) -> list[str]:
     given = {text.partition("=")[0] for text in knobs}
     kept = [text for text in KNOBS if text.partition("=")[0] not in given]
@@ -225,17 +234,8 @@ def test_nothing_is_left_when_a_process_is_killed(victim, tmp_path):
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory) -> Iterator[tuple[str, dict[str, str]]]:
     """Address of a Ray cluster of two nodes on this host, and the environment that its token is in."""
-    token = tmp_path_factory.mktemp("token") / "token"
-    token.write_text("5" * 64)
-    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, str(ROOT / "tests/dist/ray_functions.py"), "two_nodes"], stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
-    ) as owner:  # fmt: skip
-        lines = iter(owner.stdout.readline, "")
-        yield next(line.split()[1] for line in lines if line.startswith("address ")), environment
-        owner.stdin.close()
-        owner.wait(60)
+    with cluster_of_two_nodes(tmp_path_factory.mktemp("token") / "token") as (address, environment):
+        yield address, {**os.environ, **environment}
 
 
 @pytest.mark.slow

@@ -1,15 +1,18 @@
 """Run the GPU tests side by side, a process for each file: `python -m tests.h100.lanes RESULTS [PYTEST ARGUMENT...]`.
 
-A test that takes longer than the rest of its file (`@pytest.mark.own_process`) gets a process of its own. What is timed
-(`@pytest.mark.timed`) is measured at the end, one process at a time: such a process starts, and imports, while the last
-others run, and then waits for its turn (`tests/h100/turn.py`). Every process writes its log and its results into the
-folder; nothing is skipped.
+A test that takes longer than the rest of its file (`@pytest.mark.own_process`) gets a process of its own. So does one
+with a limit of minutes (`@pytest.mark.own_cores`), with cores that no other uses, and one that fills its GPUs' memory
+(`@pytest.mark.own_gpus`), with GPUs that no other uses; these start first. What is timed (`@pytest.mark.timed`) is
+measured at the end, one process at a time: such a process starts, and imports, while the last others run, and then
+waits for its turn (`tests/h100/turn.py`). Every process writes its log and its results into the folder; nothing is
+skipped.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,8 +36,14 @@ STILL_RUNNING = 3
 """Processes that are not timed and still run when those that are start."""
 LEAST_CORES = 4
 """Of each process that is not timed, or a quarter of the host's: with all, the threads of one wait for another's."""
+OWN_CORES = 12
+"""Cores of a process that has cores of its own: trainer, engine, judge and oracle compute at once."""
+OWN = ("own_process", "own_cores", "own_gpus")
+"""Markers of tests that get a process of their own."""
 SPREAD = 7
 """Steps through the cores, so that processes which follow each other are given different ones."""
+FINE_TUNED = "fine_tuned"
+"""Folder among the results, while tests run: the model at which GRPO begins, made once for all tests of it."""
 STARTS_APART_S = 1.0
 """Between two starts, so that the first finds its ports and compiles what the others then read from the cache."""
 
@@ -54,11 +64,13 @@ class Task:
     timed: bool
     test: str = ""
     """The only test, if so; all of the file's that need as many GPUs otherwise."""
+    own_cores: bool = False
+    own_gpus: bool = False
 
     @property
     def name(self) -> str:
         """Of its log and its results."""
-        only = self.test.partition("[")[2].rstrip("]")
+        only = self.test.partition("[")[2].rstrip("]") or self.test.removeprefix("test_")
         return f"{self.file.stem}-x{self.gpus}" + ("-timed" if self.timed else "") + (f"-{only}" if only else "")
 
     def start(
@@ -66,7 +78,7 @@ class Task:
     ) -> subprocess.Popen[bytes]:
         """Start it on these GPUs and cores; on fewer GPUs than it is for, its ranks share them."""
         wanted = f"h100(gpus={self.gpus}) and {'' if self.timed else 'not '}timed"
-        wanted += "" if self.test else " and not own_process"
+        wanted += "" if self.test else "".join(f" and not {marker}" for marker in OWN)
         tests = f"{self.file}::{self.test}" if self.test else str(self.file)
         with (results / f"{self.name}.log").open("wb") as log:
             return subprocess.Popen(
@@ -114,21 +126,37 @@ class Host:
         if task.timed:
             return list(range(task.gpus)) if len(self.untimed) <= STILL_RUNNING else None
         load = [sum(gpu in run.gpus for run in self.untimed) for gpu in range(self.num_gpus)]
-        places = sorted(range(self.num_gpus), key=lambda gpu: (load[gpu], gpu))[: task.gpus]
-        return sorted(places) if max(load[gpu] for gpu in places) < SHARERS else None
+        taken = {gpu for run in self.untimed if run.task.own_gpus for gpu in run.gpus}
+        most = 1 if task.own_gpus else SHARERS
+        free = [gpu for gpu in range(self.num_gpus) if gpu not in taken and load[gpu] < most]
+        if len(free) < task.gpus or not self.has_cores(task):
+            return None
+        return sorted(sorted(free, key=lambda gpu: (load[gpu], gpu))[: task.gpus])
+
+    def shared_cores(self) -> list[int]:
+        """Cores that no process has for itself."""
+        taken = {core for run in self.untimed if run.task.own_cores for core in run.cores}
+        return sorted(os.sched_getaffinity(0) - taken)
+
+    def has_cores(self, task: Task) -> bool:
+        """True if cores are left for it: some to share beside those of its own, and one for each that shares them."""
+        left = len(self.shared_cores())
+        if task.own_cores:
+            return not self.untimed or left >= OWN_CORES + LEAST_CORES
+        return sum(not run.task.own_cores for run in self.untimed) < left
 
     def cores(self, task: Task) -> list[int]:
         """All for what is timed; for the others those with the fewest users, and seldom the same ones together.
 
         Groups that share their cores would leave them idle when most of a group is done.
         """
-        every = sorted(os.sched_getaffinity(0))
         if task.timed:
-            return every
+            return sorted(os.sched_getaffinity(0))
+        every = self.shared_cores()
         users = Counter(core for run in self.untimed for core in run.cores)
         turned = {core: (SPREAD * at + 3 * self.num_started) % len(every) for at, core in enumerate(every)}
         fewest = sorted(every, key=lambda core: (users[core], turned[core]))
-        return sorted(fewest[: max(LEAST_CORES, len(every) // 4)])
+        return sorted(fewest[: OWN_CORES if task.own_cores else max(LEAST_CORES, len(every) // 4)])
 
     def start(self, task: Task, gpus: list[int], results: Path, arguments: Sequence[str]) -> None:
         """Start a process where it was placed."""
@@ -162,8 +190,20 @@ class Census:
         for item in session.items:
             gpus = item.get_closest_marker("h100").kwargs["gpus"]
             timed = item.get_closest_marker("timed") is not None
-            test = item.name if item.get_closest_marker("own_process") is not None else ""
-            self.tasks.add(Task(file=item.path, gpus=gpus, timed=timed, test=test))
+            own = {name: item.get_closest_marker(name) is not None for name in OWN}
+            task = Task(
+                file=item.path, gpus=gpus, timed=timed, test=item.name if any(own.values()) else "",
+                own_cores=own["own_cores"], own_gpus=own["own_gpus"],
+            )  # fmt: skip
+            self.tasks.add(task)
+
+
+def urgency(task: Task) -> tuple[Any, ...]:
+    """Sorts what waits: own GPUs, which nobody may have used before, then own cores, then the most GPUs."""
+    return (
+        task.timed, not task.own_gpus, not task.own_cores, task.gpus if task.own_cores else -task.gpus,
+        not task.test, task.file, task.test,
+    )  # fmt: skip
 
 
 def main(results: Path, arguments: Sequence[str]) -> int:
@@ -172,7 +212,7 @@ def main(results: Path, arguments: Sequence[str]) -> int:
     census = Census()
     arguments = ["--gpus", str(num_gpus), *arguments]
     pytest.main(["--collect-only", "-qq", "-m", "h100", str(HERE), *arguments], [census])
-    waiting = sorted(census.tasks, key=lambda task: (task.timed, -task.gpus, not task.test, task.file, task.test))
+    waiting = sorted(census.tasks, key=urgency)
     host = Host(num_gpus)
     with (results / "turn").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
@@ -187,6 +227,7 @@ def main(results: Path, arguments: Sequence[str]) -> int:
                 fcntl.flock(turn, fcntl.LOCK_UN)
             time.sleep(STARTS_APART_S)
     (results / "turn").unlink()
+    shutil.rmtree(results / FINE_TUNED, ignore_errors=True)
     return 1 if host.failed or not census.tasks else 0
 
 

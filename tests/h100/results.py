@@ -16,14 +16,15 @@ SHARED = "-shared"
 
 
 def main(folder: Path, machine: str) -> None:
-    """Write FOLDER/h200-MACHINE.json, "x2" or "x2-shared" for instance, and drop the parts."""
+    """Write FOLDER/h200-MACHINE.json, "x2" or "x2-shared" for instance, named after its GPUs, and drop the parts."""
     parts = sorted(folder.glob("*.part"))
     found = [json.loads(part.read_text()) for part in parts]
     rows = [row for part in found for row in part["rows"]]
     gpus = max((part["machine"] for part in found), key=len)  # a process sees its own GPUs only
     command = "ci/gpu --share-gpus" if machine.endswith(SHARED) else "ci/gpu"
     record = {**found[0], "machine": gpus, "command": command, "rows": rows}
-    (folder / f"h200-{machine}.json").write_text(json.dumps(record, indent=1) + "\n")
+    model = "h100" if "H100" in gpus[0] else "h200"
+    (folder / f"{model}-{machine}.json").write_text(json.dumps(record, indent=1) + "\n")
     for part in parts:
         part.unlink()
 
@@ -31,7 +32,7 @@ def main(folder: Path, machine: str) -> None:
 def table(folder: Path) -> str:
     """One Markdown row for each kind of result in each machine's file, in the order of the tests."""
     lines = ["| GPUs | what | shown |", "| --- | --- | --- |"]
-    files = [*folder.glob("h200-x?.json"), *folder.glob(f"h200-x?{SHARED}.json")]
+    files = [*folder.glob("h?00-x?.json"), *folder.glob(f"h?00-x?{SHARED}.json")]
     for path in sorted(files, key=lambda path: path.stem):
         record = json.loads(path.read_text())
         gpus = f"{len(record['machine'])}{', shared' if path.stem.endswith(SHARED) else ''}"

@@ -6,16 +6,20 @@ import collections
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
 import msgspec
 import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import reduce_tensor
 
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import Digests, Pieces
+from verifier.transport import buffer
+from verifier.transport.cuda_ipc import TrainerRounds, follow, gpu_uuid
 from verifier.transport.receiver import ChunkReceiver
 from verifier.transport.wire import Address
 
@@ -76,12 +80,58 @@ def without_digests() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Pieces, "start", lambda self, buffer: NoDigests([], self._sizes))
 
 
-def receive(conn: Connection, device: int, address: dict[str, Any], port: int) -> None:
-    """Take transfers as the parent asks for them, into tensors of one's own, until it says stop."""
+def filled(shapes: dict[str, tuple[int, ...]]) -> list[tuple[str, torch.Tensor]]:
+    """Tensors of these names and shapes, bfloat16 on this process's GPU: the same on every GPU of a kind."""
+    generator = torch.Generator("cuda").manual_seed(7)
+    return [
+        (name, torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator))
+        for name, shape in shapes.items()
+    ]
+
+
+def handles_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
+    """For each tensor, its handle by the GPU that it lies on, as vLLM's engine takes them."""
+    gpu = gpu_uuid()
+    return [{gpu: reduce_tensor(tensor)} for _, tensor in tensors]
+
+
+def join(rank: int, count: int, store: str) -> None:
+    """Join the trainer ranks, which speak by gloo."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, count), rank=rank, world_size=count)
+
+
+def follow_rank_0(conn: Connection, rank: int, count: int, store: str) -> None:
+    """Be a trainer rank that shows its GPU's memory to the engine rank there, until the parent says stop."""
+    torch.cuda.set_device(rank)
+    join(rank, count, store)
+    rounds, tensors = TrainerRounds(), []
+    gc.collect()
+    gc.freeze()
+    while (asked := conn.recv()) != "stop":
+        what, given = asked
+        if what == "plan":
+            plan = ChunkPlan.from_json(given)
+            tensors.clear()
+            tensors += filled({meta.name: meta.shape for meta in plan.tensors})
+        elif what == "ours":
+            with without_digests_of_packed() if given == "undigested" else contextlib.nullcontext():
+                follow(rounds, plan, iter(tensors))
+        else:
+            conn.send(handles_of(tensors))
+
+
+def without_digests_of_packed() -> contextlib.AbstractContextManager[Any]:
+    """Within, nothing that is packed is digested."""
+    return mock.patch.object(buffer, "_has_triton", return_value=False)
+
+
+def receive(conn: Connection, rank: int, device: int, address: dict[str, Any], port: int) -> None:
+    """Be an engine rank that takes transfers into tensors of its own, as the parent asks, until it says stop."""
     torch.cuda.set_device(device)
-    receiver = ChunkReceiver(0)
+    receiver = ChunkReceiver(rank)
     receiver.connect(Address(**address))
-    theirs = _vllm_group(port, device) if address["kind"] == "nccl" else None
+    nccl = address["kind"] == "nccl"
+    theirs = vllm_group(port, 1 + rank, address["world_size"], device) if nccl else None
     kept: dict[str, torch.Tensor] = {}
     gc.collect()
     gc.freeze()
@@ -136,10 +186,11 @@ def _ours(conn: Connection, receiver: ChunkReceiver, plan: ChunkPlan, load: Any,
         conn.send({"host_ms": spans.rounded(), "gpu_ms": kernels})
 
 
-def _vllm_group(port: int, device: int) -> Any:
+def vllm_group(port: int, rank: int, world_size: int, device: int) -> Any:
+    """Join vLLM's own group over NCCL; the trainer is its rank 0."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-    return NCCLWeightTransferEngine._stateless_init_process_group("127.0.0.1", port, 1, 2, device)
+    return NCCLWeightTransferEngine._stateless_init_process_group("127.0.0.1", port, rank, world_size, device)
 
 
 def _unverified(what: str, handles: Any, plan: ChunkPlan, group: Any, load: Any) -> None:

@@ -27,14 +27,25 @@ def config_of(name, folder, **sizes):
     return RoundtripConfig(model=name, trace=folder, dtype="bfloat16", cycles=1, transport="ipc", **sizes)
 
 
-@pytest.mark.h100(gpus=1)
+LONG = RELOAD[:3]
+"""Faults whose models take longest."""
+
+
 @pytest.mark.parametrize(
-    "name",
-    [*(pytest.param(name, marks=pytest.mark.own_process) for name in RELOAD[:3]), *RELOAD[3:]],  # these take longest
+    ("name", "mesh"),
+    [
+        *(
+            pytest.param(name, Mesh(), marks=[pytest.mark.h100(gpus=1), *([pytest.mark.own_process] * (name in LONG))])
+            for name in RELOAD
+        ),
+        *(pytest.param(name, Mesh(tp=4), marks=[pytest.mark.h100(gpus=4), pytest.mark.own_process]) for name in RELOAD),
+    ],
+    ids=str,
 )
-def test_reload_fault_is_caught_where_it_sits(name, runner, measured, tmp_path):
+def test_reload_fault_is_caught_where_it_sits(name, mesh, runner, measured, tmp_path):
     fault = CATALOG[name]
-    config = config_of(fault.model, tmp_path / "faulted")
+    sizes = {"mesh": mesh, "engine": EngineOptions(tp=mesh.tp)}
+    config = config_of(fault.model, tmp_path / "faulted", **sizes)
     client = runner.engine(config).process.client()
     client.call("verifier.faults.injection:inject", name)
     try:
@@ -43,24 +54,27 @@ def test_reload_fault_is_caught_where_it_sits(name, runner, measured, tmp_path):
         fired = sum(client.call("verifier.faults.injection:heal"))
         client.close()
     caught, first = verdicts(trace)
-    measured(fault=name, fired=fired, caught=caught, first_bad_stage=first)
+    measured(fault=name, mesh=mesh.label(), fired=fired, caught=caught, first_bad_stage=first)
     assert fired
     assert set(fault.caught_by) <= set(caught)
     assert first == fault.stage.label
-    judge(runner.roundtrip(config_of(fault.model, tmp_path / "healed")))
+    judge(runner.roundtrip(config_of(fault.model, tmp_path / "healed", **sizes)))
 
 
-@pytest.mark.h100(gpus=2)
-def test_handles_of_rank_0_alone_are_refused(runner, measured, tmp_path):
-    config = config_of("tiny:qwen3", tmp_path / "faulted", mesh=Mesh(tp=2), engine=EngineOptions(tp=2))
+@pytest.mark.parametrize(
+    "tp", [pytest.param(tp, marks=pytest.mark.h100(gpus=tp)) for tp in (2, 4)], ids=lambda tp: f"tp{tp}"
+)
+def test_handles_of_rank_0_alone_are_refused(tp, runner, measured, tmp_path):
+    sizes = {"mesh": Mesh(tp=tp), "engine": EngineOptions(tp=tp)}
+    config = config_of("tiny:qwen3", tmp_path / "faulted", **sizes)
     run_within("rank_0_shows_alone", runner, config)
     refusals = [item.refused for item in store.read(config.trace).of(Handover)]
     assert len(refusals) == 2  # of version 0, which brings the warm engine back, and of version 1
     caught, first = verdicts(config.trace)
-    measured(fault="ipc-rank-0-handles-only", refused=refusals[0], caught=caught, first_bad_stage=first)
+    measured(fault="ipc-rank-0-handles-only", mesh=f"tp{tp}", refused=refusals[0], caught=caught, first_bad_stage=first)
     assert {"TPT002", "TPT003"} <= set(caught)
     assert all("engine rank 1" in text and "was given no buffer" in text for text in refusals)
-    judge(runner.roundtrip(config_of("tiny:qwen3", tmp_path / "healed", mesh=Mesh(tp=2), engine=EngineOptions(tp=2))))
+    judge(runner.roundtrip(config_of("tiny:qwen3", tmp_path / "healed", **sizes)))
 
 
 def run_within(function, runner, config):

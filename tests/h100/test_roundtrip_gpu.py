@@ -14,7 +14,7 @@ from verifier.core.records_tokens import DtypeNoise, EngineLogprobs, OracleLogpr
 from verifier.mesh import Mesh
 
 CYCLES = 3
-SLOW = ("wide:qwen3-30b-a3b", "nemotron-h")
+SLOW = ("wide:qwen3-30b-a3b", "wide:deepseek-v3", "wide:nemotron-3-nano", "nemotron-h")
 """Many bytes, and many kernels to compile."""
 TP2_PP2 = Mesh(tp=2, pp=2)
 CASES = [
@@ -48,6 +48,19 @@ CASES = [
         ("qwen3", TP2_PP2, "ipc", 4),
         ("qwen3-moe", Mesh(pp=2, ep=2, cp=2), "ipc", 2),
         ("deepseek-v3", Mesh(pp=2, ep=2, dp=2), "ipc", 2),
+        ("qwen3", Mesh(tp=4), "ipc", 4),
+        ("qwen3", Mesh(pp=4), "ipc", 4),
+        ("qwen3-moe", Mesh(tp=2, dp=2, ep=4), "ipc", 4),
+        ("qwen3-moe", Mesh(tp=2, pp=2, ep=2), "ipc", 4),
+        ("deepseek-v3", Mesh(cp=4), "ipc", 4),
+        ("deepseek-v3", Mesh(tp=2, dp=2, ep=4), "ipc", 4),
+        ("nemotron-h", Mesh(tp=2, dp=2, ep=4), "ipc", 4),
+        ("wide:qwen3-30b-a3b", Mesh(tp=2, dp=2, ep=4), "ipc", 4),
+        ("wide:deepseek-v3", Mesh(tp=4, ep=4), "ipc", 4),
+        ("wide:nemotron-3-nano", Mesh(tp=2, dp=2, ep=4), "ipc", 4),
+        ("qwen3", Mesh(tp=4), "nccl", 4),
+        ("qwen3-moe", Mesh(dp=4, ep=4), "nccl", 4),
+        ("deepseek-v3", Mesh(pp=4), "nccl", 4),
     )
 ]  # fmt: skip
 

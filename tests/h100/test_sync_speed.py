@@ -1,4 +1,7 @@
-"""Verified transfers of 8 GiB against vLLM's own unverified ones, in turns, between two processes.
+"""Verified transfers of 8 GiB against vLLM's own unverified ones, in turns, from trainer ranks to engine ranks.
+
+A process each: one of both, or four trainer ranks that each show their GPU's memory to the engine rank there (IPC), or
+one that broadcasts to four (NCCL).
 
 Verified: the sender digests what it packs, the receiver digests what arrived before it is loaded, and both are compared
 within the measured time. Beside it runs our own transport without digests, so that what verification costs is told from
@@ -13,8 +16,9 @@ import multiprocessing
 import socket
 import statistics
 import time
-from dataclasses import asdict
-from unittest import mock
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,6 +30,7 @@ from verifier.engine import sender as update
 from verifier.plan.chunk_plan import TensorMeta, build_plan
 from verifier.runs.spec import GPU_CHUNK_BYTES
 from verifier.transport import buffer
+from verifier.transport.cuda_ipc import TrainerRounds
 from verifier.transport.gloo import Listener
 from verifier.transport.groups import bulk_group
 from verifier.transport.wire import Receipt
@@ -59,88 +64,135 @@ def experts():
 
 
 class PipeEngine:
-    """The engine's end of a transfer, reached by a pipe."""
+    """The engine's end of a transfer, a pipe to each of its ranks."""
 
-    def __init__(self, conn):
-        self._conn = conn
+    def __init__(self, conns):
+        self._conns = conns
 
     def receive(self, chunk):
-        self._conn.send(chunk)
+        _tell(self._conns, chunk)
         return lambda: self.read(self.result())
 
     def result(self):
-        return self._conn.recv()
+        return [conn.recv() for conn in self._conns]
 
     def read(self, records):
-        return msgspec.convert(records, list[Receipt])
+        return msgspec.convert([record for rows in records for record in rows], list[Receipt])
 
 
 class Alone:
     """The rounds of one trainer rank."""
 
+    def begin(self):
+        pass
+
     def exchange(self, record):
         return [record]
 
+    def end(self):
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """The other processes of a transfer, and this one's ways to them."""
+
+    kind: str
+    engine: list[Connection]
+    """Pipe to each engine rank."""
+    others: list[Connection]
+    """Pipe to each trainer rank beside this one."""
+    rounds: Any
+    group: Any
+    own: Any
+    """vLLM's group, by NCCL."""
+
 
 @pytest.fixture(scope="session")
-def peer(request):
-    """Another process, which moves weights by the kind that is asked for, and the ways to it."""
-    with _peer(request.param) as found:
-        yield request.param, *found
+def peers(request, tmp_path_factory):
+    """Processes that move weights by the kind that is asked for, for an engine of so many ranks."""
+    with _peers(*request.param, tmp_path_factory.mktemp("store") / "ranks") as found:
+        yield found
 
 
 @contextlib.contextmanager
-def _peer(kind):
-    """(conn, our transfer group, vLLM's); what was imported so far is left out of garbage collection on both sides."""
+def _peers(kind, ranks, store):
+    """See `Peers`; what was imported so far is left out of garbage collection on all sides."""
     torch.cuda.set_device(0)
-    listener = Listener(1, deadline_s=60, kind=kind)
+    listener = Listener(ranks, deadline_s=60, kind=kind)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    conn, theirs = context.Pipe()
-    arguments = (theirs, 1 if kind == "nccl" else 0, asdict(listener.address), port)
-    child = context.Process(target=sync_functions.receive, args=arguments, daemon=True)
-    child.start()
+    context, children = multiprocessing.get_context("spawn"), []
+
+    def started(function, *arguments):
+        conn, theirs = context.Pipe()
+        children.append(context.Process(target=function, args=(theirs, *arguments), daemon=True))
+        children[-1].start()
+        return conn
+
+    of_engine = asdict(listener.address)
+    first = 1 if kind == "nccl" else 0
+    engine = [started(sync_functions.receive, rank, first + rank, of_engine, port) for rank in range(ranks)]
+    others, rounds = [], Alone() if kind == "ipc" else None
+    if kind == "ipc" and ranks > 1:
+        others = [started(sync_functions.follow_rank_0, rank, ranks, str(store)) for rank in range(1, ranks)]
+        sync_functions.join(0, ranks, str(store))
+        rounds = TrainerRounds()
     try:
-        group = bulk_group(listener.accept(), Alone() if kind == "ipc" else None)
-        own = _vllm_group(port) if kind == "nccl" else None
+        group = bulk_group(listener.accept(), rounds)
+        own = sync_functions.vllm_group(port, 0, 1 + ranks, 0) if kind == "nccl" else None
         gc.collect()
         gc.freeze()
-        yield conn, group, own
-        conn.send("stop")
-        child.join(30)
+        yield Peers(kind=kind, engine=engine, others=others, rounds=rounds, group=group, own=own)
+        _tell([*engine, *others], "stop")
+        for child in children:
+            child.join(30)
     finally:
         gc.unfreeze()
-        child.kill()
+        for child in children:
+            child.kill()
+        if others:
+            torch.distributed.destroy_process_group()
+
+
+def _tell(conns, message):
+    for conn in conns:
+        conn.send(message)
 
 
 @pytest.mark.timed
 @pytest.mark.parametrize("shapes", [large, experts], ids=["large", "experts"])
 @pytest.mark.parametrize(
-    "peer", [pytest.param("ipc", marks=pytest.mark.h100(gpus=1)), pytest.param("nccl", marks=pytest.mark.h100(gpus=2))],
+    "peers",
+    [
+        pytest.param(("ipc", 1), marks=pytest.mark.h100(gpus=1), id="ipc"),
+        pytest.param(("nccl", 1), marks=pytest.mark.h100(gpus=2), id="nccl"),
+        pytest.param(("ipc", 4), marks=pytest.mark.h100(gpus=4), id="ipc-engine-tp4"),
+        pytest.param(("nccl", 4), marks=pytest.mark.h100(gpus=8, least=5), id="nccl-engine-tp4"),
+    ],
     indirect=True,
-)  # fmt: skip
-def test_verified_against_unverified(peer, shapes, its_turn, measured):
-    kind, conn, group, own = peer
-    tensors = [(name, torch.randn(shape, device="cuda", dtype=torch.bfloat16)) for name, shape in shapes().items()]
-    found = _compared(conn, kind, group, own, tensors, GPU_CHUNK_BYTES)
-    measured(transport=kind, tensors=shapes.__name__, chunk_mib=GPU_CHUNK_BYTES >> 20, **found)
+)
+def test_verified_against_unverified(peers, shapes, its_turn, measured):
+    tensors = sync_functions.filled(shapes())
+    found = _compared(peers, tensors, GPU_CHUNK_BYTES)
+    of = {"engine_ranks": len(peers.engine), "trainer_ranks": 1 + len(peers.others)}
+    measured(transport=peers.kind, tensors=shapes.__name__, chunk_mib=GPU_CHUNK_BYTES >> 20, **of, **found)
     assert found["verified_speed_share"] >= LEAST_SHARE
 
 
-def _compared(conn, kind, group, own, tensors, chunk_bytes):
-    """Medians of paired rounds, in GB/s, and the breakdown of one more."""
+def _compared(peers, tensors, chunk_bytes):
+    """Medians of paired rounds, in GB/s to each engine rank, and the breakdown of one more."""
     metas = [TensorMeta(name=name, dtype="bfloat16", shape=tuple(tensor.shape)) for name, tensor in tensors]
     plan = build_plan(metas, chunk_bytes=chunk_bytes)
     num_bytes = sum(meta.num_bytes for meta in metas)
-    conn.send(("plan", plan.to_json()))
+    _tell([*peers.engine, *peers.others], ("plan", plan.to_json()))
     rounds = []
     for _ in range(ROUNDS + 1):
         rounds.append(
             (
-                _ours(conn, group, plan, tensors, "verified"),
-                _vllm(conn, kind, own, tensors),
-                _ours(conn, group, plan, tensors, "undigested"),
+                _ours(peers, plan, tensors, "verified"),
+                _vllm(peers, tensors),
+                _ours(peers, plan, tensors, "undigested"),
             )
         )
     verified, vllm, undigested = (statistics.median(side) for side in zip(*rounds[1:], strict=True))
@@ -154,71 +206,70 @@ def _compared(conn, kind, group, own, tensors, chunk_bytes):
         "verified_speed_share": round(statistics.median(v / o for o, v, _ in rounds[1:]), 3),
         "verified_of_own_undigested": round(statistics.median(u / o for o, _, u in rounds[1:]), 3),
         "rounds_ms": [[round(1e3 * side, 2) for side in row] for row in rounds[1:]],
-        "breakdown": _broken_down(conn, group, plan, tensors),
+        "breakdown": _broken_down(peers, plan, tensors),
     }
 
 
-def _ours(conn, group, plan, tensors, how):
+def _ours(peers, plan, tensors, how):
     """Seconds from the agreement to the last receipt, which confirm what was planned and, if verified, its digests."""
+    group = peers.group
     with contextlib.ExitStack() as stack:
         if how == "undigested":
-            stack.enter_context(mock.patch.object(buffer, "_has_triton", return_value=False))
+            stack.enter_context(sync_functions.without_digests_of_packed())
         torch.cuda.synchronize()
         began = time.perf_counter()
-        conn.send(("ours", how))
+        _tell([*peers.engine, *peers.others], ("ours", how))
         if how == "broken down":
-            assert conn.recv() == "ready"
+            assert [conn.recv() for conn in peers.engine] == ["ready"] * len(peers.engine)
             began = time.perf_counter()
+        if peers.rounds is not None:
+            peers.rounds.begin()
         assert group.begin(plan).reached
-        for delivery in update.deliver(PipeEngine(conn), group, plan, tensors):
-            (receipt,) = delivery.receipts
-            assert receipt.refused is None
-            planned = delivery.packed.chunk
-            assert (receipt.names, receipt.dtypes, receipt.shapes) == (planned.names, planned.dtypes, planned.shapes)
-            if how != "undigested":
-                assert list(receipt.digests) == delivery.packed.digests()
-        return time.perf_counter() - began
+        for delivery in update.deliver(PipeEngine(peers.engine), group, plan, tensors):
+            assert len(delivery.receipts) == len(peers.engine)
+            planned, wanted = delivery.packed.chunk, None if how == "undigested" else delivery.packed.digests()
+            for receipt in delivery.receipts:
+                assert receipt.refused is None
+                said = (receipt.names, receipt.dtypes, receipt.shapes)
+                assert said == (planned.names, planned.dtypes, planned.shapes)
+                assert wanted is None or list(receipt.digests) == wanted
+        took = time.perf_counter() - began
+        if peers.rounds is not None:
+            peers.rounds.end()
+        return took
 
 
-def _broken_down(conn, group, plan, tensors):
+def _broken_down(peers, plan, tensors):
     """Where both processes and their GPUs spend one verified transfer; the profiler makes it slower than the others."""
     spans, kernels = Spans(), {}
     places = {
-        "begin": (group, "begin"), "pack": (update._Sending, "pack_next"), "say": (group, "offer"),
+        "begin": (peers.group, "begin"), "pack": (update._Sending, "pack_next"), "say": (peers.group, "offer"),
         "hear and send": (update._Sending, "_send_offered"), "wait for receipts": (PipeEngine, "result"),
         "read receipts": (PipeEngine, "read"), "finish digests": (buffer.Packed, "digests"),
     }  # fmt: skip
     with profiled(kernels), spans.over(**places):
-        total = _ours(conn, group, plan, tensors, "broken down")
+        total = _ours(peers, plan, tensors, "broken down")
     return {
         "total_ms": round(1e3 * total, 2),
         "sender": {"host_ms": spans.rounded(), "gpu_ms": kernels},
-        "receiver": conn.recv(),
+        "receiver": [conn.recv() for conn in peers.engine],
     }
 
 
-def _vllm(conn, kind, group, tensors):
+def _vllm(peers, tensors):
     """Seconds of vLLM's own transfer, which confirms nothing."""
     torch.cuda.synchronize()
     began = time.perf_counter()
-    if kind == "nccl":
+    if peers.kind == "nccl":
         from vllm.distributed.weight_transfer.packed_tensor import packed_broadcast_producer
 
-        conn.send(("vllm-nccl", None))
-        packed_broadcast_producer(iterator=iter(tensors), group=group, src=0, post_iter_func=lambda item: item[1])
+        _tell(peers.engine, ("vllm-nccl", None))
+        packed_broadcast_producer(iterator=iter(tensors), group=peers.own, src=0, post_iter_func=lambda item: item[1])
     else:
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        from verifier.transport.cuda_ipc import gpu_uuid
-
-        gpu = gpu_uuid()
-        conn.send(("vllm-ipc", [{gpu: reduce_tensor(tensor)} for _, tensor in tensors]))
-    assert conn.recv() == "done"
+        _tell(peers.others, ("vllm-ipc", None))
+        handles = [sync_functions.handles_of(tensors), *(conn.recv() for conn in peers.others)]
+        merged = [{gpu: handle for own in each for gpu, handle in own.items()} for each in zip(*handles, strict=True)]
+        _tell(peers.engine, ("vllm-ipc", merged))
+    assert [conn.recv() for conn in peers.engine] == ["done"] * len(peers.engine)
     torch.cuda.synchronize()
     return time.perf_counter() - began
-
-
-def _vllm_group(port):
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
-    return NCCLWeightTransferEngine._stateless_init_process_group("127.0.0.1", port, 0, 2, 0)

@@ -24,6 +24,8 @@ from verifier.mesh import Mesh
 from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.digest import digest_tensor
 
+pytestmark = pytest.mark.own_process
+
 SFT = (
     "model=tiny:add", "algorithm=sft", "data.batch_size=16", "evaluation.num_problems=0",
     "optimizer.learning_rate=1e-3", "batch.micro_batch_size=4",

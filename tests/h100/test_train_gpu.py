@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -19,8 +20,6 @@ from verifier.model.tiny import write_tiny
 from verifier.plan.digest import digest_tensor
 from verifier.runs.model_under_test import cache_folder
 from verifier.runs.resources import Deadline
-
-pytestmark = [pytest.mark.timed]
 
 SIZES = {
     "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 4, "num_attention_heads": 16,
@@ -42,8 +41,9 @@ GRPO = (
 
 
 def train(folder: Path, *words: str) -> list[dict[str, float]]:
-    """Train and judge as a user does, with nothing violated; metrics of each step, and the GPUs' most used memory."""
-    watch = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0", "-lms", "200"]
+    """Train and judge as a user does, with nothing violated; metrics of each step, and used memory, GiB."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    watch = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", gpu, "-lms", "200"]
     command = [sys.executable, "-m", "verifier", "train", "dtype=bf16", "--verify", "--run", str(folder), *words]
     with (folder.parent / f"{folder.name}.used").open("w+") as used:
         watching = subprocess.Popen(watch, stdout=used)
@@ -73,7 +73,7 @@ def larger() -> str:
 
 
 @pytest.mark.h100(gpus=1)
-def test_offloaded_state_leaves_the_gpu_and_comes_back_bitwise(runner, its_turn, measured, tmp_path):
+def test_offloaded_state_leaves_the_gpu_and_comes_back_bitwise(runner, measured, tmp_path):
     config = config_of({**SIZES, "vocab_size": 65_536, "max_position_embeddings": 4096}, "bfloat16")
     args = {
         "checkpoint": str(write_random(tmp_path / "model", config, torch.device("cpu"))), "mesh": {},
@@ -96,7 +96,8 @@ def test_offloaded_state_leaves_the_gpu_and_comes_back_bitwise(runner, its_turn,
 
 
 @pytest.mark.h100(gpus=1)
-def test_engine_and_trainer_take_turns_on_one_gpu(its_turn, measured, tmp_path):
+@pytest.mark.own_gpus
+def test_engine_and_trainer_take_turns_on_one_gpu(measured, tmp_path):
     model, awake = larger(), {}
     for level in (0, 1, 2):
         asked = (f"engine.sleep_level={level}", *SLEEPS) if level else ()
@@ -111,7 +112,8 @@ def test_engine_and_trainer_take_turns_on_one_gpu(its_turn, measured, tmp_path):
 
 
 @pytest.mark.h100(gpus=1)
-def test_masters_and_moments_on_the_host_step_alike(its_turn, measured, tmp_path):
+@pytest.mark.own_process
+def test_masters_and_moments_on_the_host_step_alike(measured, tmp_path):
     found = {}
     for share in (0.0, 0.5, 1.0):
         rows = train(
@@ -125,8 +127,9 @@ def test_masters_and_moments_on_the_host_step_alike(its_turn, measured, tmp_path
 
 
 @pytest.mark.h100(gpus=1)
+@pytest.mark.own_process
 @pytest.mark.parametrize("knobs", [SFT, GRPO], ids=["sft", "grpo"])
-def test_a_step_again_has_its_gradients_bitwise(knobs, its_turn, measured, tmp_path):
+def test_a_step_again_has_its_gradients_bitwise(knobs, measured, tmp_path):
     words = (*knobs, f"model={larger()}")
     train(tmp_path / "run", *words)
     command = [sys.executable, "-m", "verifier", "train", "--replay", str(tmp_path / "run"), "--step", "3"]
@@ -137,8 +140,9 @@ def test_a_step_again_has_its_gradients_bitwise(knobs, its_turn, measured, tmp_p
 
 
 @pytest.mark.h100(gpus=2)
-def test_two_ranks_take_turns_with_an_engine(its_turn, measured, tmp_path):
+@pytest.mark.own_process
+def test_two_ranks_take_turns_with_an_engine(measured, tmp_path):
     asked = ("mesh.dp=2", "engine.sleep_level=2", "--transport", "ipc", *SLEEPS)
     rows = train(tmp_path / "run", *GRPO, f"model={larger()}", *asked)
-    measured(**{key: rows[-1][key] for key in ("used_gib", "peak_memory_gib", "offloaded_gib", "left_share")})
+    measured(**{key: rows[-1][key] for key in ("peak_memory_gib", "offloaded_gib", "left_share")})
     assert rows[-1]["left_share"] < LEFT

@@ -1,12 +1,14 @@
 """GRPO in bf16 on GPUs to its end: from a fine-tuned model to held-out reward above 0.8, every step judged.
 
-Fine-tuning and GRPO are timed apart. Colocated: trainer and vLLM on one GPU, weights by CUDA IPC. Disaggregated: a GPU
-each, weights by NCCL, CUDA graphs.
+Fine-tuning and GRPO are timed apart. Colocated: trainer and vLLM on the same GPUs, weights by CUDA IPC. Disaggregated:
+GPUs of their own, weights by NCCL. CUDA graphs in both. Two Ray nodes of one host train to the bits of one node.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -14,11 +16,16 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from tests.dist.ray_functions import cluster_of_two_nodes
+from tests.h100.conftest import RESULTS
+from tests.h100.lanes import FINE_TUNED
 from tests.meta.sources import ROOT
+from verifier.plan.digest import digest_tensor
 
 LEARNS = (
-    "first=null", "dtype=bf16", "mesh.dp=1", "steps=130", "data.batch_size=128", "batch.max_tokens=16384",
+    "first=null", "dtype=bf16", "steps=130", "data.batch_size=128", "batch.max_tokens=16384",
     "grpo.mini_batches=4", "optimizer.learning_rate=4e-4", "optimizer.warmup_steps=10", "checkpoint.every=0",
     "engine.cuda_graphs=true", "verify.every=0",
 )  # fmt: skip
@@ -27,13 +34,16 @@ BEFORE, AFTER = 0.4, 0.8
 """Held-out reward at temperature 1: before the first step of GRPO at most, and at the end at least."""
 LONGEST_S = 300.0
 """Seconds of fine-tuning and GRPO together, starts included, at most."""
+SHORT = ("steps=3", "data.batch_size=32", "evaluation.num_problems=32", "optimizer.learning_rate=1e-4")
 
 
-def trained(folder: Path, *words: str) -> tuple[list[dict[str, float]], float]:
+def trained(folder: Path, *words: str, **env: str) -> tuple[list[dict[str, float]], float]:
     """Train as a user does, with nothing violated; metrics of each step, and seconds."""
     command = [sys.executable, "-m", "verifier", "train", *words, "--verify", "--run", str(folder)]
     began = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=500, env={**os.environ, **env}
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
     assert "steps judged, all hold" in done.stdout
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -42,10 +52,17 @@ def trained(folder: Path, *words: str) -> tuple[list[dict[str, float]], float]:
 
 @pytest.fixture(scope="module")
 def fine_tuned(tmp_path_factory) -> tuple[Path, float]:
-    """Model of random weights after fine-tuning, and the seconds that it took."""
-    folder = tmp_path_factory.mktemp("first") / "run"
-    _, seconds = trained(folder, "configs/add-sft-short.yaml", "dtype=bf16", "mesh.dp=1", "verify.every=0")
-    return folder / "hf_model", seconds
+    """Model of random weights after fine-tuning, and the seconds that it took; `ci/gpu` makes it once."""
+    results = os.environ.get(RESULTS)
+    folder = tmp_path_factory.mktemp("first") if results is None else Path(results).parent / FINE_TUNED
+    folder.mkdir(exist_ok=True)
+    took = folder / "seconds"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not took.exists():
+            words = ("configs/add-sft-short.yaml", "dtype=bf16", "mesh.dp=1", "verify.every=0")
+            took.write_text(str(trained(folder / "run", *words)[1]))
+    return folder / "run" / "hf_model", float(took.read_text())
 
 
 def learnt(folder: Path, first: tuple[Path, float], *words: str) -> dict[str, object]:
@@ -68,12 +85,48 @@ def learnt(folder: Path, first: tuple[Path, float], *words: str) -> dict[str, ob
 
 
 @pytest.mark.h100(gpus=1)
-@pytest.mark.own_process
+@pytest.mark.own_cores
 def test_colocated(fine_tuned, measured, tmp_path):
-    measured(placement="colocated", **learnt(tmp_path / "run", fine_tuned))
+    measured(placement="colocated", **learnt(tmp_path / "run", fine_tuned, "mesh.dp=1"))
 
 
 @pytest.mark.h100(gpus=2)
-@pytest.mark.own_process
+@pytest.mark.own_cores
 def test_disaggregated_by_nccl_with_cuda_graphs(fine_tuned, measured, tmp_path):
-    measured(placement="disaggregated", **learnt(tmp_path / "run", fine_tuned, "transport=nccl"))
+    found = learnt(tmp_path / "run", fine_tuned, "mesh.dp=1", "transport=nccl")
+    measured(placement="disaggregated", **found)
+
+
+@pytest.mark.h100(gpus=4)
+@pytest.mark.own_cores
+def test_colocated_on_four(fine_tuned, measured, tmp_path):
+    found = learnt(tmp_path / "run", fine_tuned, "mesh.dp=4", "engine.replicas=4", "transport=ipc")
+    measured(placement="colocated on four, four engines", **found)
+
+
+@pytest.mark.h100(gpus=4)
+@pytest.mark.own_cores
+def test_disaggregated_two_and_two(fine_tuned, measured, tmp_path):
+    found = learnt(tmp_path / "run", fine_tuned, "mesh.dp=2", "engine.tp=2", "transport=nccl")
+    measured(placement="disaggregated, two and two", **found)
+
+
+@pytest.mark.h100(gpus=4)
+@pytest.mark.own_process
+@pytest.mark.parametrize(
+    "placed",
+    [("mesh.dp=4", "transport=ipc"), ("mesh.dp=2", "engine.tp=2", "transport=nccl")],
+    ids=["colocated", "disaggregated"],
+)
+def test_two_ray_nodes_have_the_bits_of_one(placed, fine_tuned, measured, tmp_path):
+    words = ("configs/add-grpo.yaml", f"model={fine_tuned[0]}", *LEARNS, *SHORT, *placed)
+    found = {}
+    trained(tmp_path / "one", *words, "ray.use=true")
+    with cluster_of_two_nodes(tmp_path / "token") as (address, environment):
+        nodes = ("ray.use=true", f"ray.address={address}", "ray.nodes=2")
+        _, seconds = trained(tmp_path / "two", *words, *nodes, **environment)
+    for name in ("one", "two"):
+        files = sorted((tmp_path / name / "hf_model").glob("*.safetensors"))
+        found[name] = {key: digest_tensor(tensor) for file in files for key, tensor in load_file(file).items()}
+    measured(nodes=2, placed=placed, tensors=len(found["one"]), seconds=round(seconds, 1))
+    assert found["one"] == found["two"]

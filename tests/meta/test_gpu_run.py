@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.h100 import turn
-from tests.h100.lanes import LEAST_CORES, SHARERS, STILL_RUNNING, Host, Run, Task
+from tests.h100.lanes import LEAST_CORES, OWN_CORES, SHARERS, STILL_RUNNING, Host, Run, Task, urgency
 from tests.h100.results import table
 from tests.meta.sources import ROOT
 
@@ -40,8 +40,14 @@ def test_breaks_after_it_measured(measured):
 """
 
 
-def task(gpus: int = 1, *, timed: bool = False) -> Task:
-    return Task(file=Path("test_x.py"), gpus=gpus, timed=timed)
+def task(gpus: int = 1, *, timed: bool = False, **own: bool) -> Task:
+    return Task(file=Path("test_x.py"), gpus=gpus, timed=timed, **own)
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
 
 
 def host_with(num_gpus: int, *running: tuple[Task, list[int]]) -> Host:
@@ -72,6 +78,39 @@ def test_a_full_gpu_takes_nobody_and_what_is_timed_does_not_count() -> None:
     assert host_with(2, *full).place(task()) == [1]
     assert host_with(2, *full).place(task(2)) is None
     assert host_with(1, *full[1:], (task(timed=True), [0])).place(task()) == [0]
+
+
+def test_own_gpus_are_shared_with_nobody() -> None:
+    alone = task(own_gpus=True)
+    assert host_with(2, (task(), [0])).place(alone) == [1]
+    assert host_with(1, (task(), [0])).place(alone) is None
+    assert host_with(2, (alone, [0])).place(task()) == [1]
+    assert host_with(2, (alone, [0])).place(task(2)) is None
+    assert host_with(1, (alone, [0])).place(task(timed=True)) == [0]
+
+
+def test_own_cores_are_used_by_nobody_and_some_are_left() -> None:
+    alone = task(own_cores=True)
+    host = host_with(4, (alone, [0]), (task(), [0]), (alone, [1]), (alone, [2]))
+    own = [run.cores for run in host.running if run.task.own_cores]
+    assert [len(cores) for cores in own] == [OWN_CORES] * 3
+    assert not any(set(one) & set(other) for one, other in combinations([run.cores for run in host.running], 2))
+    assert host.place(alone) == [3]
+    started(host, alone, [3])
+    started(host, alone, [3])
+    assert len(host.shared_cores()) == 64 - 5 * OWN_CORES == LEAST_CORES
+    assert host.place(alone) is None
+    assert host.place(task()) == [1]
+    for _ in range(LEAST_CORES - 1):
+        started(host, task(), [3])
+    assert host.place(task()) is None
+    assert host_with(1).place(alone) == [0]
+
+
+def test_what_waits_for_room_starts_first() -> None:
+    kinds = [task(timed=True), task(2), task(4, own_cores=True), task(own_cores=True), task(own_gpus=True), task(4)]
+    order = sorted(kinds, key=urgency)
+    assert [kinds.index(item) for item in order] == [4, 3, 2, 5, 1, 0]
 
 
 def test_what_is_timed_starts_when_few_others_run() -> None:

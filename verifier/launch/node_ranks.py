@@ -35,6 +35,7 @@ class NodeRanks:
         address: of this node, at which its ranks listen.
         rendezvous: host and port of the store that rank 0 serves to the ranks of several nodes; None binds it at
             `address`. Ranks of one node need none.
+        on_host: ranks of all nodes on this node's host, which take its GPUs in turn; None: those of this node.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class NodeRanks:
         ranks: range | None = None,
         address: str = LOOPBACK,
         rendezvous: tuple[str, int] | None = None,
+        on_host: range | None = None,
     ) -> None:
         self.node, self.ranks = "", range(spec.world_size) if ranks is None else ranks
+        self._on_host = self.ranks if on_host is None else on_host
         self._server, self._spec = server, spec
         self._processes: dict[int, tuple[Child, Channel]] = {}
         self._watched: dict[Channel | Child, int] = {}
@@ -79,7 +82,7 @@ class NodeRanks:
             "function": spec.function, "world_size": spec.world_size, "args": dict(spec.args),
             "run_dir": str(spec.run_dir.absolute()), "collective_deadline_s": spec.collective_deadline_s,
             "num_gpus": spec.num_gpus, "rendezvous": self.rendezvous, "address": address,
-            "here": [self.ranks.start, len(self.ranks)],
+            "here": [self._on_host.start, len(self._on_host)],
         }  # fmt: skip
         for rank in self.ranks:
             log = log_path(spec.run_dir.absolute(), rank)

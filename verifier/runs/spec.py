@@ -34,19 +34,25 @@ class Placement:
     """Transport of weights to the engine: "gloo", "nccl" or "ipc"."""
     trainer_gpus: int = 0
     """Number of the host's first GPUs that the trainer's ranks take, in turn; 0 without GPUs."""
-    engine_gpus: str = ""
-    """The engine's CUDA_VISIBLE_DEVICES."""
+    engine_gpus: tuple[str, ...] = ("",)
+    """CUDA_VISIBLE_DEVICES of each engine; empty without GPUs."""
 
 
-def place(config: GoldenConfig | RoundtripConfig | TrainConfig, tier: Tier) -> Placement:
-    """Place trainer and engine: by NCCL the engine has GPUs of its own, else it shares the trainer's first ones.
+def place(config: GoldenConfig | RoundtripConfig | TrainConfig, tier: Tier, ranks: int | None = None) -> Placement:
+    """Place trainer and engines: by NCCL engines have GPUs of their own, else they share the trainer's first ones.
 
     A trainer of more ranks than it has GPUs shares them. Unless told otherwise, NCCL is taken where nobody need share.
+
+    Args:
+        config: of the run.
+        tier: of this machine.
+        ranks: trainer ranks on this host, where engines are; None: all of the mesh.
 
     Raises:
         UsageError: this machine has no GPUs, or too few, for what was asked.
     """
-    ranks, found = config.mesh.world_size, 0
+    ranks, found = config.mesh.world_size if ranks is None else ranks, 0
+    replicas = config.engine.replicas if isinstance(config, TrainConfig) else 1
     if tier == "cuda":
         import torch
 
@@ -60,13 +66,13 @@ def place(config: GoldenConfig | RoundtripConfig | TrainConfig, tier: Tier) -> P
                 if tier == "cpu"
                 else f"--engine hf runs on the CPU, and --transport is {config.transport}: leave it out"
             )
-        return Placement(trainer_gpus=min(ranks, found))
-    engine = config.engine.tp
+        return Placement(trainer_gpus=min(ranks, found), engine_gpus=("",) * replicas)
+    engine = config.engine.tp * replicas
     transport = config.transport or ("nccl" if ranks + engine <= found else "ipc")
     if transport == "nccl" and engine >= found:
         raise UsageError(
-            f"--transport nccl needs {engine} GPUs for the engine and one or more for the trainer, and this "
-            f"host has {found}: use --transport ipc"
+            f"--transport nccl needs {engine} GPUs for the engine{'' if replicas == 1 else 's'} and one or more for "
+            f"the trainer, and this host has {found}: use --transport ipc"
         )
     if transport == "nccl" and isinstance(config, TrainConfig) and config.engine.sleep_level:
         raise UsageError(
@@ -75,14 +81,18 @@ def place(config: GoldenConfig | RoundtripConfig | TrainConfig, tier: Tier) -> P
         )
     trainer = min(ranks, found - engine if transport == "nccl" else found)
     if transport != "nccl" and engine > trainer:
+        given = f"--engine-tp {config.engine.tp} does"
+        if replicas > 1:
+            given = f"engine.tp {config.engine.tp} and engine.replicas {replicas}, {engine} GPUs, do"
         raise UsageError(
-            f"--engine-tp {engine} does not fit on the trainer's {trainer} GPUs: make it smaller, use a "
+            f"{given} not fit on the trainer's {trainer} GPUs: make it smaller, use a "
             f"larger mesh, or --transport nccl with {trainer + engine} GPUs"
         )
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = [name.strip() for name in given.split(",")] if given else [str(place) for place in range(found)]
     first = trainer if transport == "nccl" else 0
-    visible = ",".join(names[first : first + engine])
+    places = [range(at, at + config.engine.tp) for at in range(first, first + engine, config.engine.tp)]
+    visible = tuple(",".join(names[place] for place in own) for own in places)
     return Placement(transport=transport, trainer_gpus=trainer, engine_gpus=visible)
 
 
@@ -164,7 +174,7 @@ def engine_config(config: RoundtripConfig, model: ModelUnderTest, placement: Pla
     """Config of the engine that takes part, loaded with the source."""
     return EngineConfig(
         **asdict(config.engine), checkpoint=str(model.checkpoint.path), dtype=config.dtype,
-        max_model_len=MAX_MODEL_LEN, gpus=placement.engine_gpus, fixes=tuple(sorted(selected(config.fixes))),
+        max_model_len=MAX_MODEL_LEN, gpus=placement.engine_gpus[0], fixes=tuple(sorted(selected(config.fixes))),
     )  # fmt: skip
 
 

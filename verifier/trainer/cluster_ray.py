@@ -195,12 +195,18 @@ class Cluster:
         nodes: of Ray, as `ray.nodes` describes them.
         adopted: arguments of `NodeServer.adopt`.
         stack: ends the actors.
+        world_size: ranks of the trainer.
+
+    Attributes:
+        ranks_here: ranks of the trainer on the driver's host.
     """
 
     def __init__(
-        self, nodes: Sequence[Mapping[str, Any]], adopted: tuple[Any, ...], stack: contextlib.ExitStack
-    ) -> None:
+        self, nodes: Sequence[Mapping[str, Any]], adopted: tuple[Any, ...], stack: contextlib.ExitStack,
+        world_size: int,
+    ) -> None:  # fmt: skip
         self._nodes, self._adopted, self._stack = nodes, adopted, stack
+        self.ranks_here = len(self._on_host(0, world_size))
         addresses = [str(node["NodeManagerAddress"]) for node in nodes]
         self._addresses = addresses if len(set(addresses)) > 1 else [LOOPBACK] * len(nodes)
         self._trainers: list[_Actor] = []
@@ -218,7 +224,8 @@ class Cluster:
         count, rendezvous, parts = spec.world_size // len(self._nodes), None, []
         for place, (actor, address) in enumerate(zip(self._trainers, self._addresses, strict=True)):
             ranks = range(place * count, (place + 1) * count)
-            rendezvous = actor.ask("submit", spec, ranks, address, rendezvous, within_s=spec.deadline_s)
+            on_host = self._on_host(place, spec.world_size)
+            rendezvous = actor.ask("submit", spec, ranks, address, rendezvous, on_host, within_s=spec.deadline_s)
             parts.append(ActorRanks(actor, self._name(place) if len(self._nodes) > 1 else "", ranks, self._look))
         return ForkJob(parts, spec, on_progress)
 
@@ -238,6 +245,12 @@ class Cluster:
         if watched:
             self._engines.append(actor)
         return ClusterEngine(actor, started, request_deadline_s)
+
+    def _on_host(self, place: int, world_size: int) -> range:
+        """Ranks on the host of a node: those of all nodes with its address, which follow each other."""
+        hosts = [str(node["NodeManagerAddress"]) for node in self._nodes]
+        first, count = hosts.index(hosts[place]), world_size // len(hosts)
+        return range(first * count, (first + hosts.count(hosts[place])) * count)
 
     def _look(self) -> None:
         """Raise the error of an engine that has died, or of its actor."""
@@ -317,7 +330,7 @@ def joined(options: RayOptions, run: Path, world_size: int) -> Iterator[Cluster]
         mark.touch()
         stack.callback(mark.unlink, missing_ok=True)
         adopted = (forwarded(os.environ), list(sys.path), os.getcwd(), str(mark.absolute()))
-        yield Cluster(_nodes(options), adopted, stack)
+        yield Cluster(_nodes(options), adopted, stack, world_size)
 
 
 def require_answer(address: str, within_s: float = SILENT_S) -> None:
@@ -357,12 +370,17 @@ def _init(address: str, **where: Any) -> None:
 
 
 def _nodes(options: RayOptions) -> list[Mapping[str, Any]]:
-    """Nodes of the run: the driver's own, then the others by their id."""
+    """Nodes of the run: the driver's own, the others of its host, then those of each other host, by their id."""
     own = ray.get_runtime_context().get_node_id()
     alive = [node for node in ray.nodes() if node["Alive"]]
     if len(alive) < options.nodes:
         raise UsageError(f"ray.nodes is {options.nodes}, the cluster has {len(alive)}: make it smaller")
-    return sorted(alive, key=lambda node: (node["NodeID"] != own, node["NodeID"]))[: options.nodes]
+    host = next((node["NodeManagerAddress"] for node in alive if node["NodeID"] == own), None)
+    order = [
+        (node["NodeID"] != own, node["NodeManagerAddress"] != host, node["NodeManagerAddress"], node["NodeID"])
+        for node in alive
+    ]
+    return [node for _, node in sorted(zip(order, alive, strict=True), key=lambda item: item[0])][: options.nodes]
 
 
 @contextlib.contextmanager

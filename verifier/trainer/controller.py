@@ -13,13 +13,12 @@ from verifier.core.outputs import full_disk_refused
 from verifier.core.records_policy import WrittenMetrics
 from verifier.core.stage import Stage, in_stage
 from verifier.engine.client import EngineGone
-from verifier.errors import UsageError
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.model.families import moe_layers_of
 from verifier.platform.upstream_fixes import selected
 from verifier.runs.model_under_test import ModelUnderTest, open_model
 from verifier.runs.resources import Deadline, Resources
-from verifier.runs.spec import place
+from verifier.runs.spec import Placement, place
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.batches import HeldOut, SftPlan, UpdatePlan
 from verifier.trainer.continuation import Continuation
@@ -80,6 +79,7 @@ class Trainer:
         self._data: DataAsRead | None = None
         self._resources, self._owns_resources = resources, resources is None
         self._cluster: Cluster | None = None
+        self._placement = Placement()
 
     def run(self) -> TrainSummary:
         """Train.
@@ -112,8 +112,9 @@ class Trainer:
             engine = self._start_engine(launcher, stack)
             with in_stage(Stage.LOAD):
                 self._job = start_ranks(
-                    config, model, launcher, folder.path, until, self._progress, within=self._within
-                )
+                    config, model, launcher, folder.path, until, self._progress, within=self._within,
+                    num_gpus=self._placement.trainer_gpus,
+                )  # fmt: skip
                 stack.callback(self._job.kill)
                 effective = self._continuation.load(self._call)
             self._continuation.restore(self._ahead)
@@ -147,8 +148,6 @@ class Trainer:
         if config.ray.use:
             from verifier.trainer.cluster_ray import joined
 
-            if config.ray.nodes > 1 and self._model.tier == "cuda":
-                raise UsageError(f"ray.nodes is {config.ray.nodes}: several nodes are for the CPU tier so far, use 1")
             self._progress(f"starting Ray ({config.ray.address})")
             self._cluster = stack.enter_context(joined(config.ray, config.run, config.mesh.world_size))
             self._progress("importing Megatron")
@@ -186,10 +185,10 @@ class Trainer:
         if self._rollouts is None:
             return None
         config = self._config
-        self._placement = place(config, self._model.tier)
+        self._placement = place(config, self._model.tier, None if self._cluster is None else self._cluster.ranks_here)
         self._progress(f"starting the engine ({config.engine.kind})")
-        gpus, fixes = self._placement.engine_gpus, sorted(selected(config.fixes))
-        asked = [self._rollouts.engine_config(gpus, fixes, number) for number in range(config.engine.replicas)]
+        fixes, places = sorted(selected(config.fixes)), self._placement.engine_gpus
+        asked = [self._rollouts.engine_config(gpus, fixes, number) for number, gpus in enumerate(places)]
         given = (self._until, ENGINE_DEADLINE_S, self._progress)
         restarts = RESTARTS if self._placement.transport == "gloo" else 0
         engine: Engines

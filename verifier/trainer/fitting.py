@@ -139,9 +139,7 @@ def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> No
 def _refuse_replicas(config: TrainConfig, tier: Tier) -> None:
     """Refuse more engines than this machine can hold."""
     count, ranks, cores = config.engine.replicas, config.engine.tp, os.cpu_count() or 1
-    if count > 1 and tier == "cuda" and config.engine.kind == "vllm":
-        raise UsageError(f"engine.replicas is {count}: several engines are for the CPU tier so far, use 1")
-    if count > 1 and count * ranks > cores:
+    if count > 1 and count * ranks > cores and (tier == "cpu" or config.engine.kind == "hf"):
         raise UsageError(
             f"engine.replicas is {count} and engine.tp is {ranks}, {count * ranks} processes that compute at once, and "
             f"this host has {cores} cores: use fewer"

@@ -129,14 +129,14 @@ class TrainerNode(NodeServer):
         self._launcher.start()
 
     def submit(
-        self, spec: JobSpec, ranks: range, address: str, rendezvous: tuple[str, int] | None
+        self, spec: JobSpec, ranks: range, address: str, rendezvous: tuple[str, int] | None, on_host: range
     ) -> tuple[str, int] | None:
         """Start this node's ranks of a job; see `NodeRanks`.
 
         Returns:
             Host and port of the store, if the job has ranks on several nodes.
         """
-        self._ranks = NodeRanks(self._launcher, spec, ranks, address, rendezvous)
+        self._ranks = NodeRanks(self._launcher, spec, ranks, address, rendezvous, on_host)
         return self._ranks.rendezvous
 
     def ask(self, method: str, *arguments: Any) -> Any:

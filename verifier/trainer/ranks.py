@@ -33,6 +33,7 @@ def start_ranks(
     progress: Callable[[str], None],
     *,
     within: Sequence[str] = (),
+    num_gpus: int = 0,
 ) -> ForkJob:
     """Start ranks that serve the calls of `worker_megatron`.
 
@@ -44,6 +45,7 @@ def start_ranks(
         until: deadline of the run.
         progress: called with a line of text.
         within: see `WorkerSpec.within`.
+        num_gpus: see `JobSpec.num_gpus`.
     """
     spec = WorkerSpec(
         config=config, checkpoint=str(model.checkpoint.path), tier=model.tier, optimizer=optimizer_settings(config),
@@ -52,6 +54,6 @@ def start_ranks(
     job = JobSpec(
         function="verifier.trainer.worker_megatron:run", world_size=config.mesh.world_size, run_dir=folder / "logs",
         args=spec.to_json(), deadline_s=until.left("the ranks were started"),
-        collective_deadline_s=COLLECTIVE_DEADLINE_S, mesh=config.mesh,
+        collective_deadline_s=COLLECTIVE_DEADLINE_S, mesh=config.mesh, num_gpus=num_gpus,
     )  # fmt: skip
     return launcher.submit(job, lambda rank, text: progress(text))
