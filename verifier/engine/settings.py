@@ -20,10 +20,11 @@ def settings_of(model: nn.Module) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield (path, attribute -> value as text) of each module of transformers or vLLM with numbers, flags or names.
 
     Objects that compute for a module are read with it, one level deep; the model's configuration is read once, because
-    modules of transformers read it in their forward. The model's path is empty.
+    modules of transformers read it in their forward. The model's path is empty. A module's list of names of which no
+    two are the same is sorted: transformers makes such lists from sets, whose order is another in every process.
     """
     for path, module in model.named_modules():
-        members = {name: value for name, value in vars(module).items() if name not in _MACHINERY}
+        members = {name: _sorted(value) for name, value in vars(module).items() if name not in _MACHINERY}
         found = _plain("", members)
         for name, value in members.items():
             if _computes(value):
@@ -33,6 +34,12 @@ def settings_of(model: nn.Module) -> Iterator[tuple[str, dict[str, str]]]:
             found |= _plain("config.", {key: value for key, value in vars(config).items() if not key.startswith("_")})
         if found:
             yield path, found
+
+
+def _sorted(value: object) -> object:
+    """Sort a list of different names; return any other value as it is."""
+    is_set = isinstance(value, list) and all(isinstance(item, str) for item in value) and len(set(value)) == len(value)
+    return sorted(value) if is_set else value
 
 
 def _computes(value: object) -> bool:

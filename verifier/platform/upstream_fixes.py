@@ -87,7 +87,7 @@ _TAKES_PART: dict[str, Callable[[RunFacts], bool]] = {
     "vllm": lambda run: run.engine == "vllm",
     "transformers": lambda run: run.engine == "hf",
     "megatron-core": lambda run: True,
-    "megatron-bridge": lambda run: run.lora_rank > 0,
+    "megatron-bridge": lambda run: True,
     "cudnn": lambda run: run.steps > 0,
 }
 """Package -> test for a run that it takes part in."""
@@ -106,6 +106,11 @@ def _pads_values(model: Sizes) -> bool:
     return model.get("kv_lora_rank") is not None and keys > int(model.get("v_head_dim") or 0)
 
 
+def _norms_after(model: Sizes) -> bool:
+    """Test for norms behind attention and MLP, whose epsilon is not the 1e-5 that the bridge makes them with."""
+    return model.get("model_type") in ("gemma2", "gemma3_text", "gemma4_text") and model.get("rms_norm_eps") != 1e-5
+
+
 def _rounds_decay(model: Sizes, run: RunFacts) -> bool:
     return _is_hybrid(model) and run.dtype == "bfloat16"
 
@@ -122,6 +127,7 @@ MEGATRON_DECAY = "miles-975"
 MEGATRON_INDEX = "megatron-2777"
 CUDNN_WIDTH = "cudnn-9.19"
 BRIDGE_ADAPTERS = "bridge-5840"
+BRIDGE_POST_NORM = "bridge-5712"
 MEGATRON_COUNTS = "megatron-7081"
 
 FIXES: dict[str, UpstreamFix] = {
@@ -215,6 +221,16 @@ FIXES: dict[str, UpstreamFix] = {
             names=r".*\.lora_A\.weight",
             checks=("WGT017",),
             applies=lambda model, run: run.lora_rank > 0 and run.tp > 1,
+        ),
+        UpstreamFix(
+            id=BRIDGE_POST_NORM,
+            issue="Megatron-Bridge #5712",
+            package="megatron-bridge",
+            version="0.6.2",
+            summary="the norms behind a Gemma's attention and MLP have an epsilon of 1e-5, whatever the config says",
+            names=_LOGPROBS,
+            checks=("LGP001",),
+            applies=lambda model, run: _norms_after(model),
         ),
         UpstreamFix(
             id=CUDNN_WIDTH,

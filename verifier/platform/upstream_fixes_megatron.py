@@ -7,9 +7,10 @@ from typing import Any
 
 from verifier.errors import UsageError
 from verifier.platform.patch import Patch, apply, current
-from verifier.platform.upstream_fixes import BRIDGE_ADAPTERS, CUDNN_WIDTH, MEGATRON_COUNTS
+from verifier.platform.upstream_fixes import BRIDGE_ADAPTERS, BRIDGE_POST_NORM, CUDNN_WIDTH, MEGATRON_COUNTS
 
 INITIAL = "megatron.bridge.peft.utils:ParallelLinearAdapter._get_init_fn"
+POST_NORM = "megatron.bridge.models.common.te_layers:TERowParallelLinearLayerNorm.__init__"
 KEEP_BIAS = "megatron.core.transformer.moe.router:TopKRouter._maintain_float32_expert_bias"
 PREPARE = "megatron.core.transformer.multi_latent_attention:_prepare_mla_core_attention_value"
 
@@ -24,8 +25,24 @@ def install(fixes: Collection[str]) -> None:
         apply([Patch(PREPARE, _unpadded, takes="parallel_attention query value packed_seq_params")])
     if BRIDGE_ADAPTERS in fixes:
         apply([Patch(INITIAL, _by_whole_width, takes="self init_method")])
+    if BRIDGE_POST_NORM in fixes:
+        apply([Patch(POST_NORM, _by_config(current(POST_NORM)), takes="self input_size output_size config kwargs")])
     if MEGATRON_COUNTS in fixes:
         apply([Patch(KEEP_BIAS, _counting(current(KEEP_BIAS)), takes="self")])
+
+
+def _by_config(make: Callable[..., None]) -> Callable[..., None]:
+    """Constructor of a row-parallel linear with a norm behind it, whose epsilon is then that of the config.
+
+    Source:
+        Megatron-Bridge #5712.
+    """
+
+    def make_with_epsilon(self: Any, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        make(self, input_size, output_size, config=config, **kwargs)
+        self.post_layernorm.eps = config.layernorm_epsilon
+
+    return make_with_epsilon
 
 
 def _counting(keep_bias: Callable[[Any], None]) -> Callable[[Any], None]:

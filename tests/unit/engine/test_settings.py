@@ -70,3 +70,15 @@ def test_where_a_model_was_read_is_no_setting() -> None:
     model = Norm()
     model.name_or_path = "/somewhere"
     assert "name_or_path" not in dict(settings_of(model))[""]
+
+
+def test_names_in_the_order_of_a_set_are_sorted_and_others_are_not() -> None:
+    """transformers keeps `layer_types` as a list of a set; the kinds of layers by their number have an order."""
+    model = Norm()
+    model.layer_types = ["sliding_attention", "full_attention"]
+    model.kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    model.sizes = [2, 1]
+    found = dict(settings_of(model))[""]
+    assert found["layer_types"] == "[full_attention, sliding_attention]"
+    assert found["kinds"] == "[sliding_attention, full_attention, sliding_attention]"
+    assert found["sizes"] == "[2, 1]"

@@ -15,6 +15,7 @@ from verifier.platform.stand_ins import stand_ins_of
 
 DENSE = {"model_type": "qwen3"}
 HYBRID = {"model_type": "nemotron_h", "mamba_num_heads": 16}
+GEMMA = {"model_type": "gemma3_text", "rms_norm_eps": 1e-6}
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 RUN = fixes.RunFacts(tier="cpu", dtype="float32", engine="vllm", steps=2)
 
@@ -46,6 +47,8 @@ def reach(model, **run):
         (HYBRID, {"engine": "", "steps": 0, "dtype": "bfloat16"}, [fixes.MEGATRON_DECAY]),
         (DENSE, {"lora_rank": 8, "tp": 2}, [fixes.BRIDGE_ADAPTERS]),
         (DENSE, {"lora_rank": 8}, []),
+        (GEMMA, {"engine": "hf"}, [fixes.BRIDGE_POST_NORM]),
+        ({**GEMMA, "rms_norm_eps": 1e-5}, {}, []),
         (LATENT, {"tier": "cpu"}, []),
         (LATENT, {"tier": "cuda", "dtype": "bfloat16"}, [fixes.CUDNN_WIDTH]),
         (LATENT, {"tier": "cuda", "steps": 0}, []),
@@ -68,6 +71,7 @@ def test_a_bug_reaches_some_runs(model, run, found):
 def test_what_is_asked_for_and_takes_part_is_recorded_too():
     bugs = {bug.id: bug.fixed for bug in fixes.bugs_of(DENSE, replace(RUN, fixes=("all",)))}
     asked = (fixes.VLLM_BUFFERS, fixes.MEGATRON_DECAY, fixes.MEGATRON_INDEX, fixes.MEGATRON_COUNTS)
+    asked += (fixes.BRIDGE_ADAPTERS, fixes.BRIDGE_POST_NORM)
     assert bugs == dict.fromkeys(asked, True)
     one = fixes.bugs_of(HYBRID, replace(RUN, engine="hf", dtype="bfloat16", fixes=(fixes.MEGATRON_DECAY,)))
     assert {bug.id: bug.fixed for bug in one} == {
