@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from verifier.model.checkpoint import open_checkpoint
 from verifier.platform.upstream_fixes import TRANSFORMERS_SCAN
 from verifier.platform.upstream_fixes_transformers import scan_in_one_chunk
 
-_PREFIXES = {"nemotron_h": ("model.", "backbone.")}
-"""Model type -> (prefix of the decoder's tensors in transformers, prefix in checkpoints)."""
+_RENAMED = {"nemotron_h": (r"^model\.", "backbone."), "minimax_m2": (r"\.mlp\.", ".block_sparse_moe.")}
+"""Model type -> (part of a tensor's name in transformers, what stands for it in checkpoints)."""
+_EXPERT_LEAVES = {"minimax_m2": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}}
+"""Model type -> names of an expert's matrices in checkpoints, where they are others."""
 
 
 def load_model(
@@ -130,15 +133,17 @@ def token_logprobs(
 def checkpoint_places(model: PreTrainedModel) -> dict[str, tuple[str, torch.Tensor]]:
     """Map each checkpoint tensor's name to (name of the parameter that holds it, view of its storage).
 
-    transformers 5 keeps all experts of a layer in two parameters; their slices are the checkpoint's tensors. Tied heads
-    and non-persistent buffers are left out.
+    transformers 5 keeps all experts of a layer in two parameters; their slices are the checkpoint's tensors, unless it
+    keeps them with inputs before outputs, as GPT-OSS does, whose checkpoints have the two as they are. Tied heads and
+    non-persistent buffers are left out.
     """
     places: dict[str, tuple[str, torch.Tensor]] = {}
-    theirs, published = _PREFIXES.get(model.config.model_type, ("", ""))
+    theirs, published = _RENAMED.get(model.config.model_type, ("", ""))
+    leaves = _EXPERT_LEAVES.get(model.config.model_type, {})
     tied = frozenset(model.all_tied_weights_keys)
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        fused = dict(_fused_experts(prefix, module))
+        fused = dict(_fused_experts(prefix, module, leaves))
         places.update(fused)
         for name, tensor in module._parameters.items():
             if tensor is not None and prefix + name not in tied and not (fused and tensor.ndim == 3):
@@ -146,21 +151,20 @@ def checkpoint_places(model: PreTrainedModel) -> dict[str, tuple[str, torch.Tens
         for name, tensor in module._buffers.items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
                 places[prefix + name] = (prefix + name, tensor)
-    return {
-        published + name.removeprefix(theirs) if name.startswith(theirs) else name: place
-        for name, place in places.items()
-    }
+    return {re.sub(theirs, published, name) if theirs else name: place for name, place in places.items()}
 
 
-def _fused_experts(prefix: str, module: nn.Module) -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
+def _fused_experts(
+    prefix: str, module: nn.Module, leaves: Mapping[str, str]
+) -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
     """Slice [experts, 2 * width, hidden], or [experts, width, hidden] without gates, and [experts, hidden, width]."""
     held = module._parameters
     leaf = "gate_up_proj" if held.get("gate_up_proj") is not None else "up_proj"
     first, down = held.get(leaf), held.get("down_proj")
-    if first is None or down is None or first.ndim != 3:
+    if first is None or down is None or first.ndim != 3 or getattr(module, "is_transposed", False):
         return
     parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("up_proj",)
     for expert, (matrices, back) in enumerate(zip(first.data, down.data, strict=True)):
         for part, matrix in zip(parts, matrices.chunk(len(parts)), strict=True):
-            yield f"{prefix}{expert}.{part}.weight", (f"{prefix}{leaf}", matrix)
-        yield f"{prefix}{expert}.down_proj.weight", (f"{prefix}down_proj", back)
+            yield f"{prefix}{expert}.{leaves.get(part, part)}.weight", (f"{prefix}{leaf}", matrix)
+        yield f"{prefix}{expert}.{leaves.get('down_proj', 'down_proj')}.weight", (f"{prefix}down_proj", back)

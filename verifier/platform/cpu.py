@@ -1,8 +1,8 @@
 """The CPU tier: real megatron-core and megatron-bridge on a machine without a GPU.
 
 Installed once per process, before Megatron is imported. Reference modules with the same parameters replace Transformer
-Engine's (`cpu_modules`, `cpu_attention`), and CUDA's bookkeeping calls are answered on the host (`cpu_cuda_shims`). All
-other code, parallelism included, is upstream's over gloo.
+Engine's (`cpu_modules`, `cpu_attention`), and CUDA's bookkeeping calls are answered on the host (`cpu_cuda_shims`,
+`cpu_bridge`). All other code, parallelism included, is upstream's over gloo.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ def install() -> None:
             apply([*core_patches(), *_module_patches(), *mixer_patches()])
             _offer_placeholder()
             importlib.import_module("megatron.bridge")
+            from verifier.platform.cpu_bridge import bridge_patches
+
+            apply(bridge_patches())
     finally:
         torch.compile = compile_function
         logging.disable(silenced)

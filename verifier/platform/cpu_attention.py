@@ -1,4 +1,4 @@
-"""Causal attention on the host: packed and plain, grouped queries, context parallelism, MLA sizes, windows.
+"""Causal attention on the host: packed and plain, grouped queries, context parallelism, MLA sizes, windows, sinks.
 
 Every sub-sequence is computed from its own rows only. So the contents of other sub-sequences and of padding, NaN
 included, cannot change a bit of it. Padding rows become zeros. Layouts are THD if packed and SBHD if not.
@@ -9,16 +9,20 @@ Shapes: T rows of this rank, H query heads, G key-value heads, D width of a head
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.utils import divide
 from torch import Tensor
+from torch.nn import Parameter
 
 from verifier.errors import UsageError
 from verifier.platform.cpu_mamba import zigzag_positions
@@ -27,9 +31,15 @@ from verifier.platform.cpu_mamba import zigzag_positions
 class TEDotProductAttention(torch.nn.Module):
     """Softmax attention in float32 with the interface of megatron-core's wrapper of the same name.
 
+    A learnable softmax has a parameter `softmax_offset`, [H], the score of a sink of each head: a row that every row
+    attends to and that has no value.
+
     Raises:
-        UsageError: cross-attention, attention sinks or dropout, which are not implemented.
+        UsageError: cross-attention, a softmax with a fixed offset, or dropout, which are not implemented.
     """
+
+    softcap: float | None = None
+    """Bound of the scores, to which they are bent by a hyperbolic tangent; None for scores as they are."""
 
     def __init__(
         self,
@@ -48,7 +58,7 @@ class TEDotProductAttention(torch.nn.Module):
         super().__init__()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         for what, used in (
-            (f"{config.softmax_type} softmax", config.softmax_type != "vanilla"),
+            (f"{config.softmax_type} softmax", config.softmax_type not in ("vanilla", "learnable")),
             ("attention dropout", dropout != 0.0),
             (f"{attention_type}-attention", attention_type != "self"),
         ):
@@ -57,6 +67,10 @@ class TEDotProductAttention(torch.nn.Module):
         self.config = config
         self.softmax_scale = softmax_scale
         self.cp_group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
+        self.tp_group = parallel_state.get_tensor_model_parallel_group() if pg_collection is None else pg_collection.tp
+        heads = divide(config.num_attention_heads, self.tp_group.size())
+        sinks = Parameter(torch.zeros(heads, dtype=config.params_dtype)) if config.softmax_type == "learnable" else None
+        self.register_parameter("softmax_offset", sinks)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.rows_before = config.window_size[0] if windowed and config.window_size[0] >= 0 else None
         """Number of earlier rows that a row attends to; None for all."""
@@ -123,11 +137,31 @@ class TEDotProductAttention(torch.nn.Module):
             real = home < length
             mine = torch.stack([torch.arange(first, first + len(home))[real] for first in begins])
             order = torch.stack([_natural_order(padded_length, cp_size, at, num_rows)[:length] for at in begins])
-            attended = _causal(query[mine], key[order], value[order], home[real], self.softmax_scale, self.rows_before)
+            attended = _causal(
+                query[mine], key[order], value[order], home[real], self.softmax_scale, self.rows_before, self.softcap,
+                self.softmax_offset,
+            )  # fmt: skip
             places.append(mine.flatten())
             parts.append(attended.flatten(0, 1))
         rows = query.new_zeros(num_rows, query.shape[1], value.shape[-1])
         return rows.index_put((torch.cat(places),), torch.cat(parts))
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, ShardedTensor]:
+        """Place this rank's sinks among those of all heads; nothing without sinks.
+
+        Source:
+            megatron-core 0.19.2, core/extensions/transformer_engine.py, `TEDotProductAttention.sharded_state_dict`.
+        """
+        held = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            held, prefix, {"softmax_offset": 0}, sharded_offsets, tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )  # fmt: skip
 
 
 def _require_same(queries: Tensor | None, keys: Tensor | None) -> None:
@@ -145,8 +179,9 @@ def _natural_order(length: int, cp_size: int, begin: int, num_rows: int) -> Tens
 
 
 def _causal(
-    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float | None, rows_before: int | None
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float | None, rows_before: int | None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return the attention of rows at `positions` over whole sub-sequences, computed in float32.
 
     Args:
@@ -156,6 +191,8 @@ def _causal(
         positions: [rows] of the queries within their sub-sequences.
         scale: factor of the scores; None is the inverse root of D.
         rows_before: earlier rows that a row attends to; None for all.
+        softcap: bound of the scores; None for none.
+        sinks: [H], the score of a further row without a value; None for no such row.
 
     Returns:
         [S, rows, H, width of a value].
@@ -165,7 +202,13 @@ def _causal(
     q = query.float().transpose(1, 2)
     k, v = (side.float().repeat_interleave(repeats, dim=2).transpose(1, 2) for side in (key, value))
     scores = torch.matmul(q, k.transpose(2, 3)) * (width**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     behind = positions[:, None] - torch.arange(key.shape[1])
     unseen = behind < 0 if rows_before is None else (behind < 0) | (behind > rows_before)
-    weights = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill(unseen, float("-inf"))
+    if sinks is not None:
+        sink = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : key.shape[1]]
     return torch.matmul(weights, v).transpose(1, 2).to(query.dtype)

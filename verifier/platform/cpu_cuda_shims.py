@@ -58,10 +58,11 @@ class HostStream(HostEvent):
 
 
 class HostTorch(ModuleType):
-    """View of `torch` whose factories put every tensor into pageable host memory."""
+    """View of `torch` whose factories put every tensor into pageable host memory, and whose every device is the host."""
 
     def __init__(self) -> None:
         super().__init__("torch")
+        self.device = _always(HOST)
         for name in _FACTORIES:
             setattr(self, name, _on_host(getattr(torch, name)))
 

@@ -163,7 +163,7 @@ class TELinear(torch.nn.Module):
 
 
 class _GroupedLinear(torch.nn.Module):
-    """One weight per local expert (`weight0`, `weight1`, ...), each applied to its own run of rows."""
+    """One weight per local expert (`weight0`, `weight1`, ...), each applied to its own run of rows; biases likewise."""
 
     partition_dim: int
 
@@ -176,12 +176,11 @@ class _GroupedLinear(torch.nn.Module):
         config: ModelParallelConfig,
         init_method: Init,
         bias: bool,
+        skip_bias_add: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
         **ignored: object,
     ) -> None:
         super().__init__()
-        if bias:
-            raise UsageError("the reference grouped linear has no bias: expert biases need the gpu tier")
         groups = ProcessGroupCollection.use_mpu_process_groups() if pg_collection is None else pg_collection
         shape = [output_size, input_size]
         shape[self.partition_dim] = divide(shape[self.partition_dim], groups.expt_tp.size())
@@ -190,19 +189,33 @@ class _GroupedLinear(torch.nn.Module):
             or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
         )
         self.num_gemms = num_gemms
-        self.use_bias = False
+        self.use_bias = bias
+        self._returns_bias = bias and skip_bias_add
         self._groups = groups
         for index in range(num_gemms):
             weight = Parameter(torch.empty(*shape, dtype=config.params_dtype))
             _initialize_affine_weight_gpu(weight, init_method, partition_dim=self.partition_dim, is_expert=True)
             weight.allreduce = not own_groups
             self.register_parameter(f"weight{index}", weight)
+            if bias:
+                own = Parameter(torch.zeros(shape[0], dtype=config.params_dtype))
+                own.allreduce = weight.allreduce
+                own.tensor_model_parallel = self.partition_dim == 0
+                own.partition_dim, own.partition_stride = (0, 1) if self.partition_dim == 0 else (-1, 1)
+                self.register_parameter(f"bias{index}", own)
 
-    def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
-        """Apply expert i to its `m_splits[i]` rows of [rows, input], rows of expert 0 first; no bias."""
+    def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, list[Tensor] | None]:
+        """Apply expert i to its `m_splits[i]` rows of [rows, input], rows of expert 0 first.
+
+        The second value is the experts' biases where the caller adds them.
+        """
         runs = torch.split(x, m_splits)
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
-        return torch.cat([_linear_by_blocks(run, weight) for run, weight in zip(runs, weights, strict=True)]), None
+        parts = [_linear_by_blocks(run, weight) for run, weight in zip(runs, weights, strict=True)]
+        biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms)] if self.use_bias else []
+        if biases and not self._returns_bias:
+            parts = [part + bias for part, bias in zip(parts, biases, strict=True)]
+        return torch.cat(parts), biases if self._returns_bias else None
 
     def sharded_state_dict(
         self,
@@ -210,7 +223,7 @@ class _GroupedLinear(torch.nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, ShardedTensor]:
-        """Place each local expert's weight among those of all ranks, under one key.
+        """Place each local expert's weight, and its bias, among those of all ranks, each under one key.
 
         Of the ranks with copies of an expert, the first of its expert-data-parallel group writes it.
 
@@ -220,14 +233,18 @@ class _GroupedLinear(torch.nn.Module):
         """
         ep, copy = self._groups.ep, self._groups.expt_dp.rank()
         found = {}
+        leaves = ("weight", "bias") if self.use_bias else ("weight",)
+        axes = {"weight": 0, "bias": 0} if self.partition_dim == 0 else {"weight": 1}
         for index in range(self.num_gemms):
             place = (len(sharded_offsets), ep.rank() * self.num_gemms + index, ep.size() * self.num_gemms)
-            shard = make_sharded_tensors_for_checkpoint(
-                {"weight": getattr(self, f"weight{index}")}, prefix, {"weight": self.partition_dim},
-                (*sharded_offsets, place), tp_group=self._groups.expt_tp, dp_cp_group=self._groups.expt_dp,
-            )[f"{prefix}weight"]  # fmt: skip
-            shard.replica_id = (*shard.replica_id[:2], copy)
-            found[f"{prefix}weight{index}"] = shard
+            shards = make_sharded_tensors_for_checkpoint(
+                {leaf: getattr(self, f"{leaf}{index}") for leaf in leaves}, prefix, axes, (*sharded_offsets, place),
+                tp_group=self._groups.expt_tp, dp_cp_group=self._groups.expt_dp,
+            )  # fmt: skip
+            for leaf in leaves:
+                shard = shards[f"{prefix}{leaf}"]
+                shard.replica_id = (*shard.replica_id[:2], copy)
+                found[f"{prefix}{leaf}{index}"] = shard
         return found
 
 

@@ -28,6 +28,8 @@ def stand_ins_of(model: Sizes, run: RunFacts) -> Iterator[str]:
         yield "the host for CUDA calls"
         if hybrid:
             yield "a float64 scan for mamba-ssm"
+        if model.get("model_type") == "gemma2":
+            yield "attention to packed sequences for Gemma 2's, which takes none"
     if run.training and experts:
         yield "the order of a token's experts in training for that of passes without gradients"
     yield "eager execution for torch.compile"

