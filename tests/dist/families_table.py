@@ -40,16 +40,18 @@ NOTES = {
     "ernie4_5_moe": "upstream: the bridge leaves attention dropout at 0.1, which the model does not have",
     "exaone4": "upstream: the bridge has no mapping of `lm_head.weight`, and embeddings are not tied by default",
     "falcon_h1": "upstream: in a round trip, the bridge's model takes no packed sequences; with tp, one group",
-    "gemma3": (
-        "ours: LGP007 compared roots of one scale bit by bit, mended since; an order of a set, not shown; "
-        "LGP001 was not looked into"
+    "gemma2": "upstream: Megatron-Bridge #5712; it holds with `--fix bridge-5712`",
+    "gemma3": "upstream: Megatron-Bridge #5712; it holds with `--fix bridge-5712`",
+    "glm4_moe_lite": (
+        "upstream: transformers computes two norms of latent attention with 1e-6, whatever `rms_norm_eps` says, #44261; "
+        "with 1e-6 in the config it holds"
     ),
-    "glm4_moe_lite": "not looked into",
     "glm_moe_dsa": "upstream: the bridge reads a key that transformers' config does not have",
-    "gpt_oss": "ours: attention sinks on the CPU tier",
-    "gemma2": "ours: packed sequences by Megatron's own attention on the CPU tier",
+    "gpt_oss": (
+        "upstream: the bridge takes YaRN's numbers of the published checkpoints, whatever the config says; with those in "
+        "the config it holds"
+    ),
     "hy_v3": "upstream: the bridge reads a key that transformers' config does not have",
-    "minimax_m2": "ours: with tp the CPU tier's current device is no number, and the hf engine knows no `w1`",
     "nemotron_h": (
         "upstream: transformers writes `backbone.embedding.weight`, published checkpoints and the bridge have "
         "`backbone.embeddings.weight`; `tiny:nemotron-h` has the published name and holds"
