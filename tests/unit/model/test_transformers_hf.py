@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from verifier.model.architectures_hf import write_scaled
+from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
-from verifier.model.transformers_hf import hold_model, load_model, release_model
+from verifier.model.transformers_hf import checkpoint_places, hold_model, load_model, release_model
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +41,12 @@ def test_a_padding_token_that_was_sampled_has_its_gradient(tmp_path: Path) -> No
     embeddings = load_model(write_tiny("add", tmp_path), torch.float32).get_input_embeddings().requires_grad_()
     embeddings(torch.tensor([0, 3])).sum().backward()
     assert embeddings.weight.grad[[0, 3]].eq(1).all()
+
+
+@pytest.mark.parametrize("name", ["minimax_m2", "gpt_oss", "qwen3_moe"])
+def test_every_tensor_of_a_mixture_has_its_place(name: str, tmp_path: Path) -> None:
+    """Experts by names of their own, all experts in one tensor, and experts one by one."""
+    path = write_scaled(name, tmp_path)
+    checkpoint, places = open_checkpoint(path), checkpoint_places(load_model(path, torch.float32))
+    assert places.keys() == set(checkpoint.names())
+    assert all(places[tensor][1].equal(checkpoint.read(tensor)) for tensor in checkpoint.names())

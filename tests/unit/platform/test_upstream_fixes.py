@@ -148,3 +148,9 @@ def test_stand_ins_are_named(model, engine, tier):
     assert any("Transformer Engine" in item for item in named) is (tier == "cpu")
     assert any("mamba-ssm" in item for item in named) is (tier == "cpu" and model is HYBRID)
     assert ("transformers for vLLM" in named) is (engine == "hf")
+
+
+def test_attention_of_gemma_2_stands_in_for_one_that_takes_no_packed_sequences():
+    named = [item for item in stand_ins_of({"model_type": "gemma2"}, RUN) if "Gemma 2" in item]
+    assert len(named) == 1
+    assert not [item for item in stand_ins_of({"model_type": "gemma2"}, replace(RUN, tier="cuda")) if "Gemma" in item]
