@@ -43,13 +43,13 @@ NOTES = {
     "gemma2": "upstream: Megatron-Bridge #5712; it holds with `--fix bridge-5712`",
     "gemma3": "upstream: Megatron-Bridge #5712; it holds with `--fix bridge-5712`",
     "glm4_moe_lite": (
-        "upstream: transformers computes two norms of latent attention with 1e-6, whatever `rms_norm_eps` says, #44261; "
+        "upstream: transformers computes norms in latent attention with 1e-6, whatever `rms_norm_eps` says (#44261); "
         "with 1e-6 in the config it holds"
     ),
     "glm_moe_dsa": "upstream: the bridge reads a key that transformers' config does not have",
     "gpt_oss": (
-        "upstream: the bridge takes YaRN's numbers of the published checkpoints, whatever the config says; with those in "
-        "the config it holds"
+        "upstream: the bridge takes YaRN's numbers of the published checkpoints, whatever the config says; with those "
+        "in the config it holds"
     ),
     "hy_v3": "upstream: the bridge reads a key that transformers' config does not have",
     "nemotron_h": (

@@ -281,8 +281,8 @@ def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     builds or processes a layer anew can take a default instead, and a wrong epsilon hides below any noise.
     Evidence: engine/settings, engine/cold-settings.
     Tolerance and its source: exact; a reload changes weights and nothing else.
-    What it does not catch: a setting that is wrong in a cold engine too (LGP002), values in closures, and the order of a
-    module's list of different names, which may come from a set. What a cold engine has not is not judged: a forward
+    What it does not catch: a setting that is wrong in a cold engine too (LGP002), values in closures, and the order of
+    a module's list of different names, which may come from a set. What a cold engine has not is not judged: a forward
     that does without it does not read it. On GPUs it has no subject yet.
     References: vllm#44371, vllm#48284, RL#1046, slime#1734.
     """

@@ -58,7 +58,7 @@ class HostStream(HostEvent):
 
 
 class HostTorch(ModuleType):
-    """View of `torch` whose factories put every tensor into pageable host memory, and whose every device is the host."""
+    """View of `torch` whose factories put every tensor into pageable host memory, and whose devices are the host."""
 
     def __init__(self) -> None:
         super().__init__("torch")
