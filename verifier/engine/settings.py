@@ -38,8 +38,9 @@ def settings_of(model: nn.Module) -> Iterator[tuple[str, dict[str, str]]]:
 
 def _sorted(value: object) -> object:
     """Sort a list of different names; return any other value as it is."""
-    is_set = isinstance(value, list) and all(isinstance(item, str) for item in value) and len(set(value)) == len(value)
-    return sorted(value) if is_set else value
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        return value
+    return sorted(value) if len(set(value)) == len(value) else value
 
 
 def _computes(value: object) -> bool:
