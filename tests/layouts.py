@@ -36,14 +36,14 @@ def small_changes(name: str) -> dict[str, int]:
 
 
 @st.composite
-def meshes(draw: st.DrawFn) -> Mesh:
-    """Meshes of up to 64 ranks that divide a model of 4 layers, 8 heads, 16 experts."""
+def meshes(draw: st.DrawFn, most: int = 64) -> Mesh:
+    """Meshes of up to `most` ranks that divide a model of 4 layers, 8 heads, 16 experts."""
     power = st.sampled_from([1, 2, 4, 8])
     tp, cp, dp, pp = draw(power), draw(power), draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
-    while tp * cp * dp * pp > 64:
+    while tp * cp * dp * pp > most:
         cp = max(1, cp // 2)
         dp = max(1, dp // 2)
-        tp = tp if cp * dp > 1 else min(tp, 64 // pp)
+        tp = tp if cp * dp > 1 else min(tp, most // pp)
     dense = tp * cp * dp
     etp = draw(st.sampled_from([size for size in (1, 2, 4) if size <= dense]))
     ep = draw(st.sampled_from([size for size in (1, 2, 4, 8, 16) if size * etp <= dense]))
