@@ -27,7 +27,7 @@ _ODD = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 """Multipliers of splitmix64's finalizer, https://prng.di.unimi.it/splitmix64.c."""
 
 Numbers = NDArray[np.int64]
-Values = NDArray[np.float64]
+Values = NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,8 @@ class Numbering:
         """
         if unloaded := max(int(np.isnan(values).sum()) for values in read.values()):
             return f"{unloaded:,} of {read[ZEROS].size:,} elements were not loaded from the checkpoint"
-        offset, scale = read[ZEROS], read[ONES] - read[ZEROS]
+        offset = read[ZEROS].astype(np.float64)
+        scale = read[ONES] - offset
         if not np.all(scale):
             return f"{int((scale == 0).sum()):,} of {scale.size:,} elements do not depend on the checkpoint"
         if np.ptp(offset) or np.ptp(scale):

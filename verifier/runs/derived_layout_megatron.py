@@ -80,7 +80,7 @@ def _contents(
                 trainer.bridge.load_hf_weights(trainer.chunks, str(path))
         for chunk, name, tensor in live.tensors():
             is_buffer = tensor.data_ptr() not in parameters
-            read[chunk, name, is_buffer][which] = tensor.double().cpu().numpy().copy()
+            read[chunk, name, is_buffer][which] = tensor.float().cpu().numpy().copy()
     return [(*key, contents) for key, contents in read.items()]
 
 
