@@ -69,9 +69,7 @@ def numbered(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     return weights
 
 
-def differences(
-    derived: Any, written: ModelLayout, mesh: Mesh, weights: Mapping[str, torch.Tensor]
-) -> list[str]:
+def differences(derived: Any, written: ModelLayout, mesh: Mesh, weights: Mapping[str, torch.Tensor]) -> list[str]:
     """What two layouts of one model on one mesh say otherwise: elements, names, groups, and axes of copies."""
     wrong, groups = [], (defaultdict(set), defaultdict(set))
     for rank in range(mesh.world_size):

@@ -1,9 +1,9 @@
 """Layouts derived from what a numbered checkpoint becomes on the ranks, for models that no row of `names` describes.
 
-`held_by` reads, on a rank, which elements of the checkpoint its local tensors hold; `derive` puts the ranks together. That
-the owners tile each checkpoint tensor, that copies lie along axes of the mesh, and that all ranks of a stage hold parts
-of the same tensor in a parameter, is proven without Megatron-Bridge. That the right tensor is in the right parameter is
-not: an import that errs alike on all ranks is this layout, and only a forward pass against another library shows it.
+`held_by` reads, on a rank, which elements of the checkpoint its local tensors hold; `derive` puts the ranks together.
+That the owners tile each checkpoint tensor, that copies lie along axes of the mesh, and that all ranks of a stage hold
+parts of one parameter, is proven without Megatron-Bridge. That the right tensor is in the right parameter is not: an
+import that errs alike on all ranks is this layout, and only a forward pass against another library shows it.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ class Held:
         return _EXPERT.search(self.name) is not None
 
 
-def held_by(
-    tensors: Iterable[tuple[int, str, bool, Mapping[str, Values]]], numbering: Numbering
-) -> list[Held]:
+def held_by(tensors: Iterable[tuple[int, str, bool, Mapping[str, Values]]], numbering: Numbering) -> list[Held]:
     """Return what the local tensors of a rank hold.
 
     Args:
@@ -72,7 +70,9 @@ def held_by(
         decoded = numbering.decode(read)
         found = None if isinstance(decoded, str) else boxes_of(decoded.numbers, numbering)
         if isinstance(decoded, str) or found is None:
-            why = decoded if isinstance(decoded, str) else "its elements are no whole rows or columns of the checkpoint's"
+            why = (
+                decoded if isinstance(decoded, str) else "its elements are no whole rows or columns of the checkpoint's"
+            )
             rows.append(Held(chunk=chunk, name=name, is_buffer=is_buffer, why_not=why))
         else:
             rows.append(
@@ -216,9 +216,7 @@ def _unlike_stages(mesh: Mesh, pieces: Sequence[_Piece]) -> list[str]:
     return gaps
 
 
-def _axes(
-    mesh: Mesh, pieces: Sequence[_Piece]
-) -> tuple[dict[tuple[str, tuple[Any, ...]], tuple[str, ...]], list[str]]:
+def _axes(mesh: Mesh, pieces: Sequence[_Piece]) -> tuple[dict[tuple[str, tuple[Any, ...]], tuple[str, ...]], list[str]]:
     """Return the axes along which copies of each part of each parameter lie, and what lies along none."""
     parts = defaultdict(list)
     for piece in pieces:

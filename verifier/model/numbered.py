@@ -22,7 +22,7 @@ from verifier.model.checkpoint import INDEX, Checkpoint, write_shard
 
 ZEROS, ONES, SCRAMBLED = "zeros", "ones", "scrambled"
 _BITS = {"float64": 24, "float32": 24, "float16": 11, "bfloat16": 8, "int64": 24, "int32": 24}
-"""Dtype -> bits of an integer that it holds exactly beside an offset of 1; a trainer casts the wider ones to float32."""
+"""Dtype -> bits of an integer that it holds exactly beside an offset of 1; wider ones are cast to float32."""
 _ODD = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 """Multipliers of splitmix64's finalizer, https://prng.di.unimi.it/splitmix64.c."""
 
@@ -107,7 +107,7 @@ class Numbering:
                 return "it is no copy of the checkpoint's values, scaled and shifted: numbers come out as others"
             numbers += digit.astype(np.int64) << (self.bits * at)
         if numbers.max() >= self.num_elements or np.any(self._spread(numbers, SCRAMBLED) != found[SCRAMBLED]):
-            return "it is no copy of the checkpoint's values: scrambled numbers come from other elements than numbers do"
+            return "it is no copy of the checkpoint's values: scrambled numbers come from other elements"
         return Decoded(numbers=numbers, scale=float(scale.flat[0]), offset=float(offset.flat[0]))
 
 

@@ -32,6 +32,7 @@ from verifier.probes.weights_megatron import LiveWeights
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
 
+
 def run(context: RankContext) -> dict[str, Any]:
     """Rank function: the layout of `checkpoint` on `mesh` as JSON, from rank 0."""
     args = context.args
@@ -74,10 +75,13 @@ def _contents(
     for which in numbering.passes:
         for _, _, tensor in live.tensors():
             tensor.fill_(math.nan if tensor.is_floating_point() else -1)
-        with _written(folder, source, numbering, which) as path:
-            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                trainer.bridge.load_hf_weights(trainer.chunks, str(path))
+        with (
+            _written(folder, source, numbering, which) as path,
+            contextlib.redirect_stdout(io.StringIO()),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            trainer.bridge.load_hf_weights(trainer.chunks, str(path))
         for chunk, name, tensor in live.tensors():
             is_buffer = tensor.data_ptr() not in parameters
             read[chunk, name, is_buffer][which] = tensor.float().cpu().numpy().copy()

@@ -27,9 +27,9 @@ from verifier.core.records_tokens import (
 )
 from verifier.core.records_weights import OptimizerRule
 from verifier.data.rollout import make_rollout
+from verifier.export.names import layout_of
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.tiny import write_tiny
-from verifier.export.names import layout_of
 from verifier.oracle.recording import record_oracle
 from verifier.probes.trainer import record_of_rollouts
 
