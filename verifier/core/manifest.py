@@ -116,7 +116,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = {}
     """Settings of the command, JSON values."""
     layout: str = ""
-    """What says where checkpoint tensors live in the trainer; empty where nothing does, or the run does not say."""
+    """Kind of layout, which says where checkpoint tensors live in the trainer; empty where the run has none."""
     stand_ins: tuple[str, ...] = ()
     """Stand-ins for upstream's code on this tier, one sentence each."""
     not_judged: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ from verifier.model.numbered import Numbering, Numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boxes:
-    """What a local tensor is made of; the fields are those of `ParamPlacement`."""
+    """Parts of the checkpoint that a local tensor is made of; the fields are those of `ParamPlacement`."""
 
     dim: int
     transposed: bool

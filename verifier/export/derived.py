@@ -49,7 +49,7 @@ class Held:
 
     @property
     def content(self) -> tuple[Any, ...]:
-        """What is equal for tensors that must hold the same bits."""
+        """Key that is equal for tensors that must hold the same bits."""
         return self.dim, self.transposed, self.boxes, self.scale, self.offset
 
     @property
@@ -156,7 +156,7 @@ def derive(mesh: Mesh, ranks: Sequence[Sequence[Held]], numbering: Numbering) ->
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What one rank holds in one parameter, with the parameter's name in the whole model."""
+    """Part of a parameter that one rank holds, with the parameter's name in the whole model."""
 
     rank: int
     at: Coordinate

@@ -48,7 +48,7 @@ class ModelUnderTest:
 
     @property
     def layout(self) -> ModelLayout | DerivedLayout | None:
-        """Where the checkpoint's tensors live in the trainer, by the family's row, or as derived."""
+        """Layout of the checkpoint's tensors in the trainer, by the family's row, or as derived."""
         return layout_of(self.checkpoint.config) or self.derived
 
     @property

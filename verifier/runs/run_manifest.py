@@ -107,7 +107,7 @@ def _not_judged(config: GoldenConfig | RoundtripConfig, model: ModelUnderTest) -
 
 
 def _layout_of(model: ModelUnderTest) -> str:
-    """What says where checkpoint tensors live in the trainer, in words."""
+    """Kind of the layout that judges, in words; empty without one."""
     if model.layout is None:
         return ""
     return DERIVED if model.derived is not None else WRITTEN
