@@ -100,7 +100,7 @@ def test_a_family_without_a_layout_row_is_judged_by_a_derived_one(runner: Runner
     ("family", "mesh"),
     [
         ("olmoe", Mesh()),
-        ("olmoe", Mesh(tp=2, ep=2)),
+        ("olmoe", Mesh(ep=2, dp=2)),
         ("glm4_moe", Mesh(tp=2, pp=2)),
         ("mistral", Mesh(tp=2, pp=2)),
         ("deepseek_v2", Mesh(tp=2, pp=2)),

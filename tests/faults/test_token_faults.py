@@ -50,7 +50,7 @@ def test_every_other_fault_too(trials: Trials, fault: Fault) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("name", "model"), [("mean-of-means", "tiny:mistral"), ("sequence-parallel-grads-not-reduced", "tiny:olmoe")]
+    ("name", "model"), [("mean-of-means", "tiny:mistral"), ("sequence-parallel-grads-not-reduced", "tiny:glm4_moe")]
 )
 def test_a_model_with_a_derived_layout_shows_it_too(trials: Trials, name: str, model: str) -> None:
     _passes(trials, replace(CATALOG[name], model=model, engine=NO_ENGINE))
