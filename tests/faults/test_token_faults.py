@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -44,6 +45,15 @@ def test_fault_is_caught_where_it_sits(trials: Trials, fault: Fault) -> None:
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f.id not in ALWAYS], ids=lambda fault: fault.id)
 def test_every_other_fault_too(trials: Trials, fault: Fault) -> None:
     _passes(trials, fault)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "model"), [("mean-of-means", "tiny:mistral"), ("sequence-parallel-grads-not-reduced", "tiny:glm4_moe")]
+)
+def test_a_model_with_a_derived_layout_shows_it_too(trials: Trials, name: str, model: str) -> None:
+    _passes(trials, replace(CATALOG[name], model=model, engine=NO_ENGINE))
 
 
 def test_one_of_each_stage_always_runs() -> None:

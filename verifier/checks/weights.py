@@ -47,7 +47,8 @@ def loaded_shard_differs(trace: Trace) -> Iterator[Comparison]:
     statement made apart from it can see that.
     Evidence: load/expected, load/shard, per rank.
     Tolerance and its source: bitwise; loading copies.
-    What it does not catch: a wrong forward on right weights (LGP001); families without a layout row.
+    What it does not catch: a wrong forward on right weights (LGP001); for a model whose layout was derived from a
+    numbered checkpoint, as the report's header says then, a load that errs alike on all ranks.
     References: Megatron-Bridge#3743, prime-rl#1145, prime-rl#3333, verl#2029.
     """
     for rank in sorted({item.rank for item in trace.of(ExpectedShard, version=0)}):

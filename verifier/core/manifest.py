@@ -115,6 +115,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         str, bool | int | float | str | list[str] | dict[str, bool | int | float | str | list[str] | None] | None
     ] = {}
     """Settings of the command, JSON values."""
+    layout: str = ""
+    """Kind of layout, which says where checkpoint tensors live in the trainer; empty where the run has none."""
     stand_ins: tuple[str, ...] = ()
     """Stand-ins for upstream's code on this tier, one sentence each."""
     not_judged: tuple[str, ...] = ()

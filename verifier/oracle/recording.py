@@ -47,7 +47,8 @@ from verifier.core.records_tokens import (
 from verifier.core.records_weights import OptimizerRule
 from verifier.core.trace import Trace
 from verifier.export.adapters import adapters_of
-from verifier.export.names import layout_of
+from verifier.export.derived import DerivedLayout
+from verifier.export.names import ModelLayout
 from verifier.export.sharding import Owners
 from verifier.knob import flat
 from verifier.mesh import Mesh
@@ -74,7 +75,10 @@ Group = Sequence[tuple[Sequence[int], float]]
 """Token ids of sequences, and the temperature of each."""
 
 
-def record_oracle(oracle: Oracle, trace: Path, weights: Path, source: Checkpoint, device: str) -> None:
+def record_oracle(
+    oracle: Oracle, trace: Path, weights: Path, source: Checkpoint, device: str,
+    layout: ModelLayout | DerivedLayout | None,
+) -> None:  # fmt: skip
     """Score and judge, with the weights of every version, all that a trace says was scored, sampled and trained on.
 
     The noise of an engine that quantizes is its own at version 0, where it holds, bit for bit, what a cold start gives.
@@ -87,10 +91,11 @@ def record_oracle(oracle: Oracle, trace: Path, weights: Path, source: Checkpoint
         weights: folder of the weights that the run dumped.
         source: checkpoint of version 0.
         device: where log-probabilities are computed.
+        layout: where the source's tensors live in the trainer; None where nobody knows.
     """
     seen = read(trace)
     with contextlib.closing(store.Recorder(trace, "oracle", 0)) as recorder:
-        _Recording(oracle, seen, recorder, weights, source, device).record()
+        _Recording(oracle, seen, recorder, weights, source, device, layout).record()
 
 
 @dataclass
@@ -103,6 +108,7 @@ class _Recording:
     weights: Path
     source: Checkpoint
     device: str
+    layout: ModelLayout | DerivedLayout | None
     slack: float = SLACK
     engine_gaps: list[float] = field(default_factory=list)
 
@@ -247,9 +253,9 @@ class _Recording:
         ]  # fmt: skip
         numbers = {**_content(rule), **_content(objective)}
         arguments: list[Any] = [batches, numbers, routes, min((record.version for record in trained), default=1)]
-        rank, layout = flat(self.seen.manifest.config)["engine.lora_rank"], layout_of(self.source.config)
+        rank, layout = flat(self.seen.manifest.config)["engine.lora_rank"], self.layout
         adapter = None
-        if rank and layout is not None:
+        if rank and isinstance(layout, ModelLayout):
             from verifier.train.lora_megatron import SCALING, TARGETS
 
             numbers["scaling"] = SCALING

@@ -26,6 +26,7 @@ from verifier.core.records_weights import (
     SourceTensor,
 )
 from verifier.errors import ContractError
+from verifier.export.derived import DerivedLayout
 from verifier.export.names import ModelLayout
 from verifier.export.sharding import ParamPlacement, unshard
 from verifier.mesh import Mesh
@@ -55,7 +56,7 @@ class LiveWeights:
 
     Args:
         chunks: the rank's model chunks in virtual-stage order, wrapped for training or not.
-        layout: where checkpoint tensors live, or None where the family has no row.
+        layout: where checkpoint tensors live, or None where the family has no row and none was derived.
         mesh: parallel sizes.
         rank: this rank.
         part: local name -> the name that a tensor goes by, or None for one that is left out.
@@ -64,7 +65,7 @@ class LiveWeights:
     def __init__(
         self,
         chunks: list[torch.nn.Module],
-        layout: ModelLayout | AdapterLayout | None,
+        layout: ModelLayout | DerivedLayout | AdapterLayout | None,
         mesh: Mesh,
         rank: int,
         part: Callable[[str], str | None] = str,
@@ -130,8 +131,8 @@ class LiveWeights:
                 owned[f"{chunk}/{name}"] = tensor.cpu().contiguous().clone()
         write_shard(path / f"rank-{self._rank:04d}.safetensors", owned)
 
-    def join(self, path: Path) -> dict[str, torch.Tensor]:
-        """Checkpoint tensors from the shards of all ranks, joined by the layout and not by Megatron-Bridge.
+    def join(self, path: Path, *, gradients: bool = False) -> dict[str, torch.Tensor]:
+        """Checkpoint tensors, or gradients by them, from the shards of all ranks, joined without Megatron-Bridge.
 
         Raises:
             ContractError: a shard is absent, or the shards do not tile a checkpoint tensor.
@@ -146,7 +147,7 @@ class LiveWeights:
                     key = f"{chunk}/{name}"
                     if place.group not in owners and key in held:
                         owners[place.group] = (place, file.get_tensor(key))
-        whole = unshard(owners.values())
+        whole = unshard(owners.values(), gradients=gradients)
         if not whole:
             raise ContractError("no rank dumped a shard: there is nothing to join")
         return whole

@@ -84,6 +84,8 @@ def header(manifest: Manifest) -> str:
         lines.append("  " + ", ".join(stated))
     if options := options_of(manifest):
         lines.append("  options: " + ", ".join(f"{key}={value}" for key, value in options.items()))
+    if manifest.layout:
+        lines.append(f"  layout: {manifest.layout}")
     if manifest.versions:
         lines.append("  " + ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())))
     if manifest.verified:

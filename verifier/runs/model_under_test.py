@@ -13,7 +13,8 @@ from verifier.config import RoundtripConfig
 from verifier.core.manifest import Scope
 from verifier.engine.api import refuse_adapters, refuse_unsupported
 from verifier.errors import UsageError
-from verifier.export.names import layout_of
+from verifier.export.derived import DerivedLayout
+from verifier.export.names import ModelLayout, layout_of
 from verifier.launch.fork_launcher import require_ranks
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_room
@@ -46,11 +47,20 @@ class ModelUnderTest:
     tier: Tier
     lora_rank: int = 0
     """Rank of the adapter that is trained on a frozen base; 0 without one."""
+    derived: DerivedLayout | None = None
+    """Layout of a model without a row, if one was derived (`verifier.runs.derived_layout`)."""
+    why_no_layout: str = ""
+    """Why a model without a row has no derived layout either, where that was looked at."""
+
+    @property
+    def layout(self) -> ModelLayout | DerivedLayout | None:
+        """Layout of the checkpoint's tensors in the trainer, by the family's row, or as derived."""
+        return layout_of(self.checkpoint.config) or self.derived
 
     @property
     def layout_scopes(self) -> list[Scope]:
         """Scopes of the checks that need a layout: shards, and replicas where the mesh has any."""
-        layout = layout_of(self.checkpoint.config)
+        layout = self.layout
         if layout is None:
             return []
         copies = self.mesh.dense_size > 1 or (layout.tied and self.mesh.pp > 1)

@@ -15,6 +15,7 @@ from verifier.core.record import Role
 from verifier.core.store import Recorder
 from verifier.engine import sender
 from verifier.engine.client import EngineClient
+from verifier.export.derived import DerivedLayout
 from verifier.export.names import ModelLayout, layout_of
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
@@ -134,9 +135,10 @@ class RankRun:
         return open_checkpoint(self.spec.checkpoint)
 
     @cached_property
-    def layout(self) -> ModelLayout | None:
-        """Layout of its family; None where there is no row."""
-        return layout_of(self.source.config)
+    def layout(self) -> ModelLayout | DerivedLayout | None:
+        """Layout of its family, else the derived one; None where there is neither."""
+        derived = None if self.spec.layout is None else DerivedLayout.from_json(self.spec.layout)
+        return layout_of(self.source.config) or derived
 
     def say(self, text: str) -> None:
         """Show one line of progress, from rank 0."""

@@ -22,6 +22,7 @@ from verifier.oracle.noise_floor import Floor, floor_path, write_floor
 from verifier.oracle.recording import record_oracle
 from verifier.probes.engine_state import held_by
 from verifier.runs import golden, noise
+from verifier.runs.derived_layout import with_layout
 from verifier.runs.ended import record_failure
 from verifier.runs.model_under_test import ModelUnderTest, open_for_roundtrip, open_model
 from verifier.runs.resources import Deadline, Resources, RunningEngine
@@ -65,6 +66,7 @@ class Runner:
             golden.require_same_model(recorded, model, config.against)
         if config.record:
             require_writable(golden.manifest_path(config), make_folder=True)
+        model = with_layout(model, config, placement, self.resources, until, self._progress)
         manifest = manifest_of(config, model, placement)
         with (
             work_folder("run") as work,
@@ -101,6 +103,7 @@ class Runner:
         placement = place(config, model.tier)
         resources, warm = self.resources, self.resources.warm
         phases = phases or (Phase(trace=config.trace),)
+        model = with_layout(model, config, placement, resources, until, self._progress)
         manifest = manifest_of(config, model, placement, restores=warm, tokens_only=tokens_only)
         traces = [phase.trace for phase in phases]
         with work_folder("run") as work, recording(traces, manifest, self._logs(work), record_failure) as complete:
@@ -196,7 +199,7 @@ class Runner:
                 self._record_second_engine(spec, engine.process.config, until)
         self._progress("scoring by the fp32 oracle")
         with in_stage(Stage.LOGPROB):
-            record_oracle(oracle, trace, Path(spec.work), model.checkpoint, model.oracle_device)
+            record_oracle(oracle, trace, Path(spec.work), model.checkpoint, model.oracle_device, model.layout)
 
     def _record_second_engine(self, spec: RunSpec, asked: EngineConfig, until: Deadline) -> None:
         """Start an engine from the exported checkpoint, or with the exported adapter, and record all that it holds."""

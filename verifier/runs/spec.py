@@ -123,6 +123,8 @@ class RunSpec:
     """GPUs of the host that the ranks take, in turn; 0: all."""
     restore_first: bool = False
     """Send version 0 to the engine before anything else, so that it holds what this run expects of it."""
+    layout: Mapping[str, Any] | None = None
+    """The layout that was derived for a model without a row, as `DerivedLayout.to_json` gives it."""
     saves: bool = False
     """Have megatron-bridge write the last export to files too, and record what a reader finds there."""
     source_from_manifest: bool = False
@@ -187,5 +189,5 @@ def run_spec(
         config=config, checkpoint=str(model.checkpoint.path), tier=model.tier,
         chunk_bytes=min(most, max(MIN_CHUNK_BYTES, model.checkpoint.num_bytes // CHUNKS)),
         transport=placement.transport, num_gpus=placement.trainer_gpus, gradients=model.judges_gradients,
-        saves=model.is_saved, **session,
+        saves=model.is_saved, layout=None if model.derived is None else model.derived.to_json(), **session,
     )  # fmt: skip

@@ -55,10 +55,10 @@ def move(live: LiveWeights, source: Checkpoint, seed: str) -> None:
     """Make every live tensor of a rank what the source holds there, moved: the same on every rank and machine.
 
     Raises:
-        UsageError: a family without a layout row, of which nobody says what is where.
+        UsageError: a model without a layout, of which nobody says what is where.
     """
     if not live.places:
-        raise UsageError("--update noise needs a model family with a layout row; use --update step")
+        raise UsageError("--update noise needs a model with a layout, and there is none; use --update step")
     for chunk, name, tensor in live.tensors():
         whole = live.places[chunk, name].shard(lambda tensor_name: _moved(source.read(tensor_name), tensor_name, seed))
         tensor.copy_(whole.to(tensor.device))

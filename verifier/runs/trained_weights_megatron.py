@@ -90,16 +90,16 @@ class TrainedWeights:
     def _joined(
         self, folder: str, live: LiveWeights, tensors: Iterable[tuple[int, str, torch.Tensor]] | None = None
     ) -> dict[str, torch.Tensor]:
-        """On rank 0, live tensors, or those in their place, of all ranks by their published names. A collective.
+        """On rank 0, live tensors, or gradients in their place, of all ranks by their published names. A collective.
 
-        A family without a layout row has none.
+        A model without a layout has none.
         """
         if self._run.layout is None:
             return {}
         shards = self._run.folder(folder)
         live.dump(shards, live.tensors() if tensors is None else tensors)
         dist.barrier()
-        return live.join(shards) if self._run.rank == 0 else {}
+        return live.join(shards, gradients=tensors is not None) if self._run.rank == 0 else {}
 
     def _save(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Hand tensors on to other processes; who holds none hands on nothing."""

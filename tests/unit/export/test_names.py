@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.layouts import config_of, meshes, numbered, small_changes
 from verifier.errors import UsageError
 from verifier.export.names import PARAMS, ModelLayout, layout_of
 from verifier.export.sharding import ParamPlacement, tiling_error, unshard
@@ -22,26 +23,16 @@ from verifier.model.tiny import TINY
 LAYER = "decoder.layers"
 
 
-def _config(name: str, **changes: object) -> dict:
-    family, sizes = TINY[name]
-    return {"architectures": [FAMILIES[family].architecture], **sizes, **changes}
-
-
 def _layout(name: str, **changes: object) -> ModelLayout:
-    layout = layout_of(_config(name, **changes))
+    layout = layout_of(config_of(name, **changes))
     assert layout is not None
     return layout
 
 
 def _weights(name: str, **changes: object) -> dict[str, torch.Tensor]:
     """Each element of the checkpoint has a value of its own, so that equal means the same element."""
-    specs = list(tensors_of(FAMILIES[TINY[name][0]], _config(name, **changes)))
-    weights, at = {}, 0
-    for spec in specs:
-        size = torch.Size(spec.shape).numel()
-        weights[spec.name] = torch.arange(at, at + size, dtype=torch.int64).view(spec.shape)
-        at += size
-    return weights
+    specs = tensors_of(FAMILIES[TINY[name][0]], config_of(name, **changes))
+    return numbered({spec.name: spec.shape for spec in specs})
 
 
 def _by_name(layout: ModelLayout, mesh: Mesh, rank: int = 0, chunk: int = 0) -> dict[str, ParamPlacement]:
@@ -56,7 +47,7 @@ def test_every_family_has_its_params() -> None:
 
 
 def test_a_config_without_a_row_has_no_layout() -> None:
-    assert layout_of(_config("qwen3", attention_bias=True)) is None
+    assert layout_of(config_of("qwen3", attention_bias=True)) is None
 
 
 def test_qwen3_on_one_rank() -> None:
@@ -297,33 +288,10 @@ def test_query_rows_that_do_not_divide_are_refused() -> None:
     )
 
 
-@st.composite
-def _meshes(draw: st.DrawFn) -> Mesh:
-    """Meshes of up to 64 ranks that divide a model of 4 layers, 8 heads, 16 experts."""
-    power = st.sampled_from([1, 2, 4, 8])
-    tp, cp, dp, pp = draw(power), draw(power), draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
-    while tp * cp * dp * pp > 64:
-        cp = max(1, cp // 2)
-        dp = max(1, dp // 2)
-        tp = tp if cp * dp > 1 else min(tp, 64 // pp)
-    dense = tp * cp * dp
-    etp = draw(st.sampled_from([size for size in (1, 2, 4) if size <= dense]))
-    ep = draw(st.sampled_from([size for size in (1, 2, 4, 8, 16) if size * etp <= dense]))
-    vpp = draw(st.sampled_from([1, 2])) if pp == 2 else 1
-    uneven = pp == 2 and vpp == 1 and draw(st.booleans())
-    return Mesh(tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, dp=dp, vpp=vpp, first_stage_layers=1 if uneven else None)
-
-
 @settings(deadline=None, max_examples=40)
-@given(name=st.sampled_from(list(TINY)), mesh=_meshes())
+@given(name=st.sampled_from(list(TINY)), mesh=meshes())
 def test_shards_tile_join_and_replicate(name: str, mesh: Mesh) -> None:
-    small = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8}
-    if "head_dim" in TINY[name][1]:
-        small["head_dim"] = 4
-    if name == "qwen3-moe-320":  # its two layers do not divide over four stages
-        small["num_hidden_layers"] = 4
-    if name == "qwen2":  # whose heads have hidden_size / num_attention_heads elements
-        small |= {"hidden_size": 32, "num_attention_heads": 8}
+    small = small_changes(name)
     weights = _weights(name, **small)
     layout = _layout(name, **small)
     groups: dict[str, list[tuple[int, ParamPlacement]]] = defaultdict(list)

@@ -27,6 +27,7 @@ from verifier.core.records_tokens import (
 )
 from verifier.core.records_weights import OptimizerRule
 from verifier.data.rollout import make_rollout
+from verifier.export.names import layout_of
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.tiny import write_tiny
 from verifier.oracle.recording import record_oracle
@@ -99,7 +100,7 @@ def record(trace: Path, source: Checkpoint) -> Asked:
     engine.emit(DrawnTokens(name="drawn", prompt=(1, 2, 3, 4), tokens=(5,), temperature=1.5), np.zeros(1, np.float32))
     engine.close()
     asked = Asked()
-    record_oracle(asked, trace, trace.parent, source, "cpu")  # type: ignore[arg-type]
+    record_oracle(asked, trace, trace.parent, source, "cpu", layout_of(source.config))  # type: ignore[arg-type]
     return asked
 
 
