@@ -1,4 +1,4 @@
-"""Behaviours of Ray that `cluster_ray` builds on, or has to undo.
+"""Behaviours of Ray that `cluster_ray` and `join_ray` build on, or has to undo.
 
 What this does not exercise: nodes on several hosts.
 """
@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from tests.processes import alive
 from verifier.config.cluster import RayOptions
 from verifier.errors import UsageError
-from verifier.trainer.cluster_ray import joined
+from verifier.trainer.join_ray import joined
 
 pytestmark = pytest.mark.slow
 

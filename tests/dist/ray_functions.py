@@ -59,7 +59,7 @@ def path_of(first: Path) -> str:
 
 def hang(address: str, run: str) -> None:
     """Print the error of a job on two nodes whose last rank does not come."""
-    from verifier.trainer.cluster_ray import joined
+    from verifier.trainer.join_ray import joined
 
     options = RayOptions(use=True, address=address, nodes=2)
     with joined(options, Path(run), 4) as cluster:

@@ -34,9 +34,10 @@ from verifier.launch.keeper import descendants
 from verifier.launch.rank import JobSpec
 from verifier.report.report import report_of
 from verifier.runs.resources import Resources
-from verifier.trainer import cluster_ray
-from verifier.trainer.cluster_ray import joined, require_answer
+from verifier.trainer import join_ray
+from verifier.trainer.cluster_ray import Cluster
 from verifier.trainer.controller import Launcher, Trainer
+from verifier.trainer.join_ray import joined, require_answer
 from verifier.trainer.node_servers import forwarded
 
 CONFIG = ROOT / "configs" / "add-sft.yaml"
@@ -164,15 +165,15 @@ def test_an_address_that_is_silent_is_refused(speaks):
 
 def test_more_nodes_than_the_cluster_has(monkeypatch):
     node = {"NodeID": "a", "Alive": True}
-    monkeypatch.setattr(cluster_ray.ray, "nodes", lambda: [node, {**node, "Alive": False}])
-    monkeypatch.setattr(cluster_ray.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
+    monkeypatch.setattr(join_ray.ray, "nodes", lambda: [node, {**node, "Alive": False}])
+    monkeypatch.setattr(join_ray.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
     with pytest.raises(UsageError, match=r"ray.nodes is 2, the cluster has 1: make it smaller"):
-        cluster_ray._nodes(RayOptions(use=True, address="h:1", nodes=2))
+        join_ray._nodes(RayOptions(use=True, address="h:1", nodes=2))
 
 
 def test_nodes_of_one_host_share_its_gpus():
     nodes = [{"NodeManagerAddress": host} for host in ("a", "a", "b", "c")]
-    cluster = cluster_ray.Cluster(nodes, (), contextlib.ExitStack(), 8)
+    cluster = Cluster(nodes, (), contextlib.ExitStack(), 8)
     assert [cluster._on_host(place, 8) for place in range(4)] == [range(4), range(4), range(4, 6), range(6, 8)]
     assert cluster.ranks_here == 4
 

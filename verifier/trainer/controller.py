@@ -146,7 +146,7 @@ class Trainer:
                 self._cluster = cast("Cluster", self._launcher)
             return self._launcher
         if config.ray.use:
-            from verifier.trainer.cluster_ray import joined
+            from verifier.trainer.join_ray import joined
 
             self._progress(f"starting Ray ({config.ray.address})")
             self._cluster = stack.enter_context(joined(config.ray, config.run, config.mesh.world_size))
