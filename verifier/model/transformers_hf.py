@@ -16,9 +16,15 @@ from verifier.model.checkpoint import open_checkpoint
 from verifier.platform.upstream_fixes import TRANSFORMERS_SCAN
 from verifier.platform.upstream_fixes_transformers import scan_in_one_chunk
 
-_RENAMED = {"nemotron_h": (r"^model\.", "backbone."), "minimax_m2": (r"\.mlp\.", ".block_sparse_moe.")}
+_WITH_W = ("minimax_m2", "mixtral")
+"""Model types whose checkpoints have experts `w1`, `w2`, `w3` in `block_sparse_moe`."""
+_RENAMED = {
+    "nemotron_h": (r"^model\.", "backbone."),
+    "ernie4_5_moe": (r"\.gate\.moe_statics\.", ".moe_statics."),
+    **dict.fromkeys(_WITH_W, (r"\.mlp\.", ".block_sparse_moe.")),
+}
 """Model type -> (part of a tensor's name in transformers, what stands for it in checkpoints)."""
-_EXPERT_LEAVES = {"minimax_m2": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}}
+_EXPERT_LEAVES = dict.fromkeys(_WITH_W, {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})
 """Model type -> names of an expert's matrices in checkpoints, where they are others."""
 
 

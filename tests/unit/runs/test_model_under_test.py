@@ -219,8 +219,11 @@ SMALL = {
         ("gemma2", {}, None),
         ("olmoe", {"num_experts": 4}, None),
         ("glm4_moe", {"n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}, None),
-        ("minimax_m2", {"num_local_experts": 4}, "model.layers.0.block_sparse_moe.experts.0.w1.weight"),
-        ("gpt_oss", {"num_local_experts": 4}, "model.layers.0.mlp.experts.down_proj"),
+        ("minimax_m2", {"num_local_experts": 4}, None),
+        ("gpt_oss", {"num_local_experts": 4}, None),
+        ("mixtral", {"num_local_experts": 4}, None),
+        ("ernie4_5_moe", {"moe_num_experts": 4}, None),
+        ("llama4_text", {"num_local_experts": 4}, "model.layers.0.feed_forward.experts.down_proj"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
