@@ -239,7 +239,8 @@ class VllmEngine(Engine):
     def _routed(self, output: RequestOutput, asked: SamplingParams) -> Sample:
         """Convert a request's only completion, with its routes, of which vLLM has columns for dense layers too."""
         item = output.outputs[0]
-        parts = [part for part in (output.prompt_routed_experts, item.routed_experts) if part is not None]
+        of_prompt = getattr(output, "prompt_routed_experts", None)  # vLLM 0.22 has all routes in one array
+        parts = [part for part in (of_prompt, item.routed_experts) if part is not None]
         routes = [token[: self._routers] for part in parts for token in part.tolist()]
         return replace(
             seeded(_sample(item, output), item, asked), routes=tuple(tuple(map(tuple, token)) for token in routes)

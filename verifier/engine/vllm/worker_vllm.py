@@ -32,12 +32,13 @@ from verifier.errors import ContractError
 from verifier.launch.child import die_with_parent, resolve
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.platform import upstream_fixes_vllm
-from verifier.platform.patch import Patch, apply
+from verifier.platform.patch import Patch, apply, current
 from verifier.transport.receiver import ChunkReceiver
 from verifier.transport.wire import Address, Agreement, Receipt
 
 BACKEND = "ipc"
 """Backend name that `ChunkTransferEngine` replaces; `WeightTransferConfig.backend` accepts only "nccl" and "ipc"."""
+_ROUTES = "vllm.v1.worker.cpu_model_runner:CPUModelRunner.init_routed_experts_capturer"
 
 
 class ChunkTransferEngine(WeightTransferEngine[Address, dict[str, int]]):
@@ -49,8 +50,8 @@ class ChunkTransferEngine(WeightTransferEngine[Address, dict[str, int]]):
     init_info_cls = Address
     update_info_cls = dict
 
-    def __init__(self, config: WeightTransferConfig, parallel_config: ParallelConfig) -> None:
-        super().__init__(config, parallel_config)
+    def __init__(self, config: WeightTransferConfig, parallel_config: ParallelConfig, *model: nn.Module) -> None:
+        super().__init__(config, parallel_config, *model)  # vLLM 0.22 gives the model too
         worker_failures.listen_in_worker()
         upstream_fixes_vllm.install_asked()
         if threading.current_thread() is threading.main_thread():
@@ -209,22 +210,18 @@ def _install() -> None:
         from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 
         cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = SiluAndMul.forward_native
-        apply(
-            [
-                Patch(
-                    "vllm.v1.worker.cpu_model_runner:CPUModelRunner.init_routed_experts_capturer",
-                    _record_routes,
-                    "self",
-                )
-            ]
-        )
+        apply([Patch(_ROUTES, _record_routes(current(_ROUTES)), "self")])
 
 
-def _record_routes(runner: Any) -> None:
-    """Only mixtures come here: an engine of a dense model runs in a vLLM that records routes in another way."""
-    from verifier.engine.vllm.routes_vllm import record_routes
+def _record_routes(begin: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return what begins a record of routes: only mixtures import the module that changes most between versions."""
 
-    record_routes(runner)
+    def record(runner: Any) -> None:
+        from verifier.engine.vllm.routes_vllm import record_routes
+
+        record_routes(runner, begin)
+
+    return record
 
 
 _install()
