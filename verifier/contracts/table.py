@@ -99,7 +99,8 @@ CONTRACTS = (
         "transfer_vllm",
         "vllm",
         _keeps("factory_makes_our_engine", *_SYNCED),
-        _keeps("worker_hands_chunks_to_the_engine", *_SYNCED),
+        _keeps("worker_takes_what_ours_passes", *_SYNCED),
+        _keeps("our_engine_takes_what_the_worker_passes", *_SYNCED),
     ),
     *_of(
         "state_space_hf",

@@ -8,6 +8,7 @@ import importlib
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from verifier.engine.api import (
 )
 from verifier.engine.vllm.batch_vllm import RunningBatch, nats_of, sample_of, seeded
 from verifier.engine.vllm.worker_vllm import BACKEND
-from verifier.errors import ContractError, InternalError, VerifierError
+from verifier.errors import ContractError, InternalError, UsageError, VerifierError
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.families import FAMILIES, moe_layers_of
 from verifier.plan.chunk_plan import ChunkPlan
@@ -53,6 +54,8 @@ log-probabilities: it fails on a CPU, and reads beyond its table on a GPU."""
 _RPC_DEADLINE_S = 600
 _STDERR = 2
 """Descriptor that a forked process keeps when its log takes the place of what it inherited."""
+_GREATEST_TEMPERATURE = 2.0
+"""Greatest temperature that vLLM 0.32 lets a request begin with; its sampler computes with any."""
 
 
 @functools.cache
@@ -76,6 +79,8 @@ class VllmEngine(Engine):
     library = "vLLM"
 
     def __init__(self, config: EngineConfig) -> None:
+        if config.routes and find_spec("vllm.distributed.aux_output_connector") is not None:
+            raise UsageError("this vLLM reports routes in another way than 0.22, which is not read: replay none")
         checkpoint = open_checkpoint(config.checkpoint)
         self.config = config
         self._limits = Limits.of(checkpoint.config, config)
@@ -190,12 +195,12 @@ class VllmEngine(Engine):
         return self._rpc("verifier_receive", Receipt, chunk=chunk)
 
     def finish_update(self) -> None:
-        """See `Engine.finish_update`; by the worker's `finish_weight_update`.
+        """See `Engine.finish_update`; by the worker's `verifier_finish`.
 
         Raises:
             ContractError: a layer's weights do not fit it; the next update starts from the previous weights.
         """
-        self._rpc("finish_weight_update", otherwise=ContractError)
+        self._rpc("verifier_finish", otherwise=ContractError)
         if self._batch is not None:
             self._batch.updated()
 
@@ -298,10 +303,10 @@ def _sample(item: CompletionOutput, output: RequestOutput) -> Sample:
 def _params(sampling: Sampling) -> SamplingParams:
     """Convert one request's sampling parameters to vLLM's."""
     shape = sampling.shape
-    return SamplingParams(
+    params = SamplingParams(
         n=sampling.n,
         seed=sampling.seed if sampling.seeded else None,
-        temperature=sampling.temperature,
+        temperature=min(sampling.temperature, _GREATEST_TEMPERATURE),
         max_tokens=sampling.max_tokens,
         min_tokens=shape.least,
         stop_token_ids=list(sampling.stop),
@@ -317,3 +322,5 @@ def _params(sampling: Sampling) -> SamplingParams:
         logprobs=0,
         detokenize=False,
     )
+    params.temperature = sampling.temperature
+    return params

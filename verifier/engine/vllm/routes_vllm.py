@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe import FusedMoE, routed_experts_capturer
+from vllm.model_executor.layers.fused_moe import routed_experts_capturer
 
+from verifier.engine.vllm.experts_vllm import LAYER
 from verifier.platform.patch import Patch, apply, current
 
 _CHOICE = "vllm.model_executor.layers.fused_moe.cpu_fused_moe:select_experts"
@@ -43,7 +44,7 @@ def record_routes(runner: Any, begin: Callable[[Any], None]) -> None:
         keep = host_capturer_vllm.keep
     else:
         begin(runner)
-        layers = [module for module in runner.model.modules() if isinstance(module, FusedMoE)]
+        layers = [module for module in runner.model.modules() if isinstance(module, LAYER)]
         keep = partial(_capture, runner.routed_experts_capturer, {id(layer): at for at, layer in enumerate(layers)})
     choose: Callable[..., Any] = current(_CHOICE)
     run_experts: Callable[..., Any] = current(_EXPERTS)
