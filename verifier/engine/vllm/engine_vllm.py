@@ -54,8 +54,6 @@ log-probabilities: it fails on a CPU, and reads beyond its table on a GPU."""
 _RPC_DEADLINE_S = 600
 _STDERR = 2
 """Descriptor that a forked process keeps when its log takes the place of what it inherited."""
-_GREATEST_TEMPERATURE = 2.0
-"""Greatest temperature that vLLM 0.32 lets a request begin with; its sampler computes with any."""
 
 
 @functools.cache
@@ -303,10 +301,10 @@ def _sample(item: CompletionOutput, output: RequestOutput) -> Sample:
 def _params(sampling: Sampling) -> SamplingParams:
     """Convert one request's sampling parameters to vLLM's."""
     shape = sampling.shape
-    params = SamplingParams(
+    return SamplingParams(
         n=sampling.n,
         seed=sampling.seed if sampling.seeded else None,
-        temperature=min(sampling.temperature, _GREATEST_TEMPERATURE),
+        temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
         min_tokens=shape.least,
         stop_token_ids=list(sampling.stop),
@@ -322,5 +320,3 @@ def _params(sampling: Sampling) -> SamplingParams:
         logprobs=0,
         detokenize=False,
     )
-    params.temperature = sampling.temperature
-    return params
