@@ -27,6 +27,8 @@ CALLS = {
     "megatron.bridge.models.conversion.auto_bridge:AutoBridge.to_megatron_provider": "self load_weights hf_path",
 }
 """Upstream calls that rooms make, and their parameters."""
+UNPASSED = {"schedule_pg_collection", "weight_dtype"}
+"""Parameters among them that no room passes, and that megatron-core 0.18 and its bridge lack."""
 
 
 def _raises(kinds: type[Exception] | tuple[type[Exception], ...], act: Callable[[], object]) -> bool:
@@ -48,7 +50,8 @@ def calls_take_what_rooms_pass() -> None:
         owner = importlib.import_module(module_name)
         for name in path.split("."):
             owner = getattr(owner, name)
-        assert parameters(owner) == expected, (target, parameters(owner))
+        takes = parameters(owner).split()
+        assert takes == [name for name in expected.split() if name in takes or name not in UNPASSED], (target, takes)
 
 
 def reference_modules_mirror_upstream() -> None:
