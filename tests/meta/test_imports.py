@@ -29,8 +29,8 @@ ROOMS = {
     "transport": {"core", "mesh", "plan", "launch", "platform"},
     "engine": {"core", "mesh", "config", "model", "plan", "transport", "platform", "launch"},
     "oracle": {"core", "mesh", "model", "export", "engine", "platform", "plan", "train", "transport"},
-    "contracts": {"core", "mesh", "model", "train", "engine", "oracle", "platform"},
-    "upgrade": {"core", "platform", "contracts"},
+    "contracts": {"core", "mesh", "launch", "model", "train", "engine", "oracle", "platform"},
+    "upgrade": {"core", "launch", "platform", "contracts"},
     "probes": {"core", "mesh", "data", "model", "train", "export", "plan", "transport", "engine"},
     "trainer": {
         "core",

@@ -33,7 +33,7 @@ def _row(report: dict[str, Any]) -> str:
         f"{command}: {_held(before)} before, {_held(after)} after"
         for command, (before, after) in report["gate"].items()
     ]
-    died = [f"{item['command']}: `{item['blame']['file']}:{item['blame']['line']}`" for item in report["failures"]]
+    died = [f"{item['command']}: {_place(item['place'])}" for item in report["failures"]]
     cells = [
         ", ".join(f"{name} {report['packages'][name][0]} to {report['packages'][name][1]}" for name in sorted(names)),
         report["model"], ", ".join(others) or "none", "; ".join(moved) or "none moved", "; ".join(held),
@@ -48,6 +48,10 @@ def _moved(item: dict[str, Any]) -> str:
     if item["bug"]:
         return f"{item['bug']} {'is found' if item['holds'] else 'is not found any more'}"
     return f"`{item['name']}` {'holds now' if item['holds'] else 'moved'}"
+
+
+def _place(item: dict[str, Any]) -> str:
+    return f"`{item['file']}:{item['line']}`" if item["file"] else item["message"]
 
 
 def _held(ran: dict[str, Any]) -> str:

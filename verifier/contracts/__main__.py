@@ -1,38 +1,39 @@
-"""`python -m verifier.contracts MODULE TIER`: look at the contracts of a module; ends in {name: traceback}."""
+"""`python -m verifier.contracts MODULE TIER`: look at a module's contracts; ends in {name: place of its failure}."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import sys
-import traceback
-from typing import cast
+from dataclasses import asdict
+from typing import Any, cast
 
 from verifier.contracts.table import by_module, contracts_of
+from verifier.launch.stack_failure import place_of
 from verifier.platform import Tier, install_for
 
 ON_A_TIER = ("platform_megatron",)
 """Modules whose process is one of the tier, and the only rank of a group."""
 
 
-def failures(module: str, tier: Tier) -> dict[str, str]:
-    """Traceback of each contract that does not hold, empty for one that does; the same for all if none can be seen."""
+def failures(module: str, tier: Tier) -> dict[str, dict[str, Any] | None]:
+    """Place where each contract fails, None for one that holds; the same for all if none can be seen."""
     contracts = by_module(contracts_of(tier))[module]
     try:
         if module in ON_A_TIER:
             _become_a_rank(tier)
         functions = importlib.import_module(f"verifier.contracts.{module}")
         getattr(functions, "prepare", lambda: None)()
-    except Exception:  # whatever upstream raises is the answer
-        return dict.fromkeys((item.name for item in contracts), traceback.format_exc())
-    found = {}
+    except Exception as error:  # whatever upstream raises is the answer
+        return dict.fromkeys((item.name for item in contracts), asdict(place_of(error)))
+    found: dict[str, dict[str, Any] | None] = {}
     for item in contracts:
         try:
             getattr(functions, item.name)()
-        except Exception:  # whatever upstream raises is the answer
-            found[item.name] = traceback.format_exc()
+        except Exception as error:  # whatever upstream raises is the answer
+            found[item.name] = asdict(place_of(error))
         else:
-            found[item.name] = ""
+            found[item.name] = None
     return found
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 import verifier
-from verifier.contracts.blame import Blame, blame
 from verifier.contracts.table import Contract, by_module, contracts_of
 from verifier.core.manifest import MovedContract
 from verifier.core.outputs import write_whole
+from verifier.launch.stack_failure import Place
 from verifier.platform import Tier
 from verifier.platform.pins import differing, installed_versions
 
@@ -31,7 +31,7 @@ class Looked:
     """A contract and what was seen of it."""
 
     contract: Contract
-    failure: Blame | None
+    failure: Place | None
     """Why it does not hold; None where it does."""
     answered: bool = True
     """Its process ran to its end, so that a second look would say the same."""
@@ -68,12 +68,15 @@ def look_at(module: str, tier: Tier) -> list[Looked]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)  # noqa: S603 - our own interpreter
         told = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
-        said = done.stderr or f"exit code {done.returncode}"
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     except subprocess.TimeoutExpired:
         told, said = None, f"no answer after {DEADLINE_S:g} s"
     if told is None:
-        return [Looked(contract=item, failure=blame(said), answered=False) for item in contracts]
-    return [Looked(contract=item, failure=blame(text) if (text := told[item.name]) else None) for item in contracts]
+        return [Looked(contract=item, failure=Place(message=said), answered=False) for item in contracts]
+    return [
+        Looked(contract=item, failure=None if told[item.name] is None else Place(**told[item.name]))
+        for item in contracts
+    ]
 
 
 def record_of(item: Looked) -> dict[str, Any]:

@@ -27,6 +27,8 @@ CALLS = {
     "megatron.bridge.models.conversion.auto_bridge:AutoBridge.to_megatron_provider": "self load_weights hf_path",
 }
 """Upstream calls that rooms make, and their parameters."""
+UNPASSED = {"schedule_pg_collection", "weight_dtype"}
+"""Parameters among them that no room passes, and that megatron-core 0.18 and its bridge lack."""
 
 
 def _raises(kinds: type[Exception] | tuple[type[Exception], ...], act: Callable[[], object]) -> bool:
@@ -48,19 +50,20 @@ def calls_take_what_rooms_pass() -> None:
         owner = importlib.import_module(module_name)
         for name in path.split("."):
             owner = getattr(owner, name)
-        assert parameters(owner) == expected, (target, parameters(owner))
+        takes = parameters(owner).split()
+        assert takes == [name for name in expected.split() if name in takes or name not in UNPASSED], (target, takes)
 
 
 def reference_modules_mirror_upstream() -> None:
     """Constructors of the reference modules, against upstream's source."""
     from megatron.core.extensions import transformer_engine as upstream
 
-    from verifier.platform.cpu_modules import REFERENCE_MODULES
+    from verifier.platform.cpu_modules import REFERENCE_MODULES, without_later
 
     assert not upstream.HAVE_TE
     for module, takes in REFERENCE_MODULES.items():
         maker = "__new__" if module.__name__ == "TENorm" else "__init__"
-        assert takes == source_parameters(upstream, f"{module.__name__}.{maker}")
+        assert without_later(takes) == without_later(source_parameters(upstream, f"{module.__name__}.{maker}"))
         assert set(parameters(module).split()) - {"options", "ignored"} <= set(takes.split())
         assert getattr(upstream, module.__name__) is module
 

@@ -96,6 +96,13 @@ CONTRACTS = (
         _keeps("what_was_let_go_is_loaded_right", *_SYNCED),
     ),
     *_of(
+        "transfer_vllm",
+        "vllm",
+        _keeps("factory_makes_our_engine", *_SYNCED),
+        _keeps("worker_takes_what_ours_passes", *_SYNCED),
+        _keeps("our_engine_takes_what_the_worker_passes", *_SYNCED),
+    ),
+    *_of(
         "state_space_hf",
         "transformers",
         _has("transformers_loses_the_state_between_chunks", "transformers #47246"),

@@ -11,7 +11,9 @@ import errno
 import re
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 
 from msgspec.structs import replace
 
@@ -40,6 +42,26 @@ _MACHINE = frozenset({
     errno.EACCES, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EPERM, errno.EROFS,
 })  # fmt: skip
 _MAX_MESSAGE = 400
+_FOLDER = re.compile(r"/\S*/(?:site|dist)-packages/")
+"""Folder of installed packages, which says nothing in another environment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Place that an exception came out of, and what it said."""
+
+    file: str = ""
+    """From the top folder of its package on; empty where neither this package nor the stack ran."""
+    line: int = 0
+    message: str
+
+    @property
+    def untrue(self) -> bool:
+        """Test for an assertion that does not hold, and not for code that could not be run."""
+        return self.message.startswith("AssertionError")
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.message}" if self.file else self.message
 
 
 class StackFailed(VerifierError):
@@ -65,6 +87,14 @@ def failure_of(error: BaseException) -> StackFailure | None:
     return replace(found, at=mark[0].label, during=mark[1])
 
 
+def place_of(error: BaseException) -> Place:
+    """Place of an exception of any kind, whoever is to blame: the innermost frame of the stack or of this package."""
+    for module, code, line in reversed(_frames(error)):
+        if _root(module) or _is_ours(module):
+            return Place(file=_within(code.co_filename, module), line=line, message=_message(error))
+    return Place(message=_message(error))
+
+
 def named(failure: StackFailure, party: str, place: str = "") -> StackFailure:
     """The failure with its party, unless it has one: the engine's, on its way through a rank, stays the engine's."""
     return failure if failure.name else replace(failure, name=party, place=place)
@@ -73,25 +103,29 @@ def named(failure: StackFailure, party: str, place: str = "") -> StackFailure:
 def _classified(error: BaseException) -> StackFailure | None:
     if not _can_be_upstreams(error):
         return None
-    frames = [(frame.f_globals.get("__name__", ""), frame.f_code, line)
-              for frame, line in traceback.walk_tb(error.__traceback__)]  # fmt: skip
+    frames = _frames(error)
     stand_in = ""
     if frames and frames[-1][0].startswith(STAND_INS) and type(error) is not RuntimeError:
         return None
     for module, code, line in reversed(frames):
-        root = next((root for root in STACK if _is_in(module, root)), None)
-        if root is not None:
+        if root := _root(module):
             package, version = _distribution(root)
             return StackFailure(
                 name="", package=package, package_version=version, file=_within(code.co_filename, module),
-                line=line or 0, function=code.co_qualname, message=_message(error), missing=_missing(error),
+                line=line, function=code.co_qualname, message=_message(error), missing=_missing(error),
                 stand_in=stand_in,
             )  # fmt: skip
         if module.startswith(STAND_INS):
             stand_in = stand_in or f"{_within(code.co_filename, module)}:{line}"
-        elif _is_in(module, "verifier") and module not in WRAPPERS:
+        elif _is_ours(module):
             return None
     return None
+
+
+def _frames(error: BaseException) -> list[tuple[str, CodeType, int]]:
+    """Module, code and line of each frame that an exception went through, the innermost last."""
+    walked = traceback.walk_tb(error.__traceback__)
+    return [(frame.f_globals.get("__name__", ""), frame.f_code, line or 0) for frame, line in walked]
 
 
 def _can_be_upstreams(error: BaseException) -> bool:
@@ -110,6 +144,15 @@ def _is_in(module: str, root: str) -> bool:
     return module == root or module.startswith(f"{root}.")
 
 
+def _root(module: str) -> str:
+    """Module of the stack that this one is or lies in; empty if none."""
+    return next((root for root in STACK if _is_in(module, root)), "")
+
+
+def _is_ours(module: str) -> bool:
+    return _is_in(module, "verifier") and module not in WRAPPERS
+
+
 def _distribution(root: str) -> tuple[str, str]:
     """Name and version of the distribution that installed a module of the stack."""
     names = STACK[root]
@@ -126,7 +169,11 @@ def _within(file: str, module: str) -> str:
 
 
 def _message(error: BaseException) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    """Kind and text in one line; of an assertion without a text, the assertion."""
+    said = str(error)
+    if isinstance(error, AssertionError) and not said and (frames := traceback.extract_tb(error.__traceback__)):
+        said = frames[-1].line or ""
+    text = _FOLDER.sub("", " ".join(f"{type(error).__name__}: {said}".split())).removesuffix(":")
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
 
 

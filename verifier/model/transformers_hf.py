@@ -97,10 +97,11 @@ def _restore_float32(model: PreTrainedModel, path: Path | str) -> None:
 def _scan_without_kernels(model: PreTrainedModel) -> None:
     """Make state-space layers use torch's operations on a GPU too.
 
-    The CUDA kernels are those under test, and would be compiled for every length of sequence.
+    The CUDA kernels are those under test, and would be compiled for every length of sequence. transformers 5.16 has one
+    path, whose kernels it takes from a package of their own.
     """
     for module in model.modules():
-        if type(module).__name__ == "NemotronHMamba2Mixer":
+        if type(module).__name__ == "NemotronHMamba2Mixer" and hasattr(module, "torch_forward"):
             module.cuda_kernels_forward = module.torch_forward
 
 

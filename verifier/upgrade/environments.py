@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verifier.contracts.blame import Blame, blame
 from verifier.core.finding import ExitCode
 from verifier.errors import InternalError, UsageError
+from verifier.launch.stack_failure import Place
 
 WITH_ENV = Path(__file__).parents[2] / "ci" / "with-env"
 GATE = {"golden": (), "roundtrip": ("--cycles", "1")}
@@ -23,10 +23,10 @@ _ASKED = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?==[A-Za-z0-9][A-
 _PACKAGES = (
     "import importlib.metadata as m, json; print(json.dumps({d.name.lower(): d.version for d in m.distributions()}))"
 )
+STACK_FAILED = "STK001"
+"""Check whose finding is the failure of the stack that ended a run."""
 DEADLINE_S = 3600.0
 """Seconds of one command, which makes an environment or runs contracts or the gate; these have shorter ones."""
-_LOG_BYTES = 200_000
-"""Length of each log's end, in which the error of a process that died is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Ran:
     """Code of each check of the run -> holds, inconclusive or violated; none where the command left no report."""
     sentences: dict[str, str]
     """First line on each check that does not hold."""
-    failure: Blame | None
+    failure: Place | None
     """Place of what ended the run; None where it ran to its end."""
     seconds: float
 
@@ -78,7 +78,7 @@ def made(asked: Sequence[str]) -> list[str]:
     begin = [str(WITH_ENV), *(word for version in asked for word in ("--with", version))]
     done = _run([*begin, "true"])
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix("ci/with-env: ")
+        said = _last_line(done).removeprefix("ci/with-env: ")
         raise (UsageError if done.returncode == ExitCode.USAGE else InternalError)(said)
     return [*begin, "python"]
 
@@ -101,7 +101,7 @@ def looked_at(python: Sequence[str], model: str, folder: Path, progress: Callabl
     try:
         contracts = {item["name"]: item for item in json.loads(doctor.stdout)["contracts"]}
     except (ValueError, KeyError) as problem:
-        raise InternalError(f"the contracts could not be looked at: {blame(doctor.stderr)}") from problem
+        raise InternalError(f"the contracts could not be looked at: {_last_line(doctor)}") from problem
     gate = {}
     for command, options in GATE.items():
         progress(command)
@@ -126,20 +126,23 @@ def _gate(command: Sequence[str], trace: Path) -> Ran:
         exit_code=done.returncode,
         verdicts={item["code"]: item["verdict"] for item in outcomes},
         sentences={item["code"]: item["sentence"] for item in outcomes if item["verdict"] != "holds"},
-        failure=None if run.get("complete") else _blamed(trace, done.stderr, run.get("failure", "")),
+        failure=None if run.get("complete") else _ended(outcomes, run.get("failure") or _last_line(done)),
         seconds=seconds,
     )
 
 
-def _blamed(trace: Path, stderr: str, failure: str) -> Blame:
-    """Place of what ended a run: in what it said, else in the log of one of its processes that has a traceback."""
-    said = blame(failure or stderr)
-    logs = sorted(path for path in (trace / "logs").rglob("*") if path.is_file())
-    texts = [stderr, *(path.read_bytes()[-_LOG_BYTES:].decode(errors="replace") for path in logs)]
-    places = [said, *map(blame, texts)]
-    roots = [place for place in places if place.package and "root cause" not in place.message]
-    upstream = [place for place in roots if place.package != "verifier"]
-    return next(iter([*upstream, *roots]), said)
+def _ended(outcomes: Sequence[dict[str, Any]], said: str) -> Place:
+    """Place of what ended a run: where the stack failed, if it did; else the first line of what was said."""
+    for item in outcomes:
+        if item["code"] == STACK_FAILED and item["finding"] is not None:
+            first = item["finding"]["first"]
+            file, _, line = first["what"].rpartition(":")
+            return Place(file=file, line=int(line), message=first["actual"])
+    return Place(message=said.splitlines()[0])
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:

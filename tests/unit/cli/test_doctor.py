@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from verifier.cli import doctor
-from verifier.contracts.blame import Blame
 from verifier.contracts.examine import Looked
 from verifier.contracts.table import Contract
 from verifier.errors import UsageError
+from verifier.launch.stack_failure import Place
 from verifier.platform.pins import PINS
 
 
@@ -76,7 +76,7 @@ def test_absent_package(machine):
 
 def test_contracts_say_what_moved_and_what_rests_on_it(machine):
     found = machine({name: PINS[name] for name in doctor.TIERS["cpu"]})
-    why = Blame(package="megatron", file="megatron/core/x.py", line=7, message="TypeError: no `group`")
+    why = Place(file="megatron/core/x.py", line=7, message="TypeError: no `group`")
     gone = replace(why, message="AssertionError: assert spoiled")
     holds, moved, unseen, fix, mended = (
         Contract(name="holds", package="torch", checks=("LSS001",)),

@@ -1,11 +1,11 @@
 """What a manifest says of moved contracts, and when nobody looks."""
 
 from verifier.contracts import examine
-from verifier.contracts.blame import Blame
 from verifier.contracts.examine import Looked, declared
 from verifier.contracts.table import Contract
+from verifier.launch.stack_failure import Place
 
-WHY = Blame(package="vllm", file="vllm/a.py", line=3, message="ImportError: gone")
+WHY = Place(file="vllm/a.py", line=3, message="ImportError: gone")
 MOVED = Looked(contract=Contract(name="a", package="vllm", checks=("ENG001",)), failure=WHY)
 MENDED = Looked(contract=Contract(name="b", package="vllm", bug="vllm #1"), failure=WHY)
 DIED = Looked(contract=Contract(name="c", package="vllm", checks=("ENG002",)), failure=WHY, answered=False)

@@ -10,7 +10,7 @@ import pytest
 from verifier.core.stage import Stage, in_stage
 from verifier.errors import ContractError, InternalError
 from verifier.launch.failures import error_from, known_error, to_record
-from verifier.launch.stack_failure import StackFailed, failure_of, named
+from verifier.launch.stack_failure import Place, StackFailed, failure_of, named, place_of
 
 CALL = "def call(inner, *given):\n    return inner(*given)\n"
 RAISE = "def fail(error):\n    raise error\n"
@@ -138,3 +138,37 @@ def test_it_crosses_processes_with_stage_and_party():
 def test_an_error_of_ours_stays_an_internal_error():
     record = to_record(raised(RuntimeError("x"), "megatron.core.attention", "verifier.train.loss"))
     assert type(error_from(record, "it failed")) is InternalError
+
+
+@pytest.mark.parametrize(
+    ("modules", "file"),
+    [
+        (("verifier.contracts.x", "megatron.core.x", "torch.functional"), "megatron/core/x.py"),
+        (("megatron.core.x", "verifier.contracts.x"), "verifier/contracts/x.py"),
+        (("vllm.x", "verifier.platform.patch"), "vllm/x.py"),
+        (("torch.functional",), ""),
+    ],
+)
+def test_every_exception_has_a_place(modules, file):
+    found = place_of(raised(InternalError("no `size`"), *modules))
+    assert found == Place(file=file, line=2 if file else 0, message="InternalError: no `size`")
+    assert str(found) == (f"{file}:2: " if file else "") + "InternalError: no `size`"
+    assert not found.untrue
+
+
+def test_an_assertion_without_a_text_is_itself_the_message():
+    def wrong():
+        size = 2
+        assert size == 1
+
+    with pytest.raises(AssertionError) as caught:
+        wrong()
+    found = place_of(AssertionError().with_traceback(caught.value.__traceback__))  # pytest gives its own a text
+    assert found.message == "AssertionError: assert size == 1"
+    assert found.untrue
+
+
+def test_folders_of_packages_are_left_out():
+    error = ImportError("cannot import name 'x' from 'vllm.y' (/any/lib/python3.12/site-packages/vllm/y.py)")
+    message = place_of(raised(error, "verifier.engine.x")).message
+    assert message == "ImportError: cannot import name 'x' from 'vllm.y' (vllm/y.py)"

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from verifier.contracts.blame import Blame
 from verifier.errors import UsageError
+from verifier.launch.stack_failure import Place
 from verifier.upgrade.compared import changes_of, render_json, render_text
 from verifier.upgrade.environments import EnvironmentResult, Ran, require_versions
 
-DIED = Blame(package="vllm", file="vllm/worker.py", line=9, message="TypeError: no `size`")
+DIED = Place(file="vllm/worker.py", line=9, message="TypeError: no `size`")
 
 
 def ran(failure=None, code=0, **verdicts):
@@ -18,7 +18,7 @@ def ran(failure=None, code=0, **verdicts):
 
 
 def contract(holds=True, bug=""):
-    failure = None if holds else {"package": "vllm", "file": "vllm/a.py", "line": 3, "message": "Error: x"}
+    failure = None if holds else {"file": "vllm/a.py", "line": 3, "message": "Error: x"}
     checks = [] if bug else ["ENG001"]
     return {"package": "vllm", "checks": checks, "fix": "", "bug": bug, "holds": holds, "failure": failure}
 
@@ -77,8 +77,8 @@ def test_text_and_json():
     )
     said = json.loads(render_json(change))
     assert said["worse"] is True
-    assert said["failures"][0]["blame"] == {
-        "package": "vllm", "file": "vllm/worker.py", "line": 9, "message": "TypeError: no `size`",
+    assert said["failures"][0]["place"] == {
+        "file": "vllm/worker.py", "line": 9, "message": "TypeError: no `size`",
     }  # fmt: skip
 
 

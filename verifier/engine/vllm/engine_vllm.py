@@ -8,6 +8,7 @@ import importlib
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from verifier.engine.api import (
 )
 from verifier.engine.vllm.batch_vllm import RunningBatch, nats_of, sample_of, seeded
 from verifier.engine.vllm.worker_vllm import BACKEND
-from verifier.errors import ContractError, InternalError, VerifierError
+from verifier.errors import ContractError, InternalError, UsageError, VerifierError
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.families import FAMILIES, moe_layers_of
 from verifier.plan.chunk_plan import ChunkPlan
@@ -76,6 +77,8 @@ class VllmEngine(Engine):
     library = "vLLM"
 
     def __init__(self, config: EngineConfig) -> None:
+        if config.routes and find_spec("vllm.distributed.aux_output_connector") is not None:
+            raise UsageError("this vLLM reports routes in another way than 0.22, which is not read: replay none")
         checkpoint = open_checkpoint(config.checkpoint)
         self.config = config
         self._limits = Limits.of(checkpoint.config, config)
@@ -190,12 +193,12 @@ class VllmEngine(Engine):
         return self._rpc("verifier_receive", Receipt, chunk=chunk)
 
     def finish_update(self) -> None:
-        """See `Engine.finish_update`; by the worker's `finish_weight_update`.
+        """See `Engine.finish_update`; by the worker's `verifier_finish`.
 
         Raises:
             ContractError: a layer's weights do not fit it; the next update starts from the previous weights.
         """
-        self._rpc("finish_weight_update", otherwise=ContractError)
+        self._rpc("verifier_finish", otherwise=ContractError)
         if self._batch is not None:
             self._batch.updated()
 
@@ -239,7 +242,8 @@ class VllmEngine(Engine):
     def _routed(self, output: RequestOutput, asked: SamplingParams) -> Sample:
         """Convert a request's only completion, with its routes, of which vLLM has columns for dense layers too."""
         item = output.outputs[0]
-        parts = [part for part in (output.prompt_routed_experts, item.routed_experts) if part is not None]
+        of_prompt = getattr(output, "prompt_routed_experts", None)  # vLLM 0.22 has all routes in one array
+        parts = [part for part in (of_prompt, item.routed_experts) if part is not None]
         routes = [token[: self._routers] for part in parts for token in part.tolist()]
         return replace(
             seeded(_sample(item, output), item, asked), routes=tuple(tuple(map(tuple, token)) for token in routes)

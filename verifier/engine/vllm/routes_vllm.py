@@ -1,22 +1,19 @@
 """Routes of a mixture of experts on vLLM's CPU worker: what it lacks of vLLM's own record of them.
 
-vLLM 0.21 copies routes by CUDA streams, and its CPU experts choose inside of their own function, where no route is
-written. Finding routes by position and request, and giving them out, stay vLLM's own.
+vLLM's CPU experts choose inside of their own function, where no route is written; vLLM 0.21 also copies routes by CUDA
+streams. Finding routes by position and request, and giving them out, stay vLLM's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
-    _RoutedExpertsCapturerReal,
-    _RoutedExpertsHostCache,
-    bind_routing_capture_to_model,
-    set_global_experts_capturer,
-)
+from vllm.model_executor.layers.fused_moe import routed_experts_capturer
 
+from verifier.engine.vllm.experts_vllm import LAYER
 from verifier.platform.patch import Patch, apply, current
 
 _CHOICE = "vllm.model_executor.layers.fused_moe.cpu_fused_moe:select_experts"
@@ -29,51 +26,48 @@ _EXPERTS = (
 )
 
 
-class HostCapturer(_RoutedExpertsCapturerReal):
-    """vLLM's capturer where device and host are one: routes are filed at once, without streams and pinned memory."""
-
-    def __init__(self, runner: Any) -> None:
-        super().__init__(
-            runner.model_config, max_num_batched_tokens=runner.scheduler_config.max_num_batched_tokens,
-            num_fused_shared_experts=0, max_model_len=runner.max_model_len, device="cpu", skip_host_cache=True,
-        )  # fmt: skip
-        self.host_cache = _RoutedExpertsHostCache(self.num_hidden_layers, self.num_experts_per_tok, self.max_model_len)
-        self._pinned_staging = self.device_cache.buffer
-
-    def sync_fwd_experts_buffer_DtoH(self, positions: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> None:  # noqa: N802 - vLLM's name
-        """File the routes of a forward pass under its requests."""
-        self._pending_total_tokens = sum(num_scheduled_tokens.values())
-        self._pending_positions, self._pending_num_scheduled = positions.numpy().copy(), num_scheduled_tokens
-        self._scatter_to_host()
-
-
-def record_routes(runner: Any) -> None:
+def record_routes(runner: Any, begin: Callable[[Any], None]) -> None:
     """Have vLLM's CPU model runner report the experts of each token, as its GPU runner does.
+
+    Args:
+        runner: the model runner, with its model.
+        begin: upstream's own beginning of the record.
 
     Raises:
         UsageError: another vLLM, whose experts choose elsewhere.
     """
-    set_global_experts_capturer(HostCapturer(runner))
-    bind_routing_capture_to_model(runner.model)
-    runner._positions_cpu = torch.empty(runner.scheduler_config.max_num_batched_tokens, dtype=torch.long)
-    runner.routed_experts_initialized = True
+    keep: Callable[[Any, torch.Tensor], None]
+    if hasattr(routed_experts_capturer, "_RoutedExpertsCapturerReal"):
+        from verifier.engine.vllm import host_capturer_vllm
+
+        host_capturer_vllm.install(runner)
+        keep = host_capturer_vllm.keep
+    else:
+        begin(runner)
+        layers = [module for module in runner.model.modules() if isinstance(module, LAYER)]
+        keep = partial(_capture, runner.routed_experts_capturer, {id(layer): at for at, layer in enumerate(layers)})
     choose: Callable[..., Any] = current(_CHOICE)
     run_experts: Callable[..., Any] = current(_EXPERTS)
-    layers: list[Any] = []
+    running: list[Any] = []
 
     def experts_of_layer(self: Any, layer: Any, *inputs: Any, **named: Any) -> Any:
-        layers.append(layer)
+        running.append(layer)
         try:
             return run_experts(self, layer, *inputs, **named)
         finally:
-            layers.pop()
+            running.pop()
 
     def chosen(*inputs: Any, **named: Any) -> Any:
         weights, experts_TK = choose(*inputs, **named)
-        layers[-1]._routing_replay_out[: len(experts_TK)].copy_(experts_TK)
+        keep(running[-1], experts_TK)
         return weights, experts_TK
 
     apply([
         Patch(_CHOICE, chosen, _CHOICE_TAKES),
         Patch(_EXPERTS, experts_of_layer, "self layer x router_logits input_ids"),
     ])  # fmt: skip
+
+
+def _capture(capturer: Any, columns: dict[int, int], layer: Any, experts_TK: torch.Tensor) -> None:
+    """Keep the experts that a layer chose; columns count routers, without dense layers, as in vLLM 0.21."""
+    capturer.capture(columns[id(layer)], experts_TK)

@@ -9,7 +9,7 @@ vLLM 0.21 packs linear weights for oneDNN: it empties the parameter and keeps th
 
 Source:
     vllm/model_executor/layers/utils.py `dispatch_cpu_unquantized_gemm`;
-    vllm/model_executor/layers/fused_moe/cpu_fused_moe.py `CPUFusedMOE`, `SGLFusedMOE`.
+    vllm/model_executor/layers/fused_moe/cpu_fused_moe.py `CPUFusedMOE`, `SGLFusedMOE`; experts/cpu_moe.py in vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from functools import partial
 import torch
 from torch import nn
 from vllm import _custom_ops as ops
-from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE, SGLFusedMOE
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
 from verifier.engine.api import Poisoned
 from verifier.engine.stored_tensors import StoredTensor, poison_stored, prefixed_modules, stored_in_model
+from verifier.engine.vllm.experts_vllm import packer
 from verifier.errors import ContractError
 
 _ROWS = 1024
@@ -132,12 +132,8 @@ def unpack_experts(module: nn.Module, packed: torch.Tensor) -> torch.Tensor:
     Raises:
         ContractError: the kernel does more than permute within an expert.
     """
-    kernel = getattr(getattr(module, "quant_method", None), "cpu_fused_moe", None)
-    if isinstance(kernel, SGLFusedMOE):
-        pack = torch.ops._C.convert_weight_packed
-    elif isinstance(kernel, CPUFusedMOE) and kernel.forward_method.__name__ == "forward_grouped_gemm":
-        pack = partial(ops.cpu_prepack_moe_weight, isa=kernel.isa)
-    else:
+    pack = packer(module)
+    if pack is None:
         return packed
     count = packed[0].numel()
     index = torch.arange(count).view(1, *packed.shape[1:])

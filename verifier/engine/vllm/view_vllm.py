@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -21,6 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from verifier.engine.api import EngineSlice
 from verifier.engine.stored_tensors import adapter_places, slice_of
+from verifier.engine.vllm.experts_vllm import CHILD, LAYER
 from verifier.engine.vllm.stored_tensors_vllm import packed_linears, unpack_experts
 from verifier.errors import ContractError
 
@@ -69,8 +69,8 @@ def _slices(model: nn.Module, carried: Collection[str]) -> Iterator[EngineSlice]
     for path, module in modules:
         if adapter_places(module):
             yield from _adapter(path, module, model)
-        if isinstance(module, FusedMoE):
-            yield from _experts(path, module)
+        if isinstance(module, LAYER):
+            yield from _experts(path.removesuffix(CHILD), module)
         elif isinstance(module, VocabParallelEmbedding):
             tied = isinstance(module, ParallelLMHead) and f"{path}.weight" not in carried
             begin, end = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
@@ -147,21 +147,23 @@ def _adapter(path: str, module: nn.Module, model: nn.Module) -> Iterator[EngineS
             yield slice_of(f"{parent}.{name}.{matrix}.weight", f"{path}.{matrix}", stack[0, 0])
 
 
-def _experts(path: str, module: FusedMoE) -> Iterator[EngineSlice]:
+def _experts(path: str, module: nn.Module) -> Iterator[EngineSlice]:
     places = range(module.global_num_experts) if module.expert_map is None else module.expert_map.tolist()
     firsts = ("gate_proj", "up_proj") if module.moe_config.is_act_and_mul else ("up_proj",)
     rounded = _rounded(module.w13_weight)
-    copies = list(_expert_weights(path, module))
+    copies, rank = list(_expert_weights(path, module)), module.moe_config.moe_parallel_config.tp_rank
     for expert, place in enumerate(places):
         for (first, fc1), (second, fc2) in copies if place >= 0 else ():
             rows = zip(firsts, fc1[place].chunk(len(firsts)), strict=True)
             pieces = [(leaf, first, fc1, piece, 0) for leaf, piece in rows]
             for leaf, holder, whole, piece, dim in [*pieces, ("down_proj", second, fc2, fc2[place], 1)]:
-                name, begin = f"{path}.{expert}.{leaf}.weight", module.tp_rank * piece.shape[dim]
+                name, begin = f"{path}.{expert}.{leaf}.weight", rank * piece.shape[dim]
                 yield slice_of(name, holder, whole if rounded else piece, dim, begin, quantized=rounded)
 
 
-def _expert_weights(path: str, module: FusedMoE) -> Iterator[tuple[tuple[str, torch.Tensor], tuple[str, torch.Tensor]]]:
+def _expert_weights(
+    path: str, module: nn.Module
+) -> Iterator[tuple[tuple[str, torch.Tensor], tuple[str, torch.Tensor]]]:
     """Yield ((holder, [experts, 2*width, hidden]), (holder, [experts, hidden, width])) of each copy of the experts."""
     if module.w13_weight.numel():
         plain = _rounded(module.w13_weight)

@@ -10,18 +10,24 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from vllm.config.parallel import ParallelConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, _place_kernel_tensors, get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    LAYERWISE_INFO,
+    _place_kernel_tensors,
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
 
 from verifier.engine import worker_failures
 from verifier.engine.api import EngineSlice, EngineTensor, Poisoned, reply_of
@@ -32,12 +38,14 @@ from verifier.errors import ContractError
 from verifier.launch.child import die_with_parent, resolve
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.platform import upstream_fixes_vllm
-from verifier.platform.patch import Patch, apply
+from verifier.platform.patch import Patch, apply, current
 from verifier.transport.receiver import ChunkReceiver
 from verifier.transport.wire import Address, Agreement, Receipt
 
+Load = Callable[[list[tuple[str, torch.Tensor]]], set[str] | None]
 BACKEND = "ipc"
 """Backend name that `ChunkTransferEngine` replaces; `WeightTransferConfig.backend` accepts only "nccl" and "ipc"."""
+_ROUTES = "vllm.v1.worker.cpu_model_runner:CPUModelRunner.init_routed_experts_capturer"
 
 
 class ChunkTransferEngine(WeightTransferEngine[Address, dict[str, int]]):
@@ -49,14 +57,17 @@ class ChunkTransferEngine(WeightTransferEngine[Address, dict[str, int]]):
     init_info_cls = Address
     update_info_cls = dict
 
-    def __init__(self, config: WeightTransferConfig, parallel_config: ParallelConfig) -> None:
-        super().__init__(config, parallel_config)
+    def __init__(self, config: WeightTransferConfig, *given: Any) -> None:
+        super().__init__(
+            config, *given
+        )  # the parallel config; from vLLM 0.22 on also the model, and in 0.32 all configs
         worker_failures.listen_in_worker()
         upstream_fixes_vllm.install_asked()
         if threading.current_thread() is threading.main_thread():
             die_with_parent(os.getppid())
+        parallel = self.parallel_config
         self.receiver = ChunkReceiver(
-            parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank, copy_kept_views
+            parallel.data_parallel_index * parallel.world_size + parallel.rank, copy_kept_views
         )
         self.receipt: Receipt | None = None
 
@@ -64,11 +75,18 @@ class ChunkTransferEngine(WeightTransferEngine[Address, dict[str, int]]):
         """Join the sender's group."""
         self.receiver.connect(init_info)
 
-    def receive_weights(
-        self, update_info: dict[str, int], load_weights: Callable[[list[tuple[str, torch.Tensor]]], set[str] | None]
-    ) -> None:
+    def start_weight_update(self) -> None:
+        """Begin a layerwise reload; called by vLLM 0.32, whose worker leaves it to the engine."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: dict[str, int], load_weights: Load | None = None) -> None:
         """Receive and load one chunk and keep its `receipt`."""
-        self.receipt = self.receiver.receive(update_info["chunk"], lambda tensors: load_weights(tensors) or ())
+        load = load_weights or self.model.load_weights
+        self.receipt = self.receiver.receive(update_info["chunk"], lambda tensors: load(tensors) or ())
+
+    def finish_weight_update(self) -> None:
+        """Finish a layerwise reload; called by vLLM 0.32."""
+        finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -84,6 +102,8 @@ class VerifierWorker:
     """Methods mixed into vLLM's worker, the only one of its process; called by `verifier_request`."""
 
     _verifier_saved: ClassVar[dict[str, torch.Tensor]] = {}
+    _verifier_open = False
+    """An update has begun and was not finished; vLLM 0.32 counts one that failed as finished."""
 
     def verifier_request(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Call a method of this worker, vLLM's or one below, and never raise; see `reply_of`.
@@ -121,7 +141,8 @@ class VerifierWorker:
             self._verifier_abandon()
             restore(self.model_runner.get_model(), self._verifier_saved)
             self._verifier_aliases = aliases(self.model_runner.get_model())
-            self.start_weight_update(is_checkpoint_format=True)
+            self.start_weight_update()
+            self._verifier_open = True
         return agreement
 
     def verifier_receive(self, chunk: int) -> Receipt:
@@ -130,6 +151,11 @@ class VerifierWorker:
         receipt = self.weight_transfer_engine.receipt
         names = {alias for name in receipt.loaded for alias in self._verifier_aliases.get(name, (name,))}
         return replace(receipt, loaded=tuple(sorted(names)))
+
+    def verifier_finish(self) -> None:
+        """See `Engine.finish_update`."""
+        self.finish_weight_update()
+        self._verifier_open = False
 
     def verifier_clear_cache(self) -> None:
         """Zero every block of the KV cache, used or free.
@@ -157,9 +183,9 @@ class VerifierWorker:
                 Path(path).unlink(missing_ok=True)
 
     def _verifier_abandon(self) -> None:
-        if self._weight_update_active:
+        if self._verifier_open:
             abandon_reload(self.model_runner.get_model())
-            self._weight_update_active = False
+            self._weight_update_active = self._verifier_open = False
 
     def verifier_call(self, function: str, arguments: Sequence[Any]) -> Any:
         """See `Engine.call`."""
@@ -203,28 +229,25 @@ def copy_kept_views(buffer: torch.Tensor) -> None:
 
 def _install() -> None:
     WeightTransferEngineFactory._registry[BACKEND] = lambda: ChunkTransferEngine
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and find_spec("vllm.model_executor.layers.fused_moe.cpu_fused_moe") is not None:
         # Where its grouped kernel does not compute the experts (no AVX-512, or AMX), vLLM 0.21 makes a module of the
-        # activation in each forward pass, where there is no config to make it with (vllm #45447).
+        # activation in each forward pass, where there is no config to make it with (vllm #45447). vLLM 0.32 has neither
+        # this module nor this way to record routes.
         from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 
         cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = SiluAndMul.forward_native
-        apply(
-            [
-                Patch(
-                    "vllm.v1.worker.cpu_model_runner:CPUModelRunner.init_routed_experts_capturer",
-                    _record_routes,
-                    "self",
-                )
-            ]
-        )
+        apply([Patch(_ROUTES, _record_routes(current(_ROUTES)), "self")])
 
 
-def _record_routes(runner: Any) -> None:
-    """Only mixtures come here: an engine of a dense model runs in a vLLM that records routes in another way."""
-    from verifier.engine.vllm.routes_vllm import record_routes
+def _record_routes(begin: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return what begins a record of routes: only mixtures import the module that changes most between versions."""
 
-    record_routes(runner)
+    def record(runner: Any) -> None:
+        from verifier.engine.vllm.routes_vllm import record_routes
+
+        record_routes(runner, begin)
+
+    return record
 
 
 _install()
