@@ -24,7 +24,7 @@ _RENAMED = {
     **dict.fromkeys(_WITH_W, (r"\.mlp\.", ".block_sparse_moe.")),
 }
 """Model type -> (part of a tensor's name in transformers, what stands for it in checkpoints)."""
-_EXPERT_LEAVES = dict.fromkeys(_WITH_W, {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})
+_EXPERT_LEAVES = {kind: {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} for kind in _WITH_W}
 """Model type -> names of an expert's matrices in checkpoints, where they are others."""
 
 

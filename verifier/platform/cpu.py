@@ -136,8 +136,8 @@ def _offer_placeholder() -> None:
     """Make megatron-bridge's unguarded `import transformer_engine.pytorch` succeed; any use raises AttributeError."""
     package, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     package.__path__, package.pytorch = [], pytorch
-    # Adapters refer to these at import, in annotations and in isinstance checks; megatron-bridge 0.5 to the signature of
-    # the grouped one.
+    # Adapters refer to these at import, in annotations and in isinstance checks; megatron-bridge 0.5 to the signature
+    # of the grouped one.
     pytorch.ops = ModuleType("transformer_engine.pytorch.ops")
     pytorch.ops.Sequential = type("Sequential", (), {})
     pytorch.Linear, pytorch.LayerNormLinear = type("Linear", (), {}), type("LayerNormLinear", (), {})
