@@ -55,19 +55,24 @@ def _sums(rows: list[Row]) -> Iterator[tuple[str, str]]:
             "round trips by NCCL and IPC",
             f"{_passed(trips)} hold every check; mean mismatch at most {ratio:.2f} of the measured noise",
         )
-    options = [row for row in rows if "mismatch" in row and "transport" not in row]
+    options = [row for row in rows if "mismatch" in row and "noise_mean" in row and "transport" not in row]
     if options:
         what = "round trips with CUDA graphs, sleep levels 1 and 2, fp8 engines, an adapter"
         yield what, f"{_passed(options)} hold every check"
     commands = [row for row in rows if "said" in row]
     if commands:
         yield "commands of docs/gpu.md, as a user types them", f"{_passed(commands)} hold every check"
-    faults = [row for row in rows if "fault" in row]
+    faults = [row for row in rows if "first_bad_stage" in row]
     if faults:
         stages = ", ".join(sorted({row["first_bad_stage"] for row in faults}))
         caught = sum(bool(row["caught"]) for row in faults)
         shown = f"{caught} of {len(faults)} caught, first in: {stages}"
         yield "shipped bugs, injected", f"{shown}; {_passed(faults)} in their own stage, and healed"
+    for row in (row for row in rows if "placement" in row):
+        rewards = row["held_out_reward"]
+        shown = f"`held_out_reward` from {next(iter(rewards.values())):.2f} to {max(rewards.values()):.2f}"
+        shown += f" in {row['steps']} steps, {row['seconds'] + row['fine_tuning_s']:.0f} s (limits 0.8 and 300 s)"
+        yield f"GRPO in bf16, {row['placement']}, all steps judged", shown
     floors = [row for row in rows if "longest" in row]
     if floors:
         yield "noise floors by length", f"{len(floors)} checkpoints"
@@ -86,8 +91,10 @@ def _speeds(rows: list[Row]) -> Iterator[tuple[str, str]]:
                 f"{row['digest_gb_s']:,} GB/s, {row['median_share']:.2f} of an int64 sum (limit 0.8)",
             )
         if "verified_speed_share" in row and row.get("chunk_mib") == 1024:
+            ranks = row.get("engine_ranks", 1)
+            to = f" to each of {ranks} engine ranks" if ranks > 1 else ""
             yield (
-                f"verified transfer of 8 GiB by {row['transport'].upper()}, {row['num_tensors']:,} tensors",
+                f"verified transfer of 8 GiB{to} by {row['transport'].upper()}, {row['num_tensors']:,} tensors",
                 f"{row['verified_gb_s']:.0f} GB/s; {row['verified_speed_share']:.2f} of vLLM's unverified, "
                 f"{row['verified_of_own_undigested']:.2f} of ours without digests (limit 0.97 of vLLM's)",
             )

@@ -40,7 +40,7 @@ LONG = RELOAD[:3]
         ),
         *(pytest.param(name, Mesh(tp=4), marks=[pytest.mark.h100(gpus=4), pytest.mark.own_process]) for name in RELOAD),
     ],
-    ids=str,
+    ids=lambda value: value.label().replace(" ", "-") if isinstance(value, Mesh) else value,
 )
 def test_reload_fault_is_caught_where_it_sits(name, mesh, runner, measured, tmp_path):
     fault = CATALOG[name]

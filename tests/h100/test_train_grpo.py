@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -24,17 +25,22 @@ from tests.h100.lanes import FINE_TUNED
 from tests.meta.sources import ROOT
 from verifier.plan.digest import digest_tensor
 
-LEARNS = (
-    "first=null", "dtype=bf16", "steps=130", "data.batch_size=128", "batch.max_tokens=16384",
-    "grpo.mini_batches=4", "optimizer.learning_rate=4e-4", "optimizer.warmup_steps=10", "checkpoint.every=0",
-    "engine.cuda_graphs=true", "verify.every=0",
-)  # fmt: skip
+LEARNS = {
+    "first": "null", "dtype": "bf16", "steps": "130", "data.batch_size": "128", "batch.max_tokens": "16384",
+    "grpo.mini_batches": "4", "optimizer.learning_rate": "4e-4", "optimizer.warmup_steps": "10",
+    "checkpoint.every": "0", "engine.cuda_graphs": "true", "verify.every": "0",
+}  # fmt: skip
 """Knobs over configs/add-grpo.yaml. No step is computed by transformers, which takes a minute for 1,024 rollouts."""
 BEFORE, AFTER = 0.4, 0.8
 """Held-out reward at temperature 1: before the first step of GRPO at most, and at the end at least."""
 LONGEST_S = 300.0
 """Seconds of fine-tuning and GRPO together, starts included, at most."""
-SHORT = ("steps=3", "data.batch_size=32", "evaluation.num_problems=32", "optimizer.learning_rate=1e-4")
+SHORT = {"steps": "3", "data.batch_size": "32", "evaluation.num_problems": "32", "optimizer.learning_rate": "1e-4"}
+
+
+def words_of(knobs: dict[str, str]) -> list[str]:
+    """Words of a command line."""
+    return [f"{name}={value}" for name, value in knobs.items()]
 
 
 def trained(folder: Path, *words: str, **env: str) -> tuple[list[dict[str, float]], float]:
@@ -65,9 +71,9 @@ def fine_tuned(tmp_path_factory) -> tuple[Path, float]:
     return folder / "run" / "hf_model", float(took.read_text())
 
 
-def learnt(folder: Path, first: tuple[Path, float], *words: str) -> dict[str, object]:
-    """Train by reward; compare held-out rewards and seconds with their bounds; what to record."""
-    rows, seconds = trained(folder, "configs/add-grpo.yaml", f"model={first[0]}", *LEARNS, *words)
+def learns(folder: Path, first: tuple[Path, float], measured: Any, placement: str, *words: str) -> None:
+    """Train by reward; record what came of it, and compare held-out rewards and seconds with their bounds."""
+    rows, seconds = trained(folder, "configs/add-grpo.yaml", f"model={first[0]}", *words_of(LEARNS), *words)
     rewards = {row["step"]: row["held_out_reward"] for row in rows if "held_out_reward" in row}
     p99 = [row["mismatch_p99"] for row in rows]
     found = {
@@ -77,38 +83,29 @@ def learnt(folder: Path, first: tuple[Path, float], *words: str) -> dict[str, ob
         "mismatch_trend": rows[-1]["mismatch_trend"],
         **{key: statistics.median(row[key] for row in rows) for key in ("time_s", "prepare_s", "train_s", "sync_s")},
     }  # fmt: skip
-    print(found, flush=True)
+    measured(placement=placement, **found)
     assert next(iter(rewards.values())) < BEFORE
     assert max(rewards.values()) > AFTER
     assert first[1] + seconds < LONGEST_S
-    return found
 
 
-@pytest.mark.h100(gpus=1)
 @pytest.mark.own_cores
-def test_colocated(fine_tuned, measured, tmp_path):
-    measured(placement="colocated", **learnt(tmp_path / "run", fine_tuned, "mesh.dp=1"))
-
-
-@pytest.mark.h100(gpus=2)
-@pytest.mark.own_cores
-def test_disaggregated_by_nccl_with_cuda_graphs(fine_tuned, measured, tmp_path):
-    found = learnt(tmp_path / "run", fine_tuned, "mesh.dp=1", "transport=nccl")
-    measured(placement="disaggregated", **found)
-
-
-@pytest.mark.h100(gpus=4)
-@pytest.mark.own_cores
-def test_colocated_on_four(fine_tuned, measured, tmp_path):
-    found = learnt(tmp_path / "run", fine_tuned, "mesh.dp=4", "engine.replicas=4", "transport=ipc")
-    measured(placement="colocated on four, four engines", **found)
-
-
-@pytest.mark.h100(gpus=4)
-@pytest.mark.own_cores
-def test_disaggregated_two_and_two(fine_tuned, measured, tmp_path):
-    found = learnt(tmp_path / "run", fine_tuned, "mesh.dp=2", "engine.tp=2", "transport=nccl")
-    measured(placement="disaggregated, two and two", **found)
+@pytest.mark.parametrize(
+    ("placement", "words"),
+    [
+        pytest.param("colocated", ("mesh.dp=1",), marks=pytest.mark.h100(gpus=1)),
+        pytest.param("disaggregated", ("mesh.dp=1", "transport=nccl"), marks=pytest.mark.h100(gpus=2)),
+        pytest.param(
+            "colocated on four", ("mesh.dp=4", "engine.replicas=4", "transport=ipc"), marks=pytest.mark.h100(gpus=4)
+        ),
+        pytest.param(
+            "disaggregated two and two", ("mesh.dp=2", "engine.tp=2", "transport=nccl"), marks=pytest.mark.h100(gpus=4)
+        ),
+    ],
+    ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
+)  # fmt: skip
+def test_rewards_rise(placement, words, fine_tuned, measured, tmp_path):
+    learns(tmp_path / "run", fine_tuned, measured, placement, *words)
 
 
 @pytest.mark.h100(gpus=4)
@@ -119,7 +116,7 @@ def test_disaggregated_two_and_two(fine_tuned, measured, tmp_path):
     ids=["colocated", "disaggregated"],
 )
 def test_two_ray_nodes_have_the_bits_of_one(placed, fine_tuned, measured, tmp_path):
-    words = ("configs/add-grpo.yaml", f"model={fine_tuned[0]}", *LEARNS, *SHORT, *placed)
+    words = ("configs/add-grpo.yaml", f"model={fine_tuned[0]}", *words_of(LEARNS | SHORT), *placed)
     found = {}
     trained(tmp_path / "one", *words, "ray.use=true")
     with cluster_of_two_nodes(tmp_path / "token") as (address, environment):
