@@ -241,7 +241,7 @@ def attention_equals_torchs_own() -> None:
     from verifier.platform.cpu_attention import TEDotProductAttention
 
     config = _attention_config()
-    groups = SimpleNamespace(cp=dist.group.WORLD)
+    groups = SimpleNamespace(cp=dist.group.WORLD, tp=dist.group.WORLD)
     attention = TEDotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
     lengths, padded = [5, 1, 7], [8, 4, 12]
     query, key, value = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 6)
@@ -279,7 +279,7 @@ def windows_equal_torchs_own() -> None:
     from verifier.platform.cpu_attention import TEDotProductAttention
 
     config = _attention_config(window_size=(3, 0), window_attn_skip_freq=2)
-    groups = SimpleNamespace(cp=dist.group.WORLD)
+    groups = SimpleNamespace(cp=dist.group.WORLD, tp=dist.group.WORLD)
     query, key, value = torch.randn(9, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
     behind = torch.arange(9)[:, None] - torch.arange(9)
     for layer, rows_before in ((1, 3), (2, 9)):
@@ -293,5 +293,8 @@ def windows_equal_torchs_own() -> None:
 
 def _attention_config(**different: object) -> SimpleNamespace:
     """Fields of a TransformerConfig that the reference attention reads."""
-    plain = {"attention_dropout": 0.0, "window_size": None, "window_attn_skip_freq": None, "softmax_type": "vanilla"}
+    plain = {
+        "attention_dropout": 0.0, "window_size": None, "window_attn_skip_freq": None, "softmax_type": "vanilla",
+        "num_attention_heads": 4,
+    }  # fmt: skip
     return SimpleNamespace(**{**plain, **different})
