@@ -12,7 +12,7 @@ import msgspec
 from verifier.core.work_folder import WorkFolder
 from verifier.engine.api import EngineConfig
 from verifier.engine.client import EngineClient, EngineGone
-from verifier.errors import InternalError, UsageError
+from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch.child import end_of, last_lines, spawn
 from verifier.launch.fork_server import ForkServer
 from verifier.launch.vigil import Vigil
@@ -121,7 +121,7 @@ class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
         """The end of what the server and its workers wrote, after the end of the engine too."""
         return end_of(self._log) if self._log.is_file() else self._last_log
 
-    def death(self) -> InternalError:
+    def death(self) -> VerifierError:
         """The error of a server that has ended by itself, with its signal, and who died before it."""
         of_worker = self.socket_path.with_name(DEATH)
         cause = of_worker.read_text() if of_worker.is_file() else self._server.cause_of_death()

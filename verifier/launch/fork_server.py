@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from verifier.errors import ContractError, InternalError
+from verifier.errors import ContractError, InternalError, VerifierError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
 from verifier.launch.child import Child, die_with_parent, last_lines, resolve, spawn
 from verifier.launch.failures import error_from, to_record
@@ -32,6 +32,8 @@ from verifier.launch.vigil import Vigil
 _REPLY_S = 60.0
 """Seconds that a fork, or the collection of a child's exit status, may take."""
 _END_S = 5.0
+_UNHEARD_S = 0.1
+"""Seconds for a message that was sent before its sender ended."""
 
 
 class ForkServer:
@@ -59,7 +61,7 @@ class ForkServer:
         self._load_deadline_s = load_deadline_s
         self._process: Child | None = None
         self._loaded = False
-        self._death: InternalError | None = None
+        self._death: VerifierError | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -113,7 +115,7 @@ class ForkServer:
             record = self._receive(self._load_until - time.monotonic(), what, self.vigil)
             if record is not None:
                 self.close()
-                raise error_from(record, f"{self._name} could not load", self._name)
+                raise self._refused(record)
             self._loaded = True
 
     def fork(
@@ -139,11 +141,12 @@ class ForkServer:
             pid = self._ask({"fork": order}, [theirs.fileno(), *fds])
         return Child(pid, partial(self._collect, pid)), Channel(ours)
 
-    def death(self) -> InternalError:
-        """The error that says how the process ended, and what it printed last."""
+    def death(self) -> VerifierError:
+        """The error of a preload that nobody has asked for; else how the process ended, and what it printed last."""
         if self._process is not None:
             cause = self._process.cause_of_death() if self._process.ended(_END_S) else "without an exit status"
-            self._death = InternalError(f"{self._name} ended by itself ({cause}){last_lines(self._log)}")
+            ended = InternalError(f"{self._name} ended by itself ({cause}){last_lines(self._log)}")
+            self._death = self._unheard() or ended
             self.close()
         return self._death or InternalError(f"{self._name} was closed")
 
@@ -155,6 +158,18 @@ class ForkServer:
             self._channel.close()
             process.stop(_END_S)
             self._log.close()
+
+    def _unheard(self) -> VerifierError | None:
+        """The error of a preload, if the process has reported one that was not read."""
+        record = None
+        if not self._loaded:
+            with contextlib.suppress(ChannelClosed, DeadlinePassed):
+                record = self._channel.receive(_UNHEARD_S)
+        return None if record is None else self._refused(record)
+
+    def _refused(self, record: Any) -> VerifierError:
+        """The error of a preload."""
+        return error_from(record, f"{self._name} could not load", self._name)
 
     def _collect(self, pid: int) -> int | None:
         """Exit status of a child that has ended."""

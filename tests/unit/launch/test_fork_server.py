@@ -125,6 +125,13 @@ def test_a_preload_that_refuses(importable: None) -> None:
             server.wait_ready()
 
 
+def test_who_finds_it_dead_first_says_why_the_preload_refused(importable: None) -> None:
+    with ForkServer(f"{OURS}:refuse", name="the process that forks") as server:
+        server.start()
+        with pytest.raises(UsageError, match=r"^megatron-core 0.1 is installed, 0.19.2 is needed$"):
+            server.vigil.wait([], 30)
+
+
 @pytest.mark.parametrize("preload", ["no_such_module:f", "json:absentee"])
 def test_a_preload_that_is_not_there(importable: None, preload: str) -> None:
     with ForkServer(preload, name="the process that forks") as server:
