@@ -12,7 +12,7 @@ import msgspec
 from verifier.core.work_folder import WorkFolder
 from verifier.engine.api import EngineConfig
 from verifier.engine.client import EngineClient, EngineGone
-from verifier.errors import InternalError, UsageError, VerifierError
+from verifier.errors import UsageError, VerifierError
 from verifier.launch.child import end_of, last_lines, spawn
 from verifier.launch.fork_server import ForkServer
 from verifier.launch.vigil import Vigil
