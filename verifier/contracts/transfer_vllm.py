@@ -37,7 +37,7 @@ def worker_takes_what_ours_passes() -> None:
 
 
 def our_engine_takes_what_the_worker_passes() -> None:
-    """What vLLM's engine takes in a method that ours replaces, ours takes too."""
+    """Our engine takes what vLLM's takes in each method that it replaces."""
     for name, ours in vars(ChunkTransferEngine).items():
         theirs = getattr(WeightTransferEngine, name, None)
         if inspect.isfunction(ours) and theirs is not None and name != "__init__":

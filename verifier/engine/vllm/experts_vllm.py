@@ -20,7 +20,7 @@ CHILD = ".routed_experts"
 
 
 def packer(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What a CPU kernel does to the weights of all experts; None where it leaves them as they are.
+    """Packing that a CPU kernel does to the weights of all experts; None where it leaves them as they are.
 
     Raises:
         ContractError: it also pads them.
