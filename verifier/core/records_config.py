@@ -40,6 +40,8 @@ class GivenArguments(Record, frozen=True, kw_only=True, tag="logprob/arguments")
     total_tokens: int | None = None
     pad_between_seqs: int | None = None
     """0 or 1."""
+    lacks: tuple[str, ...] = ()
+    """Names of those that the installed Megatron does not take."""
 
 
 class ExportedConfig(ConfigRecord, frozen=True, kw_only=True, tag="export/config"):

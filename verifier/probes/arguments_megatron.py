@@ -38,11 +38,12 @@ def given_arguments(probe: Probe, trainer: TrainerModel, name: str, version: int
     counts = dict.fromkeys(range(len(trainer.chunks)), 0)
     for number, packed, tokens in seen:
         lengths = {key: _ints(getattr(packed, key)) for key in _TENSORS}
-        hints = {key: getattr(packed, key) for key in _NUMBERS}
+        hints = {key: getattr(packed, key) for key in _NUMBERS if hasattr(packed, key)}
         where = f"{name} micro-batch {counts[number]}"
         probe.emit(
             GivenArguments(
-                name=where, version=version, chunk=number, num_rows=tokens.shape[1], **lengths,
+                name=where, version=version, chunk=number, num_rows=tokens.shape[1],
+                lacks=tuple(key for key in _NUMBERS if key not in hints), **lengths,
                 **{key: None if value is None else int(value) for key, value in hints.items()},
             )
         )  # fmt: skip

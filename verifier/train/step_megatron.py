@@ -325,6 +325,9 @@ def _forward(
     from megatron.core.packed_seq_params import PackedSeqParams
 
     shard, moved = next(data_iterator)
+    hints = {}
+    if "pad_between_seqs" in PackedSeqParams.__dataclass_fields__:  # so that no layer waits for the device
+        hints["pad_between_seqs"] = not shard.cu_seqlens[:-1].equal(shard.cu_seqlens_padded[:-1])
     output = model(
         input_ids=moved.tokens_T[None],
         position_ids=moved.positions_T[None],
@@ -337,10 +340,9 @@ def _forward(
             cu_seqlens_kv_padded=moved.cu_seqlens_padded,
             max_seqlen_q=shard.max_seqlen,
             max_seqlen_kv=shard.max_seqlen,
-            # Computed here, so that Transformer Engine does not wait for the device in every layer.
-            pad_between_seqs=not shard.cu_seqlens[:-1].equal(shard.cu_seqlens_padded[:-1]),
             # State-space layers need it to separate the sequences of the pack.
             total_tokens=shard.num_whole_rows if trainer.provider.is_hybrid_model else None,
+            **hints,
         ),
         # In bf16 Megatron would widen all logits and their gradient; `vocab_parallel_logprob` widens chunk by chunk.
         **({"fp32_output": False} if trainer.provider.bf16 else {}),
