@@ -20,7 +20,7 @@ import torch
 from tests.dist.clean_case import Case, Measured, run
 from verifier.core import store
 from verifier.mesh import Mesh
-from verifier.runs.run_manifest import DERIVED
+from verifier.runs.model_under_test import DERIVED
 from verifier.runs.runner import Runner
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -96,6 +96,11 @@ class LiveWeights:
             for item in self._layout.placements(self._mesh, rank, chunk)
         }
 
+    def described(self) -> frozenset[str]:
+        """Checkpoint tensors that the layout places on some rank; empty without a layout."""
+        ranks = range(self._mesh.world_size)
+        return frozenset(name for rank in ranks for place in self._places_of(rank).values() for name in place.sources)
+
     def record(self, probe: Probe, version: int, *kinds: type[ShardRecord]) -> None:
         """Digest every live tensor, recorded as each of `kinds`; the device is waited for once, not for each tensor."""
         found = list(self.tensors())

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
 
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.core.stage import Stage, in_stage
 from verifier.core.work_folder import work_folder
 from verifier.errors import VerifierError
 from verifier.export.derived import DerivedLayout
+from verifier.launch.fork_launcher import ForkJob
+from verifier.launch.rank import JobSpec
 from verifier.model.numbered import numbering_of
 from verifier.platform.upstream_fixes import selected
 from verifier.runs.model_under_test import ModelUnderTest
-from verifier.runs.resources import Deadline, Resources
+from verifier.runs.resources import COLLECTIVE_DEADLINE_S, Deadline, Resources
 from verifier.runs.spec import Placement
 
 MAX_NUMBERED_BYTES = 256 * 2**20
 """Largest checkpoint that is numbered: a rank keeps what it holds after each of four to seven passes."""
+
+
+class JobLauncher(Protocol):
+    """Starts the ranks of a job, on one host or several."""
+
+    def submit(self, spec: JobSpec) -> ForkJob:
+        """See `ForkLauncher.submit`."""
 
 
 def with_layout(
@@ -26,35 +37,57 @@ def with_layout(
 ) -> ModelUnderTest:  # fmt: skip
     """Return the model with a derived layout if no row describes it; or with the reason why there is none.
 
-    Adapters need rows, so a run with one gets none. Ranks that fail here are a reason too: the run's own ranks load the
-    real weights by the same code, and what becomes of them is on record.
+    Adapters need rows, so a run with one gets none.
     """
     if model.layout is not None or model.lora_rank:
         return model
-    numbering = numbering_of(model.checkpoint, model.dtype)
-    if isinstance(numbering, str):
-        return replace(model, why_no_layout=f"and the checkpoint cannot be numbered: {numbering}")
-    if model.checkpoint.num_bytes > MAX_NUMBERED_BYTES:
-        limit = f"{MAX_NUMBERED_BYTES // 2**20} MiB"
-        return replace(model, why_no_layout=f"and the checkpoint is larger than the {limit} that are numbered")
-    progress(f"deriving the layout: {len(numbering.passes)} numbered checkpoints")
-    deadline_s = resources.collective_deadline_s
+    with work_folder("layout") as work:
+        return derived(
+            model, config.fixes, lambda: resources.launcher(until), work, until, progress,
+            num_gpus=placement.trainer_gpus, collective_deadline_s=resources.collective_deadline_s,
+        )  # fmt: skip
+
+
+def may_derive(model: ModelUnderTest) -> bool:
+    """Tell whether a layout can be derived, and gradients be judged by it, unless it turns out to have gaps."""
+    return model.layout is None and model.oracle_device == "cpu" and not _why_not_numbered(model)
+
+
+def derived(
+    model: ModelUnderTest, fixes: Sequence[str], launcher: Callable[[], JobLauncher], work: Path, until: Deadline,
+    progress: Callable[[str], None], *, num_gpus: int = 0, collective_deadline_s: float = COLLECTIVE_DEADLINE_S,
+) -> ModelUnderTest:  # fmt: skip
+    """Return a model without a row with a derived layout, or with the reason why there is none.
+
+    Ranks that fail here are a reason too: the run's own ranks load the real weights by the same code, and what becomes
+    of them is on record.
+
+    Args:
+        model: without a row.
+        fixes: of upstream, that the run asks for.
+        launcher: gives the one that starts the ranks.
+        work: an empty folder that all ranks see.
+        until: deadline of the run.
+        progress: called with a line of text.
+        num_gpus: see `JobSpec.num_gpus`.
+        collective_deadline_s: seconds that a rank waits for others.
+    """
+    if why := _why_not_numbered(model):
+        return replace(model, why_no_layout=why)
+    progress("deriving the layout from numbered checkpoints")
+    args = {
+        "checkpoint": str(model.checkpoint.path), "mesh": model.mesh.to_dict(), "folder": str(work),
+        "dtype": model.dtype, "tier": model.tier, "deadline_s": collective_deadline_s,
+        "fixes": sorted(selected(fixes)),
+    }  # fmt: skip
     try:
-        with work_folder("layout") as work, in_stage(Stage.LOAD):
-            first, *_ = resources.launcher(until).run(
-                "verifier.runs.derived_layout_megatron:run",
-                world_size=config.mesh.world_size,
-                run_dir=work / "ranks",
-                args={
-                    "checkpoint": str(model.checkpoint.path), "mesh": config.mesh.to_dict(), "folder": str(work),
-                    "dtype": model.dtype, "tier": model.tier, "deadline_s": deadline_s,
-                    "fixes": sorted(selected(config.fixes)),
-                },
-                deadline_s=until.left("the layout was derived"),
-                collective_deadline_s=deadline_s,
-                mesh=config.mesh,
-                num_gpus=placement.trainer_gpus,
+        with in_stage(Stage.LOAD):
+            job = JobSpec(
+                function="verifier.runs.derived_layout_megatron:run", world_size=model.mesh.world_size,
+                run_dir=work / "ranks", args=args, deadline_s=until.left("the layout was derived"),
+                collective_deadline_s=collective_deadline_s, mesh=model.mesh, num_gpus=num_gpus,
             )  # fmt: skip
+            first, *_ = launcher().submit(job).wait()
     except VerifierError as problem:
         return replace(model, why_no_layout=f"and none could be derived: {str(problem).partition(chr(10))[0]}")
     layout = DerivedLayout.from_json(first)
@@ -62,3 +95,13 @@ def with_layout(
         others = f" and {len(layout.gaps) - 1:,} more" if len(layout.gaps) > 1 else ""
         return replace(model, why_no_layout=f"and the derived one has gaps: {layout.gaps[0]}{others}")
     return replace(model, derived=layout)
+
+
+def _why_not_numbered(model: ModelUnderTest) -> str:
+    """Clause on why no numbered checkpoint can be written of a model; empty if one can."""
+    numbering = numbering_of(model.checkpoint, model.dtype)
+    if isinstance(numbering, str):
+        return f"and the checkpoint cannot be numbered: {numbering}"
+    if model.checkpoint.num_bytes > MAX_NUMBERED_BYTES:
+        return f"and the checkpoint is larger than the {MAX_NUMBERED_BYTES // 2**20} MiB that are numbered"
+    return ""

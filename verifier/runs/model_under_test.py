@@ -35,6 +35,8 @@ _PLACED = re.compile(
 """Names of tensors that `checkpoint_places` finds in transformers' models."""
 _WHOLE_EXPERTS = re.compile(r"model\..*\.experts\.(gate_up|down)_proj(_bias)?$")
 """Names of all experts of a layer in one tensor, which it finds for GPT-OSS."""
+WRITTEN = "hand-written row"
+DERIVED = "derived from a numbered checkpoint, proven by tiling and the forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,13 @@ class ModelUnderTest:
     def layout(self) -> ModelLayout | DerivedLayout | None:
         """Layout of the checkpoint's tensors in the trainer, by the family's row, or as derived."""
         return layout_of(self.checkpoint.config) or self.derived
+
+    @property
+    def layout_kind(self) -> str:
+        """Kind of the layout that judges, in words; empty without one."""
+        if self.layout is None:
+            return ""
+        return DERIVED if self.derived is not None else WRITTEN
 
     @property
     def layout_scopes(self) -> list[Scope]:

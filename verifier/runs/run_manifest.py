@@ -25,8 +25,6 @@ from verifier.runs.spec import Placement
 
 TOKEN_SCOPES = ("tokens", "replay", "forced", "logprob", "layout", "replicas", "step", "gradient")
 """Scopes of a run of the token path alone, in which nothing is exported."""
-WRITTEN = "hand-written row"
-DERIVED = "derived from a numbered checkpoint, proven by tiling and the forward"
 
 
 def manifest_of(
@@ -61,7 +59,7 @@ def manifest_of(
         versions=installed_versions(),
         **declared(model.tier, cache_folder() / "contracts"),
         config=config.to_dict(),
-        layout=_layout_of(model),
+        layout=model.layout_kind,
         stand_ins=tuple(stand_ins_of(sizes, run)),
         not_judged=tuple(_not_judged(config, model)),
         upstream_bugs=tuple(bugs_of(sizes, run)),
@@ -104,13 +102,6 @@ def _not_judged(config: GoldenConfig | RoundtripConfig, model: ModelUnderTest) -
     elif trains and not model.judges_gradients:
         what = f"no noise of an adapter in {model.dtype}" if model.lora_rank else "the host has no room for them"
         yield f"gradients were not judged: {what}"
-
-
-def _layout_of(model: ModelUnderTest) -> str:
-    """Kind of the layout that judges, in words; empty without one."""
-    if model.layout is None:
-        return ""
-    return DERIVED if model.derived is not None else WRITTEN
 
 
 def _facts_of(model: ModelUnderTest, config: GoldenConfig | RoundtripConfig) -> RunFacts:

@@ -45,8 +45,9 @@ def spec_of(options: LoraOptions) -> LoraSpec | None:
 
 
 def joined(
-    live: LiveWeights, tensors: Iterable[tuple[int, str, torch.Tensor]], folder: Path, rank: int
-) -> dict[str, torch.Tensor]:
+    live: LiveWeights, tensors: Iterable[tuple[int, str, torch.Tensor]], folder: Path, rank: int,
+    *, gradients: bool = False,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """On rank 0, tensors of all ranks by checkpoint name, joined by the layout without Megatron-Bridge. A collective.
 
     Args:
@@ -54,6 +55,7 @@ def joined(
         tensors: (chunk, local name, contents).
         folder: for shards, the same for all ranks, absent before and after.
         rank: this one.
+        gradients: see `LiveWeights.join`.
     """
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -61,7 +63,7 @@ def joined(
     dist.barrier()
     live.dump(folder, tensors)
     dist.barrier()
-    whole = live.join(folder) if rank == 0 else {}
+    whole = live.join(folder, gradients=gradients) if rank == 0 else {}
     if rank == 0:
         shutil.rmtree(folder)
     return whole

@@ -34,6 +34,7 @@ from verifier.trainer.loop import Judge, StepLoop, TrainSummary
 from verifier.trainer.metrics import View, metrics_of
 from verifier.trainer.ranks import PRELOAD, Launcher, start_ranks
 from verifier.trainer.run_folder import RunFolder, opened
+from verifier.trainer.run_layout import with_run_layout
 from verifier.trainer.sampled_step import require_judgeable, unsampled_because
 from verifier.trainer.spot import why_no_spot
 
@@ -97,7 +98,7 @@ class Trainer:
         require_fit(config, model.checkpoint.config, model.tier)
         plan = self._plan_of(model)
         with opened(config) as folder, full_disk_refused(folder.path), contextlib.ExitStack() as stack:
-            self._folder, self._model = folder, model
+            self._folder = folder
             stack.enter_context(failure_traced(config, model, folder, self._judge))
             line = stack.enter_context(metrics_of(folder, config, model, self._view))
             if (ended := folder.finished(config.steps)) is not None:
@@ -106,14 +107,19 @@ class Trainer:
             done, metrics = self._continuation.rewind()
             folder.write_config(config)
             launcher = self._open_launcher(stack)
+            if self._rollouts is not None:
+                ranks_here = None if self._cluster is None else self._cluster.ranks_here
+                self._placement = place(config, model.tier, ranks_here)
+            gpus = self._placement.trainer_gpus
+            model = with_run_layout(config, model, launcher, folder.path, until, self._progress, num_gpus=gpus)
+            self._model = model
             oracle = None
             if config.verify.steps and not unsampled_because(config, model):
                 oracle = self._on_this_host(launcher, stack).oracle(model.checkpoint.path, until)
             engine = self._start_engine(launcher, stack)
             with in_stage(Stage.LOAD):
                 self._job = start_ranks(
-                    config, model, launcher, folder.path, until, self._progress, within=self._within,
-                    num_gpus=self._placement.trainer_gpus,
+                    config, model, launcher, folder.path, until, self._progress, within=self._within, num_gpus=gpus,
                 )  # fmt: skip
                 stack.callback(self._job.kill)
                 effective = self._continuation.load(self._call)
@@ -185,7 +191,6 @@ class Trainer:
         if self._rollouts is None:
             return None
         config = self._config
-        self._placement = place(config, self._model.tier, None if self._cluster is None else self._cluster.ranks_here)
         self._progress(f"starting the engine ({config.engine.kind})")
         fixes, places = sorted(selected(config.fixes)), self._placement.engine_gpus
         asked = [self._rollouts.engine_config(gpus, fixes, number) for number, gpus in enumerate(places)]

@@ -12,7 +12,6 @@ from verifier.core.manifest import Scope
 from verifier.core.records_policy import WrittenMetrics
 from verifier.core.store import Recorder, complete, create
 from verifier.errors import InternalError, ViolationFound
-from verifier.export.names import layout_of
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.evaluation import Examine
 from verifier.trainer.loop import JUDGE_DEADLINE_S, Judge
@@ -39,10 +38,9 @@ class ExportTrace:
     def __init__(self, config: TrainConfig, model: ModelUnderTest, folder: RunFolder, step: int) -> None:
         scopes: list[Scope] = ["final", "ended", "written"]
         scopes += ["merged"] if config.lora.rank else []
-        known = layout_of(model.checkpoint.config) is not None
         self._manifest = replace(
             step_manifest(config, model, step), scopes=tuple(scopes), engine="", engine_ranks=0, synced_versions=(),
-            not_judged=() if known else (NO_LAYOUT,),
+            not_judged=() if model.layout is not None else (NO_LAYOUT,),
         )  # fmt: skip
         # Scores put an engine that sleeps to rest; the last step's noise of another dtype is in its own trace.
         self._step, self._examines = step, model.dtype == "float32" and not config.engine.sleep_level

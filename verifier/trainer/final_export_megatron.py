@@ -17,8 +17,6 @@ from verifier.core.records_weights import (
 )
 from verifier.core.store import Recorder
 from verifier.export import gather_megatron
-from verifier.export.names import layout_of
-from verifier.mesh import Mesh
 from verifier.model.checkpoint import INDEX, Checkpoint
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.configs_megatron import record_config
@@ -90,7 +88,7 @@ class FinalExport:
         if self._rank == 0:
             record_config(probe, self._source, folder, self._version)
             record_saved(probe, folder, self._version)
-            described_by_layout = _names(self._source)
+            described_by_layout = self._live.described()
             for item in source_tensors(self._source):
                 if item.name in files.names or not described_by_layout or item.name in described_by_layout:
                     probe.emit(item)
@@ -140,10 +138,3 @@ class _Files:
         """A tensor by name."""
         tensor: torch.Tensor = self._held[name].get_tensor(name)
         return tensor
-
-
-def _names(source: Checkpoint) -> frozenset[str]:
-    """Checkpoint tensors that the layout describes; empty for a family without one."""
-    layout = layout_of(source.config)
-    places = [] if layout is None else layout.placements(Mesh(), 0)
-    return frozenset(name for place in places for name in place.sources)

@@ -53,11 +53,12 @@ class HandOn:
             self._weights(number - 1, probe, version)
         rounded = ["master"] if self._trainer.provider.bf16 else []
         for part in ("exp_avg", "exp_avg_sq", *rounded):
-            self._save(f"{part}-{number}", named_states(self._trainer, self._optimizer, part))
+            states = named_states(self._trainer, self._optimizer, part)
+            self._save(f"{part}-{number}", states, gradients=part != "master")
 
     def gradients(self, number: int) -> None:
         """Hand on reduced gradients, between backward pass and step."""
-        self._save(f"gradients-{number}", named_gradients(self._trainer))
+        self._save(f"gradients-{number}", named_gradients(self._trainer), gradients=True)
 
     def after(self, number: int, probe: Probe | None = None, version: int = 0) -> None:
         """Hand on what an update made, and record it, if asked to, for the export that follows; no adapters."""
@@ -73,9 +74,11 @@ class HandOn:
         if probe is not None and adapters is None and self._rank == 0:
             record_tensors(probe, JoinedTensor, found.items(), version)
 
-    def _save(self, name: str, tensors: Iterable[tuple[int, str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Join tensors of all ranks on rank 0, and write them there."""
-        whole = joined(self._live, tensors, self._folder / f"{name}-shards", self._rank)
+    def _save(
+        self, name: str, tensors: Iterable[tuple[int, str, torch.Tensor]], *, gradients: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Join tensors of all ranks, values or gradients by them, on rank 0, and write them there."""
+        whole = joined(self._live, tensors, self._folder / f"{name}-shards", self._rank, gradients=gradients)
         if self._rank == 0:
             save_checkpoint(self._folder / name, self._source.config, whole.items())
         return whole

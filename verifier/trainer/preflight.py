@@ -31,6 +31,7 @@ from verifier.trainer.fitting import load_train, require_fit
 from verifier.trainer.loop import JUDGE_DEADLINE_S, Judge
 from verifier.trainer.ranks import PRELOAD, start_ranks
 from verifier.trainer.run_folder import RunFolder
+from verifier.trainer.run_layout import with_kept_layout
 from verifier.trainer.sampled_step import require_judgeable
 from verifier.trainer.step_trace import step_manifest
 
@@ -93,7 +94,7 @@ def preflight(
             launcher = stack.enter_context(ForkLauncher(preload=PRELOAD, load_deadline_s=deadline_s))
         ranks = None if own.ray.use else launcher
         Trainer(own, progress, judge, launcher=ranks, whole_answers=True).run()
-        trace = _load_again(own, model, launcher, until, progress)
+        trace = _load_again(own, with_kept_layout(own, model, own.run), launcher, until, progress)
         judged = judge.submit(trace).result(JUDGE_DEADLINE_S)
         if judged.exit_code:
             raise ViolationFound(judged.text, judged.exit_code)

@@ -50,6 +50,7 @@ def start_ranks(
     spec = WorkerSpec(
         config=config, checkpoint=str(model.checkpoint.path), tier=model.tier, optimizer=optimizer_settings(config),
         collective_deadline_s=COLLECTIVE_DEADLINE_S, within=within,
+        layout=None if model.derived is None else model.derived.to_json(),
     )  # fmt: skip
     job = JobSpec(
         function="verifier.trainer.worker_megatron:run", world_size=config.mesh.world_size, run_dir=folder / "logs",

@@ -25,6 +25,7 @@ from verifier.trainer.checkpoint_folder import Checkpoints
 from verifier.trainer.fitting import require_fit
 from verifier.trainer.ranks import PRELOAD, Launcher, start_ranks
 from verifier.trainer.run_folder import KNOBS, other_knobs
+from verifier.trainer.run_layout import with_kept_layout
 from verifier.trainer.update_log import RankUpdate
 
 EXPORTED_BEFORE = Path("first") / "hf_model"
@@ -109,6 +110,7 @@ def replay_step(
     steps = _require_replayable(config, run, step, begun_at, recorded)
     model = open_model(config.model, config.dtype, config.mesh)
     require_fit(config, model.checkpoint.config, model.tier)
+    model = with_kept_layout(config, model, run)
     with work_folder("replay") as folder, contextlib.ExitStack() as stack:
         own = replace(
             config, run=folder, steps=steps, verify=VerifyOptions(), evaluation=EvaluationOptions(),

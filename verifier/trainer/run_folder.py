@@ -2,6 +2,7 @@
 
 config.yaml            every knob, as `--config` takes it again
 effective.json         settings that Megatron ran with
+layouts/0f3a.json      layout that was derived of a model without a row, see `run_layout`
 batches/000001-00.safetensors   rollouts and loss inputs of a step's mini-batch
 steps/000001/          trace of a step, with --verify
 export/                trace of the last export, with --verify

@@ -37,6 +37,7 @@ from verifier.export.sharding import Owners
 from verifier.model.families import moe_layers_of
 from verifier.oracle.oracle import Oracle, Scored
 from verifier.oracle.recording import gradient_record, noise_of_logprobs
+from verifier.runs.derived_layout import may_derive
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.asked_samples import ends_of
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
@@ -66,30 +67,35 @@ def unsampled_because(config: TrainConfig, model: ModelUnderTest) -> str:
     """Reason for which a judged run samples no step; empty where it does."""
     if config.verify.every == 0:
         return "verify.every is 0"
-    if config.verify.every is None:
-        if model.checkpoint.num_bytes > MAX_SAMPLED_BYTES:
-            return f"{config.model} has {model.checkpoint.num_bytes / 2**20:,.0f} MiB and verify.every is not given"
-        return _unjudgeable(config, model)[0]
-    return ""
+    if config.verify.every is None and model.checkpoint.num_bytes > MAX_SAMPLED_BYTES:
+        return f"{config.model} has {model.checkpoint.num_bytes / 2**20:,.0f} MiB and verify.every is not given"
+    return _unjudgeable(config, model)[0]  # where it was given, because no layout could be derived
 
 
 def require_judgeable(config: TrainConfig, model: ModelUnderTest) -> None:
-    """Refuse sampled steps that were asked for and that the oracle has no means to judge.
+    """Refuse sampled steps that were asked for and that the oracle has no means to judge, whatever layout is derived.
 
     Raises:
-        UsageError: a family without a layout, a model that is too large for the host, a loss of a plugin, or an option
-            of Megatron that the oracle has not.
+        UsageError: a family without a layout, and without one that could be derived, a model that is too large for the
+            host, a loss of a plugin, or an option of Megatron that the oracle has not.
     """
     if config.verify.steps and config.verify.every:
-        reason, remedy = _unjudgeable(config, model)
+        reason, remedy = _unjudgeable(config, model, derives=True)
         if reason:
             raise UsageError(f"verify.every is {config.verify.every} and {reason}: set verify.every=0{remedy}")
 
 
-def _unjudgeable(config: TrainConfig, model: ModelUnderTest) -> tuple[str, str]:
-    """Reason for which the oracle cannot judge a step, and what else than judging none would help; empty if it can."""
+def _unjudgeable(config: TrainConfig, model: ModelUnderTest, *, derives: bool = False) -> tuple[str, str]:
+    """Reason for which the oracle cannot judge a step, and what else than judging none would help; empty if it can.
+
+    Args:
+        config: of the run.
+        model: of the run.
+        derives: it may get a derived layout yet.
+    """
     adapts = config.lora.rank and config.dtype != "float32"
-    if adapts or not model.judges_gradients:
+    judges = model.judges_gradients or (derives and not config.lora.rank and may_derive(model))
+    if adapts or not judges:
         reason = "its family has no layout, or it is too large for the host"
         if adapts:
             reason = "the oracle does not compute gradients of adapters in less than float32"
@@ -187,10 +193,9 @@ class SampledStep:
         asked = [{"number": item.number, "learning_rate": rate} for item, rate in zip(updates, rates, strict=True)]
         rule, objective = asdict(config.optimizer), objective_of(config)
         read = [self.folder, *sorted(item for item in self.folder.iterdir() if item.is_dir())]
-        layout, lora = layout_of(model.checkpoint.config), config.lora
-        adapters, told = None, None
-        if lora.rank and layout is not None:
-            adapters = adapters_of(layout, lora.targets, lora.rank)
+        layout, lora, adapters, told = model.layout, config.lora, None, None
+        if lora.rank and (row := layout_of(model.checkpoint.config)) is not None:
+            adapters = adapters_of(row, lora.targets, lora.rank)
             told = {"scaling": lora.effective_alpha / lora.rank, "names": adapters.names()}
         rows = self._oracle.ask("policy_hf:judge_updates", [self.folder], rule, objective, asked, told, read=read)
         owners = None if layout is None else Owners((adapters or layout).placements, model.mesh)

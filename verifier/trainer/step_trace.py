@@ -38,7 +38,9 @@ UNREREAD = "the tokens of prompts, and the text that a reward reads, were not re
 UNSAMPLED = "gradients were not judged against transformers (LSS001, LSS002, TRN001): {reason}"
 """Clause of the report on a run none of whose steps transformers computes too."""
 NO_LAYOUT = "what the ranks loaded was not judged (WGT001): no layout row for the model's family"
-"""Clause of the report on the first step of a family that has none."""
+"""Clause of the report on the first step of a family that has none; why none was derived goes with it."""
+NO_SUMS = "sums of gradients over micro-batches and ranks were not judged (TRN006): no layout says who has copies"
+"""Clause of the report on a step of a model without a layout."""
 NO_AUDIT = (
     "what the optimizer is given and makes of each step's gradient was not judged (TRN005, TRN006): gradients, masters "
     "and moments of megatron.use_fsdp and megatron.optimizer_offload are not where they look"
@@ -139,7 +141,8 @@ def step_manifest(
         whole = config.grpo.max_sampling_rounds == 1 and not config.engine.quantization
         scopes += ["lengths"] if compared and whole else []
     audited = can_audit(config)
-    scopes += ["audited", "summed"] if audited and not dropped else []
+    scopes += ["audited"] if audited and not dropped else []
+    scopes += ["summed"] if audited and not dropped and model.layout is not None else []
     if config.lora.rank and not dropped:
         scopes += ["frozen", "begun"] if step == 1 else ["frozen"]
     if restarted:
@@ -149,7 +152,9 @@ def step_manifest(
     scopes += ["continued"] if resumed else []
     scopes += ["untouched"] if sent and synced and step == 1 and not config.lora.rank else []
     gaps = [NO_NOISE.format(dtype=model.dtype)] if compared and "mismatch" not in scopes else []
-    gaps += [NO_LAYOUT] if loaded and not model.layout_scopes else []
+    also = f", {model.why_no_layout}" if model.why_no_layout else ""
+    gaps += [NO_LAYOUT + also] if loaded and model.layout is None else []
+    gaps += [NO_SUMS] if audited and not dropped and model.layout is None else []
     no_spot = why_no_spot(config, model)
     if not no_spot and has_spot(step) and model.dtype != "float32" and "mismatch" not in scopes:
         no_spot = f"no noise of {model.dtype} stands beside this step"
@@ -168,7 +173,7 @@ def step_manifest(
         dtype=model.dtype, mesh=msgspec.convert(model.mesh.to_dict(), MeshSizes), world_size=model.mesh.world_size,
         tier=model.tier, versions=installed_versions(),
         **declared(model.tier, cache_folder() / "contracts"),
-        config=config.to_dict(), stand_ins=tuple(stand_ins_of(sizes, engine_facts)),
+        config=config.to_dict(), layout=model.layout_kind, stand_ins=tuple(stand_ins_of(sizes, engine_facts)),
         upstream_bugs=tuple(bugs_of(sizes, facts)), scopes=tuple(scopes),
         engine=config.engine.kind if synced else "",
         engine_ranks=config.engine.tp * config.engine.replicas if synced else 0,

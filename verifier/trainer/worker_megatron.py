@@ -19,6 +19,7 @@ from verifier.core.stage import in_stage
 from verifier.core.store import Recorder
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.sender import Running
+from verifier.export.derived import DerivedLayout
 from verifier.export.names import layout_of
 from verifier.launch.child import resolve
 from verifier.model import provider_megatron
@@ -117,7 +118,8 @@ class TrainerWorker:
         self._optimizer = optimizer_megatron.make_optimizer(self._trainer, rule=self._settings)
         self._scheduler = optimizer_megatron.make_step_scheduler(self._optimizer, self._settings)
         self._source = open_checkpoint(spec.checkpoint)
-        layout, rank = layout_of(self._source.config), self._context.rank
+        derived = None if spec.layout is None else DerivedLayout.from_json(spec.layout)
+        layout, rank = layout_of(self._source.config) or derived, self._context.rank
         self._whole = self._live = LiveWeights(self._trainer.chunks, layout, config.mesh, rank)
         if lora is not None:
             self._adapters = Adapters(self._trainer, self._source, lora, rank, config.run / "adapters")

@@ -31,6 +31,8 @@ class WorkerSpec:
     """Fields of `OptimizerSettings`."""
     collective_deadline_s: float
     """Seconds that a rank waits for others."""
+    layout: Mapping[str, Any] | None = None
+    """The layout that was derived for a model without a row, as `DerivedLayout.to_json` gives it."""
     within: Sequence[str] = ()
     """"package.module:function" and its further arguments: a context manager, entered around all calls."""
 
