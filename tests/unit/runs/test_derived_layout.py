@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from verifier.config import GoldenConfig
 from verifier.errors import InternalError, VerifierError
 from verifier.export.derived import DerivedLayout
+from verifier.launch.rank import JobSpec
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import TensorHeader
 from verifier.runs import derived_layout
@@ -28,10 +30,10 @@ class _Ranks:
     def __init__(self, answer: Mapping[str, Any] | VerifierError) -> None:
         self._answer = answer
 
-    def run(self, function: str, **options: Any) -> list[Any]:
+    def submit(self, spec: JobSpec) -> Any:
         if isinstance(self._answer, VerifierError):
             raise self._answer
-        return [self._answer, *({} for _ in range(options["world_size"] - 1))]
+        return SimpleNamespace(wait=lambda: [self._answer, *({} for _ in range(spec.world_size - 1))])
 
 
 class _Resources(Resources):

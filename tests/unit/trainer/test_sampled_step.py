@@ -37,6 +37,8 @@ def test_steps_that_are_sampled(knobs, steps):
         (("verify.every=2",), {"num_bytes": MAX_SAMPLED_BYTES + 1}, ""),
         (("verify.every=0",), {}, "verify.every is 0"),
         ((), {"num_bytes": 2**30}, "tiny:add has 1,024 MiB and verify.every is not given"),
+        (("verify.every=2",), {"judges_gradients": False}, "the gradients of tiny:add cannot be judged: its family has "
+         "no layout, or it is too large for the host"),
         ((), {"judges_gradients": False}, "the gradients of tiny:add cannot be judged: its family has no layout, or it "
          "is too large for the host"),
         (("megatron.moe_z_loss=0.5",), {}, "megatron.moe_z_loss is 0.5, which the oracle does not compute"),

@@ -1,0 +1,159 @@
+"""When a training run derives a layout, when it finds one that was kept, and what it says that has none.
+
+What this does not exercise: ranks that derive and train (tests/dist/test_train_layouts.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verifier.config.load import load
+from verifier.config.training import TrainConfig
+from verifier.errors import InternalError, UsageError
+from verifier.export.derived import DerivedLayout
+from verifier.launch.rank import JobSpec
+from verifier.mesh import Mesh
+from verifier.runs import derived_layout
+from verifier.runs.model_under_test import DERIVED, WRITTEN, ModelUnderTest, open_model
+from verifier.runs.resources import Deadline
+from verifier.trainer import run_layout
+from verifier.trainer.ranks import start_ranks
+from verifier.trainer.run_layout import with_kept_layout, with_run_layout
+from verifier.trainer.sampled_step import require_judgeable, unsampled_because
+from verifier.trainer.step_trace import NO_LAYOUT, NO_SUMS, step_manifest
+from verifier.trainer.worker_spec import WorkerSpec
+
+LAYOUT = DerivedLayout(mesh=Mesh(), rows=[[[]]], tied=False, gaps=())
+GAPS = replace(LAYOUT, gaps=("`a` is in no parameter",))
+WHY = "and the derived one has gaps: `a` is in no parameter"
+
+
+class _Launcher:
+    """In a launcher's place: ranks that answer with a layout; keeps the jobs."""
+
+    def __init__(self, layout: DerivedLayout = LAYOUT) -> None:
+        self.jobs: list[JobSpec] = []
+        self._layout = layout
+
+    def submit(self, spec: JobSpec, on_progress: Any = None) -> Any:
+        self.jobs.append(spec)
+        return SimpleNamespace(wait=lambda: [self._layout.to_json()])
+
+
+def _config(*knobs: str) -> TrainConfig:
+    judged = () if "verify.steps=false" in knobs else ("verify.steps=true",)
+    return load(TrainConfig, overrides=["model=tiny:qwen3", *judged, *knobs])[0]
+
+
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModelUnderTest:
+    """A model with a setting that its family's row does not describe."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = open_model("tiny:qwen3", "float32", Mesh())
+    config = {**model.checkpoint.config, "attention_bias": True}
+    return replace(model, checkpoint=replace(model.checkpoint, config=config))
+
+
+def _with(model: ModelUnderTest, run: Path, launcher: _Launcher, *knobs: str, said: list[str] | None = None) -> Any:
+    says = [] if said is None else said
+    return with_run_layout(_config(*knobs), model, launcher, run, Deadline(60), says.append)
+
+
+def test_a_layout_is_derived_once_and_kept(unknown: ModelUnderTest, tmp_path: Path) -> None:
+    launcher, run = _Launcher(), tmp_path / "run"
+    found = _with(unknown, run, launcher)
+    assert (found.layout, found.layout_kind, len(launcher.jobs)) == (LAYOUT, DERIVED, 1)
+    assert _with(unknown, run, launcher) == found
+    assert with_kept_layout(_config(), unknown, run) == found
+    assert len(launcher.jobs) == 1
+    assert [item.suffix for item in (run / "layouts").iterdir()] == [".json"]
+
+
+def test_another_mesh_or_version_has_another_layout(
+    unknown: ModelUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher, run = _Launcher(), tmp_path / "run"
+    _with(unknown, run, launcher)
+    other = replace(unknown, mesh=Mesh(dp=2))
+    assert with_kept_layout(_config("mesh.dp=2"), other, run) is other
+    assert with_kept_layout(_config("fixes=[megatron-7081]"), unknown, run) is unknown
+    monkeypatch.setattr(run_layout, "installed_versions", lambda: {"megatron-core": "0.99"})
+    assert with_kept_layout(_config(), unknown, run) is unknown
+    _with(unknown, run, launcher)
+    assert len(launcher.jobs) == 2
+
+
+def test_nothing_is_derived_without_judging_with_adapters_or_with_a_row(
+    unknown: ModelUnderTest, tmp_path: Path
+) -> None:
+    launcher, run = _Launcher(), tmp_path / "run"
+    assert _with(unknown, run, launcher, "verify.steps=false") is unknown
+    assert _with(unknown, run, launcher, "lora.rank=8") is unknown
+    known = open_model("tiny:qwen3", "float32", Mesh())
+    assert _with(known, run, launcher) is known
+    assert step_manifest(_config(), known, 1).layout == WRITTEN
+    assert (launcher.jobs, run.exists()) == ([], False)
+
+
+def test_ranks_get_the_layout(unknown: ModelUnderTest, tmp_path: Path) -> None:
+    launcher = _Launcher()
+    for model in (replace(unknown, derived=LAYOUT), unknown):
+        start_ranks(_config(), model, launcher, tmp_path, Deadline(60), print)
+    told, untold = (WorkerSpec.from_json(job.args).layout for job in launcher.jobs)
+    assert (DerivedLayout.from_json(told or {}), untold) == (LAYOUT, None)
+
+
+def test_a_derived_layout_judges_a_step_as_a_row_does(unknown: ModelUnderTest) -> None:
+    config = _config("verify.every=1", "mesh.dp=2")
+    model = replace(unknown, mesh=Mesh(dp=2))
+    written = step_manifest(config, open_model("tiny:qwen3", "float32", Mesh(dp=2)), 1, sampled=True, loaded=True)
+    derived = step_manifest(config, replace(model, derived=LAYOUT), 1, sampled=True, loaded=True)
+    assert (derived.scopes, derived.not_judged) == (written.scopes, written.not_judged)
+    assert {"layout", "replicas", "gradient", "summed"} <= set(derived.scopes)
+    assert derived.layout == DERIVED
+
+
+def test_a_run_goes_on_without_a_layout_that_has_gaps(unknown: ModelUnderTest, tmp_path: Path) -> None:
+    config, said = _config("verify.every=1"), list[str]()
+    require_judgeable(config, unknown)
+    found = _with(unknown, tmp_path / "run", _Launcher(GAPS), "verify.every=1", said=said)
+    assert found.layout is None
+    assert said[1:] == [f"no layout row for Qwen3ForCausalLM, {WHY}"]
+    assert list((tmp_path / "run" / "layouts").iterdir()) == []
+    first, second = (step_manifest(config, found, step, loaded=step == 1) for step in (1, 2))
+    assert first.layout == ""
+    assert not {"layout", "replicas", "gradient", "summed"} & {*first.scopes, *second.scopes}
+    reason = (
+        "gradients were not judged against transformers (LSS001, LSS002, TRN001): the gradients of tiny:qwen3 cannot "
+        "be judged: its family has no layout, or it is too large for the host"
+    )
+    assert [text for text in first.not_judged if "DAT013" not in text] == [f"{NO_LAYOUT}, {WHY}", NO_SUMS, reason]
+    assert [text for text in second.not_judged if "DAT013" not in text] == [NO_SUMS, reason]
+    assert unsampled_because(config, found)
+
+
+def test_sampled_steps_are_refused_where_no_layout_can_be_derived(
+    unknown: ModelUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(derived_layout, "MAX_NUMBERED_BYTES", 2**20)
+    with pytest.raises(UsageError) as refused:
+        require_judgeable(_config("verify.every=2"), unknown)
+    assert str(refused.value) == (
+        "verify.every is 2 and the gradients of tiny:qwen3 cannot be judged: its family has no layout, or it is too "
+        "large for the host: set verify.every=0"
+    )
+
+
+def test_ranks_that_fail_leave_no_layout(unknown: ModelUnderTest, tmp_path: Path) -> None:
+    class Fails(_Launcher):
+        def submit(self, spec: JobSpec, on_progress: Any = None) -> Any:
+            raise InternalError("rank 1 failed: no\ntraceback")
+
+    said = list[str]()
+    assert _with(unknown, tmp_path / "run", Fails(), said=said).layout is None
+    assert said[1:] == ["no layout row for Qwen3ForCausalLM, and none could be derived: rank 1 failed: no"]
