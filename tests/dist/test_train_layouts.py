@@ -68,13 +68,13 @@ def test_shards_replicas_gradients_and_the_optimizer_are_judged(
     config, said = _train(resources, run, *knobs, "steps=2", "optimizer.schedule=constant")
     assert DERIVING in said
     first, second, export = map(_codes, _reports(run))
-    assert {"WGT001", "WGT008", "TRN005", "TRN006"} <= first
-    assert {"WGT008", "TRN005", "TRN006", "LSS001", "TRN001"} <= second
+    assert {"WGT001", "WGT002", "TRN005", "TRN006"} <= first
+    assert {"WGT002", "TRN005", "TRN006", "LSS001", "TRN001"} <= second
     assert {"WGT011", "WGT019"} <= export
     kept = [(item.name, item.stat().st_mtime_ns) for item in (run / "layouts").iterdir()]
     _, said = _train(resources, run, *knobs, "steps=3", "optimizer.schedule=constant")
     assert DERIVING not in said
-    assert "WGT008" in _codes(_reports(run)[2])
+    assert "WGT002" in _codes(_reports(run)[2])
     said = []
     assert replay_step(config, run, 2, said.append, launcher=trainer_launcher).difference is None
     assert DERIVING not in said
