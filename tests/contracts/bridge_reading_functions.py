@@ -33,10 +33,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def notes_on_configs(context: RankContext) -> dict[str, Any]:
-    """Notes on each config, for tensors that its mappings name and one that they do not."""
+    """Notes on each config, for one layer of tensors that its mappings name, and an output layer."""
     import transformers
 
-    from verifier.model.bridge_reading_megatron import notes_on, read_bridge
+    from verifier.model.bridge_reading_megatron import bridge_of, names_in, notes_on, read_bridge
 
     found = {}
     for number, (case, (prefix, keys)) in enumerate(CONFIGS.items()):
@@ -46,7 +46,10 @@ def notes_on_configs(context: RankContext) -> dict[str, Any]:
         folder.mkdir()
         config = {"model_type": kind.model_type, "architectures": [architecture], **keys}
         (folder / "config.json").write_text(json.dumps(config))
-        names = ["model.embed_tokens.weight", "lm_head.weight"]
-        reading = read_bridge(folder, names if prefix != "Gemma3" else names[:1])
+        registry = bridge_of(kind(architectures=[architecture]))._model_bridge.mapping_registry()
+        names = {name.replace("*", "0") for item in registry for name in names_in(item.hf_param)}
+        if prefix != "Gemma3":  # the others' are not tied
+            names.add("lm_head.weight")
+        reading = read_bridge(folder, names)
         found[case] = [reading.headless, *notes_on(reading, len(names))]
     return found

@@ -79,7 +79,7 @@ def read_bridge(path: Path, names: Collection[str]) -> BridgeReading:
         config = AutoConfig.from_pretrained(str(path))
         registry = bridge_of(config)._model_bridge.mapping_registry()
         tied = bool(getattr(config, "tie_word_embeddings", False))
-        patterns = [name for item in registry for name in _names(item.hf_param)]
+        patterns = [name for item in registry for name in names_in(item.hf_param)]
         unmapped = unmapped_of(names, patterns)
         only_transformers, only_bridge = readings(type(config), PreTrainedConfig.get_config_dict(path)[0])
         return BridgeReading(
@@ -258,7 +258,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _names(param: str | Mapping[str, str]) -> list[str]:
+def names_in(param: str | Mapping[str, str]) -> list[str]:
+    """Checkpoint names of a mapping, with wildcards."""
     return [param] if isinstance(param, str) else list(param.values())
 
 

@@ -15,8 +15,8 @@ def missed_row(config: Mapping[str, JSON]) -> str:
         return ""
     return (
         f"the hand-written row {row.name} does not hold for this model: config.json has {_missed(row, config)}; "
-        "without it there are no adapters, `verifier train` does not judge what its ranks load, and a load that errs alike on "
-        "all ranks is seen in log-probabilities alone (LGP001)"
+        "without it there are no adapters, `verifier train` does not judge what its ranks load, and a load that errs "
+        "alike on all ranks is seen in log-probabilities alone (LGP001)"
     )
 
 

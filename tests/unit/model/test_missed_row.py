@@ -21,8 +21,8 @@ def config_of(model_type, architecture, **keys):
     [
         (
             config_of("llama", "LlamaForCausalLM", attention_bias=True),
-            "the hand-written row llama does not hold for this model: config.json has `attention_bias` = true, where it "
-            "needs false or none",
+            "the hand-written row llama does not hold for this model: config.json has `attention_bias` = true, where "
+            "it needs false or none",
         ),
         (
             config_of("deepseek_v3", "DeepseekV3ForCausalLM", q_lora_rank=None),
