@@ -173,7 +173,7 @@ def readings(kind: Any, fields: Mapping[str, Any]) -> tuple[tuple[tuple[str, Any
         return {name: _plain(value) for name, value in model.items() if not callable(value)}, provider
 
     model, provider = both(_copied(fields))
-    only_transformers, only_bridge = [], []
+    only_transformers, only_bridge = list[tuple[str, Any]](), list[tuple[str, Any]]()
     for key, value, others in _others(fields, _plain(kind().to_dict())):
         try:
             other_model, other_provider = both(others)
@@ -253,7 +253,12 @@ def _plain(value: Any) -> Any:
         return _plain([value.func, value.args, value.keywords])
     if isinstance(value, types.FunctionType):
         return [value.__code__, _plain([cell.cell_contents for cell in value.__closure__ or ()])]
-    if type(value).__eq__ is object.__eq__ and hasattr(value, "__dict__") and not isinstance(value, type):
+    if (
+        "__eq__" not in vars(type(value))
+        and type(value).__mro__[1:] == (object,)
+        and hasattr(value, "__dict__")
+        and not isinstance(value, type)
+    ):
         return [type(value), _plain(vars(value))]
     return value
 

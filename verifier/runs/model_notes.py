@@ -18,11 +18,13 @@ def notes_of(model: ModelUnderTest, launcher: ForkLauncher, until: Deadline) -> 
     A bridge that fails on the config is one of them: the run's ranks fail by the same code, and that is on record.
 
     Raises:
+        InternalError: no time is left.
         UsageError: the output layer of the trainer has no mapping, at which megatron-bridge's load would end.
     """
     config, row = model.checkpoint.config, missed_row(model.checkpoint.config)
     copies = copies_of(config)
     own = (row,) if row else ()
+    deadline_s = until.left("config.json was read")
     try:
         with work_folder("notes") as work, in_stage(Stage.LOAD):
             (found,) = launcher.run(
@@ -31,7 +33,7 @@ def notes_of(model: ModelUnderTest, launcher: ForkLauncher, until: Deadline) -> 
                     "checkpoint": str(model.checkpoint.path),
                     "tensors": [name for name in model.checkpoint.names() if name not in copies],
                 },
-                deadline_s=until.left("the config was read"),
+                deadline_s=deadline_s,
             )  # fmt: skip
     except VerifierError as problem:
         reason = str(problem).partition("\n")[0]
