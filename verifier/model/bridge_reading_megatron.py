@@ -1,4 +1,4 @@
-"""What megatron-bridge makes of a checkpoint's names and config.json, beside what transformers' model reads of it.
+"""Reading of a checkpoint's names and config.json by megatron-bridge, beside what transformers' model reads of it.
 
 No model is built and no weight is read. For each key of config.json a provider is made of the config without the key,
 so with the default of the config's class; a number within a key, which has no default, is doubled instead. A key that
@@ -41,14 +41,14 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 """Numbers of rope that megatron-bridge holds fixed for all models of type `llama3`, as published."""
 _SHARED_READERS = ("modeling_rope_utils.py", "masking_utils.py")
 """Modules of transformers that read a config for the models of all types."""
-_REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
+_REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors with which a config's class or a bridge refuses a config."""
 _OUTPUT = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BridgeReading:
-    """What was found of one checkpoint."""
+    """Differences that were found of one checkpoint."""
 
     unmapped: tuple[str, ...] = ()
     """Checkpoint tensors that no mapping names."""
@@ -253,12 +253,8 @@ def _plain(value: Any) -> Any:
         return _plain([value.func, value.args, value.keywords])
     if isinstance(value, types.FunctionType):
         return [value.__code__, _plain([cell.cell_contents for cell in value.__closure__ or ()])]
-    if (
-        "__eq__" not in vars(type(value))
-        and type(value).__mro__[1:] == (object,)
-        and hasattr(value, "__dict__")
-        and not isinstance(value, type)
-    ):
+    equals: Any = type(value).__eq__
+    if equals is object.__eq__ and hasattr(value, "__dict__") and not isinstance(value, type):
         return [type(value), _plain(vars(value))]
     return value
 

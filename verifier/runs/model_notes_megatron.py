@@ -1,4 +1,4 @@
-"""What megatron-bridge makes of a checkpoint, read on a rank of its own, which builds no model."""
+"""Reading of a checkpoint by megatron-bridge, on a rank of its own, which builds no model."""
 
 from __future__ import annotations
 
