@@ -121,6 +121,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Stand-ins for upstream's code on this tier, one sentence each."""
     not_judged: tuple[str, ...] = ()
     """Stages of the run that no check has the means to judge, and why, a clause each."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what the model's config.json and tensors become in the trainer; no check judges them."""
     upstream_bugs: tuple[UpstreamBug, ...] | None = None
     """Known bugs that reach this run; None where the run does not say."""
     complete: bool = False

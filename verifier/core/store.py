@@ -161,18 +161,19 @@ def recording(
     manifest: Manifest,
     logs: Callable[[], Mapping[str, bytes]] = dict,
     broke: Callable[[Path, BaseException], Sequence[Scope]] = lambda trace, problem: (),
+    notes: Sequence[str] = (),
 ) -> Iterator[Callable[[Path], None]]:
     """Make trace directories, which are absent or empty, with this manifest; yields what marks one as complete.
 
     A usage error removes those that are not complete. Any other error marks them, and they get the `logs`: contents by
     the name of a process, asked for then. `broke` records what the error is evidence of, and returns the scopes that
-    this gives a subject.
+    this gives a subject. `notes` are read at the end, so that the run may add to them.
     """
     incomplete: list[Path] = []
     manifest = replace(manifest, began=_now())
 
     def finish(trace: Path) -> None:
-        complete(trace, replace(manifest, ended=_now()))
+        complete(trace, replace(manifest, ended=_now(), notes=tuple(notes)))
         incomplete.remove(trace)
 
     try:
@@ -188,5 +189,5 @@ def recording(
         for trace in incomplete:
             _keep(trace, found)
             scopes = (*manifest.scopes, *broke(trace, problem))
-            fail(trace, replace(manifest, ended=_now(), scopes=scopes), str(problem))
+            fail(trace, replace(manifest, ended=_now(), scopes=scopes, notes=tuple(notes)), str(problem))
         raise

@@ -86,6 +86,7 @@ def header(manifest: Manifest) -> str:
         lines.append("  options: " + ", ".join(f"{key}={value}" for key, value in options.items()))
     if manifest.layout:
         lines.append(f"  layout: {manifest.layout}")
+    lines += (f"  note: {text}" for text in manifest.notes)
     if manifest.versions:
         lines.append("  " + ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())))
     if manifest.verified:

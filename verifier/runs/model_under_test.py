@@ -53,6 +53,8 @@ class ModelUnderTest:
     """Layout of a model without a row, if one was derived (`verifier.runs.derived_layout`)."""
     why_no_layout: str = ""
     """Why a model without a row has no derived layout either, where that was looked at."""
+    notes: tuple[str, ...] = ()
+    """Notes on what it becomes in the trainer (`verifier.runs.model_notes`), where a training run looked at it."""
 
     @property
     def layout(self) -> ModelLayout | DerivedLayout | None:

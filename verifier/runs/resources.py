@@ -83,6 +83,8 @@ class Resources:
         self._engines: dict[EngineConfig, RunningEngine] = {}
         self._started: deque[EngineProcess] = deque(maxlen=_LOGS)
         self._oracle: Oracle | None = None
+        self.notes: dict[Path, tuple[str, ...]] = {}
+        """Notes on each checkpoint that was looked at."""
 
     def __enter__(self) -> Resources:
         sweep()

@@ -24,6 +24,7 @@ from verifier.probes.engine_state import held_by
 from verifier.runs import golden, noise
 from verifier.runs.derived_layout import with_layout
 from verifier.runs.ended import record_failure
+from verifier.runs.model_notes import notes_of
 from verifier.runs.model_under_test import ModelUnderTest, open_for_roundtrip, open_model
 from verifier.runs.resources import Deadline, Resources, RunningEngine
 from verifier.runs.run_manifest import manifest_of
@@ -66,17 +67,18 @@ class Runner:
             golden.require_same_model(recorded, model, config.against)
         if config.record:
             require_writable(golden.manifest_path(config), make_folder=True)
+        self._progress("importing Megatron")
+        notes = self._notes(model, until)
         model = with_layout(model, config, placement, self.resources, until, self._progress)
         manifest = manifest_of(config, model, placement)
         with (
             work_folder("run") as work,
-            recording([config.trace], manifest, self._logs(work), record_failure) as complete,
+            recording([config.trace], manifest, self._logs(work), record_failure, notes) as complete,
         ):
             spec = run_spec(
                 config, model, placement, trace=str(config.trace), work=str(work),
                 source_from_manifest=recorded is not None, deadline_s=self.resources.collective_deadline_s,
             )  # fmt: skip
-            self._progress("importing Megatron")
             self._run_ranks([spec], work, until)
             if recorded is not None:
                 golden.record_manifest(config.trace, recorded)
@@ -103,10 +105,16 @@ class Runner:
         placement = place(config, model.tier)
         resources, warm = self.resources, self.resources.warm
         phases = phases or (Phase(trace=config.trace),)
+        if model.layout is None:  # its ranks start twice, and those for the layout would fail first
+            self._notes(model, until)
+        notes = list[str]()
         model = with_layout(model, config, placement, resources, until, self._progress)
         manifest = manifest_of(config, model, placement, restores=warm, tokens_only=tokens_only)
         traces = [phase.trace for phase in phases]
-        with work_folder("run") as work, recording(traces, manifest, self._logs(work), record_failure) as complete:
+        with (
+            work_folder("run") as work,
+            recording(traces, manifest, self._logs(work), record_failure, notes) as complete,
+        ):
             resources.launcher(until)
             if warm:
                 resources.oracle(model.checkpoint.path, until)  # it starts while the engine does
@@ -115,6 +123,7 @@ class Runner:
                 self._progress(f"starting the engine ({config.engine.kind}) and importing Megatron")
                 with in_stage(Stage.ENGINE):
                     engine = resources.engine(engine_config(config, model, placement), until)
+            notes += self._notes(model, until)  # Megatron was imported while the engine started
             specs = [
                 run_spec(
                     config, model, placement, workload=workload or made_up(config, model.checkpoint.config),
@@ -166,6 +175,13 @@ class Runner:
         model = open_for_roundtrip(config)
         asked = engine_config(config, model, place(config, model.tier))
         return self.resources.engine(asked, Deadline(config.timeout_s))
+
+    def _notes(self, model: ModelUnderTest, until: Deadline) -> tuple[str, ...]:
+        """Notes on a checkpoint, which is looked at once."""
+        path, known = model.checkpoint.path, self.resources.notes
+        if path not in known:
+            known[path] = notes_of(model, self.resources.launcher(until), until)
+        return known[path]
 
     def _logs(self, work: Path) -> Callable[[], dict[str, bytes]]:
         """A reader of the logs of a run's ranks and engines."""

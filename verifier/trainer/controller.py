@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from verifier.config.training import TrainConfig
@@ -16,6 +17,7 @@ from verifier.engine.client import EngineGone
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.model.families import moe_layers_of
 from verifier.platform.upstream_fixes import selected
+from verifier.runs.model_notes import notes_of
 from verifier.runs.model_under_test import ModelUnderTest, open_model
 from verifier.runs.resources import Deadline, Resources
 from verifier.runs.spec import Placement, place
@@ -117,6 +119,8 @@ class Trainer:
             if config.verify.steps and not unsampled_because(config, model):
                 oracle = self._on_this_host(launcher, stack).oracle(model.checkpoint.path, until)
             engine = self._start_engine(launcher, stack)
+            if isinstance(launcher, ForkLauncher):
+                self._model = model = replace(model, notes=notes_of(model, launcher, until))
             with in_stage(Stage.LOAD):
                 self._job = start_ranks(
                     config, model, launcher, folder.path, until, self._progress, within=self._within, num_gpus=gpus,

@@ -172,6 +172,7 @@ def step_manifest(
         commit=this_code().commit, host=host(), gpus=gpu_names(model.tier), model=config.model,
         dtype=model.dtype, mesh=msgspec.convert(model.mesh.to_dict(), MeshSizes), world_size=model.mesh.world_size,
         tier=model.tier, versions=installed_versions(),
+        notes=model.notes if loaded else (),
         **declared(model.tier, cache_folder() / "contracts"),
         config=config.to_dict(), layout=model.layout_kind, stand_ins=tuple(stand_ins_of(sizes, engine_facts)),
         upstream_bugs=tuple(bugs_of(sizes, facts)), scopes=tuple(scopes),

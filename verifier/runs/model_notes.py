@@ -1,0 +1,46 @@
+"""Notes on a model before its ranks start: what its config.json and its tensors become in megatron-bridge."""
+
+from __future__ import annotations
+
+from verifier.core.stage import Stage, in_stage
+from verifier.core.work_folder import work_folder
+from verifier.errors import UsageError, VerifierError
+from verifier.launch.fork_launcher import ForkLauncher
+from verifier.model.families import copies_of
+from verifier.model.missed_row import missed_row
+from verifier.runs.model_under_test import ModelUnderTest
+from verifier.runs.resources import Deadline
+
+
+def notes_of(model: ModelUnderTest, launcher: ForkLauncher, until: Deadline) -> tuple[str, ...]:
+    """Sentences that no check judges, of a process that has imported Megatron; it builds no model.
+
+    A bridge that fails on the config is one of them: the run's ranks fail by the same code, and that is on record.
+
+    Raises:
+        InternalError: no time is left.
+        UsageError: the output layer of the trainer has no mapping, at which megatron-bridge's load would end.
+    """
+    config, row = model.checkpoint.config, missed_row(model.checkpoint.config)
+    copies = copies_of(config)
+    own = (row,) if row else ()
+    deadline_s = until.left("config.json was read")
+    try:
+        with work_folder("notes") as work, in_stage(Stage.LOAD):
+            (found,) = launcher.run(
+                "verifier.runs.model_notes_megatron:run", world_size=1, run_dir=work,
+                args={
+                    "checkpoint": str(model.checkpoint.path),
+                    "tensors": [name for name in model.checkpoint.names() if name not in copies],
+                },
+                deadline_s=deadline_s,
+            )  # fmt: skip
+    except VerifierError as problem:
+        reason = str(problem).partition("\n")[0]
+        return (*own, f"what megatron-bridge makes of config.json was not looked at: {reason}")
+    if found["headless"]:
+        raise UsageError(
+            f"{found['notes'][0]}; the trainer's output layer has none either, and the load would end in an "
+            "AttributeError"
+        )
+    return (*own, *found["notes"])
