@@ -46,7 +46,7 @@ def test_derived_and_written_layouts_are_the_same(
     path = write_tiny(name, checkpoints, dtype)
     args = {
         "checkpoint": str(path), "mesh": mesh.to_dict(), "folder": str(tmp_path), "dtype": dtype, "tier": "cpu",
-        "deadline_s": 120, "fixes": [],
+        "deadline_s": 120, "fixes": [], "within": [],
     }  # fmt: skip
     first, *_ = trainer_launcher.run(
         "verifier.runs.derived_layout_megatron:run", world_size=mesh.world_size, run_dir=tmp_path / "ranks", args=args,

@@ -158,6 +158,8 @@ class Fault:
     """Rank of the adapter that is trained and synced while the base is frozen; 0 trains the whole model."""
     training: tuple[str, ...] = ()
     """Knobs of the training run, key=value, besides model and mesh; see `verifier.faults.training_trial`."""
+    in_derivation: bool = False
+    """Inject it where the layout of a model without a row is derived too, as a bug of a load that shipped is."""
     gpus: int = 0
     """GPUs that the bug needs. Above 0, its trial is a test of `tests/h100`."""
     replacements: list[tuple[str, Body]] = field(default_factory=list, compare=False, repr=False)

@@ -22,8 +22,8 @@ INJECTED = f"{_HERE}:injected"
 
 
 @contextlib.contextmanager
-def injected(spec: RunSpec | WorkerSpec, context: RankContext, fault_id: str, folder: str) -> Iterator[None]:
-    """Inject a fault into this rank, or, at rank 0's request, into the engine's workers.
+def injected(spec: RunSpec | WorkerSpec | None, context: RankContext, fault_id: str, folder: str) -> Iterator[None]:
+    """Inject a fault into this rank, or, at rank 0's request, into the engine's workers; none has a spec in a derivation.
 
     The file ``fired-<rank>`` of the folder appears when the injected code runs for the first time, and says how often
     it has run in the end. It lies outside of the trace that checks read.

@@ -156,14 +156,19 @@ class Trials:
         return folder
 
     def _run(self, config: RoundtripConfig, fault: Fault, names: list[str]) -> dict[str, Path]:
-        """Run phases as one job on one engine; those with an adapter, which stays loaded, on an engine each."""
-        if config.engine.lora_rank and fault.engine != NO_ENGINE and len(names) > 1:
+        """Run phases as one job on one engine.
+
+        Those with an adapter, which stays loaded, have an engine each, and of a fault that is in the derivation too
+        each has a layout of its own.
+        """
+        if (config.engine.lora_rank and fault.engine != NO_ENGINE or fault.in_derivation) and len(names) > 1:
             return {name: trace for each in names for name, trace in self._run(config, fault, [each]).items()}
         phases = {}
         for name in names:
             folder = self._new_folder(fault, name)
             within = (INJECTED, fault.id, str(folder)) if name == "faulted" else ()
-            phases[name] = Phase(trace=folder / "trace", within=within)
+            in_derivation = bool(within) and fault.in_derivation
+            phases[name] = Phase(trace=folder / "trace", within=within, in_derivation=in_derivation)
         traces = {name: phase.trace for name, phase in phases.items()}
         try:
             self._runner.roundtrip(config, phases=list(phases.values()), tokens_only=fault.engine == NO_ENGINE)

@@ -33,18 +33,19 @@ class JobLauncher(Protocol):
 
 def with_layout(
     model: ModelUnderTest, config: GoldenConfig | RoundtripConfig, placement: Placement, resources: Resources,
-    until: Deadline, progress: Callable[[str], None],
+    until: Deadline, progress: Callable[[str], None], within: Sequence[str] = (),
 ) -> ModelUnderTest:  # fmt: skip
     """Return the model with a derived layout if no row describes it; or with the reason why there is none.
 
-    Adapters need rows, so a run with one gets none.
+    Adapters need rows, so a run with one gets none. `within` is a context manager that the ranks enter for it, as
+    `RunSpec.within`.
     """
     if model.layout is not None or model.lora_rank:
         return model
     with work_folder("layout") as work:
         return derived(
             model, config.fixes, lambda: resources.launcher(until), work, until, progress,
-            num_gpus=placement.trainer_gpus, collective_deadline_s=resources.collective_deadline_s,
+            num_gpus=placement.trainer_gpus, collective_deadline_s=resources.collective_deadline_s, within=within,
         )  # fmt: skip
 
 
@@ -56,6 +57,7 @@ def may_derive(model: ModelUnderTest) -> bool:
 def derived(
     model: ModelUnderTest, fixes: Sequence[str], launcher: Callable[[], JobLauncher], work: Path, until: Deadline,
     progress: Callable[[str], None], *, num_gpus: int = 0, collective_deadline_s: float = COLLECTIVE_DEADLINE_S,
+    within: Sequence[str] = (),
 ) -> ModelUnderTest:  # fmt: skip
     """Return a model without a row with a derived layout, or with the reason why there is none.
 
@@ -71,6 +73,7 @@ def derived(
         progress: called with a line of text.
         num_gpus: see `JobSpec.num_gpus`.
         collective_deadline_s: seconds that a rank waits for others.
+        within: see `with_layout`.
     """
     if why := _why_not_numbered(model):
         return replace(model, why_no_layout=why)
@@ -78,7 +81,7 @@ def derived(
     args = {
         "checkpoint": str(model.checkpoint.path), "mesh": model.mesh.to_dict(), "folder": str(work),
         "dtype": model.dtype, "tier": model.tier, "deadline_s": collective_deadline_s,
-        "fixes": sorted(selected(fixes)),
+        "fixes": sorted(selected(fixes)), "within": list(within),
     }  # fmt: skip
     try:
         with in_stage(Stage.LOAD):

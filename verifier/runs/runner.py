@@ -44,6 +44,8 @@ class Phase:
     trace: Path
     within: tuple[str, ...] = ()
     """Context manager around the session; see `RunSpec.within`."""
+    in_derivation: bool = False
+    """The context manager is around the derivation of the layout too, which all phases share."""
 
 
 class Runner:
@@ -107,8 +109,9 @@ class Runner:
         phases = phases or (Phase(trace=config.trace),)
         if model.layout is None:  # its ranks start twice, and those for the layout would fail first
             self._notes(model, until)
+        within = next((phase.within for phase in phases if phase.in_derivation), ())
         notes = list[str]()
-        model = with_layout(model, config, placement, resources, until, self._progress)
+        model = with_layout(model, config, placement, resources, until, self._progress, within)
         manifest = manifest_of(config, model, placement, restores=warm, tokens_only=tokens_only)
         traces = [phase.trace for phase in phases]
         with (

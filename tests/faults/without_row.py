@@ -1,0 +1,152 @@
+"""Faults of the catalogue on models without a row: `python -m tests.faults.without_row [FAULT...]`.
+
+It runs the trials of `CASES`, or those of the faults named, and replaces their rows in golden/faults-without-row.json.
+`python -m tests.faults.without_row page` draws docs/faults-without-row.md from it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from verifier.core.finding import Verdict
+from verifier.core.stage import Stage
+from verifier.faults.catalog import CATALOG
+from verifier.faults.fault import Fault
+from verifier.faults.matrix import line_of
+from verifier.faults.trial import TrialResult, Trials
+from verifier.mesh import Mesh
+from verifier.platform.pins import installed_versions
+from verifier.platform.provenance import this_code
+
+ROOT = Path(__file__).parents[2]
+LEDGER = ROOT / "golden" / "faults-without-row.json"
+PAGE = ROOT / "docs" / "faults-without-row.md"
+BEGIN, END = "<!-- table: trials -->\n", "<!-- table: end -->\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A fault on a model without a row."""
+
+    fault: str
+    model: str
+    mesh: Mesh
+    in_derivation: bool = False
+    """The fault is there when the layout is derived too; else in the run that is judged alone."""
+    caught_by: tuple[str, ...] = ()
+    """Codes of the checks that must be violated, where they are not the fault's own."""
+    seen_in: Stage | None = None
+    """First bad stage, where it is not the one in which the fault sits."""
+
+    @property
+    def name(self) -> str:
+        """Key of the row, and id of the test."""
+        return f"{self.fault}, {self.model}, {self.mesh.label()}{', derivation' if self.in_derivation else ''}"
+
+    @property
+    def trial(self) -> Fault:
+        """The catalogue's fault on this model."""
+        found = CATALOG[self.fault]
+        return replace(
+            found, model=self.model, mesh=self.mesh, in_derivation=self.in_derivation,
+            caught_by=self.caught_by or found.caught_by, stage=self.seen_in or found.stage,
+        )  # fmt: skip
+
+
+def _on(model: str, mesh: Mesh, *faults: str, **others: Any) -> list[Case]:
+    return [Case(fault=fault, model=model, mesh=mesh, **others) for fault in faults]
+
+
+_SEEN: dict[str, Any] = {"in_derivation": True, "seen_in": Stage.LOGPROB}
+CASES = (
+    *_on("tiny:glm4_moe", Mesh(tp=2, ep=2),
+         "expert-left-at-init", "score-bias-zeroed-after-load", "qkv-merged-head-major",
+         "sequence-parallel-grads-not-reduced", "router-without-sequence-parallel-mark", "finalize-hook-missing",
+         "experts-outside-gradient-norm", "score-bias-balanced",
+         "ep-rank-experts-swapped", "experts-not-gathered-over-ep", "expert-never-yielded"),
+    *_on("tiny:glm4_moe", Mesh(tp=2, ep=2), "qkv-merged-head-major", **_SEEN, caught_by=("LGP001",)),
+    *_on("tiny:glm4_moe", Mesh(tp=2, ep=2), "expert-left-at-init", "score-bias-zeroed-after-load", **_SEEN,
+         caught_by=("WGT004", "LGP001")),
+    *_on("tiny:mistral", Mesh(tp=2),
+         "qkv-merged-head-major", "scheduler-not-resumed", "step-in-evaluation", "export-buffer-used-again",
+         "order-of-later-exports", "index-ends-early", "logprob-gradient-in-owner-only"),
+    *_on("tiny:mistral", Mesh(dp=2), "export-before-param-gather", "earlier-micro-batches-dropped"),
+    *_on("tiny:mistral", Mesh(cp=2), "mean-of-means", "loss-times-context-parallel"),
+    *_on("tiny:deepseek_v2", Mesh(),
+         "expert-left-at-init", "adam-step-stale", "step-dropped", "norms-decay", "scheduler-resumed-twice"),
+    *_on("tiny:olmoe", Mesh(dp=2, ep=2),
+         "expert-left-at-init", "moments-not-restored", "norm-written-by-export", "option-exported-with-config"),
+    *_on("tiny:olmoe", Mesh(pp=2), "stage-names-remapped-twice"),
+    *_on("tiny:olmoe", Mesh(pp=2), "stage-names-remapped-twice", **_SEEN, caught_by=("LGP001",)),
+)  # fmt: skip
+"""In the order in which trials share a clean run."""
+
+
+def row_of(case: Case, result: TrialResult) -> dict[str, Any]:
+    """The ledger's row of a trial."""
+    return {
+        "fault": case.fault, "model": case.model, "mesh": case.mesh.label(), "in_derivation": case.in_derivation,
+        "sits_in": CATALOG[case.fault].stage.label,
+        "first_bad": result.first_bad.stage.label if result.first_bad else None, "caught": list(result.caught),
+        "fired": result.fired, "healed": result.healed is Verdict.HOLDS and not result.healed_differs,
+        "failures": result.failures, "commit": this_code().commit, "versions": installed_versions(),
+    }  # fmt: skip
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return row["model"], row["mesh"], str(row["in_derivation"]), row["fault"]
+
+
+def record(found: Iterable[Mapping[str, Any]]) -> None:
+    """Replace what the ledger says of these trials."""
+    kept = json.loads(LEDGER.read_text())["rows"] if LEDGER.exists() else []
+    rows = {_key(row): row for row in [*kept, *found]}
+    lines = ",\n".join("  " + json.dumps(rows[key]) for key in sorted(rows))
+    LEDGER.write_text(f'{{\n "command": "python -m tests.faults.without_row",\n "rows": [\n{lines}\n ]\n}}\n')
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: a row for each trial that was run, what it was run with, and no other."""
+    titles = ("model", "mesh", "fault", "injected in", "sits in", "first bad", "caught by", "healed")
+    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
+    for row in sorted(rows, key=_key):
+        cells = (
+            f"`{row['model']}`", row["mesh"], f"`{row['fault']}`", "derivation, run" if row["in_derivation"] else "run",
+            row["sits_in"], row["first_bad"] or "nothing", ", ".join(row["caught"]), "yes" if row["healed"] else "no",
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    versions = sorted({f"{name} {version}" for row in rows for name, version in row["versions"].items()})
+    commits = sorted({row["commit"] for row in rows})
+    own = sum(row["first_bad"] == row["sits_in"] for row in rows)
+    return (
+        "\n".join(lines) + f"\n\nIn the stage in which it sits: {own} of {len(rows)}. At {', '.join(commits)}, with "
+        f"{', '.join(versions)}.\n"
+    )
+
+
+def drawn(page: str) -> str:
+    """The page's text with its table drawn anew."""
+    head, rest = page.split(BEGIN)
+    return head + BEGIN + table(json.loads(LEDGER.read_text())["rows"]) + END + rest.split(END, maxsplit=1)[1]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run trials, and record each as it ends; or draw the page."""
+    if list(arguments) == ["page"]:
+        PAGE.write_text(drawn(PAGE.read_text()))
+        return
+    with Trials(lambda text: print(text, file=sys.stderr, flush=True)) as trials:
+        for case in CASES:
+            if not arguments or case.fault in arguments:
+                result = trials.trial(case.trial)
+                record([row_of(case, result)])
+                print(case.name, line_of(result), result.crashed.partition("\n")[0], flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
