@@ -6,6 +6,7 @@ import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.dist import clean_table, families_table
+from tests.faults import without_row
 from tests.h100.results import table
 from tests.meta import upgrades, whats_here
 from tests.meta.sources import ROOT, python_files, tracked, where
@@ -79,6 +80,12 @@ def test_families_page_is_drawn_from_the_ledger():
     """`python -m tests.dist.families_table page` draws it anew."""
     text = families_table.PAGE.read_text()
     assert text == families_table.drawn(text)
+
+
+def test_page_of_faults_without_a_row_is_drawn_from_the_ledger():
+    """`python -m tests.faults.without_row page` draws it anew."""
+    text = without_row.PAGE.read_text()
+    assert text == without_row.drawn(text)
 
 
 def test_upgrading_page_shows_the_recorded_upgrades():

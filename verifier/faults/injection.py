@@ -23,10 +23,10 @@ INJECTED = f"{_HERE}:injected"
 
 @contextlib.contextmanager
 def injected(spec: RunSpec | WorkerSpec | None, context: RankContext, fault_id: str, folder: str) -> Iterator[None]:
-    """Inject a fault into this rank, or, at rank 0's request, into the engine's workers; none has a spec in a derivation.
+    """Inject a fault into this rank, or, at rank 0's request, into the engine's workers.
 
     The file ``fired-<rank>`` of the folder appears when the injected code runs for the first time, and says how often
-    it has run in the end. It lies outside of the trace that checks read.
+    it has run in the end. It lies outside of the trace that checks read. The derivation of a layout has no spec.
     """
     fault = CATALOG[fault_id]
     mark = Path(folder) / f"fired-{context.rank:04d}"

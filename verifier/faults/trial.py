@@ -161,7 +161,8 @@ class Trials:
         Those with an adapter, which stays loaded, have an engine each, and of a fault that is in the derivation too
         each has a layout of its own.
         """
-        if (config.engine.lora_rank and fault.engine != NO_ENGINE or fault.in_derivation) and len(names) > 1:
+        alone = fault.in_derivation or (config.engine.lora_rank and fault.engine != NO_ENGINE)
+        if alone and len(names) > 1:
             return {name: trace for each in names for name, trace in self._run(config, fault, [each]).items()}
         phases = {}
         for name in names:
