@@ -16,7 +16,7 @@ from typing import Any
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
 from verifier.faults.catalog import CATALOG
-from verifier.faults.fault import Fault
+from verifier.faults.fault import NO_ENGINE, Fault
 from verifier.faults.matrix import line_of
 from verifier.faults.trial import TrialResult, Trials
 from verifier.mesh import Mesh
@@ -38,6 +38,8 @@ class Case:
     mesh: Mesh
     in_derivation: bool = False
     """The fault is there when the layout is derived too; else in the run that is judged alone."""
+    engine: str = "hf"
+    """NO_ENGINE for what is seen before anything is exported."""
     caught_by: tuple[str, ...] = ()
     """Codes of the checks that must be violated, where they are not the fault's own."""
     seen_in: Stage | None = None
@@ -46,14 +48,15 @@ class Case:
     @property
     def name(self) -> str:
         """Key of the row, and id of the test."""
-        return f"{self.fault}, {self.model}, {self.mesh.label()}{', derivation' if self.in_derivation else ''}"
+        where = "derivation, " if self.in_derivation else ""
+        return f"{self.fault}, {where}{self.model}, {self.mesh.label()}, {self.engine}"
 
     @property
     def trial(self) -> Fault:
         """The catalogue's fault on this model."""
         found = CATALOG[self.fault]
         return replace(
-            found, model=self.model, mesh=self.mesh, in_derivation=self.in_derivation,
+            found, model=self.model, mesh=self.mesh, engine=self.engine, in_derivation=self.in_derivation,
             caught_by=self.caught_by or found.caught_by, stage=self.seen_in or found.stage,
         )  # fmt: skip
 
@@ -62,27 +65,30 @@ def _on(model: str, mesh: Mesh, *faults: str, **others: Any) -> list[Case]:
     return [Case(fault=fault, model=model, mesh=mesh, **others) for fault in faults]
 
 
-_SEEN: dict[str, Any] = {"in_derivation": True, "seen_in": Stage.LOGPROB}
+_ALONE: dict[str, Any] = {"engine": NO_ENGINE}
+_LOAD: dict[str, Any] = {**_ALONE, "caught_by": ("WGT001", "LGP001")}
+_IN_DERIVATION: dict[str, Any] = {
+    **_ALONE, "in_derivation": True, "caught_by": ("LGP001",), "seen_in": Stage.LOGPROB,
+}  # fmt: skip
 CASES = (
-    *_on("tiny:glm4_moe", Mesh(tp=2, ep=2),
-         "expert-left-at-init", "score-bias-zeroed-after-load", "qkv-merged-head-major",
-         "sequence-parallel-grads-not-reduced", "router-without-sequence-parallel-mark", "finalize-hook-missing",
-         "experts-outside-gradient-norm", "score-bias-balanced",
-         "ep-rank-experts-swapped", "experts-not-gathered-over-ep", "expert-never-yielded"),
-    *_on("tiny:glm4_moe", Mesh(tp=2, ep=2), "qkv-merged-head-major", **_SEEN, caught_by=("LGP001",)),
-    *_on("tiny:glm4_moe", Mesh(tp=2, ep=2), "expert-left-at-init", "score-bias-zeroed-after-load", **_SEEN,
-         caught_by=("WGT004", "LGP001")),
-    *_on("tiny:mistral", Mesh(tp=2),
-         "qkv-merged-head-major", "scheduler-not-resumed", "step-in-evaluation", "export-buffer-used-again",
-         "order-of-later-exports", "index-ends-early", "logprob-gradient-in-owner-only"),
-    *_on("tiny:mistral", Mesh(dp=2), "export-before-param-gather", "earlier-micro-batches-dropped"),
-    *_on("tiny:mistral", Mesh(cp=2), "mean-of-means", "loss-times-context-parallel"),
+    *_on("tiny:deepseek_v2", Mesh(), "expert-left-at-init", **_LOAD),
     *_on("tiny:deepseek_v2", Mesh(),
-         "expert-left-at-init", "adam-step-stale", "step-dropped", "norms-decay", "scheduler-resumed-twice"),
-    *_on("tiny:olmoe", Mesh(dp=2, ep=2),
-         "expert-left-at-init", "moments-not-restored", "norm-written-by-export", "option-exported-with-config"),
-    *_on("tiny:olmoe", Mesh(pp=2), "stage-names-remapped-twice"),
-    *_on("tiny:olmoe", Mesh(pp=2), "stage-names-remapped-twice", **_SEEN, caught_by=("LGP001",)),
+         "adam-step-stale", "norms-decay", "step-dropped", "scheduler-resumed-twice", **_ALONE),
+    *_on("tiny:glm4_moe", Mesh(tp=2, ep=2),
+         "expert-left-at-init", "score-bias-zeroed-after-load", "qkv-merged-head-major", **_LOAD),
+    *_on("tiny:glm4_moe", Mesh(tp=2, ep=2),
+         "sequence-parallel-grads-not-reduced", "router-without-sequence-parallel-mark", "finalize-hook-missing",
+         "experts-outside-gradient-norm", "score-bias-balanced", **_ALONE),
+    *_on("tiny:glm4_moe", Mesh(tp=2, ep=2),
+         "expert-left-at-init", "score-bias-zeroed-after-load", "qkv-merged-head-major", **_IN_DERIVATION),
+    *_on("tiny:olmoe", Mesh(pp=2), "stage-names-remapped-twice", **_LOAD),
+    *_on("tiny:olmoe", Mesh(pp=2), "stage-names-remapped-twice", **_IN_DERIVATION),
+    *_on("tiny:mistral", Mesh(tp=2), "qkv-merged-head-major", **_LOAD),
+    *_on("tiny:mistral", Mesh(tp=2), "logprob-gradient-in-owner-only", "moments-not-restored", **_ALONE),
+    *_on("tiny:mistral", Mesh(cp=2), "mean-of-means", "loss-times-context-parallel", **_ALONE),
+    *_on("tiny:mistral", Mesh(tp=2), "export-buffer-used-again", "order-of-later-exports", "index-ends-early"),
+    *_on("tiny:glm4_moe", Mesh(tp=2, ep=2),
+         "expert-left-at-init", "ep-rank-experts-swapped", "experts-not-gathered-over-ep", "expert-never-yielded"),
 )  # fmt: skip
 """In the order in which trials share a clean run."""
 
@@ -90,7 +96,8 @@ CASES = (
 def row_of(case: Case, result: TrialResult) -> dict[str, Any]:
     """The ledger's row of a trial."""
     return {
-        "fault": case.fault, "model": case.model, "mesh": case.mesh.label(), "in_derivation": case.in_derivation,
+        "fault": case.fault, "model": case.model, "mesh": case.mesh.label(), "engine": case.engine,
+        "in_derivation": case.in_derivation,
         "sits_in": CATALOG[case.fault].stage.label,
         "first_bad": result.first_bad.stage.label if result.first_bad else None, "caught": list(result.caught),
         "fired": result.fired, "healed": result.healed is Verdict.HOLDS and not result.healed_differs,
@@ -99,7 +106,7 @@ def row_of(case: Case, result: TrialResult) -> dict[str, Any]:
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
-    return row["model"], row["mesh"], str(row["in_derivation"]), row["fault"]
+    return row["model"], row["mesh"], row["engine"], str(row["in_derivation"]), row["fault"]
 
 
 def record(found: Iterable[Mapping[str, Any]]) -> None:
@@ -112,11 +119,12 @@ def record(found: Iterable[Mapping[str, Any]]) -> None:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: a row for each trial that was run, what it was run with, and no other."""
-    titles = ("model", "mesh", "fault", "injected in", "sits in", "first bad", "caught by", "healed")
+    titles = ("model", "mesh", "engine", "fault", "injected in", "sits in", "first bad", "caught by", "healed")
     lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
     for row in sorted(rows, key=_key):
         cells = (
-            f"`{row['model']}`", row["mesh"], f"`{row['fault']}`", "derivation, run" if row["in_derivation"] else "run",
+            f"`{row['model']}`", row["mesh"], row["engine"], f"`{row['fault']}`",
+            "derivation, run" if row["in_derivation"] else "run",
             row["sits_in"], row["first_bad"] or "nothing", ", ".join(row["caught"]), "yes" if row["healed"] else "no",
         )  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
