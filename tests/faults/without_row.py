@@ -79,7 +79,7 @@ _IN_DERIVATION: dict[str, Any] = {
 CASES = (
     *_on("tiny:deepseek_v2", Mesh(), "expert-left-at-init", **_LOAD),
     *_on("tiny:deepseek_v2", Mesh(),
-         "adam-step-stale", "norms-decay", "step-dropped", "scheduler-resumed-twice", **_ALONE),
+         "adam-step-stale", "norms-decay", "scheduler-resumed-twice", "decay-stale-after-resume", **_ALONE),
     *_on("tiny:glm4_moe", Mesh(tp=2, ep=2),
          "expert-left-at-init", "score-bias-zeroed-after-load", "qkv-merged-head-major", **_LOAD),
     *_on("tiny:glm4_moe", Mesh(tp=2, ep=2),
