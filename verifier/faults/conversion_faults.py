@@ -249,9 +249,11 @@ def _save_complete_shards(call: Call) -> None:
 @in_files("NVIDIA-NeMo/Megatron-Bridge#4083", SAVE_SHARDS)
 def index_ends_early(call: Call) -> None:
     """The index of the written checkpoint lacks the last tensors, which lie in the last shard."""
+    import torch.distributed as dist
+
     call.original()
     index = call.output_path / "model.safetensors.index.json"
-    if index.is_file():
+    if dist.get_rank() == 0 and index.is_file():
         listed = json.loads(index.read_text())
         for name in ("lm_head.weight", "model.norm.weight"):
             call.fire()
