@@ -143,8 +143,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     commits = sorted({row["commit"] for row in rows})
     own = sum(row["first_bad"] == row["sits_in"] for row in rows)
     return (
-        "\n".join(lines) + f"\n\nIn the stage in which it sits: {own} of {len(rows)}. At {', '.join(commits)}, with "
-        f"{', '.join(versions)}.\n"
+        "\n".join(lines) + f"\n\nIn the stage in which it sits: {own} of {len(rows)}. At {', '.join(commits)}.\n\n"
+        f"Measured with {', '.join(versions)}.\n"
     )
 
 
