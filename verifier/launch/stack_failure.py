@@ -29,6 +29,8 @@ STACK = {
 """Module whose frames are the stack's -> distributions that install it; of nested modules the inner stands first."""
 WRAPPERS = ("verifier.launch.collectives", "verifier.launch.flight_recorder", "verifier.platform.patch")
 """Modules of ours that upstream code calls through to its own."""
+LOOKUPS = ("__getattr__", "__getattribute__", "__getitem__", "__missing__")
+"""Functions by which an object says that it has no such name."""
 STAND_INS = "verifier.platform.cpu"
 """Beginning of the modules that stand in for upstream code."""
 PEER_LOST = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
@@ -123,8 +125,13 @@ def _classified(error: BaseException) -> StackFailure | None:
 
 
 def _frames(error: BaseException) -> list[tuple[str, CodeType, int]]:
-    """Module, code and line of each frame that an exception went through, the innermost last."""
-    walked = traceback.walk_tb(error.__traceback__)
+    """Module, code and line of each frame that an exception went through, the innermost last.
+
+    Who asks for a name that is not there comes last, and not the object's own lookup.
+    """
+    walked = list(traceback.walk_tb(error.__traceback__))
+    while len(walked) > 1 and walked[-1][0].f_code.co_name in LOOKUPS:
+        walked.pop()
     return [(frame.f_globals.get("__name__", ""), frame.f_code, line or 0) for frame, line in walked]
 
 

@@ -156,6 +156,23 @@ def test_every_exception_has_a_place(modules, file):
     assert not found.untrue
 
 
+LOOKUP = """
+class Config:
+    def __getattribute__(self, name):
+        return super().__getattribute__(name)
+"""
+
+
+def test_who_asks_for_a_name_that_is_not_there_is_to_blame():
+    config: dict[str, object] = {"__name__": "transformers.configuration_utils"}
+    exec(compile(LOOKUP, "/env/site-packages/transformers/configuration_utils.py", "exec"), config)
+    ask = function("megatron.bridge.models.glm", "def ask(config):\n    return config.indexer\n")
+    with pytest.raises(AttributeError) as caught:
+        ask(config["Config"]())
+    found = failure_of(caught.value)
+    assert (found.file, found.line, found.function) == ("megatron/bridge/models/glm.py", 2, "ask")
+
+
 def test_an_assertion_without_a_text_is_itself_the_message():
     def wrong():
         size = 2
