@@ -22,9 +22,14 @@ def mixtures_of(model: nn.Module) -> dict[int, nn.Module]:
     """The blocks that hold a router and experts, by global layer index."""
     found = {}
     for name, module in model.named_modules():
-        if hasattr(module, "experts") and hasattr(module, "gate") and (layer := _LAYER.search(f".{name}.")):
+        if hasattr(module, "experts") and router_of(module) and (layer := _LAYER.search(f".{name}.")):
             found[int(layer[1])] = module
     return found
+
+
+def router_of(block: nn.Module) -> nn.Module | None:
+    """The router of a block, whose weight is [experts, hidden]; None if it has none."""
+    return getattr(block, "gate", None) or getattr(block, "router", None)
 
 
 def chosen_experts(rows: Sequence[Route], num_tokens: int) -> dict[int, torch.Tensor]:
@@ -58,8 +63,13 @@ def choosing(model: Any, experts: Mapping[int, torch.Tensor]) -> Iterator[None]:
 
     with contextlib.ExitStack() as hooks:
         for layer, chosen_TK in experts.items():
-            block = blocks[layer]
-            entry = (int(block.gate.weight.shape[0]), chosen_TK.to(model.device))
+            block = blocks.get(layer)
+            if block is None:
+                raise ContractError(
+                    f"transformers' layer {layer} has no block of a router and experts to give routes to"
+                )
+            router: Any = router_of(block)
+            entry = (int(router.weight.shape[0]), chosen_TK.to(model.device))
             hooks.callback(block.register_forward_pre_hook(lambda *_, entry=entry: given.append(entry)).remove)
             hooks.callback(block.register_forward_hook(lambda *_: given.pop() and None).remove)
         hooks.callback(setattr, torch, "topk", topk)
