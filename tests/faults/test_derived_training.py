@@ -5,8 +5,6 @@ What this does not exercise: the whole catalogue, which `verifier faults run` go
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,12 +12,6 @@ import pytest
 from verifier.faults.catalog import CATALOG
 from verifier.faults.matrix import line_of
 from verifier.faults.trial import Trials
-
-
-@pytest.fixture(scope="module")
-def trials() -> Iterator[Trials]:
-    with Trials(lambda text: print(text, file=sys.stderr, flush=True)) as found:
-        yield found
 
 
 @pytest.mark.slow

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-
 import pytest
 
 from verifier.core.stage import Stage
@@ -21,12 +18,6 @@ FAULTS = sorted(
     ),
     key=lambda fault: (fault.engine, fault.model, fault.engine_tp, fault.lora_rank),
 )
-
-
-@pytest.fixture(scope="module")
-def trials() -> Iterator[Trials]:
-    with Trials(lambda text: print(text, file=sys.stderr, flush=True)) as found:
-        yield found
 
 
 @pytest.mark.slow

@@ -6,9 +6,7 @@ where. The recorded trials are in golden/faults-without-row.json.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,12 +14,6 @@ from tests.faults.without_row import CASES, Case
 from verifier.core.stage import Stage
 from verifier.faults.matrix import line_of
 from verifier.faults.trial import Trials
-
-
-@pytest.fixture(scope="module")
-def trials() -> Iterator[Trials]:
-    with Trials(lambda text: print(text, file=sys.stderr, flush=True)) as found:
-        yield found
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -21,12 +19,6 @@ FAULTS = sorted(
 )
 ALWAYS = ("labels-rolled-in-the-shard", "local-positions", "mean-of-means", "routes-count-dense-layers")
 """One of each stage."""
-
-
-@pytest.fixture(scope="module")
-def trials() -> Iterator[Trials]:
-    with Trials(lambda text: print(text, file=sys.stderr, flush=True)) as found:
-        yield found
 
 
 def _passes(trials: Trials, fault: Fault) -> None:
