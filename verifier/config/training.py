@@ -121,7 +121,9 @@ class EvaluationOptions:
         UsageError: a value that its knob does not allow, or knobs that contradict each other; names the keys.
     """
 
-    every: int = knob("Steps between two evaluations; 0: at the end alone.", 0, least=0)
+    every: int = knob(
+        "Steps between two evaluations; above 1 there is one before step 1 too; 0: at the end alone.", 0, least=0
+    )
     num_problems: int = knob("Held-out problems; 0: none.", 512, least=0)
     stop_above: float = knob("Accuracy at which training ends early; above 1: never.", 2.0)
 

@@ -33,7 +33,7 @@ def clipped_share_of_one_side(call: Call) -> Any:
 
 
 @fault(
-    "DLR-RM/stable-baselines3#149", "verifier.trainer.loop:_mean_of(reports)", stage=Stage.LOSS, side=Side.CONTROLLER,
+    "DLR-RM/stable-baselines3#149", "verifier.trainer.loop:mean_of(reports)", stage=Stage.LOSS, side=Side.CONTROLLER,
     training=("algorithm=grpo", "grpo.mini_batches=2"), **ROW,
 )  # fmt: skip
 def metrics_of_the_last_update(call: Call) -> Any:

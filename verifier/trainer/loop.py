@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ from verifier.trainer.continuation import Call, Continuation
 from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.engines import Revival, gone
 from verifier.trainer.generation import EngineRollouts
-from verifier.trainer.metrics import Metrics, line_of
+from verifier.trainer.metrics import Metrics, line_of, mean_of
 from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.sampled_step import SampledStep, is_sampled, record_scored
 from verifier.trainer.step_trace import step_manifest
@@ -155,6 +155,7 @@ class StepLoop:
             trace = self._begin_trace(step) if self.judge is not None else None
             sent = trace is not None and self.sends_first
             self._send_first(step - 1, trace)
+            begun = self._evaluate(0) if step == 1 and config.evaluation.every > 1 else {}
             started = time.monotonic()
             sampled = None
             with self._controller_probe(trace, step) as probe:
@@ -200,7 +201,7 @@ class StepLoop:
                 if sampled is not None:
                     rates = [report["learning_rate"] for report in reports]
                     self._noise = sampled.judge(trace, updates, rates, plan.scored, earlier, self._noise) or self._noise
-                self._record_metrics(step, trace, {**_mean_of(reports), **plan.facts})
+                self._record_metrics(step, trace, {**mean_of(reports), **plan.facts})
                 self._submit(step, trace)
                 waits = self.rollouts is not None or sampled is not None
                 self._settle(step if waits else step - JUDGED_BEHIND)
@@ -209,7 +210,8 @@ class StepLoop:
             if self.ahead is not None:
                 self.ahead.resume(step if updates else None)
             times = {"prepare_s": rolled_s, "train_s": trained_s, "sync_s": synced_s, **self._sync_facts}
-            metrics = {"step": step, **_mean_of(reports), **plan.facts, **times, "time_s": time.monotonic() - started}
+            times["time_s"] = time.monotonic() - started
+            metrics = {"step": step, **begun, **mean_of(reports), **plan.facts, **times}
             loss = metrics.get("loss", loss)
             if config.evaluation.every and step % config.evaluation.every == 0:
                 metrics |= self._evaluate(step)
@@ -385,16 +387,3 @@ class StepLoop:
             self.held_out.save(file)
         answers = self.call("evaluate", batch=str(file))[0]
         return {"accuracy": sum(answers) / len(answers), "held_out_version": float(step)}
-
-
-def _mean_of(reports: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean of each number over the updates of a step; the greatest for what is a greatest, the sum for tokens."""
-    found = {}
-    for name in reports[0] if reports else ():
-        values = [report[name] for report in reports]
-        total = sum(values)
-        if name in ("ratio_gap", "peak_memory_gib"):
-            found[name] = max(values)
-        else:
-            found[name] = total if name in ("num_tokens", "tokens") else total / len(values)
-    return found

@@ -140,3 +140,16 @@ def line_of(metrics: Mapping[str, Any]) -> str:
         if name in metrics:
             text += f", {name.replace('_', ' ')} {metrics[name]:.3f}"
     return text
+
+
+def mean_of(reports: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean of each number over the updates of a step; the greatest for what is a greatest, the sum for tokens."""
+    found = {}
+    for name in reports[0] if reports else ():
+        values = [report[name] for report in reports]
+        total = sum(values)
+        if name in ("ratio_gap", "peak_memory_gib"):
+            found[name] = max(values)
+        else:
+            found[name] = total if name in ("num_tokens", "tokens") else total / len(values)
+    return found
