@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from verifier.config.sampling import SamplingOptions
     from verifier.trainer.adapters_megatron import Adapters
 
-CHUNKS = 8
-MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 64 << 20
-
 
 class WeightSync:
     """Link of one rank to the engine, and the plan by which weights travel. Every method is a collective.
@@ -83,7 +80,7 @@ class WeightSync:
             except EngineGone as problem:
                 self.lost = str(problem)
             self._expected = list(source_tensors(self._source))
-        chunk_bytes = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, self._source.num_bytes // CHUNKS))
+        chunk_bytes = chunk_bytes_of(self._source.num_bytes, MAX_CHUNK_BYTES)
         self._plan = plan_of(gather_megatron.export(self._trainer), chunk_bytes)
         number = torch.tensor(int(self._plan.digest.partition(":")[2][:15], 16), device=device_of(self._trainer))
         greatest, least = number.clone(), number.clone()
