@@ -27,8 +27,7 @@ import torch
 from tests.h100 import sync_functions
 from tests.h100.sync_functions import Spans, profiled
 from verifier.engine import sender as update
-from verifier.plan.chunk_plan import TensorMeta, build_plan
-from verifier.plan.chunk_plan import MAX_GPU_CHUNK_BYTES
+from verifier.plan.chunk_plan import MAX_GPU_CHUNK_BYTES, TensorMeta, build_plan
 from verifier.transport import buffer
 from verifier.transport.cuda_ipc import TrainerRounds
 from verifier.transport.gloo import Listener

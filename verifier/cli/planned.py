@@ -59,7 +59,7 @@ def as_text(model: str, found: RunPlan) -> str:
     mesh, dtype = found.mesh, found.target.trainer.dtype
     lines = [
         f"plan        {model}: {found.layout.family.name}, {mesh.label()}, {mesh.world_size:,} ranks, {dtype}",
-        f"model       {found.num_parameters:,} parameters, {_gib(found.num_bytes)} GiB in {len(found.specs):,} tensors",
+        f"model       {found.num_parameters:,} parameters, {_size(found.num_bytes)} in {len(found.specs):,} tensors",
         *(f"left out    {clause}" for clause in found.left_out),
     ]
     if found.made is not None:
@@ -73,17 +73,15 @@ def as_text(model: str, found: RunPlan) -> str:
 def _stages(found: RunPlan, made: Made) -> Iterator[str]:
     """Yield the table of pipeline stages, equal neighbours in one row, and which ranks fit."""
     titles = ("parameters", "weights", "gradients", "optimizer", "transfer", "activations*", "total")
-    yield "GiB of a rank, least to greatest, by pipeline stage:"
+    unit, name = (GIB, "GiB") if max(item.total for item in made.memory) > GIB else (MIB, "MiB")
+    yield f"{name} of a rank, least to greatest, by pipeline stage:"
     yield f"  {'stages':10} {'layers':>8} " + " ".join(f"{title:>15}" for title in titles)
     sizes = found.mesh.stage_sizes(found.layout.sizes["layers"])
     rows = []
     for stage, size in enumerate(sizes):
-        items = [(index, item) for index, item in enumerate(made.holdings) if item.at.pp == stage]
-        of_ranks = [made.bytes_of(index, item.ranks[-1]) for index, item in items]
-        counts = [_parameters(item) for _, item in items]
-        cells = [_span([value / 1e6 for value in counts], "M")]
-        cells += [_span([getattr(item, name) / GIB for item in of_ranks]) for name in _PARTS]
-        cells.append(_span([item.total / GIB for item in of_ranks]))
+        held = [(item, memory) for item, memory in zip(made.holdings, made.memory, strict=True) if item.at.pp == stage]
+        cells = [_span([(item.count(expert=False) + item.count(expert=True)) / 1e6 for item, _ in held], "M")]
+        cells += [_span([getattr(memory, part) / unit for _, memory in held]) for part in (*_PARTS, "total")]
         rows.append((stage, (str(size), *cells)))
     for (layers, *cells), run in groupby(rows, lambda row: row[1]):
         stages = [stage for stage, _ in run]
@@ -92,14 +90,19 @@ def _stages(found: RunPlan, made: Made) -> Iterator[str]:
     trainer, limit = found.target.trainer, found.target.gpu_gib * GIB
     sender = made.bytes_of(0, 0)
     yield (
-        f"rank 0      sends, from {_gib(made.sending)} GiB of chunks besides: {_gib(sender.total)} GiB with "
+        f"rank 0      sends, from {_size(made.sending)} of chunks besides: {_size(sender.total)} with "
         f"{trainer.tokens:,} tokens in a micro-batch"
     )
     above = made.above(limit, lambda item: item.total)
-    fit = "every rank fits" if not above else f"{len(above):,} ranks do not fit: {ranges(above, most=4)}"
+    fit = (
+        "every rank fits, activations included"
+        if not above
+        else f"{len(above):,} ranks do not fit with their activations: {ranges(above, most=4)}"
+    )
     yield f"memory      of {found.target.gpu_gib:g} GiB a GPU, {fit}"
 
 
+MIB = 1 << 20
 _PARTS = ("weights", "gradients", "optimizer", "transfer", "activations")
 _ESTIMATE = "Korthikanti et al. 2022, section 4.1, without scores and dropout; even routing; 1F1B"
 
@@ -112,7 +115,7 @@ def _transfer(found: RunPlan, made: Made) -> Iterator[str]:
             num_tensors, chunks = sum(len(chunk.names) for chunk in item.plan.chunks), item.plan.chunks
             largest = max(chunk.num_bytes for chunk in chunks)
             yield (
-                f"chunk plan  {num_tensors:,} tensors in {len(chunks):,} chunks of at most {_gib(largest)} GiB, on "
+                f"chunk plan  {num_tensors:,} tensors in {len(chunks):,} chunks of at most {_size(largest)}, on "
                 f"{len(item.ranks):,} ranks: {item.digest}"
             )
     copies = [item.copies for item in made.ownership.replicas.values()]
@@ -124,20 +127,16 @@ def _transfer(found: RunPlan, made: Made) -> Iterator[str]:
     yield (
         f"sync        at least {max(made.gather_s, made.transfer_s):.2f} s: gather {made.gather_s:.2f} s at "
         f"{target.gather_gb_s:g} GB/s, {target.transport} to the engine {made.transfer_s:.2f} s at "
-        f"{target.transfer_gb_s:g} GB/s; the two overlap, one after the other they take "
-        f"{made.gather_s + made.transfer_s:.2f} s"
+        f"{target.transfer_gb_s:g} GB/s; one after the other {made.gather_s + made.transfer_s:.2f} s"
     )
-    measured = {MEASURED_GB_S["nccl"], MEASURED_GB_S["ipc"]}
-    if {target.gather_gb_s, target.transfer_gb_s} & measured:
-        yield f"            {', '.join(f'{name} {value:g}' for name, value in MEASURED_GB_S.items())} GB/s: measured in one host, {MEASURED_IN}"
+    used = {"nccl": target.gather_gb_s, target.transport: target.transfer_gb_s}
+    if any(MEASURED_GB_S[name] == value for name, value in used.items()):
+        measured = ", ".join(f"{name} {value:g}" for name, value in MEASURED_GB_S.items())
+        yield f"            {measured} GB/s were measured within one host: {MEASURED_IN}"
 
 
-def _parameters(holding: Holding) -> int:
-    return holding.count(expert=False) + holding.count(expert=True)
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:,.2f}"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes > GIB / 10 else f"{num_bytes / MIB:,.2f} MiB"
 
 
 def _span(values: list[float], unit: str = "") -> str:
@@ -201,7 +200,7 @@ def _holding(found: RunPlan, made: Made, holding: Holding) -> dict[str, Any]:
     """Return the shards of one kind of rank: its share of what travels."""
     shards = []
     for place, size in zip(holding.places, holding.elements, strict=True):
-        dtype, replicas = found.dtypes[place.sources[0]], made.ownership.replicas[place.group]
+        dtype, replicas = found.dtype_of(place.sources[0]), made.ownership.replicas[place.group]
         shards.append(
             {
                 "name": place.global_name, "local": place.param_name, "dtype": dtype, "shape": place.shape,

@@ -34,7 +34,7 @@ Named = tuple[str, tuple[int, ...]]
 def sort_key(global_name: str) -> tuple[list[int], str]:
     """Return what an export sorts parameters by, from a name with the checkpoint's layer and expert numbers."""
     found = [int(match[1]) for pattern in (_LAYER, _EXPERT) if (match := pattern.search(global_name))]
-    return (found + [-1, -1])[:2], global_name
+    return [*found, -1, -1][:2], global_name
 
 
 class Streams:
@@ -50,9 +50,7 @@ class Streams:
         self._mesh, self._tied = mesh, tied
         self._of_rank = {rank: holding for holding in holdings for rank in holding.ranks}
         self._local = {
-            id(holding): {
-                (chunk, place.param_name): place for chunk, own in enumerate(holding.chunks) for place in own
-            }
+            id(holding): {(chunk, place.param_name): place for chunk, own in enumerate(holding.chunks) for place in own}
             for holding in holdings
         }
 
@@ -110,9 +108,7 @@ class RanksPlan:
         return "" if self.plan is None else self.plan.digest
 
 
-def plans_of(
-    streams: Streams, dtype_of: Callable[[str], str], chunk_bytes: int
-) -> list[RanksPlan]:
+def plans_of(streams: Streams, dtype_of: Callable[[str], str], chunk_bytes: int) -> list[RanksPlan]:
     """Return the plans of all ranks, most ranks first; equal plans once.
 
     Args:

@@ -21,16 +21,15 @@ def contradictions(config: Mapping[str, JSON], mesh: Mesh) -> Iterator[str]:
     """
     found = list(misfits(config, mesh))
     kv_heads = None if config.get("kv_lora_rank") is not None else size_if_any(config, "num_key_value_heads")
-    vocabulary = size_if_any(config, "vocab_size")
+    vocabulary, layers = size_if_any(config, "vocab_size"), size_if_any(config, "num_hidden_layers") or 0
     for sentence in found:
         if "key-value heads" in sentence and kv_heads is not None and mesh.tp > kv_heads:
             sentence += f": tp is above the number of key-value heads, and no head is copied; at most --tp {kv_heads}"
         elif "vocabulary entries" in sentence and vocabulary is not None:
             padded = -(-vocabulary // mesh.tp) * mesh.tp
             sentence += f": it would have to be padded to {padded:,}, and the trainer does not pad"
-        elif "layers do not divide" in sentence or "layers are left" in sentence:
-            if offer := _stages(size_if_any(config, "num_hidden_layers") or 0, mesh):
-                sentence += f"; {offer} does"
+        elif ("layers do not divide" in sentence or "layers are left" in sentence) and (offer := _stages(layers, mesh)):
+            sentence += f"; {offer} does"
         yield sentence
     if any(sentence.startswith("tp ") for sentence in found):
         fits = [tp for tp in range(1, mesh.tp) if not _about_tp(config, tp)]

@@ -75,13 +75,14 @@ class RunPlan:
         return {spec.name: spec.shape for spec in self.specs}
 
     @cached_property
-    def dtypes(self) -> dict[str, str]:
-        """Dtype in which ranks hold and export each tensor, by name."""
-        dtype, narrow = self.target.trainer.dtype, (Content.DECAY,) if self.target.rounds_decay else ()
-        return {
-            spec.name: "float32" if spec.content in _WIDE and spec.content not in narrow else dtype
-            for spec in self.specs
-        }
+    def _wide(self) -> frozenset[str]:
+        """Names of the tensors that ranks hold in float32, whatever the dtype."""
+        kept = (Content.SCORE_BIAS,) if self.target.rounds_decay else _WIDE
+        return frozenset(spec.name for spec in self.specs if spec.content in kept)
+
+    def dtype_of(self, name: str) -> str:
+        """Return the dtype in which ranks hold and export a tensor."""
+        return "float32" if name in self._wide else self.target.trainer.dtype
 
     @cached_property
     def num_parameters(self) -> int:
@@ -91,7 +92,7 @@ class RunPlan:
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of all tensors as they are exported."""
-        return sum(math.prod(spec.shape) * DTYPE_BYTES[self.dtypes[spec.name]] for spec in self.specs)
+        return sum(math.prod(spec.shape) * DTYPE_BYTES[self.dtype_of(spec.name)] for spec in self.specs)
 
     @cached_property
     def chunk_bytes(self) -> int:
@@ -165,8 +166,8 @@ def run_plan(config: Mapping[str, JSON], mesh: Mesh, target: Target) -> RunPlan:
     if ranks := made.above(limit, lambda item: item.certain):
         worst = max(made.bytes_of(index, holding.ranks[0]).certain for index, holding in enumerate(made.holdings))
         found.append(
-            f"{len(ranks):,} of {mesh.world_size:,} ranks do not fit a GPU of {target.gpu_gib:g} GiB, activations apart: "
-            f"the largest needs {worst / GIB:,.1f} GiB"
+            f"{len(ranks):,} of {mesh.world_size:,} ranks do not fit a GPU of {target.gpu_gib:g} GiB, activations "
+            f"apart: the largest needs {worst / GIB:,.1f} GiB"
         )
     return replace(plan, contradictions=tuple(found), made=made)
 
@@ -175,11 +176,11 @@ def make(plan: RunPlan, holdings: tuple[Holding, ...]) -> Made:
     """Return what follows from what the ranks hold."""
     mesh, target, trainer = plan.mesh, plan.target, plan.target.trainer
     streams = Streams(mesh, holdings, plan.layout.tied)
-    plans = tuple(plans_of(streams, plan.dtypes.__getitem__, plan.chunk_bytes))
+    plans = tuple(plans_of(streams, plan.dtype_of, plan.chunk_bytes))
     top_k = size_if_any(plan.config, "num_experts_per_tok") or 1
     activations = [activation_bytes(plan.layout, mesh, stage, trainer, top_k) for stage in range(mesh.pp)]
     bytes_of = partial(
-        rank_bytes, mesh=mesh, trainer=trainer, dtype_of=plan.dtypes.__getitem__,
+        rank_bytes, mesh=mesh, trainer=trainer, dtype_of=plan.dtype_of,
         transfer=join_bytes(holdings, mesh, DTYPE_BYTES[trainer.dtype]),
     )  # fmt: skip
     memory = tuple(bytes_of(holding, activations=activations[holding.at.pp]) for holding in holdings)

@@ -21,6 +21,7 @@ from verifier.export import gather_megatron
 from verifier.launch.flight_recorder import label
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
+from verifier.plan.chunk_plan import MAX_CHUNK_BYTES, chunk_bytes_of
 from verifier.probes.engine_state import TransferProbe, held_by, record_views
 from verifier.probes.weights_megatron import plan_of, record_plan, recorded, source_tensors
 from verifier.runs.rank_run_megatron import EngineLink
