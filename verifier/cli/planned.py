@@ -75,7 +75,7 @@ def _stages(found: RunPlan, made: Made) -> Iterator[str]:
     titles = ("parameters", "weights", "gradients", "optimizer", "transfer", "activations*", "total")
     unit, name = (GIB, "GiB") if max(item.total for item in made.memory) > GIB else (MIB, "MiB")
     yield f"{name} of a rank, least to greatest, by pipeline stage:"
-    yield f"  {'stages':10} {'layers':>8} " + " ".join(f"{title:>15}" for title in titles)
+    yield f"  {'stages':8} {'layers':>6} " + " ".join(f"{title:>12}" for title in titles)
     sizes = found.mesh.stage_sizes(found.layout.sizes["layers"])
     rows = []
     for stage, size in enumerate(sizes):
@@ -85,7 +85,7 @@ def _stages(found: RunPlan, made: Made) -> Iterator[str]:
         rows.append((stage, (str(size), *cells)))
     for (layers, *cells), run in groupby(rows, lambda row: row[1]):
         stages = [stage for stage, _ in run]
-        yield f"  {ranges(stages):10} {layers:>8} " + " ".join(f"{cell:>15}" for cell in cells)
+        yield f"  {ranges(stages):8} {layers:>6} " + " ".join(f"{cell:>12}" for cell in cells)
     yield "  * estimated: " + _ESTIMATE
     trainer, limit = found.target.trainer, found.target.gpu_gib * GIB
     sender = made.bytes_of(0, 0)

@@ -80,7 +80,7 @@ class Replicas:
     """All copies of one shard."""
 
     place: ParamPlacement
-    """Of the owner."""
+    """Placement on the owner."""
     owner: int
     """Lowest rank that holds it."""
     copies: int

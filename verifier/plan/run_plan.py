@@ -38,7 +38,7 @@ _LEFT_OUT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a plan is made for, besides model and mesh."""
+    """Settings that a plan is made for, besides model and mesh."""
 
     trainer: TrainerMemory
     gpu_gib: float = 80.0
@@ -54,7 +54,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """A model on a mesh, and the contradictions between the two; for `Made`, what follows from both."""
+    """A model on a mesh, the contradictions between the two, and what follows from both."""
 
     config: Mapping[str, JSON]
     mesh: Mesh
@@ -105,14 +105,14 @@ class RunPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """What follows from a model and a mesh that divides it."""
+    """Consequences of a model and a mesh that divides it."""
 
     holdings: tuple[Holding, ...]
     ownership: Ownership
     plans: tuple[RanksPlan, ...]
     """Chunk plans of all ranks, equal ones once; one, unless ranks contradict each other."""
     memory: tuple[RankBytes, ...]
-    """Of the ranks of each holding, but of rank 0 without what it sends from."""
+    """Bytes of the ranks of each holding; of rank 0 without what it sends from."""
     sending: int
     """Bytes of the chunks that rank 0 holds at a time."""
     gather_s: float
