@@ -27,8 +27,7 @@ import torch
 from tests.h100 import sync_functions
 from tests.h100.sync_functions import Spans, profiled
 from verifier.engine import sender as update
-from verifier.plan.chunk_plan import TensorMeta, build_plan
-from verifier.runs.spec import GPU_CHUNK_BYTES
+from verifier.plan.chunk_plan import MAX_GPU_CHUNK_BYTES, TensorMeta, build_plan
 from verifier.transport import buffer
 from verifier.transport.cuda_ipc import TrainerRounds
 from verifier.transport.gloo import Listener
@@ -174,9 +173,9 @@ def _tell(conns, message):
 )
 def test_verified_against_unverified(peers, shapes, its_turn, measured):
     tensors = sync_functions.filled(shapes())
-    found = _compared(peers, tensors, GPU_CHUNK_BYTES)
+    found = _compared(peers, tensors, MAX_GPU_CHUNK_BYTES)
     of = {"engine_ranks": len(peers.engine), "trainer_ranks": 1 + len(peers.others)}
-    measured(transport=peers.kind, tensors=shapes.__name__, chunk_mib=GPU_CHUNK_BYTES >> 20, **of, **found)
+    measured(transport=peers.kind, tensors=shapes.__name__, chunk_mib=MAX_GPU_CHUNK_BYTES >> 20, **of, **found)
     assert found["verified_speed_share"] >= LEAST_SHARE
 
 

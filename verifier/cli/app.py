@@ -30,7 +30,7 @@ from verifier.cli.results import (
     run_and_judge,
     show,
 )
-from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig, SweepConfig, TrainConfig
+from verifier.config import GoldenConfig, NoiseConfig, PlanConfig, RoundtripConfig, SweepConfig, TrainConfig
 from verifier.core.finding import ExitCode
 from verifier.core.outputs import write_whole
 from verifier.errors import Stopped, UsageError, VerifierError
@@ -195,6 +195,16 @@ def noise(config: NoiseConfig) -> int:
         floor = run_once(Runner.noise, config, progress)
     show(table(floor))
     return ExitCode.HOLDS
+
+
+@app.command()
+@configured
+def plan(config: PlanConfig, json: JsonOption = None) -> int:
+    """Plan a model on any number of ranks from its config.json: shards, chunks, memory, sync time."""
+    require_results(json)
+    from verifier.cli import planned
+
+    return planned.plan(config, json)
 
 
 @app.command()

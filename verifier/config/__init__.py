@@ -1,24 +1,25 @@
 """One typed config per command, and the ways that lead to it: YAML, key=value, flags, Python."""
 
 from verifier.config.commands import (
-    CommandConfig,
     EngineOptions,
     GoldenConfig,
+    ModelConfig,
     NoiseConfig,
     RoundtripConfig,
     claim_trace,
     next_trace,
 )
+from verifier.config.plan import PlanConfig
 from verifier.config.sweep import SweepConfig
 from verifier.config.training import TrainConfig
 
 __all__ = [
-    "CONFIGS", "EngineOptions", "GoldenConfig", "NoiseConfig", "RoundtripConfig", "SweepConfig", "TrainConfig",
-    "claim_trace", "next_trace",
+    "CONFIGS", "EngineOptions", "GoldenConfig", "NoiseConfig", "PlanConfig", "RoundtripConfig", "SweepConfig",
+    "TrainConfig", "claim_trace", "next_trace",
 ]  # fmt: skip
 
-CONFIGS: dict[str, type[CommandConfig]] = {
+CONFIGS: dict[str, type[ModelConfig]] = {
     "golden": GoldenConfig, "roundtrip": RoundtripConfig, "train": TrainConfig, "sweep": SweepConfig,
-    "noise": NoiseConfig,
+    "noise": NoiseConfig, "plan": PlanConfig,
 }  # fmt: skip
 """Command -> type of its config."""

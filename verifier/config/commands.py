@@ -54,25 +54,33 @@ def _trace(command: str) -> Any:
     )  # fmt: skip
 
 
+def dtype_knob() -> Any:
+    """Make the knob of the weights' type."""
+    return knob(
+        "Type of the weights; by default the one that the checkpoint's config.json names, or fp32.", "", flag="--dtype",
+        choices=DTYPES, derived=True,
+    )  # fmt: skip
+
+
+def fixes_knob() -> Any:
+    """Make the knob of upstream fixes."""
+    return knob(
+        "Install the fix of an upstream bug, or `all`; repeatable.", (), flag="--fix", metavar="ID", last=True
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommandConfig:
-    """Knobs of every command that computes.
+class ModelConfig:
+    """Knobs of every command that has a model.
 
     Raises:
         UsageError: a value that its knob does not allow, or knobs that contradict each other; names the flags.
     """
 
     model: str = knob("Generated, tiny:NAME or wide:NAME, or a local HF directory.", flag="--model", metavar="MODEL")
-    timeout_s: float = knob(
-        "Deadline of the whole run.", 1800.0, flag="--timeout", metavar="SECONDS", unit="seconds", last=True
-    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check(self)
-        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
-            raise UsageError(
-                f"--timeout is {self.timeout_s:g} s, it must be above 0 and at most {MAX_TIMEOUT_S:,} s, a week"
-            )
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
@@ -95,17 +103,33 @@ class CommandConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommandConfig(ModelConfig):
+    """Knobs of every command that starts processes.
+
+    Raises:
+        UsageError: see `ModelConfig`, and a deadline that is none.
+    """
+
+    timeout_s: float = knob(
+        "Deadline of the whole run.", 1800.0, flag="--timeout", metavar="SECONDS", unit="seconds", last=True
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise UsageError(
+                f"--timeout is {self.timeout_s:g} s, it must be above 0 and at most {MAX_TIMEOUT_S:,} s, a week"
+            )
+        self._refuse_contradictions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(CommandConfig):
     """Knobs of a run on the ranks of a trainer."""
 
     mesh: Mesh = group(Mesh, make=Mesh.fitting)
-    dtype: str = knob(
-        "Type of the weights; by default the one that the checkpoint's config.json names, or fp32.", "", flag="--dtype",
-        choices=DTYPES, derived=True,
-    )  # fmt: skip
-    fixes: tuple[str, ...] = knob(
-        "Install the fix of an upstream bug, or `all`; repeatable.", (), flag="--fix", metavar="ID", last=True
-    )  # fmt: skip
+    dtype: str = dtype_knob()
+    fixes: tuple[str, ...] = fixes_knob()
 
     def __post_init__(self) -> None:
         if not self.dtype:

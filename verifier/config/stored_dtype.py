@@ -27,12 +27,12 @@ def stored_dtype(model: str, known: Collection[str]) -> str:
     A directory whose config.json cannot be read or names another dtype is refused later, by whoever opens its weights.
 
     Args:
-        model: directory, or name of a generated model.
+        model: directory, its config.json, or name of a generated model.
         known: dtypes that a run can have.
     """
     found = _Config()
     with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):
-        file = Path(model) / "config.json"
+        file = Path(model) if Path(model).is_file() else Path(model) / "config.json"
         if file.is_file():
             found = msgspec.json.decode(file.read_bytes(), type=_Config)
     inner = found.text_config or _Text()

@@ -118,10 +118,19 @@ def read_config(path: Path) -> dict[str, JSON]:
     """
     if not path.is_dir():
         raise UsageError(f"no checkpoint directory at {path}")
-    config = _read_json(path / "config.json")
+    return read_config_file(path / "config.json")
+
+
+def read_config_file(file: Path) -> dict[str, JSON]:
+    """Return a config.json, whatever the name of its file.
+
+    Raises:
+        UsageError: it is absent, broken or without an architecture.
+    """
+    config = _read_json(file)
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
-        raise UsageError(f"{path / 'config.json'} names no architecture: `architectures` is {architectures!r}")
+        raise UsageError(f"{file} names no architecture: `architectures` is {architectures!r}")
     return config
 
 

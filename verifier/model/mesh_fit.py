@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,14 +17,24 @@ def validate(config: Mapping[str, Any], mesh: Mesh) -> None:
     Raises:
         UsageError: names the axis, the size, and what it does not divide.
     """
+    for sentence in misfits(config, mesh):
+        raise UsageError(sentence)
+
+
+def misfits(config: Mapping[str, Any], mesh: Mesh) -> Iterator[str]:
+    """Yield each way in which a mesh does not divide the model with this config.json, a sentence each.
+
+    Raises:
+        UsageError: a size that is no positive integer.
+    """
     size, name, experts = partial(size_if_any, config), architecture_of(config), num_experts_of(config)
     latent = config.get("kv_lora_rank") is not None
     hybrid = config.get("hybrid_override_pattern") is not None
     for axis, parts in (("ep", mesh.ep), ("etp", mesh.etp)):
         if parts > 1 and not experts:
-            raise UsageError(f"{axis} = {parts}, but {name} has no experts")
+            yield f"{axis} = {parts}, but {name} has no experts"
     if hybrid and mesh.vpp > 1:
-        raise UsageError(f"vpp = {mesh.vpp}, but megatron-bridge builds {name} without virtual stages")
+        yield f"vpp = {mesh.vpp}, but megatron-bridge builds {name} without virtual stages"
     groups = size("n_groups") if hybrid else size("mamba_n_groups")
     held = groups // mesh.tp if groups and hybrid else None
     cp_parts = 1 if held and mesh.cp % held == 0 else mesh.cp  # 1: every rank has a copy of one group
@@ -41,10 +51,13 @@ def validate(config: Mapping[str, Any], mesh: Mesh) -> None:
         (f"cp = {mesh.cp}", cp_parts, held, "groups that a tensor-parallel rank holds of the state-space layers"),
     ):
         if count is not None and count % parts:
-            raise UsageError(f"{shown} does not divide the {count:,} {what} of {name}")
+            yield f"{shown} does not divide the {count:,} {what} of {name}"
     num_layers = size("num_hidden_layers")
     if num_layers is not None:
-        mesh.stage_sizes(num_layers)
+        try:
+            mesh.stage_sizes(num_layers)
+        except UsageError as refusal:
+            yield str(refusal)
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:

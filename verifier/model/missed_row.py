@@ -14,13 +14,14 @@ def missed_row(config: Mapping[str, JSON]) -> str:
     if row is None or family_of(config) is not None:
         return ""
     return (
-        f"the hand-written row {row.name} does not hold for this model: config.json has {_missed(row, config)}; "
+        f"the hand-written row {row.name} does not hold for this model: config.json has {unmet(row, config)}; "
         "without it there are no adapters, `verifier train` does not judge what its ranks load, and a load that errs "
         "alike on all ranks is seen in log-probabilities alone (LGP001)"
     )
 
 
-def _missed(row: Family, config: Mapping[str, JSON]) -> str:
+def unmet(row: Family, config: Mapping[str, JSON]) -> str:
+    """Clause on the first condition of a row that a config does not meet."""
     if config.get("architectures") != [row.architecture]:
         return f"`architectures` = {json.dumps(config.get('architectures'))}, where it needs [{row.architecture}]"
     for key, allowed in row.requires.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from verifier.errors import UsageError
 from verifier.model import tiny, wide
-from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_described
+from verifier.model.checkpoint import Checkpoint, open_checkpoint, read_config, read_config_file, require_described
 from verifier.model.families import JSON
 from verifier.model.generated import generated_config
 
@@ -39,6 +39,17 @@ def config_of(model: str, dtype: str = "float32") -> Mapping[str, JSON]:
     checkpoint = open_checkpoint(_local(model))
     require_stored(checkpoint, dtype)
     return checkpoint.config
+
+
+def sizes_alone(model: str, dtype: str = "float32") -> Mapping[str, JSON]:
+    """Return the config.json of a model whose weights need not be there: generated, a directory, or the file itself.
+
+    Raises:
+        UsageError: no such model or file, or a config.json that is broken or names no architecture.
+    """
+    if is_generated(model):
+        return config_of(model, dtype)
+    return read_config_file(Path(model)) if Path(model).is_file() else read_config(_local(model))
 
 
 def require_stored(checkpoint: Checkpoint, dtype: str) -> None:

@@ -22,6 +22,19 @@ ALIGNMENT_BYTES = 16
 END_BYTES = 256 << 20
 """Greatest size of a plan's first and last chunk, in bytes. While they travel, nothing else is packed or loaded."""
 
+MAX_CHUNK_BYTES = 64 << 20
+"""Largest buffer of a transfer from host to host."""
+MAX_GPU_CHUNK_BYTES = 1 << 30
+"""Largest buffer between GPUs: what is said about a chunk takes less time than its bytes (docs/adr/0010)."""
+MIN_CHUNK_BYTES = 64 << 10
+CHUNKS = 8
+"""A model of less than this many full buffers is sent in smaller ones, so that every transfer has several chunks."""
+
+
+def chunk_bytes_of(model_bytes: int, most: int) -> int:
+    """Return the greatest size of a model's chunks, in bytes; `most` for a large model."""
+    return min(most, max(MIN_CHUNK_BYTES, model_bytes // CHUNKS))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMeta:

@@ -12,18 +12,11 @@ import msgspec
 from verifier.config import GoldenConfig, RoundtripConfig, TrainConfig
 from verifier.engine.api import EngineConfig
 from verifier.errors import UsageError
+from verifier.plan.chunk_plan import MAX_CHUNK_BYTES, MAX_GPU_CHUNK_BYTES, chunk_bytes_of
 from verifier.platform import Tier
 from verifier.platform.upstream_fixes import selected
 from verifier.runs.model_under_test import MAX_MODEL_LEN, ModelUnderTest
 from verifier.runs.workload import Workload
-
-CHUNK_BYTES = 64 << 20
-"""Largest buffer of a transfer from host to host."""
-GPU_CHUNK_BYTES = 1 << 30
-"""Largest buffer between GPUs: what is said about a chunk takes less time than its bytes (docs/adr/0010)."""
-MIN_CHUNK_BYTES = 64 << 10
-CHUNKS = 8
-"""A model of less than this many full buffers is sent in smaller ones, so that every transfer has several chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +107,7 @@ class RunSpec:
     """Rollouts to score and train on, and prompts; None for golden."""
     gradients: bool = False
     """Hand each step's gradients to the oracle."""
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: int = MAX_CHUNK_BYTES
     engine_socket: str | None = None
     """None where no engine takes part: of a round trip the token path alone is left, without export."""
     transport: str = "gloo"
@@ -184,10 +177,10 @@ def run_spec(
     config: GoldenConfig | RoundtripConfig, model: ModelUnderTest, placement: Placement, **session: Any
 ) -> RunSpec:
     """Spec of one session; `session` is what differs from session to session, or between uses of the resources."""
-    most = CHUNK_BYTES if placement.transport == "gloo" else GPU_CHUNK_BYTES
+    most = MAX_CHUNK_BYTES if placement.transport == "gloo" else MAX_GPU_CHUNK_BYTES
     return RunSpec(
         config=config, checkpoint=str(model.checkpoint.path), tier=model.tier,
-        chunk_bytes=min(most, max(MIN_CHUNK_BYTES, model.checkpoint.num_bytes // CHUNKS)),
+        chunk_bytes=chunk_bytes_of(model.checkpoint.num_bytes, most),
         transport=placement.transport, num_gpus=placement.trainer_gpus, gradients=model.judges_gradients,
         saves=model.is_saved, layout=None if model.derived is None else model.derived.to_json(), **session,
     )  # fmt: skip

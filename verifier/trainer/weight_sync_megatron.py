@@ -21,6 +21,7 @@ from verifier.export import gather_megatron
 from verifier.launch.flight_recorder import label
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
+from verifier.plan.chunk_plan import MAX_CHUNK_BYTES, chunk_bytes_of
 from verifier.probes.engine_state import TransferProbe, held_by, record_views
 from verifier.probes.weights_megatron import plan_of, record_plan, recorded, source_tensors
 from verifier.runs.rank_run_megatron import EngineLink
@@ -31,9 +32,6 @@ from verifier.trainer.merge_rounding import MergeRounding
 if TYPE_CHECKING:
     from verifier.config.sampling import SamplingOptions
     from verifier.trainer.adapters_megatron import Adapters
-
-CHUNKS = 8
-MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 64 << 20
 
 
 class WeightSync:
@@ -83,7 +81,7 @@ class WeightSync:
             except EngineGone as problem:
                 self.lost = str(problem)
             self._expected = list(source_tensors(self._source))
-        chunk_bytes = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, self._source.num_bytes // CHUNKS))
+        chunk_bytes = chunk_bytes_of(self._source.num_bytes, MAX_CHUNK_BYTES)
         self._plan = plan_of(gather_megatron.export(self._trainer), chunk_bytes)
         number = torch.tensor(int(self._plan.digest.partition(":")[2][:15], 16), device=device_of(self._trainer))
         greatest, least = number.clone(), number.clone()

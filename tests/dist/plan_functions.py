@@ -1,0 +1,43 @@
+"""What test_plan.py runs on ranks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from verifier.core.record import Record
+from verifier.launch.rank import RankContext
+
+
+class _Kept:
+    """A probe that keeps its records."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def emit(self, record: Record, array: Any = None) -> None:
+        """Keep one fact."""
+        self.records.append(record)
+
+
+def planned(context: RankContext) -> list[dict[str, Any]]:
+    """Load the model on this rank, export it and plan the transfer; the records of live shards and of the plan."""
+    from verifier.core.records_weights import LoadedShard
+    from verifier.export import gather_megatron
+    from verifier.export.names import layout_of
+    from verifier.mesh import Mesh
+    from verifier.model.checkpoint import open_checkpoint
+    from verifier.model.provider_megatron import build
+    from verifier.plan.chunk_plan import MAX_CHUNK_BYTES, chunk_bytes_of
+    from verifier.probes.weights_megatron import LiveWeights, plan_of, record_plan
+
+    args, probe = context.args, _Kept()
+    mesh, checkpoint = Mesh(**args["mesh"]), open_checkpoint(args["checkpoint"])
+    trainer = build(checkpoint.path, mesh, dtype=args["dtype"], tier="cpu", fixes=args["fixes"])
+    LiveWeights(trainer.chunks, layout_of(checkpoint.config), mesh, context.rank).record(probe, 0, LoadedShard)
+    chunk_bytes = chunk_bytes_of(checkpoint.num_bytes, MAX_CHUNK_BYTES)
+    record_plan(probe, plan_of(gather_megatron.export(trainer), chunk_bytes), entries=context.rank == 0)
+    found: list[dict[str, Any]] = json.loads(msgspec.json.encode(probe.records))
+    return [{**record, "rank": context.rank} for record in found]

@@ -1,0 +1,319 @@
+"""Plans of published models: their sizes by hand, their memory by hand, and each contradiction shown.
+
+What this does not exercise: that ranks hold and export what the plan says (tests/dist/test_plan.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from verifier.errors import UsageError
+from verifier.export.sharding import ParamPlacement
+from verifier.mesh import Mesh
+from verifier.model.tiny import tiny_config
+from verifier.plan import run_plan as plans
+from verifier.plan.chunk_plan import MAX_CHUNK_BYTES
+from verifier.plan.held_shards import holdings_of
+from verifier.plan.misfit import plan_errors, ranges
+from verifier.plan.rank_memory import BUFFERS, TrainerMemory, activation_bytes, layer_elements, rank_bytes
+from verifier.plan.run_plan import GIB, MEASURED_GB_S, MEASURED_IN, Target, run_plan
+from verifier.transport.cuda_ipc import SLOTS
+from verifier.transport.wire import AHEAD
+
+ROOT = Path(__file__).parents[3]
+PUBLISHED = Path(__file__).parent / "published"
+DEEPSEEK = Mesh(tp=8, pp=16, ep=32, dp=8, last_stage_layers=1)
+BF16 = Target(trainer=TrainerMemory(dtype="bfloat16"))
+
+
+def published(name, **changes):
+    return json.loads((PUBLISHED / name / "config.json").read_text()) | changes
+
+
+def tiny(mesh, name="qwen3-moe", target=None, **changes):
+    target = target or Target(trainer=TrainerMemory(dtype="float32"), max_chunk_bytes=MAX_CHUNK_BYTES)
+    return run_plan(tiny_config(name, "float32") | changes, mesh, target)
+
+
+@pytest.fixture(scope="module")
+def deepseek():
+    return run_plan(published("deepseek-v3"), DEEPSEEK, BF16)
+
+
+def test_deepseek_v3_has_671_billion_parameters(deepseek):
+    attention = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 + 512 * 128 * 256 + 128 * 128 * 7168
+    dense, expert, router = 3 * 7168 * 18432, 3 * 7168 * 2048, 256 * 7168
+    layers = 61 * (attention + 2 * 7168) + 3 * dense + 58 * (257 * expert + router)
+    assert deepseek.num_parameters == layers + 2 * 129280 * 7168 + 7168 == 671_026_404_352
+    assert deepseek.num_bytes == 2 * deepseek.num_parameters + 4 * 58 * 256  # and the routers' score biases
+    assert deepseek.left_out == (
+        "layers that predict further tokens (MTP), of which config.json names 1",
+        "the quantization of the checkpoint: the plan is of weights in bfloat16",
+    )
+
+
+def test_qwen3_235b_has_235_billion_parameters():
+    plan = run_plan(published("qwen3-235b-a22b"), Mesh(tp=8), BF16)  # the model is the same where the mesh is wrong
+    attention = 4096 * (64 + 2 * 4) * 128 + 64 * 128 * 4096 + 2 * 128
+    layer = attention + 2 * 4096 + 128 * 3 * 4096 * 1536 + 128 * 4096
+    assert plan.num_parameters == 94 * layer + 2 * 151936 * 4096 + 4096 == 235_093_634_560
+
+
+def test_a_published_model_on_its_mesh_is_sound(deepseek):
+    assert deepseek.contradictions == ()
+    made = deepseek.made
+    assert [len(item.ranks) for item in made.plans] == [1024]
+    assert sum(len(item.ranks) for item in made.holdings) == 1024
+    owned = sum(math.prod(item.place.shape) for item in made.ownership.replicas.values())
+    assert owned == deepseek.num_parameters + 58 * 256
+
+
+def test_memory_of_a_rank_is_that_of_its_parameters_by_hand(deepseek):
+    """DeepSeek-V3, stage 1: four layers with 8 of 256 experts each, attention and shared expert over tp = 8."""
+    made = deepseek.made
+    index, holding = next((place, item) for place, item in enumerate(made.holdings) if item.at.pp == 1)
+    norms = 2 * 7168 + 1536 + 512
+    whole = 7168 * 1536 + 7168 * 576 + norms + 256 * 7168
+    divided = 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168 + 3 * 7168 * 2048
+    dense, expert = 4 * (whole + divided // 8), 4 * 8 * 3 * 7168 * 2048
+    assert (holding.count(expert=False), holding.count(expert=True)) == (dense, expert)
+    memory = made.bytes_of(index, holding.ranks[0])
+    assert memory.weights == 2 * (dense + expert) + 4 * 4 * 256
+    assert memory.gradients == 4 * (dense + expert)
+    assert memory.optimizer == 12 * (math.ceil(dense / 8) + expert // 2)  # dp = 8; 64 ranks hold 32 parts of experts
+    alone = TrainerMemory(dtype="bfloat16", distributed_optimizer=False, grad_reduce_in_fp32=False)
+    memory = rank_bytes(holding, DEEPSEEK, alone, deepseek.dtype_of, transfer=0, activations=0)
+    assert (memory.gradients, memory.optimizer) == (2 * (dense + expert), 12 * (dense + expert))
+
+
+def test_parameters_in_fp32_have_no_master():
+    memory = tiny(Mesh()).made.bytes_of(0, 0)
+    assert memory.optimizer == 2 * memory.weights == 2 * memory.gradients
+
+
+def test_rank_0_holds_what_it_sends():
+    plan = tiny(Mesh(dp=2))
+    first, second = (plan.made.bytes_of(0, rank) for rank in (0, 1))
+    largest = max(chunk.num_bytes for chunk in plan.made.plans[0].plan.chunks)
+    assert first.transfer - second.transfer == 4 * largest
+    assert {"nccl": AHEAD + 1, "ipc": SLOTS} == BUFFERS
+
+
+def test_activations_are_those_of_the_paper():
+    """34 s b h bytes of a GPT's layer without its scores, less 2 for the masks of dropout; a rank has 1 / tp."""
+    hidden = 1024
+    gpt = {
+        "architectures": ["NemotronHForCausalLM"], "hidden_size": hidden, "num_hidden_layers": 2, "vocab_size": 512,
+        "num_attention_heads": 8, "head_dim": 128, "intermediate_size": 4 * hidden, "hybrid_override_pattern": "*-",
+    }  # fmt: skip
+    trainer = TrainerMemory(dtype="bfloat16", tokens=100)
+    plan = run_plan(gpt, Mesh(), Target(trainer=trainer))
+    per_token = sum(layer_elements(plan.layout, layer, 1) for layer in range(2))
+    assert 2 * per_token == (34 - 2) * hidden
+    logits = 100 * 6 * 512
+    assert activation_bytes(plan.layout, Mesh(), 0, trainer, 1) == 100 * 32 * hidden + logits
+    assert activation_bytes(plan.layout, Mesh(tp=4), 0, trainer, 1) == 25 * 32 * hidden + logits // 4
+    first, last = (activation_bytes(plan.layout, Mesh(pp=2), stage, trainer, 1) for stage in (0, 1))
+    assert (first, last) == (100 * 12 * hidden * 2, 100 * 20 * hidden + logits)
+    full = replace(trainer, recompute="full")
+    assert activation_bytes(plan.layout, Mesh(), 0, full, 1) == 100 * (2 * 2 + 20) * hidden + logits
+
+
+def test_measured_bandwidths_are_those_of_the_recorded_run():
+    rows = json.loads((ROOT / MEASURED_IN).read_text())["rows"]
+    found = {
+        row["transport"]: row["verified_gb_s"]
+        for row in rows if row.get("tensors") == "experts" and "verified_gb_s" in row
+    }  # fmt: skip
+    assert found == MEASURED_GB_S
+
+
+def test_time_of_a_sync_is_bytes_by_bandwidth(deepseek):
+    assert deepseek.made.transfer_s == pytest.approx(1342.05e9 / 312.3e9, rel=1e-5)
+    target = replace(BF16, transfer_gb_s=10.0, gather_gb_s=5.0)
+    one, two = (tiny(mesh, target=target) for mesh in (Mesh(), Mesh(pp=2)))
+    assert one.made.transfer_s == two.made.transfer_s == one.num_bytes / 10e9
+    assert one.made.gather_s == 0.0  # one rank holds everything
+    least = min(two.made.bytes_of(index, 1).weights for index in range(2))
+    assert two.made.gather_s == (two.num_bytes - least) / 5e9
+
+
+CONTRADICTIONS = {
+    "tp above the key-value heads": (
+        ("qwen3-235b-a22b", Mesh(tp=8)),
+        "tp = 8 does not divide the 4 key-value heads of Qwen3MoeForCausalLM: tp is above the number of key-value "
+        "heads, and no head is copied; at most --tp 4",
+    ),
+    "vocabulary": (
+        ("deepseek-v3", Mesh(tp=3)),
+        "tp = 3 does not divide the 129,280 vocabulary entries of DeepseekV3ForCausalLM: it would have to be padded to "
+        "129,282, and the trainer does not pad",
+    ),
+    "experts": (("deepseek-v3", Mesh(ep=3, dp=3)), "ep = 3 does not divide the 256 experts of DeepseekV3ForCausalLM"),
+    "width of an expert": (
+        ("qwen3-235b-a22b", Mesh(etp=5, dp=5)),
+        "etp = 5 does not divide the 1,536 columns of an expert of Qwen3MoeForCausalLM",
+    ),
+    "layers over pp": (
+        ("deepseek-v3", Mesh(pp=16)),
+        "61 layers do not divide over pp * vpp = 16 * 1 chunks: give --first-stage-layers or --last-stage-layers, or "
+        "other sizes; --last-stage-layers 1 does",
+    ),
+    "layers over vpp": (
+        ("qwen3-235b-a22b", Mesh(pp=2, vpp=3)),
+        "94 layers do not divide over pp * vpp = 2 * 3 chunks: give --first-stage-layers or --last-stage-layers, or "
+        "other sizes",
+    ),
+    "ends of a pipeline": (
+        ("deepseek-v3", Mesh(pp=16, first_stage_layers=3)),
+        "58 layers are left for 15 pipeline stages after first 3 and last None of 61: they must divide evenly; "
+        "--last-stage-layers 1 does",
+    ),
+    "virtual stages of a hybrid": (
+        ("hybrid-108-layers", Mesh(pp=2, vpp=2)),
+        "vpp = 2, but megatron-bridge builds NemotronHForCausalLM without virtual stages",
+    ),
+    "groups of a hybrid": (
+        ("hybrid-108-layers", Mesh(tp=16)),
+        "tp = 16 does not divide the 8 groups of the state-space layers of NemotronHForCausalLM",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_a_size_that_does_not_divide_is_named(case):
+    (name, mesh), sentence = CONTRADICTIONS[case]
+    plan = run_plan(published(name), mesh, BF16)
+    assert sentence in plan.contradictions
+    assert plan.made is None
+
+
+def test_every_contradiction_is_named_at_once():
+    plan = run_plan(published("qwen3-235b-a22b"), Mesh(tp=8, pp=5, ep=3, dp=3), BF16)
+    assert [sentence.partition(" ")[0] for sentence in plan.contradictions] == ["tp", "ep", "94", "the"]
+    assert plan.contradictions[-1] == "the greatest tp below 8 that divides this model is 4"
+
+
+def test_ranks_that_do_not_fit_are_a_contradiction_without_their_activations():
+    mesh = Mesh(pp=2, first_stage_layers=1)
+    plan = tiny(mesh)
+    small, large = sorted(plan.made.bytes_of(index, index).certain for index in range(2))
+    between = replace(plan.target, gpu_gib=(small + large) / 2 / GIB)
+    (sentence,) = tiny(mesh, target=between).contradictions
+    limit = f"{between.gpu_gib:g}"
+    assert sentence == f"1 of 2 ranks do not fit a GPU of {limit} GiB, activations apart: the largest needs 0.0 GiB"
+    assert tiny(mesh, target=between).made.above(between.gpu_gib * GIB, lambda item: item.certain) == [1]
+    roomy = replace(plan.target, gpu_gib=1.01 * large / GIB)
+    assert tiny(mesh, target=roomy).contradictions == ()  # an estimate of activations contradicts nothing
+    assert tiny(mesh, target=roomy).made.above(roomy.gpu_gib * GIB, lambda item: item.total) == [0, 1]
+
+
+class Changed:
+    """A layout whose placements a test changes."""
+
+    def __init__(self, layout, change):
+        self.layout, self.change = layout, change
+
+    def placements(self, mesh, rank, chunk=0):
+        found = []
+        for place in self.layout.placements(mesh, rank, chunk):
+            found += self.change(mesh.coordinate(rank), place)
+        return found
+
+
+def amiss(mesh, change, name="qwen3-moe"):
+    """Contradictions of a tiny model whose layout was changed."""
+    plan = tiny(mesh, name)
+    assert plan.contradictions == ()
+    made = plans.make(plan, holdings_of(Changed(plan.layout, change), mesh))
+    return [*made.ownership.errors(plan.shapes), *plan_errors(made.plans, plan.shapes)]
+
+
+ROUTER = "decoder.layers.1.mlp.router.weight"
+UP = "decoder.layers.1.mlp.experts.linear_fc1.weight5"
+
+
+def test_a_name_that_no_rank_owns():
+    found = amiss(Mesh(tp=2), lambda at, place: [] if place.global_name == ROUTER else [place])
+    assert found == ["no rank owns `model.layers.1.mlp.gate.weight`", "nobody sends `model.layers.1.mlp.gate.weight`"]
+
+
+def test_a_name_that_the_checkpoint_does_not_have():
+    def change(at, place: ParamPlacement):
+        if place.global_name != ROUTER:
+            return [place]
+        boxes = tuple(replace(box, source="model.layers.9.mlp.gate.weight") for box in place.boxes)
+        return [
+            place,
+            replace(place, global_name="more", group="more", boxes=boxes, source_shapes={boxes[0].source: (16, 96)}),
+        ]
+
+    assert amiss(Mesh(), change) == [
+        "ranks hold `model.layers.9.mlp.gate.weight`, which the checkpoint does not have",
+        "`model.layers.9.mlp.gate.weight` would be sent, which the checkpoint does not have",
+    ]
+
+
+def test_a_name_that_is_owned_twice():
+    def change(at, place: ParamPlacement):
+        again = replace(place, global_name="decoder.layers.1.again", param_name="again", group="again")
+        return [place, again] if place.global_name == ROUTER else [place]
+
+    assert amiss(Mesh(), change) == [
+        "`model.layers.1.mlp.gate.weight`: overlap or empty box at index 0 (next box begins at 0)",
+        "rank 0 cannot plan the transfer: `model.layers.1.mlp.gate.weight` stands twice in the chunk plan",
+    ]
+
+
+def test_copies_that_are_other_parts():
+    def change(at, place: ParamPlacement):
+        if place.global_name != ROUTER or at.tp == 0:
+            return [place]
+        return [replace(place, boxes=(replace(place.boxes[0], begin=8), replace(place.boxes[0], end=8)))]
+
+    assert amiss(Mesh(tp=2), change) == [
+        f"copies of {ROUTER} tp 0/1 are other parts on rank 0 and rank 1",
+    ]
+
+
+def test_a_tensor_with_a_hole():
+    def change(at, place: ParamPlacement):
+        held = at.tp == 1 and place.global_name.endswith("layers.0.self_attention.linear_proj.weight")
+        return [] if held else [place]
+
+    assert amiss(Mesh(tp=2), change) == [
+        "`model.layers.0.self_attn.o_proj.weight`: boxes cover 128 of 256 indices",
+        "rank 1 would have another chunk plan than rank 0: tensor 6 is `model.layers.0.input_layernorm.weight` where "
+        "the others have `model.layers.0.self_attn.o_proj.weight`",
+    ]
+
+
+def test_ranks_whose_plans_differ():
+    """An expert that one rank of its group numbers otherwise: the others export it in another place."""
+
+    def change(at, place: ParamPlacement):
+        return (
+            [replace(place, global_name=f"{place.global_name}9")]
+            if at.ep == 1 and "linear_fc2" in place.global_name
+            else [place]
+        )
+
+    (sentence,) = amiss(Mesh(ep=2, dp=2), change)
+    assert sentence.startswith("rank 1 would have another chunk plan than rank 0: tensor ")
+
+
+def test_a_model_without_a_row_is_refused():
+    with pytest.raises(UsageError, match="no hand-written row describes GemmaForCausalLM: a plan is made for qwen3"):
+        run_plan({"architectures": ["GemmaForCausalLM"]}, Mesh(), BF16)
+    with pytest.raises(UsageError, match="`moe_latent_size` = 1024, where it needs none"):
+        run_plan(published("hybrid-108-layers", moe_latent_size=1024), Mesh(), BF16)
+
+
+def test_ranges():
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert ranges([0, 1, 2, 5, 7, 8], most=2) == "0-2, 5, ..."
