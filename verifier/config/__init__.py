@@ -9,16 +9,17 @@ from verifier.config.commands import (
     claim_trace,
     next_trace,
 )
+from verifier.config.gate import GateConfig, Waiver
 from verifier.config.sweep import SweepConfig
 from verifier.config.training import TrainConfig
 
 __all__ = [
-    "CONFIGS", "EngineOptions", "GoldenConfig", "NoiseConfig", "RoundtripConfig", "SweepConfig", "TrainConfig",
-    "claim_trace", "next_trace",
+    "CONFIGS", "EngineOptions", "GateConfig", "GoldenConfig", "NoiseConfig", "RoundtripConfig", "SweepConfig",
+    "TrainConfig", "Waiver", "claim_trace", "next_trace",
 ]  # fmt: skip
 
 CONFIGS: dict[str, type[CommandConfig]] = {
     "golden": GoldenConfig, "roundtrip": RoundtripConfig, "train": TrainConfig, "sweep": SweepConfig,
-    "noise": NoiseConfig,
+    "noise": NoiseConfig, "gate": GateConfig,
 }  # fmt: skip
 """Command -> type of its config."""

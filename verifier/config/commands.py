@@ -62,7 +62,6 @@ class CommandConfig:
         UsageError: a value that its knob does not allow, or knobs that contradict each other; names the flags.
     """
 
-    model: str = knob("Generated, tiny:NAME or wide:NAME, or a local HF directory.", flag="--model", metavar="MODEL")
     timeout_s: float = knob(
         "Deadline of the whole run.", 1800.0, flag="--timeout", metavar="SECONDS", unit="seconds", last=True
     )  # fmt: skip
@@ -95,7 +94,14 @@ class CommandConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig(CommandConfig):
+class ModelConfig(CommandConfig):
+    """Knobs of every command that computes with one model."""
+
+    model: str = knob("Generated, tiny:NAME or wide:NAME, or a local HF directory.", flag="--model", metavar="MODEL")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig(ModelConfig):
     """Knobs of a run on the ranks of a trainer."""
 
     mesh: Mesh = group(Mesh, make=Mesh.fitting)
@@ -202,7 +208,7 @@ class GoldenConfig(RunConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoiseConfig(CommandConfig):
+class NoiseConfig(ModelConfig):
     """Config of `verifier noise`."""
 
     record: bool = knob("Store the noise as a tolerance under golden/noise/.", False, flag="--record")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from verifier.config.commands import DTYPES, CommandConfig
+from verifier.config.commands import DTYPES, CommandConfig, ModelConfig
 from verifier.config.megatron import MegatronOptions
 from verifier.config.stored_dtype import stored_dtype
 from verifier.errors import UsageError
@@ -17,7 +17,7 @@ _WIDE, _WIDE_DTYPE = "wide:", "bfloat16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweepConfig(CommandConfig):
+class SweepConfig(ModelConfig):
     """Config of `verifier sweep`."""
 
     timeout_s: float = knob(
