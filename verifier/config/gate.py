@@ -44,7 +44,9 @@ class Waiver:
                 raise UsageError(f"{where} has no `{name}`: a waiver has check, family or model, issue, owner, reason "
                                  "and until")  # fmt: skip
         if bool(self.family) == bool(self.model):
-            raise UsageError(f"{where} has {'both' if self.family else 'neither'} family and model: give one of the two")
+            raise UsageError(
+                f"{where} has {'both family and model' if self.family else 'neither family nor model'}: give one of the two"
+            )
         try:
             datetime.date.fromisoformat(self.until)
         except ValueError:
@@ -116,7 +118,9 @@ class GateConfig(CommandConfig):
         spelled = {value: name for name, value in DTYPES.items()}
         object.__setattr__(self, "dtypes", tuple(spelled.get(name, name) for name in self.dtypes))
         if self.folder == Path() and self.models:
-            name = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in self.models[0].strip("/"))
+            name = "".join(
+                letter if letter.isalnum() or letter in "-._" else "-" for letter in self.models[0].strip("/")
+            )
             object.__setattr__(self, "folder", next_trace(name, GATES))
         CommandConfig.__post_init__(self)
         require_known(self.fixes)

@@ -27,8 +27,8 @@ from verifier.core import store
 from verifier.core.finding import Outcome, Verdict
 from verifier.errors import InternalError, Stopped, UsageError, VerifierError
 from verifier.faults.catalog import CATALOG
-from verifier.faults.trial import Trials
 from verifier.faults.training_trial import DeferredJudge
+from verifier.faults.trial import Trials
 from verifier.gate.gate_result import Cell, CellResult, CheckVerdict, GateFinding, Status
 from verifier.launch.channel import Channel, ChannelClosed
 from verifier.report import report_of

@@ -304,5 +304,3 @@ def _training_words(
 
 def _has_tokenizer(model: str) -> bool:
     return model.removeprefix(PREFIX) in TO_TRAIN or (Path(model) / "tokenizer.json").is_file()
-
-

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from verifier.core.outputs import locked_folder
 from verifier.errors import UsageError
@@ -62,12 +63,20 @@ class GateLedger:
     rows: dict[str, CellResult]
     """Identity of a finished cell -> how it ended."""
 
+    @property
+    def done(self) -> set[str]:
+        """Identities of the cells that need not run again."""
+        return {identity for identity, result in self.rows.items() if result.status not in ("failed", "not run")}
+
     def add(self, identity: str, result: CellResult) -> None:
-        """Append a row; it is on the disk when this returns.
+        """Append a row; it is on the disk when this returns. It says of a cell that failed before that it did.
 
         Raises:
             UsageError: the disk is full, or the file cannot be written.
         """
+        earlier = self.rows.get(identity)
+        if earlier is not None and earlier.status == "failed":
+            result = replace(result, failed_before=(*earlier.failed_before, earlier.reason.partition("\n")[0]))
         try:
             with self.file.open("ab") as stream:
                 stream.write(msgspec.json.encode(LedgerRow(identity=identity, result=result)) + b"\n")

@@ -101,6 +101,8 @@ class CellResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seconds: float = 0.0
     trace: str = ""
     """Trace, or folder of a training run or a fault's trial, within the gate's folder."""
+    failed_before: tuple[str, ...] = ()
+    """First line of each failure of earlier attempts; a gate that goes on runs failed cells again."""
     waived: bool = False
     """Every violation of the cell is waived, and nothing else is wrong with it."""
 

@@ -1,4 +1,4 @@
-"""The text of a gate's result: the decision first, then its cells, its findings from the first bad stage on, waivers."""
+"""The text of a gate's result: the decision first, then cells, findings from the first bad stage on, and waivers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MAX_FINDINGS = 10
 
 def render_gate(result: GateResult) -> str:
     """Return the whole text."""
-    parts = [_decision(result), _table(result.cells), *_findings(result), _waivers(result.waivers)]
-    parts += [left_out(result.left_out), _end(result)]
+    parts = [_decision(result), _table(result.cells), *_findings(result), _failed_before(result.cells)]
+    parts += [_waivers(result.waivers), left_out(result.left_out), _end(result)]
     return "\n".join(part for part in parts if part)
 
 
@@ -93,6 +93,14 @@ def _finding(result: CellResult, findings: Sequence[GateFinding]) -> str:
 def _block(cell: Cell, text: str) -> str:
     lines = "\n".join(f"  {printable(line)}" for line in text.splitlines())
     return f"{printable(cell.id)} (`{printable(cell.command)}`)\n{lines}\n"
+
+
+def _failed_before(cells: Sequence[CellResult]) -> str:
+    return "".join(
+        f"failed in an earlier attempt: {printable(f'{item.cell.id}: {why}')}\n"
+        for item in cells
+        for why in item.failed_before
+    )
 
 
 def _waivers(uses: Sequence[WaiverUse]) -> str:

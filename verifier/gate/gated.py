@@ -84,7 +84,8 @@ def _run(
     """Run what the ledger lacks, in order, as far as the budget goes."""
     begun_at = time.monotonic()
     spent_before = sum(found.seconds for cell in cells if (found := ledger.rows.get(identify(cell))) is not None)
-    left = [cell for cell in cells if identify(cell) not in ledger.rows]
+    done = ledger.done
+    left = [cell for cell in cells if identify(cell) not in done]
     last_engine, cold = "", FIRST_S
     while left or pool.busy:
         passed_s = time.monotonic() - begun_at
@@ -107,7 +108,7 @@ def _run(
 
 
 def _fits(config: GateConfig, passed_s: float, spent_before: float, needed_s: float) -> bool:
-    """True if a cell that takes so long is within the budget, which earlier attempts have used too, and the deadline."""
+    """True if a cell that takes so long is within the deadline and the budget, which earlier attempts have used too."""
     budget = config.budget_minutes
     fits = budget is None or spent_before + passed_s + needed_s <= 60 * budget
     return fits and passed_s < config.timeout_s
