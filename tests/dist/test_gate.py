@@ -19,7 +19,8 @@ import pytest
 from tests.meta.sources import ROOT
 from tests.processes import alive, arguments, children
 from verifier.faults.catalog import CATALOG
-from verifier.gate.smoke import SMOKE
+from verifier.gate.smoke import SMOKE, fault_cells
+from verifier.gate.workers import CellWorker
 
 SMALL = """\
 models: [tiny:nemotron-h]
@@ -127,6 +128,22 @@ def test_with_its_waivers_the_same_folder_passes_and_runs_the_failed_cell_alone(
     assert "waiver: WGT001 of family nemotron-h, miles #975, ada: Megatron-LM rounds the decay rates" in printed
     assert "failed in an earlier attempt: " in printed
     assert len(rows_of(folder)) == number + 1
+
+
+def test_a_worker_that_hangs_makes_a_failed_cell(tmp_path):
+    worker = CellWorker([""], tmp_path, tmp_path / "worker.log")
+    worker.begin(fault_cells(())[0], 0.5)
+    (pid,) = [pid for pid in children(os.getpid()) if "verifier.gate.cell_worker:serve" in arguments(pid)]
+    os.kill(pid, signal.SIGSTOP)
+    worker._until = time.monotonic() + 1.0  # without the grace
+    result = None
+    while result is None:
+        assert time.monotonic() < worker._until + 5
+        result = worker.turn(print)
+        time.sleep(0.1)
+    assert (result.status, result.reason) == ("failed", "it did not end within 0.5 s")
+    assert not alive(pid)
+    worker.close()
 
 
 @pytest.mark.slow

@@ -202,7 +202,9 @@ def gate(
         bool, typer.Option("--dry-run", help="List the cells in their order, and what is left out, and stop.")
     ] = False,
     json: JsonOption = None,
-    junit: JunitOption = None,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML, one case per cell.")
+    ] = None,
 ) -> int:
     """Decide on a release: a matrix of judged runs, and PASS, FAIL or INCONCLUSIVE."""
     from verifier.cli import gated_release

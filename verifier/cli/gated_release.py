@@ -47,7 +47,7 @@ def config_in(folder: Path) -> Path:
 def gate(config: GateConfig, progress: Progress, *, json: Path | None, junit: Path | None) -> int:
     """Run a gate, or what is left of it; print and write what it found, and return the decision's exit code."""
     from verifier.gate.deciding import EXIT_CODES
-    from verifier.gate.gate_data import annotations, gate_json, gate_junit
+    from verifier.gate.gate_data import gate_json, gate_junit, github_annotations
     from verifier.gate.gate_text import render_gate
     from verifier.gate.gated import gate as run
     from verifier.report.terminal import for_terminal
@@ -56,7 +56,7 @@ def gate(config: GateConfig, progress: Progress, *, json: Path | None, junit: Pa
     if STDOUT not in (json, junit):
         show(for_terminal(render_gate(result), sys.stdout))
         if os.environ.get("GITHUB_ACTIONS") == "true":
-            show(annotations(result))
+            show(github_annotations(result))
     for file, render in ((json, gate_json), (junit, gate_junit)):
         if file == STDOUT:
             show(render(result))

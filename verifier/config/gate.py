@@ -44,9 +44,8 @@ class Waiver:
                 raise UsageError(f"{where} has no `{name}`: a waiver has check, family or model, issue, owner, reason "
                                  "and until")  # fmt: skip
         if bool(self.family) == bool(self.model):
-            raise UsageError(
-                f"{where} has {'both family and model' if self.family else 'neither family nor model'}: give one of the two"
-            )
+            given = "both family and model" if self.family else "neither family nor model"
+            raise UsageError(f"{where} has {given}: give one of the two")
         try:
             datetime.date.fromisoformat(self.until)
         except ValueError:

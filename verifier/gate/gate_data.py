@@ -51,7 +51,7 @@ def gate_junit(result: GateResult) -> str:
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def annotations(result: GateResult) -> str:
+def github_annotations(result: GateResult) -> str:
     """Return workflow commands of GitHub: an error for each bad cell, a warning for what was not judged or expired.
 
     Source:

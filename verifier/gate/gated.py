@@ -62,6 +62,7 @@ def gate(config: GateConfig, progress: Progress) -> GateResult:
         write_whole(config.folder / CONFIG, _config_text(config))
         with WorkerPool(places_of(len(gpus)), config.folder.absolute()) as pool:
             _run(config, matrix.cells, ledger, identify, pool, progress)
+        sweep_work_folders()  # of workers that died
         results = [ledger.rows.get(identify(cell)) or _not_run(config, cell) for cell in matrix.cells]
         cells, uses = waived(results, config.waivers, datetime.now(UTC).date())
         decision, reasons, stage = decided(cells, uses)

@@ -87,12 +87,12 @@ class CellWorker:
         self.cell = None
         return msgspec.convert(said["result"], CellResult)
 
-    def close(self, *, hasten: bool = False) -> None:
+    def close(self) -> None:
         """End it, with all that it started."""
         self._channel.close()
-        if not hasten:
+        if self.cell is None:  # it waits for an order, and ends by itself
             self._process.ended(_STOP_S)
-        self._process.stop(0.0 if hasten else _STOP_S)
+        self._process.stop(_STOP_S)
 
     def _failed(self, cause: str) -> CellResult:
         assert self.cell is not None
@@ -119,9 +119,9 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         for worker in [*self.busy, *self._idle]:
-            worker.close(hasten=kind is not None or worker in self.busy)
+            worker.close()
 
     def begin(self, cell: Cell, deadline_s: float) -> bool:
         """Begin a cell if there is room for it now."""
@@ -141,7 +141,8 @@ class WorkerPool:
 
     def wait(self, progress: Progress) -> list[CellResult]:
         """Wait until a worker says something; results of the cells that have ended."""
-        connection.wait(self.busy, max(0.0, min(worker.left_s for worker in self.busy)))
+        watched: list[Any] = [*self.busy]
+        connection.wait(watched, max(0.0, min(worker.left_s for worker in self.busy)))
         results = []
         for worker in list(self.busy):
             result = worker.turn(progress)
@@ -156,7 +157,7 @@ class WorkerPool:
         return results
 
     def _end(self, worker: CellWorker) -> None:
-        worker.close(hasten=worker.cell is not None)
+        worker.close()
         self._free += worker.places
 
     def _next_log(self) -> Path:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.unit.gate.gate_cases import CELL, FAULT, finding, violated, waiver
 from verifier.config import GateConfig
 from verifier.gate.deciding import decided, waived
-from verifier.gate.gate_data import annotations, gate_json, gate_junit
+from verifier.gate.gate_data import gate_json, gate_junit, github_annotations
 from verifier.gate.gate_result import CellResult, GateResult, LeftOut
 from verifier.gate.gate_text import render_gate
 from verifier.gate.gated import _fits, _not_run
@@ -75,7 +75,7 @@ def test_junit_has_a_case_per_cell_with_its_time():
 
 
 def test_annotations():
-    said = annotations(made()).splitlines()
+    said = github_annotations(made()).splitlines()
     assert said[0].startswith("::error title=roundtrip tiny%3Anemotron-h bf16 1-rank hf::WGT001 tensor-differs: 6 of")
     assert "::error title=dead%2C 1::its process ended: exit status 7" in said
     assert [line.partition(" ")[0] for line in said] == [

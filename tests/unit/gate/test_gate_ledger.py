@@ -58,7 +58,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 def test_a_line_that_is_no_row_is_refused(tmp_path):
     with opened_ledger(tmp_path / "gate"):
         (tmp_path / "gate" / LEDGER).write_text("{}\n")
-    with pytest.raises(UsageError, match="line 1 of .* is no row of a gate"):
+    with pytest.raises(UsageError, match=r"line 1 of .* is no row of a gate"):
         opened_ledger(tmp_path / "gate").__enter__()
 
 
