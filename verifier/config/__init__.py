@@ -20,6 +20,6 @@ __all__ = [
 
 CONFIGS: dict[str, type[CommandConfig]] = {
     "golden": GoldenConfig, "roundtrip": RoundtripConfig, "train": TrainConfig, "sweep": SweepConfig,
-    "noise": NoiseConfig, "gate": GateConfig,
+    "gate": GateConfig, "noise": NoiseConfig,
 }  # fmt: skip
 """Command -> type of its config."""
