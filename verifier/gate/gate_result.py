@@ -34,7 +34,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     stage: str = ""
     """Stage in which that fault has to be caught."""
     carries: tuple[str, ...] = ()
-    """What it shows, in words of the field: "export", "packing", "gradient parity", "route replay" and so on."""
+    """Things that it shows, in words of the field: "export", "packing", "gradient parity", "route replay" and so on."""
     words: tuple[str, ...] = ()
     """key=value of the command that does the same."""
     num_gpus: int = 1
