@@ -110,6 +110,8 @@ def test_a_killed_gate_goes_on_and_names_a_worker_that_died_and_a_known_bug(fold
     assert {item["status"] for item in bf16} == {"violated"}
     assert all("miles #975" in finding["known_bug"] for item in bf16 for finding in item["findings"])
     assert printed.startswith("FAIL: 4 cells: ")
+    manifest = json.loads((folder / cells[done]["trace"] / "manifest.json").read_text())
+    assert manifest["command_line"] == " ".join(["verifier", "golden", *cells[done]["cell"]["words"]])
     assert (folder.parent / "out.xml").read_text().count("<testcase ") == 4
 
 

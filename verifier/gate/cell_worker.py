@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -94,6 +95,7 @@ class CellRuns:
     def run(self, cell: Cell, deadline_s: float) -> CellResult:
         """Run and judge a cell, whatever comes of it."""
         began, at = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", time.monotonic()
+        sys.argv[1:] = cell.arguments  # the command line in the traces' manifests
         place = self._folder / "traces" / cell.id.replace(" ", "-").replace(":", "-").replace("/", "-")
         shutil.rmtree(place, ignore_errors=True)
         place.parent.mkdir(parents=True, exist_ok=True)

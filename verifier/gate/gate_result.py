@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Literal
 
 import msgspec
@@ -43,10 +44,14 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Family of the model, or its model_type."""
 
     @property
+    def arguments(self) -> list[str]:
+        """Arguments of the command that runs the cell alone."""
+        return [*(("faults", "run") if self.kind == "faults" else (self.kind,)), *self.words]
+
+    @property
     def command(self) -> str:
-        """The command that runs the cell alone."""
-        verb = "faults run" if self.kind == "faults" else self.kind
-        return " ".join(["verifier", verb, *self.words])
+        """The command that runs the cell alone, as it is typed."""
+        return shlex.join(["verifier", *self.arguments])
 
 
 class CheckVerdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
