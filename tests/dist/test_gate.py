@@ -132,6 +132,32 @@ def test_with_its_waivers_the_same_folder_passes_and_runs_the_failed_cell_alone(
     assert len(rows_of(folder)) == number + 1
 
 
+def test_a_budget_that_nothing_fits_is_inconclusive(tmp_path):
+    gate = started(tmp_path / "gate", "--model", "tiny:qwen3", "--kind", "golden", "--mesh", "tp=1", "--budget", "0.1")
+    printed, complained = gate.communicate(timeout=60)
+    assert (gate.returncode, complained) == (2, "")
+    assert printed.startswith("INCONCLUSIVE: 2 cells: 2 not run\n")
+    assert rows_of(tmp_path / "gate") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (WAIVER.format(check="WGT999"), "a waiver names check `WGT999`, which there is not: "),
+        (WAIVER.format(check="WGT001").replace("nemotron-h", "nemo"), "the waiver of WGT001 names family `nemo`, it "),
+        (WAIVER.format(check="WGT001").replace("2099-12-31", "soon"), "the waiver of WGT001 has until `soon`: write"),
+    ],
+)
+def test_a_waiver_of_what_nobody_knows_ends_it_before_anything_starts(tmp_path, text, said):
+    (tmp_path / "GATE.yaml").write_text(SMALL + text)
+    gate = started(tmp_path / "gate", "GATE.yaml")
+    printed, complained = gate.communicate(timeout=60)
+    assert (gate.returncode, printed) == (4, "")
+    assert complained.startswith(f"verifier: {said}")
+    assert complained.count("\n") == 1
+    assert not (tmp_path / "gate").exists()
+
+
 def test_a_worker_that_hangs_makes_a_failed_cell(tmp_path):
     worker = CellWorker([""], tmp_path, tmp_path / "worker.log")
     worker.begin(fault_cells(())[0], 0.5)
