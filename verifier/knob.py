@@ -35,6 +35,8 @@ class Knob:
     """The default follows from other knobs, so a field that was not given is left to its group's constructor."""
     last: bool = False
     """Listed after the knobs that are a command's own."""
+    record: type | None = None
+    """Dataclass of texts that each item of a list is; such a list is given in a file alone."""
 
 
 def knob(

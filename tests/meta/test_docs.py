@@ -8,7 +8,7 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from tests.dist import clean_table, families_table
 from tests.faults import without_row
 from tests.h100.results import table
-from tests.meta import upgrades, whats_here
+from tests.meta import gate_schema, upgrades, whats_here
 from tests.meta.sources import ROOT, python_files, tracked, where
 from verifier.cli.app import app
 from verifier.core.check import REGISTRY
@@ -30,6 +30,11 @@ def test_whats_here_is_drawn_from_the_modules():
     assert text == whats_here.drawn(text)
     files = [path for path in python_files("verifier") if path.name != "__init__.py"]
     assert [where(path) for path in files if f"| `{where(path)}` |" not in text] == []
+
+
+def test_the_schema_of_a_gate_is_drawn_from_its_types():
+    """`python -m tests.meta.gate_schema > docs/gate-schema.json` writes it anew."""
+    assert (ROOT / "docs" / "gate-schema.json").read_text() == gate_schema.rendered()
 
 
 @pytest.mark.parametrize("page", LIVING, ids=where)

@@ -4,7 +4,7 @@ import pytest
 
 from verifier.cli.app import run
 
-COMMANDS = ["", "golden", "roundtrip", "train", "sweep", "noise", "plan", "replay", "explain", "doctor"]
+COMMANDS = ["", "golden", "roundtrip", "train", "sweep", "gate", "noise", "plan", "replay", "explain", "doctor"]
 COMMANDS += ["faults", "faults list", "faults run", "faults matrix"]
 
 
@@ -54,6 +54,20 @@ BAD_USAGE = {
     "sweep-too-long": ["sweep", "--model", "tiny:qwen3", "--longest", "2000", "--dry-run"],
     "sweep-recompute": ["sweep", "--model", "tiny:qwen3", "megatron.recompute=full"],
     "sweep-trial-timeout": ["sweep", "--model", "tiny:qwen3", "--trial-timeout", "0"],
+    "gate-without-model": ["gate"],
+    "gate-no-model": ["gate", "--model", "absent", "--dry-run"],
+    "gate-kind": ["gate", "--model", "tiny:qwen3", "--kind", "silver"],
+    "gate-mesh": ["gate", "--model", "tiny:qwen3", "--mesh", "tp2"],
+    "gate-mesh-twice": ["gate", "--model", "tiny:qwen3", "--mesh", "tp=2", "--mesh", "tp=2"],
+    "gate-no-cell": ["gate", "--model", "tiny:qwen3", "--mesh", "tp=3", "--kind", "golden", "--dry-run"],
+    "gate-dtype": ["gate", "--model", "tiny:qwen3", "--dtype", "fp16"],
+    "gate-engine": ["gate", "--model", "tiny:qwen3", "--engine", "sglang", "--dry-run"],
+    "gate-engine-option": ["gate", "--model", "tiny:qwen3", "--engine", "vllm,pp=2", "--dry-run"],
+    "gate-fault": ["gate", "--model", "tiny:qwen3", "--fault", "absent", "--dry-run"],
+    "gate-fix": ["gate", "--model", "tiny:qwen3", "--fix", "absent"],
+    "gate-budget": ["gate", "--model", "tiny:qwen3", "--budget", "0"],
+    "gate-waivers-as-text": ["gate", "--model", "tiny:qwen3", "waivers=WGT001"],
+    "gate-resume": ["gate", "--resume", "absent"],
     "no-manifest": ["golden", "--model", "tiny:qwen3", "--against", "absent.json"],
     "no-folder": ["golden", "--model", "tiny:qwen3", "--json", "absent/out.json"],
     "no-trace": ["replay", "absent"],

@@ -1,25 +1,26 @@
 """One typed config per command, and the ways that lead to it: YAML, key=value, flags, Python."""
 
 from verifier.config.commands import (
+    CommandConfig,
     EngineOptions,
     GoldenConfig,
-    ModelConfig,
     NoiseConfig,
     RoundtripConfig,
     claim_trace,
     next_trace,
 )
+from verifier.config.gate import GateConfig, Waiver
 from verifier.config.plan import PlanConfig
 from verifier.config.sweep import SweepConfig
 from verifier.config.training import TrainConfig
 
 __all__ = [
-    "CONFIGS", "EngineOptions", "GoldenConfig", "NoiseConfig", "PlanConfig", "RoundtripConfig", "SweepConfig",
-    "TrainConfig", "claim_trace", "next_trace",
+    "CONFIGS", "EngineOptions", "GateConfig", "GoldenConfig", "NoiseConfig", "PlanConfig", "RoundtripConfig",
+    "SweepConfig", "TrainConfig", "Waiver", "claim_trace", "next_trace",
 ]  # fmt: skip
 
-CONFIGS: dict[str, type[ModelConfig]] = {
+CONFIGS: dict[str, type[CommandConfig]] = {
     "golden": GoldenConfig, "roundtrip": RoundtripConfig, "train": TrainConfig, "sweep": SweepConfig,
-    "noise": NoiseConfig, "plan": PlanConfig,
+    "gate": GateConfig, "noise": NoiseConfig, "plan": PlanConfig,
 }  # fmt: skip
 """Command -> type of its config."""

@@ -70,14 +70,12 @@ def fixes_knob() -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """Knobs of every command that has a model.
+class CommandConfig:
+    """Config of a command: what all of them do with their knobs.
 
     Raises:
         UsageError: a value that its knob does not allow, or knobs that contradict each other; names the flags.
     """
-
-    model: str = knob("Generated, tiny:NAME or wide:NAME, or a local HF directory.", flag="--model", metavar="MODEL")
 
     def __post_init__(self) -> None:
         check(self)
@@ -103,11 +101,11 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommandConfig(ModelConfig):
+class TimedConfig(CommandConfig):
     """Knobs of every command that starts processes.
 
     Raises:
-        UsageError: see `ModelConfig`, and a deadline that is none.
+        UsageError: see `CommandConfig`, and a deadline that is none.
     """
 
     timeout_s: float = knob(
@@ -124,7 +122,14 @@ class CommandConfig(ModelConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig(CommandConfig):
+class ModelConfig(TimedConfig):
+    """Knobs of every command that computes with one model."""
+
+    model: str = knob("Generated, tiny:NAME or wide:NAME, or a local HF directory.", flag="--model", metavar="MODEL")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig(ModelConfig):
     """Knobs of a run on the ranks of a trainer."""
 
     mesh: Mesh = group(Mesh, make=Mesh.fitting)
@@ -134,7 +139,7 @@ class RunConfig(CommandConfig):
     def __post_init__(self) -> None:
         if not self.dtype:
             object.__setattr__(self, "dtype", stored_dtype(self.model, DTYPES.values()))
-        CommandConfig.__post_init__(self)
+        TimedConfig.__post_init__(self)
         require_known(self.fixes)
 
 
@@ -226,7 +231,7 @@ class GoldenConfig(RunConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoiseConfig(CommandConfig):
+class NoiseConfig(ModelConfig):
     """Config of `verifier noise`."""
 
     record: bool = knob("Store the noise as a tolerance under golden/noise/.", False, flag="--record")

@@ -6,6 +6,7 @@ for the same knob are refused, and so is a knob that is given twice in one place
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import operator
@@ -92,7 +93,8 @@ def resolved(config: Any, owners: Mapping[str, str]) -> str:
 def _written(entry: KnobEntry, value: Any) -> str:
     """Write a value as YAML, in its user's spelling."""
     if isinstance(value, tuple):
-        return json.dumps(list(value))
+        rows = value if entry.knob.record is None else [dataclasses.asdict(item) for item in value]
+        return json.dumps(list(rows))
     spelled = entry.spelled(value)
     return json.dumps(str(spelled) if isinstance(spelled, Path) else spelled)
 
@@ -180,18 +182,37 @@ def _typed(kind: type, known: Mapping[str, KnobEntry], given: Mapping[str, Given
     values: dict[str, Any] = {}
     for key in known:  # frozen dataclasses are read-only nodes
         OmegaConf.set_readonly(OmegaConf.select(tree, key.rpartition(".")[0]) if "." in key else tree, False)
-    for key, item in given.items():
+    plain = {key: item for key, item in given.items() if known[key].knob.record is None}
+    for key, item in plain.items():
         try:
             OmegaConf.update(tree, key, _parsed(known[key], item.value))
         except (OmegaConfBaseException, ValueError) as problem:
             raise _refusal(known[key], item) from problem
-    for key, item in given.items():
+    for key, item in plain.items():
         try:
             value = OmegaConf.select(tree, key)
         except OmegaConfBaseException as problem:
             raise UsageError(f"{item.where}: {str(problem).splitlines()[0]}") from problem
         values[key] = list(value) if known[key].kind is tuple and value is not None else value
-    return values
+    return values | {key: _records(known[key], item) for key, item in given.items() if key not in plain}
+
+
+def _records(entry: KnobEntry, item: Given) -> list[Any]:
+    """Make the records of a list of mappings."""
+    record, value = entry.knob.record, item.value
+    assert record is not None
+    names = [field.name for field in dataclasses.fields(record)]
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        raise UsageError(f"{item.name} is no list of mappings of {', '.join(names)}: give it in the file of --config")
+    found = []
+    for number, row in enumerate(value, start=1):
+        for key, text in row.items():
+            if key not in names:
+                raise UsageError(f"{item.name}, item {number} has no `{key}`: give some of {', '.join(names)}")
+            if not isinstance(text, str):
+                raise UsageError(f"{item.name}, item {number}, {key} is `{text}`, it must be text: put it into quotes")
+        found.append(record(**row))
+    return found
 
 
 def _parsed(entry: KnobEntry, value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verifier.config.commands import DTYPES, ModelConfig, dtype_knob, fixes_knob
+from verifier.config.commands import DTYPES, CommandConfig, dtype_knob, fixes_knob
 from verifier.config.stored_dtype import stored_dtype
 from verifier.errors import UsageError
 from verifier.knob import group, knob
@@ -13,7 +13,7 @@ from verifier.platform.upstream_fixes import require_known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanConfig(ModelConfig):
+class PlanConfig(CommandConfig):
     """Config of `verifier plan`."""
 
     model: str = knob(
@@ -52,7 +52,7 @@ class PlanConfig(ModelConfig):
     def __post_init__(self) -> None:
         if not self.dtype:
             object.__setattr__(self, "dtype", stored_dtype(self.model, DTYPES.values()))
-        ModelConfig.__post_init__(self)
+        CommandConfig.__post_init__(self)
         require_known(self.fixes)
 
     def _refuse_contradictions(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from verifier.config.commands import DTYPES, CommandConfig
+from verifier.config.commands import DTYPES, ModelConfig, TimedConfig
 from verifier.config.megatron import MegatronOptions
 from verifier.config.stored_dtype import stored_dtype
 from verifier.errors import UsageError
@@ -17,7 +17,7 @@ _WIDE, _WIDE_DTYPE = "wide:", "bfloat16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweepConfig(CommandConfig):
+class SweepConfig(ModelConfig):
     """Config of `verifier sweep`."""
 
     timeout_s: float = knob(
@@ -71,7 +71,7 @@ class SweepConfig(CommandConfig):
         if self.run == Path():
             name = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in self.model.strip("/"))
             object.__setattr__(self, "run", RUNS / f"sweep-{name}")
-        CommandConfig.__post_init__(self)
+        TimedConfig.__post_init__(self)
 
     def _refuse_contradictions(self) -> None:
         if self.meshes and self.ranks is not None:

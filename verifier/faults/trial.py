@@ -72,19 +72,22 @@ class Trials:
     """Trials of any number of faults on the same resources; those of one config share its clean run.
 
     Each step is a line of text for `progress`. The traces of faulted runs go to the folder `keep`, or are thrown
-    away with those of the other runs.
+    away with those of the other runs. `resources` are warm ones that others use too and their owner ends; without,
+    trials have their own.
     """
 
-    def __init__(self, progress: Progress, keep: Path | None = None) -> None:
-        self._progress, self._keep = progress, keep
+    def __init__(self, progress: Progress, keep: Path | None = None, resources: Resources | None = None) -> None:
+        self._progress, self._keep, self._shared = progress, keep, resources
         self._stack = contextlib.ExitStack()
         self._clean: dict[tuple[str, RoundtripConfig], tuple[Report, Trace]] = {}
         self._trained: dict[tuple[str, ...], TrainingOutcome] = {}
         self._folders = itertools.count(1)
 
     def __enter__(self) -> Trials:
-        resources = Resources(warm=True, collective_deadline_s=COLLECTIVE_DEADLINE_S)
-        self._runner = Runner(self._stack.enter_context(resources), self._progress)
+        resources = self._shared or self._stack.enter_context(
+            Resources(warm=True, collective_deadline_s=COLLECTIVE_DEADLINE_S)
+        )
+        self._runner = Runner(resources, self._progress)
         aside = self._stack.enter_context(work_folder("faults"))
         self._folder = self._keep or aside
         return self

@@ -179,3 +179,18 @@ class Mesh:
 
 AXES: Sequence[str] = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
 """Order of the sizes in every message."""
+
+
+def axes_of(text: str) -> dict[str, int]:
+    """Sizes in a text such as "tp=2,dp=2", by axis.
+
+    Raises:
+        UsageError: it has something else, or an axis twice.
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if axis not in AXES or axis in axes or not size.isdigit():
+            raise UsageError(f"--mesh is `{text}`, it must be sizes of {', '.join(AXES)}, such as tp=2,dp=2")
+        axes[axis] = int(size)
+    return axes

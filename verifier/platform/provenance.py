@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -31,6 +32,16 @@ def this_code() -> Code:
     except (OSError, subprocess.CalledProcessError):
         return Code("", "")
     return Code(f"{commit}+", "") if changed else Code(commit, tree)
+
+
+@cache
+def code_digest() -> str:
+    """Digest of all files of the package that is imported, by name and content: the same for the same code anywhere."""
+    package, digest = Path(__file__).parents[1], hashlib.blake2b(digest_size=16)
+    for file in sorted(path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(package)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
 def host() -> str:

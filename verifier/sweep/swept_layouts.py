@@ -12,7 +12,7 @@ from verifier.config.training import BatchOptions, DataOptions, TrainConfig
 from verifier.errors import UsageError
 from verifier.launch.fork_launcher import require_ranks
 from verifier.mesh import Mesh
-from verifier.mesh.mesh import AXES
+from verifier.mesh.mesh import axes_of
 from verifier.model.families import num_experts_of, size_if_any
 from verifier.model.mesh_fit import validate
 from verifier.platform import Tier
@@ -118,7 +118,7 @@ def longest_of(config: SweepConfig, sizes: Mapping[str, Any]) -> int:
 def _asked(config: SweepConfig, sizes: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, int]]]:
     """Names and axes of all layouts, valid or not."""
     if config.meshes:
-        yield from ((text, _parsed(text)) for text in config.meshes)
+        yield from ((text, axes_of(text)) for text in config.meshes)
         return
     ranks = config.ranks or 1
     require_ranks(ranks)
@@ -138,13 +138,3 @@ def _asked(config: SweepConfig, sizes: Mapping[str, Any]) -> Iterator[tuple[str,
 
 def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def _parsed(text: str) -> dict[str, int]:
-    axes: dict[str, int] = {}
-    for part in text.split(","):
-        axis, _, size = part.strip().partition("=")
-        if axis not in AXES or axis in axes or not size.isdigit():
-            raise UsageError(f"--mesh is `{text}`, it must be sizes of {', '.join(AXES)}, such as tp=2,dp=2")
-        axes[axis] = int(size)
-    return axes

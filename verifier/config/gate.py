@@ -1,0 +1,149 @@
+"""Config of `verifier gate`: the axes of its matrix, its budget, and what it waives."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+
+from verifier.config.commands import DTYPES, MAX_TIMEOUT_S, TimedConfig, next_trace
+from verifier.errors import UsageError
+from verifier.knob import check, knob
+from verifier.platform.upstream_fixes import require_known
+
+GATES = Path("gates")
+KINDS = ("golden", "roundtrip", "train", "faults")
+"""Kinds of cells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiver:
+    """A violation that is known and accepted until a day.
+
+    Raises:
+        UsageError: a field that is left out, or a date that is none.
+    """
+
+    check: str = ""
+    """Code of the check that may be violated."""
+    family: str = ""
+    """Family of the models, or their model_type; of this and `model` one."""
+    model: str = ""
+    """Model as `models` has it."""
+    issue: str = ""
+    """Address or number of the upstream issue."""
+    owner: str = ""
+    reason: str = ""
+    until: str = ""
+    """Last day on which it waives, as in ISO 8601."""
+
+    def __post_init__(self) -> None:
+        where = f"the waiver of {self.check}" if self.check else "a waiver"
+        for name in ("check", "issue", "owner", "reason", "until"):
+            if not getattr(self, name).strip():
+                raise UsageError(f"{where} has no `{name}`: a waiver has check, family or model, issue, owner, reason "
+                                 "and until")  # fmt: skip
+        if bool(self.family) == bool(self.model):
+            given = "both family and model" if self.family else "neither family nor model"
+            raise UsageError(f"{where} has {given}: give one of the two")
+        try:
+            datetime.date.fromisoformat(self.until)
+        except ValueError:
+            raise UsageError(f"{where} has until `{self.until}`: write a day, such as 2027-01-31") from None
+
+    def expired(self, today: datetime.date) -> bool:
+        """True once its last day has passed."""
+        return today > datetime.date.fromisoformat(self.until)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateConfig(TimedConfig):
+    """Config of `verifier gate`."""
+
+    timeout_s: float = knob(
+        "Deadline of the whole gate; what has not begun by then is not run.", 86_400.0, flag="--timeout",
+        metavar="SECONDS", unit="seconds", last=True,
+    )  # fmt: skip
+    models: tuple[str, ...] = knob(
+        "Generated, tiny:NAME or wide:NAME, or a local HF directory; repeatable.", flag="--model", metavar="MODEL"
+    )  # fmt: skip
+    kinds: tuple[str, ...] = knob(
+        f"Kind of cells, of {', '.join(KINDS)}; by default all; repeatable.", KINDS, flag="--kind", metavar="KIND"
+    )  # fmt: skip
+    meshes: tuple[str, ...] = knob(
+        "Mesh, such as tp=2,dp=2, in place of the default ones; repeatable.", (), flag="--mesh", metavar="AXES"
+    )  # fmt: skip
+    dtypes: tuple[str, ...] = knob(
+        "Type of the weights, fp32 or bf16; by default the stored one, and both of tiny:NAME; repeatable.", (),
+        flag="--dtype", metavar="DTYPE",
+    )  # fmt: skip
+    transports: tuple[str, ...] = knob(
+        "Transport to the engine: gloo, nccl or ipc; by default chosen by the free GPUs; repeatable.", (),
+        flag="--transport", metavar="TRANSPORT",
+    )  # fmt: skip
+    engines: tuple[str, ...] = knob(
+        "Engine and its options, such as vllm or vllm,tp=2; by default those that run here; repeatable.", (),
+        flag="--engine", metavar="ENGINE",
+    )  # fmt: skip
+    faults: tuple[str, ...] = knob(
+        "Fault that must be caught, to show that the checks are alive here; by default five; repeatable.", (),
+        flag="--fault", metavar="FAULT",
+    )  # fmt: skip
+    cycles: int = knob("Updates of each round trip.", 2, flag="--cycles", least=1)
+    train_steps: int = knob("Steps of each training run.", 3, flag="--steps", least=1)
+    seed: int = knob("Seed of tokens, data and noise.", 1, flag="--seed")
+    fixes: tuple[str, ...] = knob(
+        "Install the fix of an upstream bug, or `all`; repeatable.", (), flag="--fix", metavar="ID", last=True
+    )  # fmt: skip
+    budget_minutes: float | None = knob(
+        "Minutes for all cells; those that do not fit are not run, and the gate is inconclusive.", None,
+        flag="--budget", metavar="MINUTES", unit="minutes",
+    )  # fmt: skip
+    cell_timeout_s: float = knob(
+        "Deadline of one cell, which then counts as failed.", 900.0, flag="--cell-timeout", metavar="SECONDS",
+        unit="seconds", last=True,
+    )  # fmt: skip
+    folder: Path = knob(
+        "Folder of the gate, which the same command continues; by default the next free gates/NAME-NNNN.", Path(),
+        flag="--folder", metavar="DIR", derived=True, last=True,
+    )  # fmt: skip
+    waivers: tuple[Waiver, ...] = knob(
+        "Violations that are waived: check, family or model, issue, owner, reason, until (a day).", (), record=Waiver,
+        last=True,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check(self)
+        spelled = {value: name for name, value in DTYPES.items()}
+        object.__setattr__(self, "dtypes", tuple(spelled.get(name, name) for name in self.dtypes))
+        if self.folder == Path() and self.models:
+            name = "".join(
+                letter if letter.isalnum() or letter in "-._" else "-" for letter in self.models[0].strip("/")
+            )
+            object.__setattr__(self, "folder", next_trace(name, GATES))
+        TimedConfig.__post_init__(self)
+        require_known(self.fixes)
+
+    def _refuse_contradictions(self) -> None:
+        if not self.models:
+            raise UsageError("models is empty: name one or more, by --model")
+        for option, given, known in (
+            ("--kind", self.kinds, KINDS), ("--dtype", self.dtypes, tuple(DTYPES)),
+            ("--transport", self.transports, ("gloo", "nccl", "ipc")),
+        ):  # fmt: skip
+            for name in given:
+                if name not in known:
+                    raise UsageError(f"{option} is `{name}`, it must be one of {', '.join(known)}")
+        if not self.kinds:
+            raise UsageError(f"kinds is empty: name one or more of {', '.join(KINDS)}")
+        for option, values in (
+            ("--model", self.models), ("--kind", self.kinds), ("--mesh", self.meshes), ("--dtype", self.dtypes),
+            ("--engine", self.engines), ("--transport", self.transports), ("--fault", self.faults),
+        ):  # fmt: skip
+            twice = next((value for place, value in enumerate(values) if value in values[:place]), None)
+            if twice is not None:
+                raise UsageError(f"{option} {twice} is given twice: leave one out")
+        if self.budget_minutes is not None and not 0 < self.budget_minutes < float("inf"):
+            raise UsageError(f"--budget is {self.budget_minutes:g} minutes, it must be above 0 and finite")
+        if not 0 < self.cell_timeout_s <= MAX_TIMEOUT_S:
+            raise UsageError(f"--cell-timeout is {self.cell_timeout_s:g} s, it must be above 0 and at most a week")
