@@ -4,7 +4,7 @@ import pytest
 
 from verifier.cli.app import run
 
-COMMANDS = ["", "golden", "roundtrip", "train", "sweep", "noise", "plan", "replay", "explain", "doctor"]
+COMMANDS = ["", "golden", "roundtrip", "train", "sweep", "noise", "plan", "replay", "judge", "explain", "doctor"]
 COMMANDS += ["faults", "faults list", "faults run", "faults matrix"]
 
 
