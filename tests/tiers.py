@@ -37,7 +37,10 @@ NOT_QUICK = (
     "meta/test_tiers.py",
 )
 """Files and tests that import transformers, start processes, or compute for seconds."""
-WITH_ENGINES = ("faults/", "dist/test_roundtrip.py", "dist/test_engine_", "dist/test_interrupted.py")
+WITH_ENGINES = (
+    "faults/", "dist/test_roundtrip.py", "dist/test_engine_", "dist/test_interrupted.py", "dist/test_foreign_loop.py",
+    "dist/test_plugin_runs.py",
+)  # fmt: skip
 """Files whose tests start engines, or have deadlines of seconds."""
 MARKERS = (
     "quick: needs no ranks and no engine; `pytest -m quick` runs these in under 90 s (set by folder in tests/tiers.py)",

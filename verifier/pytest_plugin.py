@@ -1,4 +1,7 @@
-"""Pytest plugin of projects that use verifier: a marker for tests that need GPUs, and options that say how strictly.
+"""Pytest plugin of projects that use verifier: fixtures that judge, a marker for tests that need GPUs, its options.
+
+A test that takes `verifier_trace`, `verifier_golden` or `verifier_roundtrip` fails by the report's text unless all
+checks hold. Each test has its own folder, so pytest-xdist may run them side by side.
 
 Every name begins with `verifier`, so a project with its own `--gpus`, `slow` or `h100` starts unchanged. Loading the
 plugin imports nothing heavy; torch is imported when the first marked test is about to run.
@@ -6,11 +9,96 @@ plugin imports nothing heavy; torch is imported when the first marked test is ab
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:
+    from verifier.probe import LoopRecorder
+
 MARKER = "verifier_h100"
+TRACE_FIXTURE = "verifier_trace"
+
+
+class JudgedTraces:
+    """Opener of the traces that a test's loop records, which are judged when the test has passed.
+
+    Args:
+        folder: for the traces.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._opened: list[tuple[LoopRecorder, bool]] = []
+
+    def __call__(self, *, oracle: bool = False, **options: Any) -> LoopRecorder:
+        """A recorder; see `verifier.probe.open` for the options. With `oracle` transformers scores what it recorded."""
+        from verifier import probe
+
+        record = probe.open(self._folder / f"verifier-trace-{len(self._opened)}", **options)
+        self._opened.append((record, oracle))
+        return record
+
+    def close(self) -> None:
+        """Close what the test left open."""
+        for record, _ in self._opened:
+            record.close()
+
+    def judge(self) -> None:
+        """Close, and fail by the first report that does not hold."""
+        from verifier.cli.asserted import failure_of_trace
+
+        self.close()
+        for record, oracle in self._opened:
+            if said := failure_of_trace(record.path, oracle=oracle):
+                pytest.fail(said, pytrace=False)
+
+
+@pytest.fixture
+def verifier_trace(tmp_path: Path) -> Iterator[JudgedTraces]:
+    """Opens a trace for a loop of one's own, by the options of `verifier.probe.open`; judged when the test has run."""
+    traces = JudgedTraces(tmp_path)
+    yield traces
+    traces.close()
+
+
+@pytest.fixture
+def verifier_golden(tmp_path: Path) -> Callable[..., Path]:
+    """Runs `verifier golden` with knobs such as "model=tiny:qwen3" and "mesh.tp=2"; returns the trace if it holds."""
+    return _runs("golden", tmp_path)
+
+
+@pytest.fixture
+def verifier_roundtrip(tmp_path: Path) -> Callable[..., Path]:
+    """Runs `verifier roundtrip` with knobs, as `verifier_golden` does."""
+    return _runs("roundtrip", tmp_path)
+
+
+def _runs(command: str, folder: Path) -> Callable[..., Path]:
+    count = 0
+
+    def run(*knobs: str) -> Path:
+        nonlocal count
+        from verifier.cli.asserted import failure_of_run
+
+        count += 1
+        trace = folder / f"verifier-{command}-{count}"
+        if said := failure_of_run(command, knobs, trace):
+            pytest.fail(said, pytrace=False)
+        return trace
+
+    return run
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Judge the traces of a test that has passed so far, so that it fails as a test does."""
+    yield
+    traces = getattr(item, "funcargs", {}).get(TRACE_FIXTURE)
+    if isinstance(traces, JudgedTraces):
+        traces.judge()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -53,6 +53,7 @@ ROOMS = {
         "runs",
         "contracts",
     },
+    "probe": {"core", "mesh", "platform", "model", "plan", "transport", "engine", "oracle", "trainer"},
     "sweep": {"core", "mesh", "config", "platform", "launch", "data", "model", "train", "trainer", "runs"},
     "gate": {
         "core",

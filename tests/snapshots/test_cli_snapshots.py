@@ -4,7 +4,8 @@ import pytest
 
 from verifier.cli.app import run
 
-COMMANDS = ["", "golden", "roundtrip", "train", "sweep", "gate", "noise", "plan", "replay", "explain", "doctor"]
+COMMANDS = ["", "golden", "roundtrip", "train", "sweep", "gate", "noise", "plan", "replay", "judge", "explain"]
+COMMANDS += ["doctor"]
 COMMANDS += ["faults", "faults list", "faults run", "faults matrix"]
 
 

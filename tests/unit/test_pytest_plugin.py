@@ -123,4 +123,45 @@ def test_every_installed_name_begins_with_verifier(tmp_path, listing, pattern):
     added = listed[0] - listed[1]
     assert listed[1]
     assert [name for name in added if not name.lstrip("-").startswith("verifier")] == []
-    assert bool(added) == (listing != "--fixtures")
+    assert added
+
+
+JUDGED = """
+import torch
+
+def record(opened, *, swapped):
+    from verifier import probe
+    tensors = {"a": torch.ones(2), "b": torch.zeros(2)}
+    with opened as record:
+        record.weights_exported(tensors, 1)
+        with probe.attach(record.path) as engine:
+            engine.weights_received(tensors if not swapped else {"a": tensors["b"], "b": tensors["a"]}, 1)
+        record.weights_sent(1)
+
+def test_holds(verifier_trace):
+    record(verifier_trace(), swapped=False)
+
+def test_swaps(verifier_trace):
+    record(verifier_trace(), swapped=True)
+
+def test_records_nothing(verifier_trace):
+    verifier_trace()
+
+def test_breaks(verifier_trace):
+    record(verifier_trace(), swapped=True)
+    raise RuntimeError("theirs")
+
+def test_asks_for_nonsense(verifier_golden):
+    verifier_golden("model=tiny:none-such")
+"""
+
+
+@pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n", "2")], ids=["alone", "xdist"])
+def test_a_trace_that_does_not_hold_fails_by_its_report(tmp_path, workers):
+    (tmp_path / "test_inner.py").write_text(JUDGED)
+    said = run_pytest(tmp_path, *workers)
+    assert "4 failed, 1 passed" in said
+    assert "`a` holds in what engine rank 0 received what `b` should hold" in said
+    assert "RuntimeError: theirs" in said
+    assert "`verifier golden model=tiny:none-such` ended:" in said
+    assert "inconclusive" in said

@@ -276,6 +276,28 @@ def replay(
 
 
 @app.command()
+def judge(
+    trace: Annotated[Path, typer.Argument(help="A trace directory that `verifier.probe` recorded.")],
+    oracle: Annotated[bool, typer.Option("--oracle", help="Score by transformers what the loop recorded.")] = False,
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="DIR", help="Checkpoint that the loop began with; by default its.")
+    ] = None,
+    timeout: Annotated[float, typer.Option("--timeout", metavar="S", help="For each request of the oracle.")] = 600.0,
+    json: JsonOption = None,
+    junit: JunitOption = None,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+) -> int:
+    """Judge what another trainer's loop recorded."""
+    require_results(json, junit)
+    detail = detail_of(quiet, verbose)
+    from verifier.cli.judged import complete_trace
+
+    complete_trace(trace, oracle=oracle, model=model, timeout_s=timeout)
+    return judge_trace(trace, json=json, junit=junit, detail=detail)
+
+
+@app.command()
 def explain(
     check: Annotated[
         str | None, typer.Argument(help="Code or name of a check, or id of a fault; without it, the list of checks.")

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from verifier.core.record import Count, Digest, Real, Record, Shape, TensorRecord
+from verifier.core.record import ArrayRecord, Count, Digest, Dtype, Real, Record, Shape, TensorRecord
 
 
 class SourceTensor(TensorRecord, frozen=True, kw_only=True, tag="load/source"):
@@ -133,6 +133,21 @@ class OptimizerRule(Record, frozen=True, kw_only=True, tag="train/rule"):
     beta_1: float = 0.9
     beta_2: float = 0.95
     epsilon: float = 1e-8
+
+
+class KeptTensors(ArrayRecord, frozen=True, kw_only=True):
+    """Copies of tensors for the oracle; arrays by checkpoint name, bfloat16 as float32."""
+
+    dtypes: dict[str, Dtype]
+    """Dtype that each tensor had."""
+
+
+class KeptWeights(KeptTensors, frozen=True, kw_only=True, tag="train/kept"):
+    """Weights of a version, whole."""
+
+
+class KeptGradients(KeptTensors, frozen=True, kw_only=True, tag="loss/kept"):
+    """Gradients of the step that leads to a version, summed over micro-batches and ranks, before any clip."""
 
 
 class ExportedTensor(TensorRecord, frozen=True, kw_only=True, tag="export/tensor"):

@@ -77,7 +77,7 @@ def judge_updates(
         folder: see `verifier.trainer.sampled_step`; for update n it has the checkpoints ``weights-n`` and that before
             it, ``gradients-n``, ``exp_avg-n``, ``exp_avg_sq-n``, of rounded weights ``master-n``, and
             ``inputs-n.safetensors``, of a replaying step with ``routes`` [N, 2 + K], see `Route`, and the
-            ``route_counts`` of each sequence.
+            ``route_counts`` of each sequence. Without moments Adam's step is not judged, and needs no ``weights-n``.
         rule: "clip_grad", "beta_1", "beta_2", "epsilon", "weight_decay".
         objective: "loss", its name; "temperature"; and the fields of its options by name.
         updates: of each in order its "number", from 1, and "learning_rate".
@@ -92,7 +92,8 @@ def judge_updates(
     for update in updates:
         number, path = int(update["number"]), Path(folder)
         held = "weights" if adapter is None else "matrices"
-        old, new = (tensors_of(path / f"{held}-{at}") for at in (number - 1, number))
+        old, has_moments = tensors_of(path / f"{held}-{number - 1}"), (path / f"exp_avg-{number}").is_dir()
+        new = tensors_of(path / f"{held}-{number}") if has_moments else {}
         rows = _rows(path / f"inputs-{number}.safetensors")
         stored = [tensor.dtype for tensor in old.values()]
         dtype = max(set(stored), key=stored.count)
@@ -112,11 +113,11 @@ def judge_updates(
             "acting": exact.acting,
         }  # fmt: skip
         adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"], roundings=ROUNDINGS)
-        before = [tensors_of(path / f"{part}-{number}") for part in ("exp_avg", "exp_avg_sq")]
-        masters = tensors_of(path / f"master-{number}") if dtype != torch.float32 else {}
+        before = [tensors_of(path / f"{part}-{number}") for part in ("exp_avg", "exp_avg_sq") if has_moments]
+        masters = tensors_of(path / f"master-{number}") if has_moments and dtype != torch.float32 else {}
         for row, reduced in measured(old, exact.gradients, rounded.gradients, actual):
             name = row["name"]
-            if name in actual and reduced is not None:
+            if has_moments and name in actual and reduced is not None:
                 adam.begin(name, *(part[name] for part in before), masters.get(name))
                 row["step"] = adam.gap(
                     name, old[name], new[name], reduced * scale, number, update["learning_rate"], rule["weight_decay"]

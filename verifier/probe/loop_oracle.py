@@ -1,0 +1,236 @@
+"""The oracle's evidence of a recorded loop: transformers on its own tokens, by the weights that the loop kept.
+
+Weights of version 0 are the checkpoint that the loop began with; later ones, and gradients, are there of the steps that
+`keep_every` named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from verifier.core import ragged, store
+from verifier.core.manifest import MeshSizes
+from verifier.core.reader import read
+from verifier.core.record import Record
+from verifier.core.records_policy import LossTerms, PolicyColumns
+from verifier.core.records_tokens import (
+    OracleLogprobs,
+    OracleOfSampled,
+    OracleRecord,
+    Rollouts,
+    SampledNoise,
+    SampledTokens,
+    TrainerLogprobs,
+)
+from verifier.core.records_weights import KeptGradients, KeptTensors, KeptWeights
+from verifier.core.trace import Trace
+from verifier.core.work_folder import work_folder
+from verifier.errors import UsageError
+from verifier.mesh import Mesh
+from verifier.oracle.oracle import Oracle, Scored
+from verifier.oracle.recording import gradient_record, noise_of_logprobs
+from verifier.probe.sealed import mark_of, seal
+
+RULE = {"clip_grad": 0.0, "beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.0}
+"""Settings that the oracle takes; only Adam's step, which a loop does not record, depends on them."""
+
+
+def source_of(trace: Path, model: Path | None) -> Path | None:
+    """Checkpoint that the oracle of a loop starts with, `model` or the one that the loop named; None if it is done.
+
+    Raises:
+        UsageError: no such trace, no checkpoint, or nothing that transformers could score.
+    """
+    seen = read(trace)
+    if any((trace / "evidence").glob("oracle-*.jsonl")):
+        return None
+    source = model or Path(seen.manifest.model)
+    if not (source / "config.json").is_file():
+        raise UsageError(f"the oracle needs the checkpoint that the loop began with, `{source}` is none: give --model")
+    if not any(seen.has(kind) for kind in (TrainerLogprobs, SampledTokens, KeptGradients)):
+        raise UsageError(f"`{trace}` has neither log-probabilities nor gradients that the oracle could compute")
+    return source
+
+
+def add_oracle(trace: Path, source: Path, oracle: Oracle) -> None:
+    """Score and judge by transformers what a loop recorded, add that to its trace, and seal it anew.
+
+    Args:
+        trace: trace directory of a recorded loop without the oracle's evidence.
+        source: checkpoint of version 0.
+        oracle: running.
+    """
+    seen, mark = read(trace), mark_of(trace, "oracle", 0)
+    with work_folder("oracle") as work:
+        found = _Recording(oracle, seen, source, work).record()
+    store.fail(trace, seen.manifest, "the oracle was adding its evidence")
+    mark.touch()
+    with contextlib.closing(store.Recorder(trace, "oracle", 0)) as recorder:
+        for record, array in found:
+            recorder.emit(record, array)
+    mark.unlink()
+    seal(trace, seen.manifest.failure)
+
+
+@dataclass
+class _Recording:
+    """State of one `add_oracle`."""
+
+    oracle: Oracle
+    seen: Trace
+    source: Path
+    work: Path
+    _folders: dict[int, Path] = field(default_factory=dict)
+
+    def record(self) -> list[tuple[Record, Any]]:
+        """All records, with their arrays."""
+        return [*self._logprobs(), *self._gradients()]
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the loop, or the one that float32 is measured against."""
+        return self.seen.manifest.dtype if self.seen.manifest.dtype != "float32" else "float64"
+
+    def _weights(self, version: int) -> Path | None:
+        """Checkpoint of a version; None if it was not kept."""
+        if version == 0:
+            return self.source
+        kept = list(self.seen.of(KeptWeights, version=version))
+        if kept and version not in self._folders:
+            self._folders[version] = self._written(kept, self.work / f"weights-{version}")
+        return self._folders.get(version)
+
+    def _written(self, kept: Sequence[KeptTensors], folder: Path) -> Path:
+        """Write copies, which came in one call or several, as a checkpoint."""
+        import torch
+
+        from verifier.model.checkpoint import write_shard
+
+        folder.mkdir()
+        tensors = {}
+        for part in kept:
+            arrays = self.seen.arrays(part)
+            for name, dtype in part.dtypes.items():
+                tensors[name] = torch.from_numpy(arrays[name].copy()).to(getattr(torch, dtype))
+        write_shard(folder / "model.safetensors", tensors)
+        for file in self.source.glob("*.json"):
+            if not file.name.endswith(".index.json"):
+                shutil.copy(file, folder)
+        return folder
+
+    def _logprobs(self) -> Iterator[tuple[Record, Any]]:
+        """Log-probabilities of passes and samples of versions that were kept, and the dtype's noise."""
+        seen = self.seen
+        last: SampledNoise | None = None
+        for rollouts in sorted(seen.of(Rollouts), key=lambda item: item.version):
+            step = rollouts.version
+            tokens = [row.tolist() for row in ragged.split(seen.array(rollouts, "tokens"), rollouts.lengths)]
+            for scored in seen.of(TrainerLogprobs, version=step - 1):
+                if (weights := self._weights(step - 1)) is not None and len(scored.lengths) == len(tokens):
+                    sides = self._sides(weights, tokens, scored.temperature)
+                    tails = [_tails(side, scored.lengths) for side in sides]
+                    yield from self._sided(OracleLogprobs, scored.name, step - 1, tails, rollouts.lengths)
+            for sampled in (item for item in seen.of(SampledTokens) if item.name == f"step {step}"):
+                if (weights := self._weights(sampled.version)) is None:
+                    continue
+                rows = [[*prompt, *more] for prompt, more in zip(sampled.prompts, sampled.tokens, strict=True)]
+                sides = self._sides(weights, rows, sampled.temperatures[0])
+                tails = [_tails(side, sampled.lengths) for side in sides]
+                whole = tuple(map(len, rows))
+                yield from self._sided(OracleOfSampled, sampled.name, sampled.version, tails, whole)
+                if seen.manifest.dtype != "float32" and sampled.version == step - 1:
+                    last = self._noise(step, sampled, tails)
+            if last is not None:
+                yield replace(last, version=step), None
+
+    def _sides(self, weights: Path, rows: Sequence[Sequence[int]], temperature: float) -> tuple[Scored, Scored]:
+        exact = self.oracle.score(weights, rows, temperature=temperature)
+        return exact, self.oracle.score(weights, rows, self.dtype, temperature=temperature)
+
+    def _sided(
+        self, kind: type[OracleRecord], name: str, version: int, sides: Sequence[Scored], whole: Sequence[int]
+    ) -> Iterator[tuple[Record, Any]]:
+        exact, other = sides
+        record = kind(name=name, version=version, lengths=tuple(map(len, exact)), whole=tuple(whole))
+        yield record, np.array([value for row in exact for value in row], np.float64)
+        for label in {name, "scored"} if version == 0 else {name}:
+            yield noise_of_logprobs(label, version, other, exact), None
+
+    def _noise(self, step: int, sampled: SampledTokens, tails: Sequence[Scored]) -> SampledNoise:
+        from verifier.trainer.mismatch import sampled_noise
+
+        exact, low = (np.concatenate([np.array(row) for row in side]) for side in tails)
+        places = np.concatenate([np.arange(size) for size in sampled.lengths])
+        longest = max(sampled.lengths)
+        return sampled_noise(step, sampled.version, low, exact, places, longest, routed=False)
+
+    def _gradients(self) -> Iterator[tuple[Record, Any]]:
+        """Gradients of steps whose weights and gradients were kept and whose loss is known."""
+        seen = self.seen
+        mesh = Mesh(**msgspec.structs.asdict(seen.manifest.mesh or MeshSizes()))
+        for step in seen.versions(KeptGradients):
+            weights, terms = self._weights(step - 1), next(seen.of(LossTerms, version=step), None)
+            policy = next(seen.of(PolicyColumns, version=step), None)
+            if weights is None or terms is None or policy is None:
+                continue
+            folder = self.work / f"step-{step}"
+            folder.mkdir()
+            (folder / f"weights-{step - 1}").symlink_to(weights.absolute())
+            self._written(list(seen.of(KeptGradients, version=step)), folder / f"gradients-{step}")
+            self._write_inputs(folder / f"inputs-{step}.safetensors", policy, terms)
+            objective = _objective(terms)
+            folders = [folder, weights, folder / f"gradients-{step}"]
+            asked = [{"number": step, "learning_rate": 0.0}]
+            for row in self.oracle.ask("policy_hf:judge_updates", [folder], RULE, objective, asked, None, read=folders):
+                yield gradient_record({**row, "version": step}, None, mesh), None
+
+    def _write_inputs(self, file: Path, policy: PolicyColumns, terms: LossTerms) -> None:
+        from safetensors.numpy import save_file
+
+        arrays = self.seen.arrays(policy)
+        rollouts = next(self.seen.of(Rollouts, version=policy.version))
+        masks = ragged.split(arrays["mask"].astype(bool), policy.lengths)
+        inputs = {
+            "lengths": np.array(policy.lengths, np.int64), "mask": arrays["mask"].astype(np.uint8),
+            "tokens": self.seen.array(rollouts, "tokens").astype(np.int64),
+            "weight": np.concatenate(_weights(terms.name, masks, rollouts.groups)),
+            "advantage": arrays["advantage"].astype(np.float64), "divisor": arrays["divisor"],
+        }  # fmt: skip
+        if terms.kl_weight:
+            inputs["reference"] = arrays["reference"]
+        save_file({name: np.ascontiguousarray(values) for name, values in inputs.items()}, file)
+
+
+def _weights(aggregation: str, masks: Sequence[np.ndarray], groups: Sequence[str]) -> list[np.ndarray]:
+    """Weight of each token in the mean that the loss is to be, [L] of each rollout."""
+    counts = [int(mask.sum()) for mask in masks]
+    by_group: dict[str, int] = {}
+    for group, count in zip(groups, counts, strict=True):
+        by_group[group] = by_group.get(group, 0) + count
+    sequences, prompts = sum(map(bool, counts)), sum(map(bool, by_group.values()))
+    divisors: dict[str, Any] = {
+        "token_mean": lambda at: sum(counts), "sequence_mean": lambda at: sequences * counts[at],
+        "prompt_mean": lambda at: prompts * by_group[groups[at]],
+    }  # fmt: skip
+    return [mask / max(1, divisors[aggregation](at)) for at, mask in enumerate(masks)]
+
+
+def _objective(terms: LossTerms) -> Mapping[str, Any]:
+    names = (
+        "loss", "temperature", "clip_low", "clip_high", "dual_clip", "kl_kind", "kl_weight", "entropy_weight"
+    )  # fmt: skip
+    return {name: getattr(terms, name) for name in names}
+
+
+def _tails(rows: Scored, lengths: Sequence[int]) -> Scored:
+    """Last values of each row."""
+    return [row[len(row) - size :] for row, size in zip(rows, lengths, strict=True)]

@@ -1,0 +1,204 @@
+"""The recorder of one process of a trainer: hand-overs in the field's terms, as the evidence that the checks read.
+
+Tensors are digested or copied, never changed. Versions count the weights: 0 is what the loop begins with, step n trains
+version n - 1 and leaves version n.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from verifier.core import store
+from verifier.core.reader import MANIFEST
+from verifier.core.record import Array, Record, Role
+from verifier.core.records_weights import (
+    ExportedTensor,
+    Handover,
+    JoinedTensor,
+    KeptGradients,
+    KeptTensors,
+    KeptWeights,
+    ReceivedTensor,
+    SourceTensor,
+    Update,
+)
+from verifier.errors import UsageError
+from verifier.probe.sealed import mark_of, seal
+from verifier.probe.steps import StepRecorder
+
+Named = Iterable[tuple[str, Any]] | Mapping[str, Any]
+"""Names of a checkpoint and whole tensors: pairs, a generator of them, or a state dict."""
+
+
+class LoopRecorder(StepRecorder):
+    """Hand-overs of one process; a context manager that closes.
+
+    Args:
+        path: trace directory that `verifier.probe.open` made.
+        role: of the process.
+        rank: within the role.
+        model: checkpoint directory of version 0; empty if it is not known.
+        keep_every: see `verifier.probe.open`.
+
+    Raises:
+        UsageError: the trace is sealed, or this rank has recorded into it.
+    """
+
+    def __init__(self, path: Path, role: Role, rank: int, *, model: str = "", keep_every: int = 0) -> None:
+        super().__init__()
+        self.path, self._role, self._rank, self._model, self._keep_every = path, role, rank, model, keep_every
+        if b'"complete": true' in (path / MANIFEST).read_bytes():
+            raise UsageError(f"the trace `{path}` is sealed: nothing can be added to it")
+        if role == "trainer" and (path / "evidence" / f"{role}-{rank:04d}.jsonl").exists():
+            raise UsageError(f"{role} rank {rank} has recorded into `{path}` before: choose another trace")
+        self._recorder = store.Recorder(path, role, rank)
+        self._mark = mark_of(path, role, rank)
+        self._mark.touch()
+        self._is_open, self._has_source = True, False
+        self._live: set[int] = set()
+        self._chunks: dict[int, int] = {}
+
+    def emit(self, record: Record, array: Array | Mapping[str, Array] | None = None) -> None:
+        """Record one fact of any kind; see `verifier.core.store.Recorder.emit`."""
+        self._recorder.emit(record, array)
+
+    def __enter__(self) -> LoopRecorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end(f"the loop ended by {kind.__name__}: {error}" if kind is not None else "")
+
+    def close(self) -> None:
+        """Close; the last trainer process to do so completes the trace.
+
+        Raises:
+            UsageError: the trace cannot be written.
+        """
+        self._end("")
+
+    def _end(self, failure: str) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        self.flush()
+        self._recorder.close()
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)  # of two that close at once, one sees that it is the last
+            self._mark.unlink(missing_ok=True)
+            if self._role == "trainer" and (failure or not list((self.path / "evidence").glob("*.partial"))):
+                seal(self.path, failure)
+        finally:
+            os.close(folder)
+
+    def weights_exported(self, named: Named, version: int, *, live: Named | None = None) -> None:
+        """Record what the trainer hands to whatever brings it to the engine, before it goes.
+
+        Args:
+            named: checkpoint names and whole tensors, in the order in which they go.
+            version: of the weights.
+            live: what the trainer holds at that moment, under the same names, read apart from the export.
+        """
+        if live is not None:
+            self._record_live(live, version)
+        for _ in self.exporting(named, version, keep=live is None):
+            pass
+
+    def exporting(self, named: Named, version: int, *, keep: bool = True) -> Iterator[tuple[str, Any]]:
+        """The same for a stream: pairs are recorded as they pass on to the sender."""
+        if version == 0 and self._model and not self._rank and not self._has_source:
+            self._has_source = True
+            self._record_source()
+        yield from self._passing(named, version, ExportedTensor, keep=keep)
+
+    def weights_received(self, named: Named, version: int) -> None:
+        """One chunk that an engine rank received, before its loader has it; chunks are numbered as they come."""
+        for _ in self.receiving(named, version):
+            pass
+
+    def receiving(self, named: Named, version: int) -> Iterator[tuple[str, Any]]:
+        """The same for a stream: pairs are recorded as they pass on to the loader."""
+        chunk = self._chunks[version] = self._chunks.get(version, -1) + 1
+        yield from self._passing(named, version, ReceivedTensor, chunk=chunk)
+
+    def weights_sent(self, version: int, refused: str = "") -> None:
+        """The end of the transfer of a version, as the trainer sees it; `refused` says what ended it, if not its end.
+
+        Each engine rank must then have received all that was exported.
+        """
+        self.emit(Handover(name=f"transfer of version {version}", version=version, refused=refused))
+
+    def gradients(self, step: int, named: Named) -> None:
+        """Gradients of a step as the optimizer gets them, summed over micro-batches and ranks, before any clip.
+
+        They are copied on steps that `keep_every` names, and not looked at on others.
+        """
+        if self.keeps(step - 1) and not self._rank:
+            self._keep(KeptGradients, "gradients", step, named)
+
+    def keeps(self, version: int) -> bool:
+        """Tell whether weights of a version, and the gradients of the step that trains them, are copied."""
+        return self._keep_every > 0 and version % self._keep_every == 0
+
+    def _record_live(self, live: Named, version: int) -> None:
+        for _ in self._passing(list(_pairs(live)), version, JoinedTensor):
+            pass
+        known = version - 1 in self._live if version > 1 else self._has_source
+        first = version not in self._live
+        self._live.add(version)
+        if version and known and first:
+            self.emit(Update(name=f"step {version}", version=version, how="step"))
+
+    def _record_source(self) -> None:
+        from verifier.model.checkpoint import open_checkpoint
+        from verifier.model.families import copies_of
+
+        source = open_checkpoint(self._model)
+        copies = copies_of(source.config)
+        for name, facts in _facts((name, source.read(name)) for name in source.names()):
+            self.emit(SourceTensor(name=name, copy_of=copies.get(name, ""), **facts))
+
+    def _passing(
+        self, named: Named, version: int, kind: type[Any], *, keep: bool = True, **fields: Any
+    ) -> Iterator[tuple[str, Any]]:
+        """Pairs as they pass, each recorded; a list is digested at once, a stream tensor by tensor."""
+        kept: dict[str, Any] | None = None
+        if keep and kind is not ReceivedTensor and self.keeps(version) and not self._rank:
+            kept = {}
+        whole = isinstance(named, Mapping | list | tuple)
+        groups = [list(_pairs(named))] if whole else ([pair] for pair in _pairs(named))
+        for group in groups:
+            for name, facts in _facts(group):
+                self.emit(kind(name=name, version=version, **facts, **fields))
+            for name, tensor in group:
+                if kept is not None:
+                    kept[name] = tensor.detach().clone() if not whole else tensor
+                yield name, tensor
+        if kept is not None and version:  # version 0 is the checkpoint
+            self._keep(KeptWeights, "weights", version, kept)
+
+    def _keep(self, kind: type[KeptTensors], name: str, version: int, named: Named) -> None:
+        from verifier.transport.buffer import dtype_name
+
+        tensors = {key: tensor.detach() for key, tensor in _pairs(named)}
+        dtypes = {key: dtype_name(tensor.dtype) for key, tensor in tensors.items()}
+        self.emit(kind(name=name, version=version, dtypes=dtypes), tensors)
+
+
+def _pairs(named: Named) -> Iterator[tuple[str, Any]]:
+    yield from named.items() if isinstance(named, Mapping) else named
+
+
+def _facts(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name, and the fields of a `TensorRecord`, of each tensor; digested together, where the tensors are."""
+    from verifier.plan.digest import digest_tensors
+    from verifier.transport.buffer import dtype_name
+
+    held = list(pairs)
+    for (name, tensor), digest in zip(held, digest_tensors(tensor for _, tensor in held), strict=True):
+        yield name, {"digest": digest, "dtype": dtype_name(tensor.dtype), "shape": tuple(tensor.shape)}

@@ -1,0 +1,68 @@
+"""Worker extension of vLLM that records what an engine rank receives, whatever transfers it.
+
+A loop names it in its engine's options, as
+``worker_extension_cls="verifier.probe.recording_worker_vllm.RecordingWorker"``, and calls `verifier_receives` before a
+sync and `verifier_received` after it. All that vLLM loads goes through the model's `load_weights`: chunks of its "nccl"
+and "ipc" transfer, `reload_weights`, a trainer's own extension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from verifier.core.records_weights import CheckpointView
+from verifier.engine.vllm.view_vllm import checkpoint_slices
+from verifier.probe.opened import attach
+from verifier.probe.recorder import LoopRecorder
+
+
+class RecordingWorker:
+    """Methods mixed into vLLM's worker, called by `collective_rpc`."""
+
+    _verifier_recorder: LoopRecorder | None = None
+
+    def verifier_receives(self, trace: str, version: int) -> None:
+        """Record, from now on, every tensor that the model's loader is given, as received for a version."""
+        self.verifier_received()
+        recorder = self._verifier_recorder = attach(trace, rank=self._verifier_rank())
+        model = self.model_runner.get_model()
+        load = type(model).load_weights
+
+        def recording(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+            return load(model, recorder.receiving(weights, version))
+
+        model.load_weights = recording
+
+    def verifier_received(self, held: int | None = None, carried: list[str] | None = None) -> None:
+        """End the record of a transfer; with `held`, a version, and the checkpoint's names record what is held too.
+
+        A rank that holds parts of tensors, as in tensor parallelism, records them, and they are not judged.
+        """
+        recorder, self._verifier_recorder = self._verifier_recorder, None
+        model = self.model_runner.get_model()
+        model.__dict__.pop("load_weights", None)
+        if recorder is None:
+            return
+        if held is not None:
+            self._verifier_record_held(recorder, held, carried or [])
+        recorder.close()
+
+    def _verifier_record_held(self, recorder: LoopRecorder, version: int, carried: list[str]) -> None:
+        seen: set[str] = set()
+        for item in checkpoint_slices(self.model_runner.get_model(), frozenset(carried)):
+            if item.quantized:
+                continue
+            name = f"{item.name} in {item.holder}" if item.name in seen else item.name
+            seen.add(item.name)
+            record = CheckpointView(
+                name=name, version=version, tensor=item.name, holder=item.holder, digest=item.digest, dtype=item.dtype,
+                shape=tuple(item.shape), box=tuple((int(begin), int(end)) for begin, end in item.box),
+            )  # fmt: skip
+            recorder.emit(record)
+
+    def _verifier_rank(self) -> int:
+        parallel = self.vllm_config.parallel_config
+        return int(parallel.data_parallel_index * parallel.world_size + self.rank)

@@ -1,0 +1,279 @@
+"""Records of a step's tokens: rollouts, log-probabilities, advantages, the loss that is asked for, and its report.
+
+They come in calls of their own, and the columns of the loss are recorded when the step ends.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from verifier.core.record import Array, Record, real
+from verifier.core.records_policy import Advantages, Drops, LossTerms, PolicyColumns, SamplingAsked
+from verifier.core.records_tokens import Rollouts, SampledTokens, TrainerLogprobs
+from verifier.core.records_weights import StepReport
+from verifier.errors import UsageError
+from verifier.probe.tokens import Rows, StepTokens, step_tokens
+
+
+@dataclass
+class _Open:
+    """A step that has begun and was not recorded whole; arrays [N] over all tokens."""
+
+    tokens: StepTokens
+    old: np.ndarray | None = None
+    reference: np.ndarray | None = None
+    advantage: np.ndarray | None = None
+    estimator: str = ""
+    reasons: tuple[str, ...] = ()
+    policy: dict[str, Any] = field(default_factory=dict)
+
+
+class StepRecorder(ABC):
+    """Calls of one process on steps, which count from 1."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, _Open] = {}
+
+    @abstractmethod
+    def emit(self, record: Record, array: Array | Mapping[str, Array] | None = None) -> None:
+        """Record one fact; see `verifier.core.store.Recorder.emit`."""
+
+    def rollouts(
+        self, step: int, *, prompts: Rows, responses: Rows, loss_mask: Rows, engine_logprobs: Rows | None = None,
+        versions: int | Rows, rewards: Sequence[float] | None = None, groups: Sequence[Any] | None = None,
+        ids: Sequence[Any] | None = None, temperature: float = 1.0, end_token: int | None = None,
+        max_response_tokens: int | None = None,
+    ) -> None:  # fmt: skip
+        """Rollouts that a step trains on, as the loop holds them when it makes its batch.
+
+        A row of `loss_mask`, `engine_logprobs` and `versions` has values of the response, of prompt and response, or of
+        all but the first token.
+
+        Args:
+            step: number of the step, from 1.
+            prompts: token ids of each.
+            responses: token ids of each, those that a tool said among them.
+            loss_mask: tokens in the loss.
+            engine_logprobs: as the engine reported them, nats, at the temperature.
+            versions: of the weights that sampled all tokens, or each; -1 where none did, as of a tool's.
+            rewards: of each; needed for advantages.
+            groups: rollouts of one prompt share it; by default equal prompts do.
+            ids: by default "step/number".
+            temperature: divisor of the logits, of engine and trainer.
+            end_token: token that ends an answer; with it and the greatest length, ends of answers are judged.
+            max_response_tokens: tokens that an answer may have.
+
+        Raises:
+            UsageError: rows of other numbers or lengths; the step has rollouts already.
+        """
+        if step in self._steps:
+            raise UsageError(f"the rollouts of step {step} were recorded before")
+        found = step_tokens(
+            prompts, responses, loss_mask, engine_logprobs, versions, rewards, groups, ids, temperature, step
+        )
+        self._steps[step] = _Open(found)
+        sampled = found.versions >= 0
+        lengths, asked = found.lengths, tuple(map(len, found.prompts))
+        roles = np.concatenate(
+            [np.repeat(np.array([0, 1], np.int8), [asked[at], lengths[at] - asked[at]]) for at in range(len(asked))]
+        )
+        roles[(roles == 1) & ~sampled] = 2
+        record = Rollouts(
+            name="rollouts", version=step, ids=found.ids, groups=found.groups, lengths=lengths, prompt_lengths=asked,
+            rewards=found.rewards,
+        )  # fmt: skip
+        columns = {
+            "tokens": found.tokens, "sampled": sampled, "mask": found.mask, "roles": roles, "logprobs": found.engine,
+            "versions": found.versions,
+        }  # fmt: skip
+        self.emit(record, columns)
+        if engine_logprobs is not None:
+            self._emit_sampled(step, found)
+        if end_token is not None and max_response_tokens is not None:
+            groups_of_one = max(1, len(asked) // max(1, len(set(found.groups))))
+            ask = SamplingAsked(
+                name="sampling", version=step, seed=0, batch_size=len(set(found.groups)), group_size=groups_of_one,
+                max_rounds=1, max_turns=1, temperature=temperature, max_answer_tokens=max_response_tokens,
+                end=end_token,
+            )  # fmt: skip
+            self.emit(ask)
+            self._steps[step].policy["end"] = end_token
+
+    def _emit_sampled(self, step: int, found: StepTokens) -> None:
+        """Runs of tokens that one version sampled, with what was reported of them."""
+        runs: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray]]] = {}
+        begin = 0
+        for prompt, response in zip(found.prompts, found.responses, strict=True):
+            whole, end = prompt + response, begin + len(prompt) + len(response)
+            by, nats = found.versions[begin:end], found.engine[begin:end]
+            edges = [0, *(np.flatnonzero(np.diff(by)) + 1).tolist(), len(whole)]
+            for a, b in pairwise(edges):
+                if by[a] >= 0 and a:
+                    runs.setdefault(int(by[a]), []).append((whole[:a], whole[a:b], nats[a:b]))
+            begin = end
+        for version, own in sorted(runs.items()):
+            size = tuple(len(tokens) for _, tokens, _ in own)
+            record = SampledTokens(
+                name=f"step {step}", version=version, lengths=size, prompts=tuple(prompt for prompt, _, _ in own),
+                tokens=tuple(tokens for _, tokens, _ in own), stops=((),) * len(own), limits=size,
+                ended=("length",) * len(own), temperatures=(found.temperature,) * len(own),
+            )  # fmt: skip
+            self.emit(record, np.concatenate([nats for _, _, nats in own]))
+
+    def trainer_logprobs(self, step: int, values: Rows, *, reference: Rows | None = None) -> None:
+        """The trainer's log-probabilities of a step's tokens before the step, nats, at the rollouts' temperature.
+
+        `reference` are those of the reference model. Rows have values of the response, of all tokens, or of all but the
+        first.
+
+        Raises:
+            UsageError: the step has no rollouts, or rows are of other lengths.
+        """
+        own = self._of(step)
+        tokens = own.tokens
+        own.old = tokens.column(values, "trainer_logprobs")
+        if reference is not None:
+            own.reference = tokens.column(reference, "reference")
+        record = TrainerLogprobs(
+            name="old", version=step - 1, lengths=tuple(map(len, tokens.responses)), temperature=tokens.temperature
+        )
+        self.emit(record, own.old[_of_responses(tokens)])
+
+    def advantages(
+        self, step: int, values: Rows | Sequence[float], *, estimator: str = "", reasons: Sequence[str] = (),
+        ratio_over: str = "old", max_staleness: int = 0,
+    ) -> None:  # fmt: skip
+        """Advantages of a step, a number a rollout or a row of its tokens.
+
+        Args:
+            step: number of the step.
+            values: of each rollout.
+            estimator: "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"; another is not judged.
+            reasons: of each rollout why it is left out of the loss; empty for one that stays.
+            ratio_over: "old" or "engine", the log-probabilities that the ratio divides by.
+            max_staleness: versions that a token in the loss may be behind.
+
+        Raises:
+            UsageError: the step has no rollouts or no rewards, or rows are of other lengths.
+        """
+        own = self._of(step)
+        tokens = own.tokens
+        if ratio_over not in ("old", "engine"):
+            raise UsageError(f"ratio_over is `{ratio_over}`: a ratio divides by `old` or by `engine`")
+        if len(values) != len(tokens.ids):
+            raise UsageError(f"`advantages` has {len(values)} rows for {len(tokens.ids)} rollouts")
+        if all(np.ndim(_host(row)) == 0 for row in values):
+            values = [np.full(len(part), float(row)) for row, part in zip(values, tokens.responses, strict=True)]
+        own.advantage = tokens.column(values, "advantages", fill=0.0, dtype=np.float64)
+        own.estimator, own.reasons = estimator, tuple(reasons) or ("",) * len(tokens.ids)
+        own.policy |= {"ratio_over": ratio_over, "max_staleness": max_staleness}
+
+    def loss(
+        self, step: int, name: str, *, aggregation: str = "token_mean", clip_low: float = 0.2, clip_high: float = 0.2,
+        dual_clip: float | None = None, kl_weight: float = 0.0, kl_kind: str = "k3", entropy_weight: float = 0.0,
+    ) -> None:  # fmt: skip
+        """The loss that a step is to have: its terms by the names of `verifier explain LSS004`, and its mean.
+
+        `name` is "importance" (ratio times advantage), "clipped", "gspo" or "cispo"; `aggregation` "token_mean",
+        "sequence_mean" or "prompt_mean", over all tokens in the loss of all micro-batches and ranks.
+
+        Raises:
+            UsageError: an unknown name.
+        """
+        if aggregation not in ("token_mean", "sequence_mean", "prompt_mean"):
+            raise UsageError(f"the aggregation `{aggregation}` is none of token_mean, sequence_mean, prompt_mean")
+        terms = LossTerms(
+            name=aggregation, version=step, loss=name, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
+            kl_weight=kl_weight, kl_kind=kl_kind, entropy_weight=entropy_weight,
+            temperature=self._of(step).tokens.temperature,
+        )  # fmt: skip
+        self.emit(terms)
+
+    def step(
+        self, step: int, *, loss: float | None = None, num_tokens: int | None = None, grad_norm: float | None = None
+    ) -> None:
+        """The end of a step: loss, tokens in it and L2 norm of the gradients before the clip, as the loop reports them.
+
+        Raises:
+            UsageError: some of the three are left out.
+        """
+        given = [value for value in (loss, num_tokens, grad_norm) if value is not None]
+        if given:
+            if loss is None or num_tokens is None or grad_norm is None:
+                raise UsageError("a step's report has loss, num_tokens and grad_norm: give all three, or none")
+            report = StepReport(
+                name=f"step {step}", version=step, loss=real(float(loss)), num_tokens=int(num_tokens),
+                grad_norm=real(float(grad_norm)), update=step,
+            )  # fmt: skip
+            self.emit(report)
+        if step in self._steps:
+            self._finish(step, self._steps.pop(step))
+
+    def flush(self) -> None:
+        """Record steps that were not ended."""
+        for step in [*self._steps]:
+            self._finish(step, self._steps.pop(step))
+
+    def _of(self, step: int) -> _Open:
+        if step not in self._steps:
+            raise UsageError(f"step {step} has no rollouts yet: record them first")
+        return self._steps[step]
+
+    def _finish(self, step: int, own: _Open) -> None:
+        """Record the columns that the loss of a step read."""
+        tokens, nan = own.tokens, np.full(len(own.tokens.tokens), np.nan, np.float32)
+        if own.old is None:
+            return
+        ratio_over = own.policy.get("ratio_over", "old")
+        columns = {
+            "old": own.old, "engine": tokens.engine, "divisor": own.old if ratio_over == "old" else tokens.engine,
+            "reference": nan if own.reference is None else own.reference,
+            "advantage": np.zeros(len(nan)) if own.advantage is None else own.advantage,
+            "mask": tokens.mask, "own": tokens.mask, "version": tokens.versions,
+        }  # fmt: skip
+        record = PolicyColumns(
+            name="policy", version=step, ids=tokens.ids, lengths=tokens.lengths, ratio_over=ratio_over,
+            weight_level="", weight_cap=1.0, mask_level="", mask_low=0.0, mask_high=1.0,
+            max_staleness=own.policy.get("max_staleness", 0), trained_version=step - 1,
+        )  # fmt: skip
+        self.emit(record, columns)
+        if own.advantage is None:
+            return
+        parts = np.split(own.advantage, np.cumsum(tokens.lengths)[:-1])
+        masks = np.split(tokens.mask, np.cumsum(tokens.lengths)[:-1])
+        firsts = tuple(float(part[-1]) for part in parts)
+        counts = tuple(int(mask.sum()) for mask in masks)
+        made = Advantages(
+            name="advantages", version=step, estimator=own.estimator, ids=tokens.ids, groups=tokens.groups,
+            trajectories=tokens.ids, rewards=tokens.rewards, penalties=(0.0,) * len(counts), token_counts=counts,
+            advantages=firsts,
+        )  # fmt: skip
+        self.emit(made)
+        end = own.policy.get("end")
+        cut = tuple(end is not None and row[-1:] != (end,) for row in tokens.responses)
+        self.emit(
+            Drops(
+                name="drops", version=step, ids=tokens.ids, truncated=cut, reasons=own.reasons,
+                drop_overlong="overlong" in own.reasons, drop_zero_variance="zero_variance" in own.reasons,
+            )
+        )  # fmt: skip
+
+
+def _of_responses(tokens: StepTokens) -> np.ndarray:
+    """[N] tokens that are a response's."""
+    return np.concatenate(
+        [
+            np.repeat([False, True], [len(prompt), len(response)])
+            for prompt, response in zip(tokens.prompts, tokens.responses, strict=True)
+        ]
+    )
+
+
+def _host(value: Any) -> Any:
+    return value.detach().cpu() if hasattr(value, "detach") else value
