@@ -32,6 +32,7 @@ from verifier.cli.results import (
     show,
 )
 from verifier.config import (
+    BisectConfig,
     GateConfig,
     GoldenConfig,
     NoiseConfig,
@@ -228,6 +229,21 @@ def gate(
 
     with shown_progress("gate") as progress:
         return gated_release.gate(config, progress, json=json, junit=junit)
+
+
+@app.command()
+@configured
+def bisect(
+    config: BisectConfig,
+    traces: list[Path] | None = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print every point, not those around the first difference alone.")
+    ] = False,
+) -> int:
+    """Name the first layer and module whose output or gradient differs from transformers', or between two TRACES."""
+    from verifier.cli import bisected
+
+    return bisected.judge(traces, verbose=verbose) if traces else bisected.run(config, verbose=verbose)
 
 
 @app.command()
