@@ -14,7 +14,7 @@ from verifier.core.finding import ExitCode
 from verifier.faults.catalog import CATALOG
 from verifier.faults.injection import INJECTED
 from verifier.mesh import Mesh
-from verifier.runs.bisect import bisect
+from verifier.runs.bisection import bisect
 
 ROTARY, QKV = "layers.0.self_attention.rotary_query", "layers.0.self_attention.linear_qkv"
 CORE = "layers.0.self_attention.core_attention"

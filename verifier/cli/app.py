@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from verifier.cli import faults as cli_faults
+from verifier.cli.bisect import bisect
 from verifier.cli.command import configured
 from verifier.cli.results import (
     STDOUT,
@@ -32,7 +33,6 @@ from verifier.cli.results import (
     show,
 )
 from verifier.config import (
-    BisectConfig,
     GateConfig,
     GoldenConfig,
     NoiseConfig,
@@ -231,19 +231,7 @@ def gate(
         return gated_release.gate(config, progress, json=json, junit=junit)
 
 
-@app.command()
-@configured
-def bisect(
-    config: BisectConfig,
-    traces: list[Path] | None = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print every point, not those around the first difference alone.")
-    ] = False,
-) -> int:
-    """Name the first layer and module whose output or gradient differs from transformers', or between two TRACES."""
-    from verifier.cli import bisected
-
-    return bisected.judge(traces, verbose=verbose) if traces else bisected.run(config, verbose=verbose)
+app.command()(configured(bisect))
 
 
 @app.command()

@@ -31,7 +31,7 @@ def run(config: BisectConfig, *, verbose: bool) -> int:
         VerifierError: a process died or hung.
     """
     from verifier.report.progress import shown_progress
-    from verifier.runs.bisect import bisect
+    from verifier.runs.bisection import bisect
     from verifier.runs.resources import Resources
 
     with tempfile.TemporaryDirectory() as folder:
