@@ -30,6 +30,7 @@ from verifier.cli.results import (
     judge_trace,
     require_results,
     run_and_judge,
+    save_traceback,
     show,
 )
 from verifier.config import (
@@ -375,7 +376,7 @@ def run(arguments: list[str]) -> int:
         if isinstance(problem, OSError) and problem.errno in _MACHINE:
             where = f"`{str(problem.filename)[:200]}`: " if problem.filename else ""
             return _refuse(f"this machine refused: {where}{problem.strerror}", ExitCode.USAGE)
-        return _refuse(f"internal error: {type(problem).__name__}: {problem}{_save_traceback()}", ExitCode.INTERNAL)
+        return _refuse(f"internal error: {type(problem).__name__}: {problem}{save_traceback()}", ExitCode.INTERNAL)
 
 
 def _require_current_directory() -> None:
@@ -389,16 +390,3 @@ def _require_current_directory() -> None:
 def _refuse(sentence: str, code: int) -> int:
     complain(sentence)
     return int(code)
-
-
-def _save_traceback() -> str:
-    """Save the traceback; return its place as the end of a sentence, or the traceback if no file can be written."""
-    import tempfile
-    import traceback
-
-    try:
-        with tempfile.NamedTemporaryFile("w", prefix="verifier-", suffix=".txt", delete=False) as file:
-            file.write(" ".join(sys.argv) + "\n\n" + traceback.format_exc())
-    except OSError:
-        return "\n" + traceback.format_exc()
-    return f"; the traceback is in `{file.name}`"
