@@ -4,8 +4,8 @@ import pytest
 
 from verifier.cli.app import run
 
-COMMANDS = ["", "golden", "roundtrip", "train", "sweep", "gate", "noise", "plan", "replay", "judge", "explain"]
-COMMANDS += ["doctor"]
+COMMANDS = ["", "golden", "roundtrip", "train", "sweep", "gate", "noise", "plan", "bisect", "replay", "judge"]
+COMMANDS += ["explain", "doctor"]
 COMMANDS += ["faults", "faults list", "faults run", "faults matrix"]
 
 
@@ -72,6 +72,11 @@ BAD_USAGE = {
     "no-manifest": ["golden", "--model", "tiny:qwen3", "--against", "absent.json"],
     "no-folder": ["golden", "--model", "tiny:qwen3", "--json", "absent/out.json"],
     "no-trace": ["replay", "absent"],
+    "bisect-in-bf16": ["bisect", "--model", "tiny:qwen3", "--dtype", "bf16"],
+    "bisect-unknown-fault": ["bisect", "--model", "tiny:qwen3", "--fault", "nobody"],
+    "bisect-no-trace": ["bisect", "absent"],
+    "bisect-three-traces": ["bisect", "a", "b", "c"],
+    "bisect-trace-and-model": ["bisect", "a", "--model", "tiny:qwen3"],
     "unknown-check": ["explain", "WGT01"],
     "unknown-check-far": ["replay", "absent", "--check", "zzz"],
 }

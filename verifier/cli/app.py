@@ -10,14 +10,15 @@ import functools
 import os
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from verifier.cli import faults as cli_faults
+from verifier.cli.bisect import bisect
 from verifier.cli.command import configured
+from verifier.cli.gate import file_of_resume, gate
 from verifier.cli.results import (
     STDOUT,
     JsonOption,
@@ -29,10 +30,10 @@ from verifier.cli.results import (
     judge_trace,
     require_results,
     run_and_judge,
+    save_traceback,
     show,
 )
 from verifier.config import (
-    GateConfig,
     GoldenConfig,
     NoiseConfig,
     PlanConfig,
@@ -192,42 +193,8 @@ def sweep(
         return swept.sweep(config, progress)
 
 
-def _file_of_resume(*, resume: Path | None, **_: object) -> Path | None:
-    from verifier.cli.gated_release import config_in
-
-    return None if resume is None else config_in(resume)
-
-
-@app.command()
-@functools.partial(configured, file_of=_file_of_resume)
-def gate(
-    config: GateConfig,
-    owners: dict[str, str],
-    resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="DIR", help="Go on with the gate of this folder, by its config.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the cells in their order, and what is left out, and stop.")
-    ] = False,
-    json: JsonOption = None,
-    junit: Annotated[
-        Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML, one case per cell.")
-    ] = None,
-) -> int:
-    """Decide on a release: a matrix of judged runs, and PASS, FAIL or INCONCLUSIVE."""
-    from verifier.cli import gated_release
-
-    if resume is not None:
-        if owners.get("folder", "--config").startswith(("--folder", "folder=")):
-            raise UsageError("--resume and --folder both name the folder of the gate: leave one of the two out")
-        config = replace(config, folder=resume)
-    require_results(json, junit)
-    if dry_run:
-        return gated_release.dry_run(config)
-    from verifier.report.progress import shown_progress
-
-    with shown_progress("gate") as progress:
-        return gated_release.gate(config, progress, json=json, junit=junit)
+app.command()(functools.partial(configured, file_of=file_of_resume)(gate))
+app.command()(configured(bisect))
 
 
 @app.command()
@@ -393,7 +360,7 @@ def run(arguments: list[str]) -> int:
         if isinstance(problem, OSError) and problem.errno in _MACHINE:
             where = f"`{str(problem.filename)[:200]}`: " if problem.filename else ""
             return _refuse(f"this machine refused: {where}{problem.strerror}", ExitCode.USAGE)
-        return _refuse(f"internal error: {type(problem).__name__}: {problem}{_save_traceback()}", ExitCode.INTERNAL)
+        return _refuse(f"internal error: {type(problem).__name__}: {problem}{save_traceback()}", ExitCode.INTERNAL)
 
 
 def _require_current_directory() -> None:
@@ -407,16 +374,3 @@ def _require_current_directory() -> None:
 def _refuse(sentence: str, code: int) -> int:
     complain(sentence)
     return int(code)
-
-
-def _save_traceback() -> str:
-    """Save the traceback; return its place as the end of a sentence, or the traceback if no file can be written."""
-    import tempfile
-    import traceback
-
-    try:
-        with tempfile.NamedTemporaryFile("w", prefix="verifier-", suffix=".txt", delete=False) as file:
-            file.write(" ".join(sys.argv) + "\n\n" + traceback.format_exc())
-    except OSError:
-        return "\n" + traceback.format_exc()
-    return f"; the traceback is in `{file.name}`"

@@ -40,12 +40,13 @@ def configured(
 
     Args:
         function: takes the config, which is loaded, checked and typed; returns the exit code. A parameter `owners` gets
-            key -> who gave its value.
+            key -> who gave its value. A parameter `traces` gets the arguments that are no KEY=VALUE; if there are any,
+            nothing is run, and the config is None.
         file_of: takes the command's own options, and returns the file of the config where the user named none.
     """
     first, *own = inspect.signature(function, eval_str=True).parameters.values()
-    takes_owners = any(item.name == "owners" for item in own)
-    own = [item for item in own if item.name != "owners"]
+    takes_owners, takes_traces = (any(item.name == name for item in own) for name in ("owners", "traces"))
+    own = [item for item in own if item.name not in ("owners", "traces")]
     flags = {entry.key.replace(".", "_"): entry for entry in entries(first.annotation) if entry.knob.flag}
 
     @functools.wraps(function)
@@ -59,6 +60,12 @@ def configured(
         files = [text for text in overrides or () if text.endswith((".yaml", ".yml")) and "=" not in text]
         if len(files) + (config is not None) > 1:
             raise UsageError(f"two files of knobs are given, `{config or files[1]}` and `{files[0]}`: give one")
+        if takes_traces and (traces := [text for text in overrides or () if "=" not in text and text not in files]):
+            if flagged or config or len(traces) < len(overrides or ()):
+                raise UsageError(f"`{traces[0]}` is a trace of a run that has been made: leave the knobs of a run out")
+            return function(
+                None, traces=[Path(text) for text in traces], **{item.name: options[item.name] for item in own}
+            )
         note(first.annotation, sys.argv)
         loaded, owners = load(
             first.annotation, file=Path(files[0]) if files else config or file_of(**options), flags=flagged,

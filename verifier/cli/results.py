@@ -154,3 +154,16 @@ def run_and_judge(
         judged = judge_trace(trace, json=json, junit=junit, detail=detail)
         return int(ExitCode.VIOLATED if judged == ExitCode.VIOLATED else problem.exit_code)
     return judge_trace(trace, json=json, junit=junit, detail=detail)
+
+
+def save_traceback() -> str:
+    """Save the traceback; return its place as the end of a sentence, or the traceback if no file can be written."""
+    import tempfile
+    import traceback
+
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="verifier-", suffix=".txt", delete=False) as file:
+            file.write(" ".join(sys.argv) + "\n\n" + traceback.format_exc())
+    except OSError:
+        return "\n" + traceback.format_exc()
+    return f"; the traceback is in `{file.name}`"

@@ -1,6 +1,7 @@
 """One typed config per command, and the ways that lead to it: YAML, key=value, flags, Python."""
 
 from verifier.config.commands import (
+    BisectConfig,
     CommandConfig,
     EngineOptions,
     GoldenConfig,
@@ -15,12 +16,12 @@ from verifier.config.sweep import SweepConfig
 from verifier.config.training import TrainConfig
 
 __all__ = [
-    "CONFIGS", "EngineOptions", "GateConfig", "GoldenConfig", "NoiseConfig", "PlanConfig", "RoundtripConfig",
-    "SweepConfig", "TrainConfig", "Waiver", "claim_trace", "next_trace",
+    "CONFIGS", "BisectConfig", "EngineOptions", "GateConfig", "GoldenConfig", "NoiseConfig", "PlanConfig",
+    "RoundtripConfig", "SweepConfig", "TrainConfig", "Waiver", "claim_trace", "next_trace",
 ]  # fmt: skip
 
 CONFIGS: dict[str, type[CommandConfig]] = {
     "golden": GoldenConfig, "roundtrip": RoundtripConfig, "train": TrainConfig, "sweep": SweepConfig,
-    "gate": GateConfig, "noise": NoiseConfig, "plan": PlanConfig,
+    "gate": GateConfig, "bisect": BisectConfig, "noise": NoiseConfig, "plan": PlanConfig,
 }  # fmt: skip
 """Command -> type of its config."""

@@ -231,6 +231,24 @@ class GoldenConfig(RunConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BisectConfig(RunConfig):
+    """Config of `verifier bisect`."""
+
+    fault: str | None = knob(
+        "Inject this fault of the catalogue first, to see it found.", None, flag="--fault", metavar="ID"
+    )  # fmt: skip
+    seed: int = knob("Seed of the tokens.", 1, flag="--seed")
+    trace: Path = _trace("bisect")
+
+    def _refuse_contradictions(self) -> None:
+        if self.dtype != "float32":
+            raise UsageError(
+                f"bisect compares in fp32, where sides differ by rounding alone, and the dtype is {self.dtype}: give a "
+                "checkpoint that is stored in fp32"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseConfig(ModelConfig):
     """Config of `verifier noise`."""
 

@@ -7,6 +7,7 @@ from typing import Any, Union
 import msgspec
 
 from verifier.core import (
+    records_activations,
     records_config,
     records_data,
     records_policy,
@@ -24,6 +25,7 @@ KINDS: dict[str, type[Record]] = {
         records_data,
         records_weights,
         records_tokens,
+        records_activations,
         records_trainer,
         records_policy,
         records_run,

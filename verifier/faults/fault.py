@@ -119,6 +119,8 @@ def replaced(target: str, body: Body, fire: FireCounter | None = None) -> Iterat
     def faulty(*args: Any, **kwargs: Any) -> Any:
         return body(Call(function, signature.bind(*args, **kwargs), counter))
 
+    if inspect.isclass(raw) and hasattr(raw, "__dataclass_fields__"):
+        vars(faulty)["__dataclass_fields__"] = raw.__dataclass_fields__  # callers ask which fields a version has
     setattr(owner, name, type(raw)(faulty) if unbound else faulty)
     try:
         yield

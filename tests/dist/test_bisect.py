@@ -1,0 +1,140 @@
+"""`verifier bisect` names the module in which a fault of the catalogue sits, and nothing in a clean run.
+
+A row of `FAULTS` has the first point that must differ, in which part of the run. By default one fault of each part and
+one clean mesh run; `-m slow` has them all.
+"""
+
+import pytest
+
+from verifier.checks.first_difference import first_difference
+from verifier.cli import bisected
+from verifier.config import BisectConfig
+from verifier.core import store
+from verifier.core.finding import ExitCode
+from verifier.faults.catalog import CATALOG
+from verifier.faults.injection import INJECTED
+from verifier.mesh import Mesh
+from verifier.runs.bisection import bisect
+
+ROTARY, QKV = "layers.0.self_attention.rotary_query", "layers.0.self_attention.linear_qkv"
+CORE = "layers.0.self_attention.core_attention"
+LOSS = ("logprob", "entropy")
+EVERY = "every weight"
+FAULTS = {
+    # forward, in the pass that scores
+    "norm-epsilon-default": ("score", QKV),
+    "rope-base-default": ("score", ROTARY),
+    "mla-rope-factor-default": ("score", ROTARY),
+    "yarn-scale-of-attention-missing": ("score", ROTARY),
+    "rope-scaling-factor-default": ("score", ROTARY),
+    "table-of-angles-too-short": ("score", ROTARY),
+    "frequencies-rounded-with-the-model": ("score", ROTARY),
+    "local-positions": ("score", ROTARY),
+    "chunks-contiguous": ("score", ROTARY),
+    "samples-not-told-apart": ("score", ROTARY),
+    "boundaries-floored": ("score", CORE),
+    "attention-over-the-whole-pack": ("score", CORE),
+    "state-crosses-sequences": ("score", "layers.0.mixer.scan"),
+    "state-lost-between-chunks": ("score", "layers.0.mixer.scan"),
+    "dropout-while-scoring": ("score", "layers.0.self_attn_bda"),
+    "gates-not-normalised": ("score", "layers.0.mlp.router"),
+    "score-bias-zeroed-after-load": ("score", "layers.1.mlp.router"),
+    "expert-left-at-init": ("score", "layers.1.mlp.experts"),
+    "linear-left-at-init-in-tuning": ("score", "layers.1.mlp.linear_fc2"),
+    "stage-names-remapped-twice": ("score", "layers.2.self_attention.q_layernorm"),
+    "qkv-merged-head-major": ("score", QKV),
+    "qkv-biases-merged-head-major": ("score", QKV),
+    "weights-read-through-bf16": ("score", "embedding"),
+    "batch-differs-on-one-rank": ("score", "embedding"),
+    "last-sample-dropped": ("score", "embedding"),
+    "tied-head-left-at-init": ("score", "output_layer"),
+    "scored-at-another-temperature": ("score", "logprob"),
+    "temperature-not-applied": ("score", "logprob"),
+    "top-token-scored": ("score", "logprob"),
+    "logits-modified-in-place": ("score", "logprob"),
+    "scores-shifted-by-one": ("score", "logprob"),
+    "labels-rolled-in-the-shard": ("score", "logprob"),
+    # forward, with gradients
+    "angles-rounded-in-training": ("train", ROTARY),
+    "entropy-of-spoiled-logits": ("train", "entropy"),
+    # gradients of outputs
+    "loss-times-context-parallel": ("backward", LOSS),
+    "mean-of-means": ("backward", LOSS),
+    "divided-by-micro-batches": ("backward", LOSS),
+    "scaled-per-token-and-per-batch": ("backward", LOSS),
+    "mask-of-input-not-label": ("backward", LOSS),
+    "mask-from-attention": ("backward", LOSS),
+    "mask-not-kept": ("backward", LOSS),
+    "mask-wiped-by-padding": ("backward", LOSS),
+    "rewards-in-another-order": ("backward", LOSS),
+    "engine-logprobs-of-the-input": ("backward", LOSS),
+    "logprob-gradient-in-owner-only": ("backward", "output_layer"),
+    "entropy-detached-in-bf16": ("backward", "output_layer"),
+    "few-rows-without-gradient": ("backward", "output_layer"),
+    "router-loss-left-on": ("backward", "layers.3.pre_mlp_layernorm"),
+    # gradients of weights
+    "divided-by-tokens-left-out": ("weight", EVERY),
+    "finalize-hook-missing": ("weight", EVERY),
+    "earlier-micro-batches-dropped": ("weight", EVERY),
+    "sequence-parallel-grads-not-reduced": ("weight", "model.layers.0.input_layernorm.weight"),
+    "router-without-sequence-parallel-mark": ("weight", "model.layers.1.mlp.gate.weight"),
+    "tied-grads-not-reduced": ("weight", "model.embed_tokens.weight"),
+    "expert-gradients-times-expert-parallel": ("weight", "model.layers.0.mlp.experts.0.down_proj.weight"),
+}
+DEFAULT = {"local-positions", "angles-rounded-in-training", "logprob-gradient-in-owner-only", "tied-grads-not-reduced"}
+CLEAN = [
+    ("tiny:qwen3-tied", Mesh(pp=2)),
+    ("tiny:llama", Mesh(cp=2)),
+    ("tiny:qwen2", Mesh(tp=2)),
+    ("tiny:qwen3", Mesh(dp=2)),
+    ("tiny:qwen3", Mesh(pp=2, vpp=2)),
+    ("tiny:qwen3-moe", Mesh(ep=2, dp=2)),
+    ("tiny:qwen3-moe", Mesh(tp=2, cp=2, ep=2)),
+    ("tiny:deepseek-v3", Mesh(tp=2)),
+    ("tiny:deepseek-v3-yarn", Mesh()),
+    ("tiny:nemotron-h", Mesh(tp=2)),
+    ("tiny:nemotron-h", Mesh(pp=2)),
+    ("tiny:nemotron-h", Mesh(cp=2)),
+]
+
+
+def by_default(cases, default):
+    return [pytest.param(case, marks=() if case in default else pytest.mark.slow) for case in cases]
+
+
+def traced(resources, tmp_path, model, mesh, fault=None):
+    """The trace of one run, with a fault if one is given, which must have run."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    config = BisectConfig(model=model, mesh=mesh, dtype="float32", trace=tmp_path / "trace")
+    path = bisect(config, resources, print, (INJECTED, fault, str(marks)) if fault else ())
+    assert fault is None or list(marks.iterdir()), "the fault never fired"
+    return path
+
+
+@pytest.mark.parametrize("fault", by_default(FAULTS, DEFAULT))
+def test_names_the_module_of_a_fault(fault, resources, tmp_path, capsys):
+    part, name = FAULTS[fault]
+    path = traced(resources, tmp_path, CATALOG[fault].model, CATALOG[fault].mesh, fault)
+    capsys.readouterr()
+    assert bisected.judge([path], verbose=False) == ExitCode.VIOLATED
+    said = capsys.readouterr().out
+    found = first_difference(store.read(path))
+    assert found.first is not None
+    assert found.first.part == part, said
+    if name == EVERY:
+        assert all(item.differs for item in found.same_part), said
+        assert said.startswith("reduction of gradients: all"), said
+    else:
+        assert found.first.name in (name if isinstance(name, tuple) else (name,)), said
+
+
+@pytest.mark.parametrize("case", by_default(CLEAN, CLEAN[:1]), ids=lambda case: f"{case[0]}-{case[1].label()}")
+def test_finds_nothing_in_a_clean_run(case, resources, tmp_path, capsys):
+    model, mesh = case
+    path = traced(resources, tmp_path, model, mesh)
+    capsys.readouterr()
+    assert bisected.judge([path], verbose=True) == ExitCode.HOLDS, capsys.readouterr().out
+    found = first_difference(store.read(path))
+    assert {item.part for item in found.points} == {"score", "train", "backward", "weight"}
+    assert bisected.judge([path, path], verbose=False) == ExitCode.HOLDS
