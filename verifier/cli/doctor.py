@@ -1,4 +1,4 @@
-"""Installed packages, the tier that runs here, what the other one lacks, and the contracts that do not hold."""
+"""Installed packages, the tier and the verified set that run here, what others lack, and contracts that do not hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import cast
 from verifier.contracts.examine import Looked, keep, look, record_of, text_of
 from verifier.errors import UsageError
 from verifier.platform import Tier
-from verifier.platform.pins import PINS
+from verifier.platform.pins import DEFAULT_SET, SETS, nearest_set, pinned
 from verifier.runs.model_under_test import cache_folder
 
 _SHARED = ("torch", "megatron-core", "megatron-bridge", "transformers", "ray")
@@ -35,7 +35,7 @@ _PYTHON = "install Python 3.12, for example by `uv python install 3.12`"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """One package: the version that was verified with the others, and what is there."""
+    """One package: its version in the nearest verified set, and what is there."""
 
     name: str
     verified: str
@@ -64,6 +64,8 @@ class Findings:
     machine: str
     gpus: tuple[str, ...]
     """Name and compute capability of each GPU that torch sees."""
+    nearest: str
+    """Verified set from which the fewest packages differ; `verified` versions are its."""
     distributions: tuple[Distribution, ...]
     gaps: dict[str, tuple[Gap, ...]]
     """Tier -> what it lacks; empty where it runs."""
@@ -75,23 +77,31 @@ class Findings:
         """The tier that runs here: cuda where it can, else cpu, else None."""
         return next((name for name in ("cuda", "cpu") if not self.gaps[name]), None)
 
+    @property
+    def verified_set(self) -> str:
+        """Verified set that runs here; empty where no tier does, or a package of it is at another version."""
+        return self.nearest if self.tier and not _differs(self) else ""
+
 
 def examine() -> Findings:
     """Look at this interpreter, its packages and the machine. Loads torch where it is installed, and nothing else."""
+    found = {name: _found(name) for name in dict.fromkeys(TIERS["cpu"] + TIERS["cuda"])}
+    nearest, _ = nearest_set({name: at and at.partition("+")[0] for name, at in found.items()})
     distributions = tuple(
         Distribution(
             name=name,
-            verified=PINS[name],
-            found=_found(name),
+            verified=pinned(nearest)[name],
+            found=at,
             tiers=tuple(tier for tier, needed in TIERS.items() if name in needed),
         )
-        for name in dict.fromkeys(TIERS["cpu"] + TIERS["cuda"])
+        for name, at in found.items()
     )
     gpus = _gpus() if _found("torch") else ()
     return Findings(
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
         gpus=tuple(f"{name} (compute capability {major}.{minor})" for name, major, minor in gpus),
+        nearest=nearest,
         distributions=distributions,
         gaps={tier: tuple(_gaps(tier, distributions, gpus)) for tier in TIERS},
     )
@@ -143,7 +153,10 @@ def _gpus() -> tuple[tuple[str, int, int], ...]:
 
 def render_json(findings: Findings) -> str:
     """One JSON object with everything that was found."""
-    found = {**asdict(findings), "tier": findings.tier, "differs": _differs(findings)}
+    found = {
+        **asdict(findings), "tier": findings.tier, "differs": _differs(findings),
+        "verified_set": findings.verified_set, "verified_sets": {name: pinned(name) for name in SETS},
+    }  # fmt: skip
     if findings.contracts is None:
         del found["contracts"]
     else:
@@ -160,8 +173,19 @@ def _differs(findings: Findings) -> list[dict[str, str | None]]:
     ]
 
 
+def _text_of_sets(running: str) -> str:
+    """One line for each verified set: what it pins otherwise than the default, and how to run in it."""
+    lines = []
+    for name, changed in SETS.items():
+        pins = ", ".join(f"{package} {version}" for package, version in changed.items())
+        option = "" if name == DEFAULT_SET else f"--set {name} "
+        how = "runs here" if name == running else f"`ci/with-env {option}COMMAND`"
+        lines.append(f"verified set {name}{f' ({pins})' if pins else ''}: {how}")
+    return "\n".join(lines)
+
+
 def render_text(findings: Findings) -> str:
-    """A table of packages, then one paragraph per tier."""
+    """A table of packages, then one paragraph per tier, then the verified sets."""
     table = [("package", "verified", "found", "tier")]
     table += [(item.name, item.verified, item.found or "-", " ".join(item.tiers)) for item in findings.distributions]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -178,6 +202,7 @@ def render_text(findings: Findings) -> str:
             lines += [f"  - {gap.missing}" for gap in gaps if gap.mend == mend]
             lines.append(f"    mend: {mend}")
         parts.append("\n".join(lines))
+    parts.append(_text_of_sets(findings.verified_set))
     if differs := _differs(findings):
         named = ", ".join(f"{item['name']} {item['installed']} (verified {item['verified']})" for item in differs)
         parts.append(

@@ -20,7 +20,7 @@ from verifier.core.manifest import MovedContract
 from verifier.core.outputs import write_whole
 from verifier.launch.stack_failure import Place
 from verifier.platform import Tier
-from verifier.platform.pins import differing, installed_versions
+from verifier.platform.pins import differing, installed_versions, running_set
 
 DEADLINE_S = 600.0
 """Deadline of one module's process; each takes 5 to 40 s on two cores."""
@@ -35,16 +35,23 @@ class Looked:
     """Why it does not hold; None where it does."""
     answered: bool = True
     """Its process ran to its end, so that a second look would say the same."""
+    verified_set: str = ""
+    """Verified set in which it was looked at; empty in other versions."""
+
+    @property
+    def stated(self) -> bool:
+        """Test for one that does not hold, in a verified set of which the table says so."""
+        return self.failure is not None and self.verified_set in self.contract.gone_in
 
     @property
     def moved(self) -> bool:
         """Test for a contract on which checks or a fix rest, and which does not hold."""
-        return self.failure is not None and not self.contract.bug
+        return self.failure is not None and not self.contract.bug and not self.stated
 
     @property
     def mended(self) -> bool:
         """Test for a bug of upstream's that is not there any more; one that cannot be looked at may be there."""
-        return bool(self.contract.bug) and self.failure is not None and self.failure.untrue
+        return bool(self.contract.bug) and self.failure is not None and self.failure.untrue and not self.stated
 
     @property
     def unseen(self) -> bool:
@@ -74,9 +81,12 @@ def look_at(module: str, tier: Tier) -> list[Looked]:
     if told is None:
         return [Looked(contract=item, failure=Place(message=said), answered=False) for item in contracts]
     return [
-        Looked(contract=item, failure=None if told[item.name] is None else Place(**told[item.name]))
+        Looked(
+            contract=item, failure=None if told[item.name] is None else Place(**told[item.name]),
+            verified_set=running_set(tier),
+        )
         for item in contracts
-    ]
+    ]  # fmt: skip
 
 
 def record_of(item: Looked) -> dict[str, Any]:
@@ -84,7 +94,7 @@ def record_of(item: Looked) -> dict[str, Any]:
     contract = item.contract
     return {
         "name": contract.name, "package": contract.package, "checks": list(contract.checks), "bug": contract.bug,
-        "fix": contract.fix, "holds": item.failure is None,
+        "fix": contract.fix, "holds": item.failure is None, "stated": item.stated,
         "failure": None if item.failure is None else asdict(item.failure),
     }  # fmt: skip
 
@@ -103,11 +113,17 @@ def text_of(found: Sequence[Looked]) -> str:
         f"  bug cannot be looked for: {item.contract.bug} ({item.contract.name}): {item.failure}" for item in unseen
     ]
     lines += [f"  bug not found, so a fix can go: {item.contract.bug} ({item.contract.name})" for item in mended]
+    lines += [
+        f"  does not hold in the verified set {item.verified_set}, as docs/upgrading.md states: {item.contract.name} "
+        f"({item.contract.bug or item.contract.resting})"
+        for item in found
+        if item.stated
+    ]
     return "\n".join(lines)
 
 
 def declared(tier: Tier, kept: Path, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Fields of a manifest on an environment that differs from the verified one; none in that one.
+    """Fields of a manifest on the versions that run: the verified set, or what differs from the nearest.
 
     Args:
         tier: of the run.
@@ -115,10 +131,12 @@ def declared(tier: Tier, kept: Path, progress: Callable[[str], None] = lambda _:
         progress: told what is looked at.
 
     Returns:
-        `verified` and `moved_contracts`.
+        `verified_set`, or `verified` and `moved_contracts`.
     """
     pins = differing(tier)
-    return {"verified": pins, "moved_contracts": _moved(tier, kept, progress)} if pins else {}
+    if not pins:
+        return {"verified_set": running_set(tier)}
+    return {"verified": pins, "moved_contracts": _moved(tier, kept, progress)}
 
 
 def _moved(tier: Tier, kept: Path, progress: Callable[[str], None]) -> tuple[MovedContract, ...]:

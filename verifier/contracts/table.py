@@ -31,6 +31,8 @@ class Contract:
     fix: str = ""
     """Id of the fix that it shows to work. No check rests on a fix: each judges what a fix left."""
     tiers: tuple[Tier, ...] = BOTH
+    gone_in: tuple[str, ...] = ()
+    """Verified sets in which it does not hold, as docs/upgrading.md states; never one on which checks rest."""
 
     @property
     def resting(self) -> str:
@@ -46,15 +48,16 @@ def _keeps(name: str, *checks: str, tiers: tuple[Tier, ...] = BOTH, package: str
     return Contract(name=name, package=package, checks=checks, tiers=tiers)
 
 
-def _mends(name: str, fix: str) -> Contract:
-    return Contract(name=name, fix=fix)
+def _mends(name: str, fix: str, gone_in: tuple[str, ...] = ()) -> Contract:
+    return Contract(name=name, fix=fix, gone_in=gone_in)
 
 
-def _has(name: str, bug: str, tiers: tuple[Tier, ...] = BOTH) -> Contract:
-    return Contract(name=name, bug=bug, tiers=tiers)
+def _has(name: str, bug: str, tiers: tuple[Tier, ...] = BOTH, gone_in: tuple[str, ...] = ()) -> Contract:
+    return Contract(name=name, bug=bug, tiers=tiers, gone_in=gone_in)
 
 
 CPU: tuple[Tier, ...] = ("cpu",)
+VLLM_022 = ("vllm-0.22",)
 CONTRACTS = (
     *_of(
         "platform_megatron",
@@ -78,15 +81,15 @@ CONTRACTS = (
     *_of(
         "reload_vllm",
         "vllm",
-        _has("reload_spoils_an_alias_of_a_childs_weight", "vllm #42481"),
+        _has("reload_spoils_an_alias_of_a_childs_weight", "vllm #42481", gone_in=VLLM_022),
         _has("reload_spoils_a_buffer_that_nobody_loads", "vllm #44371"),
         _has("transforming_loader_is_counted_twice", "prime-rl #2714"),
         _has("derived_matrices_are_bound_to_new_memory", "vllm #48251"),
         _mends("derived_matrices_of_bf16_are_views", VLLM_LATENT),
         _has("sleep_fails_when_others_take_memory", "vllm #45620"),
-        _mends("fix_keeps_buffers_and_aliases", VLLM_BUFFERS),
+        _mends("fix_keeps_buffers_and_aliases", VLLM_BUFFERS, VLLM_022),
         _mends("fix_keeps_the_memory_of_derived_matrices", VLLM_LATENT),
-        _mends("loading_the_same_twice_changes_nothing", VLLM_BUFFERS),
+        _mends("loading_the_same_twice_changes_nothing", VLLM_BUFFERS, VLLM_022),
         _mends("fix_lets_others_take_memory", VLLM_SLEEP),
     ),
     *_of(

@@ -107,6 +107,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Weight versions whose exported base must be the source's."""
     versions: dict[str, str] = {}
     """Upstream packages and their versions."""
+    verified_set: str = ""
+    """Name of the verified set that ran; empty where a package runs at another version."""
     verified: dict[str, str] = {}
     """Verified version of each package that runs at another one."""
     moved_contracts: tuple[MovedContract, ...] = ()

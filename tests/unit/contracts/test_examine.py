@@ -1,7 +1,9 @@
 """What a manifest says of moved contracts, and when nobody looks."""
 
+import pytest
+
 from verifier.contracts import examine
-from verifier.contracts.examine import Looked, declared
+from verifier.contracts.examine import Looked, declared, text_of
 from verifier.contracts.table import Contract
 from verifier.launch.stack_failure import Place
 
@@ -14,7 +16,24 @@ DIED = Looked(contract=Contract(name="c", package="vllm", checks=("ENG002",)), f
 def test_the_verified_set_is_not_looked_at_again(tmp_path, monkeypatch):
     monkeypatch.setattr(examine, "look", None)
     monkeypatch.setattr(examine, "differing", lambda tier: {})
-    assert declared("cpu", tmp_path) == {}
+    monkeypatch.setattr(examine, "running_set", lambda tier: "vllm-0.22")
+    assert declared("cpu", tmp_path) == {"verified_set": "vllm-0.22"}
+
+
+@pytest.mark.parametrize(("verified_set", "moved"), [("", True), ("vllm-0.21", True), ("vllm-0.22", False)])
+def test_what_a_verified_set_states_has_not_moved(verified_set, moved):
+    contract = Contract(name="a", package="vllm", fix="vllm-44371", gone_in=("vllm-0.22",))
+    seen = Looked(contract=contract, failure=WHY, verified_set=verified_set)
+    assert (seen.moved, seen.stated) == (moved, not moved)
+    last = text_of([seen]).splitlines()[-1]
+    assert last == (
+        "    rests on it: the fix vllm-44371"
+        if moved
+        else "  does not hold in the verified set vllm-0.22, as docs/upgrading.md states: a (the fix vllm-44371)"
+    )
+    holds = Looked(contract=contract, failure=None, verified_set=verified_set)
+    assert not holds.moved
+    assert not holds.stated
 
 
 def test_what_moved_is_looked_at_once_and_kept(tmp_path, monkeypatch):

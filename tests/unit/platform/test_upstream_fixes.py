@@ -82,7 +82,7 @@ def test_what_is_asked_for_and_takes_part_is_recorded_too():
 
 
 def test_another_version_has_no_known_bug(monkeypatch):
-    monkeypatch.setattr(fixes, "_running", {"vllm": "0.22.0", "cudnn": "9.19.0", "megatron-core": None}.get)
+    monkeypatch.setattr(fixes, "_running", {"vllm": "0.23.0", "cudnn": "9.19.0", "megatron-core": None}.get)
     assert reach(HYBRID, dtype="bfloat16") == reach(LATENT, tier="cuda") == []
 
 
@@ -103,6 +103,16 @@ def test_an_unknown_fix_is_refused_with_the_nearest():
     fixes.require_known([*fixes.FIXES, "all"])
     with pytest.raises(UsageError, match="`vllm-4437`, and there is no such fix: did you mean `vllm-44371`"):
         fixes.require_known(["vllm-4437"])
+
+
+def test_a_fix_that_mends_nothing_in_this_version_is_refused_and_all_leaves_it_out(monkeypatch):
+    monkeypatch.setattr(fixes, "_running", {"vllm": "0.22.0"}.get)
+    assert reach(HYBRID, fixes=("all",)) == [fixes.VLLM_BUFFERS]
+    assert not fixes.bugs_of(HYBRID, replace(RUN, fixes=("all",)))[0].fixed
+    assert fixes.selected(["all"]) == set(fixes.FIXES) - {fixes.VLLM_BUFFERS}
+    fixes.refuse_impossible(HYBRID, replace(RUN, fixes=("all",)))
+    with pytest.raises(UsageError, match=r"^--fix vllm-44371 does not mend vllm #44371, .* in vllm 0\.22\.0: leave it"):
+        fixes.refuse_impossible(HYBRID, replace(RUN, fixes=(fixes.VLLM_BUFFERS,)))
 
 
 def test_all_is_every_fix():
