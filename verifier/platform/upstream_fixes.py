@@ -257,15 +257,20 @@ FIXES: dict[str, UpstreamFix] = {
 
 
 def require_known(ids: Collection[str]) -> None:
-    """Refuse ids that no fix has.
+    """Refuse ids that no fix has, and those of fixes that do not mend the installed version.
 
     Raises:
-        UsageError: names the id, and the nearest that there is.
+        UsageError: names the id, and the nearest that there is or the version.
     """
     for item in ids:
         if item != ALL and item not in FIXES:
             near = difflib.get_close_matches(item, [*FIXES, ALL], n=1, cutoff=0.0)[0]
             raise UsageError(f"--fix is `{item}`, and there is no such fix: did you mean `{near}`?")
+        if item != ALL and not (fix := FIXES[item]).mends:
+            raise UsageError(
+                f"--fix {item} does not mend {fix.issue} in {fix.package} {_running(fix.package)}: leave it out "
+                "(docs/upgrading.md says why)"
+            )
 
 
 def selected(ids: Collection[str]) -> frozenset[str]:
@@ -287,17 +292,11 @@ def bugs_of(model: Sizes, run: RunFacts) -> list[UpstreamBug]:
 
 
 def refuse_impossible(model: Sizes, run: RunFacts) -> None:
-    """Refuse a run that an upstream bug would end, if the run does not ask for the fix, and a fix that mends nothing.
+    """Refuse a run that an upstream bug would end, if the run does not ask for the fix.
 
     Raises:
         UsageError: names the bug, and what to add or to leave out.
     """
-    for fix in (FIXES[item] for item in run.fixes if item != ALL):
-        if not fix.mends:
-            raise UsageError(
-                f"--fix {fix.id} does not mend {fix.issue} in {fix.package} {_running(fix.package)}: leave it out "
-                "(docs/upgrading.md says why)"
-            )
     if MEGATRON_INDEX not in selected(run.fixes) and _misplaces_states(model, run):
         raise UsageError(
             f"--fix {MEGATRON_DECAY} keeps float32 parameters in a bf16 model, and megatron-core 0.19.2 cannot save "
