@@ -40,7 +40,7 @@ def test_a_round_trip_holds_with_every_check(verified_set, tmp_path):
     report = json.loads(done.stdout)
     assert {item["verdict"] for item in report["outcomes"]} == {"holds"}
     assert len(report["outcomes"]) > 35
-    manifest = report["manifest"]
+    manifest = report["run"]
     assert (manifest["verified_set"], manifest["verified"], manifest["moved_contracts"]) == (verified_set, {}, [])
     assert manifest["versions"].items() <= pinned(verified_set).items()
 
