@@ -48,10 +48,11 @@ def packed_arguments_disagree(trace: Trace) -> Iterator[Comparison]:
             continue
         ends, padded = layout.cu_seqlens, layout.cu_seqlens_padded
         longest = max(end - begin for begin, end in pairwise(padded))
+        last = None if mesh.cp > 1 else -1
         for key, want in (
             ("cu_seqlens_q", ends), ("cu_seqlens_kv", ends), ("cu_seqlens_q_padded", padded),
             ("cu_seqlens_kv_padded", padded), ("max_seqlen_q", longest), ("max_seqlen_kv", longest),
-            ("total_tokens", padded[-1] if hybrid else None), ("pad_between_seqs", int(ends != padded if mesh.cp > 1 else ends[:-1] != padded[:-1])),
+            ("total_tokens", padded[-1] if hybrid else None), ("pad_between_seqs", int(ends[:last] != padded[:last])),
             ("num_rows", padded[-1] // mesh.cp),
         ):  # fmt: skip
             if key not in item.lacks:
