@@ -73,3 +73,21 @@ def test_a_router_that_is_not_asked_is_refused(paths) -> None:
         choosing(model, chosen_experts([row for row in rows if row[1] == rows[0][1]] + [rows[-1]], 12)),
     ):
         mixtures_of(model)[rows[0][1]](torch.zeros(1, 12, model.config.hidden_size))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_within_a_margin_a_router_is_given_what_it_nearly_chooses_alone(paths, family) -> None:
+    model = load_model(paths[family], torch.float32)
+    rows = natural_routes(model)
+    last, layer, *chosen = rows[-2]
+    others = {(last, layer): [*chosen[1:], next(expert for expert in range(8) if expert not in chosen)]}
+    told = [[position, at, *others.get((position, at), own)] for position, at, *own in rows]
+    tokens = torch.tensor([TOKENS])
+
+    def logits(given: list[list[int]], margin: float) -> torch.Tensor:
+        with torch.no_grad(), choosing(model, chosen_experts(given, len(TOKENS)), margin):
+            return model(tokens).logits
+
+    own = logits(rows, 0.0)
+    assert logits(told, 1e-5).equal(own)  # an expert that it would never choose
+    assert not logits(told, float("inf")).equal(own)

@@ -25,12 +25,14 @@ def packed_arguments_disagree(trace: Trace) -> Iterator[Comparison]:
     cumulative lengths of queries and keys, real and padded, against those of the pack; the greatest length, the number
     of all rows and the flag for padding between sequences against what follows from them; the rows of the tokens.
     Why it matters: most of these arguments are redundant. The CPU tier's kernels read some, those of a GPU others, so a
-    wrong one is right on one of them.
+    wrong one is right on one of them. With context parallelism padding after the last sequence lies between its parts:
+    each of the 2 cp parts is attended to by itself, and Transformer Engine takes them for equally long if it is told of
+    no padding.
     Evidence: logprob/arguments, pack/layout.
     Tolerance and its source: exact; integers that follow from each other.
     What it does not catch: cumulative lengths that are wrong in the pack too (PCK002), arguments that change inside of
     the model (LGP001), those that the installed Megatron does not take (`pad_between_seqs` before 0.19).
-    References: RL#4070, Megatron-Bridge#4400, SkyRL#2056.
+    References: RL#4070, TransformerEngine#3331, Megatron-Bridge#4400, SkyRL#2056.
     """
     mesh = Mesh(**structs.asdict(trace.manifest.mesh or MeshSizes()))
     hybrid = any(item.values.get("is_hybrid_model") == "true" for item in trace.of(ProviderFields))
@@ -46,10 +48,11 @@ def packed_arguments_disagree(trace: Trace) -> Iterator[Comparison]:
             continue
         ends, padded = layout.cu_seqlens, layout.cu_seqlens_padded
         longest = max(end - begin for begin, end in pairwise(padded))
+        last = None if mesh.cp > 1 else -1
         for key, want in (
             ("cu_seqlens_q", ends), ("cu_seqlens_kv", ends), ("cu_seqlens_q_padded", padded),
             ("cu_seqlens_kv_padded", padded), ("max_seqlen_q", longest), ("max_seqlen_kv", longest),
-            ("total_tokens", padded[-1] if hybrid else None), ("pad_between_seqs", int(ends[:-1] != padded[:-1])),
+            ("total_tokens", padded[-1] if hybrid else None), ("pad_between_seqs", int(ends[:last] != padded[:last])),
             ("num_rows", padded[-1] // mesh.cp),
         ):  # fmt: skip
             if key not in item.lacks:

@@ -18,7 +18,7 @@ import typer
 from verifier.cli import faults as cli_faults
 from verifier.cli.bisect import bisect
 from verifier.cli.command import configured
-from verifier.cli.gate import file_of_resume, gate
+from verifier.cli.gate_command import file_of_resume, gate
 from verifier.cli.results import (
     STDOUT,
     JsonOption,

@@ -217,6 +217,21 @@ def padding_told_as_tokens(call: Call) -> Any:
     return call.faulty(cu_seqlens_q=padded, cu_seqlens_kv=padded, pad_between_seqs=False)
 
 
+@fault(
+    "NVIDIA/TransformerEngine#3331",
+    PACKED_SEQUENCES,
+    stage=Stage.LOGPROB,
+    caught_by=("LGP008",),
+    model="tiny:qwen3",
+    engine=NO_ENGINE,
+    mesh=Mesh(cp=2),
+)
+def padding_after_the_last_untold(call: Call) -> Any:
+    """A pack with padding after its last sequence alone is told to the model as one without padding."""
+    ends, padded = call.cu_seqlens_q, call.cu_seqlens_q_padded
+    return call.faulty(pad_between_seqs=not ends[:-1].equal(padded[:-1]))
+
+
 @in_logprobs("NVIDIA-NeMo/RL#2529", PACKED_SEQUENCES, model="tiny:nemotron-h")
 def state_crosses_sequences(call: Call) -> Any:
     """State-space layers do not know where samples of a pack begin, and carry their state from one to the next."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,15 +27,20 @@ class Batch:
     """[B, T] ids."""
     experts: Mapping[int, torch.Tensor]
     """[B, T, K] by layer; a layer that is left out chooses by itself."""
+    margin: float = math.inf
+    """See `choosing`."""
 
 
-def batches(model: Any, sequences: Sequence[Sequence[int]], routes: Sequence[Sequence[Route]] = ()) -> Iterator[Batch]:
+def batches(
+    model: Any, sequences: Sequence[Sequence[int]], routes: Sequence[Sequence[Route]] = (), margin: float = math.inf
+) -> Iterator[Batch]:  # fmt: skip
     """All sequences, each in one batch, the shorter first.
 
     Args:
         model: from `load_model`.
         sequences: token ids, each of at least one.
         routes: of each sequence, what its routers choose; none where they choose by themselves.
+        margin: of these routes; see `choosing`.
     """
     vocabulary = model.config.get_text_config().vocab_size
     most = min(MAX_TOKENS, MAX_LOGITS // vocabulary)
@@ -53,10 +59,11 @@ def batches(model: Any, sequences: Sequence[Sequence[int]], routes: Sequence[Seq
             yield Batch(
                 places=places, tokens=torch.tensor([list(sequences[at]) for at in places], dtype=torch.int64),
                 experts={layer: torch.stack([chosen[at][layer] for at in places]) for layer, _ in told},
+                margin=margin,
             )  # fmt: skip
 
 
 def logits_of(model: Any, batch: Batch) -> torch.Tensor:
     """[B, T, V] logits of a batch, in the model's dtype and on its device."""
-    with choosing(model, {layer: chosen.flatten(0, 1) for layer, chosen in batch.experts.items()}):
+    with choosing(model, {layer: chosen.flatten(0, 1) for layer, chosen in batch.experts.items()}, batch.margin):
         return model(input_ids=batch.tokens.to(model.device), use_cache=False).logits

@@ -79,7 +79,7 @@ def _together(
         weights: Mapping[str, torch.Tensor], tokens_T: torch.Tensor, share_T: torch.Tensor,
         experts: Mapping[int, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        with choosing(model, experts):
+        with choosing(model, experts, batch.margin):
             told = {"input_ids": tokens_T[None], "use_cache": False}
             logits = functional_call(model, weights, (), told).logits[0, :-1].double()
         return (share_T * torch.logsumexp(logits / temperature, dim=-1)).sum()

@@ -5,6 +5,7 @@ Written from the papers' formulas. It shares no code with the losses under test.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,8 +77,9 @@ def judge_updates(
     Args:
         folder: see `verifier.trainer.sampled_step`; for update n it has the checkpoints ``weights-n`` and that before
             it, ``gradients-n``, ``exp_avg-n``, ``exp_avg_sq-n``, of rounded weights ``master-n``, and
-            ``inputs-n.safetensors``, of a replaying step with ``routes`` [N, 2 + K], see `Route`, and the
-            ``route_counts`` of each sequence. Without moments Adam's step is not judged, and needs no ``weights-n``.
+            ``inputs-n.safetensors``, with ``routes`` [N, 2 + K] where routers are told some, see `Route`, the
+            ``route_counts`` of each sequence and maybe a ``route_margin``, see `choosing`. Without moments Adam's
+            step is not judged, and needs no ``weights-n``.
         rule: "clip_grad", "beta_1", "beta_2", "epsilon", "weight_decay".
         objective: "loss", its name; "temperature"; and the fields of its options by name.
         updates: of each in order its "number", from 1, and "learning_rate".
@@ -179,8 +181,10 @@ def _rows(file: Path) -> list[Row]:
     columns = load_file(file)
     lengths = columns.pop("lengths").tolist()
     counts = columns.pop("route_counts").tolist() if "routes" in columns else []
+    margin = float(columns.pop("route_margin", math.inf))
     parts = {name: values.split(counts if name == "routes" else lengths) for name, values in columns.items()}
-    return [{name: values[at] for name, values in parts.items()} for at in range(len(lengths))]
+    rows = [{name: values[at] for name, values in parts.items()} for at in range(len(lengths))]
+    return [{**row, "margin": torch.tensor(margin)} for row in rows]
 
 
 def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], dtype: torch.dtype) -> _Found:
@@ -244,12 +248,13 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
 def _batches(model: Any, rows: Sequence[Row]) -> Iterator[Batch]:
     """Sequences of one length."""
     routes = [row["routes"].tolist() if "routes" in row else () for row in rows]
-    return batches(model, [row["tokens"].tolist() for row in rows], routes)
+    margin = float(rows[0]["margin"]) if rows else math.inf
+    return batches(model, [row["tokens"].tolist() for row in rows], routes, margin)
 
 
 def _columns(rows: Sequence[Row]) -> set[str]:
     """Names of the columns that have a value of each token, but the tokens themselves."""
-    return {name for row in rows[:1] for name in row} - {"tokens", "routes"}
+    return {name for row in rows[:1] for name in row} - {"tokens", "routes", "margin"}
 
 
 def token_losses(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -42,11 +43,17 @@ def chosen_experts(rows: Sequence[Route], num_tokens: int) -> dict[int, torch.Te
 
 
 @contextlib.contextmanager
-def choosing(model: Any, experts: Mapping[int, torch.Tensor]) -> Iterator[None]:
+def choosing(model: Any, experts: Mapping[int, torch.Tensor], margin: float = math.inf) -> Iterator[None]:
     """Within, the choice of each layer's router is the one given: of all experts, the best K of each token, [T, K].
 
     What else a router chooses, such as groups of experts, it chooses by itself: the choice that counts comes last.
     Layers that are not given choose by themselves. The tokens are those of all sequences of a batch.
+
+    Args:
+        model: of transformers.
+        experts: by layer.
+        margin: a token's experts are chosen only where none of them scores below the K-th best by more than this share
+            of the greatest of the K; elsewhere the router chooses by itself.
 
     Raises:
         ContractError: a router does not choose by `torch.topk`, so that its choice cannot be given.
@@ -57,8 +64,14 @@ def choosing(model: Any, experts: Mapping[int, torch.Tensor]) -> Iterator[None]:
 
     def choose(scores: torch.Tensor, k: int, *rest: Any, **options: Any) -> Any:
         if given and (scores.shape[-1], k) == (given[-1][0], given[-1][1].shape[-1]):
-            obeyed.add(id(given[-1][1]))
-            return scores.gather(-1, given[-1][1]), given[-1][1]
+            chosen = given[-1][1]
+            obeyed.add(id(chosen))
+            if margin < math.inf:
+                best = topk(scores, k, *rest, **options)
+                least = best.values.amin(-1, keepdim=True) - margin * best.values.abs().amax(-1, keepdim=True)
+                near = scores.gather(-1, chosen).amin(-1, keepdim=True) >= least
+                chosen = torch.where(near, chosen, best.indices)
+            return scores.gather(-1, chosen), chosen
         return topk(scores, k, *rest, **options)
 
     with contextlib.ExitStack() as hooks:

@@ -89,6 +89,16 @@ class PackedBatch:
         """Number of rows of the whole pack."""
         return int(self.cu_seqlens_padded[-1])
 
+    @property
+    def has_padding_between(self) -> bool:
+        """True if padding lies between parts that attention sees by themselves.
+
+        With context parallelism each sub-sequence is 2 cp such parts, so padding after the last one counts. Transformer
+        Engine's own guess, where Megatron says nothing, leaves it out (TransformerEngine#3331): keys are dropped then.
+        """
+        last = None if self.alignment.cp > 1 else -1
+        return not self.cu_seqlens[:last].equal(self.cu_seqlens_padded[:last])
+
 
 Columns = Mapping[str, Sequence[np.ndarray]]
 """Name -> per rollout [L] values of its tokens; entry t belongs to token t."""

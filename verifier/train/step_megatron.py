@@ -327,7 +327,7 @@ def _forward(
     shard, moved = next(data_iterator)
     hints = {}
     if "pad_between_seqs" in PackedSeqParams.__dataclass_fields__:  # so that no layer waits for the device
-        hints["pad_between_seqs"] = not shard.cu_seqlens[:-1].equal(shard.cu_seqlens_padded[:-1])
+        hints["pad_between_seqs"] = shard.has_padding_between
     output = model(
         input_ids=moved.tokens_T[None],
         position_ids=moved.positions_T[None],

@@ -38,7 +38,7 @@ class TrainingRoutes:
     def __init__(self, trainer: TrainerModel, config: TrainConfig) -> None:
         self._replays, self._keeps = config.grpo.replay_routes, config.verify.steps
         routed = bool(trainer.provider.num_moe_experts)
-        self._tells = routed and not self._replays and config.dtype != "float32" and config.verify.every != 0
+        self._tells = routed and not self._replays and config.verify.every != 0
         self._routing = Routing(trainer) if self._replays or self._tells else None
         self._used: list[_Used] = []
 
@@ -54,8 +54,8 @@ class TrainingRoutes:
             batch: name of the mini-batch.
             name: of the pass.
             on_shards: another viewer of the pass's micro-batches.
-            oracle: file for what routers chose by themselves, as `RouterWatch.choices`. It is written in a run of less
-                than float32, whose routers flip: the gradient of other experts tells nothing of the trainer's.
+            oracle: file for what routers chose by themselves, as `RouterWatch.choices`: the gradient of other experts
+                tells nothing of the trainer's.
 
         Yields:
             What has to be called with its micro-batches.

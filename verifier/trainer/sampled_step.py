@@ -50,6 +50,9 @@ COLUMNS = ("advantage", "divisor", "reference")
 WITHOUT_ORACLE = ("moe_aux_loss", "moe_z_loss", "moe_bias_update_rate", "optimizer_offload")
 """Options of Megatron that change loss, weights or optimizer in a way that the oracle does not compute."""
 
+NEAR = 1e-5
+"""Share of a token's greatest score by which float32 may change the order of two experts: twice the 4e-6 by which
+log-probabilities of right sides differ (docs/numerics.md)."""
 
 MAX_SAMPLED_BYTES = 2**28
 """Bytes of the largest checkpoint whose steps are sampled by default; the oracle computes on the host."""
@@ -236,6 +239,8 @@ class SampledStep:
         ):
             arrays["route_counts"] = np.array([len(rows) for rows in routes], np.int64)
             arrays["routes"] = np.concatenate(routes)
+            if not self._config.grpo.replay_routes and self._model.dtype == "float32":
+                arrays["route_margin"] = np.full(1, NEAR, np.float32)
         file = self.folder / f"inputs-{update.number}.safetensors"
         with full_disk_refused(file):
             save_file(arrays, file)

@@ -39,6 +39,21 @@ def test_two_rollouts_over_two_context_parallel_ranks() -> None:
     assert second.ledger_T.tolist() == [a + 3, a + 4, 0, 0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("rollouts", "alignment", "between"),
+    [
+        ([B, A], Alignment(tp=2), False),
+        ([A, B], Alignment(tp=2), True),
+        ([make_rollout("c", [1, 2], [3, 4]), B], Alignment(cp=2), True),  # padding after the last sequence alone
+        ([make_rollout("c", [1, 2], [3, 4])], Alignment(cp=2), False),
+    ],
+)
+def test_padding_between_what_attention_sees_by_itself(rollouts, alignment, between) -> None:
+    packed = pack(rollouts, alignment)
+    assert packed.has_padding_between == between
+    assert shard_cp(packed, 0).has_padding_between == between
+
+
 def test_a_filler_predicts_nothing_and_unpacks_to_nothing() -> None:
     packed = pack([], Alignment(tp=2, cp=2), [])
     assert packed.num_rows == 8
