@@ -81,12 +81,16 @@ def svg(chart: Chart) -> str:
     heights = [point[1] for _, points in series for point in points]
     if any(item.kind == "bars" for item, _ in series):
         heights.append(0.0)
-    across = _Axis.over([point[0] for _, points in series for point in points], LEFT, WIDTH - RIGHT)
+    places = [point[0] for _, points in series for point in points] + list(chart.names or ())
+    across = _Axis.over(places, LEFT, WIDTH - RIGHT)
     up = _Axis.over(heights, HEIGHT - BOTTOM, TOP, log=chart.log)
     _draw_axes(root, chart, across, up)
     for item, points in reversed(series):  # so that the first of several bars, the lowest, lies on top
         places = [(across.at(x), up.at(y)) for x, y in points]
-        marks = ElementTree.SubElement(root, "path", d=_path(item, places, up), **{"class": f"{item.kind} c{item.colour}"})
+        named = {"class": f"{item.kind} c{item.colour}", "d": _path(item, places, up)}
+        if item.kind == "bars":
+            named["stroke-width"] = f"{min(24.0, 0.6 * (WIDTH - LEFT - RIGHT) / len(places)):.1f}"
+        marks = ElementTree.SubElement(root, "path", named)
         ElementTree.SubElement(marks, "title").text = item.name
     return ElementTree.tostring(root, encoding="unicode")
 
@@ -123,6 +127,8 @@ class _Axis:
     start: float
     end: float
     log: bool
+    whole: bool
+    """All values are whole numbers, so the ticks are."""
 
     @classmethod
     def over(cls, values: Sequence[float], start: float, end: float, *, log: bool = False) -> _Axis:
@@ -133,7 +139,7 @@ class _Axis:
         else:
             gap = (most - least) * 0.04 or abs(most) * 0.1 or 1.0
             least, most = (0.0 if least == 0 else least - gap), most + gap
-        return cls(least=least, most=most, start=start, end=end, log=log)
+        return cls(least=least, most=most, start=start, end=end, log=log, whole=all(value == int(value) for value in values))
 
     def at(self, value: float) -> float:
         scaled = math.log10(value) if self.log else value
@@ -146,6 +152,8 @@ class _Axis:
         rough = (self.most - self.least) / _TICKS
         size = 10.0 ** math.floor(math.log10(rough))
         step = next((size * times for times in (1, 2, 5) if size * times >= rough), size * 10)
+        if self.whole:
+            step = max(1, math.ceil(step))
         return [step * number for number in range(math.ceil(self.least / step), math.floor(self.most / step) + 1)]
 
 
@@ -158,7 +166,8 @@ def _draw_axes(root: ElementTree.Element, chart: Chart, across: _Axis, up: _Axis
     places = across.ticks() if named is None else sorted(named)
     every = max(1, math.ceil(len(places) / 12))
     for value in places[::every]:
-        _text(root, f"{across.at(value):.1f}", HEIGHT - BOTTOM + 14, _number(value) if named is None else named[value], "middle")
+        name = _number(value) if named is None else named[value]
+        _text(root, f"{across.at(value):.1f}", HEIGHT - BOTTOM + 14, name, "middle")
     _text(root, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, chart.x, "middle")
     middle = (TOP + HEIGHT - BOTTOM) / 2
     _text(root, 11, middle, chart.y, "middle", transform=f"rotate(-90 11 {middle})")

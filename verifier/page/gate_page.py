@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from verifier.core import store
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
 from verifier.gate.deciding import unwaived
-from verifier.gate.gate_result import CellResult, GateFinding, GateResult, WaiverUse
+from verifier.gate.gate_result import CellResult, GateFinding, GateResult, Kind, WaiverUse
 from verifier.gate.gate_text import waiver_line
 from verifier.page.charts import Chart
 from verifier.page.run_charts import metrics_of, run_charts
@@ -31,10 +32,11 @@ def page_of_gate(result: GateResult, folder: Path | None = None) -> Page:
     cards = {item.cell.id: _card(result, item, folder, stand_ins) for item in result.cells}
     groups = []
     for model in dict.fromkeys(item.cell.model for item in result.cells):
-        for kind in dict.fromkeys(item.cell.kind for item in result.cells if item.cell.model == model):
+        for kind in get_args(Kind):
             own = [item for item in result.cells if (item.cell.model, item.cell.kind) == (model, kind)]
-            groups.append(Group(title=f"{kind} {model}", cards=tuple(cards[item.cell.id] for item in own)))
-    notes = [f"left out: {item.what}: {item.reason}" for item in result.left_out]
+            if own:
+                groups.append(Group(title=f"{kind} {model}", cards=tuple(cards[item.cell.id] for item in own)))
+    notes = [f"{item.what}: {item.reason}" for item in result.left_out]
     notes += [
         f"failed in an earlier attempt: {item.cell.id}: {why}" for item in result.cells for why in item.failed_before
     ]

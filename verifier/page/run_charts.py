@@ -74,7 +74,10 @@ def _by_position(rows: Sequence[Row]) -> Iterator[Chart]:
         values = known[row]["mismatch_by_position"]
         points = tuple((place + 1.0, float(value)) for place, value in enumerate(values) if _is_number(value))
         series.append(Series(name=f"step {known[row].get('step', '?')}", points=points, colour=colour))
-    yield Chart(title="Mismatch by position", x="eighth of the longest answer", y="nats", log=True, series=tuple(series))
+    yield Chart(
+        title="Mismatch by position", x="eighth of the longest answer", y="nats", log=True,
+        names={place + 1.0: str(place + 1) for place in range(8)}, series=tuple(series),
+    )  # fmt: skip
 
 
 def _lines(rows: Sequence[Row], names: Mapping[str, str]) -> tuple[Series, ...]:

@@ -214,11 +214,7 @@ def _of_gradients(trace: Trace) -> Iterator[Chart]:
     for name, _, ratio in rows:
         layer = _LAYER.search(name)
         (beyond if ratio > 1 else inside).append((float(layer[1]) if layer else rest, ratio))
-    zero = sum(ratio == 0 for _, _, ratio in rows)
-    no_bound = sum(not math.isfinite(ratio) for _, _, ratio in rows)
     note = f"{len(rows):,} gradients of {len({version for _, version, _ in rows}):,} versions"
-    note += f"; {zero:,} are equal and not drawn" if zero else ""
-    note += f"; {no_bound:,} are absent, not finite or without a bound and not drawn" if no_bound else ""
     yield Chart(
         title="Gradients by layer", x="layer", y="gap / allowed", log=True, names=names, note=note,
         series=(
