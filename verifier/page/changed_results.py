@@ -176,7 +176,7 @@ def _verdicts(name: str, before: CellStanding, after: CellStanding) -> Iterator[
 def _numbers(name: str, before: CellStanding, after: CellStanding) -> Iterator[NumberChange]:
     for code in sorted(before.checks.keys() & after.checks.keys()):
         (was, then), (verdict, now) = before.checks[code], after.checks[code]
-        if then != now:
+        if then != now and was == verdict:
             yield NumberChange(cell=name, what=f"{code}: things compared", before=f"{then:,}", after=f"{now:,}")
         said = [side.sentences.get(code, "") for side in (before, after)]
         if was == verdict and said[0] != said[1]:
@@ -196,8 +196,9 @@ def render_text(change: ResultChange) -> str:
     """What got worse, what got better, numbers, what made both, then the answer."""
     lines = [f"old: {change.old}", f"new: {change.new}"]
     lines += [f"  {name}: {before} -> {after}" for name, (before, after) in change.made_by.items()]
+    worse = sorted((item for item in change.verdicts if item.worse), key=lambda item: -RANK[item.after])
     parts = {
-        "worse": [_line(item) for item in change.verdicts if item.worse],
+        "worse": [_line(item) for item in worse],
         "better": [_line(item) for item in change.verdicts if RANK[item.after] < RANK[item.before]],
         "other": [_line(item) for item in change.verdicts if RANK[item.after] == RANK[item.before]],
         "numbers": [_of(item.cell, f"{item.what}: {item.before} -> {item.after}") for item in change.numbers],

@@ -17,7 +17,7 @@ from verifier.gate.gate_text import waiver_line
 from verifier.page.charts import Chart
 from verifier.page.run_charts import metrics_of, run_charts
 from verifier.page.trace_charts import charts_of
-from verifier.page.view import TONES, Block, Card, Group, Page, WaiverRow
+from verifier.page.view import TONES, Block, Card, Group, Page, WaiverRow, below
 
 
 def page_of_gate(result: GateResult, folder: Path | None = None) -> Page:
@@ -82,7 +82,7 @@ def _block(result: GateResult, finding: GateFinding, folder: Path) -> Block:
     waiver = "" if finding.waived_by is None else waiver_line(result.waivers[finding.waived_by])
     replay = f"verifier replay {shlex.quote(str(folder / finding.trace))} --check {finding.check}"
     return Block(
-        title=finding.sentence, text="\n".join(finding.text.splitlines()[1:]), stage=finding.stage,
+        title=finding.sentence, text=below(finding.text), stage=finding.stage,
         replay=replay if finding.trace else "", waiver=waiver, known_bug=finding.known_bug,
     )  # fmt: skip
 

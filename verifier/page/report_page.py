@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from verifier.core.finding import Outcome
 from verifier.core.trace import Trace
 from verifier.page.trace_charts import charts_of
-from verifier.page.view import TONES, Block, Card, Group, Page
+from verifier.page.view import TONES, Block, Card, Group, Page, below
 from verifier.report import Report, render_text
 from verifier.report.detail import Detail
 from verifier.report.header import header
@@ -63,7 +63,7 @@ def _block(report: Report, outcome: Outcome) -> Block:
     only = "" if finding is None or " " in finding.first.what else f" --only {shlex.quote(finding.first.what)}"
     return Block(
         title=first_line(outcome),
-        text="\n".join(render_outcome(outcome, report.trace, report.manifest).splitlines()[1:]),
+        text=below(render_outcome(outcome, report.trace, report.manifest)),
         stage=finding.first_bad_stage.label if finding else "",
         replay=f"verifier replay {shlex.quote(report.trace)} --check {outcome.code}{only}",
         known_bug=explanation(outcome, report.manifest),

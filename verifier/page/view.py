@@ -16,6 +16,12 @@ TONES: dict[str, Tone] = {
 """Verdict, status or decision -> its tone."""
 
 
+def below(text: str) -> str:
+    """Text of a finding under its sentence, without the line that replays it, which the page has in a place of its own."""
+    lines = text.splitlines()[1:]
+    return "\n".join(line for line in lines if not line.startswith("  replay    : "))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """A finding: a sentence, the whole text under it, and what may be its consequences."""
