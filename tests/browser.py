@@ -78,10 +78,11 @@ def browser() -> Iterator[Tab]:
     assert done.returncode == 0, done.stderr
     folder = done.stdout.strip()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+        own = {"LD_LIBRARY_PATH": f"{folder}/lib", "FONTCONFIG_FILE": f"{folder}/fonts.conf", "HOME": home}
         process = subprocess.Popen(
             [f"{folder}/chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-zygote", "--hide-scrollbars",
              "--remote-debugging-port=0", f"--user-data-dir={home}", "about:blank"],
-            env=os.environ | {"LD_LIBRARY_PATH": f"{folder}/lib", "FONTCONFIG_FILE": f"{folder}/fonts.conf", "HOME": home},
+            env=os.environ | own,
             stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         try:

@@ -16,7 +16,6 @@ from verifier.core.outputs import write_whole
 app = typer.Typer(help="Draw the page of an earlier result, or compare two results.", rich_markup_mode=None)
 
 
-
 @app.command("html")
 def page(
     result: Annotated[

@@ -134,7 +134,11 @@ def _of_cell(item: CellResult) -> CellStanding:
 
 
 def _made_by(
-    verifier: str, commit: str, host: str, versions: Mapping[str, str], fixes: Iterator[str] | tuple[str, ...] | list[str]
+    verifier: str,
+    commit: str,
+    host: str,
+    versions: Mapping[str, str],
+    fixes: Iterator[str] | tuple[str, ...] | list[str],
 ) -> dict[str, str]:
     return {"verifier": f"{verifier} {commit}".strip(), "host": host, **versions, "fixes": ", ".join(fixes) or "none"}
 

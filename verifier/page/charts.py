@@ -139,7 +139,9 @@ class _Axis:
         else:
             gap = (most - least) * 0.04 or abs(most) * 0.1 or 1.0
             least, most = (0.0 if least == 0 else least - gap), most + gap
-        return cls(least=least, most=most, start=start, end=end, log=log, whole=all(value == int(value) for value in values))
+        return cls(
+            least=least, most=most, start=start, end=end, log=log, whole=all(value == int(value) for value in values)
+        )
 
     def at(self, value: float) -> float:
         scaled = math.log10(value) if self.log else value

@@ -90,7 +90,11 @@ def _block(result: GateResult, finding: GateFinding, folder: Path) -> Block:
 def _card(result: GateResult, item: CellResult, folder: Path, stand_ins: dict[str, None]) -> Card:
     cell = item.cell
     verdict = "waived" if item.waived else item.status
-    axes = [cell.fault or cell.algorithm, {"float32": "fp32", "bfloat16": "bf16"}.get(cell.dtype, cell.dtype), cell.mesh]
+    axes = [
+        cell.fault or cell.algorithm,
+        {"float32": "fp32", "bfloat16": "bf16"}.get(cell.dtype, cell.dtype),
+        cell.mesh,
+    ]
     facts = [
         ("shows", ", ".join(cell.carries)), ("took", f"{item.seconds:,.0f} s, from {item.began}" if item.began else ""),
         ("reason", item.reason), ("first bad stage", item.first_bad_stage), ("must be caught in", cell.stage),
