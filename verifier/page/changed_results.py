@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -138,7 +138,7 @@ def _made_by(
     commit: str,
     host: str,
     versions: Mapping[str, str],
-    fixes: Iterator[str] | tuple[str, ...] | list[str],
+    fixes: Sequence[str],
 ) -> dict[str, str]:
     return {"verifier": f"{verifier} {commit}".strip(), "host": host, **versions, "fixes": ", ".join(fixes) or "none"}
 

@@ -81,8 +81,8 @@ def svg(chart: Chart) -> str:
     heights = [point[1] for _, points in series for point in points]
     if any(item.kind == "bars" for item, _ in series):
         heights.append(0.0)
-    places = [point[0] for _, points in series for point in points] + list(chart.names or ())
-    across = _Axis.over(places, LEFT, WIDTH - RIGHT)
+    along = [point[0] for _, points in series for point in points] + list(chart.names or ())
+    across = _Axis.over(along, LEFT, WIDTH - RIGHT)
     up = _Axis.over(heights, HEIGHT - BOTTOM, TOP, log=chart.log)
     _draw_axes(root, chart, across, up)
     for item, points in reversed(series):  # so that the first of several bars, the lowest, lies on top
@@ -162,7 +162,7 @@ class _Axis:
 def _draw_axes(root: ElementTree.Element, chart: Chart, across: _Axis, up: _Axis) -> None:
     for value in up.ticks():
         y = f"{up.at(value):.1f}"
-        ElementTree.SubElement(root, "path", d=f"M{LEFT} {y}H{WIDTH - RIGHT}", **{"class": "grid"})
+        ElementTree.SubElement(root, "path", {"class": "grid", "d": f"M{LEFT} {y}H{WIDTH - RIGHT}"})
         _text(root, LEFT - 5, y, _number(value), "end", dy="3.5")
     named = chart.names
     places = across.ticks() if named is None else sorted(named)
@@ -176,7 +176,8 @@ def _draw_axes(root: ElementTree.Element, chart: Chart, across: _Axis, up: _Axis
 
 
 def _text(root: ElementTree.Element, x: object, y: object, text: str, anchor: str, **more: str) -> None:
-    element = ElementTree.SubElement(root, "text", {"x": str(x), "y": str(y), "text-anchor": anchor, **more})
+    given = {"x": str(x), "y": str(y), "text-anchor": anchor} | more
+    element = ElementTree.SubElement(root, "text", given)
     element.text = text
 
 

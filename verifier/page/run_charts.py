@@ -72,7 +72,7 @@ def _by_position(rows: Sequence[Row]) -> Iterator[Chart]:
     series = []
     for colour, row in enumerate(dict.fromkeys((0, len(known) - 1))):
         values = known[row]["mismatch_by_position"]
-        points = tuple((place + 1.0, float(value)) for place, value in enumerate(values) if _is_number(value))
+        points = tuple((place + 1.0, value) for place, value in enumerate(values) if isinstance(value, float))
         series.append(Series(name=f"step {known[row].get('step', '?')}", points=points, colour=colour))
     yield Chart(
         title="Mismatch by position", x="eighth of the longest answer", y="nats", log=True,
@@ -94,8 +94,4 @@ def _points(rows: Sequence[Row], key: str) -> tuple[tuple[float, float], ...]:
 
 def _number(row: Row, key: str) -> float | None:
     value = row.get(key)
-    return float(value) if _is_number(value) else None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

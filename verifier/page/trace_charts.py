@@ -179,7 +179,7 @@ def _by_version(found: Sequence[Scored]) -> Chart:
         names={float(version): str(version) for version in versions},
         series=(
             Series(name="mean", points=tuple((version, float(values.mean())) for version, values in known)),
-            Series(name="greatest", points=tuple((version, float(values.max())) for version, values in known), colour=1),
+            Series(name="greatest", points=tuple((version, values.max()) for version, values in known), colour=1),
             *_floors(found, ends),
         ),
     )  # fmt: skip
@@ -214,12 +214,13 @@ def _of_gradients(trace: Trace) -> Iterator[Chart]:
     for name, _, ratio in rows:
         layer = _LAYER.search(name)
         (beyond if ratio > 1 else inside).append((float(layer[1]) if layer else rest, ratio))
+    dots = [thinned(points, lambda point: point[1]) for points in (inside, beyond)]
     note = f"{len(rows):,} gradients of {len({version for _, version, _ in rows}):,} versions"
     yield Chart(
         title="Gradients by layer", x="layer", y="gap / allowed", log=True, names=names, note=note,
         series=(
-            Series(name="tensors", points=thinned(inside, lambda point: point[1]), kind="dots"),
-            Series(name="beyond what is allowed", points=thinned(beyond, lambda point: point[1]), kind="dots", colour=4),
+            Series(name="tensors", points=dots[0], kind="dots"),
+            Series(name="beyond what is allowed", points=dots[1], kind="dots", colour=4),
             Series(name="allowed", points=((min(names) - 0.3, 1.0), (rest + 0.3, 1.0)), kind="bound", colour=3),
         ),
     )  # fmt: skip

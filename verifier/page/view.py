@@ -17,7 +17,7 @@ TONES: dict[str, Tone] = {
 
 
 def below(text: str) -> str:
-    """Text of a finding under its sentence, without the line that replays it, which the page has in a place of its own."""
+    """Text of a finding under its sentence, without the line that replays it, which the page has apart."""
     lines = text.splitlines()[1:]
     return "\n".join(line for line in lines if not line.startswith("  replay    : "))
 
