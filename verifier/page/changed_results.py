@@ -197,7 +197,7 @@ def render_json(change: ResultChange) -> str:
 
 
 def render_text(change: ResultChange) -> str:
-    """What got worse, what got better, numbers, what made both, then the answer."""
+    """Versions that differ, then verdicts that got worse and better, numbers, and the answer."""
     lines = [f"old: {change.old}", f"new: {change.new}"]
     lines += [f"  {name}: {before} -> {after}" for name, (before, after) in change.made_by.items()]
     worse = sorted((item for item in change.verdicts if item.worse), key=lambda item: -RANK[item.after])

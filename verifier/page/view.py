@@ -1,4 +1,4 @@
-"""What the page shows, in its order; made from a gate, a trace or a run, and drawn by one template."""
+"""Content of a page in its order; made from a gate, a trace or a run, and drawn by one template."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class WaiverRow:
     reason: str
     until: str
     came: str
-    """What came of it."""
+    """Violations that it waives, or why it waives none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +94,6 @@ class Page:
     charts: tuple[Chart, ...] = ()
     waivers: tuple[WaiverRow, ...] = ()
     notes: tuple[str, ...] = ()
-    """What was left out, and what failed in earlier attempts."""
+    """Parts that were left out, and failures of earlier attempts."""
     run: tuple[tuple[str, str], ...] = ()
     """Versions, host, commit, fixes, stand-ins."""
