@@ -6,6 +6,7 @@ from verifier.cli.app import run
 
 COMMANDS = ["", "golden", "roundtrip", "train", "sweep", "gate", "noise", "plan", "bisect", "replay", "judge"]
 COMMANDS += ["explain", "doctor"]
+COMMANDS += ["report", "report html", "report compare"]
 COMMANDS += ["faults", "faults list", "faults run", "faults matrix"]
 
 

@@ -16,11 +16,13 @@ from typing import Annotated
 import typer
 
 from verifier.cli import faults as cli_faults
+from verifier.cli import pages as cli_pages
 from verifier.cli.bisect import bisect
 from verifier.cli.command import configured
 from verifier.cli.gate_command import file_of_resume, gate
 from verifier.cli.results import (
     STDOUT,
+    HtmlOption,
     JsonOption,
     JunitOption,
     QuietOption,
@@ -63,6 +65,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(cli_faults.app, name="faults")
+app.add_typer(cli_pages.app, name="report")
 
 
 def _show_version(asked: bool) -> None:
@@ -90,21 +93,22 @@ def golden(
     config: GoldenConfig,
     json: JsonOption = None,
     junit: JunitOption = None,
+    html: HtmlOption = None,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> int:
     """Load on a mesh, export, compare with the source bit by bit."""
-    require_results(json, junit)
+    require_results(json, junit, html)
     detail = detail_of(quiet, verbose)
     from verifier.runs.golden import write_manifest
     from verifier.runs.runner import Runner, run_once
 
     run = functools.partial(run_once, Runner.golden, config)
-    code = run_and_judge("golden", run, config.trace, json=json, junit=junit, detail=detail)
+    code = run_and_judge("golden", run, config.trace, json=json, junit=junit, html=html, detail=detail)
     if config.record:
         held = code == ExitCode.HOLDS
         said = f"\nrecorded {write_manifest(config)}\n" if held else "\nnot recorded: not every check holds\n"
-        if STDOUT not in (json, junit):
+        if STDOUT not in (json, junit, html):
             show(said)
     return code
 
@@ -115,16 +119,17 @@ def roundtrip(
     config: RoundtripConfig,
     json: JsonOption = None,
     junit: JunitOption = None,
+    html: HtmlOption = None,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> int:
     """Train, export, sync a live engine, compare; several times."""
-    require_results(json, junit)
+    require_results(json, junit, html)
     detail = detail_of(quiet, verbose)
     from verifier.runs.runner import Runner, run_once
 
     run = functools.partial(run_once, Runner.roundtrip, config)
-    return run_and_judge("roundtrip", run, config.trace, json=json, junit=junit, detail=detail)
+    return run_and_judge("roundtrip", run, config.trace, json=json, junit=junit, html=html, detail=detail)
 
 
 def _file_of_replay(*, replay: Path | None, **_: object) -> Path | None:
@@ -151,11 +156,15 @@ def train(
     preflight: Annotated[
         bool, typer.Option("--preflight", help="One step of the longest samples, a sync, all checks, and stop.")
     ] = False,
+    html: HtmlOption = None,
 ) -> int:
     """Train from text or recorded rollouts; judge every step while it trains."""
     from verifier.cli.replay_step import replay_step, require_replay
 
     require_replay(owners, replay, step, {"--dry-run": dry_run, "--preflight": preflight})
+    if html is not None and (dry_run or preflight or replay is not None):
+        raise UsageError("--html is the page of a run that trains: leave out --dry-run, --preflight and --replay")
+    require_results(html)
     if dry_run:
         from verifier.trainer import fitting
 
@@ -166,7 +175,7 @@ def train(
     from verifier.report.progress import shown_progress
 
     if replay is None and not preflight:
-        with live_view("train") as (progress, view):
+        with cli_pages.page_of_training(config.run, html), live_view("train") as (progress, view):
             return cli_train.train(config, progress, view)
     with shown_progress("train") as progress:
         if replay is not None and step is not None:
@@ -230,16 +239,17 @@ def replay(
     only: Annotated[str, typer.Option("--only", metavar="NAME", help="Only subjects whose name contains this.")] = "",
     json: JsonOption = None,
     junit: JunitOption = None,
+    html: HtmlOption = None,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> int:
     """Judge a saved trace again, on any machine."""
     from verifier.cli.explain import find_check
 
-    require_results(json, junit)
+    require_results(json, junit, html)
     detail = detail_of(quiet, verbose)
     codes = [find_check(code).code for code in check or ()]
-    return judge_trace(trace, json=json, junit=junit, codes=codes, names=only, detail=detail)
+    return judge_trace(trace, json=json, junit=junit, html=html, codes=codes, names=only, detail=detail)
 
 
 @app.command()
@@ -252,16 +262,17 @@ def judge(
     timeout: Annotated[float, typer.Option("--timeout", metavar="S", help="For each request of the oracle.")] = 600.0,
     json: JsonOption = None,
     junit: JunitOption = None,
+    html: HtmlOption = None,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> int:
     """Judge what another trainer's loop recorded."""
-    require_results(json, junit)
+    require_results(json, junit, html)
     detail = detail_of(quiet, verbose)
     from verifier.cli.judged import complete_trace
 
     complete_trace(trace, oracle=oracle, model=model, timeout_s=timeout)
-    return judge_trace(trace, json=json, junit=junit, detail=detail)
+    return judge_trace(trace, json=json, junit=junit, html=html, detail=detail)
 
 
 @app.command()

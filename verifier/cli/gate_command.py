@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from verifier.cli.results import JsonOption, require_results
+from verifier.cli.results import HtmlOption, JsonOption, require_results
 from verifier.config import GateConfig
 from verifier.errors import UsageError
 
@@ -33,6 +33,7 @@ def gate(
     junit: Annotated[
         Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML, one case per cell.")
     ] = None,
+    html: HtmlOption = None,
 ) -> int:
     """Decide on a release: a matrix of judged runs, and PASS, FAIL or INCONCLUSIVE."""
     from verifier.cli import gated_release
@@ -41,10 +42,10 @@ def gate(
         if owners.get("folder", "--config").startswith(("--folder", "folder=")):
             raise UsageError("--resume and --folder both name the folder of the gate: leave one of the two out")
         config = replace(config, folder=resume)
-    require_results(json, junit)
+    require_results(json, junit, html)
     if dry_run:
         return gated_release.dry_run(config)
     from verifier.report.progress import shown_progress
 
     with shown_progress("gate") as progress:
-        return gated_release.gate(config, progress, json=json, junit=junit)
+        return gated_release.gate(config, progress, json=json, junit=junit, html=html)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verifier.cli.results import STDOUT, show
 from verifier.config import GateConfig
 from verifier.core.outputs import write_whole
 from verifier.errors import UsageError
 from verifier.report.progress import Progress
+
+if TYPE_CHECKING:
+    from verifier.gate.gate_result import GateResult
 
 _GPU = Path("/dev/nvidiactl")
 """Device file of NVIDIA's driver; without it no GPU can be used."""
@@ -44,7 +48,9 @@ def config_in(folder: Path) -> Path:
     return folder / CONFIG
 
 
-def gate(config: GateConfig, progress: Progress, *, json: Path | None, junit: Path | None) -> int:
+def gate(
+    config: GateConfig, progress: Progress, *, json: Path | None, junit: Path | None, html: Path | None = None
+) -> int:
     """Run a gate, or what is left of it; print and write what it found, and return the decision's exit code."""
     from verifier.gate.deciding import EXIT_CODES
     from verifier.gate.gate_data import gate_json, gate_junit, github_annotations
@@ -53,13 +59,20 @@ def gate(config: GateConfig, progress: Progress, *, json: Path | None, junit: Pa
     from verifier.report.terminal import for_terminal
 
     result = run(config, progress)
-    if STDOUT not in (json, junit):
+    if STDOUT not in (json, junit, html):
         show(for_terminal(render_gate(result), sys.stdout))
         if os.environ.get("GITHUB_ACTIONS") == "true":
             show(github_annotations(result))
-    for file, render in ((json, gate_json), (junit, gate_junit)):
+    for file, render in ((json, gate_json), (junit, gate_junit), (html, _page)):
         if file == STDOUT:
             show(render(result))
         elif file is not None:
             write_whole(file, render(result))
     return int(EXIT_CODES[result.decision])
+
+
+def _page(result: GateResult) -> str:
+    from verifier.page.drawn import html
+    from verifier.page.gate_page import page_of_gate
+
+    return html(page_of_gate(result))

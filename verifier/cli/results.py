@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,12 +17,19 @@ from verifier.errors import UsageError, VerifierError
 from verifier.report.detail import Detail
 from verifier.report.progress import Progress, shown_progress
 
+if TYPE_CHECKING:
+    from verifier.core.trace import Trace
+    from verifier.report import Report
+
 JsonOption = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Also write the complete report as JSON; `-` prints it, and no text."),
 ]
 JunitOption = Annotated[
     Path | None, typer.Option("--junit", metavar="FILE", help="Also write the report as JUnit XML, one case per check.")
+]
+HtmlOption = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Also write one HTML page that holds all it needs.")
 ]
 
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict and the cause alone.")]
@@ -80,6 +87,7 @@ def judge_trace(
     *,
     json: Path | None,
     junit: Path | None,
+    html: Path | None = None,
     codes: Sequence[str] = (),
     names: str = "",
     detail: Detail = Detail.USUAL,
@@ -90,6 +98,7 @@ def judge_trace(
         path: trace directory.
         json: file for the complete report, or None; `STDOUT` takes the place of the text.
         junit: file for the JUnit report, likewise.
+        html: file for the page, likewise.
         codes: run just these checks.
         names: keep only comparisons whose subject contains this text.
         detail: length of the text.
@@ -101,17 +110,25 @@ def judge_trace(
     from verifier.core import store
     from verifier.report import for_terminal, render_json, render_junit, render_text, report_of
 
-    report = report_of(store.read(path), str(path), only_codes=codes, only_names=names)
+    trace = store.read(path)
+    report = report_of(trace, str(path), only_codes=codes, only_names=names)
     if names and report.compared_nothing:
         raise UsageError(f"these checks compared nothing whose name contains `{names}`: leave --only out to see all")
-    if STDOUT not in (json, junit):
+    if STDOUT not in (json, junit, html):
         show(for_terminal(render_text(report, detail), sys.stdout))
-    for file, render in ((json, render_json), (junit, render_junit)):
+    for file, render in ((json, render_json), (junit, render_junit), (html, lambda found: _page(found, trace))):
         if file == STDOUT:
             show(render(report))
         elif file is not None:
             write_whole(file, render(report))
     return int(report.exit_code)
+
+
+def _page(report: Report, trace: Trace) -> str:
+    from verifier.page.drawn import html
+    from verifier.page.report_page import page_of_report
+
+    return html(page_of_report(report, trace))
 
 
 def run_and_judge(
@@ -121,6 +138,7 @@ def run_and_judge(
     *,
     json: Path | None,
     junit: Path | None,
+    html: Path | None = None,
     detail: Detail = Detail.USUAL,
 ) -> int:
     """Run something that leaves a trace, then judge the trace; also what a run that broke had recorded.
@@ -134,6 +152,7 @@ def run_and_judge(
         trace: trace directory.
         json: file for the complete report, as in `judge_trace`.
         junit: file for the JUnit report.
+        html: file for the page.
         detail: length of the text; at the shortest, no progress is shown.
 
     Raises:
@@ -151,9 +170,9 @@ def run_and_judge(
         complain(str(problem))  # before the checks, which take their time
         if (trace / "logs").is_dir():
             complain(f"logs of the run's processes are in `{trace / 'logs'}`")
-        judged = judge_trace(trace, json=json, junit=junit, detail=detail)
+        judged = judge_trace(trace, json=json, junit=junit, html=html, detail=detail)
         return int(ExitCode.VIOLATED if judged == ExitCode.VIOLATED else problem.exit_code)
-    return judge_trace(trace, json=json, junit=junit, detail=detail)
+    return judge_trace(trace, json=json, junit=junit, html=html, detail=detail)
 
 
 def save_traceback() -> str:
