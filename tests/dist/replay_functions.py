@@ -42,6 +42,36 @@ def replay(context: RankContext) -> dict[str, Any]:
     }
 
 
+def update(context: RankContext) -> list[int]:
+    """An update by the routers' own choice, twice: as it is, and with activations that are computed again.
+
+    Returns:
+        Global layers of this rank's routers.
+    """
+    from pathlib import Path
+
+    from trainer_functions import rollouts
+
+    from verifier.core.store import Recorder
+    from verifier.model.provider_megatron import DataParallel, build
+    from verifier.probes.routes_megatron import replaying
+    from verifier.train.router_replay_megatron import PROVIDER_FIELDS, routers_of
+    from verifier.train.step_megatron import backward, recomputed
+
+    args = context.args
+    built = build(
+        args["checkpoint"], Mesh(**args["mesh"]), dtype=args["dtype"], tier="cpu", overrides=PROVIDER_FIELDS,
+        data_parallel=DataParallel(),
+    )  # fmt: skip
+    probe = Recorder(Path(args["trace"]), "trainer", context.rank)
+    for version in (0, 1):
+        watched = replaying(probe, built, rollouts(), version, lambda shards: None, on=False)
+        with recomputed(built, on=version == 1), watched as (trained, follow):
+            backward(built, trained, micro_batch_size=2, on_shards=follow)
+    probe.close()
+    return [layer for chunk in built.chunks for layer in routers_of(chunk)]
+
+
 def _passes_are_alike(maps: list[torch.Tensor]) -> bool:
     """Of the four passes over a router, all but the third, by made-up routes, send every row to the same experts."""
     import torch

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
+from tests.dist.trainer_functions import rollouts
 from verifier.core import store
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest, MeshSizes
-from verifier.core.records_tokens import GivenRoutes, NaturalRouteLogprobs
+from verifier.core.records_tokens import OWN_ROUTES, GivenRoutes, NaturalRouteLogprobs, UsedRoutes
 from verifier.mesh import Mesh
 from verifier.model.tiny import write_tiny
 
@@ -58,3 +59,44 @@ def test_routes_are_obeyed_and_natural_ones_change_nothing(
     # Each token but a rollout's last, in each layer; and no router chooses so by itself.
     assert len(routes) == sum(lengths) * len(LAYERS[model])
     assert len(np.unique(np.sort(routes[:, 3:], axis=-1), axis=0)) > len(routes) / 3
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "dtype"),
+    [
+        ("qwen3-moe", {"tp": 2, "ep": 2}, "bfloat16"),
+        ("qwen3-moe", {"pp": 2, "cp": 2}, "bfloat16"),
+        ("nemotron-h", {}, "bfloat16"),
+        ("qwen3-moe", {"ep": 2, "dp": 2}, "float32"),
+    ],
+)
+def test_the_routers_own_choice_in_an_update_is_recorded_in_less_than_float32(
+    model, sizes, dtype, trainer_launcher, checkpoints, tmp_path
+):
+    mesh = Mesh(**sizes)
+    trace = store.create(tmp_path / "trace", Manifest(mesh=MeshSizes(**mesh.to_dict()), dtype=dtype))
+    trainer_launcher.run(
+        "replay_functions:update",
+        world_size=mesh.world_size,
+        run_dir=tmp_path / "ranks",
+        args={
+            "checkpoint": str(write_tiny(model, checkpoints, dtype=dtype)),
+            "mesh": sizes,
+            "dtype": dtype,
+            "trace": str(trace),
+        },
+        mesh=mesh,
+    )
+    seen = store.read(trace)
+    assert {item.name for item in seen.of(UsedRoutes)} == ({OWN_ROUTES} if dtype != "float32" else set())
+    if dtype == "float32":
+        return
+    parts = [[seen.array(item) for item in seen.of(UsedRoutes, version=version)] for version in (0, 1)]
+    assert len(parts[0]) == len(parts[1]) == mesh.world_size
+    once, again = (np.unique(np.concatenate(part), axis=0) for part in parts)
+    # Every token in each layer, whether its router runs once or twice, and the same experts.
+    num_tokens = sum(len(rollout) for rollout in rollouts())
+    assert len(np.unique(once[:, :3], axis=0)) == len(once) == num_tokens * len(LAYERS[model])
+    assert once.tolist() == again.tolist()
+    assert once[:, 3:].min() >= 0
+    assert (np.diff(once[:, 3:], axis=-1) > 0).all()

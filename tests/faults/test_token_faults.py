@@ -48,5 +48,13 @@ def test_a_model_with_a_derived_layout_shows_it_too(trials: Trials, name: str, m
     _passes(trials, replace(CATALOG[name], model=model, engine=NO_ENGINE))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["gates-not-normalised", "router-takes-no-routes"])
+def test_a_wrong_router_is_caught_in_bf16_too(trials: Trials, name: str) -> None:
+    """There transformers computes an update's gradient under the experts that the trainer's routers chose."""
+    _passes(trials, replace(CATALOG[name], dtype="bfloat16"))
+
+
 def test_one_of_each_stage_always_runs() -> None:
     assert {fault.stage for fault in FAULTS if fault.id in ALWAYS} == set(STAGES)

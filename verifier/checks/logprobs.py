@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from verifier.checks.content import owner_of, times
+from verifier.checks.repeated_tokens import counted_once, repeated_tokens
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance, describe_difference
@@ -68,16 +69,19 @@ class Bounds:
     """Bound on any token, per sequence."""
     body: Mapping[str, Tolerance] = field(default_factory=dict)
     """Bound on a statistic over all tokens, "mean" or "median"."""
+    once: np.ndarray | None = None
+    """Numbers of all tokens, if those with one number count once in them."""
 
 
 def bounds_of(
     trace: Trace, stage: Stage, name: str, version: int, lengths: Sequence[int], whole: Sequence[int] = (),
-    temperatures: Sequence[float] = (),
+    temperatures: Sequence[float] = (), numbers: np.ndarray | None = None,
 ) -> Bounds:  # fmt: skip
     """Return what one scoring may differ from the oracle by; the stage is that of the actual side.
 
     `lengths` are the log-probabilities of each sequence, `whole` its tokens, with those before the first scored one;
-    unknown where empty. `temperatures` are those of each sequence, 1 where empty.
+    unknown where empty. `temperatures` are those of each sequence, 1 where empty. `numbers` say which tokens are
+    repeated: against a floor, whose tokens all differ, they count once.
 
     In fp32 they are fixed, for checkpoints that are no coarser than those the bound was measured on; the run has
     measured the others: transformers in fp32 against itself in float64, at version 0, and on sampled steps of training,
@@ -118,16 +122,15 @@ def bounds_of(
     if not floors and stage is not Stage.REPLAY:
         forced = {item.name for item in trace.of(GivenRoutes)}
         free = (noise for noise in trace.of(type(measured[0])) if noise.name not in forced)
-        of_run = _bound(
-            max(free, key=lambda noise: float(noise.greatest), default=measured[0]), "greatest", of_run=True
-        )
+        noisiest = max(free, key=lambda noise: float(noise.greatest), default=measured[0])
+        of_run = _bound(noisiest, "greatest", of_run=True)
         greatest = [max(own, of_run, key=lambda bound: bound.absolute) for own in greatest]
-    body = {}
+    body, once = {}, numbers if floors else None
     if sum(lengths) >= FEW_TOKENS:
         for statistic in ("mean", "median") if floors else ("mean",):
             noisiest = max(noises, key=lambda noise: float(getattr(noise, statistic)))
-            body[statistic] = _bound(noisiest, statistic, sum(lengths))
-    return Bounds(greatest=tuple(greatest), body=body)
+            body[statistic] = _bound(noisiest, statistic, sum(lengths) if once is None else len(np.unique(once)))
+    return Bounds(greatest=tuple(greatest), body=body, once=once)
 
 
 def at_temperature(bound: Tolerance, temperature: float) -> Tolerance:
@@ -208,9 +211,8 @@ def compare_with_oracle(
                 expected=str(list(lengths)), actual=str(list(actual.lengths)), allowed="exact",
             )  # fmt: skip
             continue
-        bounds = bounds_of(
-            trace, actual.stage, expected.name, expected.version, lengths, expected.whole, _temperatures(actual)
-        )
+        asked = (expected.name, expected.version, lengths, expected.whole, _temperatures(actual))
+        bounds = bounds_of(trace, actual.stage, *asked, repeated_tokens(trace, actual, lengths))
         other = next(trace.of(third, name=actual.name, version=actual.version), None) if third else None
         heard = trace.array(other) if other is not None and other.lengths == lengths else np.full_like(got, np.nan)
         sides = [ragged.split(side, lengths) for side in (got, want, heard)]
@@ -224,7 +226,8 @@ def compare_with_oracle(
         if trace.manifest.dtype != "float32":  # where it is, the bound on each token says so
             yield _rounded(actual, got, actual_says)
         for name, bound in bounds.body.items():
-            value = float(STATISTICS[name](np.abs(got.astype(np.float64) - want.astype(np.float64))))
+            gaps = np.abs(got.astype(np.float64) - want.astype(np.float64))
+            value = float(STATISTICS[name](gaps if bounds.once is None else counted_once(gaps, bounds.once)))
             yield Comparison(
                 what=f"{actual.name} {name}", same=value <= bound.absolute, stage=actual.stage, version=actual.version,
                 badness=times(value, bound.absolute),

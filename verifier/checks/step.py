@@ -66,11 +66,12 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     off by twice the tensor's own noise, which is how far transformers' gradient in bf16 is from that in fp32, or the
     median of its layer's tensors', or of the same tensor's in all layers and updates of the version, if that is more:
     a few elements say little of how noisy they are. Routers flip in bf16, and the gradient of other experts tells
-    nothing: transformers takes the experts that rollouts say, or on sampled steps those that the trainer's own routers
-    chose in that update. No length is judged of an update in which fewer than ten tokens have a gradient: the noise of
-    one token is no measure of another's.
-    What it does not catch: parameters that receive no gradient on these tokens, or only from sure ones; on sampled
-    steps in bf16, routers that choose wrongly (LGP001).
+    nothing: transformers takes the experts that rollouts say, or else those that the trainer's own routers chose in
+    that update; in fp32 on sampled steps alone, and there where rounding decides. No length is judged of an update in
+    which fewer than ten tokens have a gradient: the noise of one token is no measure of another's.
+    What it does not catch: parameters that receive no gradient on these tokens, or only from sure ones; in bf16
+    routers that choose wrongly by themselves: LGP001 sees those that do so when they score, RPL001 those that do not
+    replay, and none sees those that do so in such an update alone.
     References: verl#5702, RL#3716, SkyRL#1751, SkyRL#1296, AReaL#1273, slime#987.
     """
     for item in trace.of(GradientRecord):

@@ -13,6 +13,9 @@ Tokens = tuple[int, ...]
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 """Share of the likeliest tokens of a distribution; samples beyond are counted. Truncation leaves none beyond."""
 
+OWN_ROUTES = "own routes"
+"""Name of `UsedRoutes` of an update whose routers chose by themselves."""
+
 
 class Rollouts(ArrayRecord, frozen=True, kw_only=True, tag="pack/rollouts"):
     """The rollouts of one pass over tokens, as the run handed them in.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from verifier.core.manifest import MeshSizes
 from verifier.core.reader import read
 from verifier.core.record import Measurement, Record, real
 from verifier.core.records_tokens import (
+    OWN_ROUTES,
     SHARES,
     DrawnTokens,
     DtypeNoise,
@@ -43,6 +45,7 @@ from verifier.core.records_tokens import (
     SampledTokens,
     ShapedTokens,
     TrainerLogprobs,
+    UsedRoutes,
 )
 from verifier.core.records_weights import OptimizerRule
 from verifier.core.trace import Trace
@@ -229,7 +232,7 @@ class _Recording:
         """Score by the routes that the trainer's routers were given."""
         name = next(self.seen.of(TrainerLogprobs, version=0)).name
         tokens, dtype = self._tokens(name, 0), self.seen.manifest.dtype
-        routes = self._routes(item, len(tokens))
+        routes = _by_sequence(self.seen.array(item), len(tokens))
         scored = {
             each: self.oracle.score(self.source.path, tokens, each, self.device, routes=routes)
             for each in {"float32", dtype}
@@ -244,11 +247,13 @@ class _Recording:
         rule, objective = next(seen.of(OptimizerRule), None), next(seen.of(Objective), None)
         if rule is None or objective is None:
             return
-        given = {item.version: item for item in seen.of(GivenRoutes) if item.version}  # the idle step replays none
+        given = {item.version: seen.array(item) for item in seen.of(GivenRoutes)}
+        given.pop(0, None)  # of a pass that scores: the idle step replays none
+        given |= self._own_routes()
         trained = sorted(seen.of(Rollouts, name="trained"), key=lambda record: record.version)
         batches = [self._batch(record) for record in trained]
         routes = [
-            self._routes(given[record.version], len(record.ids)) if record.version in given else []
+            _by_sequence(given[record.version], len(record.ids)) if record.version in given else []
             for record in trained
         ]  # fmt: skip
         numbers = {**_content(rule), **_content(objective)}
@@ -278,12 +283,21 @@ class _Recording:
             for tokens, mask, nats, reward in zip(*columns, record.rewards, strict=True)
         ]
 
-    def _routes(self, item: GivenRoutes, num_sequences: int) -> list[list[list[int]]]:
-        """Per sequence, rows of position, layer and experts."""
-        routes: list[list[list[int]]] = [[] for _ in range(num_sequences)]
-        for sequence, *row in self.seen.array(item).tolist():
-            routes[sequence].append(row)
-        return routes
+    def _own_routes(self) -> dict[int, np.ndarray]:
+        """Routes that the trainer's routers chose by themselves, of each update in which they were watched.
+
+        Nothing of an update in which a token has fewer experts than its layer's routers choose: nobody can be told so.
+        """
+        parts = defaultdict(list)
+        for item in self.seen.of(UsedRoutes, name=OWN_ROUTES):
+            parts[item.version].append(self.seen.array(item))
+        joined = {version: np.concatenate(arrays) for version, arrays in parts.items()}
+        # Ranks of one tensor-parallel group may see the same tokens.
+        return {
+            version: rows[np.unique(rows[:, :3], axis=0, return_index=True)[1]]
+            for version, rows in joined.items()
+            if (rows >= 0).all()
+        }
 
     def _emit(
         self, kind: type[OracleRecord], name: str, version: int, rows: Scored, whole: Sequence[int] | None = None
@@ -307,6 +321,14 @@ class _Recording:
         """Distances of what the engine reported at version 0 from the oracle, nats."""
         found = [value for item in self.seen.of(kind, version=0, name=name) for value in self.seen.array(item)]
         return [abs(float(x) - y) for x, y in zip(found, (value for row in exact for value in row), strict=True)]
+
+
+def _by_sequence(routes: np.ndarray, num_sequences: int) -> list[list[list[int]]]:
+    """Per sequence, rows of position, layer and experts; the array is that of `GivenRoutes`."""
+    found: list[list[list[int]]] = [[] for _ in range(num_sequences)]
+    for sequence, *row in routes.tolist():
+        found[sequence].append(row)
+    return found
 
 
 def noise_of_logprobs(name: str, version: int, rounded: Scored, exact: Scored, *, routed: bool = False) -> DtypeNoise:

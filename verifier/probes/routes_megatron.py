@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from verifier.core.record import Probe
 from verifier.core.records_tokens import (
+    OWN_ROUTES,
     ForcedRouteLogprobs,
     GivenRoutes,
     NaturalRouteLogprobs,
@@ -21,7 +22,7 @@ from verifier.core.records_tokens import (
 from verifier.data.rollout import MISSING_ROUTE, Rollout, route_rows
 from verifier.model.provider_megatron import TrainerModel
 from verifier.train.pack import PackedBatch
-from verifier.train.router_replay_megatron import RouterPass, Routing
+from verifier.train.router_replay_megatron import RouterPass, RouterWatch, Routing
 from verifier.train.step_megatron import OnShards, score
 
 
@@ -57,24 +58,30 @@ def replaying(
     """The rollouts of a training step; of a mixture of experts they have routes to be obeyed if it is `on`.
 
     Routes that no router would choose: then no rounding flips one, and gradients in bf16 are as near to transformers'
-    as a dense model's. Other steps go by the routers' own choice.
+    as a dense model's. Other steps go by the routers' own choice, which is recorded in less than float32: there the
+    gradient of other experts tells nothing of the trainer's.
 
     Yields:
         What to train on, and what has to be called with its micro-batches; it calls `on_shards` with them.
     """
-    if not on or not trainer.provider.num_moe_experts or not trainer.provider.moe_enable_routing_replay:
+    provider = trainer.provider
+    told = on or provider.params_dtype != torch.float32
+    if not told or not provider.num_moe_experts or not provider.moe_enable_routing_replay:
         yield rollouts, on_shards
         return
     routing = Routing(trainer)
-    made_up = _made_up(routing, rollouts)
-    with RouterPass(routing, made_up) as watch:
+    trained = _made_up(routing, rollouts) if on else rollouts
+    with (RouterPass if on else RouterWatch)(routing, trained) as watch:
 
         def both(shards: list[PackedBatch]) -> Callable[[], None] | None:
             watch.on_shards(shards)
             return on_shards(shards)
 
-        yield made_up, both
-    _record_choices(probe, routing, made_up, watch.choices(), version)
+        yield trained, both
+    if on:
+        _record_choices(probe, routing, trained, watch.choices(), version)
+    else:
+        probe.emit(UsedRoutes(name=OWN_ROUTES, version=version, coordinate=str(routing.at)), watch.choices())
 
 
 def _made_up(routing: Routing, rollouts: Sequence[Rollout]) -> list[Rollout]:

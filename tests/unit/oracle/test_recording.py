@@ -14,8 +14,11 @@ import pytest
 from verifier.core import store
 from verifier.core.manifest import Manifest
 from verifier.core.reader import read
+from verifier.core.record import Record
 from verifier.core.records_tokens import (
+    OWN_ROUTES,
     DrawnTokens,
+    GivenRoutes,
     GradientRecord,
     Objective,
     OracleLogprobs,
@@ -24,6 +27,7 @@ from verifier.core.records_tokens import (
     OracleOfSampled,
     SampledTokens,
     TrainerLogprobs,
+    UsedRoutes,
 )
 from verifier.core.records_weights import OptimizerRule
 from verifier.data.rollout import make_rollout
@@ -76,8 +80,8 @@ def source(tmp_path: Path) -> Checkpoint:
     return open_checkpoint(write_tiny("qwen3", tmp_path / "source"))
 
 
-def record(trace: Path, source: Checkpoint) -> Asked:
-    """A trace as ranks and engine leave it, and what the oracle adds."""
+def record(trace: Path, source: Checkpoint, *routes: tuple[Record, list[list[int]]]) -> Asked:
+    """A trace as ranks and engine leave it, with routes of a step, and what the oracle adds."""
     store.create(
         trace, Manifest(model="tiny:qwen3", dtype="float32", tier="cpu", scopes=("logprob", "gradient"), config=CONFIG)
     )
@@ -90,6 +94,8 @@ def record(trace: Path, source: Checkpoint) -> Asked:
     trainer.emit(*record_of_rollouts("trained", 1, ROLLOUTS))
     trainer.emit(RULE)
     trainer.emit(OBJECTIVE)
+    for item, rows in routes:
+        trainer.emit(item, np.array(rows, np.int32))
     trainer.close()
     engine = store.Recorder(trace, "engine", 0)
     sampled = SampledTokens(
@@ -132,3 +138,29 @@ def test_steps_are_judged_by_the_recorded_rollouts_objective_and_rule(tmp_path: 
     assert (rule["temperature"], rule["drift_weight"]) == (0.9, 0.3)
     (gradient,) = read(tmp_path / "trace").of(GradientRecord)
     assert gradient.gradient_norm == "nan"
+
+
+OWN = [
+    (UsedRoutes(name=OWN_ROUTES, version=1, coordinate="tp=0"), [[0, 0, 2, 4, 7], [1, 2, 2, 0, 3]]),
+    (UsedRoutes(name=OWN_ROUTES, version=1, coordinate="tp=1"), [[0, 0, 2, 4, 7], [0, 1, 2, 1, 5]]),
+]
+"""Of two ranks, which both see one token; rollout, position, layer and two experts."""
+
+
+def test_a_step_is_judged_under_the_experts_that_the_trainer_chose(tmp_path: Path, source: Checkpoint) -> None:
+    elsewhere = GivenRoutes(name="sentinel routes", version=0, rollouts=()), [[0, 0, 2, 6, 7]]  # of a pass that scores
+    _, _, routes, _ = record(tmp_path / "trace", source, elsewhere, *OWN).steps
+    assert routes == [[[[0, 2, 4, 7], [1, 2, 1, 5]], [[2, 2, 0, 3]]]]
+
+
+def test_routes_that_rollouts_carry_are_told(tmp_path: Path, source: Checkpoint) -> None:
+    given = GivenRoutes(name="sentinel routes", version=1, rollouts=()), [[1, 0, 2, 6, 7]]
+    _, _, routes, _ = record(tmp_path / "trace", source, given).steps
+    assert routes == [[[], [[0, 2, 6, 7]]]]
+
+
+def test_routes_of_too_few_experts_are_not_told(tmp_path: Path, source: Checkpoint) -> None:
+    """A router that drops experts of a token differs from transformers then, which chooses by itself."""
+    dropped = (UsedRoutes(name=OWN_ROUTES, version=1, coordinate="tp=1"), [[1, 0, 2, 4, -1]])
+    _, _, routes, _ = record(tmp_path / "trace", source, *OWN, dropped).steps
+    assert routes == [[]]

@@ -1,0 +1,51 @@
+"""Tokens that one scoring holds several times, behind the same tokens: conversations that begin alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from verifier.core import ragged
+from verifier.core.record import Record
+from verifier.core.records_tokens import Rollouts, SampledTokens
+from verifier.core.trace import Trace
+
+
+def repeated_tokens(trace: Trace, scoring: Record, lengths: Sequence[int]) -> np.ndarray:
+    """[N] int64, a number for each scored token, from 0; those behind the same tokens have the same one.
+
+    All differ where nobody says which tokens they are.
+
+    Args:
+        trace: holds the tokens, under the name and version of the scoring.
+        scoring: of the tokens.
+        lengths: scored tokens of each sequence, which are its last ones.
+    """
+    sequences = _sequences(trace, scoring)
+    if len(sequences) != len(lengths) or any(map(int.__lt__, map(len, sequences), lengths)):
+        return np.arange(sum(lengths))
+    numbers: dict[tuple[int, int], int] = {}
+    places: list[int] = []
+    for tokens, length in zip(sequences, lengths, strict=True):
+        number, path = -1, []
+        for token in tokens:
+            number = numbers.setdefault((number, token), len(numbers))
+            path.append(number)
+        places += path[len(path) - length :]
+    return np.unique(np.array(places, np.int64), return_inverse=True)[1]
+
+
+def counted_once(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Mean value of each different token: a repeated one says nothing new of how far they scatter."""
+    return np.bincount(numbers, values) / np.bincount(numbers)
+
+
+def _sequences(trace: Trace, scoring: Record) -> list[list[int]]:
+    """Tokens of what was scored or sampled under a name and version; none where nobody says."""
+    for sampled in trace.of(SampledTokens, name=scoring.name, version=scoring.version):
+        both = zip(sampled.prompts, sampled.tokens, strict=True)
+        return [[*prompt, *tokens] for prompt, tokens in both]
+    for item in trace.of(Rollouts, name=scoring.name, version=scoring.version):
+        return [part.tolist() for part in ragged.split(trace.arrays(item)["tokens"], item.lengths)]
+    return []
