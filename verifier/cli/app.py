@@ -35,6 +35,7 @@ from verifier.cli.results import (
     save_traceback,
     show,
 )
+from verifier.cli.watched_options import WatchOption, WatchPathOption, watched
 from verifier.config import (
     GoldenConfig,
     NoiseConfig,
@@ -96,10 +97,16 @@ def golden(
     html: HtmlOption = None,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
+    watch: WatchOption = False,
+    watch_path: WatchPathOption = None,
 ) -> int:
     """Load on a mesh, export, compare with the source bit by bit."""
     require_results(json, junit, html)
     detail = detail_of(quiet, verbose)
+    if watched(watch, watch_path):
+        from verifier.cli.watched import loop
+
+        return loop(config, watch_path, (json, junit))
     from verifier.runs.golden import write_manifest
     from verifier.runs.runner import Runner, run_once
 
@@ -122,10 +129,16 @@ def roundtrip(
     html: HtmlOption = None,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
+    watch: WatchOption = False,
+    watch_path: WatchPathOption = None,
 ) -> int:
     """Train, export, sync a live engine, compare; several times."""
     require_results(json, junit, html)
     detail = detail_of(quiet, verbose)
+    if watched(watch, watch_path):
+        from verifier.cli.watched import loop
+
+        return loop(config, watch_path, (json, junit))
     from verifier.runs.runner import Runner, run_once
 
     run = functools.partial(run_once, Runner.roundtrip, config)

@@ -36,6 +36,8 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verd
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Print every finding whole.")]
 STDOUT = Path("-")
 """File of results that stands for stdout."""
+LISTENERS: list[Callable[[Report], None]] = []
+"""Called with each report that is made."""
 
 
 def detail_of(quiet: bool, verbose: bool) -> Detail:
@@ -114,6 +116,8 @@ def judge_trace(
     report = report_of(trace, str(path), only_codes=codes, only_names=names)
     if names and report.compared_nothing:
         raise UsageError(f"these checks compared nothing whose name contains `{names}`: leave --only out to see all")
+    for listener in LISTENERS:
+        listener(report)
     if STDOUT not in (json, junit, html):
         show(for_terminal(render_text(report, detail), sys.stdout))
     for file, render in ((json, render_json), (junit, render_junit), (html, lambda found: _page(found, trace))):

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Collection
 
 import msgspec
 
@@ -14,7 +15,7 @@ from verifier.engine.api import EngineConfig
 from verifier.engine.client import EngineClient, EngineGone
 from verifier.errors import UsageError, VerifierError
 from verifier.launch.child import end_of, last_lines, spawn
-from verifier.launch.fork_server import ForkServer
+from verifier.launch.fork_server import ForkServer, Lent
 from verifier.launch.vigil import Vigil
 
 VLLM_ENVIRONMENT = {
@@ -30,7 +31,7 @@ VLLM_ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 """Set before torch and vLLM are imported: nothing is compiled, idle threads sleep, nothing is fetched."""
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Keeps imports from starting threads, which a forked server would miss; it has its share of the cores afterwards."""
 DEATH = "death"
 """File beside the socket in which a server leaves the reason that ended it."""
@@ -41,7 +42,9 @@ _MAX_DIRECTORY = 107 - len("/socket")
 """Bytes of a socket's path that Linux takes (unix(7), sun_path), less our file name."""
 
 
-def engine_fork_server(load_deadline_s: float = 300.0, vigil: Vigil | None = None) -> ForkServer:
+def engine_fork_server(
+    load_deadline_s: float = 300.0, vigil: Vigil | None = None, lent: Lent | None = None
+) -> ForkServer:
     """Configure the process that vLLM's engine servers are forked from; it starts with the first engine.
 
     Start engines from one thread that outlives them, and stop them before it. Importing vLLM has `load_deadline_s`.
@@ -49,23 +52,25 @@ def engine_fork_server(load_deadline_s: float = 300.0, vigil: Vigil | None = Non
     return ForkServer(
         "verifier.engine.server:preload",
         name="the process that forks engines",
-        environment={**VLLM_ENVIRONMENT, **_ONE_THREAD},
+        environment={**VLLM_ENVIRONMENT, **ONE_THREAD},
         load_deadline_s=load_deadline_s,
         vigil=vigil,
+        lent=lent,
     )
 
 
 class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
     """Starts an engine server, and does not wait for its model: start early. A fork server is waited for.
 
-    Start it from a thread that outlives the engine: the kernel kills the server when that thread ends. Only vLLM's is
-    forked; without a fork server it gets an interpreter of its own, as the others do. Errors call it `name`. Its death
-    ends the waits of its `vigil`, and the death of another process there ends the waits of its clients.
+    Start it from a thread that outlives the engine: the kernel kills the server when that thread ends. Only kinds in
+    `forks` are forked; without a fork server they get an interpreter of their own, as the others do. Errors call it
+    `name`. Its death ends the waits of its `vigil`, and the death of another process there ends the waits of its
+    clients.
     """
 
     def __init__(
         self, config: EngineConfig, fork_server: ForkServer | None = None, name: str = "the engine",
-        vigil: Vigil | None = None,
+        vigil: Vigil | None = None, forks: Collection[str] = ("vllm",),
     ) -> None:  # fmt: skip
         self.config, self._name, self._fork_server, self._vigil = config, name, fork_server, vigil or Vigil()
         self._grace_s, self._last_log = _GRACE_S, b""
@@ -80,7 +85,7 @@ class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
                     f"the folder for temporary files, `{folder.parent}`, has too long a name for sockets: set "
                     "TMPDIR to another"
                 )
-            if fork_server is None or config.kind != "vllm":
+            if fork_server is None or config.kind not in forks:
                 main = "verifier.engine.server:main"
                 with self._log.open("wb") as log:
                     self._server = spawn(main, list(arguments.values()), log, death_signal=signal.SIGKILL)

@@ -84,8 +84,11 @@ def load(config: EngineConfig, failures: WorkerFailures) -> Engine:
     if config.kind == "hf":
         if checkpoint.num_bytes <= KEPT_MEMORY_BYTES:
             keep_freed_memory()
+        import torch
+
         from verifier.engine.engine_hf import HfEngine
 
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it may have been imported before the fork
         return HfEngine(config)
     if importlib.util.find_spec("vllm") is None:
         raise UsageError("vLLM is not installed; install it, or use --engine hf")

@@ -25,7 +25,7 @@ from verifier.launch.failures import (
     RankState,
     known_error,
 )
-from verifier.launch.fork_server import ForkServer
+from verifier.launch.fork_server import ForkServer, Lent
 from verifier.launch.node_ranks import NodeRanks
 from verifier.launch.rank import JobSpec
 from verifier.launch.stack_failure import PEER_LOST
@@ -281,9 +281,12 @@ class ForkLauncher(ForkServer):
         preload: "package.module:function", called without arguments before the first fork; it must start no thread.
         load_deadline_s: seconds that imports may take.
         vigil: other processes whose death ends a job.
+        lent: see `ForkServer`.
     """
 
-    def __init__(self, *, preload: str = "", load_deadline_s: float = 300.0, vigil: Vigil | None = None) -> None:
+    def __init__(
+        self, *, preload: str = "", load_deadline_s: float = 300.0, vigil: Vigil | None = None, lent: Lent | None = None
+    ) -> None:
         super().__init__(
             *filter(None, ["verifier.launch.rank:preload", preload]),
             name="the process that forks ranks",
@@ -291,6 +294,7 @@ class ForkLauncher(ForkServer):
             environment={"OMP_NUM_THREADS": "1", **os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             load_deadline_s=load_deadline_s,
             vigil=vigil,
+            lent=lent,
         )
 
     def __enter__(self) -> Self:

@@ -16,12 +16,13 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe, connection, reduction
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import IO, Any, NoReturn, Self
 
 from verifier.errors import ContractError, InternalError, VerifierError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
@@ -36,6 +37,17 @@ _UNHEARD_S = 0.1
 """Seconds for a message that was sent before its sender ended."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lent:
+    """A fork server that another process has started for this one, and that ends with this end of its channel."""
+
+    pid: int
+    fd: int
+    """Descriptor of this end of its channel."""
+    log: Path
+    """File of its output."""
+
+
 class ForkServer:
     """The owner's end. Use it from one thread.
 
@@ -46,6 +58,7 @@ class ForkServer:
         environment: variables over those of this process.
         load_deadline_s: seconds that the preloads may take.
         vigil: other processes whose death ends the wait for the preloads; this one is watched beside them.
+        lent: a process that has been started already, with preloads of its own; None starts one.
     """
 
     def __init__(
@@ -55,8 +68,9 @@ class ForkServer:
         environment: Mapping[str, str] | None = None,
         load_deadline_s: float = 300.0,
         vigil: Vigil | None = None,
+        lent: Lent | None = None,
     ) -> None:
-        self.vigil = vigil or Vigil()
+        self.vigil, self._lent = vigil or Vigil(), lent
         self._preloads, self._name, self._environment = preloads, name, environment
         self._load_deadline_s = load_deadline_s
         self._process: Child | None = None
@@ -75,6 +89,18 @@ class ForkServer:
         """Start the process and its preloads, and go on; nothing if it was started."""
         if self._process is not None or self._death is not None:
             return
+        self._log: IO[bytes]
+        if self._lent is None:
+            self._spawn()
+        else:
+            self._channel = Channel(connection.Connection(self._lent.fd))
+            self._log = self._lent.log.open("rb")
+            self._process = Child(self._lent.pid, lambda: None)
+        assert self._process is not None, "it was just started"
+        self.vigil.keep(self._process, self.death)
+        self._load_until = time.monotonic() + self._load_deadline_s
+
+    def _spawn(self) -> None:
         ours, theirs = Pipe()
         self._channel = Channel(ours)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
@@ -88,8 +114,6 @@ class ForkServer:
                 environment=self._environment,
                 pass_fds=[theirs.fileno()],
             )
-        self.vigil.keep(self._process, self.death)
-        self._load_until = time.monotonic() + self._load_deadline_s
 
     @property
     def pid(self) -> int:
@@ -156,7 +180,10 @@ class ForkServer:
         if process is not None:
             self.vigil.drop(process)
             self._channel.close()
-            process.stop(_END_S)
+            if self._lent is None:
+                process.stop(_END_S)
+            else:  # who started it collects it
+                process.ended(_END_S)
             self._log.close()
 
     def _unheard(self) -> VerifierError | None:
@@ -200,11 +227,20 @@ class ForkServer:
 
 def serve(owner_fd: str, *preloads: str) -> NoReturn:
     """Be the fork server."""
-    owner = Channel(connection.Connection(int(owner_fd)))
+    be_server(Channel(connection.Connection(int(owner_fd))), [partial(call, name) for name in preloads])
+
+
+def call(function: str) -> None:
+    """Call "package.module:function" without arguments."""
+    resolve(function)()
+
+
+def be_server(owner: Channel, preloads: Sequence[Callable[[], object]]) -> NoReturn:
+    """Be the fork server, in a process that may itself be forked."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        for name in preloads:
-            resolve(name)()
+        for preload in preloads:
+            preload()
     except BaseException as error:  # reported to the owner, who raises it
         owner.send(to_record(error))
         raise

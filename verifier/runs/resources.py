@@ -6,6 +6,8 @@ import contextlib
 import functools
 import time
 from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +55,10 @@ class RunningEngine:
     """Everything that its ranks held right after the start, if it serves several runs."""
 
 
+LENT: ContextVar[Callable[[], Resources] | None] = ContextVar("LENT", default=None)
+"""Maker of the resources of `run_once` where others have imported the libraries; None: cold ones."""
+
+
 class Resources:
     """Launcher, engines and oracle, each started when it is first asked for.
 
@@ -65,6 +71,8 @@ class Resources:
     Args:
         warm: keep everything until the end.
         launcher: one whose owner ends it, with Megatron imported; None starts one.
+        engines: what vLLM's engines are forked from, likewise.
+        oracles: what transformers is forked from, for oracle and engine; None gives each an interpreter of its own.
         collective_deadline_s: seconds that a rank waits for others, and rank 0 for the engine.
     """
 
@@ -73,13 +81,15 @@ class Resources:
         *,
         warm: bool = False,
         launcher: ForkLauncher | None = None,
+        engines: ForkServer | None = None,
+        oracles: ForkServer | None = None,
         collective_deadline_s: float = COLLECTIVE_DEADLINE_S,
     ) -> None:
         self.warm, self.collective_deadline_s = warm, collective_deadline_s
         self._stack = contextlib.ExitStack()
         self._launcher = launcher
         self._vigil = Vigil() if launcher is None else launcher.vigil
-        self._fork_server: ForkServer | None = None
+        self._fork_server, self._oracles = engines, oracles
         self._engines: dict[EngineConfig, RunningEngine] = {}
         self._started: deque[EngineProcess] = deque(maxlen=_LOGS)
         self._oracle: Oracle | None = None
@@ -113,10 +123,7 @@ class Resources:
         if config.lora_rank:
             self.stop_engine(config)
         if config not in self._engines:
-            if self._fork_server is None:
-                server = engine_fork_server(until.left("the engine was started"), self._vigil)
-                self._fork_server = self._stack.enter_context(server)
-            process = EngineProcess(config, fork_server=self._fork_server, name=name, vigil=self._vigil)
+            process = self._process(config, until, name)
             self._started.append(process)
             with contextlib.ExitStack() as until_ready:
                 until_ready.callback(process.stop)
@@ -129,10 +136,19 @@ class Resources:
             self._stack.callback(self.stop_engine, config)  # before what it was forked from
         return self._engines[config]
 
+    def _process(self, config: EngineConfig, until: Deadline, name: str) -> EngineProcess:
+        """A process that begins to be this engine."""
+        if config.kind == "hf":
+            return EngineProcess(config, fork_server=self._oracles, name=name, vigil=self._vigil, forks=("hf",))
+        if self._fork_server is None:
+            server = engine_fork_server(until.left("the engine was started"), self._vigil)
+            self._fork_server = self._stack.enter_context(server)
+        return EngineProcess(config, fork_server=self._fork_server, name=name, vigil=self._vigil)
+
     def oracle(self, checkpoint: Path, until: Deadline) -> Oracle:
         """The oracle, which judges any checkpoint; it starts with this one while the caller goes on."""
         if self._oracle is None:
-            start = functools.partial(EngineProcess, vigil=self._vigil)
+            start = functools.partial(EngineProcess, fork_server=self._oracles, vigil=self._vigil, forks=("hf",))
             oracle = Oracle(checkpoint, until.left("the oracle was started"), start)
             self._oracle = self._stack.enter_context(oracle)
         return self._oracle

@@ -26,7 +26,7 @@ from verifier.runs.derived_layout import with_layout
 from verifier.runs.ended import record_failure
 from verifier.runs.model_notes import notes_of
 from verifier.runs.model_under_test import ModelUnderTest, open_for_roundtrip, open_model
-from verifier.runs.resources import Deadline, Resources, RunningEngine
+from verifier.runs.resources import LENT, Deadline, Resources, RunningEngine
 from verifier.runs.run_manifest import manifest_of
 from verifier.runs.scenario import made_up
 from verifier.runs.spec import RunSpec, engine_config, place, run_spec
@@ -236,6 +236,6 @@ class Runner:
 
 
 def run_once[C, R](run: Callable[[Runner, C], R], config: C, progress: Progress) -> R:
-    """Run a method of `Runner`, such as `Runner.golden`, on cold resources."""
-    with Resources() as resources:
+    """Run a method of `Runner`, such as `Runner.golden`, on cold resources, or on those that are `LENT`."""
+    with (LENT.get() or Resources)() as resources:
         return run(Runner(resources, progress), config)

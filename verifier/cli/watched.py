@@ -1,0 +1,176 @@
+"""`--watch`: the same command again whenever a file changes, with the heavy libraries kept imported."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from verifier.cli.results import STDOUT, complain, show
+from verifier.config import GoldenConfig, RoundtripConfig
+from verifier.core import store
+from verifier.core.work_folder import sweep, work_folder
+from verifier.errors import UsageError, VerifierError
+from verifier.watch import changes
+from verifier.watch.warm_servers import ENGINES, ORACLES, RANKS, Libraries, WarmServers
+
+_LEAST_DEADLINE_S = 300.0
+"""Seconds over `--timeout` that a round may take, for checks and for what comes to an end."""
+_LOOP = ("verifier.cli.watched", "verifier.errors", "verifier.engine.process", "verifier.launch", "verifier.watch")
+"""Modules that the loop's own process runs, whose change starts it anew; of others it needs nothing that moves."""
+_NAMED = 3
+"""Changed files that are named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """What a round came to."""
+
+    code: int
+    verdicts: Mapping[str, str]
+    """Code of a check -> its verdict; empty where nothing was judged."""
+
+
+def loop(
+    config: GoldenConfig | RoundtripConfig,
+    paths: Sequence[Path] | None,
+    results: Collection[Path | None] = (),
+) -> int:
+    """Run the command that this process was started with in rounds, until a signal ends it.
+
+    Args:
+        config: of the first round; each reads its own.
+        paths: files and folders to watch beside those that the command implies.
+        results: files that results were asked for in.
+
+    Raises:
+        UsageError: what was asked makes no sense in rounds.
+    """
+    if STDOUT in results:
+        raise UsageError("--watch prints the text of each round: give --json and --junit a file")
+    if isinstance(config, GoldenConfig) and config.record:
+        raise UsageError("--watch would record a manifest in each round: use --record without it")
+    for path in paths or ():
+        if not path.exists():
+            raise UsageError(f"--watch-path names `{path}`, which does not exist")
+    roots = _roots(config, paths or ())
+    with work_folder("watch") as folder, WarmServers(_libraries(config), folder, config.timeout_s) as servers:
+        try:
+            _rounds(config, roots, servers)
+        finally:
+            sweep()
+    return 0  # never: a signal ends it
+
+
+def _libraries(config: GoldenConfig | RoundtripConfig) -> dict[str, Libraries]:
+    wanted = {"launcher": RANKS, "oracles": ORACLES}
+    if isinstance(config, RoundtripConfig) and config.engine.kind == "vllm":
+        wanted["engines"] = ENGINES
+    return wanted
+
+
+def _roots(config: GoldenConfig | RoundtripConfig, paths: Sequence[Path]) -> list[Path]:
+    """Files and folders to watch: this package, megatron-bridge's models, a local checkpoint, files that are read."""
+    found = [Path(__file__).resolve().parents[1]]
+    with contextlib.suppress(metadata.PackageNotFoundError):  # the first round says so
+        found.append(Path(str(metadata.distribution("megatron-bridge").locate_file("megatron/bridge/models"))))
+    if Path(config.model).is_dir():
+        found.append(Path(config.model))
+    found += [Path(word) for word in sys.argv[1:] if word.endswith((".yaml", ".yml", ".json")) and Path(word).is_file()]
+    if isinstance(config, GoldenConfig) and config.against is not None:
+        found.append(config.against)
+    return [*dict.fromkeys(path.resolve() for path in [*found, *paths])]
+
+
+def _rounds(config: GoldenConfig | RoundtripConfig, roots: Sequence[Path], servers: WarmServers) -> None:
+    def look() -> dict[Path, changes.Stamp]:
+        return changes.stamps(roots)
+
+    seen, why, number = look(), "", 0
+    verdicts: Mapping[str, str] = {}
+    show(f"watch: {len(seen)} files in {', '.join(f'`{path}`' for path in roots)}; Ctrl-C ends\n\n")
+    while True:
+        number += 1
+        began = time.monotonic()
+        if number > 1:
+            store.discard(config.trace)
+        try:
+            played = _play(config, servers, edited=number > 1)
+        except VerifierError as problem:
+            complain(str(problem))
+        else:
+            took = f"{time.monotonic() - began:.1f} s"
+            libraries = ", with the import of libraries" if number == 1 else why
+            show(f"\nwatch: round {number} took {took}{libraries}{_news(verdicts, played.verdicts)}\n")
+            verdicts = played.verdicts or verdicts
+        while True:
+            show("watch: waiting for a change\n")
+            changed, seen = changes.next_change(seen, look)
+            show(f"\nwatch: {_names(changed)} changed\n")
+            if not (errors := changes.syntax_errors(changed)):
+                break
+            for sentence in errors:
+                complain(f"not judged, for Python cannot read it: {sentence}")
+        if _runs_loop(changed):
+            show("watch: that is the loop's own code, which starts anew\n")
+            servers.__exit__()
+            store.discard(config.trace)
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - this very command
+        imported = servers.note(changed)
+        why = f", with the import of {', '.join(imported)}" if imported else ""
+
+
+def _play(config: GoldenConfig | RoundtripConfig, servers: WarmServers, *, edited: bool) -> Played:
+    """One round, in a process of its own that prints to where this one does."""
+    words = _without_watch(sys.argv[1:])
+    if not any(word.startswith(("--trace", "trace=")) for word in words):
+        words.append(f"trace={config.trace}")
+    arguments = {"words": words, "environment": dict(os.environ), "write_caches": not edited}
+    deadline_s = config.timeout_s + _LEAST_DEADLINE_S
+    found = servers.play("verifier.cli.watched_round:play", arguments, deadline_s, [1, 2])
+    return Played(code=found["code"], verdicts=found["verdicts"])
+
+
+def _without_watch(words: Sequence[str]) -> list[str]:
+    """The words of the command without those of the loop."""
+    found, skip = [], False
+    for word in words:
+        if skip:
+            skip = False
+        elif word == "--watch-path":
+            skip = True
+        elif word != "--watch" and not word.startswith("--watch-path="):
+            found.append(word)
+    return found
+
+
+def _runs_loop(changed: Collection[Path]) -> bool:
+    mine = {
+        str(getattr(module, "__file__", "")) for name, module in list(sys.modules.items()) if name.startswith(_LOOP)
+    }
+    return any(str(path) in mine for path in changed)
+
+
+def _news(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """What changed in the verdicts of checks since the last round that had any."""
+    if not now:
+        return "; nothing was judged"
+    if not before:
+        return ""
+    moved: dict[str, list[str]] = {}
+    for code in sorted(before.keys() | now.keys()):
+        if before.get(code) != now.get(code):
+            moved.setdefault(now.get(code, "not judged"), []).append(code)
+    said = [f"newly {verdict}: {', '.join(codes)}" for verdict, codes in moved.items()]
+    return "; " + ("; ".join(said) or "no verdict changed")
+
+
+def _names(changed: Sequence[Path]) -> str:
+    shown = ", ".join(f"`{path.name}`" for path in changed[:_NAMED])
+    rest = len(changed) - _NAMED
+    return f"{shown} and {rest} more" if rest > 0 else shown
