@@ -17,11 +17,15 @@ from verifier.core import store
 from verifier.core.work_folder import sweep, work_folder
 from verifier.errors import UsageError, VerifierError
 from verifier.watch import changes
+from verifier.watch.kept_engines import KeptEngines
 from verifier.watch.warm_servers import ENGINES, ORACLES, RANKS, Libraries, WarmServers
 
 _LEAST_DEADLINE_S = 300.0
 """Seconds over `--timeout` that a round may take, for checks and for what comes to an end."""
-_LOOP = ("verifier.cli.watched", "verifier.errors", "verifier.engine.process", "verifier.launch", "verifier.watch")
+_LOOP = (
+    "verifier.cli.watched", "verifier.errors", "verifier.engine.api", "verifier.engine.process", "verifier.launch",
+    "verifier.watch",
+)  # fmt: skip
 """Modules that the loop's own process runs, whose change starts it anew; of others it needs nothing that moves."""
 _NAMED = 3
 """Changed files that are named."""
@@ -60,10 +64,14 @@ def loop(
             raise UsageError(f"--watch-path names `{path}`, which does not exist")
     roots = _roots(config, paths or ())
     with work_folder("watch") as folder, WarmServers(_libraries(config), folder, config.timeout_s) as servers:
-        try:
-            _rounds(config, roots, servers)
-        finally:
-            sweep()
+        kinds = {"hf": servers["oracles"]}
+        if "engines" in _libraries(config):
+            kinds["vllm"] = servers["engines"]
+        with contextlib.closing(KeptEngines(kinds, folder)) as engines:
+            try:
+                _rounds(config, roots, servers, engines)
+            finally:
+                sweep()
     return 0  # never: a signal ends it
 
 
@@ -87,7 +95,9 @@ def _roots(config: GoldenConfig | RoundtripConfig, paths: Sequence[Path]) -> lis
     return [*dict.fromkeys(path.resolve() for path in [*found, *paths])]
 
 
-def _rounds(config: GoldenConfig | RoundtripConfig, roots: Sequence[Path], servers: WarmServers) -> None:
+def _rounds(
+    config: GoldenConfig | RoundtripConfig, roots: Sequence[Path], servers: WarmServers, engines: KeptEngines
+) -> None:
     def look() -> dict[Path, changes.Stamp]:
         return changes.stamps(roots)
 
@@ -100,9 +110,10 @@ def _rounds(config: GoldenConfig | RoundtripConfig, roots: Sequence[Path], serve
         if number > 1:
             store.discard(config.trace)
         try:
-            played = _play(config, servers, edited=number > 1)
+            played = _play(config, servers, engines, edited=number > 1)
         except VerifierError as problem:
             complain(str(problem))
+            engines.close()
         else:
             took = f"{time.monotonic() - began:.1f} s"
             libraries = ", with the import of libraries" if number == 1 else why
@@ -118,21 +129,29 @@ def _rounds(config: GoldenConfig | RoundtripConfig, roots: Sequence[Path], serve
                 complain(f"not judged, for Python cannot read it: {sentence}")
         if _runs_loop(changed):
             show("watch: that is the loop's own code, which starts anew\n")
+            engines.close()
             servers.__exit__()
             store.discard(config.trace)
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - this very command
+        engines.note(changed, Path(config.model) if Path(config.model).is_dir() else None)
         imported = servers.note(changed)
+        if ENGINES.name in imported:
+            engines.close()
         why = f", with the import of {', '.join(imported)}" if imported else ""
 
 
-def _play(config: GoldenConfig | RoundtripConfig, servers: WarmServers, *, edited: bool) -> Played:
+def _play(
+    config: GoldenConfig | RoundtripConfig, servers: WarmServers, engines: KeptEngines, *, edited: bool
+) -> Played:
     """One round, in a process of its own that prints to where this one does."""
     words = _without_watch(sys.argv[1:])
     if not any(word.startswith(("--trace", "trace=")) for word in words):
         words.append(f"trace={config.trace}")
     arguments = {"words": words, "environment": dict(os.environ), "write_caches": not edited}
     deadline_s = config.timeout_s + _LEAST_DEADLINE_S
-    found = servers.play("verifier.cli.watched_round:play", arguments, deadline_s, [1, 2])
+    found = servers.play("verifier.cli.watched_round:play", arguments, deadline_s, [1, 2], engines.answer)
+    if found["failed"]:
+        engines.close()
     return Played(code=found["code"], verdicts=found["verdicts"])
 
 

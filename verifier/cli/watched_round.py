@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from verifier.launch.fork_server import Lent
 
 if TYPE_CHECKING:
     from verifier.runs.resources import Resources
+    from verifier.watch.kept_engines import RoundResources
 
 
 def play(
@@ -46,7 +47,9 @@ def play(
         item["name"]: Lent(pid=item["pid"], fd=fd, log=Path(item["log"])) for fd, item in zip(fds, lent, strict=True)
     }
     verdicts: dict[str, str] = {}
-    channel.send({"code": _command(words, found, verdicts), "verdicts": verdicts})
+    used: list[RoundResources] = []
+    code = _command(words, partial(_resources, channel, found, used), verdicts)
+    channel.send({"code": code, "verdicts": verdicts, "failed": any(item.failed for item in used)})
 
 
 def _stop(signum: int, frame: object) -> None:
@@ -54,7 +57,7 @@ def _stop(signum: int, frame: object) -> None:
     raise Stopped(signum)
 
 
-def _command(words: Sequence[str], lent: dict[str, Lent], verdicts: dict[str, str]) -> int:
+def _command(words: Sequence[str], lend: Callable[[], Resources], verdicts: dict[str, str]) -> int:
     try:
         from verifier.cli import results
         from verifier.cli.app import run
@@ -66,7 +69,7 @@ def _command(words: Sequence[str], lent: dict[str, Lent], verdicts: dict[str, st
     results.LISTENERS.append(
         lambda report: verdicts.update({item.code: item.verdict.name.lower() for item in report.outcomes})
     )
-    resources.LENT.set(partial(_resources, lent))
+    resources.LENT.set(lend)
     code = run(list(words))
     return int(code) if code is not None else int(ExitCode.INTERNAL)
 
@@ -80,17 +83,16 @@ def _where(problem: Exception) -> str:
     return f"{type(problem).__name__}: {problem}{place}"
 
 
-def _resources(lent: dict[str, Lent]) -> Resources:
-    from verifier.engine.process import engine_fork_server
+def _resources(channel: Channel, lent: dict[str, Lent], used: list[RoundResources]) -> Resources:
     from verifier.launch.fork_launcher import ForkLauncher
     from verifier.launch.fork_server import ForkServer
     from verifier.launch.vigil import Vigil
-    from verifier.runs.resources import Resources
+    from verifier.watch.kept_engines import RoundResources
 
     vigil = Vigil()
     launcher = ForkLauncher(lent=lent["launcher"], vigil=vigil)
-    engines = engine_fork_server(vigil=vigil, lent=lent["engines"]) if "engines" in lent else None
     oracles = ForkServer(name="the process that forks the oracle", vigil=vigil, lent=lent["oracles"])
-    for server in filter(None, (launcher, engines, oracles)):
+    for server in (launcher, oracles):
         server.start()
-    return Resources(launcher=launcher, engines=engines, oracles=oracles)
+    used.append(RoundResources(channel, launcher=launcher, oracles=oracles))
+    return used[-1]

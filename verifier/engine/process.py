@@ -15,7 +15,7 @@ from verifier.engine.api import EngineConfig
 from verifier.engine.client import EngineClient, EngineGone
 from verifier.errors import UsageError, VerifierError
 from verifier.launch.child import end_of, last_lines, spawn
-from verifier.launch.fork_server import ForkServer, Lent
+from verifier.launch.fork_server import ForkServer
 from verifier.launch.vigil import Vigil
 
 VLLM_ENVIRONMENT = {
@@ -42,9 +42,7 @@ _MAX_DIRECTORY = 107 - len("/socket")
 """Bytes of a socket's path that Linux takes (unix(7), sun_path), less our file name."""
 
 
-def engine_fork_server(
-    load_deadline_s: float = 300.0, vigil: Vigil | None = None, lent: Lent | None = None
-) -> ForkServer:
+def engine_fork_server(load_deadline_s: float = 300.0, vigil: Vigil | None = None) -> ForkServer:
     """Configure the process that vLLM's engine servers are forked from; it starts with the first engine.
 
     Start engines from one thread that outlives them, and stop them before it. Importing vLLM has `load_deadline_s`.
@@ -55,7 +53,6 @@ def engine_fork_server(
         environment={**VLLM_ENVIRONMENT, **ONE_THREAD},
         load_deadline_s=load_deadline_s,
         vigil=vigil,
-        lent=lent,
     )
 
 

@@ -71,7 +71,6 @@ class Resources:
     Args:
         warm: keep everything until the end.
         launcher: one whose owner ends it, with Megatron imported; None starts one.
-        engines: what vLLM's engines are forked from, likewise.
         oracles: what transformers is forked from, for oracle and engine; None gives each an interpreter of its own.
         collective_deadline_s: seconds that a rank waits for others, and rank 0 for the engine.
     """
@@ -81,7 +80,6 @@ class Resources:
         *,
         warm: bool = False,
         launcher: ForkLauncher | None = None,
-        engines: ForkServer | None = None,
         oracles: ForkServer | None = None,
         collective_deadline_s: float = COLLECTIVE_DEADLINE_S,
     ) -> None:
@@ -89,7 +87,8 @@ class Resources:
         self._stack = contextlib.ExitStack()
         self._launcher = launcher
         self._vigil = Vigil() if launcher is None else launcher.vigil
-        self._fork_server, self._oracles = engines, oracles
+        self._fork_server: ForkServer | None = None
+        self._oracles = oracles
         self._engines: dict[EngineConfig, RunningEngine] = {}
         self._started: deque[EngineProcess] = deque(maxlen=_LOGS)
         self._oracle: Oracle | None = None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verifier.engine.process import ONE_THREAD, VLLM_ENVIRONMENT
-from verifier.errors import InternalError
+from verifier.errors import InternalError, VerifierError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
 from verifier.launch.child import Child
 from verifier.launch.fork_server import ForkServer
@@ -29,6 +30,8 @@ class Libraries:
     preloads: tuple[str, ...]
     then: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    rounds: bool = True
+    """Each round gets a fork of it; of others the loop has one."""
 
 
 RANKS = Libraries(
@@ -41,6 +44,7 @@ ENGINES = Libraries(
     name="vLLM",
     preloads=("verifier.watch.libraries_vllm:preload",),
     then=("verifier.engine.server:preload",),
+    rounds=False,
     environment={**VLLM_ENVIRONMENT, **ONE_THREAD},
 )
 ORACLES = Libraries(
@@ -152,7 +156,17 @@ class WarmServers:
         log = self._folder / "looks.log"
         return [item.libraries.name for item in self._servers.values() if item.note(changed, log)]
 
-    def play(self, function: str, arguments: Mapping[str, Any], deadline_s: float, fds: Sequence[int]) -> Any:
+    def __getitem__(self, name: str) -> WarmServer:
+        return self._servers[name]
+
+    def play(
+        self,
+        function: str,
+        arguments: Mapping[str, Any],
+        deadline_s: float,
+        fds: Sequence[int],
+        answer: Callable[[Mapping[str, Any]], Any],
+    ) -> Any:
         """Run a function in a process that has imported nothing of ours but what a fork needs; returns what it sends.
 
         Args:
@@ -161,6 +175,7 @@ class WarmServers:
             arguments: JSON values.
             deadline_s: seconds that it may take.
             fds: descriptors that it gets.
+            answer: answers messages with "engine", which are requests; any other is the last one.
 
         Raises:
             InternalError: it died or did not end in time.
@@ -170,6 +185,8 @@ class WarmServers:
         with contextlib.ExitStack() as stack:
             lent, wires = [], []
             for name, server in self._servers.items():
+                if not server.libraries.rounds:
+                    continue
                 log = self._folder / f"{name}.log"
                 log.write_bytes(b"")
                 child, channel = server.lend(log)
@@ -182,8 +199,15 @@ class WarmServers:
             stack.enter_context(ending(player, told))
             for wire in wires:
                 wire.close()  # the round has its own
+            until = time.monotonic() + deadline_s
             try:
-                return told.receive(deadline_s)
+                while "engine" in (message := told.receive(until - time.monotonic())):
+                    try:
+                        reply = {"answer": answer(message)}
+                    except VerifierError as problem:
+                        reply = {"refused": str(problem)}
+                    told.send(reply)
+                return message
             except DeadlinePassed:
                 raise InternalError(f"the round did not end within {deadline_s:g} s") from None
             except ChannelClosed:
