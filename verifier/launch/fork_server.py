@@ -138,8 +138,9 @@ class ForkServer:
             what = f"load {', '.join(self._preloads)} within {self._load_deadline_s:g} s"
             record = self._receive(self._load_until - time.monotonic(), what, self.vigil)
             if record is not None:
+                self._death = self._refused(record)
                 self.close()
-                raise self._refused(record)
+                raise self._death
             self._loaded = True
 
     def fork(
