@@ -59,9 +59,9 @@ def test_a_row_is_broken_and_mended(tmp_path):
 
         session.write_text(ranks + '\nraise RuntimeError("said by ranks")\n')
         assert "said by ranks" in (broken := rounds(output, 5))
-        assert "nothing was judged" in broken
+        assert "newly inconclusive: WGT001" in broken
         session.write_text(ranks)
-        assert "no verdict changed" in rounds(output, 6)
+        assert "newly holds: WGT001" in rounds(output, 6)
 
         (model / "config.json").touch()
         assert "`config.json` changed" in rounds(output, 7)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +17,7 @@ from verifier.core import store
 from verifier.core.work_folder import sweep, work_folder
 from verifier.errors import UsageError, VerifierError
 from verifier.watch import changes
-from verifier.watch.kept_engines import KeptEngines
+from verifier.watch.kept_engines import Kept
 from verifier.watch.warm_servers import ENGINES, ORACLES, RANKS, Libraries, WarmServers
 
 _LEAST_DEADLINE_S = 300.0
@@ -67,9 +67,9 @@ def loop(
         kinds = {"hf": servers["oracles"]}
         if "engines" in _libraries(config):
             kinds["vllm"] = servers["engines"]
-        with contextlib.closing(KeptEngines(kinds, folder)) as engines:
+        with contextlib.closing(Kept(kinds, folder)) as kept:
             try:
-                _rounds(config, roots, servers, engines)
+                _rounds(config, roots, servers, kept)
             finally:
                 sweep()
     return 0  # never: a signal ends it
@@ -95,63 +95,81 @@ def _roots(config: GoldenConfig | RoundtripConfig, paths: Sequence[Path]) -> lis
     return [*dict.fromkeys(path.resolve() for path in [*found, *paths])]
 
 
-def _rounds(
-    config: GoldenConfig | RoundtripConfig, roots: Sequence[Path], servers: WarmServers, engines: KeptEngines
-) -> None:
+def _rounds(config: GoldenConfig | RoundtripConfig, roots: Sequence[Path], servers: WarmServers, kept: Kept) -> None:
     def look() -> dict[Path, changes.Stamp]:
         return changes.stamps(roots)
 
-    seen, why, number = look(), "", 0
+    seen, number = look(), 0
+    edited: set[Path] = set()
     verdicts: Mapping[str, str] = {}
     show(f"watch: {len(seen)} files in {', '.join(f'`{path}`' for path in roots)}; Ctrl-C ends\n\n")
     while True:
         number += 1
         began = time.monotonic()
-        if number > 1:
-            store.discard(config.trace)
         try:
-            played = _play(config, servers, engines, edited=number > 1)
+            imported = _note(config, edited, servers, kept)
+            played = _play(config, servers, kept, edited=number > 1)
         except VerifierError as problem:
             complain(str(problem))
-            engines.close()
+            kept.close()
+            servers.close()
+            show(f"\nwatch: round {number} broke; the next one imports all libraries again\n")
         else:
-            took = f"{time.monotonic() - began:.1f} s"
-            libraries = ", with the import of libraries" if number == 1 else why
-            show(f"\nwatch: round {number} took {took}{libraries}{_news(verdicts, played.verdicts)}\n")
+            libraries = f", with the import of {', '.join(imported)}" if imported else ""
+            took = f"{time.monotonic() - began:.1f} s{libraries}"
+            show(f"\nwatch: round {number} took {took}{_news(verdicts, played.verdicts)}\n")
             verdicts = played.verdicts or verdicts
-        while True:
-            show("watch: waiting for a change\n")
-            changed, seen = changes.next_change(seen, look)
-            show(f"\nwatch: {_names(changed)} changed\n")
-            if not (errors := changes.syntax_errors(changed)):
-                break
-            for sentence in errors:
-                complain(f"not judged, for Python cannot read it: {sentence}")
-        if _runs_loop(changed):
+        edited, seen = _edited(seen, look)
+        store.discard(config.trace)
+        if _runs_loop(edited):
             show("watch: that is the loop's own code, which starts anew\n")
-            engines.close()
-            servers.__exit__()
-            store.discard(config.trace)
+            kept.close()
+            servers.close()
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - this very command
-        engines.note(changed, Path(config.model) if Path(config.model).is_dir() else None)
-        imported = servers.note(changed)
-        if ENGINES.name in imported:
-            engines.close()
-        why = f", with the import of {', '.join(imported)}" if imported else ""
 
 
-def _play(
-    config: GoldenConfig | RoundtripConfig, servers: WarmServers, engines: KeptEngines, *, edited: bool
-) -> Played:
+def _edited(
+    seen: dict[Path, changes.Stamp], look: Callable[[], dict[Path, changes.Stamp]]
+) -> tuple[set[Path], dict[Path, changes.Stamp]]:
+    """Wait for changes that Python can read; returns the changed files, and the stamps of all."""
+    edited: set[Path] = set()
+    while True:
+        show("watch: waiting for a change\n")
+        changed, seen = changes.next_change(seen, look)
+        edited.update(changed)
+        show(f"\nwatch: {_names(changed)} changed\n")
+        if not (errors := changes.syntax_errors(sorted(edited))):
+            return edited, seen
+        for sentence in errors:
+            complain(f"not judged, for Python cannot read it: {sentence}")
+
+
+def _note(
+    config: GoldenConfig | RoundtripConfig, edited: Collection[Path], servers: WarmServers, kept: Kept
+) -> list[str]:
+    """End what has edited files in it; returns the libraries that the next round imports."""
+    missing = servers.missing()
+    if edited and not missing:
+        kept.note(edited, Path(config.model) if Path(config.model).is_dir() else None)
+        missing = servers.note(edited)
+        if {ENGINES.name, ORACLES.name} & set(missing):
+            kept.close()
+    return missing
+
+
+def _play(config: GoldenConfig | RoundtripConfig, servers: WarmServers, kept: Kept, *, edited: bool) -> Played:
     """One round, in a process of its own that prints to where this one does."""
     words = _without_watch(sys.argv[1:])
     if not any(word.startswith(("--trace", "trace=")) for word in words):
         words.append(f"trace={config.trace}")
-    arguments = {"words": words, "environment": dict(os.environ), "write_caches": not edited}
+    arguments = {
+        "words": words, "environment": dict(os.environ), "write_caches": not edited,
+        "answers": str(kept.answers),
+    }  # fmt: skip
     deadline_s = config.timeout_s + _LEAST_DEADLINE_S
-    found = servers.play("verifier.cli.watched_round:play", arguments, deadline_s, [1, 2], engines.answer)
+    found = servers.play("verifier.cli.watched_round:play", arguments, deadline_s, [1, 2], kept.answer)
     if found["failed"]:
-        engines.close()
+        kept.close()
     return Played(code=found["code"], verdicts=found["verdicts"])
 
 

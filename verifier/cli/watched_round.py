@@ -16,12 +16,12 @@ from verifier.launch.fork_server import Lent
 
 if TYPE_CHECKING:
     from verifier.runs.resources import Resources
-    from verifier.watch.kept_engines import RoundResources
+    from verifier.watch.lent_engines import RoundResources
 
 
 def play(
     channel: Channel, out: int, err: int, *fds: int, words: list[str], environment: dict[str, str],
-    write_caches: bool, lent: list[dict[str, Any]],
+    write_caches: bool, answers: str, lent: list[dict[str, Any]],
 ) -> None:  # fmt: skip
     """Run one command, and send its exit code and the verdict of each check.
 
@@ -34,6 +34,7 @@ def play(
         environment: of the loop.
         write_caches: have Python keep what it compiles. Its caches know a source by bytes and whole seconds, so those
             of an edited one may be taken for those of the next edit.
+        answers: file of what the oracle is known to answer.
         lent: name, process id and log of each.
     """
     os.dup2(out, 1)
@@ -48,7 +49,7 @@ def play(
     }
     verdicts: dict[str, str] = {}
     used: list[RoundResources] = []
-    code = _command(words, partial(_resources, channel, found, used), verdicts)
+    code = _command(words, partial(_resources, channel, Path(answers), found, used), verdicts)
     channel.send({"code": code, "verdicts": verdicts, "failed": any(item.failed for item in used)})
 
 
@@ -83,16 +84,16 @@ def _where(problem: Exception) -> str:
     return f"{type(problem).__name__}: {problem}{place}"
 
 
-def _resources(channel: Channel, lent: dict[str, Lent], used: list[RoundResources]) -> Resources:
+def _resources(channel: Channel, answers: Path, lent: dict[str, Lent], used: list[RoundResources]) -> Resources:
     from verifier.launch.fork_launcher import ForkLauncher
     from verifier.launch.fork_server import ForkServer
     from verifier.launch.vigil import Vigil
-    from verifier.watch.kept_engines import RoundResources
+    from verifier.watch.lent_engines import RoundResources
 
     vigil = Vigil()
     launcher = ForkLauncher(lent=lent["launcher"], vigil=vigil)
     oracles = ForkServer(name="the process that forks the oracle", vigil=vigil, lent=lent["oracles"])
     for server in (launcher, oracles):
         server.start()
-    used.append(RoundResources(channel, launcher=launcher, oracles=oracles))
+    used.append(RoundResources(channel, answers, launcher=launcher, oracles=oracles))
     return used[-1]

@@ -32,7 +32,8 @@ class Oracle:
         self, checkpoint: Path, deadline_s: float, start: Callable[..., EngineProcess] = EngineProcess
     ) -> None:
         config = EngineConfig(kind="hf", checkpoint=str(checkpoint), dtype="float32")
-        self._answers: dict[str, str] = {}
+        self.answers: dict[str, str] = {}
+        """Question -> answer, of those that are known again."""
         with contextlib.ExitStack() as started:
             self.process = started.enter_context(start(config, name="the fp32 oracle"))
             self._client = self.process.client(deadline_s=deadline_s)
@@ -65,12 +66,12 @@ class Oracle:
         contents = [_content(folder) for folder in read or paths]
         known = None not in contents
         key = hashlib.blake2b(json.dumps([function, contents, arguments]).encode()).hexdigest() if known else ""
-        if key in self._answers:
-            return json.loads(self._answers[key])
+        if key in self.answers:
+            return json.loads(self.answers[key])
         with in_stage(Stage.LOGPROB):
             found = self._client.call(f"verifier.oracle.{function}", *map(str, paths), *arguments)[0]
         if known:
-            self._answers[key] = json.dumps(found)
+            self.answers[key] = json.dumps(found)
         return found
 
 

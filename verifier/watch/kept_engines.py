@@ -1,4 +1,4 @@
-"""Engines that outlive the round that asked for them: the loop's side, which owns them, and a round's."""
+"""What outlives a round: engines, and what the oracle answered, until a change may be in them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from typing import Any
 import msgspec
 
 from verifier.engine.api import EngineConfig
-from verifier.engine.client import EngineClient, EngineGone
 from verifier.engine.process import EngineProcess
-from verifier.errors import InternalError, VerifierError
-from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
-from verifier.launch.child import Child, end_of
 from verifier.launch.fork_server import ForkServer, Lent
-from verifier.launch.vigil import Vigil
-from verifier.probes.engine_state import EngineState, held_by
-from verifier.runs.resources import Deadline, Resources, RunningEngine
 from verifier.watch.imports import reached
 from verifier.watch.warm_servers import WarmServer
 
-ENGINE_FOLDER = Path(__file__).resolve().parents[1] / "engine"
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
-class KeptEngines:
+def engine_code() -> set[Path]:
+    """Files of this package that an engine's processes may have loaded."""
+    return reached((_PACKAGE / "engine").rglob("*.py"))
+
+
+def oracle_code() -> set[Path]:
+    """Files of this package that the oracle's process may have loaded."""
+    return reached([_PACKAGE / "engine" / "server.py", *(_PACKAGE / "oracle").glob("*_hf.py")])
+
+
+class Kept:
     """Engines of the last rounds, by their configs as JSON; each kind forked from a server of its own.
 
     Args:
@@ -36,6 +39,8 @@ class KeptEngines:
 
     def __init__(self, servers: Mapping[str, WarmServer], folder: Path) -> None:
         self._servers, self._folder = servers, folder
+        self.answers = folder / "answers.json"
+        """File of what the oracle has answered."""
         self._stack = contextlib.ExitStack()
         self._forks: dict[str, ForkServer] = {}
         self._engines: dict[str, tuple[EngineProcess, Any]] = {}
@@ -69,87 +74,18 @@ class KeptEngines:
         return self._forks[kind]
 
     def note(self, changed: Collection[Path], checkpoint: Path | None) -> None:
-        """End the engines if one of these files may be in them: code that they run, or the checkpoint."""
-        code = reached(ENGINE_FOLDER.rglob("*.py"))
+        """End and forget what one of these files may be in: the code that it ran, or the checkpoint."""
         inside = checkpoint is not None and any(path.is_relative_to(checkpoint.resolve()) for path in changed)
-        if inside or any(path in code for path in changed):
-            self.close()
+        if inside or not engine_code().isdisjoint(changed):
+            self._end_engines()
+        if not oracle_code().isdisjoint(changed):
+            self.answers.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """End all of them."""
+        """End the engines, and forget the answers."""
+        self._end_engines()
+        self.answers.unlink(missing_ok=True)
+
+    def _end_engines(self) -> None:
         self._stack.close()
         self._forks, self._engines = {}, {}
-
-
-class LentEngine:
-    """A round's end of a kept engine; what a round does of `EngineProcess`."""
-
-    def __init__(self, config: EngineConfig, socket_path: Path, pid: int, vigil: Vigil) -> None:
-        self.config, self.socket_path, self.pid, self._vigil = config, socket_path, pid, vigil
-        try:
-            vigil.keep(Child(pid, lambda: None), self.death)
-        except ProcessLookupError:
-            raise self.death() from None
-
-    def client(self, deadline_s: float = 300) -> EngineClient:
-        """See `EngineProcess.client`; it listens already, or will within moments."""
-        until = Deadline(60.0)
-        while True:
-            if self.socket_path.exists():
-                with contextlib.suppress(EngineGone):
-                    return EngineClient(self.socket_path, deadline_s, "the engine", self._vigil)
-            self._vigil.look(0.02)
-            until.left("the engine listened")
-
-    def death(self) -> VerifierError:
-        """See `EngineProcess.death`."""
-        return EngineGone("the engine's process ended by itself")
-
-    def log(self) -> bytes:
-        """See `EngineProcess.log`."""
-        return end_of(self.socket_path.with_name("engine.log"))
-
-    def hasten(self) -> None:
-        """Nothing: the loop ends it."""
-
-    def stop(self) -> None:
-        """Nothing: the loop ends it."""
-
-
-class RoundResources(Resources):
-    """Resources of one round, warm ones: ranks and oracle are forked for it, and its engines are the loop's."""
-
-    def __init__(self, channel: Channel, **given: Any) -> None:
-        super().__init__(warm=True, **given)
-        self._channel, self._lent_engines = channel, dict[EngineConfig, RunningEngine]()
-        self.failed = False
-        """A run on them broke, and may have left an engine in any state."""
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self.failed = self.failed or kind is not None
-        super().__exit__(kind, *rest)
-
-    def engine(self, config: EngineConfig, until: Deadline, name: str = "the engine") -> RunningEngine:
-        """See `Resources.engine`."""
-        if config not in self._lent_engines:
-            key = msgspec.json.encode(config).decode()
-            found = self._ask({"engine": key}, until)
-            process: Any = LentEngine(config, Path(found["socket"]), found["pid"], self._vigil)
-            self._started.append(process)
-            with contextlib.closing(process.client(until.left(f"{name} listened"))) as client:
-                client.wait_ready(until.left(f"{name} had started"))
-                loaded = msgspec.convert(found["loaded"], EngineState) if found["loaded"] else held_by(client)
-            if not found["loaded"]:
-                self._ask({"engine": key, "loaded": msgspec.to_builtins(loaded)}, until)
-            self._lent_engines[config] = RunningEngine(process=process, loaded=loaded)
-        return self._lent_engines[config]
-
-    def _ask(self, request: Mapping[str, Any], until: Deadline) -> Any:
-        try:
-            self._channel.send(request)
-            reply = self._channel.receive(until.left("the loop answered"))
-        except (ChannelClosed, DeadlinePassed) as problem:
-            raise InternalError("the loop that keeps the engines does not answer") from problem
-        if "refused" in reply:
-            raise InternalError(reply["refused"])
-        return reply["answer"]

@@ -67,6 +67,7 @@ class WarmServer:
         self.changed: set[str] = set()
         """Files of loaded modules that were changed since, which children import again."""
         self._loaded: frozenset[str] = frozenset()
+        self.started = False
         self._server = self._new()
 
     def _new(self) -> ForkServer:
@@ -79,6 +80,7 @@ class WarmServer:
     def start(self) -> None:
         """Begin to import, unless that was begun."""
         self._server.start()
+        self.started = True
 
     def fork(
         self, function: str, arguments: Mapping[str, Any], log: Path, fds: Sequence[int] = ()
@@ -118,7 +120,7 @@ class WarmServer:
     def close(self) -> None:
         """End it with all its children; `start` begins anew."""
         self._server.close()
-        self.changed, self._loaded, self._server = set(), frozenset(), self._new()
+        self.changed, self._loaded, self.started, self._server = set(), frozenset(), False, self._new()
 
 
 @contextlib.contextmanager
@@ -148,8 +150,16 @@ class WarmServers:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all of them; the next round begins anew."""
         for server in self._servers.values():
             server.close()
+
+    def missing(self) -> list[str]:
+        """Libraries that no process has begun to import, as before the first round."""
+        return [item.libraries.name for item in self._servers.values() if not item.started]
 
     def note(self, changed: Collection[Path]) -> list[str]:
         """See `WarmServer.note`; returns the libraries that will be imported again."""

@@ -33,7 +33,7 @@ def client() -> Client:
 @pytest.fixture
 def oracle(client: Client) -> Oracle:
     found = Oracle.__new__(Oracle)
-    found._client, found._answers = client, {}
+    found._client, found.answers = client, {}
     return found
 
 
