@@ -54,6 +54,7 @@ ROOMS = {
         "contracts",
     },
     "probe": {"core", "mesh", "platform", "model", "plan", "transport", "engine", "oracle", "trainer"},
+    "watch": {"core", "launch", "platform", "engine", "oracle", "probes", "runs"},
     "sweep": {"core", "mesh", "config", "platform", "launch", "data", "model", "train", "trainer", "runs"},
     "gate": {
         "core",
