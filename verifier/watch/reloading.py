@@ -35,9 +35,8 @@ def to_reload(changed: Collection[str]) -> list[ModuleType] | None:
     """
     by_file = _by_file()
     first = [by_file[file] for file in changed if file in by_file]
-    packages = {module.__name__.split(".")[0] for module in first}
     users: dict[str, list[ModuleType]] = {}
-    for module in (module for module in _modules() if module.__name__.split(".")[0] in packages):
+    for module in _of({_package(module) for module in first}):
         for name in _sources(module):
             users.setdefault(name, []).append(module)
     ordered: list[ModuleType] = []
@@ -64,7 +63,7 @@ def reload(changed: Collection[str]) -> None:
         old = {id(value): name for name, value in vars(module).items() if _home(value) == module.__name__}
         kept = list(vars(module).values())  # so that no new object takes the place of an old one
         importlib.reload(module)
-        for other in _modules():
+        for other in _of({_package(module)}):
             for name, value in list(vars(other).items()):
                 if other is not module and id(value) in old and hasattr(module, old[id(value)]):
                     setattr(other, name, getattr(module, old[id(value)]))
@@ -77,6 +76,15 @@ def _by_file() -> dict[str, ModuleType]:
 
 def _modules() -> Iterator[ModuleType]:
     return (module for module in list(sys.modules.values()) if isinstance(module, ModuleType))
+
+
+def _package(module: ModuleType) -> str:
+    return module.__name__.split(".")[0]
+
+
+def _of(packages: Collection[str]) -> Iterator[ModuleType]:
+    """Loaded modules of these outermost packages."""
+    return (module for module in _modules() if _package(module) in packages)
 
 
 def _home(value: object) -> str:
@@ -97,7 +105,7 @@ def _sources(module: ModuleType) -> set[str]:
 
 def _patched(module: ModuleType) -> bool:
     """Test for something of ours in a module that is not ours, or in one of its classes; and for our own modules."""
-    if module.__name__.split(".")[0] == _OURS:
+    if _package(module) == _OURS:
         return True
     values = list(vars(module).values())
     classes = [value for value in values if isinstance(value, type) and value.__module__ == module.__name__]
