@@ -68,8 +68,8 @@ def test_a_row_is_broken_and_mended(tmp_path):
 
         left = descendants(command.pid)
         assert left
-        command.send_signal(signal.SIGINT)
-        assert command.wait(30) == 128 + signal.SIGINT
+        command.send_signal(signal.SIGTERM)
+        assert command.wait(30) == 128 + signal.SIGTERM
         assert not [pid for pid in left if alive(pid)]
         assert not list(scratch.glob("verifier-*-*"))
     finally:

@@ -47,7 +47,7 @@ def measure(command: str, folder: Path) -> dict[str, Any]:
             texts.append(rounds(output, number))
         loads.append(os.getloadavg()[0])
     finally:
-        loop.send_signal(signal.SIGINT)
+        loop.send_signal(signal.SIGTERM)
         loop.wait()
         names.write_text(good)
     found = [re.search(r"round \d+ took ([\d.]+) s[^;\n]*(?:; )?(.*)", text) for text in texts]

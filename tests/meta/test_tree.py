@@ -14,6 +14,7 @@ BROAD_EXCEPT = {
     ("verifier/core/outputs.py", "full_disk_refused"),
     ("verifier/contracts/__main__.py", "failures"),
     ("verifier/engine/server.py", "run"),
+    ("verifier/cli/watched_round.py", "_command"),
 }
 """Frames around code that may raise anything: a check, a command, a plugin, a contract, any writer of files, the load
 of an engine."""

@@ -17,7 +17,7 @@ from verifier.core import store
 from verifier.core.work_folder import sweep, work_folder
 from verifier.errors import UsageError, VerifierError
 from verifier.watch import changes
-from verifier.watch.kept_engines import Kept
+from verifier.watch.kept_engines import KeptBetweenRounds
 from verifier.watch.warm_servers import ENGINES, ORACLES, RANKS, Libraries, WarmServers
 
 _LEAST_DEADLINE_S = 300.0
@@ -33,7 +33,7 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """What a round came to."""
+    """Outcome of a round."""
 
     code: int
     verdicts: Mapping[str, str]
@@ -67,7 +67,7 @@ def loop(
         kinds = {"hf": servers["oracles"]}
         if "engines" in _libraries(config):
             kinds["vllm"] = servers["engines"]
-        with contextlib.closing(Kept(kinds, folder)) as kept:
+        with contextlib.closing(KeptBetweenRounds(kinds, folder)) as kept:
             try:
                 _rounds(config, roots, servers, kept)
             finally:
@@ -95,7 +95,9 @@ def _roots(config: GoldenConfig | RoundtripConfig, paths: Sequence[Path]) -> lis
     return [*dict.fromkeys(path.resolve() for path in [*found, *paths])]
 
 
-def _rounds(config: GoldenConfig | RoundtripConfig, roots: Sequence[Path], servers: WarmServers, kept: Kept) -> None:
+def _rounds(
+    config: GoldenConfig | RoundtripConfig, roots: Sequence[Path], servers: WarmServers, kept: KeptBetweenRounds
+) -> None:
     def look() -> dict[Path, changes.Stamp]:
         return changes.stamps(roots)
 
@@ -145,7 +147,7 @@ def _edited(
 
 
 def _note(
-    config: GoldenConfig | RoundtripConfig, edited: Collection[Path], servers: WarmServers, kept: Kept
+    config: GoldenConfig | RoundtripConfig, edited: Collection[Path], servers: WarmServers, kept: KeptBetweenRounds
 ) -> list[str]:
     """End what has edited files in it; returns the libraries that the next round imports."""
     missing = servers.missing()
@@ -157,7 +159,9 @@ def _note(
     return missing
 
 
-def _play(config: GoldenConfig | RoundtripConfig, servers: WarmServers, kept: Kept, *, edited: bool) -> Played:
+def _play(
+    config: GoldenConfig | RoundtripConfig, servers: WarmServers, kept: KeptBetweenRounds, *, edited: bool
+) -> Played:
     """One round, in a process of its own that prints to where this one does."""
     words = _without_watch(sys.argv[1:])
     if not any(word.startswith(("--trace", "trace=")) for word in words):
@@ -194,7 +198,7 @@ def _runs_loop(changed: Collection[Path]) -> bool:
 
 
 def _news(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """What changed in the verdicts of checks since the last round that had any."""
+    """Changes in the verdicts of checks since the last round that had any."""
     if not now:
         return "; nothing was judged"
     if not before:

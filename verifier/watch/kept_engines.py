@@ -1,4 +1,4 @@
-"""What outlives a round: engines, and what the oracle answered, until a change may be in them."""
+"""Engines and answers of the oracle that outlive a round, until a change may be in them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def oracle_code() -> set[Path]:
     return reached([_PACKAGE / "engine" / "server.py", *(_PACKAGE / "oracle").glob("*_hf.py")])
 
 
-class Kept:
+class KeptBetweenRounds:
     """Engines of the last rounds, by their configs as JSON; each kind forked from a server of its own.
 
     Args:

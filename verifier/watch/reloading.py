@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Collection, Iterator
 from functools import partial
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 from verifier.launch.channel import Channel
 from verifier.launch.fork_server import be_server, call
@@ -88,11 +88,9 @@ def _of(packages: Collection[str]) -> Iterator[ModuleType]:
 
 
 def _home(value: object) -> str:
-    """Name of the module in which a class or function was made; empty for other values."""
-    try:
-        home = getattr(value, "__module__", "") if isinstance(value, type) or callable(value) else ""
-    except Exception:  # a proxy whose library is absent
-        return ""
+    """Name of the module that made a class, a function, or the class of any other value."""
+    made = value if isinstance(value, type | FunctionType) else type(value)
+    home = made.__module__
     return home if isinstance(home, str) else ""
 
 
@@ -110,6 +108,4 @@ def _patched(module: ModuleType) -> bool:
     values = list(vars(module).values())
     classes = [value for value in values if isinstance(value, type) and value.__module__ == module.__name__]
     inner = [item for cls in classes for item in vars(cls).values()]
-    return any(
-        home.split(".")[0] == _OURS for value in (*values, *inner) for home in (_home(value), type(value).__module__)
-    )
+    return any(_home(value).split(".")[0] == _OURS for value in (*values, *inner))

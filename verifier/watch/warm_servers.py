@@ -24,7 +24,7 @@ _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Libraries:
-    """What one of the processes imports, and what its children import of ours after the fork."""
+    """Imports of one of the processes, and those of its children after the fork, which are of this package."""
 
     name: str
     preloads: tuple[str, ...]
