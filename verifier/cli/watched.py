@@ -191,9 +191,7 @@ def _without_watch(words: Sequence[str]) -> list[str]:
 
 
 def _runs_loop(changed: Collection[Path]) -> bool:
-    mine = {
-        str(getattr(module, "__file__", "")) for name, module in list(sys.modules.items()) if name.startswith(_LOOP)
-    }
+    mine = {os.path.realpath(module.__file__ or "") for name, module in sys.modules.items() if name.startswith(_LOOP)}
     return any(str(path) in mine for path in changed)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Collection, Iterator
 from functools import partial
@@ -71,7 +72,8 @@ def reload(changed: Collection[str]) -> None:
 
 
 def _by_file() -> dict[str, ModuleType]:
-    return {file: module for module in _modules() if (file := getattr(module, "__file__", None))}
+    """Loaded modules by their files, links resolved."""
+    return {os.path.realpath(file): module for module in _modules() if (file := getattr(module, "__file__", None))}
 
 
 def _modules() -> Iterator[ModuleType]:
