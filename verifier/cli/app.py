@@ -35,7 +35,7 @@ from verifier.cli.results import (
     save_traceback,
     show,
 )
-from verifier.cli.watched_options import WatchOption, WatchPathOption, watched
+from verifier.cli.watched_options import WatchOption, WatchPathOption, in_rounds, watched
 from verifier.config import (
     GoldenConfig,
     NoiseConfig,
@@ -104,9 +104,7 @@ def golden(
     require_results(json, junit, html)
     detail = detail_of(quiet, verbose)
     if watched(watch, watch_path):
-        from verifier.cli.watched import loop
-
-        return loop(config, watch_path, (json, junit))
+        return in_rounds(config, watch_path, (json, junit, html))
     from verifier.runs.golden import write_manifest
     from verifier.runs.runner import Runner, run_once
 
@@ -136,9 +134,7 @@ def roundtrip(
     require_results(json, junit, html)
     detail = detail_of(quiet, verbose)
     if watched(watch, watch_path):
-        from verifier.cli.watched import loop
-
-        return loop(config, watch_path, (json, junit))
+        return in_rounds(config, watch_path, (json, junit, html))
     from verifier.runs.runner import Runner, run_once
 
     run = functools.partial(run_once, Runner.roundtrip, config)

@@ -56,7 +56,7 @@ def loop(
         UsageError: what was asked makes no sense in rounds.
     """
     if STDOUT in results:
-        raise UsageError("--watch prints the text of each round: give --json and --junit a file")
+        raise UsageError("--watch prints the text of each round: give --json, --junit and --html a file")
     if isinstance(config, GoldenConfig) and config.record:
         raise UsageError("--watch would record a manifest in each round: use --record without it")
     for path in paths or ():

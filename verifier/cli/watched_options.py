@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.errors import UsageError
 
 WatchOption = Annotated[
@@ -28,3 +29,12 @@ def watched(watch: bool, paths: Sequence[Path] | None) -> bool:
     if paths and not watch:
         raise UsageError("--watch-path goes with --watch: give both, or neither")
     return watch
+
+
+def in_rounds(
+    config: GoldenConfig | RoundtripConfig, paths: Sequence[Path] | None, results: Collection[Path | None]
+) -> int:
+    """Run the command in rounds; see `verifier.cli.watched.loop`."""
+    from verifier.cli.watched import loop
+
+    return loop(config, paths, results)
