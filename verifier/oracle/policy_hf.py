@@ -248,7 +248,7 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
 def _batches(model: Any, rows: Sequence[Row]) -> Iterator[Batch]:
     """Sequences of one length."""
     routes = [row["routes"].tolist() if "routes" in row else () for row in rows]
-    margin = float(rows[0]["margin"]) if rows else math.inf
+    margin = float(rows[0].get("margin", math.inf)) if rows else math.inf
     return batches(model, [row["tokens"].tolist() for row in rows], routes, margin)
 
 
