@@ -1,4 +1,4 @@
-"""Time that a loop's step spends in the probe: `python probe_cost.py CHECKPOINT FOLDER PROMPTS TOKENS STEPS`.
+"""Time that a loop's step spends in the probe: `python probe_cost.py CHECKPOINT FOLDER PROMPTS TOKENS`.
 
 It is counted where it is spent: in the recorder's calls and in those of the worker extension. What the worker records
 inside a reload, one digest of all weights, is measured beside it. Medians over steps; one JSON line per way to record.
