@@ -28,8 +28,8 @@ from verifier.core.records_weights import (
     Update,
 )
 from verifier.errors import UsageError
-from verifier.probe.sealed import mark_of, seal
 from verifier.probe.held_sender import Sender, meta_of
+from verifier.probe.sealed import mark_of, seal
 from verifier.probe.steps import StepRecorder
 
 Named = Iterable[tuple[str, Any]] | Mapping[str, Any]
