@@ -1,7 +1,8 @@
-"""Time that a loop's step spends in the probe: `python probe_cost.py CHECKPOINT FOLDER PROMPTS TOKENS STEPS`.
+"""Time that a loop's step spends in the probe: `python probe_cost.py CHECKPOINT FOLDER PROMPTS TOKENS`.
 
 It is counted where it is spent: in the recorder's calls and in those of the worker extension. What the worker records
-inside a reload, one digest of all weights, is measured beside it. Medians over steps; one JSON line per way to record.
+inside a reload, one digest of all weights, is measured beside it. Medians over steps, and with copies every 8th step
+the mean of 8 steps; one JSON line per way to record.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ from verifier import probe
 
 CALLS = {
     "tokens": ("rollouts", "trainer_logprobs", "advantages", "loss", "step"),
-    "weights": ("weights_exported", "weights_sent"),
+    "weights": ("sending",),
     "copies": ("gradients",),
 }
+WAYS = ((0, False, 6), (0, True, 6), (8, True, 9), (1, True, 6))
+"""`keep_every`, whether what the engine holds is read back, and the last step; the first warms up."""
 
 
 class Timed:
@@ -37,9 +41,19 @@ class Timed:
             begin = time.perf_counter()
             found = method(*given, **named)
             self.spent[kind] = self.spent.get(kind, 0.0) + time.perf_counter() - begin
-            return found
+            return self._drawn(found, kind) if isinstance(found, Iterator) else found
 
         return timed
+
+    def _drawn(self, stream: Iterator[Any], kind: str) -> Iterator[Any]:
+        """The stream, the time until each item counted."""
+        while True:
+            begin = time.perf_counter()
+            item = next(stream, None)
+            self.spent[kind] += time.perf_counter() - begin
+            if item is None:
+                return
+            yield item
 
 
 def received(path: Path, loop: foreign_loop.Loop) -> float:
@@ -53,12 +67,12 @@ def received(path: Path, loop: foreign_loop.Loop) -> float:
     return statistics.median(found)
 
 
-def main(checkpoint: Path, folder: Path, prompts: int, tokens: int, steps: int) -> None:
+def main(checkpoint: Path, folder: Path, prompts: int, tokens: int) -> None:
     foreign_loop.PROMPTS = [[1 + (7 * at + place) % 400 for place in range(8)] for at in range(prompts)]
-    foreign_loop.MOST, foreign_loop.STEPS = tokens, steps
+    foreign_loop.MOST = tokens
     llm = foreign_loop.start(checkpoint)
     call = llm.collective_rpc
-    for keep_every, held in ((0, False), (0, True), (1, True)):
+    for keep_every, held, last in WAYS:
         spent: dict[str, float] = {}
 
         def timed(method: str, *given: Any, held: bool = held, spent: dict[str, float] = spent, **named: Any) -> Any:
@@ -78,13 +92,14 @@ def main(checkpoint: Path, folder: Path, prompts: int, tokens: int, steps: int) 
             loop.train(timing, 1)
             loop.sync(timing, 1)  # kernels are compiled, caches are warm
             rows = []
-            for step in range(2, steps + 1):
+            for step in range(2, last + 1):
                 spent.clear()
                 begin = time.perf_counter()
                 loop.train(timing, step)
                 loop.sync(timing, step)
                 rows.append({"step": time.perf_counter() - begin, **spent})
-        middle = {kind: statistics.median(row[kind] for row in rows) for kind in rows[0]}
+        average = statistics.fmean if keep_every > 1 else statistics.median
+        middle = {kind: average(row[kind] for row in rows) for kind in rows[0]}
         middle["received"] = received(folder / f"scratch {keep_every} {held}", loop)
         seconds = middle.pop("step")
         shares = {kind: value / (seconds - sum(middle.values())) for kind, value in middle.items()}

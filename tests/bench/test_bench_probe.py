@@ -18,9 +18,7 @@ from verifier.engine.process import VLLM_ENVIRONMENT
 from verifier.model.tiny import write_tiny
 
 GREATEST_SHARE = 0.02
-"""Of a step without the probe (issue 19)."""
-WITH_COPIES = 0.05
-"""The same in a step whose weights and gradients are copied to files for the oracle: 1.6 % and 2.6 % were measured."""
+"""Of a step without the probe (issue 19); copies in every step are measured and have no bound."""
 
 
 @pytest.mark.slow
@@ -29,14 +27,13 @@ def test_recording_costs_little_of_a_step(tmp_path: Path) -> None:
     script = str(ROOT / "tests/bench/probe_cost.py")
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, script, str(checkpoint), str(tmp_path), "16", "64", "6"], capture_output=True, text=True,
-        timeout=600, check=False, cwd=tmp_path,
+        [sys.executable, script, str(checkpoint), str(tmp_path), "16", "64"], capture_output=True, text=True,
+        timeout=900, check=False, cwd=tmp_path,
         env={**VLLM_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) == 3
     print(*rows, sep="\n")
-    for row in rows:
-        allowed = WITH_COPIES if row["keep_every"] else GREATEST_SHARE
-        assert sum(row["shares"].values()) < allowed, row
+    assert [row["keep_every"] for row in rows] == [0, 0, 8, 1]
+    for row in rows[:-1]:
+        assert sum(row["shares"].values()) < GREATEST_SHARE, row

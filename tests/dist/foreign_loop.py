@@ -109,12 +109,10 @@ class Loop:
 
     def sync(self, record: probe.LoopRecorder, version: int) -> None:
         exported = list(self.export(version))
-        record.weights_exported(exported, version, live=list(self.model.named_parameters()))
         self.llm.collective_rpc("verifier_receives", args=(str(record.path), version))
-        self.send(dict(exported), version)
+        self.send(record.sending(exported, version, live=list(self.model.named_parameters())), version)
         names = [name for name, _ in exported]
         self.llm.collective_rpc("verifier_received", kwargs={"held": version, "carried": names})
-        record.weights_sent(version)
 
     def export(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in self.model.named_parameters():
@@ -124,14 +122,17 @@ class Loop:
             self.cached[name] = value.detach().clone()
             yield name, self.cached[name]
 
-    def send(self, tensors: dict[str, torch.Tensor], version: int) -> None:
+    def send(self, named: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         """Files of a checkpoint, which vLLM loads."""
+        tensors = dict(named)
         if self.fault == "another tensor's name" and version == STEPS:
             a, b = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight"
             tensors[a], tensors[b] = tensors[b], tensors[a]
         if self.fault == "norm rounded to bf16":
             name = "model.norm.weight"
             tensors[name] = tensors[name].bfloat16().float()
+        if self.fault == "tensor sent in bf16":
+            tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
         path = self.folder / f"{self.fault}-{version}"
         path.mkdir()
         shutil.copy(self.checkpoint / "config.json", path)

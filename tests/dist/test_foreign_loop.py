@@ -28,6 +28,7 @@ CAUGHT = {
     "logprobs off by one": (Stage.ROLLOUT, "LGP009"),
     "another tensor's name": (Stage.TRANSPORT, "TPT001"),
     "norm rounded to bf16": (Stage.TRANSPORT, "TPT001"),
+    "tensor sent in bf16": (Stage.TRANSPORT, "TPT001"),
     "sync skipped": (Stage.TRANSPORT, "TPT002"),
     "stale at the second sync": (Stage.EXPORT, "WGT005"),
     "mask covers the prompt": (Stage.DATA, "ADV003"),
@@ -36,7 +37,7 @@ CAUGHT = {
 """Fault of the loop -> first bad stage, and a check that sees it there."""
 CLEAN = {
     "ADV002", "ADV003", "DAT004", "DAT008", "ENG001", "ENG006", "LGP001", "LGP003", "LGP009", "LSS001", "LSS002",
-    "TPT001", "TPT002", "TPT003", "TRN001", "WGT004", "WGT005", "WGT008", "WGT015",
+    "PLN001", "PLN002", "TPT001", "TPT002", "TPT003", "TRN001", "WGT004", "WGT005", "WGT008", "WGT015",
 }  # fmt: skip
 
 

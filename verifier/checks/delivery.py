@@ -31,7 +31,7 @@ from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 
-@check("PLN001", needs=(PlanDigest,), scope="plan")
+@check("PLN001", needs=(PlanDigest,), scope="plan", also="sent")
 def plan_differs_between_ranks(trace: Trace) -> Iterator[Comparison]:
     """All trainer ranks, and every engine rank, hold the same chunk plan before a byte moves.
 
@@ -66,7 +66,7 @@ def _sizes(item: PlanDigest, first: PlanDigest) -> str:
     return ", of the same size"
 
 
-@check("PLN002", needs=(PlannedTensor, SourceTensor), scope="plan")
+@check("PLN002", needs=(PlannedTensor, SourceTensor), scope="plan", also="planned")
 def planned_tensor_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     """The plan names every checkpoint tensor once, with the checkpoint's dtype and shape.
 

@@ -22,6 +22,8 @@ from verifier.core.records_weights import (
     Handover,
     JoinedTensor,
     KeptGradients,
+    PlanDigest,
+    PlannedTensor,
     ReceivedTensor,
     SourceTensor,
     Update,
@@ -66,6 +68,10 @@ def _recorded(trace: Trace) -> Iterator[Scope]:
         yield "update" if trace.has(Update) else "joined"
     if trace.has(ReceivedTensor) or trace.has(Handover):
         yield "transport"
+    if any(item.role == "trainer" for item in trace.of(PlanDigest, rank=0)):
+        yield "sent"
+    if trace.has(PlannedTensor) and trace.has(SourceTensor):
+        yield "planned"
     if trace.has(CheckpointView) and trace.has(ExpectedView):
         yield "held"
     if trace.has(PolicyColumns) and (trace.manifest.dtype == "float32" or trace.has(SampledNoise)):

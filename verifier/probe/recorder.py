@@ -28,6 +28,7 @@ from verifier.core.records_weights import (
     Update,
 )
 from verifier.errors import UsageError
+from verifier.probe.held_sender import Sender, meta_of
 from verifier.probe.sealed import mark_of, seal
 from verifier.probe.steps import StepRecorder
 
@@ -62,6 +63,8 @@ class LoopRecorder(StepRecorder):
         self._is_open, self._has_source = True, False
         self._live: set[int] = set()
         self._chunks: dict[int, int] = {}
+        self._exported: set[int] = set()
+        self._sender = Sender(self.emit, is_first=rank == 0)
 
     def emit(self, record: Record, array: Array | Mapping[str, Array] | None = None) -> None:
         """Record one fact of any kind; see `verifier.core.store.Recorder.emit`."""
@@ -86,6 +89,7 @@ class LoopRecorder(StepRecorder):
             return
         self._is_open = False
         self.flush()
+        self._sender.flush()
         self._recorder.close()
         folder = os.open(self.path, os.O_RDONLY)
         try:
@@ -114,7 +118,37 @@ class LoopRecorder(StepRecorder):
         if version == 0 and self._model and not self._rank and not self._has_source:
             self._has_source = True
             self._record_source()
+        self._exported.add(version)
         yield from self._passing(named, version, ExportedTensor, keep=keep)
+
+    def sending(
+        self, named: Named, version: int, *, live: Named | None = None, told: Any = None
+    ) -> Iterator[tuple[str, Any]]:
+        """The iterator of a weight transfer's sender: `weights_exported`, a chunk plan, and `weights_sent` at its end.
+
+        The plan is made of `told`, of a list or dict of tensors, or of the first stream as it passes. Every transfer is
+        held to it before its tensors pass.
+
+        Args:
+            named: checkpoint names and whole tensors, in the order in which they go: all of a version.
+            version: of the weights.
+            live: see `weights_exported`.
+            told: what the receivers are told, by the names of vLLM's update_info: names, dtype_names, shapes.
+
+        Raises:
+            ContractError: the tensors depart from the plan; from the iterator, where they come as a stream.
+            UsageError: the version was exported or sent before; `told` lacks a column.
+        """
+        if version in self._exported:
+            raise UsageError(f"version {version} was exported or sent before: one call of `sending` records all of it")
+        whole = list(_pairs(named)) if isinstance(named, Mapping | list | tuple) else None
+        given = None if whole is None else [meta_of(name, tensor) for name, tensor in whole]
+        self._exported.add(version)
+        self._sender.begin(version, given, told)
+        if live is not None:
+            self._record_live(live, version)
+        pairs = self._sender.held(_pairs(named)) if whole is None else whole
+        return self._sender.passing(self.exporting(pairs, version, keep=live is None), version)
 
     def weights_received(self, named: Named, version: int) -> None:
         """One chunk that an engine rank received, before its loader has it; chunks are numbered as they come."""

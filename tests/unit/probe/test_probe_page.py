@@ -80,6 +80,24 @@ def test_a_generator_that_passes_on_and_a_padded_batch(record):
     assert outcomes[0].verdict is Verdict.HOLDS
 
 
+def test_a_weight_transfers_iterator_is_wrapped(record):
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+    wire = []
+    update_info = {
+        "names": [*WEIGHTS], "dtype_names": [str(tensor.dtype).split(".")[-1] for tensor in WEIGHTS.values()],
+        "shapes": [list(tensor.shape) for tensor in WEIGHTS.values()],
+    }  # fmt: skip
+    group = SimpleNamespace(broadcast=lambda tensor, **_: wire.append(tensor))
+    names = {"named_tensors": iter(WEIGHTS.items()), "update_info": update_info, "version": 1}
+    names["trainer_args"] = {"group": group, "stream": object()}
+    exec(snippet("The sender's side"), names | {"record": record, "NCCLWeightTransferEngine": NCCLWeightTransferEngine})
+    with probe.attach(record.path) as engine:
+        engine.weights_received(zip(WEIGHTS, wire, strict=True), 1)
+    record.close()
+    assert report(record.path).verdict is Verdict.HOLDS
+
+
 def test_samples_with_all_tokens(record):
     samples = [
         SimpleNamespace(
