@@ -81,7 +81,7 @@ FAULTS = {
     "tied-grads-not-reduced": ("weight", "model.embed_tokens.weight"),
     "expert-gradients-times-expert-parallel": ("weight", "model.layers.0.mlp.experts.0.down_proj.weight"),
 }
-DEFAULT = {"local-positions", "angles-rounded-in-training", "logprob-gradient-in-owner-only", "tied-grads-not-reduced"}
+DEFAULT = {"local-positions", "tied-grads-not-reduced"}
 CLEAN = [
     ("tiny:qwen3-tied", Mesh(pp=2)),
     ("tiny:llama", Mesh(cp=2)),
