@@ -1,6 +1,6 @@
 """`verifier gate` as a user calls it: killed, its worker killed, continued, violated, waived; the default gate.
 
-What this does not exercise: GPUs, of which each worker gets its own, and several nodes.
+What this does not exercise: GPUs, of which each worker gets its own, and several nodes (tests/dist/test_gate_ray.py).
 """
 
 from __future__ import annotations

@@ -18,9 +18,11 @@ class RayOptions:
         UsageError: a value that its knob does not allow, or knobs that contradict each other; names the keys.
     """
 
-    use: bool = knob("Start trainer ranks and engine from Ray actors.", False)
+    use: bool = knob("Start trainer ranks and engine, or the workers of a gate, from Ray actors.", False)
     address: str = knob("Ray cluster to join, HOST:PORT; `local` starts one on this host.", LOCAL)
-    nodes: int = knob("Nodes that share the trainer's ranks, in blocks of the same size.", 1, least=1)
+    nodes: int = knob(
+        "Nodes that share the trainer's ranks, in blocks of the same size, or have a worker of a gate each.", 1, least=1
+    )
 
     def __post_init__(self) -> None:
         check(self)

@@ -6,9 +6,10 @@ import datetime
 from dataclasses import dataclass
 from pathlib import Path
 
+from verifier.config.cluster import RayOptions
 from verifier.config.commands import DTYPES, MAX_TIMEOUT_S, TimedConfig, next_trace
 from verifier.errors import UsageError
-from verifier.knob import check, knob
+from verifier.knob import check, group, knob
 from verifier.platform.upstream_fixes import require_known
 
 GATES = Path("gates")
@@ -111,6 +112,7 @@ class GateConfig(TimedConfig):
         "Violations that are waived: check, family or model, issue, owner, reason, until (a day).", (), record=Waiver,
         last=True,
     )  # fmt: skip
+    ray: RayOptions = group(RayOptions)
 
     def __post_init__(self) -> None:
         check(self)

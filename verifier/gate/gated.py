@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
 
@@ -21,7 +22,7 @@ from verifier.gate.deciding import decided, require_known_waivers, waived
 from verifier.gate.default_matrix import Matrix, matrix_of
 from verifier.gate.gate_ledger import CONFIG, RESULT, GateLedger, identity_of, opened_ledger
 from verifier.gate.gate_result import Cell, CellResult, GateResult
-from verifier.gate.workers import WorkerPool, places_of
+from verifier.gate.workers import Pool, WorkerPool, places_of
 from verifier.platform import Tier, select
 from verifier.platform.pins import TRAINER, installed_versions, require_installed
 from verifier.platform.provenance import code_digest, gpu_names, host, this_code
@@ -60,7 +61,7 @@ def gate(config: GateConfig, progress: Progress) -> GateResult:
     sweep_work_folders()
     with opened_ledger(config.folder) as ledger:
         write_whole(config.folder / CONFIG, _config_text(config))
-        with WorkerPool(places_of(len(gpus)), config.folder.absolute()) as pool:
+        with _pool(config, gpus) as pool:
             _run(config, matrix.cells, ledger, identify, pool, progress)
         sweep_work_folders()  # of workers that died
         results = [ledger.rows.get(identify(cell)) or _not_run(config, cell) for cell in matrix.cells]
@@ -78,8 +79,18 @@ def gate(config: GateConfig, progress: Progress) -> GateResult:
     return result
 
 
+def _pool(config: GateConfig, gpus: Sequence[str]) -> AbstractContextManager[Pool]:
+    """Workers on this machine, or one on each node of a Ray cluster."""
+    folder = config.folder.absolute()
+    if not config.ray.use:
+        return WorkerPool(places_of(len(gpus)), folder)
+    from verifier.gate.nodes_ray import node_pool
+
+    return node_pool(config.ray, folder, gpus)
+
+
 def _run(
-    config: GateConfig, cells: list[Cell], ledger: GateLedger, identify: Callable[[Cell], str], pool: WorkerPool,
+    config: GateConfig, cells: list[Cell], ledger: GateLedger, identify: Callable[[Cell], str], pool: Pool,
     progress: Progress,
 ) -> None:  # fmt: skip
     """Run what the ledger lacks, in order, as far as the budget goes."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe, connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -26,6 +26,20 @@ GRACE_S = 30.0
 _FIRST_S = 120.0
 """Seconds that its imports may take."""
 _STOP_S = 15.0
+
+
+class Pool(Protocol):
+    """Workers of a gate, wherever they run."""
+
+    @property
+    def busy(self) -> Sequence[object]:
+        """Those that run a cell."""
+
+    def begin(self, cell: Cell, deadline_s: float) -> bool:
+        """Begin a cell if there is room for it now."""
+
+    def wait(self, progress: Progress) -> list[CellResult]:
+        """Wait for the workers; results of the cells that have ended."""
 
 
 class CellWorker:
@@ -114,7 +128,12 @@ class WorkerPool:
     def __init__(self, places: Sequence[str], folder: Path) -> None:
         self._free, self._folder = list(places), folder
         self._idle: list[CellWorker] = []
-        self.busy: list[CellWorker] = []
+        self._busy: list[CellWorker] = []
+
+    @property
+    def busy(self) -> list[CellWorker]:
+        """Workers that run a cell."""
+        return self._busy
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -134,7 +153,7 @@ class WorkerPool:
             while len(self._free) < cell.num_gpus:
                 self._end(self._idle.pop())
             own, self._free = self._free[: cell.num_gpus], self._free[cell.num_gpus :]
-            worker = CellWorker(own, self._folder, self._next_log())
+            worker = CellWorker(own, self._folder, next_log(self._folder, "worker"))
         worker.begin(cell, deadline_s)
         self.busy.append(worker)
         return True
@@ -160,11 +179,13 @@ class WorkerPool:
         worker.close()
         self._free += worker.places
 
-    def _next_log(self) -> Path:
-        number = 1
-        while (path := self._folder / "logs" / f"worker-{number:04d}.log").exists():
-            number += 1
-        return path
+
+def next_log(folder: Path, name: str) -> Path:
+    """The next free log of a gate under a name."""
+    number = 1
+    while (path := folder / "logs" / f"{name}-{number:04d}.log").exists():
+        number += 1
+    return path
 
 
 def places_of(num_gpus: int) -> list[str]:

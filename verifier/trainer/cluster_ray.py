@@ -30,13 +30,16 @@ _END_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Actor:
+class Actor:
     """One actor, and what errors call it."""
 
     handle: Any
     name: str
+    patience_s: float = _ACTOR_S
+    """Seconds that an answer may take beyond what its request does."""
 
     def start(self, method: str, *arguments: Any) -> Any:
+        """Call a method; what `answer` takes."""
         return getattr(self.handle, method).remote(*arguments)
 
     def answer(self, reference: Any, within_s: float) -> Any:
@@ -85,7 +88,7 @@ class ActorRanks:
         look: raises the error of a process beside the ranks that has died.
     """
 
-    def __init__(self, actor: _Actor, node: str, ranks: range, look: Callable[[], None]) -> None:
+    def __init__(self, actor: Actor, node: str, ranks: range, look: Callable[[], None]) -> None:
         self._actor, self.node, self.ranks, self._look = actor, node, ranks, look
 
     def tell(self, message: Any) -> None:
@@ -142,7 +145,7 @@ class ClusterEngine:
         deadline_s: seconds that one request may take.
     """
 
-    def __init__(self, actor: _Actor, started: tuple[str, int], deadline_s: float) -> None:
+    def __init__(self, actor: Actor, started: tuple[str, int], deadline_s: float) -> None:
         self._actor, self._deadline_s = actor, deadline_s
         self.socket_path, self.pid = Path(started[0]), started[1]
 
@@ -190,12 +193,16 @@ class Cluster:
         self.ranks_here = len(self._on_host(0, world_size))
         addresses = [str(node["NodeManagerAddress"]) for node in nodes]
         self._addresses = addresses if len(set(addresses)) > 1 else [LOOPBACK] * len(nodes)
-        self._trainers: list[_Actor] = []
-        self._engines: list[_Actor] = []
+        self._trainers: list[Actor] = []
+        self._engines: list[Actor] = []
+
+    def actors(self, kind: type, role: str) -> list[Actor]:
+        """Start an actor of a kind on every node; it has a method `close`."""
+        return [self._actor(kind, role, node) for node in self._nodes]
 
     def load(self, preload: str, deadline_s: float) -> None:
         """Start the trainer's actors and their launchers, which import while the caller goes on."""
-        self._trainers = [self._actor(TrainerNode, "trainer", node) for node in self._nodes]
+        self._trainers = self.actors(TrainerNode, "trainer")
         for actor in self._trainers:
             actor.ask("load", preload, deadline_s)
 
@@ -246,7 +253,7 @@ class Cluster:
         node = self._nodes[place]
         return f"node {place}, {node['NodeManagerAddress']}"
 
-    def _actor(self, kind: type, role: str, node: Mapping[str, Any]) -> _Actor:
+    def _actor(self, kind: type, role: str, node: Mapping[str, Any]) -> Actor:
         """Start an actor on a node, and give it what the driver's children would have.
 
         Raises:
@@ -256,7 +263,7 @@ class Cluster:
         options = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(kind).options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         )
-        actor = _Actor(options.remote(), name)
+        actor = Actor(options.remote(), name)
         self._stack.callback(actor.end, "close")
         there, here = actor.ask("adopt", *self._adopted), identity()
         for item in here:

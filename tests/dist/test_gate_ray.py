@@ -1,0 +1,81 @@
+"""`verifier gate` over a Ray cluster of two nodes on this host: cells side by side, a worker that dies, and the ledger.
+
+What this does not exercise: nodes on several hosts, GPUs, and a node whose raylet dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.dist.ray_functions import cluster_of_two_nodes
+from tests.processes import arguments
+
+GATE = """\
+models: [tiny:qwen3]
+kinds: [golden]
+meshes: ["tp=1", "tp=2"]
+dtypes: [fp32]
+ray: {{use: true, address: "{address}", nodes: {nodes}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
+    with cluster_of_two_nodes(tmp_path_factory.mktemp("ray") / "token") as found:
+        yield found
+
+
+def started(folder: Path, cluster: tuple[str, dict[str, str]], nodes: int = 2) -> subprocess.Popen[str]:
+    address, environment = cluster
+    (folder.parent / "GATE.yaml").write_text(GATE.format(address=address, nodes=nodes))
+    return subprocess.Popen(
+        [sys.executable, "-m", "verifier", "gate", "GATE.yaml", "--folder", str(folder)], cwd=folder.parent,
+        env={**os.environ, **environment, "CUDA_VISIBLE_DEVICES": ""}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+
+
+def workers(folder: Path) -> list[int]:
+    """Processes that run cells of a gate."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+    return [pid for pid in pids if {"verifier.gate.cell_worker:serve", str(folder)} <= set(arguments(pid))]
+
+
+def test_two_nodes_run_cells_side_by_side_and_one_names_a_worker_that_died(tmp_path, cluster):
+    folder = tmp_path / "gate"
+    gate, until = started(folder, cluster), time.monotonic() + 300
+    while len(workers(folder)) < 2:
+        assert gate.poll() is None, gate.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    os.kill(workers(folder)[0], signal.SIGKILL)
+    printed, complained = gate.communicate(timeout=300)
+    assert gate.returncode == 1, printed + complained
+    assert {item.name for item in (folder / "logs").iterdir()} >= {"node-0-0001.log", "node-1-0001.log"}
+    rows = [json.loads(line)["result"] for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    assert sorted(row["status"] for row in rows) == ["failed", "holds"]
+    assert "its process ended: killed by SIGKILL" in next(row["reason"] for row in rows if row["status"] == "failed")
+    assert not workers(folder)
+
+    again = started(folder, cluster)
+    printed, complained = again.communicate(timeout=300)
+    assert again.returncode == 0, printed + complained
+    assert printed.startswith("PASS: 2 cells")
+    assert len((folder / "ledger.jsonl").read_text().splitlines()) == 3
+    assert not workers(folder)
+
+
+def test_a_cluster_with_too_few_nodes_is_refused(tmp_path, cluster):
+    gate = started(tmp_path / "gate", cluster, nodes=3)
+    printed, complained = gate.communicate(timeout=120)
+    assert (gate.returncode, printed) == (4, "")
+    assert "ray.nodes is 3, the cluster has 2" in complained
