@@ -1,4 +1,4 @@
-"""`verifier gate` over a Ray cluster of two nodes on this host: cells side by side, a worker that dies, and the ledger.
+"""`verifier gate` over a Ray cluster of two nodes on this host: cells side by side, a worker and an actor that die.
 
 What this does not exercise: nodes on several hosts, GPUs, and a node whose raylet dies.
 """
@@ -50,14 +50,37 @@ def workers(folder: Path) -> list[int]:
     return [pid for pid in pids if {"verifier.gate.cell_worker:serve", str(folder)} <= set(arguments(pid))]
 
 
-def test_two_nodes_run_cells_side_by_side_and_one_names_a_worker_that_died(tmp_path, cluster):
-    folder = tmp_path / "gate"
-    gate, until = started(folder, cluster), time.monotonic() + 300
-    while len(workers(folder)) < 2:
+def two_working(gate: subprocess.Popen[str], folder: Path) -> list[int]:
+    """Wait until both nodes run a cell; their workers."""
+    until = time.monotonic() + 300
+    while len(found := workers(folder)) < 2:
         assert gate.poll() is None, gate.communicate()
         assert time.monotonic() < until
         time.sleep(0.1)
-    os.kill(workers(folder)[0], signal.SIGKILL)
+    return found
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_an_actor_that_dies_fails_its_cell_and_the_other_node_goes_on(tmp_path, cluster):
+    folder = tmp_path / "gate"
+    gate = started(folder, cluster)
+    worker = two_working(gate, folder)[0]
+    os.kill(parent(worker), signal.SIGKILL)
+    printed, complained = gate.communicate(timeout=300)
+    assert gate.returncode == 1, printed + complained
+    rows = [json.loads(line)["result"] for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    assert sorted(row["status"] for row in rows) == ["failed", "holds"]
+    assert "the gate's actor on node " in next(row["reason"] for row in rows if row["status"] == "failed")
+    assert not workers(folder)
+
+
+def test_two_nodes_run_cells_side_by_side_and_one_names_a_worker_that_died(tmp_path, cluster):
+    folder = tmp_path / "gate"
+    gate = started(folder, cluster)
+    os.kill(two_working(gate, folder)[0], signal.SIGKILL)
     printed, complained = gate.communicate(timeout=300)
     assert gate.returncode == 1, printed + complained
     assert {item.name for item in (folder / "logs").iterdir()} >= {"node-0-0001.log", "node-1-0001.log"}

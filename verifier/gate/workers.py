@@ -33,7 +33,7 @@ class Pool(Protocol):
 
     @property
     def busy(self) -> Sequence[object]:
-        """Those that run a cell."""
+        """Workers that run a cell."""
 
     def begin(self, cell: Cell, deadline_s: float) -> bool:
         """Begin a cell if there is room for it now."""
