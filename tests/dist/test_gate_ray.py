@@ -28,6 +28,9 @@ ray: {{use: true, address: "{address}", nodes: {nodes}}}
 """
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
     with cluster_of_two_nodes(tmp_path_factory.mktemp("ray") / "token") as found:
