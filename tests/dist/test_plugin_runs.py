@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.meta.sources import ROOT
 
 INNER = """
@@ -34,6 +36,7 @@ def test_roundtrip(verifier_roundtrip):
 """
 
 
+@pytest.mark.slow
 def test_fixtures_run_the_commands_and_fail_by_their_reports(tmp_path: Path) -> None:
     (tmp_path / "test_inner.py").write_text(INNER)
     done = subprocess.run(

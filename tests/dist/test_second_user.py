@@ -54,6 +54,7 @@ print(len(opened), refused, flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_a_second_user_cannot_disturb_a_run(tmp_path):
     temporary = Path(subprocess.check_output(["mktemp", "-d"], text=True, timeout=10).strip())

@@ -76,6 +76,7 @@ def test_a_rank_that_dies_in_the_bridge(tmp_path):
     assert "inconclusive" not in {item["verdict"] for item in report["outcomes"]}
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_in_a_worker_of_vllm(tmp_path):
     model = write_tiny("llama", tmp_path / "models")
     config = json.loads((model / "config.json").read_text())
@@ -92,7 +93,7 @@ def test_a_training_run_that_dies_in_megatron(tmp_path, trainer_launcher: ForkLa
     """A judged run scores a rollout by itself before its step."""
     run = tmp_path / "run"
     words = ["model=tiny:add", "mesh.tp=2", "mesh.dp=1", "steps=1", f"run={run}", "verify.every=0"]
-    words.append(f"verify.steps={judged}")
+    words += [f"verify.steps={judged}", "evaluation.num_problems=0"]
     config, _ = load(TrainConfig, file=ROOT / "configs" / "add-sft.yaml", overrides=words)
     within = (INJECTED, "norm-wider-than-its-shard", str(tmp_path))
     with started_judge() as judge, pytest.raises(Exception, match="megatron-core") as caught:

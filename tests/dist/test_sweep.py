@@ -22,6 +22,8 @@ WORDS = (
     "--micro-batches", "1", "--trial-timeout", "60",
 )  # fmt: skip
 
+pytestmark = pytest.mark.slow
+
 
 def started(folder: Path, *words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "verifier", "sweep", *WORDS, "--run", str(folder), *words]

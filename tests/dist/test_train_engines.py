@@ -86,10 +86,11 @@ def require_same_end(train: Callable[..., list[str]], folder: Path, request_: st
 
 @pytest.mark.parametrize(
     ("number", "times", "step"),
-    [pytest.param(1, 1, 1, marks=pytest.mark.slow), (2, 1, 2), pytest.param(4, RESTARTS, 3, marks=pytest.mark.slow)],
+    [pytest.param(3, 1, 1, marks=pytest.mark.slow), (4, 1, 2), pytest.param(6, RESTARTS, 3, marks=pytest.mark.slow)],
     ids=["first step", "second step", "evaluation, three times"],
 )
 def test_an_engine_that_dies_while_it_samples(number, times, step, whole, train, tmp_path):
+    """The evaluation before the first step asks twice."""
     kind, expected = whole
     with killed("generate", number, times) as pids:
         lines = train(tmp_path / "run", f"engine.kind={kind}", *EVALUATED)
@@ -126,7 +127,8 @@ def test_one_death_too_many_ends_the_run(train, tmp_path):
         train(tmp_path / "run", "engine.kind=hf", "evaluation.num_problems=0")
 
 
-@pytest.mark.parametrize("mode", ["sync", pytest.param("inflight", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "inflight"])
 def test_two_engines_sample_what_one_samples(mode, train, tmp_path):
     knobs = ["engine.kind=hf", "evaluation.num_problems=0", f"grpo.mode={mode}"]
     if mode == "inflight":
