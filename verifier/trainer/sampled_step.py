@@ -51,8 +51,8 @@ WITHOUT_ORACLE = ("moe_aux_loss", "moe_z_loss", "moe_bias_update_rate", "optimiz
 """Options of Megatron that change loss, weights or optimizer in a way that the oracle does not compute."""
 
 NEAR = 1e-5
-"""Share of a token's greatest score by which float32 may change the order of two experts: twice the 4e-6 by which
-log-probabilities of right sides differ (docs/numerics.md)."""
+"""Share of a token's greatest score by which float32 may change the order of two experts: as much as
+log-probabilities of right sides may differ, in nats (docs/numerics.md)."""
 
 MAX_SAMPLED_BYTES = 2**28
 """Bytes of the largest checkpoint whose steps are sampled by default; the oracle computes on the host."""

@@ -38,6 +38,13 @@ def test_a_violation_fails_the_gate_and_names_the_first_bad_stage_of_all():
     ]
 
 
+def test_the_stage_of_a_waived_violation_is_not_named():
+    both = violated(finding(), finding("ENG001", "engine", (1, 1, 13)))
+    decision, reasons, stage, _, _ = decide(both, waivers=(waiver(),))
+    assert (decision, stage) == ("FAIL", "engine")
+    assert reasons == [f"{CELL.id} is violated, first in engine: ENG001 tensor-differs: 6 of 40 tensors differ"]
+
+
 @pytest.mark.parametrize("by", [{}, {"family": "", "model": "tiny:nemotron-h"}], ids=["family", "model"])
 def test_a_waiver_waives_until_its_last_day(by):
     decision, reasons, stage, (cell, _), (use,) = decide(violated(), HOLDS, waivers=(waiver(**by),))

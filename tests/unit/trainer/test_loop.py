@@ -16,10 +16,10 @@ from verifier.trainer import loop
 from verifier.trainer.loop import StepLoop
 
 
-def calls_of(tmp_path, monkeypatch, *words: str, refused: str = "") -> list[tuple[str, dict[str, Any]]]:
+def calls_of(tmp_path, monkeypatch, *words: str, refused: str = "", every: int = 1) -> list[tuple[str, dict[str, Any]]]:
     """Calls of the ranks in a run of two steps, each of which drops all of its groups."""
     monkeypatch.setattr(loop, "step_manifest", lambda *given, **named: None)
-    knobs = ("model=tiny:add", "algorithm=grpo", "steps=2", "evaluation.every=1", f"run={tmp_path}", *words)
+    knobs = ("model=tiny:add", "algorithm=grpo", "steps=2", f"evaluation.every={every}", f"run={tmp_path}", *words)
     found: list[tuple[str, dict[str, Any]]] = []
 
     def call(name: str, **given: Any) -> list[Any]:
@@ -55,6 +55,12 @@ def test_an_engine_that_fell_asleep_gets_the_weights_before_it_samples(tmp_path,
 
 def test_an_engine_that_stays_awake_gets_no_weights_without_an_update(tmp_path, monkeypatch):
     assert [name for name, _ in calls_of(tmp_path, monkeypatch)] == ["sample", "sample"]
+
+
+@pytest.mark.parametrize(("every", "versions"), [(0, [2]), (1, [1, 2]), (2, [0, 2])])
+def test_what_a_run_begins_with_is_evaluated_before_its_first_step(tmp_path, monkeypatch, every, versions):
+    found = calls_of(tmp_path, monkeypatch, every=every)
+    assert [given["step"] for name, given in found if name == "sample"] == versions
 
 
 def test_a_refusal_of_the_weights_that_wake_it_ends_the_run(tmp_path, monkeypatch):
