@@ -106,8 +106,8 @@ def decided(cells: Sequence[CellResult], uses: Sequence[WaiverUse]) -> tuple[Dec
             reasons.append(f"{name} was not caught, so the checks are not alive here: {_first_line(result.reason)}")
         elif bad:
             more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
-            first = min(bad, key=lambda item: item.place)
-            reasons.append(f"{name} is violated, first in {first.stage}: {first.sentence}{more}")
+            worst = min(bad, key=lambda item: item.place)
+            reasons.append(f"{name} is violated, first in {worst.stage}: {worst.sentence}{more}")
         elif result.status == "violated" and not result.waived:
             doubts.append(f"{name} was not judged whole beside its waived violations")
         elif result.status == "inconclusive":
