@@ -22,6 +22,7 @@ from verifier.errors import UsageError, ViolationFound
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import FireCounter
 from verifier.faults.training_trial import GRPO_KNOBS
+from verifier.model.checkpoint import open_checkpoint
 from verifier.trainer.loop import Judged
 from verifier.trainer.preflight import Preflight, preflight
 from verifier.trainer.update_log import read
@@ -77,6 +78,10 @@ def test_every_answer_of_grpo_has_the_greatest_length_and_is_in_the_loss(trainer
     assert metrics["grad_norm"] > 0
     assert {"rollout", "score", "prepare", "train", "sync", "time"} == found.seconds.keys()
     assert metrics["rollout_tokens_per_s"] == pytest.approx(16 * 24 / metrics["rollout_s"])
+    weights = open_checkpoint(run / "hf_model")
+    assert metrics["sent_gb"] == pytest.approx(sum(weights.read(name).nbytes for name in weights.names()) / 1e9)
+    assert metrics["transfer_gb_per_s"] == pytest.approx(metrics["sent_gb"] / metrics["transfer_s"])
+    assert metrics["transfer_s"] <= metrics["sync_s"]
 
 
 def test_recorded_rollouts_are_the_longest_file(trainer_launcher, tmp_path):

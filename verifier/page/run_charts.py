@@ -1,4 +1,4 @@
-"""Charts of a training run, from its metrics.jsonl: learning, mismatch, time by stage, memory."""
+"""Charts of a training run, from its metrics.jsonl: learning, mismatch, time by stage, bandwidth, memory."""
 
 from __future__ import annotations
 
@@ -58,6 +58,10 @@ def _charts(rows: Sequence[Row]) -> Iterator[Chart]:
             Series(name=name.removesuffix("_s"), points=_points(rows, name), kind="bars", colour=colour)
             for colour, name in enumerate(stages)
         ),
+    )  # fmt: skip
+    yield Chart(
+        title="Bandwidth of the weight sync", x="step", y="GB/s",
+        series=_lines(rows, {"transfer_gb_per_s": "export, transfer and load, engine's caches included"}),
     )  # fmt: skip
     yield Chart(
         title="Memory", x="step", y="GiB", series=_lines(rows, {"peak_memory_gib": "peak of rank 0 so far"}),

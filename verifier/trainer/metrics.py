@@ -24,7 +24,7 @@ STAGES = {
 """Metric -> group under which TensorBoard shows it; all others are of the step."""
 RATES = {
     "rollout_tokens_per_s": ("sampled_tokens", "rollout_s"), "score_tokens_per_s": ("scored_tokens", "score_s"),
-    "train_tokens_per_s": ("tokens", "train_s"),
+    "train_tokens_per_s": ("tokens", "train_s"), "transfer_gb_per_s": ("sent_gb", "transfer_s"),
 }  # fmt: skip
 """Rate of a stage -> metrics that it is the quotient of."""
 
@@ -90,11 +90,11 @@ class Metrics:
 
 
 def _rates_of(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return tokens a second of each stage that the step went through."""
+    """Return tokens, or GB, a second of each stage that the step went through."""
     return {
-        name: values[tokens] / values[seconds]
-        for name, (tokens, seconds) in RATES.items()
-        if tokens in values and values.get(seconds)
+        name: values[amount] / values[seconds]
+        for name, (amount, seconds) in RATES.items()
+        if amount in values and values.get(seconds)
     }
 
 

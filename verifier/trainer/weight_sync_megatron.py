@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -149,7 +150,11 @@ class WeightSync:
                 closing = [contextlib.closing(Recorder(Path(trace), "engine", at)) for at in range(self._num_ranks)]
                 ranks = [stack.enter_context(recorder) for recorder in closing]
             watch = TransferProbe(ranks, version, keeps=probe is not None)
+            began = time.monotonic()
             link.transfer(self._plan, stream, watch, running, self.before_caches)
+            if not link.refused:
+                sent = sum(sum(chunk.sizes) for chunk in self._plan.chunks)
+                self.facts = {**self.facts, "sent_gb": sent / 1e9, "transfer_s": time.monotonic() - began}
             if self._adapters is not None and probe is not None and shards:
                 self._adapters.record_exported(probe, version)
             if link.client is None or probe is None:
@@ -196,7 +201,7 @@ class WeightSync:
             if self._rank == 0 and (record := rounding.add(name, tensor, version)) is not None and probe is not None:
                 probe.emit(record)
             yield name, tensor
-        self.facts = {"merge_rounding": rounding.share()}
+        self.facts = {**self.facts, "merge_rounding": rounding.share()}
 
 
 class _NoProbe:

@@ -92,7 +92,8 @@ def metrics(steps: int) -> str:
     rows = [
         {"step": step, "loss": 0.1 / step, "reward": step / steps, "held_out_reward": step / (2 * steps),
          "mismatch_p99": 1e-6, "mismatch_max": 3e-6, "mismatch_floor": 1e-6, "score_s": 0.5, "train_s": 1.0,
-         "sync_s": 0.1, "peak_memory_gib": 0.5, "mismatch_by_position": [1e-6, None, 2e-6, *[None] * 5]}
+         "sync_s": 0.1, "transfer_gb_per_s": 0.2, "peak_memory_gib": 0.5,
+         "mismatch_by_position": [1e-6, None, 2e-6, *[None] * 5]}
         for step in range(1, steps + 1)
     ]  # fmt: skip
     return "".join(json.dumps(row) + "\n" for row in rows) + '{"step": '

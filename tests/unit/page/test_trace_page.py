@@ -102,7 +102,7 @@ def test_the_page_of_a_training_run_is_written_of_its_folder(tmp_path):
     page = page_of(tmp_path / "run")
     assert [chart.title for chart in page.charts] == [
         "Reward", "Loss", "Mismatch of trainer and engine over the run", "Mismatch by position", "Time by stage",
-        "Memory",
+        "Bandwidth of the weight sync", "Memory",
     ]  # fmt: skip
     assert page.decision == "violated"
     assert page.roots[0].place == "step 30"

@@ -43,10 +43,13 @@ def written(folder, rows, view=None, **options):
 
 
 def test_a_line_has_rates_trend_and_signs_and_a_resumed_run_goes_on_with_them(tmp_path):
-    step = {"reward": 0.5, "mismatch_p99": 2.0, "tokens": 60, "train_s": 2.0}
+    step = {
+        "reward": 0.5, "mismatch_p99": 2.0, "tokens": 60, "train_s": 2.0, "sent_gb": 3.0, "transfer_s": 1.5,
+    }  # fmt: skip
     first = written(tmp_path, [{"step": at, **step} for at in range(1, 20)])
     assert first[-1] == {
-        "step": 19, **step, "train_tokens_per_s": 30.0, "mismatch_floor": 2.0, "mismatch_trend": 1.0
+        "step": 19, **step, "train_tokens_per_s": 30.0, "transfer_gb_per_s": 2.0, "mismatch_floor": 2.0,
+        "mismatch_trend": 1.0,
     }  # fmt: skip
     last = written(tmp_path, [{"step": 20, **step, "mismatch_p99": 3.0}])[-1]
     assert last["mismatch_floor"] == 2.0
