@@ -58,6 +58,17 @@ def family(pid: int) -> list[int]:
     return [pid, *(found for child in children(pid) for found in family(child))]
 
 
+def the_worker_of(pid: int) -> int:
+    """The process that runs the cells of a gate, once it is there."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        for child in children(pid):
+            if "verifier.gate.cell_worker:serve" in arguments(child):
+                return child
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} started no worker in 60 s")
+
+
 def killed_after(process: subprocess.Popen[str], folder: Path, num_rows: int, deadline_s: float) -> None:
     """Kill a gate once its ledger has so many rows and the next cell runs; nothing that it started is left."""
     until = time.monotonic() + deadline_s
@@ -89,11 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_killed_gate_goes_on_and_names_a_worker_that_died_and_a_known_bug(folder):
     before = rows_of(folder)
     gate = started(folder, "GATE.yaml", "--json", "out.json", "--junit", "out.xml")
-    until, worker = time.monotonic() + 60, None
-    while worker is None:
-        assert time.monotonic() < until
-        worker = next((pid for pid in children(gate.pid) if "verifier.gate.cell_worker:serve" in arguments(pid)), None)
-        time.sleep(0.05)
+    worker = the_worker_of(gate.pid)
     time.sleep(2.0)
     os.kill(worker, signal.SIGKILL)
     printed, complained = gate.communicate(timeout=200)
@@ -161,7 +168,7 @@ def test_a_waiver_of_what_nobody_knows_ends_it_before_anything_starts(tmp_path, 
 def test_a_worker_that_hangs_makes_a_failed_cell(tmp_path):
     worker = CellWorker([""], tmp_path, tmp_path / "worker.log")
     worker.begin(fault_cells(())[0], 0.5)
-    (pid,) = [pid for pid in children(os.getpid()) if "verifier.gate.cell_worker:serve" in arguments(pid)]
+    pid = the_worker_of(os.getpid())
     os.kill(pid, signal.SIGSTOP)
     worker._until = time.monotonic() + 1.0  # without the grace
     result = None

@@ -19,7 +19,7 @@ from verifier.report.report import report_of
 from verifier.runs.resources import Deadline
 from verifier.trainer.controller import Trainer
 
-FEW, MANY = 2, 120
+FEW, MANY = 1, 120
 
 
 @pytest.mark.parametrize(
