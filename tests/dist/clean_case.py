@@ -45,6 +45,7 @@ MOE_MESHES = (
     Mesh(ep=2, dp=2),
     Mesh(tp=2, ep=2),
     Mesh(tp=2, etp=2),
+    Mesh(tp=2, etp=2, ep=2, dp=2),
     Mesh(cp=2, ep=2),
     Mesh(pp=2, ep=2, dp=2),
     Mesh(tp=2, pp=2, ep=2),

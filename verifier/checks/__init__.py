@@ -28,6 +28,7 @@ from verifier.checks import (
     resume,
     reward_penalty,
     rollout_texts,
+    router_choices,
     routes,
     samples,
     score_bias,
@@ -44,6 +45,6 @@ __all__ = [
     "adam_audit", "adapter_delivery", "answer_ends", "arguments", "batch_content", "batch_sizes", "beginnings",
     "configs", "delivery", "draws", "end_draws", "engine_mismatch", "entropies", "evaluations", "final_export",
     "gradient_sums", "knobs", "logprobs", "loss_rows", "moves", "packing", "policy_step", "read_data", "read_tokens",
-    "resume", "reward_penalty", "rollout_texts", "routes", "samples", "score_bias", "spot_scores", "stack", "step",
-    "step_metrics", "training_step", "turns", "weights",
+    "resume", "reward_penalty", "rollout_texts", "router_choices", "routes", "samples", "score_bias", "spot_scores",
+    "stack", "step", "step_metrics", "training_step", "turns", "weights",
 ]  # fmt: skip

@@ -90,6 +90,24 @@ class UsedRoutes(ArrayRecord, frozen=True, kw_only=True, tag="replay/choice"):
     """Pass of the trainer, by name."""
 
 
+class RouterChoices(Record, frozen=True, kw_only=True, tag="loss/choices"):
+    """Experts that one layer's routers chose by themselves in an update, measured by the oracle in the run's dtype."""
+
+    layer: Count
+    """Global index."""
+    num_tokens: Count
+    shortfall: Real
+    """Greatest distance by which a token's worst expert scores below the K-th best, as a share of the scores' range."""
+    place: tuple[Count, Count]
+    """Index of the sequence, and position, of the token that is farthest off."""
+    noise: Real
+    """Greatest change of a score by the run's dtype, as a share of that range."""
+    closed: Count
+    """Tokens with an expert of a group that is closed to them; 0 without groups."""
+    closed_in_dtype: Count
+    """The same of transformers' own choice in the run's dtype."""
+
+
 class Objective(Record, frozen=True, kw_only=True, tag="loss/objective"):
     """The loss of a token that a step averages, nats.
 

@@ -286,6 +286,22 @@ def router_gradient_of_own_rows(call: Call) -> None:
     call.original()
 
 
+@fault(
+    "huggingface/transformers#41663",
+    "megatron.core.transformer.moe.router:topk_routing_with_score_function("
+    "logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias, fused, "
+    "router_replay, dense_output, precomputed_indices)",
+    stage=Stage.LOSS, caught_by=("LSS005",), model="tiny:deepseek-v3", engine=NO_ENGINE, dtype="bfloat16",
+)  # fmt: skip
+def experts_chosen_without_score_bias(call: Call) -> Any:
+    """While a step is trained, routers choose by scores without their bias; gates are right, in a bf16 run."""
+    import torch
+
+    if not torch.is_grad_enabled() or call.expert_bias is None:
+        return call.original()
+    return call.faulty(expert_bias=None)
+
+
 @on_replicas("NVIDIA-NeMo/RL#3716", CONNECT)
 def finalize_hook_missing(call: Call) -> None:
     """The schedule is not given finalize_model_grads: no sum over tp, no division by the number of tokens."""

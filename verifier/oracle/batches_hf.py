@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from verifier.oracle.routes_hf import Route, choosing, chosen_experts
+from verifier.oracle.routes_hf import Route, Seen, choosing, chosen_experts
 
 MAX_TOKENS = 2048
 """Most tokens of a batch, unless it is one sequence."""
@@ -63,7 +63,8 @@ def batches(
             )  # fmt: skip
 
 
-def logits_of(model: Any, batch: Batch) -> torch.Tensor:
-    """[B, T, V] logits of a batch, in the model's dtype and on its device."""
-    with choosing(model, {layer: chosen.flatten(0, 1) for layer, chosen in batch.experts.items()}, batch.margin):
+def logits_of(model: Any, batch: Batch, seen: Seen | None = None) -> torch.Tensor:
+    """[B, T, V] logits of a batch, in the model's dtype and on its device; `seen` as of `choosing`."""
+    told = {layer: chosen.flatten(0, 1) for layer, chosen in batch.experts.items()}
+    with choosing(model, told, batch.margin, seen):
         return model(input_ids=batch.tokens.to(model.device), use_cache=False).logits

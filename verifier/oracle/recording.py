@@ -42,6 +42,7 @@ from verifier.core.records_tokens import (
     OracleOfShaped,
     OracleRecord,
     Rollouts,
+    RouterChoices,
     SampledTokens,
     ShapedTokens,
     TrainerLogprobs,
@@ -249,7 +250,8 @@ class _Recording:
             return
         given = {item.version: seen.array(item) for item in seen.of(GivenRoutes)}
         given.pop(0, None)  # of a pass that scores: the idle step replays none
-        given |= self._own_routes()
+        own = self._own_routes()
+        given |= own
         trained = sorted(seen.of(Rollouts, name="trained"), key=lambda record: record.version)
         batches = [self._batch(record) for record in trained]
         routes = [
@@ -273,6 +275,16 @@ class _Recording:
         owners = Owners((adapter or layout).placements, mesh) if layout else None
         for row in rows:
             self.recorder.emit(gradient_record(row, owners, mesh))
+        for record, chosen in zip(trained, routes, strict=True):
+            before = self.weights / f"live-{record.version - 1}" if record.version > 1 else self.source.path
+            if record.version in own and before.is_dir():
+                self._record_choices(record, before, chosen)
+
+    def _record_choices(self, record: Rollouts, before: Path, chosen: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Judge the experts that routers chose by themselves in a step."""
+        asked = (self._tokens(record.name, record.version), chosen, self.seen.manifest.dtype)
+        for row in self.oracle.ask("choices_hf:choice_gaps", [before], *asked):
+            self.recorder.emit(choices_record(row, record.name, record.version))
 
     def _batch(self, record: Rollouts) -> list[list[Any]]:
         """The rollouts of a step as `verifier.oracle.step_hf` takes them."""
@@ -355,6 +367,12 @@ def gradient_record(row: Mapping[str, Any], owners: Owners | None, mesh: Mesh) -
             coordinate="" if rank is None else str(mesh.coordinate(rank)), how=how,
         )  # fmt: skip
     return GradientRecord(**fields)
+
+
+def choices_record(row: Mapping[str, Any], name: str, version: int) -> RouterChoices:
+    """Record of one row of `choices_hf.choice_gaps`."""
+    fields: dict[str, Any] = {key: real(item) if isinstance(item, float) else item for key, item in row.items()}
+    return RouterChoices(name=name, version=version, **{**fields, "place": tuple(row["place"])})
 
 
 def _content(record: Record) -> dict[str, Any]:

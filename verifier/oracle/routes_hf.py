@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from verifier.errors import ContractError
 Route = Sequence[int]
 """Position, global layer and experts of one token in one layer. A token without, such as a last one, gets the first
 experts: nothing that is scored depends on it."""
+Seen = Callable[[int, torch.Tensor], None]
+"""Gets a global layer, and [tokens, experts] what its router chooses the greatest of."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -43,7 +45,9 @@ def chosen_experts(rows: Sequence[Route], num_tokens: int) -> dict[int, torch.Te
 
 
 @contextlib.contextmanager
-def choosing(model: Any, experts: Mapping[int, torch.Tensor], margin: float = math.inf) -> Iterator[None]:
+def choosing(
+    model: Any, experts: Mapping[int, torch.Tensor], margin: float = math.inf, seen: Seen | None = None
+) -> Iterator[None]:
     """Within, the choice of each layer's router is the one given: of all experts, the best K of each token, [T, K].
 
     What else a router chooses, such as groups of experts, it chooses by itself: the choice that counts comes last.
@@ -54,18 +58,21 @@ def choosing(model: Any, experts: Mapping[int, torch.Tensor], margin: float = ma
         experts: by layer.
         margin: a token's experts are chosen only where none of them scores below the K-th best by more than this share
             of the greatest of the K; elsewhere the router chooses by itself.
+        seen: called with the scores by which each of these routers chooses.
 
     Raises:
         ContractError: a router does not choose by `torch.topk`, so that its choice cannot be given.
     """
     blocks, topk = mixtures_of(model), torch.topk
-    given: list[tuple[int, torch.Tensor]] = []
+    given: list[tuple[int, int, torch.Tensor]] = []
     obeyed = set()
 
     def choose(scores: torch.Tensor, k: int, *rest: Any, **options: Any) -> Any:
-        if given and (scores.shape[-1], k) == (given[-1][0], given[-1][1].shape[-1]):
-            chosen = given[-1][1]
+        if given and (scores.shape[-1], k) == (given[-1][1], given[-1][2].shape[-1]):
+            layer, _, chosen = given[-1]
             obeyed.add(id(chosen))
+            if seen is not None:
+                seen(layer, scores)
             if margin < math.inf:
                 best = topk(scores, k, *rest, **options)
                 least = best.values.amin(-1, keepdim=True) - margin * best.values.abs().amax(-1, keepdim=True)
@@ -82,7 +89,7 @@ def choosing(model: Any, experts: Mapping[int, torch.Tensor], margin: float = ma
                     f"transformers' layer {layer} has no block of a router and experts to give routes to"
                 )
             router: Any = router_of(block)
-            entry = (int(router.weight.shape[0]), chosen_TK.to(model.device))
+            entry = (layer, int(router.weight.shape[0]), chosen_TK.to(model.device))
             hooks.callback(block.register_forward_pre_hook(lambda *_, entry=entry: given.append(entry)).remove)
             hooks.callback(block.register_forward_hook(lambda *_: given.pop() and None).remove)
         hooks.callback(setattr, torch, "topk", topk)

@@ -2,7 +2,7 @@
 
 Installed once per process, before Megatron is imported. Reference modules with the same parameters replace Transformer
 Engine's (`cpu_modules`, `cpu_attention`), and CUDA's bookkeeping calls are answered on the host (`cpu_cuda_shims`,
-`cpu_bridge`). All other code, parallelism included, is upstream's over gloo.
+`cpu_bridge`). All other code, parallelism included, is upstream's over gloo (`cpu_collectives` has what gloo lacks).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def install() -> None:
     if getattr(sys.modules.get("transformer_engine"), "__version__", None):
         raise UsageError("transformer_engine was imported before the CPU platform: call `install_for('cpu')` first")
     require_installed(*TRAINER)
+    from verifier.platform.cpu_collectives import mapping_patches
     from verifier.platform.cpu_cuda_shims import core_patches, torch_patches
     from verifier.platform.cpu_mamba import mixer_patches
 
@@ -53,7 +54,7 @@ def install() -> None:
             warnings.simplefilter("ignore")
             for module in ("models.gpt.gpt_layer_specs", "models.mimo", "optimizer", "pipeline_parallel"):
                 importlib.import_module(f"megatron.core.{module}")
-            apply([*core_patches(), *_module_patches(), *mixer_patches()])
+            apply([*core_patches(), *mapping_patches(), *_module_patches(), *mixer_patches()])
             _offer_placeholder()
             importlib.import_module("megatron.bridge")
             from verifier.platform.cpu_bridge import bridge_patches

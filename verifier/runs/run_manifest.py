@@ -23,7 +23,7 @@ from verifier.platform.upstream_fixes import RunFacts, bugs_of, refuse_impossibl
 from verifier.runs.model_under_test import ModelUnderTest, cache_folder
 from verifier.runs.spec import Placement
 
-TOKEN_SCOPES = ("tokens", "replay", "forced", "logprob", "layout", "replicas", "step", "gradient")
+TOKEN_SCOPES = ("tokens", "replay", "forced", "logprob", "layout", "replicas", "step", "gradient", "choices")
 """Scopes of a run of the token path alone, in which nothing is exported."""
 
 
@@ -87,6 +87,7 @@ def _scopes(config: GoldenConfig | RoundtripConfig, model: ModelUnderTest) -> li
     scopes += ["order", "plan", "transport", "engine", *saved]
     if num_experts_of(model.checkpoint.config):
         scopes += ["replay", "forced"] if layout else ["replay"]
+        gradient += ["choices"] if gradient and model.dtype != "float32" else []
     if layout:
         scopes += [*layout, "update"]
     return [*scopes, "step", *gradient] if config.update == "step" else scopes

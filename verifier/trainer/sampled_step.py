@@ -36,7 +36,7 @@ from verifier.export.names import layout_of
 from verifier.export.sharding import Owners
 from verifier.model.families import moe_layers_of
 from verifier.oracle.oracle import Oracle, Scored
-from verifier.oracle.recording import gradient_record, noise_of_logprobs
+from verifier.oracle.recording import choices_record, gradient_record, noise_of_logprobs
 from verifier.runs.derived_layout import may_derive
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.asked_samples import ends_of
@@ -205,12 +205,26 @@ class SampledStep:
         with contextlib.closing(Recorder(trace, "oracle", 0)) as recorder:
             for row in rows:
                 recorder.emit(gradient_record({**row, "version": self._step}, owners, model.mesh))
+            self._record_choices(recorder, updates)
             self._record_entropies(recorder, updates, objective["temperature"], read)
             if scored is not None:
                 before = self.folder / f"weights-{updates[0].number - 1}"
                 noise = self._record_logprobs(recorder, scored, before, earlier, known)
         shutil.rmtree(self.folder)
         return noise
+
+    def _record_choices(self, recorder: Recorder, updates: Sequence[OptimizerUpdate]) -> None:
+        """Record how good the experts were that routers chose by themselves, in less than float32."""
+        if self._config.grpo.replay_routes or self._model.dtype == "float32":
+            return
+        for update in updates:
+            routes = chosen_routes(self.folder / f"routes-{update.number}", len(update.rollouts))
+            if routes:
+                sequences = [rollout.tokens.tolist() for rollout in update.rollouts]
+                asked = (sequences, [rows.tolist() for rows in routes], self._model.dtype)
+                before = self.folder / f"weights-{update.number - 1}"
+                for row in self._oracle.ask("choices_hf:choice_gaps", [before], *asked):
+                    recorder.emit(choices_record(row, update.name, self._step))
 
     def _record_entropies(
         self, recorder: Recorder, updates: Sequence[OptimizerUpdate], temperature: float, read: Sequence[Path]

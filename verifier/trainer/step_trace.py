@@ -14,7 +14,7 @@ from verifier.config.training import TrainConfig
 from verifier.contracts.examine import declared
 from verifier.core.manifest import Manifest, MeshSizes, Scope
 from verifier.data.second_tokenizer import why_unread
-from verifier.model.families import has_score_bias
+from verifier.model.families import has_score_bias, num_experts_of
 from verifier.platform.pins import installed_versions
 from verifier.platform.provenance import gpu_names, host, this_code
 from verifier.platform.stand_ins import stand_ins_of
@@ -132,8 +132,10 @@ def step_manifest(
         scopes.append("layout")
     if "replicas" in model.layout_scopes and not dropped:
         scopes.append("replicas")
+    chooses = bool(num_experts_of(sizes)) and not config.grpo.replay_routes and model.dtype != "float32"
     if sampled:
         scopes += ["gradient", "entropy"]
+        scopes += ["choices"] if chooses else []
         scopes += ["scored"] if config.algorithm == "grpo" else []
         scopes += ["sampled"] if synced else []
         scopes += ["joined"] if synced and not config.lora.rank else []

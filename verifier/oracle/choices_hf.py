@@ -1,0 +1,119 @@
+"""Experts that a trainer's routers chose in an update, against transformers' scores of all experts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from verifier.model.transformers_hf import hold_model
+from verifier.oracle.batches_hf import Batch, batches, logits_of
+from verifier.oracle.routes_hf import Route
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One router's choices, batch by batch."""
+
+    shortfall: list[torch.Tensor] = field(default_factory=list)
+    """[N] each: how far the worst chosen expert scores below the K-th best, as a share of the scores' range."""
+    noise: list[torch.Tensor] = field(default_factory=list)
+    """[N] each: greatest change of a score by the run's dtype, as a share of that range."""
+    closed: list[torch.Tensor] = field(default_factory=list)
+    """[N] each: an expert was chosen of a group that is closed to the token."""
+    closed_in_dtype: list[torch.Tensor] = field(default_factory=list)
+    """[N] each: the same of transformers' own choice in the run's dtype."""
+    places: list[torch.Tensor] = field(default_factory=list)
+    """[N, 2] each: sequence and position."""
+
+
+@torch.inference_mode()
+def choice_gaps(
+    _: object, checkpoint: str, sequences: Sequence[Sequence[int]], routes: Sequence[Sequence[Route]], dtype: str
+) -> list[dict[str, Any]]:
+    """Measure how far chosen experts score below the best; a request of an engine server.
+
+    Both passes of transformers, in the run's dtype and in float32, take the chosen experts, so that each layer's
+    scores are those of the tokens that the trainer's router saw, and differ by rounding alone.
+
+    Args:
+        checkpoint: weights before the update.
+        sequences: token ids.
+        routes: of each sequence what the trainer's routers chose.
+        dtype: of the run, less than float32.
+
+    Returns:
+        Per layer the fields of `RouterChoices` that are its own.
+    """
+    rounded = _scores(str(checkpoint), sequences, routes, getattr(torch, dtype))
+    exact = _scores(str(checkpoint), sequences, routes, torch.float32)
+    routed = [_positions(rows) for rows in routes]
+    layers: dict[int, _Layer] = defaultdict(_Layer)
+    for (batch, scores), (_, low) in zip(exact, rounded, strict=True):
+        for layer, chosen in batch.experts.items():
+            shape = (*batch.tokens.shape, -1)
+            _add(layers[layer], batch, layer, routed, scores[layer].view(shape), low[layer].view(shape), chosen)
+    return [
+        {"layer": layer, **_summary(found)} for layer, found in sorted(layers.items()) if any(map(len, found.places))
+    ]
+
+
+def _scores(
+    checkpoint: str, sequences: Sequence[Sequence[int]], routes: Sequence[Sequence[Route]], dtype: torch.dtype
+) -> list[tuple[Batch, dict[int, torch.Tensor]]]:
+    """Batches, and by layer [B * T, E] float32 what its router chooses the greatest of."""
+    model, found = hold_model(checkpoint, dtype, "cpu"), []
+    for batch in batches(model, sequences, routes):
+        scores: dict[int, torch.Tensor] = {}
+        logits_of(model, batch, lambda layer, values, into=scores: into.update({layer: values.float()}))
+        found.append((batch, scores))
+    return found
+
+
+def _positions(rows: Sequence[Route]) -> Mapping[int, list[int]]:
+    """Positions of a sequence that have a route, by layer."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for position, layer, *_ in rows:
+        found[layer].append(position)
+    return found
+
+
+def _add(
+    into: _Layer, batch: Batch, layer: int, routed: Sequence[Mapping[int, list[int]]], scores_BTE: torch.Tensor,
+    low_BTE: torch.Tensor, chosen_BTK: torch.Tensor,
+) -> None:  # fmt: skip
+    """Measure a layer's choices for the sequences of a batch; see `_Layer`."""
+    for row, place in enumerate(batch.places):
+        at = torch.tensor(routed[place].get(layer, []), dtype=torch.int64)
+        scores_NE, low_NE, chosen_NK = scores_BTE[row, at], low_BTE[row, at], chosen_BTK[row, at]
+        k = chosen_NK.shape[-1]
+        open_NE = _is_open(scores_NE)
+        most = scores_NE.where(open_NE, -torch.inf).amax(-1)
+        span = (most - scores_NE.where(open_NE, torch.inf).amin(-1)).clamp_min(torch.finfo(torch.float32).tiny)
+        best_N = scores_NE.where(open_NE, -torch.inf).topk(k).values[:, -1]
+        closed_N = ~open_NE.gather(-1, chosen_NK).all(-1)
+        shortfall_N = (best_N - scores_NE.gather(-1, chosen_NK).amin(-1)) / span
+        both_NE = open_NE & _is_open(low_NE)
+        change_NE = (low_NE - scores_NE).abs().where(both_NE, 0.0)
+        into.shortfall.append(shortfall_N.where(~closed_N, 0.0).clamp_min(0.0))
+        into.noise.append(change_NE.amax(-1) / span)
+        into.closed.append(closed_N)
+        into.closed_in_dtype.append(~open_NE.gather(-1, low_NE.topk(k).indices).all(-1))
+        into.places.append(torch.stack([torch.full_like(at, place), at], dim=-1))
+
+
+def _is_open(scores: torch.Tensor) -> torch.Tensor:
+    """Experts that may be chosen: those of groups that are not get a score of -inf, of DeepSeek-V2 exactly 0."""
+    return scores.isfinite() & (scores != 0)
+
+
+def _summary(found: _Layer) -> dict[str, Any]:
+    shortfall, closed = torch.cat(found.shortfall), torch.cat(found.closed)
+    return {
+        "num_tokens": len(shortfall), "shortfall": float(shortfall.max()), "noise": float(torch.cat(found.noise).max()),
+        "closed": int(closed.sum()), "closed_in_dtype": int(torch.cat(found.closed_in_dtype).sum()),
+        "place": torch.cat(found.places)[(shortfall + closed).argmax()].tolist(),
+    }  # fmt: skip
