@@ -31,7 +31,7 @@ from verifier.core.records_policy import (
     UpdateRatios,
     WrittenMetrics,
 )
-from verifier.core.records_tokens import SampledTokens
+from verifier.core.records_tokens import RouterChoices, SampledTokens
 from verifier.core.records_trainer import (
     AdamAudit,
     AuditedTensor,
@@ -297,6 +297,10 @@ def training() -> list[Record]:
         OracleEntropy(
             name="update 1", version=1, role="oracle", temperature=1.0, noise=1e-7, array="entropies of the oracle"
         ),
+        RouterChoices(
+            name="update 1", version=1, role="oracle", layer=3, num_tokens=60, shortfall=0.01, place=(0, 5),
+            noise=0.02, closed=0, closed_in_dtype=0,
+        ),
         OracleEnds(
             name="batch", version=0, role="oracle", array="chances of an end", ends=(3, 5), temperature=1.0, noise=0.0
         ),
@@ -348,6 +352,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT008": (SamplingAsked, having(max_answer_tokens=1)),
     "DAT007": (StepSizes, having(group_size=3)),
     "DAT006": (EpisodeTurns, having(prompts=((1,), (7,), (1,), (1, 9, 3, 6, 8, 4), (1,), (1,)))),
+    "LSS005": (RouterChoices, having(shortfall=0.4)),
     "LSS003": (UpdateRatios, having(ratio_gap=0.25)),
     "MET001": (StepMetrics, having(values={"reward": 1.0})),
     "MET002": (WrittenMetrics, having(step=2)),

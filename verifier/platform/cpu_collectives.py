@@ -12,7 +12,7 @@ from verifier.platform.patch import Patch, current
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
 GATHER, SCATTER = "_gather_along_first_dim", "_reduce_scatter_along_first_dim"
 Rows = Callable[..., torch.Tensor]
-"""Of rows, a group, the number of rows of each of its ranks, and whether to use a shared buffer; megatron-core's."""
+"""Function of megatron-core on rows, a group, the number of rows of each of its ranks, and use of a shared buffer."""
 
 
 def mapping_patches() -> list[Patch]:

@@ -25,6 +25,7 @@ from verifier.core.records_tokens import (
     OracleOfNext,
     OracleOfPlaces,
     OracleOfSampled,
+    RouterChoices,
     SampledTokens,
     TrainerLogprobs,
     UsedRoutes,
@@ -55,6 +56,7 @@ class Asked:
 
     def __init__(self) -> None:
         self.steps: tuple[Any, ...] = ()
+        self.choices: list[tuple[Any, ...]] = []
 
     def score(self, checkpoint: Path, sequences: Any, dtype: str, device: str, temperature: float) -> Any:
         return [[-temperature * at for at in range(1, len(tokens))] for tokens in sequences]
@@ -65,6 +67,10 @@ class Asked:
             return [-float(len(tokens)), -temperature]
         if function == "logprob_hf:places":
             return [[token, [1] * 7, [0.5] * 7, [0.1], [False]] for _, tokens, _ in arguments[0] for token in tokens]
+        if function == "choices_hf:choice_gaps":
+            self.choices.append((*paths, *arguments))
+            facts = {"num_tokens": 3, "shortfall": 0.25, "noise": 0.5, "closed": 0, "closed_in_dtype": 1}
+            return [{"layer": 2, "place": [1, 2], **facts}]
         assert function == "step_hf:judge_steps"
         self.steps = arguments
         return [
@@ -149,8 +155,14 @@ OWN = [
 
 def test_a_step_is_judged_under_the_experts_that_the_trainer_chose(tmp_path: Path, source: Checkpoint) -> None:
     elsewhere = GivenRoutes(name="sentinel routes", version=0, rollouts=()), [[0, 0, 2, 6, 7]]  # of a pass that scores
-    _, _, routes, _ = record(tmp_path / "trace", source, elsewhere, *OWN).steps
+    asked = record(tmp_path / "trace", source, elsewhere, *OWN)
+    _, _, routes, _ = asked.steps
     assert routes == [[[[0, 2, 4, 7], [1, 2, 1, 5]], [[2, 2, 0, 3]]]]
+    tokens = [[5, 6, 7, 8, 9, 3], [4, 2, 2]]
+    assert asked.choices == [(source.path, tokens, routes[0], "float32")]
+    (choices,) = read(tmp_path / "trace").of(RouterChoices)
+    assert (choices.name, choices.version, choices.layer, choices.place) == ("trained", 1, 2, (1, 2))
+    assert (choices.shortfall, choices.noise, choices.closed_in_dtype) == (0.25, 0.5, 1)
 
 
 def test_routes_that_rollouts_carry_are_told(tmp_path: Path, source: Checkpoint) -> None:
