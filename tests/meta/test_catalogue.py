@@ -44,10 +44,10 @@ def test_every_fault_lies_in_a_file_of_its_stage():
         "load": {"conversion", "knob", "load"}, "export": {"conversion", "export"}, "plan": {"transport"},
         "replay": {"pack", "route"}, "transport": {"transport", "replica"}, "engine": {"engine", "replica"},
         "rollout": {"rollout", "engine", "mode", "draw", "answer", "replica", "evaluation"},
-        "loss": {"loss", "policy", "metric"},
-        "pack": {"pack", "column"}, "data": {"data", "turn", "size", "answer", "reading"},
+        "loss": {"loss", "policy", "metric", "router", "evaluation"},
+        "pack": {"pack", "column"}, "data": {"data", "turn", "size", "answer", "reading", "evaluation"},
         "train": {"train", "adam", "gradient"}, "checkpoint": {"checkpoint", "reading"},
-        "reward": {"reward", "metric"}, "logprob": {"logprob", "score"},
+        "reward": {"reward", "metric", "evaluation"}, "logprob": {"logprob", "score"},
     }  # fmt: skip
     for item in CATALOG.values():
         _, body = item.replacements[0]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from tests.snapshots import training_traces
+from tests.snapshots import measured_traces, training_traces
 from tests.snapshots.config_records import configs
 from tests.snapshots.token_arrays import LEDGER, TOKENS
 from verifier.core.manifest import Manifest, MeshSizes
@@ -83,7 +83,7 @@ from verifier.core.trace import Trace
 
 MANIFEST = Manifest(
     command="roundtrip", complete=True, dtype="float32", world_size=2, mesh=MeshSizes(tp=2), engine_ranks=1,
-    synced_versions=(1,), config={"steps": 1, "evaluation": {"stop_above": 2.0}},
+    synced_versions=(1,), config={"steps": 1, "evaluation": {"stop_above": 2.0}, **measured_traces.CONFIG},
 )  # fmt: skip
 SHAPES = {"a": (4, 2), "b": (3,)}
 DRAWN = tuple(int(digit) for digit in "001200102120010021010200020112001201002000120021010200102001")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
+from tests.snapshots import measured_traces
 from verifier.core.record import Record
 from verifier.core.records_data import ExamplesRead, HeldOutRead, RolloutsRead, TokensRead
 from verifier.core.records_policy import (
@@ -108,7 +109,7 @@ ARRAYS["over the engine"] = {
     **ARRAYS["policy"], "divisor": np.array([np.nan, -1.5, -2.25, np.nan, -3.0], np.float32)
 }  # fmt: skip
 ADDED = (np.array([2, 1, 0], np.float32), np.array([1, -1, 3], np.float32))
-ARRAYS |= {
+ARRAYS |= measured_traces.ARRAYS | {
     "sums 0": {"added": ADDED[0], "reduced": np.array([3, 0], np.float32) / 3},
     "sums 1": {"added": ADDED[1], "reduced": np.array([3], np.float32) / 3},
     "sums of one rank": {"added": ADDED[0], "reduced": np.array([1, 0], np.float32) / 3},
@@ -170,6 +171,7 @@ SUMMED = tuple(
 def training() -> list[Record]:
     """Data, batch and step 1, over the two rollouts of `check_traces.tokens`."""
     return [
+        *measured_traces.measured(),
         KnobsGiven(name="command", version=1, values={"steps": "1", "evaluation.stop_above": "2.0"}),
         KnobsAsked(name="config", version=1, values={"megatron.recompute": "full", "optimizer.clip_grad": "1.0"}),
         *(
@@ -291,7 +293,8 @@ def training() -> list[Record]:
             values={"reward": 0.5, "mixed_groups": 1.0, "truncated_share": 0.0, "num_tokens": 3.0},
         ),
         WrittenMetrics(
-            name="metrics.jsonl", version=1, step=1, values={"reward": 0.5, "time_s": 2.0}, recorded={"reward": 0.5}
+            name="metrics.jsonl", version=1, step=1, values={"reward": 0.5, **measured_traces.NUMBERS},
+            recorded={"reward": 0.5},
         ),
         LossRows(name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", array="loss rows"),
         OracleEntropy(
@@ -342,6 +345,7 @@ def many_ends(seen: list[Record]) -> list[Record]:
 
 
 CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
+    **measured_traces.CHANGES,
     "ADV002": (Advantages, having(advantages=(0.5, 0.5))),
     "ADV004": (Advantages, having(penalties=(0.025, -0.025))),
     "ADV003": (PolicyColumns, having(array="over the engine")),

@@ -3,6 +3,7 @@
 from verifier.checks import (
     adam_audit,
     adapter_delivery,
+    adapter_scales,
     answer_ends,
     arguments,
     batch_content,
@@ -14,6 +15,7 @@ from verifier.checks import (
     end_draws,
     engine_mismatch,
     entropies,
+    evaluation_numbers,
     evaluations,
     final_export,
     gradient_sums,
@@ -29,6 +31,7 @@ from verifier.checks import (
     reward_penalty,
     rollout_texts,
     router_choices,
+    router_losses,
     routes,
     samples,
     score_bias,
@@ -42,9 +45,10 @@ from verifier.checks import (
 )
 
 __all__ = [
-    "adam_audit", "adapter_delivery", "answer_ends", "arguments", "batch_content", "batch_sizes", "beginnings",
-    "configs", "delivery", "draws", "end_draws", "engine_mismatch", "entropies", "evaluations", "final_export",
-    "gradient_sums", "knobs", "logprobs", "loss_rows", "moves", "packing", "policy_step", "read_data", "read_tokens",
-    "resume", "reward_penalty", "rollout_texts", "router_choices", "routes", "samples", "score_bias", "spot_scores",
-    "stack", "step", "step_metrics", "training_step", "turns", "weights",
+    "adam_audit", "adapter_delivery", "adapter_scales", "answer_ends", "arguments", "batch_content", "batch_sizes",
+    "beginnings", "configs", "delivery", "draws", "end_draws", "engine_mismatch", "entropies", "evaluation_numbers",
+    "evaluations", "final_export", "gradient_sums", "knobs", "logprobs", "loss_rows", "moves", "packing", "policy_step",
+    "read_data", "read_tokens", "resume", "reward_penalty", "rollout_texts", "router_choices", "router_losses",
+    "routes", "samples", "score_bias", "spot_scores", "stack", "step", "step_metrics", "training_step", "turns",
+    "weights",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import numpy as np
 
 from verifier.checks.content import times
 from verifier.checks.loss_rows import LIMIT, UpdateRows, kl_estimates, updates_of
+from verifier.checks.policy_step import FLOOR
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
@@ -43,7 +44,8 @@ EDGE = 2e-5
 EXACT = "exact (a count)"
 OF_ANSWERS = (
     "reward", "answer_tokens", "mixed_groups", "truncated_share", "staleness", "dropped_stale", "turns",
-    "sampling_rounds", "replaced_groups", "sampled_tokens", "scored_tokens",
+    "sampling_rounds", "replaced_groups", "sampled_tokens", "scored_tokens", "mismatch_max", "mismatch_p99",
+    "mismatch_k3",
 )  # fmt: skip
 """Numbers of answers, which are there before any update."""
 CLIPPING = ("clipped", "gspo", "cispo")
@@ -60,18 +62,19 @@ def metrics_misreported(trace: Trace) -> Iterator[Comparison]:
     off, over all answers of the step; mean age of sampled tokens and answers older than the bound; mean turns of an
     episode; rounds of sampling and groups that were replaced; tokens that were sampled and scored; tokens that were
     trained on and that are in the loss, summed over the updates of the step; mean entropy and KL estimate by token, and
-    share of tokens whose ratio is clipped, over all ranks, as a mean over the updates; loss, gradient norm and rate as
-    a mean of what the first rank reports of its updates.
+    shares of tokens whose ratio is clipped or clamped, over all ranks, as a mean over the updates; the greatest
+    distance of a ratio from 1; loss, gradient norm and rate as a mean of what the first rank reports of its updates.
+    Mismatch of trainer and engine: greatest, 99th percentile and k3, over all sampled tokens of the trained version.
     Why it matters: runs are steered, stopped and compared by these numbers. A reward of the answers that stay in the
     loss rises by filtering alone; a share of one rank, or of one side of the clip, hides a policy that runs away.
     Evidence: loss/metrics, advantage/advantages, data/drops, data/turns, reward/round, loss/rows, loss/terms,
     advantage/columns, advantage/policy, train/done.
     Tolerance and its source: counts are exact; 1e-9 of sums, 1e-5 of the entropy's, which are in fp32; KL estimates as
-    the loss (LSS004); shares may count tokens within 2e-5 of a clip's edge or not.
-    What it does not catch: numbers of time, memory and mismatch; held-out rewards; cut-off answers of step-wise
-    episodes; what is written of them (MET002).
+    the loss (LSS004); shares may count tokens within 2e-5 of a clip's edge or not; ratios 2e-5.
+    What it does not catch: numbers of time and memory; mismatch by position; cut-off answers of step-wise episodes;
+    what is written of them (MET002); numbers of an evaluation (MET003).
     References: trl#3032, stable-baselines3#149, ms-swift#5619, ms-swift#8247, NeMo-RL#1426, transformers#35942,
-    AReaL#1736, labs-molt#64, sglang#22497.
+    AReaL#1736, labs-molt#64, sglang#22497, prime-rl#2478, miles#2476.
     """
     for terms in trace.of(LossTerms):
         for item in trace.of(StepMetrics, version=terms.version):
@@ -170,10 +173,29 @@ def _of_tokens(trace: Trace, terms: LossTerms) -> Mapping[str, Number]:
         found["dropped_stale"] = _count(sum(age > item.max_staleness for age in oldest))
         found["sampled_tokens"] = _count(sampled)
         found["scored_tokens"] = _count(sum(item.lengths) * passes)
+        found |= _of_mismatch(item, arrays)
     updates = list(trace.of(LossColumns, version=terms.version))
     if updates:
         found["tokens"] = _count(sum(sum(item.lengths) for item in updates))
     return found
+
+
+def _of_mismatch(item: PolicyColumns, arrays: Mapping[str, np.ndarray]) -> Mapping[str, Number]:
+    """Mismatch of trainer and engine, over the sampled tokens that no weights but those to train had a part in."""
+    fresh = arrays["version"] == item.trained_version
+    if item.keep_kv_cache:
+        parts = ragged.split(arrays["version"], item.lengths)
+        first = [part[part >= 0][0] if (part >= 0).any() else -1 for part in parts]
+        fresh &= np.repeat(first, item.lengths) == item.trained_version
+    nats = (arrays["old"] - arrays["engine"])[fresh].astype(np.float64)
+    if not len(nats):
+        return {}
+    sizes = np.abs(nats)
+    scale = float(sizes.max())
+    return {
+        "mismatch_max": _sum(scale, scale=scale), "mismatch_p99": _sum(float(np.quantile(sizes, 0.99)), scale=scale),
+        "mismatch_k3": _sum(float(np.mean(np.expm1(nats) - nats)), scale=scale),
+    }  # fmt: skip
 
 
 def _of_updates(trace: Trace, terms: LossTerms) -> Mapping[str, Number]:
@@ -196,6 +218,17 @@ def _of_updates(trace: Trace, terms: LossTerms) -> Mapping[str, Number]:
     means = [float(values.sum()) / n for values, n in zip(estimates, counts, strict=True)]
     size = sum(float(np.abs(values).sum()) / n for values, n in zip(estimates, counts, strict=True)) / len(updates)
     found["kl"] = (sum(means) / len(updates), ESTIMATE.absolute * size + 1e-6, str(ESTIMATE))
+    gap = max(
+        float(np.abs(np.exp(np.clip(update.log_ratios(terms.loss), -LIMIT, LIMIT)) - 1).max(initial=0))
+        for update in updates
+    )
+    found["ratio_gap"] = (gap, EDGE * max(gap, 1.0), "2e-5 of a ratio (fp32)")
+    if terms.loss != "gspo":
+        beyond = [_clamped(update, terms) for update in updates]
+        shares = [int(clamped.sum()) / n for (clamped, _), n in zip(beyond, counts, strict=True)]
+        unsure = [int(edge.sum()) / n for (_, edge), n in zip(beyond, counts, strict=True)]
+        allowed = sum(unsure) / len(updates) + SUM.absolute
+        found["clamped_share"] = (sum(shares) / len(updates), allowed, "tokens at the limit of log-ratios")
     if terms.loss in CLIPPING:
         sides = [_clipped(update, terms) for update in updates]
         shares = [int(clipped.sum()) / n for (clipped, _), n in zip(sides, counts, strict=True)]
@@ -247,3 +280,13 @@ def _clipped(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndarr
     if terms.dual_clip is not None:
         clipped |= (ratio > terms.dual_clip) & (advantage < 0)
     return clipped, edge
+
+
+def _clamped(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndarray]:
+    """[T] whether a log-probability or a log-ratio of each token is clamped, and whether it is too near to tell."""
+    current = update.rows["current"].astype(np.float64)
+    others = [update.given["divisor"], *([update.given["reference"]] if "reference" in update.given else [])]
+    ratios = others if terms.kl_kind == "k3" else others[:1]
+    distances = [np.abs(np.maximum(current, FLOOR) - np.maximum(other, FLOOR)) for other in ratios]
+    clamped = np.any([side < FLOOR for side in (current, *others)] + [far > LIMIT for far in distances], axis=0)
+    return clamped, np.any([np.abs(far - LIMIT) < EDGE for far in distances], axis=0)

@@ -283,6 +283,19 @@ class EvaluatedAnswers(ArrayRecord, frozen=True, kw_only=True, tag="rollout/eval
     greedy: tuple[bool, ...]
 
 
+class SolvedProblems(ArrayRecord, frozen=True, kw_only=True, tag="loss/solved"):
+    """Held-out problems of fine-tuning that greedy decoding solves; lists have an entry a problem.
+
+    Arrays, [N] over all tokens: ``mask`` bool, tokens of the response; ``shortfall`` float32, distance of each token's
+    logit to the greatest one, scored once more by the weights of the version, which are still the live ones.
+    """
+
+    ids: tuple[str, ...]
+    lengths: Lengths
+    solved: tuple[bool, ...]
+    """Solved problems, as the evaluation found them; their share is its accuracy."""
+
+
 class ReferenceShard(TensorRecord, frozen=True, kw_only=True, tag="logprob/reference"):
     """One live tensor of a rank while it scored as the reference."""
 

@@ -240,6 +240,55 @@ class RouterBalance(ArrayRecord, frozen=True, kw_only=True, tag="train/balance")
     """Change of a bias in a step that the config asks for; 0 leaves it as it is."""
 
 
+class AdapterScale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Factor by which one adapter multiplied the output of its second matrix, in one pass."""
+
+    name: str
+    scale: Real
+    """Factor by least squares."""
+    gap: Real
+    """Greatest distance of an element of the adapter's output from what was asked for."""
+    greatest: Real
+    """Greatest magnitude of what was asked for."""
+    dtype: Literal["float32", "bfloat16"]
+
+
+class AdapterScales(Record, frozen=True, kw_only=True, tag="logprob/adapter-scales"):
+    """Factors of the adapters of one rank, in the first pass of one optimizer step."""
+
+    coordinate: str
+    """Mesh coordinate of the rank."""
+    asked: float
+    """Alpha over rank, as the config asks."""
+    adapters: tuple[AdapterScale, ...]
+
+
+class RouterGradients(ArrayRecord, frozen=True, kw_only=True, tag="loss/routers"):
+    """Gradients that the own losses of one rank's routers add to those of their logits in one optimizer step.
+
+    Lists have an entry for each backward pass of a router. Arrays: ``counts`` [passes, experts] int64, rows that have
+    the expert among those of their greatest scores; of some rows of each pass, one after another, [rows, experts]:
+    ``logits``; ``found`` float64, the gradient by the logits less what comes through the experts' weights; ``size``
+    [rows] float64, the greatest magnitude that was added up and taken off there.
+    """
+
+    coordinate: str
+    """Mesh coordinate of the rank."""
+    layers: tuple[Count, ...]
+    """Global layer, from 0."""
+    numbers: tuple[Count, ...]
+    """Number of the pass among those of its layer, from 0: the micro-batch."""
+    rows: tuple[Count, ...]
+    """Rows of the pass, padding included."""
+    kept: Lengths
+    """Rows of it that are in the arrays."""
+    experts_of_row: Count
+    scores: Literal["softmax", "sigmoid", "sqrtsoftplus"]
+    """Function that makes scores of logits."""
+    dtype: Literal["float32", "float64", "bfloat16"]
+    """Type of the logits."""
+
+
 class StateRecord(TensorRecord, frozen=True, kw_only=True):
     """One tensor, counter or random state of a run: "weight/...", "optimizer/...", "scheduler/...", "rng/..."."""
 

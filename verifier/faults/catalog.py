@@ -26,6 +26,7 @@ from verifier.faults import (  # noqa: F401
     reward_faults,
     rollout_faults,
     route_faults,
+    router_faults,
     score_faults,
     size_faults,
     train_faults,

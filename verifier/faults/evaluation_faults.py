@@ -1,4 +1,4 @@
-"""Bugs of evaluations in a training run: of weights that are gone, or of draws that should be greedy."""
+"""Bugs of evaluations in a training run: older weights, draws, another reward, problems that count twice or never."""
 
 from __future__ import annotations
 
@@ -38,3 +38,91 @@ def _evaluate_first(call: Call) -> Any:
 def accuracy_of_drawn_answers(call: Call) -> Any:
     """The answers of which accuracy is told are drawn at a temperature of 1, where they should be greedy."""
     return call.faulty(temperature=1.0) if call.temperature == 0 else call.original()
+
+
+TUNED: dict[str, Any] = {
+    "stage": Stage.LOSS, "engine": TRAINING, "model": "tiny:add", "caught_by": ("MET003",),
+    "training": ("evaluation.num_problems=15", "evaluation.every=1", "optimizer.learning_rate=0.01"),
+}  # fmt: skip
+GREEDY = "verifier.trainer.update_facts_megatron:greedy_answers(trainer, rollouts, batching)"
+EVALUATED = "verifier.trainer.generation:EngineRollouts._evaluated(self, step)"
+SCORE = "verifier.rewards.scorer:RewardProcess.score(self, ids, completions, answers)"
+
+
+@fault("areal-project/AReaL#1100", GREEDY, **TUNED)
+def last_problems_counted_twice(call: Call) -> Any:
+    """The held-out problems are padded to a multiple of the batch with copies, and these count in the accuracy."""
+    found = call.original()
+    return call.wrong([*found, *found[: -len(found) % 8]])
+
+
+@fault("huggingface/trl#5617", GREEDY, **TUNED)
+def end_token_alone_decides_the_accuracy(call: Call) -> Any:
+    """The accuracy is over other tokens than the loss: a problem is solved where its end token is the likeliest."""
+    import dataclasses
+
+    import numpy as np
+
+    def ends(mask: Any) -> Any:
+        return mask & ~np.append(mask[1:], np.bool_(False))
+
+    return call.faulty(rollouts=[dataclasses.replace(item, mask=ends(item.mask)) for item in call.rollouts])
+
+
+@fault("PeterGriffinJin/Search-R1#56", SCORE, **{**ROW, "stage": Stage.REWARD, "caught_by": ("MET003",)})
+def last_problems_of_an_evaluation_dropped(call: Call) -> Any:
+    """The held-out problems beyond a multiple of the batch are dropped, and the rest is all that accuracy is of."""
+    found = call.original()
+    return call.wrong(found[: len(found) // 8 * 8]) if call.state.get("evaluates") else found
+
+
+@fault("TIGER-AI-Lab/verl-tool#14", SCORE, **{**ROW, "stage": Stage.REWARD, "caught_by": ("RWD001",)})
+def evaluation_rewards_any_number(call: Call) -> Any:
+    """An evaluation scores by another reward than training: an answer that has a number is right."""
+    found = call.original()
+    if not call.state.get("evaluates"):
+        return found
+    return call.wrong([float(any(letter.isdigit() for letter in text)) for text in call.completions])
+
+
+@last_problems_of_an_evaluation_dropped.also(EVALUATED)
+@evaluation_rewards_any_number.also(EVALUATED)
+def _evaluates(call: Call) -> Any:
+    call.state["evaluates"] = True
+    try:
+        return call.original()
+    finally:
+        call.state["evaluates"] = False
+
+
+@fault(
+    "marin-community/marin#7179", "verifier.trainer.generation:encode_prompt(example, tokenizer)",
+    **{**ROW, "stage": Stage.DATA, "caught_by": ("DAT013",)},
+)  # fmt: skip
+def evaluated_without_the_first_token(call: Call) -> Any:
+    """Held-out prompts are encoded without the token that begins a text, and those of the training set with it."""
+    from verifier.data.arithmetic import is_held_out
+
+    found = call.original()
+    return call.wrong(found[1:]) if is_held_out(call.example.prompt) else found
+
+
+@fault(
+    "axolotl-ai-cloud/axolotl#3824", "verifier.trainer.batches:HeldOut.save(self, file)",
+    side=Side.CONTROLLER, **{**TUNED, "stage": Stage.DATA, "caught_by": ("DAT013",)},
+)  # fmt: skip
+def tuning_evaluated_without_the_first_token(call: Call) -> None:
+    """In fine-tuning, held-out problems are encoded without the token that begins a text."""
+    import dataclasses
+
+    from verifier.data.rollout_file import load_rollouts, save_rollouts
+
+    call.faulty()
+    cut = {"tokens", "mask", "sampled", "roles", "logprobs", "versions"}
+    short = [
+        dataclasses.replace(
+            item, prompt_length=item.prompt_length - 1, **{name: getattr(item, name)[1:] for name in cut}
+        )
+        for item in load_rollouts(call.file)[0]
+    ]  # fmt: skip
+    save_rollouts(call.file, short)

@@ -342,3 +342,13 @@ def norm_wider_than_its_shard(call: Call) -> Any:
 
     with held(call.self, q_layernorm=torch.nn.RMSNorm(call.self.config.hidden_size)):
         return call.faulty()
+
+
+@fault(
+    "Blaizzy/mlx-vlm#841", "megatron.bridge.peft.utils:ParallelLinearAdapter.forward(self, x, args, kwargs)",
+    stage=Stage.LOGPROB, engine=TRAINING, model="tiny:add", caught_by=("LGP016",),
+    training=("lora.rank=8", "lora.alpha=16", "dtype=bf16"),
+)  # fmt: skip
+def adapter_scaled_by_alpha(call: Call) -> Any:
+    """Adapters are multiplied by alpha in training, and by alpha over rank where they are merged for the export."""
+    return call.faulty() * call.self.dim

@@ -115,3 +115,23 @@ def metrics_under_another_step(call: Call) -> Any:
     """The numbers of a step are written under the count of calls so far, which is ahead of the step."""
     call.state["calls"] = call.state.get("calls", 0) + 1
     return call.faulty(values={**call.values, "step": 2 * call.state["calls"]})
+
+
+@fault(
+    "PrimeIntellect-ai/prime-rl#2478 (found in review)",
+    "verifier.trainer.grpo_plan:_facts(config, step, rows, given, reasons, old)",
+    stage=Stage.REWARD, side=Side.CONTROLLER, training=("algorithm=grpo", "verify.every=0"), **ROW,
+)  # fmt: skip
+def mismatch_meant_by_answer(call: Call) -> Any:
+    """The mismatch that is shown is a mean of answers' means, in which tokens of short answers count more."""
+    import numpy as np
+
+    from verifier.trainer.mismatch import mismatch_facts
+    from verifier.trainer.token_versions import fresh_tokens
+
+    means = []
+    for item, own in zip(call.given, call.old, strict=True):
+        fresh = fresh_tokens(call.config, item, call.step - 1)
+        if fresh.any():
+            means.append(mismatch_facts((own - item.logprobs)[fresh].astype(np.float64))["mismatch_k3"])
+    return call.wrong({**call.original(), "mismatch_k3": float(np.mean(means))}) if means else call.original()

@@ -137,13 +137,13 @@ class HeldOut:
     """Held-out problems: the text data set that a run evaluates on."""
 
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer, train: Sequence[Example]) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.examples = load_held_out(config, train, "sft")
         require_budget(config, [encode_example(example, tokenizer) for example in near_budget(config, self.examples)])
 
     def save(self, file: Path) -> None:
         """Write the problems with their responses, for ranks that score them."""
-        save_rollouts(file, [encode_example(example, self._tokenizer) for example in self.examples])
+        save_rollouts(file, [encode_example(example, self.tokenizer) for example in self.examples])
 
 
 class SftPlan:

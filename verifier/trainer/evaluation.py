@@ -8,12 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
+from verifier.core.manifest import Scope
 from verifier.core.record import Probe
-from verifier.core.records_policy import EvaluatedAnswers
+from verifier.core.records_policy import EvaluatedAnswers, GivenRewards, SolvedProblems
+from verifier.data.examples import Example
 from verifier.data.recorded import RolloutRow, rollout_of
 from verifier.data.rollout import Rollout
-from verifier.data.rollout_file import save_rollouts
-from verifier.trainer.batches import Score
+from verifier.data.rollout_file import load_rollouts, save_rollouts
+from verifier.trainer.batches import HeldOut, Score
+from verifier.trainer.decoded_rollouts import record_tokens
 
 PROBLEMS = 8
 """Problems of an evaluation, at most, whose two answers are scored by the trainer, in two passes, or in three
@@ -28,6 +31,59 @@ class Answered:
     """Version of the weights that were evaluated, as the metrics have it."""
     sampled: Sequence[RolloutRow]
     greedy: Sequence[RolloutRow]
+    rewards: Sequence[GivenRewards]
+    """Rewards of all answers, and what they were given for: a record for each number that the metrics have."""
+
+
+def rewards_of_answers(
+    number: str, version: int, reward: str, examples: Sequence[Example], texts: Sequence[str], rewards: Sequence[float]
+) -> GivenRewards:
+    """Record of the rewards of which a number of an evaluation is the mean.
+
+    Args:
+        number: name of the metric.
+        version: of the weights.
+        reward: name of the function.
+        examples: held-out problems.
+        texts: of their answers, as the reward read them.
+        rewards: that it gave.
+    """
+    return GivenRewards(
+        name=f"held-out {number}", version=version, reward=reward,
+        ids=tuple(f"{number} {version}/{at}/0/{example.id}" for at, example in enumerate(examples)), texts=tuple(texts),
+        answers=tuple(example.answer for example in examples), rewards=tuple(rewards),
+    )  # fmt: skip
+
+
+def record_solved(
+    probe: Probe, version: int, held_out: HeldOut, solved: Sequence[bool], score: Score, file: Path
+) -> None:
+    """Score the problems of fine-tuning once more by the live weights, and record both sides, and tokens of a few.
+
+    Args:
+        probe: recorder of a trace.
+        version: of the live weights, which were evaluated.
+        held_out: the problems.
+        solved: what the evaluation found of each.
+        score: by the ranks.
+        file: of the problems with their responses.
+    """
+    rollouts, _ = load_rollouts(file)
+    few = places(version, len(rollouts))
+    record_tokens(
+        probe, version, held_out.tokenizer, [rollouts[at] for at in few], lambda at: held_out.examples[few[at]],
+        whole=True,
+    )  # fmt: skip
+    ids = tuple(example.id for example in held_out.examples)
+    record = SolvedProblems(
+        name="held-out problems", version=version, ids=ids, lengths=tuple(map(len, rollouts)),
+        solved=tuple(solved),
+    )  # fmt: skip
+    arrays = {
+        "mask": np.concatenate([item.mask for item in rollouts], dtype=bool),
+        "shortfall": np.concatenate(score(file, "shortfall"), dtype=np.float32),
+    }
+    probe.emit(record, arrays)
 
 
 def places(version: int, count: int) -> list[int]:
@@ -72,7 +128,9 @@ def record_answers(
     )  # fmt: skip
     kinds = {"mask": np.dtype(bool)}
     probe.emit(record, {name: np.concatenate(own, dtype=kinds.get(name, np.float32)) for name, own in arrays.items()})
+    for item in answered.rewards:
+        probe.emit(item)
 
 
-Examine = Callable[[Probe | None, int], bool]
-"""Records the answers of the last evaluation beside the scores of a version; True if there were any."""
+Examine = Callable[[Probe | None, int], Sequence[Scope]]
+"""Records the last evaluation beside the scores of a version; returns the parts of a run that this gives a subject."""

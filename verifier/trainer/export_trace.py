@@ -44,6 +44,7 @@ class ExportTrace:
         )  # fmt: skip
         # Scores put an engine that sleeps to rest; the last step's noise of another dtype is in its own trace.
         self._step, self._examines = step, model.dtype == "float32" and not config.engine.sleep_level
+        self._rereads = config.grpo.reward == "answer"
         shutil.rmtree(folder.export_trace, ignore_errors=True)
         self.path = create(folder.export_trace, self._manifest)
 
@@ -51,8 +52,9 @@ class ExportTrace:
         """Record the last line of the run's metrics, and answers of the last evaluation."""
         with contextlib.closing(Recorder(self.path, "controller", 0)) as probe:
             probe.emit(written)
-            if self._examines and examine(probe, self._step):
-                self._manifest = replace(self._manifest, scopes=(*self._manifest.scopes, "examined"))
+            found = [*examine(probe, self._step)] if self._examines else []
+            found += ["reward"] if "examined" in found and self._rereads else []
+            self._manifest = replace(self._manifest, scopes=(*self._manifest.scopes, *found))
 
     def judge(self, judge: Judge) -> None:
         """Have it judged.

@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from verifier.algorithms.registry import path_of_reward
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
-from verifier.core.records_policy import EpisodeTurns
+from verifier.core.records_policy import EpisodeTurns, GivenRewards
 from verifier.data.encode import encode_prompt
 from verifier.data.examples import Example
 from verifier.data.order import batch_indices, seed_of_round
-from verifier.data.recorded import RolloutRow, Routes
+from verifier.data.recorded import RolloutRow, Routes, rollout_of
 from verifier.data.rollout import MISSING_ROUTE, Rollout
 from verifier.data.tokenizer import open_tokenizer
 from verifier.engine.api import EngineConfig, Sample, Sampling
@@ -31,7 +31,7 @@ from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.decoded_rollouts import record_tokens, rendered, texts_of
 from verifier.trainer.engines import Revival
 from verifier.trainer.episodes import Episodes, Sampler, Turn, rows_of
-from verifier.trainer.evaluation import Answered, places, record_answers
+from verifier.trainer.evaluation import Answered, places, record_answers, rewards_of_answers
 from verifier.trainer.fitting import load_held_out, load_train, require_room
 from verifier.trainer.sampled_batch import Round, SampledBatch, read_round
 
@@ -269,7 +269,7 @@ class EngineRollouts:
     def _evaluated(self, step: int) -> dict[str, float]:
         assert self._client is not None
         assert self._reward is not None
-        prompts, kept = self._held_out_prompts, list[list[RolloutRow]]()
+        prompts, kept, given = self._held_out_prompts, list[list[RolloutRow]](), list[GivenRewards]()
         found = {"held_out_version": float(step)}
         for name, temperature in (("held_out_reward", self._config.grpo.temperature), ("accuracy", 0.0)):
             sampling = Sampling(
@@ -278,15 +278,16 @@ class EngineRollouts:
                 max_tokens=self._config.grpo.max_answer_tokens, stop=(self._tokenizer.eos_id,),
             )  # fmt: skip
             episodes = self._episodes.play(self._client, prompts, sampling, len(prompts))
+            texts = [own[0][-1].text for own in episodes]
             rewards = self._reward.score(
-                [example.id for example in self._held_out], [own[0][-1].text for own in episodes],
-                [example.answer or "" for example in self._held_out],
+                [example.id for example in self._held_out], texts, [example.answer or "" for example in self._held_out]
             )  # fmt: skip
             found[name] = sum(rewards) / len(rewards)
+            given.append(rewards_of_answers(name, step, self._config.grpo.reward, self._held_out, texts, rewards))
             where = [(at, self._held_out[at]) for at in places(step, len(prompts))]
             rows = [self._rows(step, f"{name} {step}/{at}", 0, example, episodes[at][0]) for at, example in where]
             kept.append([row for own in rows for row in own])
-        self._answered = Answered(version=step, sampled=kept[0], greedy=kept[1])
+        self._answered = Answered(version=step, sampled=kept[0], greedy=kept[1], rewards=given)
         return found
 
     def record_evaluated(self, probe: Probe, version: int, score: Score, file: Path) -> bool:
@@ -299,6 +300,13 @@ class EngineRollouts:
         if answered is None:
             return False
         record_answers(probe, answered, version, self._config.grpo.temperature, score, file)
+        rows = [row for row in (*answered.sampled, *answered.greedy) if not row.index]
+
+        def example_of(at: int) -> Example:
+            return self._held_out[int(rows[at].group.split("/", 2)[1])]
+
+        given = [rollout_of(row) for row in rows]
+        record_tokens(probe, version, self._tokenizer, given, example_of, whole=False)
         return True
 
     def _rows(

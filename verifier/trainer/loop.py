@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 from verifier.config.training import TrainConfig
 from verifier.config.words import noted
 from verifier.core import ragged
+from verifier.core.manifest import Scope
 from verifier.core.record import Probe, real
 from verifier.core.records_policy import LossTerms, StepMetrics, WrittenMetrics
 from verifier.core.records_tokens import SampledNoise
@@ -34,8 +35,9 @@ from verifier.trainer.batches import HeldOut, OptimizerUpdate, UpdatePlan
 from verifier.trainer.continuation import Call, Continuation
 from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.engines import Revival, gone
+from verifier.trainer.evaluation import record_solved
 from verifier.trainer.generation import EngineRollouts
-from verifier.trainer.metrics import Metrics, line_of, mean_of
+from verifier.trainer.metrics import SHOWN, Metrics, line_of, mean_of
 from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.sampled_step import SampledStep, is_sampled, record_scored
 from verifier.trainer.step_trace import step_manifest
@@ -47,12 +49,8 @@ JUDGED_BEHIND = 2
 """Steps that may have been trained and not yet judged."""
 JUDGE_DEADLINE_S = 600.0
 """Seconds that the judge of one step may take."""
-SHOWN = (
-    "reward", "answer_tokens", "mixed_groups", "truncated_share", "loss", "grad_norm", "learning_rate", "num_tokens",
-    "entropy", "kl", "clipped_share", "staleness", "dropped_stale", "turns", "sampling_rounds", "replaced_groups",
-    "tokens", "sampled_tokens", "scored_tokens",
-)  # fmt: skip
-"""Metrics of a step that its evidence can tell too."""
+HELD_OUT = "held-out.safetensors"
+"""Held-out problems with their responses, in the folder of a run's batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +131,7 @@ class StepLoop:
     _num_judged: int = field(default=0, init=False)
     _noise: SampledNoise | None = field(default=None, init=False)
     _recorded: StepMetrics | None = field(default=None, init=False)
+    _solved: Sequence[bool] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._updates = self.continuation.updates
@@ -179,7 +178,7 @@ class StepLoop:
                     text=plan.has_text, unread=plan.unread, rewarded=plan.reads_rewards, restarted=restarted,
                     noise=self._record_noise(probe, step, sampled), evaluated=evaluated, written=step > 1,
                     loaded=begins and bool(updates), given=bool(given), sent=sent,
-                    examined=examined,
+                    examined="examined" in examined, measured="measured" in examined,
                     fresh=has_fresh(config, [item for update in updates for item in update.rollouts], step - 1),
                 )  # fmt: skip
             earlier = self._hold_weights(step) if self.ahead is not None else {}
@@ -263,12 +262,21 @@ class StepLoop:
             probe.emit(msgspec.structs.replace(self._noise, version=step))
         return sampled is not None or self._noise is not None
 
-    def examine(self, probe: Probe | None, version: int) -> bool:
-        """Record answers of the last evaluation, if no trace has them, beside scores by the weights as they are."""
-        if probe is None or self.rollouts is None or self.config.engine.quantization:
-            return False
-        file = self.folder.path / "batches" / "evaluation.safetensors"
-        return self.rollouts.record_evaluated(probe, version, self._score, file)
+    def examine(self, probe: Probe | None, version: int) -> Sequence[Scope]:
+        """Record the last evaluation, if no trace has it, beside scores by the weights as they are."""
+        if probe is None or self.config.engine.quantization:
+            return []
+        every, batches = self.config.evaluation.every, self.folder.path / "batches"
+        written: list[Scope] = ["measured"] if every and version and not version % every else []
+        if self.rollouts is not None:
+            file = batches / "evaluation.safetensors"
+            found = self.rollouts.record_evaluated(probe, version, self._score, file)
+            return ["examined", *written] if found else []
+        solved, self._solved = self._solved, None
+        if solved is None or self.held_out is None or not written:
+            return []
+        record_solved(probe, version, self.held_out, solved, self._score, batches / HELD_OUT)
+        return written
 
     def _hold_weights(self, step: int) -> Mapping[int, Path]:
         """Have the ranks write the weights before a step, where the oracle needs them a step later.
@@ -382,8 +390,8 @@ class StepLoop:
             return self.rollouts.evaluate(step)
         if self.held_out is None:
             return {}
-        file = self.folder.path / "batches" / "held-out.safetensors"
+        file = self.folder.path / "batches" / HELD_OUT
         if not file.exists():
             self.held_out.save(file)
-        answers = self.call("evaluate", batch=str(file))[0]
+        self._solved = answers = self.call("evaluate", batch=str(file))[0]
         return {"accuracy": sum(answers) / len(answers), "held_out_version": float(step)}

@@ -16,6 +16,13 @@ from verifier.trainer.signs import WINDOW, mismatch_trend, signs_of
 from verifier.trainer.throughput import utilisation_of
 from verifier.trainer.wandb_offline import Log, wandb_log
 
+SHOWN = (
+    "reward", "answer_tokens", "mixed_groups", "truncated_share", "loss", "grad_norm", "learning_rate", "num_tokens",
+    "entropy", "kl", "clipped_share", "staleness", "dropped_stale", "turns", "sampling_rounds", "replaced_groups",
+    "tokens", "sampled_tokens", "scored_tokens", "mismatch_max", "mismatch_p99", "mismatch_k3", "ratio_gap",
+    "clamped_share",
+)  # fmt: skip
+"""Metrics of a step that its evidence can tell too."""
 STAGES = {
     "reward": "rollout", "answer_tokens": "rollout", "truncated_share": "rollout", "mixed_groups": "rollout",
     "mismatch_max": "mismatch", "mismatch_p99": "mismatch", "mismatch_k3": "mismatch", "mismatch_floor": "mismatch",

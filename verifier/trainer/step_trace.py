@@ -60,12 +60,19 @@ def can_audit(config: TrainConfig) -> bool:
     return not config.megatron.use_fsdp and not config.megatron.optimizer_offload
 
 
+def has_router_losses(config: TrainConfig) -> bool:
+    """Tell whether the routers of a run have losses of their own that a second formula knows."""
+    options = config.megatron
+    known = options.moe_load_balancing != "global_aux_loss" and not config.grpo.replay_routes
+    return known and bool(options.moe_aux_loss or options.moe_z_loss)
+
+
 def step_manifest(
     config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False,
     dropped: bool = False, fresh: bool = True, noise: bool = False, text: bool = True, unread: int = 0,
     rewarded: bool = True, restarted: bool = False, evaluated: bool = False, written: bool = False,
     loaded: bool = False, given: bool = False, sent: bool = False,
-    examined: bool = False,
+    examined: bool = False, measured: bool = False,
 ) -> Manifest:  # fmt: skip
     """Identity of the trace of a step.
 
@@ -87,6 +94,7 @@ def step_manifest(
         written: the metrics of the step before it are in their file.
         given: what the command was asked for is recorded.
         examined: answers of an evaluation are recorded.
+        measured: so is what the numbers are a mean of that the metrics have of it.
         sent: the engine got the weights that sample it, and this is recorded.
     """
     sizes = model.checkpoint.config
@@ -128,6 +136,8 @@ def step_manifest(
     scopes += ["shown", "written"] if written else ["shown"]
     if not dropped and (config.megatron.moe_bias_update_rate or has_score_bias(sizes)):
         scopes.append("balance")
+    if not dropped and has_router_losses(config):
+        scopes.append("routers")
     if loaded and model.layout_scopes:
         scopes.append("layout")
     if "replicas" in model.layout_scopes and not dropped:
@@ -146,7 +156,7 @@ def step_manifest(
     scopes += ["audited"] if audited and not dropped else []
     scopes += ["summed"] if audited and not dropped and model.layout is not None else []
     if config.lora.rank and not dropped:
-        scopes += ["frozen", "begun"] if step == 1 else ["frozen"]
+        scopes += ["frozen", "scaled", "begun"] if step == 1 else ["frozen", "scaled"]
     if restarted:
         scopes.append("restarted")
     if resumed or (config.engine.sleep_level and not dropped):
@@ -163,6 +173,7 @@ def step_manifest(
     known = noise or model.dtype == "float32"
     scopes += ["examined"] if examined and known else []
     gaps += [NO_EXAM.format(dtype=model.dtype)] if examined and not known else []
+    scopes += ["measured"] if measured else []
     scopes += ["spot"] if has_spot(step) and not no_spot else []
     gaps += [NO_SPOT.format(why=no_spot)] if no_spot else []
     gaps += [UNREAD.format(unread=unread)] if unread else []

@@ -14,11 +14,14 @@ from verifier.core.records_trainer import ParameterGroup, TrainerStep
 from verifier.core.records_weights import StepReport
 from verifier.core.store import Recorder
 from verifier.model.provider_megatron import TrainerModel
+from verifier.probes.adapter_scales_megatron import adapter_scales
 from verifier.probes.arguments_megatron import given_arguments
 from verifier.probes.balance_megatron import router_balance
+from verifier.probes.router_losses_megatron import router_losses
 from verifier.train import optimizer_megatron
 from verifier.train.policy_loss_megatron import LossMeter
 from verifier.train.step_megatron import StepResult
+from verifier.trainer.step_trace import has_router_losses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +89,7 @@ class UpdateRecords:
 
 @contextlib.contextmanager
 def watched(probe: Recorder, trainer: TrainerModel, config: TrainConfig, name: str, version: int) -> Iterator[None]:
-    """Record what an update's passes are told, and what becomes of the routers' score biases.
+    """Record what an update's passes are told, what routers add to it by themselves, and how adapters are scaled.
 
     Args:
         probe: this rank's recorder of the step's trace.
@@ -95,6 +98,13 @@ def watched(probe: Recorder, trainer: TrainerModel, config: TrainConfig, name: s
         name: of the update, as its records have it.
         version: of the weights.
     """
-    rate = config.megatron.moe_bias_update_rate
-    with given_arguments(probe, trainer, name, version), router_balance(probe, trainer, name, version, rate=rate):
+    rate, lora = config.megatron.moe_bias_update_rate, config.lora
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(given_arguments(probe, trainer, name, version))
+        stack.enter_context(router_balance(probe, trainer, name, version, rate=rate))
+        if has_router_losses(config):
+            stack.enter_context(router_losses(probe, trainer, name, version))
+        if lora.rank:
+            asked = lora.effective_alpha / lora.rank
+            stack.enter_context(adapter_scales(probe, trainer, name, version, asked=asked))
         yield

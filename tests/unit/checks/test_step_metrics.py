@@ -30,8 +30,9 @@ IDS = ("a", "b", "c", "d")
 RIGHT = {
     "reward": 0.25, "mixed_groups": 0.5, "truncated_share": 0.5, "num_tokens": 4.0, "entropy": 1.25, "kl": 0.0,
     "clipped_share": 0.5, "answer_tokens": 1.0, "loss": -0.5, "grad_norm": 2.0, "learning_rate": 1e-3,
-    "staleness": 1.5, "dropped_stale": 2.0, "turns": 1.5, "sampling_rounds": 2.0, "replaced_groups": 1.0,
-    "tokens": 8.0, "sampled_tokens": 4.0, "scored_tokens": 8.0,
+    "staleness": 0.5, "dropped_stale": 2.0, "turns": 1.5, "sampling_rounds": 2.0, "replaced_groups": 1.0,
+    "tokens": 8.0, "sampled_tokens": 4.0, "scored_tokens": 8.0, "ratio_gap": 0.5, "clamped_share": 0.0,
+    "mismatch_max": 0.5, "mismatch_p99": 0.4975, "mismatch_k3": float(np.mean(np.expm1([0.5, 0.25]) - [0.5, 0.25])),
 }  # fmt: skip
 RATIOS = np.array([1.5, 1.0, 0.5, 1.0])
 """Of the last token of each rollout: the first is clipped above, the third below."""
@@ -43,8 +44,8 @@ def trace(**shown: float) -> Trace:
     answer = np.arange(tokens) % 2 == 1
     policy = {
         "divisor": np.where(answer, -1.0, np.nan), "advantage": np.repeat([1.0, 1.0, -1.0, -1.0], 2),
-        "version": np.where(answer, np.repeat([1, 1, 0, 0], 2), -1), "old": np.where(answer, -1.0, np.nan),
-        "engine": np.where(answer, -1.0, np.nan), "mask": answer,
+        "version": np.where(answer, np.repeat([2, 2, 1, 1], 2), -1), "old": np.where(answer, -1.0, np.nan),
+        "engine": np.where(answer, np.repeat([-1.5, -1.25, -9.0, -9.0], 2), np.nan), "mask": answer,
     }  # fmt: skip
     rows = {
         "sentinel": (np.arange(1, 5) << POSITION_BITS) + 1, "mask": np.ones(4, bool), "current": -1.0 + np.log(RATIOS),
@@ -64,7 +65,7 @@ def trace(**shown: float) -> Trace:
         ),
         PolicyColumns(
             name="policy inputs", version=1, ids=IDS, lengths=lengths, ratio_over="old", weight_level="",
-            weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=1, trained_version=2,
+            weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=2,
             array="policy",
         ),
         EpisodeTurns(
@@ -104,8 +105,10 @@ def test_right_numbers_hold() -> None:
     [
         ("reward", 0.5), ("mixed_groups", 1.0), ("truncated_share", 0.0), ("num_tokens", 8.0), ("entropy", 5.0),
         ("kl", 0.01), ("clipped_share", 0.25), ("answer_tokens", 2.0), ("loss", -0.25), ("grad_norm", 6.0),
-        ("learning_rate", 5e-4), ("staleness", 2.5), ("dropped_stale", 1.0), ("turns", 5 / 3), ("sampling_rounds", 3.0),
+        ("learning_rate", 5e-4), ("staleness", 1.5), ("dropped_stale", 1.0), ("turns", 5 / 3), ("sampling_rounds", 3.0),
         ("replaced_groups", 2.0), ("tokens", 16.0), ("sampled_tokens", 8.0), ("scored_tokens", 16.0),
+        ("ratio_gap", 1.5), ("clamped_share", 0.25), ("mismatch_max", 0.25), ("mismatch_p99", 0.5),
+        ("mismatch_k3", 0.05),
     ],
 )  # fmt: skip
 def test_a_wrong_number_is_named(name: str, shown: float) -> None:

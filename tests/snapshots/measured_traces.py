@@ -1,0 +1,56 @@
+"""Adapters, routers and held-out problems of a training step, all right; and the smallest thing that goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from verifier.core.record import Record
+from verifier.core.records_policy import SolvedProblems
+from verifier.core.records_trainer import AdapterScale, AdapterScales, RouterGradients
+
+PULLS = {"counts": np.array([[1, 0]]), "logits": np.zeros((1, 2)), "size": np.ones(1)}
+"""One row of two experts with equal logits, under a z-loss with a coefficient of 1."""
+ARRAYS = {
+    "router gradients": {**PULLS, "found": np.full((1, 2), np.log(2))},
+    "router gradients that are none": {**PULLS, "found": np.zeros((1, 2))},
+    "solved": {"mask": np.array([False, True]), "shortfall": np.array([np.nan, 0], np.float32)},
+    "not solved": {"mask": np.array([False, True]), "shortfall": np.array([np.nan, 0.5], np.float32)},
+}
+CONFIG: dict[str, Any] = {"megatron": {"moe_load_balancing": "none", "moe_aux_loss": 0.0, "moe_z_loss": 1.0}}
+NUMBERS = {"accuracy": 1.0, "held_out_version": 1}
+"""What the line of metrics has of the evaluation."""
+SCALE = AdapterScale(name="q.adapter (chunk 0)", scale=2.0, gap=0.0, greatest=1.0, dtype="float32")
+
+
+def measured() -> list[Record]:
+    """Gradients of two routers, and the one problem of an evaluation, which is solved."""
+    return [
+        *(
+            RouterGradients(
+                name="update 1", version=1, rank=rank, coordinate=f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0", layers=(2,),
+                numbers=(0,), rows=(1,), kept=(1,), experts_of_row=1, scores="softmax", dtype="float32",
+                array="router gradients",
+            )
+            for rank in range(2)
+        ),
+        AdapterScales(
+            name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", asked=2.0, adapters=(SCALE,)
+        ),
+        SolvedProblems(name="held-out problems", version=1, ids=("c",), lengths=(2,), solved=(True,), array="solved"),
+    ]  # fmt: skip
+
+
+def _with(array: str) -> Callable[[Any], Record]:
+    return lambda item: replace(item, array=array)
+
+
+CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
+    "LGP016": (AdapterScales, lambda item: replace(item, adapters=(replace(SCALE, scale=16.0, gap=7.0),))),
+    "LSS006": (RouterGradients, _with("router gradients that are none")),
+    "MET003": (SolvedProblems, _with("not solved")),
+}
+"""Check -> kind of the fact that is wrong, and how."""

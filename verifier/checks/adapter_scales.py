@@ -1,0 +1,44 @@
+"""Scale of adapters in the trainer's forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verifier.checks.content import owner_of, times
+from verifier.core.check import check
+from verifier.core.comparison import Comparison
+from verifier.core.records_trainer import AdapterScales
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+ROUNDING = {"float32": 2.0**-22, "bfloat16": 2.0**-7}
+"""Twice the greatest relative error of two roundings, of the scale and of the product, by type."""
+
+
+@check("LGP016", needs=(AdapterScales,), scope="scaled")
+def adapter_scaled_otherwise(trace: Trace) -> Iterator[Comparison]:
+    """Each adapter multiplies its matrices' product by alpha over rank, as whoever merges it does.
+
+    What it checks: per rank, update and adapter, in the first pass of the update: each element of the adapter's output
+    against that of its second matrix, times alpha over rank of the config. Of an adapter that has not moved, whose
+    second matrix is 0, both are 0.
+    Why it matters: an adapter that is scaled by alpha alone, or by the root of its rank, trains well, and is another
+    one once it is merged or served: of fine-tuning in bf16 nothing else compares the two.
+    Evidence: logprob/adapter-scales.
+    Tolerance and its source: four roundings of the output's type, of the greatest element.
+    What it does not catch: matrices that are applied in another order or to other inputs (LGP001, LSS001); adapters of
+    experts.
+    References: mlx-vlm#841, TensorRT-LLM#1668.
+    """
+    for item in trace.of(AdapterScales):
+        for adapter in item.adapters:
+            gap, allowed = float(adapter.gap), ROUNDING[adapter.dtype] * float(adapter.greatest)
+            yield Comparison(
+                what=f"{adapter.name} in {item.name} on rank {item.rank}", same=gap <= allowed, stage=Stage.LOGPROB,
+                version=item.version, badness=times(gap, allowed), owner=owner_of(item),
+                sentence=f"`{adapter.name}` multiplies by {float(adapter.scale):.6g} in {item.name}, it should be "
+                f"{item.asked:g}",
+                expected=f"{item.asked:g} (alpha over rank of the config)", actual=f"{float(adapter.scale):.6g}",
+                allowed=f"{allowed:.3g} of an element (four roundings of {adapter.dtype})",
+                hint="look at what the forward pass multiplies an adapter's output by",
+            )  # fmt: skip

@@ -1,0 +1,93 @@
+"""Numbers of an evaluation, against what was found of each held-out problem."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from verifier.checks.content import times
+from verifier.core import ragged
+from verifier.core.check import check
+from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.records_policy import GivenRewards, SolvedProblems, WrittenMetrics
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+MEAN = Tolerance(absolute=1e-9, unit="of the greatest reward", source="float64: the same numbers in another order")
+PREFIX = "held-out "
+"""Before the name of the number, in the name of the rewards that it is a mean of."""
+
+
+@check("MET003", needs=(WrittenMetrics, GivenRewards | SolvedProblems), scope="measured")
+def evaluation_misreported(trace: Trace) -> Iterator[Comparison]:
+    """The numbers of an evaluation are means over all held-out problems, each counted once, of what was found of each.
+
+    What it checks: `accuracy` and `held_out_reward` in the line of metrics of the step that was evaluated: each problem
+    has one reward, and the number is their mean. In fine-tuning, `accuracy` is the share of problems that were solved;
+    each problem is scored once more by the same weights in the same micro-batches: it is solved just if no token of its
+    response is below the greatest logit. And `held_out_version` is the step.
+    Why it matters: an evaluation that pads its last batch with problems that it has had, drops the rest, or averages
+    means of batches is off by little, and checkpoints are chosen by little.
+    Evidence: loss/written, reward/rewards ("held-out ..."), loss/solved.
+    Tolerance and its source: 1e-9 of the greatest reward; what is solved is exact, the same logits give it.
+    What it does not catch: rewards that are wrong themselves (RWD001); answers of other weights (LGP015); the
+    evaluation before the first step, and one at the end alone (`evaluation.every=0`), of which no line has numbers.
+    References: AReaL#1100, accelerate#125, SkyRL#317.
+    """
+    for line in trace.of(WrittenMetrics):
+        for item in trace.of(GivenRewards, version=line.version):
+            if item.name.startswith(PREFIX):
+                yield _counted(item, len(item.rewards), Stage.REWARD)
+                mean = math.fsum(item.rewards) / max(len(item.rewards), 1)
+                scale = max(map(abs, item.rewards), default=1.0)
+                yield _mean(line, item.name.removeprefix(PREFIX), mean, scale, Stage.REWARD)
+        for found in trace.of(SolvedProblems, version=line.version):
+            yield _counted(found, len(found.solved), Stage.LOSS)
+            yield from _solved(trace, found)
+            yield _mean(line, "accuracy", sum(found.solved) / max(len(found.solved), 1), 1.0, Stage.LOSS)
+        shown = line.values.get("held_out_version", "absent")
+        yield Comparison(
+            what="held_out_version", same=shown == line.version, stage=Stage.LOSS, version=line.version, badness=1.0,
+            sentence=f"the line of step {line.version} in metrics.jsonl has held_out_version {shown}",
+            expected=f"{line.version} (the step that was evaluated)", actual=f"{shown} (the file)",
+            allowed="exact (a count)", hint="look at what labels the metrics of an evaluation",
+        )  # fmt: skip
+
+
+def _counted(item: GivenRewards | SolvedProblems, count: int, stage: Stage) -> Comparison:
+    problems = len(set(item.ids))
+    return Comparison(
+        what=f"problems of {item.name}", same=count == problems == len(item.ids), stage=stage, version=item.version,
+        badness=1.0, sentence=f"the evaluation counts {count:,} answers, there are {problems:,} held-out problems",
+        expected=f"{problems:,}, each once", actual=f"{count:,}", allowed="exact (counts)",
+        hint="look at what pads, cuts or repeats the problems of an evaluation",
+    )  # fmt: skip
+
+
+def _mean(line: WrittenMetrics, number: str, right: float, scale: float, stage: Stage) -> Comparison:
+    shown = float(line.values.get(number, math.nan))
+    gap, allowed = abs(shown - right), MEAN.absolute * max(scale, 1e-300)
+    return Comparison(
+        what=number, same=gap <= allowed, stage=stage, version=line.version, badness=times(gap, allowed),
+        sentence=f"the evaluation of step {line.version} shows {number} {shown:.6g}, it is {right:.6g}",
+        expected=f"{right:.6g} (the mean over all problems)", actual=f"{shown:.6g} (metrics.jsonl)",
+        allowed=f"{allowed:.3g}, {MEAN}", hint="look at what the number is summed over and divided by",
+    )  # fmt: skip
+
+
+def _solved(trace: Trace, item: SolvedProblems) -> Iterator[Comparison]:
+    masks, shortfalls = (ragged.split(trace.array(item, name), item.lengths) for name in ("mask", "shortfall"))
+    words = {True: "solved", False: "not solved"}
+    for name, found, mask, below in zip(item.ids, item.solved, masks, shortfalls, strict=False):
+        short = below[mask.astype(bool)]
+        right = bool((short == 0).all())
+        most = float(np.max(short, initial=0.0))
+        yield Comparison(
+            what=name, same=found == right, stage=Stage.LOSS, version=item.version, badness=1.0,
+            sentence=f"`{name}` counts as {words[found]}, and is {words[right]}",
+            expected=f"{words[right]} (a token of its response is up to {most:.3g} nats below the likeliest)",
+            actual=f"{words[found]} (the evaluation)", allowed="exact (the same logits)",
+            hint="look at which tokens of a problem the evaluation compares, and over which ranks",
+        )  # fmt: skip

@@ -1,0 +1,149 @@
+"""Losses of the routers themselves, which no token's loss has: balance of experts and size of logits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from verifier.checks.content import owner_of, times
+from verifier.core import ragged
+from verifier.core.check import check
+from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.records_trainer import RouterGradients
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+GRADIENT = Tolerance(
+    absolute=1e-4, unit="of the pass's greatest", source="fp32: sums over experts and rows, a softmax and its gradient"
+)
+ROUNDINGS = 32
+"""Roundings of the gradient that comes through the experts, which is taken off, and of the sum that it is taken from.
+"""
+EPSILON = {"float32": 2.0**-24, "float64": 2.0**-24, "bfloat16": 2.0**-8}
+"""Greatest relative error of one rounding of a gradient, by the type of the logits; weights of experts are float32."""
+WHOLE_BATCH = ("aux_loss", "seq_aux_loss")
+"""Balancing losses that are a mean over one micro-batch, whose sequences are packed into one."""
+
+
+@check("LSS006", needs=(RouterGradients,), scope="routers")
+def router_loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
+    """The routers' own losses pull at their logits as the config asks: by balance of experts, and by the z-loss.
+
+    What it checks: per rank, layer and micro-batch of an update, on up to 32 rows: what is added to the gradient of the
+    logits besides what comes through the experts, against the closed form in float64 of the recorded logits, of the
+    rows of each expert over all tensor and context-parallel ranks, and of the coefficients of the config. As Megatron
+    defines it, each loss is a mean over the micro-batch, times its rows; the step divides by its tokens later.
+    Why it matters: a balancing loss that is computed, reported and never differentiated, whose coefficient is not
+    applied, or that shrinks with every rank, leaves the loss as it is; experts starve slowly.
+    Evidence: loss/routers, and the manifest's config.
+    Tolerance and its source: 1e-4 of the pass's greatest, and 32 roundings of the gradient beside it, by the type of
+    the logits.
+    What it does not catch: `global_aux_loss`, a mean over the micro-batches so far; replayed routes; a gradient that is
+    lost behind the logits; a loss below the noise of logits in bf16.
+    References: Automodel#1408, Megatron-LM#5047, Automodel#3359, Megatron-LM#7452.
+    """
+    asked, mesh = trace.manifest.config.get("megatron"), trace.manifest.mesh
+    if not isinstance(asked, Mapping) or mesh is None:
+        return
+    size = mesh.tp * mesh.cp
+    updates: dict[tuple[int, str], list[RouterGradients]] = defaultdict(list)
+    for item in trace.of(RouterGradients):
+        updates[item.version, item.name].append(item)
+    for items in updates.values():
+        counts = _counts_of_groups(trace, items, size)
+        for item in items:
+            parts = {name: ragged.split(trace.array(item, name), item.kept) for name in ("logits", "found", "size")}
+            for at, (layer, number, rows) in enumerate(zip(item.layers, item.numbers, item.rows, strict=True)):
+                members, own = counts[_key(item, layer, number, size)]
+                yield Comparison(
+                    what=f"ranks of micro-batch {number} of layer {layer}, rank {item.rank}", same=members == size,
+                    stage=Stage.LOSS, version=item.version, badness=1.0,
+                    sentence=f"{members} ranks recorded micro-batch {number} of layer {layer}, it has {size}",
+                    expected=f"{size} ranks", actual=f"{members} ranks", allowed="exact (counts)",
+                    hint="look at which ranks recorded their routers", absent=members < size,
+                )  # fmt: skip
+                logits = parts["logits"][at].astype(np.float64)
+                expected = rows * size * _balance(asked, item, logits, own, rows * size) + _z(asked, logits)
+                yield _compared(item, layer, number, parts["found"][at], expected, parts["size"][at])
+
+
+def _key(item: RouterGradients, layer: int, number: int, size: int) -> tuple[int, int, int]:
+    """Ranks that a micro-batch is cut over lie beside each other: tensor parallelism is fastest, then context."""
+    return item.rank // size, layer, number
+
+
+def _counts_of_groups(
+    trace: Trace, items: list[RouterGradients], size: int
+) -> Mapping[tuple[int, int, int], tuple[int, np.ndarray]]:
+    """Ranks of each micro-batch of each layer, and [experts] its rows."""
+    found: dict[tuple[int, int, int], tuple[int, np.ndarray]] = {}
+    for item in items:
+        for layer, number, own in zip(item.layers, item.numbers, trace.array(item, "counts"), strict=True):
+            key = _key(item, layer, number, size)
+            members, total = found.get(key, (0, np.zeros(len(own), np.int64)))
+            found[key] = members + 1, total + own
+    return found
+
+
+def _balance(
+    asked: Mapping[str, Any], item: RouterGradients, logits: np.ndarray, counts: np.ndarray, tokens: int
+) -> np.ndarray:
+    """[rows, experts] gradient of the balancing loss, coefficient * E * sum over experts of share * mean score.
+
+    Source:
+        Switch Transformers (arXiv 2101.03961), equations 4 to 6, for several experts of a row.
+    """
+    if asked["moe_load_balancing"] not in WHOLE_BATCH:
+        return np.zeros_like(logits)
+    by_score = asked["moe_aux_loss"] * len(counts) * counts / (item.experts_of_row * tokens) / tokens
+    if item.scores == "softmax":
+        scores = _softmax(logits)
+        return np.asarray(scores * (by_score - (scores * by_score).sum(-1, keepdims=True)))
+    if item.scores == "sigmoid":
+        raw = 1 / (1 + np.exp(-logits))
+        slope = raw * (1 - raw)
+    else:
+        raw = np.sqrt(np.logaddexp(0, logits))
+        slope = 0.5 / raw / (1 + np.exp(-logits))
+    total = raw.sum(-1, keepdims=True)
+    mean = (raw / total * by_score).sum(-1, keepdims=True)
+    return np.asarray((by_score - mean) / total * slope)
+
+
+def _z(asked: Mapping[str, Any], logits: np.ndarray) -> np.ndarray:
+    """[rows, experts] gradient of the z-loss, coefficient * the square of the logarithm of the sum of exponentials.
+
+    Source:
+        ST-MoE (arXiv 2202.08906), equation 5.
+    """
+    sums = np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+    return np.asarray(2 * asked["moe_z_loss"] * sums * _softmax(logits))
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    return np.asarray(np.exp(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)))
+
+
+def _compared(
+    item: RouterGradients, layer: int, number: int, found: np.ndarray, expected: np.ndarray, size: np.ndarray
+) -> Comparison:
+    most = float(np.abs(expected).max(initial=0.0))
+    allowed = GRADIENT.absolute * most + ROUNDINGS * EPSILON[item.dtype] * size[:, None] + 1e-30
+    gap = np.abs(found - expected)
+    gap = np.where(np.isnan(gap), np.inf, gap)
+    row, expert = (int(place) for place in np.unravel_index(int(np.argmax(gap / allowed)), gap.shape))
+    worst, bound = float(gap[row, expert]), float(allowed[row, 0])
+    return Comparison(
+        what=f"routers of layer {layer} in micro-batch {number} of {item.name} on rank {item.rank}",
+        same=bool((gap <= allowed).all()), stage=Stage.LOSS, version=item.version, badness=times(worst, bound),
+        owner=owner_of(item),
+        sentence=f"in {item.name} the router of layer {layer} adds {found[row, expert]:.4g} to the gradient of a logit "
+        f"of expert {expert}, its losses ask for {expected[row, expert]:.4g}",
+        expected=f"{expected[row, expert]:.6g} (balancing and z-loss of the config, float64)",
+        actual=f"{found[row, expert]:.6g} (the gradient less what comes through the experts)",
+        allowed=f"{bound:.3g}, {GRADIENT}, and {ROUNDINGS} roundings of {item.dtype}",
+        hint="look at what attaches the router's losses to its output, at their coefficients, and at what scales them",
+    )  # fmt: skip

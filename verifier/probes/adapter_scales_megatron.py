@@ -1,0 +1,64 @@
+"""Probe of what adapters multiply by in an update: their output, beside that of their second matrix."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verifier.core.record import Probe, real
+from verifier.core.records_trainer import AdapterScale, AdapterScales
+from verifier.model.provider_megatron import TrainerModel
+
+
+@contextlib.contextmanager
+def adapter_scales(probe: Probe, trainer: TrainerModel, name: str, version: int, *, asked: float) -> Iterator[None]:
+    """Record by what each adapter of this rank multiplies its second matrix's output, in the body's first pass.
+
+    Args:
+        probe: this rank's recorder.
+        trainer: the model, with adapters attached.
+        name: of the update, as its records have it.
+        version: of the weights.
+        asked: alpha over rank, as the config asks.
+    """
+    found: dict[str, AdapterScale] = {}
+    before: dict[str, torch.Tensor] = {}
+    at = trainer.mesh.coordinate(dist.get_rank())
+    with contextlib.ExitStack() as stack:
+        for number, chunk in enumerate(trainer.chunks):
+            for own, module in chunk.named_modules():
+                if type(module).__name__ != "ParallelLinearAdapter":
+                    continue
+                label = f"{own} (chunk {number})"
+
+                def inner(_: object, __: object, output: Any, label: str = label) -> None:
+                    if label not in found:
+                        before[label] = output[0].detach()
+
+                def outer(_: object, __: object, output: torch.Tensor, label: str = label) -> None:
+                    if label in before:
+                        rows = before.pop(label)
+                        if len(rows) != len(output):  # each rank goes on with its own rows
+                            rows = rows.chunk(len(rows) // len(output))[at.tp]
+                        found[label] = _scale(label, rows, output.detach(), asked)
+
+                stack.callback(module.linear_out.register_forward_hook(inner).remove)
+                stack.callback(module.register_forward_hook(outer).remove)
+        yield
+    if found:
+        adapters = tuple(found.values())
+        probe.emit(AdapterScales(name=name, version=version, coordinate=str(at), asked=asked, adapters=adapters))
+
+
+def _scale(name: str, rows: torch.Tensor, output: torch.Tensor, asked: float) -> AdapterScale:
+    inside, outside = rows.double().flatten(), output.double().flatten()
+    squares = float(inside @ inside)
+    return AdapterScale(
+        name=name, scale=real(float(inside @ outside) / squares if squares else asked),
+        gap=real(float((outside - asked * inside).abs().max())), greatest=real(asked * float(inside.abs().max())),
+        dtype="bfloat16" if output.dtype is torch.bfloat16 else "float32",
+    )  # fmt: skip
