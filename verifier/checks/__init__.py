@@ -32,6 +32,7 @@ from verifier.checks import (
     routes,
     samples,
     score_bias,
+    served,
     spot_scores,
     stack,
     step,
@@ -45,6 +46,6 @@ __all__ = [
     "adam_audit", "adapter_delivery", "answer_ends", "arguments", "batch_content", "batch_sizes", "beginnings",
     "configs", "delivery", "draws", "end_draws", "engine_mismatch", "entropies", "evaluations", "final_export",
     "gradient_sums", "knobs", "logprobs", "loss_rows", "moves", "packing", "policy_step", "read_data", "read_tokens",
-    "resume", "reward_penalty", "rollout_texts", "router_choices", "routes", "samples", "score_bias", "spot_scores",
-    "stack", "step", "step_metrics", "training_step", "turns", "weights",
+    "resume", "reward_penalty", "rollout_texts", "router_choices", "routes", "samples", "score_bias", "served",
+    "spot_scores", "stack", "step", "step_metrics", "training_step", "turns", "weights",
 ]  # fmt: skip

@@ -115,6 +115,9 @@ def step_manifest(
         scopes += ["reference"] if config.grpo.has_reference and not dropped else []
         scopes += ["routes"] if config.grpo.replay_routes and not dropped else []
         scopes += ["held", *_delivery(config)] if synced else []
+        if synced and not config.lora.rank and not config.megatron.use_fsdp and model.layout is not None:
+            scopes.append("cut")
+        scopes += ["cold", "settings", "served"] if synced and model.tier == "cpu" else []
         scopes += ["draws"] if live else []
         scopes += ["ends"] if synced else []
         compared = synced and fresh
@@ -123,7 +126,7 @@ def step_manifest(
     scopes += ["reread"] if (live or config.algorithm == "sft") and not unreread else []
     scopes += ["evaluated"] if evaluated else []
     scopes += ["given"] if given else []
-    scopes.append("sizes")
+    scopes += ["sizes"] if dropped else ["sizes", "stated"]
     engine_facts = replace(facts, engine=config.engine.kind, routes=config.grpo.replay_routes) if live else facts
     scopes += ["shown", "written"] if written else ["shown"]
     if not dropped and (config.megatron.moe_bias_update_rate or has_score_bias(sizes)):
