@@ -42,7 +42,8 @@ def test_every_fault_lies_in_a_file_of_its_stage():
     """One file for a stage or two that belong together; a GPU shows one more bug of a reload in the rollout."""
     files = {
         "load": {"conversion", "knob", "load"}, "export": {"conversion", "export"}, "plan": {"transport"},
-        "replay": {"pack", "route"}, "transport": {"transport", "replica"}, "engine": {"engine", "replica"},
+        "replay": {"pack", "route"}, "transport": {"transport", "replica"},
+        "engine": {"engine", "replica", "live_engine"},
         "rollout": {"rollout", "engine", "mode", "draw", "answer", "replica", "evaluation"},
         "loss": {"loss", "policy", "metric", "router", "evaluation"},
         "pack": {"pack", "column"}, "data": {"data", "turn", "size", "answer", "reading", "evaluation"},

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from tests.snapshots import measured_traces, training_traces
 from tests.snapshots.config_records import configs
-from tests.snapshots.token_arrays import LEDGER, TOKENS
+from tests.snapshots.tensors import PLAN, SHAPES, digest, tensor
+from tests.snapshots.token_arrays import DRAWN, LEDGER, SCORES, TOKENS
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.record import ArrayRecord, Measurement, Record, TensorRecord
 from verifier.core.records_config import ExportedConfig, GivenArguments, ProviderFields
@@ -47,14 +48,17 @@ from verifier.core.records_weights import (
     ColdSettings,
     ColdTensor,
     EngineRestart,
+    EngineServed,
     ExpectedShard,
     ExpectedView,
     ExportedAdapterMatrix,
     ExportedAdapterScaling,
+    ExportedShard,
     ExportedTensor,
     ExportStream,
     FrozenShard,
     Handover,
+    HeldTwice,
     JoinedTensor,
     LiveAdapterMatrix,
     LiveAdapterScaling,
@@ -85,39 +89,18 @@ MANIFEST = Manifest(
     command="roundtrip", complete=True, dtype="float32", world_size=2, mesh=MeshSizes(tp=2), engine_ranks=1,
     synced_versions=(1,), config={"steps": 1, "evaluation": {"stop_above": 2.0}, **measured_traces.CONFIG},
 )  # fmt: skip
-SHAPES = {"a": (4, 2), "b": (3,)}
-DRAWN = tuple(int(digit) for digit in "001200102120010021010200020112001201002000120021010200102001")
 LENGTHS = (3, 2)
 AT = tuple(f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0" for rank in range(2))
-NEXT = np.log([0.5, 0.25, 0.25])
-PLACES = (("kept", 7, 8), ("rest", 7, 0.5), ("earlier", 4, np.nan), ("repeats", 4, False))
 ARRAYS: dict[str, dict[str, np.ndarray]] = {
-    "right": {"array": np.array([-1.5, -2.25, -0.5, -6.0, -6.25], np.float32)},
-    "close": {"array": np.array([-1.5, -2.25, -0.5, -6.0, -6.250001], np.float32)},
-    "wrong": {"array": np.array([-1.5, -2.25, -0.5, -6.0, -6.75], np.float32)},
-    "not finite": {"array": np.array([-1.5, np.nan, -0.5, -6.0, -6.25], np.float32)},
-    "shares": {"array": NEXT},
-    "drawn": {"array": NEXT[list(DRAWN)].astype(np.float32)},
+    **SCORES,
     "rows": {"array": np.arange(6)},
     "routes": {"array": np.array([[0, 0, 1, 3, 2], [0, 1, 1, 0, 1]], np.int32)},
     "other routes": {"array": np.array([[0, 0, 1, 3, 2], [0, 1, 1, 0, 2]], np.int32)},
-    "places": {"rank": np.array([0, 3, 1, 40, 2]), **{name: np.full((5, n), v) for name, n, v in PLACES}},
     "tokens": TOKENS,
     "ledger": LEDGER,
     "shifted ledger": {**LEDGER, "label": np.array([2, 8, -100, -100, 5, -100])},
     **training_traces.ARRAYS,
 }
-
-
-def digest(name: str, version: int) -> str:
-    """Another digest for each (tensor, version)."""
-    return "vd1:" + name * 4 + f"{version:02d}" + "0123456789abcdef" * 2
-
-
-def tensor(kind: type[TensorRecord], name: str, version: int = 0, rank: int = 0, **more: Any) -> TensorRecord:
-    """One tensor as somebody saw it."""
-    facts: Any = {"digest": digest(name, version), "dtype": "float32", "shape": SHAPES[name], **more}
-    return kind(name=name, version=version, rank=rank, **facts)
 
 
 def clean() -> list[Record]:
@@ -147,6 +130,7 @@ def weights() -> list[Record]:
             seen.append(tensor(ExpectedShard, name, 0, rank, **at, sources=(name,)))
             seen.append(tensor(LoadedShard, name, 0, rank, **shard))
             seen.append(tensor(UpdatedShard, name, 1, rank, **shard))
+            seen.append(tensor(ExportedShard, name, 1, rank, **at, sources=(name,)))
             seen.append(tensor(ShardAfterIdleStep, name, 0, rank, **shard))
             seen += [tensor(ShardAfterScoring, name, version, rank, **shard) for version in (0, 1)]
             seen += [tensor(ExportedTensor, name, version, rank) for version in (0, 1)]
@@ -161,9 +145,6 @@ def weights() -> list[Record]:
     return [*seen, SavedCheckpoint(name="shards", version=1, shards=1)]
 
 
-PLAN = "blake2:" + "01" * 16
-
-
 def adapters() -> list[Record]:
     """An adapter's matrices in the live model and in its file."""
     matrices, scalings = (LiveAdapterMatrix, ExportedAdapterMatrix), (LiveAdapterScaling, ExportedAdapterScaling)
@@ -173,7 +154,7 @@ def adapters() -> list[Record]:
         who: Any = {"name": "q.adapter.linear_in.weight", "rank": rank, "coordinate": AT[rank], "replica": sign}
         seen.append(AdapterShard(**who, **drawn))
     seen.append(AdapterSpread(name="q.lora_A.weight", shape=(8, 92), deviation=0.14))
-    seen.append(MergedMatrix(name="b", version=1, dtype="bfloat16", rank_of_adapter=8, gap=0.75, where=5))
+    seen.append(MergedMatrix(name="b", dtype="bfloat16", rank_of_adapter=8, gap=0.75, where=5))
     return seen + [kind(name="alpha / rank", version=1, scaling=2.0) for kind in scalings]
 
 
@@ -194,6 +175,7 @@ def engine() -> list[Record]:
     seen.append(Poison(name="poison", version=1, role="engine", outcomes={"a": "nan", "b": "nan"}))
     seen.append(Handover(name="transfer", version=1, refused=""))
     seen.append(EngineRestart(name="the engines", version=1, role="controller", restarts=1))
+    seen.append(EngineServed(name="the engine between two syncs", role="engine", num_tensors=2))
     return [*seen, StackFailure(name="trainer rank 1", role="controller", package="vllm", at="engine", line=7)]
 
 
@@ -363,6 +345,7 @@ BROKEN: dict[str, list[Record]] = {
     "WGT015": change(ExportedTensor, rounded, name="b", rank=0, version=1),
     "WGT017": change(AdapterSpread, having(deviation=0.19)),
     "WGT016": change(ExportStream, having(reread=WRITTEN_OVER)),
+    "WGT020": change(ExportedShard, other_bits, name="b", rank=1),
     "WGT019": change(WrittenShard, other_bits, name="a", rank=1),
     "WGT018": change(MergedMatrix, having(gap=64.0)),
     "PCK001": change(TokenLedger, with_array("shifted ledger")),
@@ -383,6 +366,9 @@ BROKEN: dict[str, list[Record]] = {
     "ENG007": change(SyncedSettings, lambda item: altered(item, **{"impl.scale": "0.25"})),
     "ENG006": change(CheckpointView, having(box=((0, 2), (0, 2))), name="a"),
     "ENG008": change(CheckpointView, bits_of_b, name="a"),
+    "ENG009": change(
+        EngineServed, having(changed=(HeldTwice(name="a", synced=digest("a", 1), served=digest("a", 0)),))
+    ),
     "LGP001": change(TrainerLogprobs, with_array("wrong"), version=1),
     "LGP002": change(EngineLogprobs, with_array("not finite"), version=1),
     "LGP008": change(GivenArguments, having(max_seqlen_kv=3), rank=1),

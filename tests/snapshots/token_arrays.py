@@ -27,3 +27,16 @@ LEDGER = {
     "prompt": np.array([1, 1, 1, 0, 1, 1]),
 }
 """Rows of one micro-batch: three of the first rollout, one of padding, two of the second."""
+DRAWN = tuple(int(digit) for digit in "001200102120010021010200020112001201002000120021010200102001")
+NEXT = np.log([0.5, 0.25, 0.25])
+PLACES = (("kept", 7, 8), ("rest", 7, 0.5), ("earlier", 4, np.nan), ("repeats", 4, False))
+SCORES: dict[str, dict[str, np.ndarray]] = {
+    "right": {"array": np.array([-1.5, -2.25, -0.5, -6.0, -6.25], np.float32)},
+    "close": {"array": np.array([-1.5, -2.25, -0.5, -6.0, -6.250001], np.float32)},
+    "wrong": {"array": np.array([-1.5, -2.25, -0.5, -6.0, -6.75], np.float32)},
+    "not finite": {"array": np.array([-1.5, np.nan, -0.5, -6.0, -6.25], np.float32)},
+    "shares": {"array": NEXT},
+    "drawn": {"array": NEXT[list(DRAWN)].astype(np.float32)},
+    "places": {"rank": np.array([0, 3, 1, 40, 2]), **{name: np.full((5, n), v) for name, n, v in PLACES}},
+}
+"""Log-probabilities of these tokens, and draws with their distributions."""

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from verifier.checks.content import times
+from verifier.checks.content import by_name, compare_contents, left_out, times
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.records_weights import CheckpointView, ExportedAdapterMatrix, MergedMatrix
+from verifier.core.records_weights import (
+    CheckpointView,
+    ExportedAdapterMatrix,
+    ExportedTensor,
+    MergedMatrix,
+    SourceTensor,
+)
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -47,15 +53,16 @@ def adapter_not_delivered(trace: Trace) -> Iterator[Comparison]:
 
 @check("WGT018", needs=(MergedMatrix,), scope="merged")
 def merged_matrix_wrong(trace: Trace) -> Iterator[Comparison]:
-    """A matrix that is exported with its adapter added is base + alpha / rank * B A, rounded once.
+    """A matrix that is exported with its adapter added is base + alpha / rank * B A, rounded once; all others are base.
 
     What it checks: each such matrix against the product in float64 of the live shards, joined without megatron-bridge
-    (`verifier/export/adapters.py`), and the source checkpoint's base.
+    (`verifier/export/adapters.py`), and the source checkpoint's base. Every other tensor of a sync against the source:
+    names both ways, dtypes, shapes and bits.
     Why it matters: a merge that scales by another factor, adds the adapter twice, or adds it in bf16, samples from
     another policy, by too little to see in rewards.
-    Evidence: export/merged.
+    Evidence: export/merged, export/tensor of trainer rank 0, load/source.
     Tolerance and its source: one rounding to the exported dtype, and of a sum of as many float32 numbers as the rank
-    and 3 more, each relative to |base| + alpha / rank * |B| |A|.
+    and 3 more, each relative to |base| + alpha / rank * |B| |A|; bitwise for what has no adapter, as nothing trains it.
     What it does not catch: an adapter that rounding swallows: `merge_rounding` in the metrics says how much it takes.
     References: NeMo-RL#3696, trl#6688, UniRL#155.
     """
@@ -70,4 +77,15 @@ def merged_matrix_wrong(trace: Trace) -> Iterator[Comparison]:
             actual=f"off by {gap:.3g} half steps at element {item.where:,}",
             allowed=f"{allowed:.3g} half steps (one rounding, and a sum of {item.rank_of_adapter} numbers)",
             hint="look at the factor of the merge, at its dtype, and at whether it was merged before",
+        )  # fmt: skip
+    for version in trace.versions(MergedMatrix):
+        merged = {item.name for item in trace.of(MergedMatrix, version=version)}
+        exported = [item for item in trace.of(ExportedTensor, version=version, rank=0) if item.name not in merged]
+        source = by_name(trace.of(SourceTensor))
+        copies = left_out(source, exported)
+        base = [item for name, item in source.items() if name not in merged and name not in copies]
+        yield from compare_contents(
+            exported, base if exported else (), stage=Stage.EXPORT, version=version, actual_says="the export",
+            expected_says="the source checkpoint, which nothing trains", allowed="bitwise (an export copies)",
+            hint="look at what the export casts, caches or gathers beside the matrices that it merges",
         )  # fmt: skip

@@ -142,7 +142,7 @@ MODULES: tuple[tuple[str, str, Wanted], ...] = (
 """Attribute of an engine's module, the key that it comes from, and its value."""
 
 
-@check("LGP007", needs=(StatedConfig, ProviderFields), scope="logprob")
+@check("LGP007", needs=(StatedConfig, ProviderFields), scope="logprob", also="stated")
 def trainer_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
     """The trainer computes with the sizes, ropes, windows, scales and routers of the checkpoint's config.json.
 

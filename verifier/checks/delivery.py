@@ -7,14 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import product
 
-from verifier.checks.content import by_name, compare_contents, left_out, owner_of, same_values
+from verifier.checks.content import by_name, compare_contents, left_out, owner_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_weights import (
     CheckpointView,
     ColdSettings,
     ColdTensor,
-    EngineRestart,
     ExpectedView,
     ExportedTensor,
     Handover,
@@ -204,9 +203,10 @@ def engine_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     for version, rank in product(versions, range(trace.manifest.engine_ranks)):
         cold = list(trace.of(ColdTensor, version=version, rank=rank))
         state = list(trace.of(SyncedTensor, version=version, rank=rank))
-        if not cold:  # the buffers that no update brings, views of parameters apart
+        if not any(item.sort == "parameter" for item in cold):  # the buffers that no update brings, views apart
             loaded = _loaded(trace.of(LoadedNames, rank=rank))
-            cold = [item for item in trace.of(ColdTensor, rank=rank, sort="buffer") if item.name not in loaded]
+            buffers = [item for item in cold or trace.of(ColdTensor, rank=rank) if item.sort == "buffer"]
+            cold = [item for item in buffers if item.name not in loaded]
             kept = by_name(cold)
             state = [item for name, item in by_name(state).items() if name in kept]
         yield from compare_contents(
@@ -276,7 +276,8 @@ def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     """The synced engine computes with the epsilons, scales, windows and flags that a cold one computes with.
 
     What it checks: per engine rank and module, every number, flag and name that is an attribute of the module or of
-    an object that computes for it (attention backend, router), at every version, against an engine started cold.
+    an object that computes for it (attention backend, router), at every version, against an engine started cold; in
+    training against the engine itself before anything was sent to it.
     Why it matters: they are no tensors, so no update brings them and no comparison of contents sees them; a reload that
     builds or processes a layer anew can take a default instead, and a wrong epsilon hides below any noise.
     Evidence: engine/settings, engine/cold-settings.
@@ -288,7 +289,8 @@ def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     """
     for rank, version in product(range(trace.manifest.engine_ranks), trace.versions(SyncedSettings)):
         live = by_name(trace.of(SyncedSettings, version=version, rank=rank))
-        for module, cold in by_name(trace.of(ColdSettings, rank=rank)).items():
+        start = list(trace.of(ColdSettings, version=version, rank=rank)) or trace.of(ColdSettings, rank=rank)
+        for module, cold in by_name(start).items():
             got, want = live[module].values if module in live else {}, cold.values
             other = [name for name in want if got.get(name) != want[name]]
             if not other:
@@ -334,33 +336,3 @@ def engine_part_held_by_no_rank(trace: Trace) -> Iterator[Comparison]:
                 actual=f"{held:,} elements, in {len(boxes)} different parts of `{holder}`",
                 allowed="exact counts", hint="look at the rank and the sizes by which each engine rank cuts this layer",
             )  # fmt: skip
-
-
-@check("ENG008", needs=(EngineRestart,), scope="restarted")
-def restarted_engine_holds_other_version(trace: Trace) -> Iterator[Comparison]:
-    """An engine that was started again holds the weights of the version by which its answers are labelled.
-
-    What it checks: for each restart and engine rank, the checkpoint slices that the rank holds, as it is asked after
-    its answers, against what the trainer exports at that moment, before the step's update: names both ways and bits.
-    Why it matters: a new process holds the checkpoint that the run began with. Requests that reach it before a sync are
-    answered by that policy, and are trained on as answers of today's.
-    Evidence: engine/restart of the controller, engine/view, engine/view-expected.
-    Tolerance and its source: bitwise; loading copies.
-    What it does not catch: a restart after the last samples of a run, or while answers are sampled ahead, which are not
-    looked at; single tensors, which ENG001 names.
-    References: miles#1724.
-    """
-    for item, rank in product(trace.of(EngineRestart), range(trace.manifest.engine_ranks)):
-        held = by_name(trace.of(CheckpointView, version=item.version, rank=rank))
-        wanted = by_name(trace.of(ExpectedView, version=item.version, rank=rank))
-        equal = [name for name, view in held.items() if name in wanted and same_values(view, wanted[name])]
-        total = len(held.keys() | wanted.keys())
-        yield Comparison(
-            what=f"version {item.version}", same=len(equal) == total > 0, stage=Stage.ENGINE, version=item.version,
-            badness=1.0, owner=f"engine rank {rank}",
-            sentence=f"engine rank {rank}, which was started again, holds {len(equal)} of the {total} tensors of "
-            f"version {item.version}" if total else f"engine rank {rank} was started again, and nobody looked at it",
-            expected=f"{total} tensors of the trainer's export" if total else "a look at what it holds",
-            actual=f"{len(equal)} that are bitwise equal", allowed="bitwise (loading copies)",
-            hint="look at what is sent to an engine between its start and its first request", absent=not total,
-        )  # fmt: skip

@@ -15,6 +15,7 @@ from verifier.core.records_weights import (
     ExpectedShard,
     ExportedAdapterMatrix,
     ExportedAdapterScaling,
+    ExportedShard,
     ExportedTensor,
     ExportStream,
     JoinedTensor,
@@ -142,6 +143,30 @@ def export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
             stage=Stage.EXPORT, version=version, actual_says="the export", expected_says="the live shards",
             allowed=COPIES, hint="compare with version 0: what was cached, or not yet gathered, when the export ran",
         )  # fmt: skip
+
+
+@check("WGT020", needs=(UpdatedShard, ExportedShard), scope="cut")
+def exported_shard_differs_from_live(trace: Trace) -> Iterator[Comparison]:
+    """At every sync of a training run the export is what each rank's own shards hold.
+
+    What it checks: on each rank, dtype, shape and bits of every live shard after the step's last update, against what
+    the independent layout (`verifier/export/names.py`) cuts for it from the rank's own export stream.
+    Why it matters: a cached tensor, a parameter of the step before, a buffer that was filled for another name: one sync
+    that is wrong between two sampled steps is healed by the next, and the answers in between are of no policy.
+    Evidence: train/shard, export/shard, per rank.
+    Tolerance and its source: bitwise; an export copies.
+    What it does not catch: names, dtypes and shapes that no shard is cut from (PLN002, WGT015); streams that differ
+    between ranks (WGT006); a wrong step (LSS001, TRN001, WGT002). On a GPU models above 256 MiB are not compared.
+    References: SkyRL#1345, SkyRL#1471, SkyRL#1816.
+    """
+    for version in trace.versions(ExportedShard):
+        for rank in sorted({item.rank for item in trace.of(ExportedShard, version=version)}):
+            yield from compare_contents(
+                trace.of(ExportedShard, version=version, rank=rank), trace.of(UpdatedShard, version=version, rank=rank),
+                stage=Stage.EXPORT, version=version, actual_says="the export, cut by layout",
+                expected_says="the live model after the last update", allowed=COPIES,
+                hint="look at when the export read this tensor, and at what it caches or gathers into",
+            )  # fmt: skip
 
 
 @check("WGT006", needs=(ExportedTensor,), scope="export")

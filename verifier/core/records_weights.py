@@ -214,6 +214,15 @@ class WrittenShard(TensorRecord, frozen=True, kw_only=True, tag="export/written"
     """Checkpoint tensors that it is cut from."""
 
 
+class ExportedShard(TensorRecord, frozen=True, kw_only=True, tag="export/shard"):
+    """Part of an export that a rank's shard is by the independent layout, cut from its stream."""
+
+    coordinate: str
+    """Mesh coordinate of the rank."""
+    sources: tuple[str, ...]
+    """Checkpoint tensors that it is cut from."""
+
+
 class PlanDigest(Record, frozen=True, kw_only=True, tag="plan/plan"):
     """Digest of the chunk plan that one trainer or engine rank holds."""
 
@@ -316,6 +325,24 @@ class EngineRestart(Record, frozen=True, kw_only=True, tag="engine/restart"):
 
     restarts: Count
     """Times since the last evidence of what they hold."""
+
+
+class HeldTwice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tensor of an engine that is another than it was; empty digests of one that was not there."""
+
+    name: str
+    synced: Annotated[str, Meta(pattern=r"^(|[a-z][a-z0-9]*:[0-9a-f]{32,128})$")]
+    """Digest right after the sync, or at the start of an engine that was sent nothing yet."""
+    served: Annotated[str, Meta(pattern=r"^(|[a-z][a-z0-9]*:[0-9a-f]{32,128})$")]
+    """Digest as the next sync begins."""
+
+
+class EngineServed(Record, frozen=True, kw_only=True, tag="engine/served"):
+    """Contents of one engine rank after it answered by a version, beside those before."""
+
+    num_tensors: Count
+    """Parameters, buffers and derived tensors that were looked at."""
+    changed: tuple[HeldTwice, ...] = ()
 
 
 class Poison(Record, frozen=True, kw_only=True, tag="engine/poison"):

@@ -14,6 +14,7 @@ from verifier.faults import (  # noqa: F401
     export_faults,
     gradient_faults,
     knob_faults,
+    live_engine_faults,
     load_faults,
     logprob_faults,
     loss_faults,

@@ -23,8 +23,11 @@ LIVE = (
     "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
     "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0", "verify.every=1",
 )  # fmt: skip
+UNSAMPLED = tuple(text for text in LIVE if not text.startswith("verify.every"))
 FIRST_STREAMS = 2
 """Streams of an export up to the first sync, with that of the plan."""
+SECOND_UPDATE = 4
+"""Stream of the sync after the second step: those of the plan, of the first sync and of the first step come before."""
 UPDATE = "megatron.core.optimizer.optimizer:ChainedOptimizer.step(self)"
 in_final = functools.partial(
     fault, stage=Stage.EXPORT, caught_by=("WGT019",), engine=TRAINING, model="tiny:add", training=("steps=2",)
@@ -110,6 +113,35 @@ def tensor_of_the_first_sync_sent_again(call: Call) -> Any:
         if name.endswith("layers.0.self_attn.o_proj.weight"):
             first = call.state.setdefault("first", tensor.clone())
             yield name, call.wrong(first)
+        else:
+            yield name, tensor
+
+
+@in_final(
+    "NovaSky-AI/SkyRL#1345", "verifier.export.gather_megatron:export(trainer)", caught_by=("WGT020", "LGP009"),
+    training=UNSAMPLED,
+)  # fmt: skip
+def tensor_of_the_sync_before_sent_once(call: Call) -> Any:
+    """One sync, between two sampled steps, sends one tensor as the sync before had it; the next sends it right."""
+    call.state["streams"] = count = call.state.get("streams", 0) + 1
+    for name, tensor in call.original():
+        if not name.endswith("layers.0.self_attn.o_proj.weight"):
+            yield name, tensor
+            continue
+        before = call.state.get("before", tensor)
+        call.state["before"] = tensor.clone()
+        yield name, call.wrong(before) if count == SECOND_UPDATE else tensor
+
+
+@in_final(
+    "NVIDIA-NeMo/Automodel#3193", "verifier.export.gather_megatron:export(trainer)", caught_by=("WGT018", "LGP009"),
+    training=(*UNSAMPLED, "lora.rank=4", "lora.sync=merged"),
+)  # fmt: skip
+def base_rounded_beside_merged_matrices(call: Call) -> Any:
+    """Matrices with adapters are merged right, and the frozen embedding beside them is sent through bf16."""
+    for name, tensor in call.original():
+        if name.endswith("embed_tokens.weight"):
+            yield name, call.wrong(tensor.bfloat16().to(tensor.dtype))
         else:
             yield name, tensor
 

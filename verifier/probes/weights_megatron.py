@@ -84,6 +84,11 @@ class LiveWeights:
                 if name := self._part(local):
                     yield index, name, tensor.detach()
 
+    @property
+    def coordinate(self) -> str:
+        """Mesh coordinate of this rank."""
+        return str(self._at)
+
     @cached_property
     def places(self) -> dict[tuple[int, str], ParamPlacement]:
         """(chunk, local name) to what must be there; empty without a layout."""

@@ -19,7 +19,7 @@ from verifier.model.checkpoint import Checkpoint
 from verifier.probes.engine_state import record_views
 from verifier.train import lora_megatron
 from verifier.trainer.adapters_megatron import Adapters
-from verifier.trainer.engine_evidence import EvidenceBefore, record_held
+from verifier.trainer.engine_evidence import EvidenceBefore, HeldEngine, record_held
 
 if TYPE_CHECKING:
     from verifier.config import EngineOptions
@@ -34,6 +34,7 @@ class AdapterSync:
         source: checkpoint of the base, which the engine holds.
         rank: this one; rank 0 talks to the engine.
         folder: for the adapters of versions, the same for all ranks.
+        judged: syncs are recorded, and so is what the engine holds between them.
 
     Attributes:
         lost: why the engine's process is gone; empty if it is not.
@@ -42,8 +43,12 @@ class AdapterSync:
     facts: Mapping[str, float] = {}
     """Metrics of the last sync; none."""
 
-    def __init__(self, adapters: Adapters, source: Checkpoint, rank: int, folder: Path) -> None:
+    def __init__(
+        self, adapters: Adapters, source: Checkpoint, rank: int, folder: Path, *, judged: bool = False
+    ) -> None:
         self._adapters, self._source, self._rank, self._folder = adapters, source, rank, folder
+        self._judged = judged
+        self._held: HeldEngine | None = None
         self._client: EngineClient | None = None
         self.lost = ""
 
@@ -55,6 +60,7 @@ class AdapterSync:
                 self._client.close()
             try:
                 self._client = EngineClient(sockets[0], deadline_s=deadline_s)
+                self._held = HeldEngine(self._client) if self._judged else None
             except EngineGone as problem:
                 self.lost = str(problem)
 
@@ -84,7 +90,7 @@ class AdapterSync:
             return ""
         before = EvidenceBefore(trace, 1)
         try:
-            return self._handed(self._client, path, adapter, version, trace, probe)
+            return self._handed(self._client, path, adapter, version, trace, probe, first=first)
         except EngineGone as problem:
             self.lost = str(problem)
         before.restore()
@@ -97,31 +103,39 @@ class AdapterSync:
         if self._client is None:
             return
         try:
-            record_held(trace, self._client.checkpoint_view(), self._held(adapter), version)
+            record_held(trace, self._client.checkpoint_view(), self._wanted(adapter), version)
         except EngineGone as problem:
             self.lost = str(problem)
 
     def _handed(
         self, client: EngineClient, path: Path, adapter: Mapping[str, torch.Tensor], version: int, trace: str | None,
-        probe: Recorder | None,
+        probe: Recorder | None, *, first: bool,
     ) -> str:  # fmt: skip
         """Have the engine load an adapter, and record what it holds; see `sync`."""
         refused = ""
-        try:
-            client.load_adapter(path)
-        except ContractError as problem:
-            refused = str(problem)
-        if probe is not None and trace is not None:
-            with contextlib.closing(Recorder(Path(trace), "engine", 0)) as recorder:
+        with contextlib.ExitStack() as stack:
+            ranks: list[Recorder] = []
+            if probe is not None and trace is not None:
+                ranks.append(stack.enter_context(contextlib.closing(Recorder(Path(trace), "engine", 0))))
+            if self._held is not None and ranks and not first:
+                self._held.record_served(ranks, version - 1)
+            try:
+                client.load_adapter(path)
+            except ContractError as problem:
+                refused = str(problem)
+            if self._held is not None:
+                self._held.synced(version, ranks)
+            for recorder in ranks:
                 for slices in client.checkpoint_view():
-                    record_views(recorder, slices, self._held(adapter), version)
+                    record_views(recorder, slices, self._wanted(adapter), version)
+        if probe is not None and trace is not None:
             probe.emit(Handover(name=f"adapter of version {version}", version=version, refused=refused))
         for other in self._folder.glob("version-*"):
             if other != path:
                 shutil.rmtree(other)
         return refused
 
-    def _held(self, adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _wanted(self, adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """All that the engine has to hold: the base as it was loaded, and the adapter, scaled."""
         base = {name: self._source.read(name) for name in self._source.names()}
         return base | lora_megatron.held_by_engine(adapter, self._adapters.lora.scaling)

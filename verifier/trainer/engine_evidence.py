@@ -1,16 +1,19 @@
-"""Evidence of engines in the trace of a step: cut off where one died within it, and taken by itself."""
+"""Evidence of engines in the trace of a step: as they started and served, cut off where one died, taken by itself."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verifier.core.record import Probe
+from verifier.core.records_weights import ColdSettings, ColdTensor, EngineServed, HeldTwice
 from verifier.core.store import Recorder
-from verifier.engine.api import EngineSlice
-from verifier.probes.engine_state import record_views
+from verifier.engine.api import EngineSlice, EngineTensor
+from verifier.engine.client import EngineClient
+from verifier.probes.engine_state import EngineState, held_by, record_views
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +39,55 @@ class EvidenceBefore:
                 file.unlink(missing_ok=True)
             elif file.exists():
                 os.truncate(file, size)
+
+
+class HeldEngine:
+    """Contents of engines: as they started, after each sync, and before the next.
+
+    Args:
+        client: of engines that were sent nothing yet.
+    """
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._cold = self._held = held_by(client)
+        self._buffers = [[item for item in rank if item.kind == "buffer"] for rank in self._cold.tensors]
+        self._version: int | None = None
+
+    def record_served(self, probes: Sequence[Probe], version: int) -> None:
+        """Record how they differ from what they held after the last sync.
+
+        Args:
+            probes: by engine rank.
+            version: by which they answered, if they were sent nothing yet.
+        """
+        found = held_by(self._client)
+        number = version if self._version is None else self._version
+        for probe, before, after in zip(probes, self._held.tensors, found.tensors, strict=True):
+            changed = tuple(_changed(before, after))
+            name = "the engine between two syncs"
+            probe.emit(EngineServed(name=name, version=number, num_tensors=len(after), changed=changed))
+
+    def synced(self, version: int, probes: Sequence[Probe] = ()) -> None:
+        """Look at what they hold after a sync.
+
+        Args:
+            version: that was sent.
+            probes: by engine rank, which record it, beside settings and buffers of their start; none for no evidence.
+        """
+        self._held, self._version = held_by(self._client), version
+        if probes:
+            self._held.record(probes, version)
+            EngineState(tensors=self._buffers, settings=self._cold.settings).record(
+                probes, version, ColdTensor, ColdSettings
+            )
+
+
+def _changed(before: Sequence[EngineTensor], after: Sequence[EngineTensor]) -> Iterator[HeldTwice]:
+    was, now = ({item.name: item.digest for item in side} for side in (before, after))
+    for name in was | now:
+        if was.get(name) != now.get(name):
+            yield HeldTwice(name=name, synced=was.get(name, ""), served=now.get(name, ""))
 
 
 def record_held(

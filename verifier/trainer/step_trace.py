@@ -20,7 +20,7 @@ from verifier.platform.provenance import gpu_names, host, this_code
 from verifier.platform.stand_ins import stand_ins_of
 from verifier.platform.upstream_fixes import RunFacts, bugs_of
 from verifier.runs.model_under_test import ModelUnderTest, cache_folder
-from verifier.trainer.sampled_step import unsampled_because
+from verifier.trainer.sampled_step import MAX_SAMPLED_BYTES, unsampled_because
 from verifier.trainer.spot import has_spot, why_no_spot
 
 NO_NOISE = (
@@ -65,6 +65,18 @@ def has_router_losses(config: TrainConfig) -> bool:
     options = config.megatron
     known = options.moe_load_balancing != "global_aux_loss" and not config.grpo.replay_routes
     return known and bool(options.moe_aux_loss or options.moe_z_loss)
+
+
+def cuts_exports(config: TrainConfig, tier: str, num_bytes: int) -> bool:
+    """Tell whether each rank compares its export with its shards at every sync: on a GPU, of small models alone.
+
+    Args:
+        config: of the run.
+        tier: "cpu" or "cuda".
+        num_bytes: of the checkpoint, which the comparison copies to the host once a sync.
+    """
+    small = tier == "cpu" or num_bytes <= MAX_SAMPLED_BYTES
+    return small and not config.lora.rank and not config.megatron.use_fsdp
 
 
 def step_manifest(
@@ -123,6 +135,9 @@ def step_manifest(
         scopes += ["reference"] if config.grpo.has_reference and not dropped else []
         scopes += ["routes"] if config.grpo.replay_routes and not dropped else []
         scopes += ["held", *_delivery(config)] if synced else []
+        if synced and model.layout is not None and cuts_exports(config, model.tier, model.checkpoint.num_bytes):
+            scopes.append("cut")
+        scopes += ["cold", "settings", "served"] if synced and model.tier == "cpu" else []
         scopes += ["draws"] if live else []
         scopes += ["ends"] if synced else []
         compared = synced and fresh
@@ -131,7 +146,7 @@ def step_manifest(
     scopes += ["reread"] if (live or config.algorithm == "sft") and not unreread else []
     scopes += ["evaluated"] if evaluated else []
     scopes += ["given"] if given else []
-    scopes.append("sizes")
+    scopes += ["sizes"] if dropped else ["sizes", "stated"]
     engine_facts = replace(facts, engine=config.engine.kind, routes=config.grpo.replay_routes) if live else facts
     scopes += ["shown", "written"] if written else ["shown"]
     if not dropped and (config.megatron.moe_bias_update_rate or has_score_bias(sizes)):

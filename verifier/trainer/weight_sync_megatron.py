@@ -23,11 +23,12 @@ from verifier.launch.flight_recorder import label
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
 from verifier.plan.chunk_plan import MAX_CHUNK_BYTES, chunk_bytes_of
-from verifier.probes.engine_state import TransferProbe, held_by, record_views
-from verifier.probes.weights_megatron import plan_of, record_plan, recorded, source_tensors
+from verifier.probes.engine_state import TransferProbe, record_views
+from verifier.probes.exported_shards_megatron import cut
+from verifier.probes.weights_megatron import LiveWeights, plan_of, record_plan, recorded, source_tensors
 from verifier.runs.rank_run_megatron import EngineLink
 from verifier.train.step_megatron import device_of
-from verifier.trainer.engine_evidence import EvidenceBefore, record_held
+from verifier.trainer.engine_evidence import EvidenceBefore, HeldEngine, record_held
 from verifier.trainer.merge_rounding import MergeRounding
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class WeightSync:
         source: checkpoint that the engine began with.
         rank: this one; rank 0 talks to the engine.
         adapters: of the trainer, which an export adds to the base; None for a trainer without.
+        live: weights of this rank; None for a trainer with adapters, or without a layout.
+        judged: what engines hold is recorded, after each sync and before the next.
 
     Attributes:
         facts: metrics of the last sync.
@@ -50,8 +53,13 @@ class WeightSync:
         lost: why the engine's process is gone; empty if it is not.
     """
 
-    def __init__(self, trainer: TrainerModel, source: Checkpoint, rank: int, adapters: Adapters | None = None) -> None:
+    def __init__(
+        self, trainer: TrainerModel, source: Checkpoint, rank: int, adapters: Adapters | None = None,
+        live: LiveWeights | None = None, *, judged: bool = False,
+    ) -> None:  # fmt: skip
         self._trainer, self._source, self._rank, self._adapters = trainer, source, rank, adapters
+        self._live, self._judged = live, judged
+        self._held: HeldEngine | None = None
         self.facts: Mapping[str, float] = {}
         self.before_caches: Callable[[], None] = lambda: None
         self.lost = ""
@@ -97,6 +105,7 @@ class WeightSync:
 
         link, client = self._link, clients_of(sockets, deadline_s)
         link.client = self._open.enter_context(contextlib.closing(client))
+        self._held = HeldEngine(client) if self._judged else None
         listener = Listener(self._num_ranks, deadline_s=deadline_s, kind=transport, folder=Path(sockets[0]).parent)
         link.group = self._open.enter_context(contextlib.closing(sender.connect(client, listener, link.rounds)))
 
@@ -117,9 +126,10 @@ class WeightSync:
         Returns:
             On rank 0, why the engine refused the transfer; empty if it did not, or died: see `lost`.
         """
-        stream, before = self._stream(None if again else probe, version), EvidenceBefore(trace, self._num_ranks)
+        recorder = None if again else probe
+        stream, before = self._stream(recorder, version, first=first), EvidenceBefore(trace, self._num_ranks)
         try:
-            return self._sent(stream, version, trace, probe, running, shards=not again and not first)
+            return self._sent(stream, version, trace, probe, running, shards=not again and not first, first=first)
         except EngineGone as problem:
             self.lost = str(problem)
             for _ in stream:  # the other ranks draw it whole
@@ -140,7 +150,7 @@ class WeightSync:
 
     def _sent(
         self, stream: Iterator[tuple[str, torch.Tensor]], version: int, trace: str | None, probe: Recorder | None,
-        running: sender.Running, *, shards: bool,
+        running: sender.Running, *, shards: bool, first: bool,
     ) -> str:  # fmt: skip
         """Send a stream, and record what arrived, and what adapters and base hold afterwards; see `sync`."""
         link = self._link
@@ -150,6 +160,8 @@ class WeightSync:
                 closing = [contextlib.closing(Recorder(Path(trace), "engine", at)) for at in range(self._num_ranks)]
                 ranks = [stack.enter_context(recorder) for recorder in closing]
             watch = TransferProbe(ranks, version, keeps=probe is not None)
+            if self._held is not None and probe is not None and not first:
+                self._held.record_served(ranks, version - 1)
             began = time.monotonic()
             link.transfer(self._plan, stream, watch, running, self.before_caches)
             if not link.refused:
@@ -157,9 +169,10 @@ class WeightSync:
                 self.facts = {**self.facts, "sent_gb": sent / 1e9, "transfer_s": time.monotonic() - began}
             if self._adapters is not None and probe is not None and shards:
                 self._adapters.record_exported(probe, version)
+            if self._held is not None:
+                self._held.synced(version, ranks if probe is not None else ())
             if link.client is None or probe is None:
                 return link.refused
-            held_by(link.client).record(ranks, version)
             for at, slices in enumerate(link.client.checkpoint_view()):
                 record_views(ranks[at], slices, watch.sent, version)
             probe.emit(Handover(name=f"transfer of version {version}", version=version, refused=link.refused))
@@ -177,7 +190,9 @@ class WeightSync:
         """Leave the transfer group."""
         self._open.close()
 
-    def _stream(self, probe: Recorder | None, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def _stream(
+        self, probe: Recorder | None, version: int, *, first: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         with label("export"):
             stream = gather_megatron.export(self._trainer)
             if self._adapters is not None:
@@ -190,7 +205,8 @@ class WeightSync:
                     probe.emit(item)
                 record_plan(probe, self._plan, entries=self._rank == 0)
             self._planned = probe.path
-            yield from recorded(probe, stream, version)
+            stream = recorded(probe, stream, version)
+            yield from stream if self._live is None or first else cut(probe, self._live, stream, version)
 
     def _measured(
         self, stream: Iterator[tuple[str, torch.Tensor]], adapters: Adapters, probe: Recorder | None, version: int

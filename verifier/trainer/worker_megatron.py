@@ -25,7 +25,7 @@ from verifier.launch.child import resolve
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import open_checkpoint
 from verifier.platform.upstream_fixes import selected
-from verifier.probes.configs_megatron import record_provider
+from verifier.probes.configs_megatron import record_provider, record_stated
 from verifier.probes.trainer import TokenProbe
 from verifier.probes.weights_megatron import LiveWeights
 from verifier.train import checkpoint_megatron, lora_megatron, optimizer_megatron, router_order_megatron, step_megatron
@@ -45,7 +45,7 @@ from verifier.trainer.out_of_memory import refused_for_memory
 from verifier.trainer.routing_megatron import TrainingRoutes
 from verifier.trainer.saves_megatron import Saves
 from verifier.trainer.state_megatron import Facts, digests_of, reference_facts, replaced, state_facts
-from verifier.trainer.step_trace import can_audit
+from verifier.trainer.step_trace import can_audit, cuts_exports
 from verifier.trainer.turns_megatron import Turns
 from verifier.trainer.update_log import RankUpdate
 from verifier.trainer.update_records_megatron import UpdateRecords, watched
@@ -238,6 +238,7 @@ class TrainerWorker:
                 look = audit.seen(look)
             if self._context.rank == 0 and first:
                 record_provider(probe, self._trainer.provider)
+                record_stated(probe, self._source)
         profiled = update_facts_megatron.profiler(config, step, number, self._context.rank)
         told = None if oracle is None else Path(oracle) / f"routes-{number}" / f"{self._context.rank:04d}.npy"
         with given, profiled, self._routes.during(rollouts, Path(batch).stem, name, look, told) as look:
@@ -292,10 +293,12 @@ class TrainerWorker:
     def connect(self, sockets: list[str], transport: str) -> str:
         """Connect to the engines that sample, or to their new processes; rank 0 returns why one is gone, if it is."""
         rank, adapters, engine = self._context.rank, self._adapters, self._config.engine
+        judged = self._config.verify.steps and self._spec.tier == "cpu"
         if self._sync is None and adapters is not None and self._config.lora.sync == "adapter":
-            self._sync = AdapterSync(adapters, self._source, rank, self._config.run / "adapters")
+            self._sync = AdapterSync(adapters, self._source, rank, self._config.run / "adapters", judged=judged)
         elif self._sync is None:
-            self._sync = WeightSync(self._trainer, self._source, rank, adapters)
+            live = self._live if cuts_exports(self._config, self._spec.tier, self._source.num_bytes) else None
+            self._sync = WeightSync(self._trainer, self._source, rank, adapters, live, judged=judged)
         self._sync.connect(sockets, engine, transport, self._spec.collective_deadline_s)
         if engine.sleep_level and isinstance(self._sync, WeightSync):
             facts = self._state if self._config.verify.steps else None

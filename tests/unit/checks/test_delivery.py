@@ -4,7 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.snapshots.check_traces import ARRAYS, MANIFEST, clean, tensor
+from tests.snapshots.check_traces import ARRAYS, MANIFEST, clean
+from tests.snapshots.tensors import tensor
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.records_weights import CheckpointView, ColdTensor, ExpectedView, SyncedTensor
@@ -23,6 +24,22 @@ def test_buffers_of_one_name_are_compared_one_by_one() -> None:
         records = [item for item in clean() if not isinstance(item, (ColdTensor, SyncedTensor))]
         outcome = run_check(REGISTRY["ENG002"], Trace(MANIFEST, [*records, *twice, *state], ARRAYS.__getitem__))
         assert outcome.verdict is verdict
+
+
+@pytest.mark.parametrize(("changed", "verdict"), [(False, Verdict.HOLDS), (True, Verdict.VIOLATED)])
+def test_a_training_run_knows_only_the_buffers_of_a_cold_engine(changed, verdict) -> None:
+    """Its engine held other weights at its start, so that parameters are not held against them."""
+    cold, held = (
+        [
+            replace(tensor(kind, "b", 1, role="engine", sort="buffer"), name="rotary.inv_freq", version=version)
+            for version in (1, 2)
+        ]
+        for kind in (ColdTensor, SyncedTensor)
+    )
+    held[1] = replace(held[1], digest="vd1:" + "f" * 32) if changed else held[1]
+    records = [item for item in clean() if not isinstance(item, ColdTensor)]
+    outcome = run_check(REGISTRY["ENG002"], Trace(MANIFEST, [*records, *cold, *held], ARRAYS.__getitem__))
+    assert outcome.verdict is verdict
 
 
 WIDER = {

@@ -1,0 +1,72 @@
+"""Contents of an engine between syncs: after it was started again, and after it answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from verifier.checks.content import by_name, same_values
+from verifier.core.check import check
+from verifier.core.comparison import Comparison
+from verifier.core.records_weights import CheckpointView, EngineRestart, EngineServed, ExpectedView
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+
+@check("ENG008", needs=(EngineRestart,), scope="restarted")
+def restarted_engine_holds_other_version(trace: Trace) -> Iterator[Comparison]:
+    """An engine that was started again holds the weights of the version by which its answers are labelled.
+
+    What it checks: for each restart and engine rank, the checkpoint slices that the rank holds, as it is asked after
+    its answers, against what the trainer exports at that moment, before the step's update: names both ways and bits.
+    Why it matters: a new process holds the checkpoint that the run began with. Requests that reach it before a sync are
+    answered by that policy, and are trained on as answers of today's.
+    Evidence: engine/restart of the controller, engine/view, engine/view-expected.
+    Tolerance and its source: bitwise; loading copies.
+    What it does not catch: a restart after the last samples of a run, or while answers are sampled ahead, which are not
+    looked at; single tensors, which ENG001 names.
+    References: miles#1724.
+    """
+    for item, rank in product(trace.of(EngineRestart), range(trace.manifest.engine_ranks)):
+        held = by_name(trace.of(CheckpointView, version=item.version, rank=rank))
+        wanted = by_name(trace.of(ExpectedView, version=item.version, rank=rank))
+        equal = [name for name, view in held.items() if name in wanted and same_values(view, wanted[name])]
+        total = len(held.keys() | wanted.keys())
+        yield Comparison(
+            what=f"version {item.version}", same=len(equal) == total > 0, stage=Stage.ENGINE, version=item.version,
+            badness=1.0, owner=f"engine rank {rank}",
+            sentence=f"engine rank {rank}, which was started again, holds {len(equal)} of the {total} tensors of "
+            f"version {item.version}" if total else f"engine rank {rank} was started again, and nobody looked at it",
+            expected=f"{total} tensors of the trainer's export" if total else "a look at what it holds",
+            actual=f"{len(equal)} that are bitwise equal", allowed="bitwise (loading copies)",
+            hint="look at what is sent to an engine between its start and its first request", absent=not total,
+        )  # fmt: skip
+
+
+@check("ENG009", needs=(EngineServed,), scope="served")
+def engine_changed_while_it_served(trace: Trace) -> Iterator[Comparison]:
+    """An engine holds the same as a sync begins as it held after the sync before.
+
+    What it checks: per engine rank, every parameter, buffer and derived tensor, as it is asked before each sync of a
+    training run, against what it held right after the last one; before the first, against what it held at its start.
+    Why it matters: an engine that reads its checkpoint once more when it wakes, or multiplies an adapter by its factor
+    at each use, held the right weights when the sync was judged, and answered by others.
+    Evidence: engine/served.
+    Tolerance and its source: bitwise; answering changes no weights.
+    What it does not catch: what is changed and put back before the next sync (LGP009); engines that sleep between
+    syncs, which are not asked; settings (ENG005).
+    References: trl#5312, trl#5355, SkyRL#2250, unsloth-zoo#941.
+    """
+    for item in trace.of(EngineServed):
+        first = next(iter(item.changed), None)
+        owner = f"engine rank {item.rank}"
+        yield Comparison(
+            what=first.name if first else owner, same=first is None, stage=Stage.ENGINE, version=item.version,
+            badness=1.0, owner=owner,
+            sentence=f"{len(item.changed)} of {item.num_tensors} tensors of {owner} changed while it answered by "
+            f"version {item.version}, `{first.name if first else ''}` the first",
+            expected=f"{first.synced if first else 'no change'} (right after the sync)",
+            actual=f"{first.served if first else 'no change'} (before the next)",
+            allowed="bitwise (answering changes no weights)",
+            hint="look at what loads, wakes or rescales weights between a sync and the requests after it",
+        )  # fmt: skip
