@@ -113,7 +113,7 @@ COMMANDS: list[tuple[tuple[str, ...], str]] = [
     ),
     ((*GOLDEN_MOE, "--ep", "3"), "ep = 3 does not divide the 16 experts of Qwen3MoeForCausalLM"),
     ((*GOLDEN_MOE, "--tp", "3"), "tp = 3 does not divide the 8 attention heads of Qwen3MoeForCausalLM"),
-    ((*GOLDEN_MOE, "--tp", "8"), "tp = 8 does not divide the 4 key-value heads of Qwen3MoeForCausalLM"),
+    ((*GOLDEN_MOE, "--tp", "16"), "tp = 16 does not divide the 8 attention heads of Qwen3MoeForCausalLM"),
     (
         (*GOLDEN_MOE, "--pp", "3"),
         "4 layers do not divide over pp * vpp = 3 * 1 chunks: give --first-stage-layers or --last-stage-layers, or "

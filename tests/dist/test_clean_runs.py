@@ -39,8 +39,10 @@ def require_exact(found: Measured) -> None:
         assert max(found.trainer_nats, found.engine_nats, found.sampled_nats) <= EXACT_NATS
 
 
-def test_golden_holds(runner: Runner, tmp_path: Path) -> None:
-    config = GoldenConfig(model="tiny:qwen3-moe", trace=tmp_path / "trace", mesh=Mesh(tp=2, pp=2, ep=2))
+@pytest.mark.parametrize("mesh", [Mesh(tp=2, pp=2, ep=2), Mesh(tp=8, ep=2)], ids=["pipeline", "more ranks than heads"])
+def test_golden_holds(runner: Runner, mesh: Mesh, tmp_path: Path) -> None:
+    """The model has four key-value heads."""
+    config = GoldenConfig(model="tiny:qwen3-moe", trace=tmp_path / "trace", mesh=mesh)
     assert compared(judge(runner.golden(config)), "WGT004") > 0
 
 

@@ -30,6 +30,7 @@ Case = tuple[str, Mesh, str, tuple[str, ...]]
 CASES: list[Case] = [
     ("qwen3-moe", Mesh(tp=2, ep=2), "float32", ()),
     ("qwen3-moe", Mesh(tp=2, etp=2, ep=2, dp=2), "float32", ()),
+    ("qwen3-moe", Mesh(tp=8, ep=2), "float32", ()),
     ("qwen3-tied", Mesh(pp=2, vpp=2), "float32", ()),
     ("deepseek-v3", Mesh(pp=2, ep=2, dp=2, first_stage_layers=1), "bfloat16", ()),
     ("nemotron-h", Mesh(tp=2), "bfloat16", ()),

@@ -38,10 +38,12 @@ def misfits(config: Mapping[str, Any], mesh: Mesh) -> Iterator[str]:
     groups = size("n_groups") if hybrid else size("mamba_n_groups")
     held = groups // mesh.tp if groups and hybrid else None
     cp_parts = 1 if held and mesh.cp % held == 0 else mesh.cp  # 1: every rank has a copy of one group
+    heads = None if latent else size("num_key_value_heads")
+    shared = heads is not None and mesh.tp % heads == 0  # several ranks have one head's rows between them
     tp, tp_cp = f"tp = {mesh.tp}", f"tp * cp = {mesh.tp} * {mesh.cp}"
     for shown, parts, count, what in (
         (tp, mesh.tp, size("num_attention_heads"), "attention heads"),
-        (tp, mesh.tp, None if latent else size("num_key_value_heads"), "key-value heads"),
+        (tp, mesh.tp, None if shared else heads, "key-value heads"),
         (tp, mesh.tp, groups, "groups of the state-space layers"),
         (tp, mesh.tp, size("vocab_size"), "vocabulary entries"),
         (tp, mesh.tp, size("intermediate_size"), "columns of the feed-forward layers"),

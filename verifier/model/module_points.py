@@ -17,8 +17,8 @@ class ModulePoint:
     """"output", or "input" with the number of the argument."""
     argument: int = 0
     columns: str = "whole"
-    """Cut of the columns over tensor-parallel ranks: "whole", none; "split", equal slices; "qkv", "gated", "mixer",
-    slices within each part of a merged linear."""
+    """Cut of the columns over tensor-parallel ranks: "whole", none; "split", equal slices; "keys", the same, or one
+    key-value head that several ranks have; "qkv", "gated", "mixer", slices within each part of a merged linear."""
     needs: str = ""
     """End of the module's class name, where modules of other classes only pass on what they get."""
     theirs: tuple[str, ...]
@@ -54,7 +54,7 @@ LAYER_POINTS = (
         theirs=("attention.q_norm",),
     ),
     ModulePoint(
-        name="self_attention.k_layernorm", module="self_attention.k_layernorm", columns="split", needs="Norm",
+        name="self_attention.k_layernorm", module="self_attention.k_layernorm", columns="keys", needs="Norm",
         theirs=("attention.k_norm",),
     ),
     ModulePoint(
@@ -63,7 +63,7 @@ LAYER_POINTS = (
     ),
     ModulePoint(
         name="self_attention.rotary_key", module="self_attention.core_attention", side="input", argument=1,
-        columns="split", theirs=("attention:key",),
+        columns="keys", theirs=("attention:key",),
     ),
     ModulePoint(
         name="self_attention.core_attention", module="self_attention.linear_proj", side="input", columns="split",

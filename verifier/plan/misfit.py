@@ -24,7 +24,7 @@ def contradictions(config: Mapping[str, JSON], mesh: Mesh) -> Iterator[str]:
     vocabulary, layers = size_if_any(config, "vocab_size"), size_if_any(config, "num_hidden_layers") or 0
     for sentence in found:
         if "key-value heads" in sentence and kv_heads is not None and mesh.tp > kv_heads:
-            sentence += f": tp is above the number of key-value heads, and no head is copied; at most --tp {kv_heads}"
+            sentence += ", and is no multiple of them"
         elif "vocabulary entries" in sentence and vocabulary is not None:
             padded = -(-vocabulary // mesh.tp) * mesh.tp
             sentence += f": it would have to be padded to {padded:,}, and the trainer does not pad"

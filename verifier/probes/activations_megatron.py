@@ -111,7 +111,8 @@ class ActivationProbe:
                         self._left_out.append(name)
                         return
                     self._columns[name] = columns
-                self._keep(name, self._micro_batch[number], rows, tensor)
+                # Ranks that share a key-value head have a part of its gradient each.
+                self._keep(name, self._micro_batch[number], rows, None if self._is_shared(point) else tensor)
 
         def given(_: Any, arguments: Any, named: Any) -> None:
             values = [*arguments, *named.values()]
@@ -128,10 +129,19 @@ class ActivationProbe:
             return module.register_forward_pre_hook(given, with_kwargs=True).remove
         return module.register_forward_hook(put_out).remove
 
-    def _keep(self, name: str, micro_batch: int, rows: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy rows, and the gradient with respect to the tensor that they are of, once it is known."""
+    @property
+    def _num_groups(self) -> int:
+        config = self._trainer.provider
+        return int(config.num_query_groups or config.num_attention_heads)
+
+    def _is_shared(self, point: ModulePoint) -> bool:
+        """True if several tensor-parallel ranks have the same columns of a point."""
+        return point.columns == "keys" and self._num_groups < self._mesh.tp
+
+    def _keep(self, name: str, micro_batch: int, rows: torch.Tensor, tensor: torch.Tensor | None) -> None:
+        """Copy rows, and the gradient with respect to the tensor that they are of, if any, once it is known."""
         self._values[name][micro_batch] = rows.detach().float().cpu().clone()
-        if torch.is_grad_enabled() and tensor.requires_grad:
+        if tensor is not None and torch.is_grad_enabled() and tensor.requires_grad:
 
             def keep(gradient: torch.Tensor) -> None:
                 flat = gradient.detach().float().cpu().reshape(gradient.shape[0], -1)
@@ -144,21 +154,22 @@ class ActivationProbe:
         tp, rank = self._mesh.tp, self._at.tp
         if point.columns == "whole":
             return np.arange(width, dtype=np.int32)
-        if point.columns == "split":
-            return np.arange(rank * width, (rank + 1) * width, dtype=np.int32)
+        config, groups = self._trainer.provider, self._num_groups
+        if point.columns in ("split", "keys"):
+            at = rank // (tp // groups) if self._is_shared(point) else rank
+            return np.arange(at * width, (at + 1) * width, dtype=np.int32)
         if point.columns == "gated":
             return _parts([width // 2] * 2, tp, rank) if width % 2 == 0 else None
         if point.columns == "mixer":
             return self._mixer_columns(module, width)
-        config = self._trainer.provider
-        groups, size = int(config.num_query_groups or config.num_attention_heads), int(config.kv_channels)
-        each = int(config.num_attention_heads) // groups
-        if groups % tp or width != groups // tp * (each + 2) * size:
+        each, size = int(config.num_attention_heads) // groups, int(config.kv_channels)
+        if width * tp != groups * (each + 2) * size:
             return None
-        of_group = np.arange(groups // tp)[:, None] + rank * (groups // tp)
-        query = (of_group * each * size + np.arange(each * size)).reshape(len(of_group), -1)
+        of_group = np.arange(groups)[:, None]
+        query = of_group * each * size + np.arange(each * size)
         key = groups * each * size + of_group * size + np.arange(size)
-        return np.concatenate([query, key, key + groups * size], axis=1).ravel().astype(np.int32)
+        merged = np.concatenate([query, key, key + groups * size], axis=1).ravel()
+        return merged[rank * width : (rank + 1) * width].astype(np.int32)
 
     def _mixer_columns(self, module: torch.nn.Module, width: int) -> np.ndarray | None:
         config, tp = self._trainer.provider, self._mesh.tp

@@ -50,10 +50,11 @@ EDGE_NATS = 2.0
 its logits were alike: the edges have 97 % then."""
 
 
-def shapes_of(prompt: Sequence[int]) -> list[dict[str, Any]]:
+def shapes_of(prompt: Sequence[int], ends: Sequence[int] = ()) -> list[dict[str, Any]]:
     """Three requests side by side that use all of `Shape` between them, each field at a size that shows.
 
-    A token of the prompt is made likely, so that it comes several times; another, so that it would end too soon.
+    A token of the prompt is made likely, so that it comes several times; another, so that it would end too soon. Before
+    the least length an engine samples no end token of the model either.
     """
     often, last = prompt[0], next(token for token in prompt if token != prompt[0])
     every = max(2, max(prompt) // 128)
@@ -61,7 +62,7 @@ def shapes_of(prompt: Sequence[int]) -> list[dict[str, Any]]:
     return [
         {"shape": Shape(top_k=40, top_p=0.9)},
         {"shape": Shape(repetition=1.2, presence=0.4, frequency=0.6, bias=((often, LIKELY),)), "temperature": 1.0},
-        {"shape": Shape(min_p=0.1, allowed=few, bias=((last, LIKELY),), least=2), "stop": (last,)},
+        {"shape": Shape(min_p=0.1, allowed=few, bias=((last, LIKELY),), least=2), "stop": (last, *ends)},
     ]
 
 
@@ -80,13 +81,16 @@ def edges_of(vocabulary: int) -> tuple[tuple[int, float], ...]:
 class EngineRequests:
     """Everything that the engine is asked at one version of the weights; `probe` is engine rank 0's.
 
-    At the first version and at the last it is asked for more.
+    At the first version and at the last it is asked for more. Samples go on behind the end tokens of the model, `ends`,
+    as random weights and prompts say them anywhere.
     """
 
     def __init__(
-        self, client: EngineClient, probe: Probe, version: int, seed: int, vocabulary: int, *, more: bool
-    ) -> None:
+        self, client: EngineClient, probe: Probe, version: int, seed: int, vocabulary: int,
+        ends: Sequence[int] = (), *, more: bool,
+    ) -> None:  # fmt: skip
         self._client, self._probe, self._version, self._more = client, probe, version, more
+        self._ends = tuple(ends)
         self._vocabulary = vocabulary
         self._seed = seed + version
         self.answers: list[Answer] = []
@@ -107,7 +111,7 @@ class EngineRequests:
         ask, requests that differ, side by side: in their temperatures, one of which is greedy, and in their lengths, so
         that one moves to the place of another that has ended; and then in penalties, biases and truncation.
         """
-        sampling = Sampling(seed=self._seed, max_tokens=SAMPLED_TOKENS)
+        sampling = Sampling(seed=self._seed, max_tokens=SAMPLED_TOKENS, ignore_end=True)
         samples = self._sample("sampled", prompts, sampling)
         stop = sorted({sample.tokens[min(at + 1, len(sample.tokens) - 1)] for at, sample in enumerate(samples)})
         self._sample("sampled again", prompts, replace(sampling, stop=stop))
@@ -128,7 +132,7 @@ class EngineRequests:
                 for index, (temperature, limit) in enumerate(SIDE_BY_SIDE)
             ]
             self._sample("sampled side by side", prompts, replace(sampling, each=each))
-            each = [replace(each[index], **rest) for index, rest in enumerate(shapes_of(prompts[0]))]
+            each = [replace(each[index], **rest) for index, rest in enumerate(shapes_of(prompts[0], self._ends))]
             self._sample("sampled as shaped", prompts, replace(sampling, each=each), shaped=True)
 
     def _answers(self, prompts: Sequence[Sequence[int]], samples: Sequence[Sample]) -> list[Answer]:

@@ -17,6 +17,7 @@ from verifier.core.stage import Stage, in_stage
 from verifier.data.recorded import RolloutRow
 from verifier.launch.child import resolve
 from verifier.model import provider_megatron
+from verifier.model.end_tokens import end_tokens
 from verifier.plan.digest import digest_tensor
 from verifier.platform import Tier, select
 from verifier.platform.cuda import another_cudnn, require_not_started
@@ -240,7 +241,7 @@ class Session:
         run.say(f"version {version}: engine scores and samples")
         requests = EngineRequests(
             link.client, link.ranks[0], version, run.spec.roundtrip.seed, int(run.source.config["vocab_size"]),
-            more=version in (0, run.spec.cycles),
+            sorted(end_tokens(run.source)), more=version in (0, run.spec.cycles),
         )  # fmt: skip
         with in_stage(Stage.ROLLOUT, version):
             requests.score(workload.passes[0].name, [row.tokens for row in workload.passes[0].rollouts])

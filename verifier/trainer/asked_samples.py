@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from verifier.config import TrainConfig
@@ -10,6 +9,7 @@ from verifier.core.records_policy import SamplingAsked
 from verifier.data.tokenizer import Tokenizer
 from verifier.engine.api import Sample, Sampling
 from verifier.model.checkpoint import Checkpoint
+from verifier.model.end_tokens import end_tokens
 from verifier.model.families import size_if_any
 from verifier.trainer.episodes import Sampler
 
@@ -56,13 +56,4 @@ def sampling_asked(
 
 def ends_of(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Every token at which an engine may stop."""
-    return tuple(sorted(_ends_of_model(checkpoint) | {tokenizer.eos_id}))
-
-
-def _ends_of_model(checkpoint: Checkpoint) -> set[int]:
-    """End tokens that a checkpoint names beside its tokenizer: an engine may stop at them too."""
-    file = checkpoint.path / "generation_config.json"
-    given = json.loads(file.read_text()) if file.is_file() else {}
-    found = [source.get("eos_token_id") for source in (checkpoint.config, given) if isinstance(source, dict)]
-    ids = [item for value in found for item in (value if isinstance(value, list) else [value])]
-    return {item for item in ids if isinstance(item, int)}
+    return tuple(sorted(end_tokens(checkpoint) | {tokenizer.eos_id}))

@@ -28,7 +28,11 @@ def config_of(name, **changes):
         (config_of("qwen3"), {"ep": 2, "dp": 2}, "ep = 2, but Qwen3ForCausalLM has no experts"),
         (config_of("qwen3"), {"etp": 2, "tp": 2}, "etp = 2, but Qwen3ForCausalLM has no experts"),
         (config_of("qwen3"), {"tp": 3}, "tp = 3 does not divide the 8 attention heads of Qwen3ForCausalLM"),
-        (config_of("qwen3"), {"tp": 8}, "tp = 8 does not divide the 4 key-value heads of Qwen3ForCausalLM"),
+        (
+            config_of("qwen3", num_attention_heads=12),
+            {"tp": 6},
+            "tp = 6 does not divide the 4 key-value heads of Qwen3ForCausalLM",
+        ),
         (
             config_of("qwen3", vocab_size=511),
             {"tp": 2},

@@ -144,11 +144,6 @@ def test_time_of_a_sync_is_bytes_by_bandwidth(deepseek):
 
 
 CONTRADICTIONS = {
-    "tp above the key-value heads": (
-        ("qwen3-235b-a22b", Mesh(tp=8)),
-        "tp = 8 does not divide the 4 key-value heads of Qwen3MoeForCausalLM: tp is above the number of key-value "
-        "heads, and no head is copied; at most --tp 4",
-    ),
     "vocabulary": (
         ("deepseek-v3", Mesh(tp=3)),
         "tp = 3 does not divide the 129,280 vocabulary entries of DeepseekV3ForCausalLM: it would have to be padded to "
@@ -194,9 +189,12 @@ def test_a_size_that_does_not_divide_is_named(case):
 
 
 def test_every_contradiction_is_named_at_once():
-    plan = run_plan(published("qwen3-235b-a22b"), Mesh(tp=8, pp=5, ep=3, dp=3), BF16)
-    assert [sentence.partition(" ")[0] for sentence in plan.contradictions] == ["tp", "ep", "94", "the"]
-    assert plan.contradictions[-1] == "the greatest tp below 8 that divides this model is 4"
+    plan = run_plan(published("qwen3-235b-a22b"), Mesh(tp=6, pp=5, ep=3, dp=3), BF16)
+    assert [sentence.partition(" ")[0] for sentence in plan.contradictions] == ["tp", "tp", "tp", "ep", "94", "the"]
+    assert plan.contradictions[1].endswith(
+        " does not divide the 4 key-value heads of Qwen3MoeForCausalLM, and is no multiple of them"
+    )
+    assert plan.contradictions[-1] == "the greatest tp below 6 that divides this model is 4"
 
 
 def test_ranks_that_do_not_fit_are_a_contradiction_without_their_activations():
