@@ -87,7 +87,11 @@ from verifier.core.trace import Trace
 
 MANIFEST = Manifest(
     command="roundtrip", complete=True, dtype="float32", world_size=2, mesh=MeshSizes(tp=2), engine_ranks=1,
-    synced_versions=(1,), config={"steps": 1, "evaluation": {"stop_above": 2.0}, **measured_traces.CONFIG},
+    synced_versions=(1,),
+    config={
+        "steps": 1, "evaluation": {"stop_above": 2.0, "every": 1, "num_problems": 2}, "data": {},
+        "checkpoint": {"every": 1, "keep": 2}, **measured_traces.CONFIG,
+    },
 )  # fmt: skip
 LENGTHS = (3, 2)
 AT = tuple(f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0" for rank in range(2))

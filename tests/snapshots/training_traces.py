@@ -39,6 +39,7 @@ from verifier.core.records_trainer import (
     CheckpointNumber,
     DataOrder,
     GradientSums,
+    KeptCheckpoints,
     KnobsAsked,
     KnobsGiven,
     KnobsReached,
@@ -92,8 +93,8 @@ ARRAYS["chances of few ends"] = {"array": np.tile([0.0625, 0.125], 30)}
 ARRAYS["alone"] = {"current": np.array([-1.0, -2.0], np.float32), "reference": np.array([-1.5, -1.75], np.float32)}
 ARRAYS["alone and otherwise"] = {**ARRAYS["alone"], "reference": np.array([-1.5, -2.5], np.float32)}
 ARRAYS["evaluated"] = {
-    "mask": np.array([False, True, False, True]), "engine": np.array([np.nan, -1.25, np.nan, -0.5], np.float32),
-    "trainer": np.array([np.nan, -1.25, np.nan, -0.5], np.float32),
+    "tokens": np.array([5, 2, 5, 2]), "mask": np.array([False, True, False, True]),
+    **dict.fromkeys(("engine", "trainer"), np.array([np.nan, -1.25, np.nan, -0.5], np.float32)),
     "shortfall": np.array([np.nan, np.nan, np.nan, 0], np.float32),
 }  # fmt: skip
 ARRAYS["evaluated by drawing"] = {
@@ -201,7 +202,7 @@ def training() -> list[Record]:
             name="recorded", version=1, ids=("x", "y", "sequence-0", "sequence-1"), groups=("g", "g", "x", "y"),
             trajectories=("x", "y", "sequence-0", "sequence-1"), prompt_lengths=(1, 1, 1, 1), lengths=(3, 2, 3, 2),
             rewards=(1.0, 0.0, 0.5, -1.0), texts=("so #### 7", "8", None, None), answers=("7", "7", None, None),
-            array="recorded",
+            truncated=(False,) * 4, array="recorded",
         ),
         TokensRead(
             name="tokens", version=1, ids=("x", "y"), whole=False, prompt_lengths=(2, 2), lengths=(2, 2),
@@ -310,7 +311,7 @@ def training() -> list[Record]:
         SpotScore(name="spot", version=1, id="x", seed=3, step=1, mini_batches=1, array="alone"),
         EvaluatedAnswers(
             name="held-out problems", version=1, claimed=1, temperature=1.0, ids=("x", "x again"), lengths=(2, 2),
-            greedy=(False, True), array="evaluated",
+            greedy=(False, True), array="evaluated", max_answer_tokens=4, end=2,
         ),
         ReferenceShard(
             name="decoder.weight (chunk 0)", version=1, digest=f"vd1:{5:032x}", dtype="float32", shape=(4, 2),
@@ -325,6 +326,7 @@ def training() -> list[Record]:
             for rank in range(2)
         ),
         CheckpointNumber(name="checkpoint", version=1, step=1, optimizer_steps=1),
+        KeptCheckpoints(name="checkpoints", version=1, found=(1,)),
         TrainedUntil(
             name="saved", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", step=1, optimizer_steps=1
         ),
@@ -372,6 +374,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "ADV001": (LossColumns, having(array="means of means")),
     "CKP001": (LoadedState, having(digest=f"vd1:{0:032x}")),
     "CKP002": (TrainedUntil, having(step=2)),
+    "CKP003": (KeptCheckpoints, having(found=())),
     "CFG002": (KnobsGiven, having(values={"steps": "3", "evaluation.stop_above": "2.0"})),
     "CFG001": (
         KnobsReached,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,15 +83,18 @@ def _turns(trace: Trace, rollouts: Rollouts) -> Mapping[str, list[_Turn]]:
     sampled = ragged.split(trace.array(rollouts, "sampled").astype(bool), rollouts.lengths)
     found = {}
     for name, ids, drawn in zip(rollouts.ids, tokens, sampled, strict=True):
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], drawn, [False]])))
-        spans = edges.reshape(-1, 2).tolist()
-        if spans:
-            found[name] = [_Turn(tuple(ids[at:end].tolist()), end == spans[-1][1]) for at, end in spans]
+        if own := spans(drawn):
+            found[name] = [_Turn(tuple(ids[at:end].tolist()), end == own[-1][1]) for at, end in own]
     return found
 
 
 def _ends(asked: SamplingAsked, name: str, turns: list[_Turn]) -> Comparison:
-    wrong = next((text for number, turn in enumerate(turns) if (text := _wrong(asked, number, turn))), "")
+    most, ends = asked.max_answer_tokens, (asked.end, *asked.other_ends) if asked.ends else ()
+    said = (
+        wrong_end(turn.tokens, most, ends, is_last=turn.is_last, where=f" in turn {number}" if number else "")
+        for number, turn in enumerate(turns)
+    )
+    wrong = next((words for words in said if words), "")
     return Comparison(
         what=f"end of {name}", same=not wrong, stage=Stage.ROLLOUT, version=asked.version, badness=1.0,
         owner="engine", sentence=f"the answer `{name}` {wrong}",
@@ -102,20 +105,33 @@ def _ends(asked: SamplingAsked, name: str, turns: list[_Turn]) -> Comparison:
     )  # fmt: skip
 
 
-def _wrong(asked: SamplingAsked, number: int, turn: _Turn) -> str:
-    """Words for what is wrong with the end of a turn; empty if nothing is."""
-    size, where = len(turn.tokens), f" in turn {number}" if number else ""
-    if size > asked.max_answer_tokens:
-        return f"has {size:,} tokens{where}, {asked.max_answer_tokens:,} are allowed"
-    ended = asked.ends and turn.tokens[-1] == asked.end
-    if asked.ends and asked.end in turn.tokens[:-1]:
-        return f"runs on after its end token, {asked.end}, at place {turn.tokens.index(asked.end)} of {size}{where}"
-    if not ended and not turn.is_last:
-        return f"goes on after turn {number}, which has no end token"
-    stopped = asked.ends and turn.tokens[-1] in asked.other_ends
-    if not ended and not stopped and size != asked.max_answer_tokens:
-        return f"stops after {size:,} tokens{where}, without an end token and before {asked.max_answer_tokens:,}"
+def wrong_end(tokens: Sequence[int], most: int, ends: Sequence[int], *, is_last: bool = True, where: str = "") -> str:
+    """Words for what is wrong with the end of an answer or turn; empty if nothing is.
+
+    Args:
+        tokens: that were sampled.
+        most: tokens that are allowed.
+        ends: tokens that end it, the tokenizer's end token first; empty where none does.
+        is_last: nothing comes after it.
+        where: words that say which turn it is.
+    """
+    size, end = len(tokens), ends[0] if ends else None
+    if size > most:
+        return f"has {size:,} tokens{where}, {most:,} are allowed"
+    ended = tokens[-1] == end
+    if end in tokens[:-1]:
+        return f"runs on after its end token, {end}, at place {[*tokens].index(ends[0])} of {size}{where}"
+    if not ended and not is_last:
+        return f"goes on without an end token{where}"
+    if tokens[-1] not in ends and size != most:
+        return f"stops after {size:,} tokens{where}, without an end token and before {most:,}"
     return ""
+
+
+def spans(drawn: np.ndarray) -> list[tuple[int, int]]:
+    """Beginning and end of each run of sampled tokens, which are turns."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], drawn, [False]])))
+    return [(begin, end) for begin, end in edges.reshape(-1, 2).tolist()]
 
 
 def _flag(asked: SamplingAsked, name: str, last: _Turn, truncated: bool) -> Comparison:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from verifier.checks.answer_ends import spans, wrong_end
 from verifier.checks.content import times
 from verifier.checks.engine_mismatch import MISMATCH, greatest_nats, noise_source
 from verifier.checks.logprobs import FEW_TOKENS, GREATEST_NOISES, at_temperature
@@ -29,14 +30,16 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
     What it checks: of up to 8 held-out problems of an evaluation, others in each, the answer at the run's temperature
     and the greedy one: the version that the metrics name against that of the live weights; token by token, the
     engine's log-probability against the trainer's, which scores them by these weights before they move; of greedy
-    answers, how far each token's logit is below the greatest one in the trainer.
+    answers, how far each token's logit is below the greatest one in the trainer. And that each turn has its end token
+    at its last place alone, and otherwise as many tokens as the config allows (DAT008 says this of a step's answers).
     Why it matters: an evaluation before the sync shows the step before, one that draws where it should be greedy, or
-    at another temperature, shows another policy; curves and the choice of a checkpoint rest on it.
+    at another temperature, shows another policy; one with a limit of its own, or without a stop token, shows answers
+    that training never has. Curves and the choice of a checkpoint rest on it.
     Evidence: rollout/evaluated; in less than float32 logprob/sampled-noise.
     Tolerance and its source: as LGP009, for one token; of greedy answers, twice that below the greatest logit.
     What it does not catch: rewards of the answers; answers that are right and were not kept; an evaluation whose run
     was stopped before the next trace; quantized engines; after the last step, a run in bf16 or with a sleeping engine.
-    References: LLMs-Finetuning-Safety#7, NLPDL-2025Fall#31.
+    References: LLMs-Finetuning-Safety#7, NLPDL-2025Fall#31, RLPR#25.
     """
     for item in trace.of(EvaluatedAnswers):
         yield Comparison(
@@ -49,11 +52,13 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
         if noise is None and trace.manifest.dtype != "float32":
             raise LookupError(f"no measured noise of {trace.manifest.dtype} beside the evaluation")
         arrays = trace.arrays(item)
-        columns = [ragged.split(arrays[name], item.lengths) for name in ("mask", "engine", "trainer", "shortfall")]
-        for name, greedy, mask, *values in zip(item.ids, item.greedy, *columns, strict=True):
+        names = ("mask", "tokens", "engine", "trainer", "shortfall")
+        columns = [ragged.split(arrays[name], item.lengths) for name in names]
+        for name, greedy, mask, tokens, *values in zip(item.ids, item.greedy, *columns, strict=True):
             at = np.flatnonzero(mask)
             if not len(at):
                 continue
+            yield _ended(item, name, tokens, mask)
             engine, trainer, below = (value[at].astype(np.float64) for value in values)
             bounds = _bounds(trainer, 1.0 if greedy else item.temperature, noise)
             yield _worst(item, name, at, (engine, trainer), bounds, noise)
@@ -99,6 +104,20 @@ def _worst(
         expected=f"{trainer[place]:.6g} (the trainer, version {item.version})",
         actual=f"{engine[place]:.6g} (the engine, which the metrics call version {item.claimed})",
         allowed=_said(bound, noise), hint="look at what is synced before an evaluation, and at its temperature",
+    )  # fmt: skip
+
+
+def _ended(item: EvaluatedAnswers, name: str, tokens: np.ndarray, mask: np.ndarray) -> Comparison:
+    turns = [tokens[begin:end].tolist() for begin, end in spans(mask.astype(bool))]
+    ends, most = (item.end, *item.other_ends), item.max_answer_tokens
+    said = [wrong_end(turn, most, ends, is_last=turn is turns[-1]) for turn in turns]
+    wrong = next((words for words in said if words), "")
+    return Comparison(
+        what=f"{name}, its end", same=not wrong, stage=Stage.ROLLOUT, version=item.version, badness=1.0, owner="engine",
+        sentence=f"the answer `{name}` of the evaluation {wrong}",
+        expected=f"up to the first token {item.end}, or {most:,} tokens",
+        actual=", ".join(f"{len(turn):,} tokens, the last is {turn[-1]}" for turn in turns[-2:]), allowed="exact",
+        hint="look at which stop tokens and which limit reach the engine with an evaluation",
     )  # fmt: skip
 
 

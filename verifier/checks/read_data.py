@@ -101,16 +101,17 @@ def recorded_rollout_differs_from_file(trace: Trace) -> Iterator[Comparison]:
     """A step on recorded rollouts trains on all that its file has, as the file has it, the loss mask included.
 
     What it checks: per rollout of the step's file, as plain JSON has it: group, trajectory and reward against those
-    that the advantage is of; text and gold answer; loss mask before any filter, log-probabilities and versions of
-    sampled tokens against the inputs of the loss; tokens, prompt length, marks of sampled tokens and loss mask against
-    what ranks packed, where a rollout that was dropped has no token in the loss. Rollouts both ways. Where the reward
-    alone differs, it was given after the file was read, in stage reward.
+    that the advantage is of; text and gold answer; its mark of having been cut off against that which filters read;
+    loss mask before any filter, log-probabilities and versions of sampled tokens against the inputs of the loss;
+    tokens, prompt length, marks of sampled tokens and loss mask against what ranks packed, where a rollout that was
+    dropped has no token in the loss. Rollouts both ways. Where the reward alone differs, it was given after the file was
+    read, in stage reward.
     Why it matters: a field that is not passed on has a default: all sampled tokens are in the loss, a reward is 0, and
     the loss falls.
     Evidence: data/recorded, advantage/advantages, advantage/policy, reward/rewards, pack/rollouts, data/drops.
     Tolerance and its source: exact; copies, log-probabilities as float32.
     What it does not catch: what is wrong in the file; recorded routes.
-    References: slime#1205.
+    References: slime#1205, NeMo-RL#3837.
     """
     for item in trace.of(RolloutsRead):
         read, seen = _read(trace, item), set()
@@ -138,7 +139,8 @@ def _read(trace: Trace, item: RolloutsRead) -> dict[str, dict[str, Any]]:
     columns = {name: ragged.split(values, item.lengths) for name, values in trace.arrays(item).items()}
     lists = {
         "group": item.groups, "trajectory": item.trajectories, "reward": item.rewards, "text": item.texts,
-        "answer": item.answers, "prompt length": item.prompt_lengths, **columns,
+        "answer": item.answers, "mark of having been cut off": item.truncated, "prompt length": item.prompt_lengths,
+        **columns,
     }  # fmt: skip
     return {name: {field: lists[field][at] for field in lists} for at, name in enumerate(item.ids)}
 
@@ -153,6 +155,8 @@ def _found(
         for name, reason in zip(item.ids, item.reasons, strict=True)
         if reason
     }
+    for drops in trace.of(Drops, version=version):
+        yield from _each("filters", drops.ids, {"mark of having been cut off": drops.truncated}, read)
     for given in trace.of(Advantages, version=version):
         fields: dict[str, Any] = {"group": given.groups, "trajectory": given.trajectories, "reward": given.rewards}
         yield from _each("advantage", given.ids, fields, read)

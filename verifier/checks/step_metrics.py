@@ -104,15 +104,18 @@ def metrics_written_otherwise(trace: Trace) -> Iterator[Comparison]:
     """The line of metrics that a step leaves in the file is under its own number, and has the numbers of its trace.
 
     What it checks: the last line of `metrics.jsonl`, read back from the file before the next step begins and at the end
-    of the run: its step, and each number that the trace of that step has, against that trace.
+    of the run: its step, and each number that the trace of that step has, against that trace. And that the line has
+    the numbers of an evaluation just if one was due: after its step, or before the first one. And that no step comes
+    after one whose accuracy is `evaluation.stop_above` or more.
     Why it matters: curves of two runs are compared step by step. Numbers under another step, or those of a step before,
-    move a curve and no number in it is wrong.
-    Evidence: loss/written.
+    move a curve and no number in it is wrong. An evaluation that is passed over leaves a gap where nobody looks.
+    Evidence: loss/written, and the manifest's config.
     Tolerance and its source: bitwise; the file has every digit of a float64.
     What it does not catch: numbers that are wrong in the trace too (MET001); TensorBoard and wandb; the other numbers
-    of a line; of a run that goes on from a checkpoint the numbers of the step before it. A line of another step is
-    the resume's there, and is named checkpoint.
-    References: prime-rl#1516.
+    of a line; of a run that goes on from a checkpoint the numbers of the step before it, evaluations included. A line
+    of another step is the resume's there, and is named checkpoint; an evaluation at the end alone
+    (`evaluation.every=0`).
+    References: prime-rl#1516, prime-rl#1513, prime-rl#835.
     """
     for item in trace.of(WrittenMetrics):
         stage = Stage.LOSS if item.recorded else Stage.CHECKPOINT
@@ -125,6 +128,42 @@ def metrics_written_otherwise(trace: Trace) -> Iterator[Comparison]:
                 expected=f"{right} (the trace of the step)", actual=f"{shown} (the file)",
                 allowed="bitwise (numbers are copied)", hint="look at which step the writer takes its numbers from",
             )  # fmt: skip
+        yield from _evaluated(trace, item)
+        yield from _stopped(trace, item)
+
+
+def _evaluated(trace: Trace, item: WrittenMetrics) -> Iterator[Comparison]:
+    """The evaluation that the line of a step is to have, of a step whose trace this process has written."""
+    config = trace.manifest.config
+    evaluation, data = config.get("evaluation"), config.get("data")
+    if not item.recorded or not isinstance(evaluation, Mapping) or not isinstance(data, Mapping):
+        return
+    every = int(str(evaluation.get("every")))
+    problems = 0 if data.get("rollouts") is not None else int(str(evaluation.get("num_problems")))
+    at_begin = item.version == 1 and every > 1
+    due = problems > 0 and every > 0 and (at_begin or item.version % every == 0)
+    shown, right = item.values.get("accuracy", "absent"), "present" if due else "absent"
+    yield Comparison(
+        what="evaluation", same=(shown != "absent") == due, stage=Stage.LOSS, version=item.version, badness=1.0,
+        sentence=f"the line of step {item.version} in metrics.jsonl has accuracy {shown}, which should be {right}",
+        expected=f"{right} (evaluation.every={every}, {problems:,} problems)", actual=f"{shown} (the file)",
+        allowed="exact", hint="look at which steps the loop evaluates after, the one before the first included",
+    )  # fmt: skip
+
+
+def _stopped(trace: Trace, item: WrittenMetrics) -> Iterator[Comparison]:
+    """Whether the line of a step lets the run go on, in the trace of the step after it."""
+    evaluation, shown = trace.manifest.config.get("evaluation"), item.values.get("accuracy")
+    if shown is None or not isinstance(evaluation, Mapping) or "ended" in trace.manifest.scopes:
+        return
+    enough = float(str(evaluation.get("stop_above")))
+    yield Comparison(
+        what="goes on", same=float(shown) < enough, stage=Stage.TRAIN, version=item.version, badness=1.0,
+        sentence=f"step {item.version + 1} is taken, and accuracy was {float(shown):g} after step {item.version}",
+        expected=f"an end of the run from an accuracy of {enough:g} on (evaluation.stop_above)",
+        actual=f"accuracy {float(shown):g} (the file), and another step", allowed="exact",
+        hint="look at which number the loop compares with evaluation.stop_above",
+    )  # fmt: skip
 
 
 def _of_answers(trace: Trace, version: int) -> Mapping[str, Number]:

@@ -40,14 +40,15 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
     and of the reply, in this order and no others; that a reply stands after a turn that was ended, is not the last one
     allowed and, for the calculator, asks for a value: then its text is the template's with the value that a second
     calculator finds. Per rollout of the batch, that its tokens are those of the episode, and that those marked as
-    sampled are the turns that it trains, as is its loss mask unless the rollout was dropped.
+    sampled are the turns that it trains, as is its loss mask unless the rollout was dropped. Per episode of the batch,
+    that each of its turns is there. Of up to 8 problems of an evaluation, others in each, the turns of both answers.
     Why it matters: text that is encoded again has other tokens than those that were sampled, so their log-probabilities
     are of another context; a tool's answer in the loss teaches the model to make answers up. The reward may rise in
     both.
-    Evidence: data/turns, pack/rollouts.
+    Evidence: data/turns, pack/rollouts, advantage/advantages.
     Tolerance and its source: exact (ids and texts).
     What it does not catch: replies of other environments, whose text has no second reader; a template that is wrong.
-    References: trl#5224, trl#4975, verl#6501, verl#6719.
+    References: trl#5224, trl#4975, verl#6501, verl#6719, NeMo-RL#1089.
     """
     versions: dict[int, list[EpisodeTurns]] = defaultdict(list)
     for item in trace.of(EpisodeTurns):
@@ -59,6 +60,9 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
         expected = {name: row for item in items for name, row in _rollouts(item)}
         for rollouts in trace.of(Rollouts, version=version):
             yield from _trained(trace, rollouts, expected)
+        for given in trace.of(Advantages, version=version):
+            for item in items:
+                yield from _whole(item, given)
 
 
 def _episodes(item: EpisodeTurns) -> Mapping[str, list[_Turn]]:
@@ -143,6 +147,21 @@ def _trained(
             sentence=f"rollout `{name}` {wrong}", expected=f"{len(right)} tokens, {int(drawn.sum())} of them sampled",
             actual=wrong or "the same", allowed="exact (ids)",
             hint="look at what joins the turns of an episode, and at the loss mask of what the tool says",
+        )  # fmt: skip
+
+
+def _whole(item: EpisodeTurns, given: Advantages) -> Iterator[Comparison]:
+    """The turns of each episode that is in a batch; further rounds of sampling replace whole ones."""
+    found = Counter(given.trajectories)
+    for name, turns in Counter(item.episodes).items():
+        if name not in found:
+            continue
+        right = turns if item.step_wise else 1
+        yield Comparison(
+            what=f"rollouts of {name}", same=found[name] == right, stage=Stage.DATA, version=item.version, badness=1.0,
+            sentence=f"the episode `{name}` has {found[name]} rollouts in the batch, its {turns} turns make {right}",
+            expected=f"{right} (one for {'each turn' if item.step_wise else 'all turns'})", actual=f"{found[name]}",
+            allowed="exact (counts)", hint="look at what makes rollouts of an episode's turns, and what filters them",
         )  # fmt: skip
 
 

@@ -51,6 +51,8 @@ class RolloutsRead(ArrayRecord, frozen=True, kw_only=True, tag="data/recorded"):
     rewards: tuple[float, ...]
     texts: tuple[str | None, ...]
     answers: tuple[str | None, ...]
+    truncated: tuple[bool, ...]
+    """The answer was cut off at the greatest length."""
 
 
 class TokensRead(ArrayRecord, frozen=True, kw_only=True, tag="data/tokens-read"):

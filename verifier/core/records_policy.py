@@ -269,9 +269,9 @@ class SpotScore(ArrayRecord, frozen=True, kw_only=True, tag="logprob/spot"):
 class EvaluatedAnswers(ArrayRecord, frozen=True, kw_only=True, tag="rollout/evaluated"):
     """A few answers of an evaluation, and the trainer's scores of them; lists have an entry an answer.
 
-    Arrays over all tokens of all answers, prompts included: ``mask`` bool, sampled ones; float32 nats, NaN elsewhere:
-    ``engine`` as it reported them, ``trainer`` by the live weights of this version, and of greedy answers
-    ``shortfall``, how far the logit of a token is below the greatest one in the trainer.
+    Arrays over all tokens of all answers, prompts included: ``tokens`` int64; ``mask`` bool, sampled ones; float32
+    nats, NaN elsewhere: ``engine`` as it reported them, ``trainer`` by the live weights of this version, and of greedy
+    answers ``shortfall``, how far the logit of a token is below the greatest one in the trainer.
     """
 
     claimed: Count
@@ -281,6 +281,12 @@ class EvaluatedAnswers(ArrayRecord, frozen=True, kw_only=True, tag="rollout/eval
     ids: tuple[str, ...]
     lengths: Lengths
     greedy: tuple[bool, ...]
+    max_answer_tokens: Count
+    """Greatest length of an answer, or of a turn, that the config asks for."""
+    end: Count
+    """End token of the tokenizer."""
+    other_ends: tuple[Count, ...] = ()
+    """Other tokens at which engines stop too."""
 
 
 class SolvedProblems(ArrayRecord, frozen=True, kw_only=True, tag="loss/solved"):

@@ -323,6 +323,21 @@ class TrainedUntil(Record, frozen=True, kw_only=True, tag="checkpoint/trained"):
     """Steps that its optimizer counted."""
 
 
+class KeptCheckpoints(Record, frozen=True, kw_only=True, tag="checkpoint/kept"):
+    """Whole checkpoints in the folder of a run before its next step, or at its end; the version is the steps taken."""
+
+    found: tuple[Count, ...]
+    """Step of each, by the names of the folders."""
+    writing: Count = 0
+    """Step of the one that is being written; 0 for none."""
+    begun: Count = 0
+    """Step that this process went on from; 0 for the beginning of the run."""
+    present: tuple[Count, ...] = ()
+    """Those that it found there when it began, but for any that it refused as damaged."""
+    ended: bool = False
+    """The run has taken its last step, and has saved it."""
+
+
 class KnobsAsked(Record, frozen=True, kw_only=True, tag="load/asked"):
     """Settings that the config asks of Megatron, its optimizer and its scheduler."""
 

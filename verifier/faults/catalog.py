@@ -17,6 +17,7 @@ from verifier.faults import (  # noqa: F401
     live_engine_faults,
     load_faults,
     logprob_faults,
+    loop_faults,
     loss_faults,
     metric_faults,
     mode_faults,

@@ -39,6 +39,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Digest of the knobs that a resumed run must share."""
     mesh: str
     """Label of the mesh that saved it."""
+    asked: int = 0
+    """Steps that the run was asked for, the next of which is sampled ahead where its mode says so."""
     data: str = ""
     """Digest of all examples to train on, in order; empty for recorded rollouts."""
     rollouts: list[Any] = []
@@ -116,6 +118,11 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         return sorted(int(item.name) for item in self._folder.iterdir() if re.fullmatch(r"\d{6,}", item.name))
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of the whole checkpoints in a folder, in order, by the names of those that have a manifest."""
+    return sorted(int(file.parent.name) for file in folder.glob(f"*/{MANIFEST}") if file.parent.name.isdigit())
 
 
 def read_state(folder: Path) -> RunState:

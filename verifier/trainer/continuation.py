@@ -7,10 +7,10 @@ from typing import Any
 
 from verifier.config.training import TrainConfig
 from verifier.core.record import Probe
-from verifier.core.records_trainer import CheckpointNumber, LoadedState, SavedState
+from verifier.core.records_trainer import CheckpointNumber, KeptCheckpoints, LoadedState, SavedState
 from verifier.errors import UsageError
 from verifier.trainer.ahead import AheadRollouts
-from verifier.trainer.checkpoint_folder import Checkpoints, RunState, digest_of_values
+from verifier.trainer.checkpoint_folder import Checkpoints, RunState, digest_of_values, steps_in
 from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.run_folder import RunFolder, shared_knobs
 
@@ -39,6 +39,7 @@ class Continuation:
         self._unjudged: RunState | None = None
         self._writing: RunState | None = None
         self._ahead: AheadRollouts | None = None
+        self._present: Sequence[int] = ()
 
     def rewind(self) -> tuple[int, dict[str, Any]]:
         """Find the last whole checkpoint, and remove all that came after it.
@@ -54,6 +55,8 @@ class Continuation:
             self._progress(reason)
         step = 0 if at is None else at.step
         path = self._checkpoints.path(step)
+        there = [(number, f"`{self._checkpoints.path(number)}`") for number in steps_in(path.parent)]
+        self._present = [number for number, name in there if not any(name in reason for reason in refused)]
         if at is not None and at.config != self._digest:
             raise UsageError(
                 f"the checkpoint `{path}` is of a run with other knobs: remove it, or choose another --run"
@@ -106,7 +109,8 @@ class Continuation:
         ]  # fmt: skip
         if at.data and self._data is not None:
             found += [(SavedState, "examples", at.data), (LoadedState, "examples", self._data.digest)]
-        found += [(SavedState, "rollouts", at.rollouts)] if at.rollouts else []
+        ahead = self._config.algorithm == "grpo" and self._config.grpo.mode != "sync" and at.step < at.asked
+        found += [(SavedState, "rollouts", at.rollouts)] if at.rollouts or ahead else []
         taken = None if self._ahead is None else self._ahead.taken
         found += [(LoadedState, "rollouts", taken.saved())] if taken is not None else []
         for kind, name, value in found:
@@ -117,6 +121,17 @@ class Continuation:
                 )
             )  # fmt: skip
         return True
+
+    def record_kept(self, probe: Probe | None, step: int, *, ended: bool = False) -> None:
+        """Record the checkpoints that are there after a step, the last one of the run or another."""
+        if probe is not None:
+            probe.emit(
+                KeptCheckpoints(
+                    name="checkpoints", version=step, found=tuple(steps_in(self._folder.path / "checkpoints")),
+                    writing=0 if self._writing is None else self._writing.step,
+                    begun=0 if self._at is None else self._at.step, present=tuple(self._present), ended=ended,
+                )
+            )  # fmt: skip
 
     def is_due(self, step: int) -> bool:
         """Tell whether a checkpoint is to be written after a step."""
@@ -131,7 +146,7 @@ class Continuation:
         call("save", folder=str(self._checkpoints.begin(step)))
         self._writing = RunState(
             step=step, updates=updates, data_position=step, weight_version=step, seed=self._config.seed,
-            config=self._digest, mesh=self._config.mesh.label(), rollouts=list(rollouts),
+            config=self._digest, mesh=self._config.mesh.label(), rollouts=list(rollouts), asked=self._config.steps,
             data="" if self._data is None else self._data.digest,
         )  # fmt: skip
 

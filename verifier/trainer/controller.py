@@ -242,7 +242,7 @@ class Trainer:
         shutil.rmtree(aside, ignore_errors=True)
         trace = None if self._judge is None else ExportTrace(self._config, self._model, self._folder, step)
         if trace is not None:
-            trace.record(written, examine)
+            trace.record(written, self._continuation, examine)
         self._call("export", folder=str(aside), version=step, trace=None if trace is None else str(trace.path))
         for file in self._model.checkpoint.path.iterdir():  # the tokenizer, and what else belongs to the model
             if file.suffix != ".safetensors" and not (aside / file.name).exists():

@@ -104,6 +104,7 @@ def record_rollouts(probe: Probe, step: int, folder: Path) -> None:
             lengths=tuple(len(row["prompt"]) + len(row["response"]) for row in rows),
             rewards=tuple(float(row["reward"]) for row in rows), texts=tuple(row.get("text") for row in rows),
             answers=tuple(row.get("answer") for row in rows),
+            truncated=tuple(bool(row.get("truncated")) for row in rows),
         ),
         {name: np.array(columns[name], dtype) for name, dtype in dtypes.items()},
     )  # fmt: skip

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from verifier.config.grpo import GrpoOptions
 from verifier.core.manifest import Scope
 from verifier.core.record import Probe
-from verifier.core.records_policy import EvaluatedAnswers, GivenRewards, SolvedProblems
+from verifier.core.records_policy import EpisodeTurns, EvaluatedAnswers, GivenRewards, SolvedProblems
 from verifier.data.examples import Example
 from verifier.data.recorded import RolloutRow, rollout_of
 from verifier.data.rollout import Rollout
@@ -23,6 +24,10 @@ PROBLEMS = 8
 at another temperature than 1."""
 
 
+Ends = Sequence[int]
+"""Tokens that end an answer, the tokenizer's end token first."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
     """Answers of an evaluation to the problems of `places`."""
@@ -33,6 +38,8 @@ class Answered:
     greedy: Sequence[RolloutRow]
     rewards: Sequence[GivenRewards]
     """Rewards of all answers, and what they were given for: a record for each number that the metrics have."""
+    turns: EpisodeTurns | None = None
+    """Turns of the answers that are kept; None where there is no environment."""
 
 
 def rewards_of_answers(
@@ -93,7 +100,7 @@ def places(version: int, count: int) -> list[int]:
 
 
 def record_answers(
-    probe: Probe, answered: Answered, version: int, temperature: float, score: Score, file: Path
+    probe: Probe, answered: Answered, version: int, options: GrpoOptions, ends: Ends, score: Score, file: Path
 ) -> None:  # fmt: skip
     """Score answers by the live weights, and record both sides.
 
@@ -101,10 +108,12 @@ def record_answers(
         probe: recorder of a trace.
         answered: of the last evaluation.
         version: of the live weights.
-        temperature: of the answers that are not greedy.
+        options: of the run: the temperature of the answers that are not greedy, and the greatest length.
+        ends: tokens that end an answer.
         score: by the ranks.
         file: for a batch of each kind, which is removed again.
     """
+    temperature, (end, *other_ends) = options.temperature, ends
     sampled, greedy = ([rollout_of(row) for row in rows] for rows in (answered.sampled, answered.greedy))
 
     def scored(rollouts: Sequence[Rollout], which: str) -> list[np.ndarray]:
@@ -116,6 +125,7 @@ def record_answers(
     rows = [*answered.sampled, *answered.greedy]
     passes = [(sampled, "current"), (greedy, "greedy")] if temperature != 1 else [([*sampled, *greedy], "current")]
     arrays = {
+        "tokens": [item.tokens for item in (*sampled, *greedy)],
         "mask": [item.mask for item in (*sampled, *greedy)],
         "engine": [item.logprobs for item in (*sampled, *greedy)],
         "trainer": [values for part, which in passes for values in scored(part, which)],
@@ -125,10 +135,11 @@ def record_answers(
         name="held-out problems", version=version, claimed=answered.version, temperature=temperature,
         ids=tuple(row.id for row in rows), lengths=tuple(len(row.tokens) for row in rows),
         greedy=(False,) * len(answered.sampled) + (True,) * len(answered.greedy),
+        max_answer_tokens=options.max_answer_tokens, end=end, other_ends=tuple(other_ends),
     )  # fmt: skip
-    kinds = {"mask": np.dtype(bool)}
+    kinds = {"mask": np.dtype(bool), "tokens": np.dtype(np.int64)}
     probe.emit(record, {name: np.concatenate(own, dtype=kinds.get(name, np.float32)) for name, own in arrays.items()})
-    for item in answered.rewards:
+    for item in (*answered.rewards, *((answered.turns,) if answered.turns is not None else ())):
         probe.emit(item)
 
 

@@ -13,6 +13,7 @@ from verifier.core.records_policy import WrittenMetrics
 from verifier.core.store import Recorder, complete, create
 from verifier.errors import InternalError, ViolationFound
 from verifier.runs.model_under_test import ModelUnderTest
+from verifier.trainer.continuation import Continuation
 from verifier.trainer.evaluation import Examine
 from verifier.trainer.loop import JUDGE_DEADLINE_S, Judge
 from verifier.trainer.run_folder import RunFolder
@@ -36,7 +37,7 @@ class ExportTrace:
     """
 
     def __init__(self, config: TrainConfig, model: ModelUnderTest, folder: RunFolder, step: int) -> None:
-        scopes: list[Scope] = ["final", "ended", "written"]
+        scopes: list[Scope] = ["final", "ended", "kept", "written"]
         scopes += ["merged"] if config.lora.rank else []
         self._manifest = replace(
             step_manifest(config, model, step), scopes=tuple(scopes), engine="", engine_ranks=0, synced_versions=(),
@@ -48,10 +49,11 @@ class ExportTrace:
         shutil.rmtree(folder.export_trace, ignore_errors=True)
         self.path = create(folder.export_trace, self._manifest)
 
-    def record(self, written: WrittenMetrics, examine: Examine) -> None:
-        """Record the last line of the run's metrics, and answers of the last evaluation."""
+    def record(self, written: WrittenMetrics, continuation: Continuation, examine: Examine) -> None:
+        """Record the last line of the run's metrics, its checkpoints, and answers of the last evaluation."""
         with contextlib.closing(Recorder(self.path, "controller", 0)) as probe:
             probe.emit(written)
+            continuation.record_kept(probe, self._step, ended=True)
             found = [*examine(probe, self._step)] if self._examines else []
             found += ["reward"] if "examined" in found and self._rereads else []
             self._manifest = replace(self._manifest, scopes=(*self._manifest.scopes, *found))

@@ -25,7 +25,7 @@ from verifier.engine.kv_cache import cache_bytes
 from verifier.errors import ContractError
 from verifier.model.checkpoint import Checkpoint
 from verifier.rewards.scorer import RewardProcess
-from verifier.trainer.asked_samples import NotedAnswers, Seeds, sampling_asked, seeds_of
+from verifier.trainer.asked_samples import NotedAnswers, Seeds, ends_of, sampling_asked, seeds_of
 from verifier.trainer.batches import Score, order_of
 from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.decoded_rollouts import record_tokens, rendered, texts_of
@@ -270,6 +270,7 @@ class EngineRollouts:
         assert self._client is not None
         assert self._reward is not None
         prompts, kept, given = self._held_out_prompts, list[list[RolloutRow]](), list[GivenRewards]()
+        played = list[tuple[str, Sequence[Turn]]]()
         found = {"held_out_version": float(step)}
         for name, temperature in (("held_out_reward", self._config.grpo.temperature), ("accuracy", 0.0)):
             sampling = Sampling(
@@ -287,7 +288,11 @@ class EngineRollouts:
             where = [(at, self._held_out[at]) for at in places(step, len(prompts))]
             rows = [self._rows(step, f"{name} {step}/{at}", 0, example, episodes[at][0]) for at, example in where]
             kept.append([row for own in rows for row in own])
-        self._answered = Answered(version=step, sampled=kept[0], greedy=kept[1], rewards=given)
+            played += [
+                (own[-1].trajectory or own[-1].id, episodes[at][0]) for (at, _), own in zip(where, rows, strict=True)
+            ]
+        record = self._episodes.record(step, "held-out problems", played)
+        self._answered = Answered(version=step, sampled=kept[0], greedy=kept[1], rewards=given, turns=record)
         return found
 
     def record_evaluated(self, probe: Probe, version: int, score: Score, file: Path) -> bool:
@@ -299,7 +304,9 @@ class EngineRollouts:
         answered, self._answered = self._answered, None
         if answered is None:
             return False
-        record_answers(probe, answered, version, self._config.grpo.temperature, score, file)
+        end = self._tokenizer.eos_id
+        ends = (end, *(item for item in ends_of(self._checkpoint, self._tokenizer) if item != end))
+        record_answers(probe, answered, version, self._config.grpo, ends, score, file)
         rows = [row for row in (*answered.sampled, *answered.greedy) if not row.index]
 
         def example_of(at: int) -> Example:

@@ -158,6 +158,7 @@ class StepLoop:
             started = time.monotonic()
             sampled = None
             with self._controller_probe(trace, step) as probe:
+                self.continuation.record_kept(probe, step - 1)
                 if probe is not None and step > 1:
                     probe.emit(self.written(step - 1))
                 given = noted() if probe is not None and step == done + 1 else {}

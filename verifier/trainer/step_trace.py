@@ -148,7 +148,7 @@ def step_manifest(
     scopes += ["given"] if given else []
     scopes += ["sizes"] if dropped else ["sizes", "stated"]
     engine_facts = replace(facts, engine=config.engine.kind, routes=config.grpo.replay_routes) if live else facts
-    scopes += ["shown", "written"] if written else ["shown"]
+    scopes += ["kept", "shown", "written"] if written else ["kept", "shown"]
     if not dropped and (config.megatron.moe_bias_update_rate or has_score_bias(sizes)):
         scopes.append("balance")
     if not dropped and has_router_losses(config):

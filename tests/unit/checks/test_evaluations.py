@@ -17,16 +17,18 @@ from verifier.core.trace import Trace
 from verifier.trainer.evaluation import PROBLEMS, places
 
 MASK = np.array([False, True, True, False, True, True])
+TOKENS = np.array([5, 6, 9, 5, 6, 7])
+"""The first answer has its end token, the second is as long as is allowed."""
 NATS = np.array([np.nan, -0.5, -2.0, np.nan, -0.25, -1.0], np.float32)
 
 
 def wrong(temperature: float = 1.0, claimed: int = 3, dtype: str = "float32", **changed: Any) -> list[str]:
     """What is wrong with an answer `a` at a temperature and a greedy one `b`; `changed` has columns of other values."""
     short = np.where(np.arange(6) > 3, 0.0, np.nan).astype(np.float32)
-    arrays = {"mask": MASK, "engine": NATS, "trainer": NATS, "shortfall": short} | changed
+    arrays = {"tokens": TOKENS, "mask": MASK, "engine": NATS, "trainer": NATS, "shortfall": short} | changed
     record = EvaluatedAnswers(
         name="held-out problems", version=3, claimed=claimed, temperature=temperature, ids=("a", "b"), lengths=(3, 3),
-        greedy=(False, True), array="all",
+        greedy=(False, True), max_answer_tokens=2, end=9, other_ends=(8,), array="all",
     )  # fmt: skip
     trace = Trace(Manifest(dtype=dtype, complete=True), [record], {"all": arrays}.__getitem__)
     return [item.what for item in evaluation_by_other_policy(trace) if not item.same]
@@ -68,3 +70,20 @@ def test_evaluations_keep_answers_to_problems_that_are_spread_and_differ(count):
     found = [places(version, count) for version in range(count)]
     assert all(len(set(own)) == min(PROBLEMS, count) for own in found)
     assert {place for own in found for place in own} == set(range(count))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        ([5, 6, 8, 5, 9, 9], ["b, its end"]),  # another end token of the checkpoint; one that did not end an answer
+        ([5, 9, 6, 5, 6, 7], ["a, its end"]),
+    ],
+)
+def test_an_answer_that_runs_on_after_its_end_is_seen(tokens, found):
+    assert wrong(tokens=np.array(tokens)) == found
+
+
+def test_an_answer_that_stops_before_the_limit_or_goes_beyond_it_is_seen():
+    mask = np.array([False, True, True, False, True, False])
+    assert wrong(mask=mask) == ["b, its end"]
+    assert "b, its end" in wrong(mask=np.array([False, True, True, True, True, True]))

@@ -122,7 +122,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-def of_recorded(tmp_path, rows, *, reasons=("", ""), packed=None):
+def of_recorded(tmp_path, rows, *, reasons=("", ""), packed=None, truncated=False):
     """Outcome of a step that trains on these rows, where the file has `ROWS`."""
     write_recorded(tmp_path / "1.jsonl", ROWS)
     probe, given = Kept(), [rollout_of(row) for row in rows]
@@ -146,7 +146,7 @@ def of_recorded(tmp_path, rows, *, reasons=("", ""), packed=None):
     )  # fmt: skip
     probe.emit(
         Drops(
-            name="batch", version=1, ids=ids, truncated=(False,) * len(ids), reasons=reasons, drop_overlong=False,
+            name="batch", version=1, ids=ids, truncated=(truncated,) * len(ids), reasons=reasons, drop_overlong=False,
             drop_zero_variance=False,
         )
     )  # fmt: skip
@@ -156,7 +156,7 @@ def of_recorded(tmp_path, rows, *, reasons=("", ""), packed=None):
 
 def test_rollouts_of_the_file_hold(tmp_path):
     found = of_recorded(tmp_path, ROWS)
-    assert (found.verdict, found.num_compared) == (Verdict.HOLDS, 8)
+    assert (found.verdict, found.num_compared) == (Verdict.HOLDS, 10)
     out = replace(rollout_of(ROWS[0]), mask=np.zeros(5, bool))
     dropped = [out, rollout_of(ROWS[1])]
     assert of_recorded(tmp_path, ROWS, reasons=("overlong", ""), packed=dropped).verdict is Verdict.HOLDS
@@ -177,6 +177,11 @@ def test_each_field_of_a_rollout_is_the_files(tmp_path, change, count):
     assert of_recorded(tmp_path, [ROWS[0], structs.replace(ROWS[1], **change)]).finding.count == count
 
 
+def test_a_mark_of_having_been_cut_off_is_the_files(tmp_path):
+    found = of_recorded(tmp_path, ROWS, truncated=True)
+    assert [item.what for item in found.finding.bad] == [f"{row.id} (filters)" for row in ROWS]
+
+
 def test_what_means_nothing_may_differ(tmp_path):
     other = structs.replace(ROWS[1], logprobs=(-0.1, -7.0, -2.5), versions=(0, 5, 0))
     assert of_recorded(tmp_path, [ROWS[0], other]).verdict is Verdict.HOLDS
@@ -186,5 +191,5 @@ def test_rollouts_are_named_both_ways(tmp_path):
     found = of_recorded(tmp_path, ROWS[:1], reasons=("",))
     assert found.finding.first.sentence == "rollout `r1` of the step's file is not in its batch"
     found = of_recorded(tmp_path, [ROWS[0], structs.replace(ROWS[1], id="other")])
-    assert found.finding.count == 5  # four times one that the file has not, and one that the batch has not
+    assert found.finding.count == 6  # five times one that the file has not, and one that the batch has not
     assert isinstance(found.finding.first.sentence, str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -141,3 +142,29 @@ def test_a_line_that_a_resume_kept_is_the_checkpoints() -> None:
     outcome = run_check(REGISTRY["MET002"], Trace(Manifest(complete=True), [line]))
     assert outcome.finding is not None
     assert outcome.finding.first.stage is Stage.CHECKPOINT
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "has", "holds"),
+    [
+        (1, 1, True, True), (4, 2, True, True), (3, 2, False, True), (1, 2, True, True), (2, 0, False, True),
+        (4, 2, False, False), (1, 2, False, False), (3, 2, True, False),
+    ],
+)  # fmt: skip
+def test_an_evaluation_is_in_the_line_of_its_step_just_if_it_is_due(step: int, every: int, has: bool, holds: bool):
+    config = {"evaluation": {"every": every, "num_problems": 8, "stop_above": 0.75}, "data": {"rollouts": None}}
+    values: dict[str, Real] = {"loss": 1.0, **({"accuracy": 0.5} if has else {})}
+    line = WrittenMetrics(name="metrics.jsonl", version=step, step=step, values=values, recorded={"loss": 1.0})
+    outcome = run_check(REGISTRY["MET002"], Trace(Manifest(complete=True, config=config), [line]))
+    assert outcome.verdict is (Verdict.HOLDS if holds else Verdict.VIOLATED)
+    gone_on = Trace(Manifest(complete=True, config=config), [msgspec.structs.replace(line, recorded={})])
+    assert run_check(REGISTRY["MET002"], gone_on).verdict is Verdict.HOLDS  # another process took the step
+
+
+def test_a_run_that_goes_on_although_it_solves_enough_is_seen() -> None:
+    config = {"evaluation": {"every": 1, "num_problems": 8, "stop_above": 0.75}, "data": {"rollouts": None}}
+    line = WrittenMetrics(name="metrics.jsonl", version=2, step=2, values={"accuracy": 0.75}, recorded={})
+    outcome = run_check(REGISTRY["MET002"], Trace(Manifest(complete=True, config=config), [line]))
+    assert [item.what for item in outcome.finding.bad] == ["goes on"]
+    last = Manifest(complete=True, config=config, scopes=("ended",))
+    assert run_check(REGISTRY["MET002"], Trace(last, [line])).verdict is Verdict.HOLDS

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import make_trace
 from tests.snapshots.training_traces import training
+from verifier.checks.turns import _whole
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.records_policy import Advantages, EpisodeTurns, GivenRewards
@@ -48,3 +49,12 @@ def test_a_whole_episode_has_what_its_text_was_given():
 )
 def test_a_reward_on_another_turn_is_seen(rewards, given, first):
     assert judged(rewards, given) == (Verdict.VIOLATED, first)
+
+
+@pytest.mark.parametrize(("ids", "lost"), [(IDS, 0), (IDS[2:], 1), (IDS[:3], 0), ((*IDS, "b/1"), 1)])
+def test_every_turn_of_an_episode_in_the_batch_is_there(ids, lost):
+    """DAT006; a whole episode may be absent, as one that dynamic sampling has replaced."""
+    of_kind = {type(item): item for item in training()}
+    turns = replace(of_kind[EpisodeTurns], step_wise=True, episodes=("a", "a", "a", "b"))
+    made = replace(of_kind[Advantages], ids=ids, trajectories=tuple(name.partition("/")[0] for name in ids))
+    assert sum(not item.same for item in _whole(turns, made)) == lost

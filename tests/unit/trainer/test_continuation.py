@@ -52,3 +52,29 @@ def test_the_batch_that_the_first_step_takes_is_compared_with_the_saved_one(tmp_
         for kind in (SavedState, LoadedState)
     )
     assert (saved == loaded) is kept
+
+
+@pytest.mark.parametrize(("asked", "missed"), [(4, True), (2, False)])
+def test_a_checkpoint_without_the_batch_that_was_sampled_ahead_says_so(tmp_path, asked, missed):
+    """After the last step that was asked for nothing is sampled ahead."""
+    config, _ = load(TrainConfig, overrides=["model=tiny:add", f"run={tmp_path}", "algorithm=grpo", "grpo.mode=async",
+                                             "grpo.ratio_over=engine", "grpo.max_staleness=1"])  # fmt: skip
+    continuation = Continuation(config, SimpleNamespace(path=tmp_path), lambda text: None)  # type: ignore[arg-type]
+    continuation._at = continuation._unjudged = RunState(
+        step=2, updates=2, data_position=2, weight_version=2, seed=1, config="", mesh="", asked=asked
+    )
+    records: list[Any] = []
+    assert continuation.record(SimpleNamespace(emit=records.append), 3)  # type: ignore[arg-type]
+    assert any(item.name == "data/rollouts" for item in records) is missed
+
+
+def test_checkpoints_are_told_by_the_folders_that_have_a_manifest(tmp_path):
+    config, _ = load(TrainConfig, overrides=["model=tiny:add", f"run={tmp_path}"])
+    continuation = Continuation(config, SimpleNamespace(path=tmp_path), lambda text: None)  # type: ignore[arg-type]
+    for name in ("000004", "1000000", "000005.partial", "000003"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    for name in ("000004", "1000000", "000005.partial"):
+        (tmp_path / "checkpoints" / name / "manifest.json").touch()
+    records: list[Any] = []
+    continuation.record_kept(SimpleNamespace(emit=records.append), 9, ended=True)  # type: ignore[arg-type]
+    assert [(item.found, item.writing, item.begun, item.ended) for item in records] == [((4, 1000000), 0, 0, True)]

@@ -35,7 +35,7 @@ def calls_of(tmp_path, monkeypatch, *words: str, refused: str = "", every: int =
     )
     continuation = SimpleNamespace(
         updates=0, record=lambda *given: False, is_due=lambda step: False, begin=lambda *given: None,
-        finish=lambda *given, wait: None,
+        finish=lambda *given, wait: None, record_kept=lambda *given: None,
     )  # fmt: skip
     StepLoop(
         config=load(TrainConfig, overrides=knobs)[0], model=None, folder=None, plan=plan, continuation=continuation,
