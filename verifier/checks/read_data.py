@@ -104,8 +104,8 @@ def recorded_rollout_differs_from_file(trace: Trace) -> Iterator[Comparison]:
     that the advantage is of; text and gold answer; its mark of having been cut off against that which filters read;
     loss mask before any filter, log-probabilities and versions of sampled tokens against the inputs of the loss;
     tokens, prompt length, marks of sampled tokens and loss mask against what ranks packed, where a rollout that was
-    dropped has no token in the loss. Rollouts both ways. Where the reward alone differs, it was given after the file was
-    read, in stage reward.
+    dropped has no token in the loss. Rollouts both ways. Where the reward alone differs, it was given after the file
+    was read, in stage reward.
     Why it matters: a field that is not passed on has a default: all sampled tokens are in the loss, a reward is 0, and
     the loss falls.
     Evidence: data/recorded, advantage/advantages, advantage/policy, reward/rewards, pack/rollouts, data/drops.

@@ -91,12 +91,13 @@ def earlier_turns_lost(call: Call) -> Any:
 
 
 @fault(
-    "NVIDIA-NeMo/RL#2632", "verifier.trainer.ahead:AheadRollouts.saved(self)",
+    "NVIDIA-NeMo/RL#2632", f"{CHECKPOINTS}.last_whole(self, before)",
     **{**KEPT, "caught_by": ("CKP001",), "training": (*ASYNC, "grpo.max_staleness=1")},
 )  # fmt: skip
 def batch_ahead_not_saved(call: Call) -> Any:
-    """A checkpoint leaves out the batch that was sampled ahead, and a resume samples its prompts anew."""
-    return call.wrong([])
+    """A checkpoint has no batch that was sampled ahead, and a resume samples its prompts anew."""
+    found, refused = call.original()
+    return call.wrong((structs.replace(found, rollouts=[]), refused)) if found is not None else (found, refused)
 
 
 @fault(
