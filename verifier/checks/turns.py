@@ -107,7 +107,9 @@ def _said(item: EpisodeTurns, name: str, turns: Sequence[_Turn]) -> Iterator[Com
         yield Comparison(
             what=f"{name}, reply {at}", same=turn.said == expected and goes_on == bool(turn.reply) == bool(expected),
             stage=Stage.DATA, version=item.version, badness=1.0,
-            sentence=f"the reply to turn {at} of `{name}` is `{turn.said[-60:]}`, it should be `{expected[-60:]}`",
+            sentence=f"the reply to turn {at} of `{name}` is `{turn.said[-60:]}`, it should be `{expected[-60:]}`"
+            if turn.said != expected
+            else f"`{name}` has {'another turn without a' if goes_on else 'no turn after the'} reply to turn {at}",
             expected=f"`{expected[-60:]}` (a second reader of `{turn.text[-60:]}`)", actual=f"`{turn.said[-60:]}`",
             allowed="exact (texts)", hint="look at which turn the environment reads, and at what frames its reply",
         )  # fmt: skip
