@@ -152,7 +152,7 @@ def _evaluated(trace: Trace, item: WrittenMetrics) -> Iterator[Comparison]:
 
 
 def _stopped(trace: Trace, item: WrittenMetrics) -> Iterator[Comparison]:
-    """Whether the line of a step lets the run go on, in the trace of the step after it."""
+    """Right of a step to come after the line of the one before it."""
     evaluation, shown = trace.manifest.config.get("evaluation"), item.values.get("accuracy")
     if shown is None or not isinstance(evaluation, Mapping) or "ended" in trace.manifest.scopes:
         return

@@ -333,7 +333,7 @@ class KeptCheckpoints(Record, frozen=True, kw_only=True, tag="checkpoint/kept"):
     begun: Count = 0
     """Step that this process went on from; 0 for the beginning of the run."""
     present: tuple[Count, ...] = ()
-    """Those that it found there when it began, but for any that it refused as damaged."""
+    """Checkpoints that it found there when it began, but for any that it refused as damaged."""
     ended: bool = False
     """The run has taken its last step, and has saved it."""
 
