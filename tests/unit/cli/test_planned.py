@@ -57,13 +57,13 @@ def test_a_published_model_is_planned_in_a_minute_and_4_gb(name, tmp_path):
 
 
 def test_a_contradiction_is_exit_code_1(capsys):
-    words = ("plan", "--model", str(PUBLISHED / "qwen3-235b-a22b"), "--tp", "8", "--pp", "5", "--ep", "3")
+    words = ("plan", "--model", str(PUBLISHED / "qwen3-235b-a22b"), "--tp", "6", "--pp", "5", "--ep", "3")
     assert run([*words, "--dp", "3"]) == 1
     said = capsys.readouterr().out
-    assert said.count("\ncontradiction: ") == 4
+    assert said.count("\ncontradiction: ") == 6
     assert run([*words, "--dp", "3", "--json", "-"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert (found["sound"], len(found["contradictions"]), "ranks" in found) == (False, 4, False)
+    assert (found["sound"], len(found["contradictions"]), "ranks" in found) == (False, 6, False)
 
 
 @pytest.mark.parametrize(
