@@ -79,8 +79,9 @@ class Streams:
         for name in sorted(own, key=sort_key):
             stage, chunk, place = own[name]
             peers = [place] if not is_expert(place) else self._peers(stage, within, chunk, place.param_name)
-            for index in range(len(place.sources)):
-                found += [(peer.sources[index], peer.source_shapes[peer.sources[index]]) for peer in peers]
+            # A rank's own boxes may lack a source: more ranks than key-value heads share the rows of one.
+            for sources in zip(*(peer.source_shapes.items() for peer in peers), strict=True):
+                found += sources
         return found
 
     def _peers(self, stage: int, within: int, chunk: int, param_name: str) -> list[ParamPlacement]:
