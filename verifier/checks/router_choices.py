@@ -32,7 +32,7 @@ def router_chooses_experts_far_from_the_best(trace: Trace) -> Iterator[Compariso
     Evidence: loss/choices (a measurement by the oracle's process, from the experts that each rank's routers used).
     Tolerance and its source: four times the greatest change of any score of the update by the run's dtype, by
     transformers itself under the same routes: two scores move, and the trainer rounds elsewhere. Clean runs were
-    within 0.6 of that change. Of groups twice as many tokens as transformers' own choice in that dtype has, four
+    within 0.72 of that change. Of groups twice as many tokens as transformers' own choice in that dtype has, four
     standard deviations, and 8.
     What it does not catch: a choice between experts whose scores are nearer than that; choices in passes that score
     (LGP001) or replay (RPL001); in fp32 LSS001 sees a wrong choice by its gradient.

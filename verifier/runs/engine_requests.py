@@ -50,7 +50,7 @@ EDGE_NATS = 2.0
 its logits were alike: the edges have 97 % then."""
 
 
-def shapes_of(prompt: Sequence[int], ends: Sequence[int] = ()) -> list[dict[str, Any]]:
+def shapes_of(prompt: Sequence[int], ends: Sequence[int]) -> list[dict[str, Any]]:
     """Three requests side by side that use all of `Shape` between them, each field at a size that shows.
 
     A token of the prompt is made likely, so that it comes several times; another, so that it would end too soon. Before
@@ -87,7 +87,7 @@ class EngineRequests:
 
     def __init__(
         self, client: EngineClient, probe: Probe, version: int, seed: int, vocabulary: int,
-        ends: Sequence[int] = (), *, more: bool,
+        ends: Sequence[int], *, more: bool,
     ) -> None:  # fmt: skip
         self._client, self._probe, self._version, self._more = client, probe, version, more
         self._ends = tuple(ends)

@@ -126,7 +126,7 @@ class WeightSync:
         Returns:
             On rank 0, why the engine refused the transfer; empty if it did not, or died: see `lost`.
         """
-        recorder = None if again else probe
+        self.facts, recorder = {}, None if again else probe
         stream, before = self._stream(recorder, version, first=first), EvidenceBefore(trace, self._num_ranks)
         try:
             return self._sent(stream, version, trace, probe, running, shards=not again and not first, first=first)

@@ -1,6 +1,6 @@
 """Chosen experts against transformers' scores of all: its own choice is the best, and another is told by how much.
 
-What this does not exercise: routes of a trainer (`routed-at-random-in-updates` and its like, and clean runs, do).
+What this does not exercise: routes of a trainer (`experts-chosen-without-score-bias` and clean runs have them).
 """
 
 from __future__ import annotations
