@@ -95,3 +95,12 @@ def browser() -> Iterator[Tab]:
             with contextlib.suppress(ProcessLookupError):  # it ended by itself
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(DEADLINE_S)
+
+
+def require_quiet(tab: Tab, file: Path) -> None:
+    """Assert that the page that was opened asks for no other file, and complains of nothing."""
+    tab.call("Runtime.evaluate", expression="1")  # whatever the page caused has been told by now
+    asked = [item["request"]["url"] for item in tab.params("Network.requestWillBeSent")]
+    assert [url for url in asked if not url.startswith("data:")] == [file.as_uri()]
+    assert tab.params("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded") == []
+    assert tab.params("Page.javascriptDialogOpening") == []

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.browser import browser, require_quiet
 from tests.meta.sources import ROOT
 from tests.processes import alive, arguments, children
 from verifier.faults.catalog import CATALOG
@@ -186,7 +187,8 @@ def test_the_default_gate_killed_twice_is_done_in_25_minutes(tmp_path):
     folder, began = tmp_path / "gate", time.monotonic()
     for num_rows in (4, 9):
         killed_after(started(folder, "--model", "tiny:qwen3-moe"), folder, num_rows, 900)
-    gate = started(folder, "--model", "tiny:qwen3-moe")
+    page = tmp_path / "page.html"
+    gate = started(folder, "--model", "tiny:qwen3-moe", "--html", str(page))
     printed, complained = gate.communicate(timeout=1500)
     assert (gate.returncode, complained) == (0, ""), printed
     assert time.monotonic() - began < 25 * 60
@@ -194,3 +196,8 @@ def test_the_default_gate_killed_twice_is_done_in_25_minutes(tmp_path):
     assert len({row["cell"]["id"] for row in rows}) == len(rows)
     caught = {row["cell"]["fault"]: row["cell"]["stage"] for row in rows if row["cell"]["kind"] == "faults"}
     assert caught == {name: CATALOG[name].stage.label for name in SMOKE}
+    with browser() as tab:
+        tab.open(page, width=1200, height=844, scheme="light")
+        assert tab.value("document.body.innerText.trim().split('\\n')[0]") == "PASS"
+        assert tab.value("document.querySelectorAll('details').length") >= len(rows)
+        require_quiet(tab, page)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.browser import browser
+from tests.browser import browser, require_quiet
 from tests.snapshots.check_traces import BROKEN
 from tests.unit.gate.test_gate_data import made
 from tests.unit.page.pages import hostile, metrics
@@ -62,11 +62,7 @@ def test_a_page_is_whole_by_itself(name, width, scheme, tab, files):
     assert tab.value(OPEN) >= 3
     assert tab.value(OVERFLOW) == 0
     assert tab.value(OUTSIDE) == []
-    tab.call("Runtime.evaluate", expression="1")  # whatever the page caused has been told by now
-    asked = [item["request"]["url"] for item in tab.params("Network.requestWillBeSent")]
-    assert [url for url in asked if not url.startswith("data:")] == [file.as_uri()]
-    assert tab.params("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded") == []
-    assert tab.params("Page.javascriptDialogOpening") == []
+    require_quiet(tab, file)
 
 
 @pytest.mark.parametrize("name", ["gate", "trace"])
