@@ -98,16 +98,16 @@ class Checkpoints:
             shutil.rmtree(self.path(step))
         return folder
 
-    def last_whole(self, before: int | None = None) -> tuple[RunState | None, list[str]]:
-        """Return the state of the last whole checkpoint, or of the last before a step, and why later ones are none."""
-        refused: list[str] = []
+    def last_whole(self, before: int | None = None) -> tuple[RunState | None, dict[int, str]]:
+        """Return the state of the last whole checkpoint, or of the last before a step, and why later steps have none."""
+        refused: dict[int, str] = {}
         for step in reversed(self._steps()):
             if before is not None and step >= before:
                 continue
             try:
                 return read_state(self.path(step)), refused
             except UsageError as problem:
-                refused.append(str(problem))
+                refused[step] = str(problem)
         return None, refused
 
     def remove_after(self, step: int) -> None:

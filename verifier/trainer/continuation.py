@@ -51,12 +51,11 @@ class Continuation:
             UsageError: the checkpoint is of other knobs, or of a later step than is asked for.
         """
         at, refused = self._checkpoints.last_whole()
-        for reason in refused:
+        for reason in refused.values():
             self._progress(reason)
         step = 0 if at is None else at.step
         path = self._checkpoints.path(step)
-        there = [(number, f"`{self._checkpoints.path(number)}`") for number in steps_in(path.parent)]
-        self._present = [number for number, name in there if not any(name in reason for reason in refused)]
+        self._present = [number for number in steps_in(path.parent) if number not in refused]
         if at is not None and at.config != self._digest:
             raise UsageError(
                 f"the checkpoint `{path}` is of a run with other knobs: remove it, or choose another --run"

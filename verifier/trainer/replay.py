@@ -99,10 +99,10 @@ def replay_step(
     until = Deadline(config.timeout_s)
     config = with_weights_of(config, run)
     require_same_knobs(config, run)
-    at, refused = None, list[str]()
+    at, refused = None, dict[int, str]()
     if (run / "checkpoints").is_dir():
         at, refused = Checkpoints(run / "checkpoints", config.checkpoint.keep).last_whole(before=step)
-    for reason in refused:
+    for reason in refused.values():
         progress(reason)
     begun_at = 0 if at is None else at.step
     ranks = range(config.mesh.world_size)
