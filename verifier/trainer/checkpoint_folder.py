@@ -99,7 +99,7 @@ class Checkpoints:
         return folder
 
     def last_whole(self, before: int | None = None) -> tuple[RunState | None, dict[int, str]]:
-        """Return the state of the last whole checkpoint, or of the last before a step, and why later steps have none."""
+        """Return the state of the last whole checkpoint, or of the last before a step, and why later ones are none."""
         refused: dict[int, str] = {}
         for step in reversed(self._steps()):
             if before is not None and step >= before:
