@@ -2,10 +2,10 @@
 
 A test that takes longer than the rest of its file (`@pytest.mark.own_process`) gets a process of its own. So does one
 with a limit of minutes (`@pytest.mark.own_cores`), with cores that no other uses, and one that fills its GPUs' memory
-(`@pytest.mark.own_gpus`), with GPUs that no other uses; these start first. What is timed (`@pytest.mark.timed`) is
-measured at the end, one process at a time: such a process starts, and imports, while the last others run, and then
-waits for its turn (`tests/h100/turn.py`). Every process writes its log and its results into the folder; nothing is
-skipped.
+(`@pytest.mark.own_gpus`), with GPUs that no other uses; these start first. The others share a GPU as far as its memory
+goes (`@pytest.mark.h100(gpus=1, gib=50)`). What is timed (`@pytest.mark.timed`) is measured at the end, one process at
+a time: such a process starts, and imports, while the last others run, and then waits for its turn
+(`tests/h100/turn.py`). Every process writes its log and its results into the folder; nothing is skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,9 @@ from tests.h100.turn import TURN
 HERE = Path(__file__).parent
 NOTHING_COLLECTED = 5
 SHARERS = 15
-"""Processes that may share one GPU: all but the wide models take a few GiB."""
+"""Processes that may share one GPU, whatever memory it has."""
+SHARED_GIB = 5.0
+"""Memory on each of its GPUs of a process whose tests name none: trainer, engine, oracle and their contexts."""
 STILL_RUNNING = 3
 """Processes that are not timed and still run when those that are start."""
 LEAST_CORES = 4
@@ -66,6 +68,8 @@ class Task:
     """The only test, if so; all of the file's that need as many GPUs otherwise."""
     own_cores: bool = False
     own_gpus: bool = False
+    gib: float = SHARED_GIB
+    """Memory that it takes at most on each of its GPUs, unless they are its own."""
 
     @property
     def name(self) -> str:
@@ -112,6 +116,8 @@ class Host:
     """Which processes run on which GPUs and cores."""
 
     num_gpus: int
+    gib: float
+    """Memory of each GPU."""
     running: list[Run] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     num_started: int = 0
@@ -128,10 +134,16 @@ class Host:
         load = [sum(gpu in run.gpus for run in self.untimed) for gpu in range(self.num_gpus)]
         taken = {gpu for run in self.untimed if run.task.own_gpus for gpu in run.gpus}
         most = 1 if task.own_gpus else SHARERS
-        free = [gpu for gpu in range(self.num_gpus) if gpu not in taken and load[gpu] < most]
+        free = [
+            gpu for gpu in range(self.num_gpus)
+            if gpu not in taken and load[gpu] < most and (not load[gpu] or self._used(gpu) + task.gib <= self.gib)
+        ]  # fmt: skip
         if len(free) < task.gpus or not self.has_cores(task):
             return None
         return sorted(sorted(free, key=lambda gpu: (load[gpu], gpu))[: task.gpus])
+
+    def _used(self, gpu: int) -> float:
+        return sum(run.task.gib for run in self.untimed if gpu in run.gpus)
 
     def shared_cores(self) -> list[int]:
         """Cores that no process has for itself."""
@@ -183,19 +195,25 @@ class Census:
     """Learns from pytest which groups of tests there are."""
 
     def __init__(self) -> None:
-        self.tasks: set[Task] = set()
+        self._gib: dict[Task, float] = {}
+
+    @property
+    def tasks(self) -> list[Task]:
+        """Each with the memory of its largest test."""
+        return [replace(task, gib=gib) for task, gib in self._gib.items()]
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Called by pytest with every test that is left."""
         for item in session.items:
-            gpus = item.get_closest_marker("h100").kwargs["gpus"]
+            asked = item.get_closest_marker("h100").kwargs
+            gpus = asked["gpus"]
             timed = item.get_closest_marker("timed") is not None
             own = {name: item.get_closest_marker(name) is not None for name in OWN}
             task = Task(
                 file=item.path, gpus=gpus, timed=timed, test=item.name if any(own.values()) else "",
                 own_cores=own["own_cores"], own_gpus=own["own_gpus"],
             )  # fmt: skip
-            self.tasks.add(task)
+            self._gib[task] = max(self._gib.get(task, 0.0), asked.get("gib", SHARED_GIB))
 
 
 def urgency(task: Task) -> tuple[Any, ...]:
@@ -206,6 +224,18 @@ def urgency(task: Task) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def memory_gib() -> float:
+    """Memory of the host's smallest GPU, without taking any of it."""
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
+    return min(map(int, done.stdout.split())) / 1024
+
+
+def startable(waiting: Sequence[Task]) -> list[Task]:
+    """Those that may start as soon as there is room: nothing that is timed before the last that is not has started."""
+    return [task for task in waiting if task.timed == waiting[0].timed]
+
+
 def main(results: Path, arguments: Sequence[str]) -> int:
     """Run all; 1 if any failed."""
     num_gpus = torch.cuda.device_count()
@@ -213,12 +243,13 @@ def main(results: Path, arguments: Sequence[str]) -> int:
     arguments = ["--gpus", str(num_gpus), *arguments]
     pytest.main(["--collect-only", "-qq", "-m", "h100", str(HERE), *arguments], [census])
     waiting = sorted(census.tasks, key=urgency)
-    host = Host(num_gpus)
+    host = Host(num_gpus, memory_gib())
     with (results / "turn").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         while waiting or host.running:
             host.reap(results)
-            found = next(((task, gpus) for task in waiting if (gpus := host.place(task)) is not None), None)
+            placed = ((task, host.place(task)) for task in startable(waiting))
+            found = next(((task, gpus) for task, gpus in placed if gpus is not None), None)
             if found is not None:
                 task, gpus = found
                 waiting.remove(task)

@@ -16,6 +16,8 @@ from verifier.mesh import Mesh
 CYCLES = 3
 SLOW = ("wide:qwen3-30b-a3b", "wide:deepseek-v3", "wide:nemotron-3-nano", "nemotron-h")
 """Many bytes, and many kernels to compile."""
+WIDE_GIB = 55.0
+"""A wide model of 3.7 GB on one rank, with its optimizer, engine and oracle; on four ranks the largest's 11 GB."""
 TP2_PP2 = Mesh(tp=2, pp=2)
 CASES = [
     pytest.param(
@@ -25,6 +27,7 @@ CASES = [
             pytest.mark.h100(
                 gpus=mesh.world_size + (engine_tp if transport == "nccl" else 0),
                 least=engine_tp + (transport == "nccl"),
+                **({"gib": WIDE_GIB / mesh.world_size**0.5} if name.startswith("wide:") else {}),
             ),
             *([pytest.mark.own_process] if name in SLOW or mesh.world_size > (2 if name == "qwen3" else 1) else []),
         ],

@@ -26,6 +26,8 @@ SIZES = {
     "num_key_value_heads": 8, "head_dim": 128,
 }  # fmt: skip
 OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+LARGER_GIB = 10.0
+"""Trainer and engine of the model of 0.2 billion weights."""
 LEFT = 0.05
 """Greatest share of torch's bytes that stay on the GPU: workspaces of kernels, which are nobody's state."""
 SLEEPS = ("--fix", "vllm-45620")
@@ -111,22 +113,24 @@ def test_engine_and_trainer_take_turns_on_one_gpu(measured, tmp_path):
             assert rows[-1]["left_share"] < LEFT
 
 
-@pytest.mark.h100(gpus=1)
+@pytest.mark.h100(gpus=1, gib=LARGER_GIB)
 @pytest.mark.own_process
-def test_masters_and_moments_on_the_host_step_alike(measured, tmp_path):
-    found = {}
+def test_masters_and_moments_on_the_host_step_as_the_oracle_does(measured, tmp_path):
+    """Steps by torch's Adam on the host round unlike those on the GPU, so each is judged by transformers and Adam."""
+    peaks = []
     for share in (0.0, 0.5, 1.0):
         rows = train(
-            tmp_path / f"offload-{share}", f"model={larger()}", "steps=4", "batch.max_tokens=2048",
-            "evaluation.num_problems=0", f"megatron.optimizer_offload={share}",
+            tmp_path / f"offload-{share}", f"model={larger()}", "steps=2", "batch.max_tokens=2048",
+            "data.batch_size=16", "evaluation.num_problems=0", "verify.every=1",
+            f"megatron.optimizer_offload={share}",
         )  # fmt: skip
-        found[share] = rows[-1]["peak_memory_gib"], weights(tmp_path / f"offload-{share}")
-        measured(optimizer_offload=share, peak_memory_gib=rows[-1]["peak_memory_gib"], loss=rows[-1]["loss"])
-    assert found[0.0][1] == found[0.5][1] == found[1.0][1]
-    assert found[0.0][0] > found[0.5][0] > found[1.0][0]
+        peaks.append(rows[-1]["peak_memory_gib"])
+        measured(optimizer_offload=share, peak_memory_gib=peaks[-1], loss=[row["loss"] for row in rows])
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == len(peaks)
 
 
-@pytest.mark.h100(gpus=1)
+@pytest.mark.h100(gpus=1, gib=LARGER_GIB)
 @pytest.mark.own_process
 @pytest.mark.parametrize("knobs", [SFT, GRPO], ids=["sft", "grpo"])
 def test_a_step_again_has_its_gradients_bitwise(knobs, measured, tmp_path):
@@ -139,7 +143,7 @@ def test_a_step_again_has_its_gradients_bitwise(knobs, measured, tmp_path):
     assert "bitwise as recorded" in done.stdout
 
 
-@pytest.mark.h100(gpus=2)
+@pytest.mark.h100(gpus=2, gib=LARGER_GIB)
 @pytest.mark.own_process
 def test_two_ranks_take_turns_with_an_engine(measured, tmp_path):
     asked = ("mesh.dp=2", "engine.sleep_level=2", "--transport", "ipc", *SLEEPS)

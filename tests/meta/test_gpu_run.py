@@ -15,7 +15,18 @@ from pathlib import Path
 import pytest
 
 from tests.h100 import turn
-from tests.h100.lanes import LEAST_CORES, OWN_CORES, SHARERS, STILL_RUNNING, Host, Run, Task, urgency
+from tests.h100.lanes import (
+    LEAST_CORES,
+    OWN_CORES,
+    SHARED_GIB,
+    SHARERS,
+    STILL_RUNNING,
+    Host,
+    Run,
+    Task,
+    startable,
+    urgency,
+)
 from tests.h100.results import table
 from tests.meta.sources import ROOT
 
@@ -40,8 +51,8 @@ def test_breaks_after_it_measured(measured):
 """
 
 
-def task(gpus: int = 1, *, timed: bool = False, **own: bool) -> Task:
-    return Task(file=Path("test_x.py"), gpus=gpus, timed=timed, **own)
+def task(gpus: int = 1, *, timed: bool = False, gib: float = SHARED_GIB, **own: bool) -> Task:
+    return Task(file=Path("test_x.py"), gpus=gpus, timed=timed, gib=gib, **own)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +62,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def host_with(num_gpus: int, *running: tuple[Task, list[int]]) -> Host:
-    host = Host(num_gpus)
+    host = Host(num_gpus, 141.0)
     for item, gpus in running:
         started(host, item, gpus)
     return host
@@ -78,6 +89,15 @@ def test_a_full_gpu_takes_nobody_and_what_is_timed_does_not_count() -> None:
     assert host_with(2, *full).place(task()) == [1]
     assert host_with(2, *full).place(task(2)) is None
     assert host_with(1, *full[1:], (task(timed=True), [0])).place(task()) == [0]
+
+
+def test_a_gpu_takes_who_its_memory_has_room_for() -> None:
+    host = host_with(2, (task(gib=100), [0]), (task(gib=30), [0]), (task(gib=80), [1]))
+    assert host.place(task(gib=61)) == [1]
+    assert host.place(task(gib=62)) is None
+    assert host.place(task(2, gib=11)) == [0, 1]
+    assert host.place(task(2, gib=12)) is None
+    assert host_with(1).place(task(gib=200)) == [0]
 
 
 def test_own_gpus_are_shared_with_nobody() -> None:
@@ -111,6 +131,14 @@ def test_what_waits_for_room_starts_first() -> None:
     kinds = [task(timed=True), task(2), task(4, own_cores=True), task(own_cores=True), task(own_gpus=True), task(4)]
     order = sorted(kinds, key=urgency)
     assert [kinds.index(item) for item in order] == [4, 3, 2, 5, 1, 0]
+
+
+def test_what_is_timed_waits_for_the_start_of_all_others() -> None:
+    others = [task(own_gpus=True), task(2), task()]
+    timed = [task(timed=True), task(2, timed=True)]
+    assert startable([*others, *timed]) == others
+    assert startable(timed) == timed
+    assert startable([]) == []
 
 
 def test_what_is_timed_starts_when_few_others_run() -> None:

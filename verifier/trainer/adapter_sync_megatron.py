@@ -60,7 +60,7 @@ class AdapterSync:
                 self._client.close()
             try:
                 self._client = EngineClient(sockets[0], deadline_s=deadline_s)
-                self._held = HeldEngine(self._client) if self._judged else None
+                self._held = HeldEngine(self._client, sleeps=bool(options.sleep_level)) if self._judged else None
             except EngineGone as problem:
                 self.lost = str(problem)
 

@@ -46,12 +46,12 @@ class HeldEngine:
 
     Args:
         client: of engines that were sent nothing yet.
+        sleeps: they sleep between syncs, and are asked right after each alone.
     """
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, *, sleeps: bool) -> None:
         self._client = client
-        self._cold = self._held = held_by(client)
-        self._buffers = [[item for item in rank if item.kind == "buffer"] for rank in self._cold.tensors]
+        self._cold = self._held = None if sleeps else held_by(client)
         self._version: int | None = None
 
     def record_served(self, probes: Sequence[Probe], version: int) -> None:
@@ -61,6 +61,8 @@ class HeldEngine:
             probes: by engine rank.
             version: by which they answered, if they were sent nothing yet.
         """
+        if self._held is None:
+            return
         found = held_by(self._client)
         number = version if self._version is None else self._version
         for probe, before, after in zip(probes, self._held.tensors, found.tensors, strict=True):
@@ -75,12 +77,15 @@ class HeldEngine:
             version: that was sent.
             probes: by engine rank, which record it, beside settings and buffers of their start; none for no evidence.
         """
-        self._held, self._version = held_by(self._client), version
+        found, self._version = held_by(self._client), version
         if probes:
-            self._held.record(probes, version)
-            EngineState(tensors=self._buffers, settings=self._cold.settings).record(
-                probes, version, ColdTensor, ColdSettings
-            )
+            found.record(probes, version)
+        if self._cold is None:
+            return
+        self._held = found
+        if probes:
+            buffers = [[item for item in rank if item.kind == "buffer"] for rank in self._cold.tensors]
+            EngineState(tensors=buffers, settings=self._cold.settings).record(probes, version, ColdTensor, ColdSettings)
 
 
 def _changed(before: Sequence[EngineTensor], after: Sequence[EngineTensor]) -> Iterator[HeldTwice]:

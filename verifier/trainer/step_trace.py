@@ -137,7 +137,7 @@ def step_manifest(
         scopes += ["held", *_delivery(config)] if synced else []
         if synced and model.layout is not None and cuts_exports(config, model.tier, model.checkpoint.num_bytes):
             scopes.append("cut")
-        scopes += ["cold", "settings", "served"] if synced and model.tier == "cpu" else []
+        scopes += ["cold", "settings", "served"] if synced and not config.engine.sleep_level else []
         scopes += ["draws"] if live else []
         scopes += ["ends"] if synced else []
         compared = synced and fresh

@@ -45,7 +45,7 @@ class WeightSync:
         rank: this one; rank 0 talks to the engine.
         adapters: of the trainer, which an export adds to the base; None for a trainer without.
         live: weights of this rank; None for a trainer with adapters, or without a layout.
-        judged: what engines hold is recorded, after each sync and before the next.
+        judged: what engines hold is recorded, after each sync and, if they stay awake, before the next.
 
     Attributes:
         facts: metrics of the last sync.
@@ -105,7 +105,7 @@ class WeightSync:
 
         link, client = self._link, clients_of(sockets, deadline_s)
         link.client = self._open.enter_context(contextlib.closing(client))
-        self._held = HeldEngine(client) if self._judged else None
+        self._held = HeldEngine(client, sleeps=bool(link.sleep_level)) if self._judged else None
         listener = Listener(self._num_ranks, deadline_s=deadline_s, kind=transport, folder=Path(sockets[0]).parent)
         link.group = self._open.enter_context(contextlib.closing(sender.connect(client, listener, link.rounds)))
 

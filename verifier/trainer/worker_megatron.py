@@ -293,7 +293,7 @@ class TrainerWorker:
     def connect(self, sockets: list[str], transport: str) -> str:
         """Connect to the engines that sample, or to their new processes; rank 0 returns why one is gone, if it is."""
         rank, adapters, engine = self._context.rank, self._adapters, self._config.engine
-        judged = self._config.verify.steps and self._spec.tier == "cpu"
+        judged = self._config.verify.steps
         if self._sync is None and adapters is not None and self._config.lora.sync == "adapter":
             self._sync = AdapterSync(adapters, self._source, rank, self._config.run / "adapters", judged=judged)
         elif self._sync is None:
