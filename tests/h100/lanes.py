@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 NOTHING_COLLECTED = 5
 SHARERS = 15
 """Processes that may share one GPU, whatever memory it has."""
-SHARED_GIB = 5.0
+SHARED_GIB = 7.0
 """Memory on each of its GPUs of a process whose tests name none: trainer, engine, oracle and their contexts."""
 STILL_RUNNING = 3
 """Processes that are not timed and still run when those that are start."""
@@ -111,6 +111,15 @@ class Run:
     cores: list[int]
 
 
+def siblings(core: int) -> list[int]:
+    """Logical cores of the same physical core as the kernel counts them, itself included."""
+    file = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+    if not file.exists():
+        return [core]
+    ends = (part.partition("-") for part in file.read_text().strip().split(","))
+    return [at for first, _, last in ends for at in range(int(first), int(last or first) + 1)]
+
+
 @dataclass(slots=True)
 class Host:
     """Which processes run on which GPUs and cores."""
@@ -160,15 +169,18 @@ class Host:
     def cores(self, task: Task) -> list[int]:
         """All for what is timed; for the others those with the fewest users, and seldom the same ones together.
 
-        Groups that share their cores would leave them idle when most of a group is done.
+        Cores of one's own come with their siblings, which share their units and caches. Groups that share their cores
+        would leave them idle when most of a group is done.
         """
         if task.timed:
             return sorted(os.sched_getaffinity(0))
         every = self.shared_cores()
         users = Counter(core for run in self.untimed for core in run.cores)
+        if task.own_cores:
+            return sorted(sorted(every, key=lambda core: (users[core], siblings(core), core))[:OWN_CORES])
         turned = {core: (SPREAD * at + 3 * self.num_started) % len(every) for at, core in enumerate(every)}
         fewest = sorted(every, key=lambda core: (users[core], turned[core]))
-        return sorted(fewest[: OWN_CORES if task.own_cores else max(LEAST_CORES, len(every) // 4)])
+        return sorted(fewest[: max(LEAST_CORES, len(every) // 4)])
 
     def start(self, task: Task, gpus: list[int], results: Path, arguments: Sequence[str]) -> None:
         """Start a process where it was placed."""

@@ -35,7 +35,8 @@ def table(folder: Path) -> str:
     files = [*folder.glob("h?00-x?.json"), *folder.glob(f"h?00-x?{SHARED}.json")]
     for path in sorted(files, key=lambda path: path.stem):
         record = json.loads(path.read_text())
-        gpus = f"{len(record['machine'])}{', shared' if path.stem.endswith(SHARED) else ''}"
+        model = path.stem.partition("-")[0].upper()
+        gpus = f"{len(record['machine'])} {model}{', shared' if path.stem.endswith(SHARED) else ''}"
         not_held = record.get("not_held", {})
         rows = [{**row, "passed": row.get("passed", row["test"] not in not_held)} for row in record["rows"]]
         lines += [f"| {gpus} | {what} | {shown} |" for what, shown in _sums(rows)]

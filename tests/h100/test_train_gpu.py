@@ -24,8 +24,15 @@ SIZES = {
     "num_key_value_heads": 8, "head_dim": 128,
 }  # fmt: skip
 OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
-LARGER_GIB = 10.0
-"""Trainer and engine of the model of 0.2 billion weights."""
+LARGER_GIB = 9.0
+"""Memory of trainer and engine of the model of 0.2 billion weights; 8.5 GiB on an H100."""
+UPDATE = 0.1
+"""Greatest difference that the host's Adam makes to what three steps change, by L2 norm.
+
+Adam of torch on the host and of Transformer Engine on the GPU round float32 differently, so that masters are some 1e-7
+apart, and a bf16 weight near the middle of two rounds to the other one. Moments that are lost, or gradients of another
+step, change the update by its own length.
+"""
 LEFT = 0.05
 """Greatest share of torch's bytes that stay on the GPU: workspaces of kernels, which are nobody's state."""
 SLEEPS = ("--fix", "vllm-45620")
@@ -49,10 +56,14 @@ def train(folder: Path, *words: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
 def weights(folder: Path) -> dict[str, str]:
     """Digest of each exported tensor."""
-    files = sorted((folder / "hf_model").glob("*.safetensors"))
-    return {name: digest_tensor(tensor) for file in files for name, tensor in load_file(file).items()}
+    return {name: digest_tensor(tensor) for name, tensor in tensors(folder / "hf_model").items()}
 
 
 def larger(num_layers: int = 4) -> str:
@@ -61,7 +72,7 @@ def larger(num_layers: int = 4) -> str:
     return str(write_tiny("add", cache_folder(), "bfloat16", changes=changes))
 
 
-@pytest.mark.h100(gpus=1)
+@pytest.mark.h100(gpus=1, gib=18.0)
 def test_offloaded_state_leaves_the_gpu_and_comes_back_bitwise(runner, measured, tmp_path):
     config = config_of({**SIZES, "vocab_size": 65_536, "max_position_embeddings": 4096}, "bfloat16")
     args = {
@@ -102,19 +113,21 @@ def test_engine_and_trainer_take_turns_on_one_gpu(measured, tmp_path):
 
 @pytest.mark.h100(gpus=1, gib=LARGER_GIB)
 @pytest.mark.own_process
-def test_masters_and_moments_on_the_host_step_as_the_oracle_does(measured, tmp_path):
-    """Steps by torch's Adam on the host round unlike those on the GPU, so each is judged by transformers and Adam."""
-    peaks = []
+def test_masters_and_moments_on_the_host_step_alike(measured, tmp_path):
+    first, found, peaks = tensors(Path(larger(2))), {}, []
     for share in (0.0, 0.5, 1.0):
         rows = train(
-            tmp_path / f"offload-{share}", f"model={larger(2)}", "steps=2", "batch.max_tokens=2048",
-            "data.batch_size=16", "evaluation.num_problems=0", "verify.every=1",
+            tmp_path / f"offload-{share}", f"model={larger(2)}", "steps=3", "batch.max_tokens=2048",
+            "data.batch_size=16", "evaluation.num_problems=0", "optimizer.learning_rate=1e-5",
             f"megatron.optimizer_offload={share}",
         )  # fmt: skip
+        last = tensors(tmp_path / f"offload-{share}" / "hf_model")
+        found[share] = torch.cat([(last[name].float() - first[name].float()).flatten() for name in sorted(first)])
         peaks.append(rows[-1]["peak_memory_gib"])
-        measured(optimizer_offload=share, peak_memory_gib=peaks[-1], loss=[row["loss"] for row in rows])
-    assert peaks == sorted(peaks, reverse=True)
-    assert len(set(peaks)) == len(peaks)
+        apart = float((found[share] - found[0.0]).norm() / found[0.0].norm())
+        measured(optimizer_offload=share, peak_memory_gib=peaks[-1], apart=apart, loss=[row["loss"] for row in rows])
+        assert apart < UPDATE
+    assert peaks[0] > peaks[1] > peaks[2]
 
 
 @pytest.mark.h100(gpus=1, gib=LARGER_GIB)

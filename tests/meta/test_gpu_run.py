@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.h100 import turn
+from tests.h100 import lanes, turn
 from tests.h100.lanes import (
     LEAST_CORES,
     OWN_CORES,
@@ -127,6 +127,15 @@ def test_own_cores_are_used_by_nobody_and_some_are_left() -> None:
     assert host_with(1).place(alone) == [0]
 
 
+def test_own_cores_come_with_their_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "siblings", lambda core: [core % 32, core % 32 + 32])
+    alone = task(own_cores=True)
+    host = host_with(2, (alone, [0]), (alone, [1]))
+    halves = OWN_CORES // 2
+    assert host.running[0].cores == [*range(halves), *range(32, 32 + halves)]
+    assert host.running[1].cores == [*range(halves, OWN_CORES), *range(32 + halves, 32 + OWN_CORES)]
+
+
 def test_what_waits_for_room_starts_first() -> None:
     kinds = [task(timed=True), task(2), task(4, own_cores=True), task(own_cores=True), task(own_gpus=True), task(4)]
     order = sorted(kinds, key=urgency)
@@ -228,8 +237,8 @@ def test_the_table_counts_what_passed(tmp_path: Path) -> None:
     record = {"machine": ["H200"], "not_held": {"export[1]": "why"}, "rows": rows}
     (tmp_path / "h200-x1.json").write_text(json.dumps(record))
     assert table(tmp_path).splitlines()[2:] == [
-        "| 1 | export of the source, bitwise | 0 of 1 exports (tp2), 7 tensors |",
-        "| 1 | round trips by NCCL and IPC | 1 of 2 hold every check; "
+        "| 1 H200 | export of the source, bitwise | 0 of 1 exports (tp2), 7 tensors |",
+        "| 1 H200 | round trips by NCCL and IPC | 1 of 2 hold every check; "
         "mean mismatch at most 0.50 of the measured noise |",
-        "| 1 | shipped bugs, injected | 2 of 3 caught, first in: engine; 1 of 3 in their own stage, and healed |",
+        "| 1 H200 | shipped bugs, injected | 2 of 3 caught, first in: engine; 1 of 3 in their own stage, and healed |",
     ]

@@ -355,8 +355,9 @@ class EngineRollouts:
 
 def versions_of(sample: Sample, version: int) -> tuple[int, ...]:
     """Version of the weights that sampled each token, where the first were of `version`."""
-    updates = sample.updates or (0,) * len(sample.tokens)
-    return tuple(version + count for count in updates)
+    if not any(sample.updates):
+        return (version,) * len(sample.tokens)
+    return tuple(version + count for count in sample.updates)
 
 
 def _whole(name: str, routes: Routes, length: int) -> Routes:

@@ -37,7 +37,7 @@ def _probe() -> tuple[Any, list[Any]]:
 
 def test_what_changes_between_two_syncs_is_recorded() -> None:
     engine: Any = _Engine()
-    held = HeldEngine(engine)
+    held = HeldEngine(engine, sleeps=False)
     probe, seen = _probe()
     held.record_served([probe], 0)  # nothing was sent yet
     engine.weight = "3"
@@ -53,7 +53,7 @@ def test_what_changes_between_two_syncs_is_recorded() -> None:
 
 def test_a_sync_is_recorded_beside_the_start() -> None:
     engine: Any = _Engine()
-    held = HeldEngine(engine)
+    held = HeldEngine(engine, sleeps=False)
     engine.weight, engine.table = "3", "4"
     probe, seen = _probe()
     held.synced(1, [probe])
@@ -63,3 +63,17 @@ def test_a_sync_is_recorded_beside_the_start() -> None:
     assert tensors == [(SyncedTensor, "w", "3"), (SyncedTensor, "table", "4"), (ColdTensor, "table", "2")]
     settings = [type(item) for item in seen if isinstance(item, (SyncedSettings, ColdSettings))]
     assert settings == [SyncedSettings, ColdSettings]
+
+
+def test_an_engine_that_sleeps_is_asked_right_after_a_sync_alone() -> None:
+    engine: Any = _Engine()
+    asked = []
+    read, engine.state = engine.state, lambda: asked.append(engine.weight) or read()
+    held = HeldEngine(engine, sleeps=True)
+    probe, seen = _probe()
+    held.record_served([probe], 0)
+    assert not asked
+    held.synced(1, [probe])
+    held.record_served([probe], 1)
+    assert asked == ["1"]
+    assert {type(item) for item in seen} == {SyncedTensor, SyncedSettings}
