@@ -215,7 +215,7 @@ class GradientSums(ArrayRecord, frozen=True, kw_only=True, tag="train/sums"):
     """Gradients of one rank in one update, on some elements of some tensors, and the squares of all.
 
     Arrays, float32, of all tensors one after another: ``added`` the sum of what each backward pass of the rank gave, in
-    order; ``reduced`` what the optimizer was given of them, before it clips.
+    order; ``reduced`` what the optimizer was given of them, before it clips; ``used`` the weights that its passes used.
     """
 
     coordinate: str

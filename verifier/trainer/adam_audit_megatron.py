@@ -5,6 +5,7 @@ A few elements of some tensors are kept around the update, others in each, so th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -154,6 +155,10 @@ class Audits:
             begin = round_ % num_slices * ELEMENTS
             chosen.append(_Slice(item, begin, min(ELEMENTS, item.master.numel() - begin)))
         return Audit(self, chosen, number, name, None if self._sums is None else self._sums.of(number))
+
+    def left_ungathered(self, number: int) -> contextlib.AbstractContextManager[None]:
+        """See `gradient_sums_megatron.Sums.left_ungathered`; nothing where no sums are audited."""
+        return contextlib.nullcontext() if self._sums is None else self._sums.left_ungathered(number)
 
     def frozen(self) -> tuple[str, ...]:
         """Parameters that are not trained; in an adapted model, of the adapters."""

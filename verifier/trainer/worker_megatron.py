@@ -273,7 +273,7 @@ class TrainerWorker:
                 self._record_reference(probe, step)
                 records.record_ratios(facts, first=first)
             if last:
-                self._record_weights(probe, step)
+                self._record_weights(probe, step, number)
                 if self._sync is None:
                     self._close_recorder()
         found = update_facts_megatron.metrics_of_update(result, facts, policy=config.algorithm == "grpo")
@@ -281,12 +281,12 @@ class TrainerWorker:
             "learning_rate": rate, "tokens": sum(map(len, rollouts)), "peak_memory_gib": memory / 2**30,
         }  # fmt: skip
 
-    def _record_weights(self, probe: Recorder, step: int) -> None:
+    def _record_weights(self, probe: Recorder, step: int, number: int) -> None:
         if self._adapters is not None:
             self._adapters.record_update(probe, step, begins=step == 1)
             return
         self._left = Kept()
-        with step_megatron.params_synced(self._trainer):
+        with self._audits.left_ungathered(number + 1), step_megatron.params_synced(self._trainer):
             self._live.record(self._left, step, UpdatedShard)
         self._left.record(probe)
 
