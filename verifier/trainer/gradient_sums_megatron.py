@@ -190,8 +190,8 @@ class UpdateSums:
             dtype = cast('Literal["float32", "bfloat16"]', str(part.added.dtype).removeprefix("torch."))
             tensors.append(
                 SummedTensor(
-                    name=part.name, group=part.place.group, copies=self.sums.copies_of(part.parameter), begin=part.begin, elements=part.size,
-                    owned_begin=owned_begin, owned=len(own), dtype=dtype,
+                    name=part.name, group=part.place.group, copies=self.sums.copies_of(part.parameter),
+                    begin=part.begin, elements=part.size, owned_begin=owned_begin, owned=len(own), dtype=dtype,
                 )
             )  # fmt: skip
         arrays = {
