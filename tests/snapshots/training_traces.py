@@ -114,6 +114,11 @@ USED = np.array([0.5, 0.25, -0.125], np.float32)
 ARRAYS |= measured_traces.ARRAYS | {
     "sums 0": {"added": ADDED[0], "reduced": np.array([3, 0], np.float32) / 3, "used": USED},
     "sums 1": {"added": ADDED[1], "reduced": np.array([3], np.float32) / 3, "used": USED},
+    "sums of stale weights": {
+        "added": ADDED[1],
+        "reduced": np.array([3], np.float32) / 3,
+        "used": USED + np.array([0, 0.5, 0], np.float32),
+    },
     "sums of one rank": {"added": ADDED[0], "reduced": np.array([1, 0], np.float32) / 3, "used": USED},
     "rounded sums 0": {"added": ADDED[0], "reduced": np.array([3.01, 0], np.float32) / 3, "used": USED},
     "rounded sums 1": {"added": ADDED[1], "reduced": np.array([3.01], np.float32) / 3, "used": USED},
