@@ -69,6 +69,4 @@ def test_passes_use_what_the_rank_that_steps_it_left():
     assert used("sums 1") == (Verdict.HOLDS, [])
     verdict, said = used("sums of stale weights")
     assert verdict is Verdict.VIOLATED
-    assert said == [
-        "the passes of update 1 use 0.75 as element 5 of `decoder.weight`, the rank that steps it left 0.25"
-    ]
+    assert said == ["the passes of update 1 use 1 as element 4 of `decoder.weight`, the rank that steps it left 2"]
