@@ -68,7 +68,7 @@ def _found(
         if place := lives[-1].places.get((owned.chunk, owned.local)):
             parts["master"].append((place, owned.offset, owned.master.detach()))
             for name, state in owned.moments().items():
-                if name != "step":
+                if isinstance(state, torch.Tensor) and state.numel() == owned.master.numel() and name != "step":
                     parts[name].append((place, owned.offset, state))
     counts = {"optimizer steps": steps_of(optimizer), "scheduler steps": int(scheduler.num_steps)}
     found: Elements = {COUNT: {name: ([0], [value]) for name, value in counts.items()}}
