@@ -111,12 +111,12 @@ ARRAYS["over the engine"] = {
 }  # fmt: skip
 ADDED = (np.array([2, 1, 0], np.float32), np.array([1, -1, 3], np.float32))
 ARRAYS |= measured_traces.ARRAYS | {
-    "sums 0": {"added": ADDED[0], "reduced": np.array([3, 0], np.float32) / 3},
-    "sums 1": {"added": ADDED[1], "reduced": np.array([3], np.float32) / 3},
-    "sums of one rank": {"added": ADDED[0], "reduced": np.array([1, 0], np.float32) / 3},
-    "rounded sums 0": {"added": ADDED[0], "reduced": np.array([3.01, 0], np.float32) / 3},
-    "rounded sums 1": {"added": ADDED[1], "reduced": np.array([3.01], np.float32) / 3},
-}
+    name: {"added": ADDED[rank], "reduced": np.array(given, np.float32) / 3, "used": ADDED[0].clip(0, most)}
+    for name, rank, most, given in (
+        ("sums 0", 0, 9, [3, 0]), ("sums 1", 1, 9, [3]), ("sums of stale weights", 1, 1, [3]),
+        ("sums of one rank", 0, 9, [1, 0]), ("rounded sums 0", 0, 9, [3.01, 0]), ("rounded sums 1", 1, 9, [3.01]),
+    )
+}  # fmt: skip
 RATE = np.float32(1e-3)
 BIASES = np.array([[0.5, -0.25, 0.125]], np.float32)
 ARRAYS["balance"] = {

@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
+
+import numpy as np
 
 from verifier.checks.content import owner_of, times
 from verifier.checks.step import STEP
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.records_trainer import AdamAudit
+from verifier.core.records_trainer import AdamAudit, GradientSums, SummedTensor
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 
 @check("TRN005", needs=(AdamAudit,), scope="audited")
 def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
-    """In every update each rank moves its masters by Adam, with the clipped gradient of this step, and copies them.
+    """In every update each rank moves its masters by Adam, with the clipped gradient, and all ranks' passes use them.
 
     What it checks: per rank and update, on up to 1,024 elements of up to 32 tensors, others in each update: masters
     after it against Adam in float64 from masters, moments and reduced gradient before it, with the rate and decay of
     the tensor's group and the clip factor of the recorded norm; that weights are the masters, rounded to the weights'
     dtype; that the gradient was zero before the first pass; that masters, moments and weights of the update before are
-    what it left. And that every parameter is trained; with adapters, every one of theirs.
+    what it left; that passes use these weights on every rank, on up to 256 elements of up to 16 tensors, others in each
+    update, against those of the rank whose optimizer holds them. And that every parameter is trained; with adapters,
+    every one of theirs.
     Why it matters: a clip that is computed and not applied, masters that no weight gets, a tensor that no step moves
     and gradients that are kept from step to step all give a loss that falls. TRN001 sees them on sampled steps alone.
-    Evidence: train/audit.
+    Evidence: train/audit; train/sums for the weights that passes use.
     Tolerance and its source: 1e-3 of the learning rate, as TRN001, beyond three roundings to float32. All else is
     bitwise: these are copies.
     What it does not catch: a wrong gradient (LSS001, TRN006), norm (TRN006) or rate (TRN002); tensors whose turn has
-    not come; runs with Megatron-FSDP or an optimizer on the host, which the report says.
-    References: Automodel#576, DeeperSpeed#56, tt-blacksmith#711, RL#3171, trl#3926.
+    not come; weights that passes use of an adapter, or of a model without a layout, and on sampled steps, before which
+    they are gathered for the oracle; runs with Megatron-FSDP or an optimizer on the host, which the report says.
+    References: Automodel#576, DeeperSpeed#56, tt-blacksmith#711, RL#3171, trl#3926, Megatron-LM#950.
     """
     for audit in trace.of(AdamAudit):
         for item in audit.tensors:
@@ -70,6 +77,35 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
             expected="every parameter, but for the base of an adapter", actual=f"{len(audit.frozen)} are frozen",
             allowed="exact", hint="look at what sets requires_grad",
         )  # fmt: skip
+    yield from _used(trace)
+
+
+def _used(trace: Trace) -> Iterator[Comparison]:
+    """Compare the weights of each rank's passes with those of the rank whose optimizer holds them."""
+    used: dict[tuple[str, str, int], list[tuple[GradientSums, SummedTensor, np.ndarray]]] = defaultdict(list)
+    for item in trace.of(GradientSums):
+        values = ragged.split(trace.array(item, "used"), [tensor.elements for tensor in item.tensors])
+        for tensor, own in zip(item.tensors, values, strict=True):
+            used[item.name, tensor.group, tensor.begin].append((item, tensor, own))
+    for copies in used.values():
+        expected = np.full(copies[0][1].elements, np.nan, np.float32)
+        for _, tensor, own in reversed(copies):
+            held = slice(tensor.owned_begin, tensor.owned_begin + tensor.owned)
+            expected[held] = own[held]
+        if len(copies) != copies[0][1].copies or len(copies) < 2:
+            continue
+        for item, tensor, own in copies:
+            bad = np.flatnonzero(own.view(np.int32) != expected.view(np.int32))
+            at = int(bad[0]) if len(bad) else 0
+            yield Comparison(
+                what=f"weights of {tensor.name} in the passes of {item.name} on rank {item.rank}", same=not len(bad),
+                stage=Stage.TRAIN, version=item.version, badness=len(bad) / len(own), owner=owner_of(item),
+                sentence=f"the passes of {item.name} use {own[at]:.6g} as element {tensor.begin + at:,} of "
+                f"`{tensor.name}`, the rank that steps it left {expected[at]:.6g}",
+                expected=f"{expected[at]:.6g} (the rank whose optimizer holds it)",
+                actual=f"{own[at]:.6g} ({len(bad):,} of {len(own):,} elements differ)", allowed="bitwise (a gather)",
+                hint="look at what gathers weights after a step, and at what runs before it",
+            )  # fmt: skip
 
 
 def _compared(

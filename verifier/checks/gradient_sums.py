@@ -41,10 +41,9 @@ def gradient_not_summed(trace: Trace) -> Iterator[Comparison]:
     Evidence: train/sums, train/done.
     Tolerance and its source: half a unit in the last place of the type that gradients are added in for each addition
     and scaling, of the sum of magnitudes (Higham 2002, section 4.2); the norm 1e-5, as TRN001.
-    What it does not catch: what a backward pass gives (LSS001); linears whose kernel adds to the buffer itself, and a
-    tied embedding on two stages; tensors whose turn has not come; runs with Megatron-FSDP or an optimizer on the host,
-    which the report says.
-    References: verl#7493, torchtitan#3575, ROCm/TransformerEngine#715.
+    What it does not catch: what a backward pass gives (LSS001); linears whose kernel adds to the buffer itself; tensors
+    whose turn has not come; runs with Megatron-FSDP or an optimizer on the host, which the report says.
+    References: verl#7493, torchtitan#3575, ROCm/TransformerEngine#715, Megatron-LM#844, Megatron-LM#7227.
     """
     steps = {(item.name, item.rank): item for item in trace.of(TrainerStep)}
     sums = [item for item in trace.of(GradientSums) if (item.name, item.rank) in steps]

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from verifier.checks.content import compare_contents, owner_of
+from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.records_trainer import CheckpointNumber, KeptCheckpoints, LoadedState, SavedState, TrainedUntil
+from verifier.core.records_trainer import (
+    CheckpointNumber,
+    KeptCheckpoints,
+    LoadedElements,
+    LoadedState,
+    SavedState,
+    TrainedUntil,
+)
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -19,14 +30,16 @@ def loaded_state_differs_from_saved(trace: Trace) -> Iterator[Comparison]:
     What it checks: per rank, digests of weights, fp32 masters, Adam's moments and steps, the scheduler's count, and all
     random states, taken after the load, against those taken at the save; names both ways. The controller's position in
     the data, and the digest of all examples to train on, in order, too. Where trainer and engine take turns on a GPU,
-    the same before and after each stay on the host.
+    the same before and after each stay on the host. On another mesh, in place of digests, 32 elements of each tensor of
+    the checkpoint: weights, masters, moments, a reference; and the counts of optimizer and scheduler.
     Why it matters: a resume that leaves moments out, builds masters from rounded weights, or begins a schedule anew
     trains on without an error, and no curve shows why it is worse.
-    Evidence: checkpoint/saved, checkpoint/loaded.
+    Evidence: checkpoint/saved, checkpoint/loaded; on another mesh checkpoint/elements.
     Tolerance and its source: bitwise; a load is a copy.
-    What it does not catch: state that was wrong before it was saved (TRN001, TRN003), and a load on another mesh, which
-    cuts tensors otherwise and is not compared; a number that is another step's (CKP002).
-    References: NeMo-RL#3171, SkyRL#1403, open-r1#450, slime#1152, VeOmni#330.
+    What it does not catch: state that was wrong before it was saved (TRN001, TRN003); on another mesh all other
+    elements, random states, which are those of the seed, and the state of a model without a layout; a number that is
+    another step's (CKP002).
+    References: NeMo-RL#3171, SkyRL#1403, open-r1#450, slime#1152, VeOmni#330, AReaL#1468.
     """
     held = {(item.role, item.rank, item.version) for kind in (SavedState, LoadedState) for item in trace.of(kind)}
     for role, rank, version in sorted(held):
@@ -39,6 +52,44 @@ def loaded_state_differs_from_saved(trace: Trace) -> Iterator[Comparison]:
             expected_says="what was saved", allowed="bitwise (a load is a copy)",
             hint="look at what the load restores, and at what overwrites it before the first step",
         )  # fmt: skip
+    yield from _on_another_mesh(trace)
+
+
+def _on_another_mesh(trace: Trace) -> Iterator[Comparison]:
+    """Compare elements of what ranks of another mesh loaded with the same elements of what was saved."""
+    found: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
+    for item in trace.of(LoadedElements):
+        columns = [ragged.split(trace.array(item, name), item.counts) for name in ("index", "saved", "loaded")]
+        for tensor, index, saved, loaded in zip(item.tensors, *columns, strict=True):
+            found[item.name, item.version] |= {(tensor, place) for place in index[saved >= 0].tolist()}
+            bad = np.flatnonzero(saved != loaded)
+            at = int(bad[0]) if len(bad) else 0
+            expected, actual = (_shown(item.name, int(values[at])) for values in (saved, loaded))
+            yield Comparison(
+                what=f"{item.name}/{tensor} on rank {item.rank}", same=not len(bad), stage=Stage.CHECKPOINT,
+                version=item.version, badness=len(bad) / len(index), owner=owner_of(item),
+                sentence=f"{item.name} of `{tensor}` is {actual} at element {int(index[at]):,} after the load, "
+                f"{expected} was saved",
+                expected=f"{expected} (any rank of the mesh that saved it)",
+                actual=f"{actual} ({len(bad):,} of {len(index):,} elements differ)",
+                allowed="bitwise (a load is a copy)",
+                hint="look at how the load cuts tensors for another mesh, and at what it leaves out",
+            )  # fmt: skip
+    for item in trace.of(LoadedElements):
+        held = len(found[item.name, item.version])
+        yield Comparison(
+            what=f"elements of {item.name}, rank {item.rank}", same=held == item.saved_elements,
+            stage=Stage.CHECKPOINT, version=item.version, badness=1.0, owner=owner_of(item),
+            sentence=f"ranks hold {held:,} of the {item.saved_elements:,} elements of {item.name} that were saved",
+            expected=f"{item.saved_elements:,} (all ranks of the mesh that saved them)", actual=f"{held:,}",
+            allowed="exact (counts)", hint="look at what the load leaves out",
+        )  # fmt: skip
+
+
+def _shown(part: str, bits: int) -> str:
+    if bits < 0:
+        return "nothing"
+    return f"{bits:,}" if part == "count" else f"{np.uint32(bits).view(np.float32):.6g}"
 
 
 @check("CKP002", needs=(CheckpointNumber, TrainedUntil), scope="continued")
@@ -54,7 +105,7 @@ def checkpoint_of_another_step(trace: Trace) -> Iterator[Comparison]:
     Tolerance and its source: exact; these are counts. Steps whose rollouts were all dropped train nothing, so a number
     may be greater.
     What it does not catch: a number that is too great, so that a batch is left out: the metrics of the step before are
-    absent (MET002); a load on another mesh.
+    absent (MET002).
     References: Megatron-Bridge#3267, pytorch-lightning#19815.
     """
     for number in trace.of(CheckpointNumber):

@@ -215,7 +215,7 @@ class GradientSums(ArrayRecord, frozen=True, kw_only=True, tag="train/sums"):
     """Gradients of one rank in one update, on some elements of some tensors, and the squares of all.
 
     Arrays, float32, of all tensors one after another: ``added`` the sum of what each backward pass of the rank gave, in
-    order; ``reduced`` what the optimizer was given of them, before it clips.
+    order; ``reduced`` what the optimizer was given of them, before it clips; ``used`` the weights that its passes used.
     """
 
     coordinate: str
@@ -302,6 +302,22 @@ class SavedState(StateRecord, frozen=True, kw_only=True, tag="checkpoint/saved")
 
 class LoadedState(StateRecord, frozen=True, kw_only=True, tag="checkpoint/loaded"):
     """State that a rank holds after the checkpoint was loaded, before the next step."""
+
+
+class LoadedElements(ArrayRecord, frozen=True, kw_only=True, tag="checkpoint/elements"):
+    """Elements of one part of a rank's state after a load on another mesh, by tensors of the checkpoint.
+
+    Arrays, int64, of all tensors one after another: ``index`` in the flattened tensor; ``loaded`` the bits of float32
+    there, or a count; ``saved`` those that any rank saved, -1 where none did.
+    """
+
+    coordinate: str
+    """Mesh coordinate of the rank."""
+    tensors: tuple[str, ...]
+    counts: Lengths
+    """Elements of each tensor."""
+    saved_elements: Count
+    """Elements of this part that all ranks saved together."""
 
 
 class CheckpointNumber(Record, frozen=True, kw_only=True, tag="checkpoint/number"):

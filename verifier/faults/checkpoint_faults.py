@@ -11,6 +11,7 @@ from msgspec import structs
 from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
 from verifier.faults.mode_faults import ASYNC
+from verifier.mesh import Mesh
 
 CHECKPOINT = "verifier.train.checkpoint_megatron"
 LOAD = f"{CHECKPOINT}:load(trainer, optimizer, scheduler, folder, same_mesh)"
@@ -28,6 +29,38 @@ def moments_not_loaded(call: Call) -> None:
     for state in _states(call.optimizer):
         for name in ("exp_avg", "exp_avg_sq"):
             state[name].zero_()
+
+
+@fault("areal-project/AReaL#1468", RESTORE_OPTIMIZER, **{**ROW, "mesh": Mesh(tp=2), "saved_on": Mesh(dp=2)})
+def moments_not_loaded_on_another_mesh(call: Call) -> None:
+    """A run goes on with another mesh, whose load has no place for the moments yet, and they begin again at zero."""
+    call.faulty()
+    for state in _states(call.optimizer):
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name].zero_()
+
+
+@fault(
+    "NVIDIA/Megatron-LM#6920", LOAD,
+    **{
+        **ROW, "mesh": Mesh(dp=2), "saved_on": Mesh(pp=2),
+        "training": ("dtype=bf16", "megatron.overlap_param_gather=false"),
+    },
+)  # fmt: skip
+def shards_of_others_not_gathered_after_load(call: Call) -> None:
+    """Each rank of another mesh loads the weights that it steps, and nothing gathers those of the others."""
+    import torch
+
+    from verifier.train.optimizer_megatron import owned_parts
+
+    begun = {item: item.detach().clone() for chunk in call.trainer.chunks for item in chunk.parameters()}
+    call.faulty()
+    with torch.no_grad():
+        for chunk in call.trainer.chunks:
+            for parameter, at, own in owned_parts(chunk, sharded=True):
+                begun[parameter].view(-1)[at : at + len(own)] = parameter.view(-1)[at : at + len(own)]
+        for parameter, weights in begun.items():
+            parameter.copy_(weights)
 
 
 @fault("NovaSky-AI/SkyRL#1403", LOAD, **ROW)

@@ -160,6 +160,8 @@ class Fault:
     """Rank of the adapter that is trained and synced while the base is frozen; 0 trains the whole model."""
     training: tuple[str, ...] = ()
     """Knobs of the training run, key=value, besides model and mesh; see `verifier.faults.training_trial`."""
+    saved_on: Mesh | None = None
+    """Mesh of the run before a resume, where it is another."""
     in_derivation: bool = False
     """Inject it where the layout of a model without a row is derived too, as a bug of a load that shipped is."""
     gpus: int = 0

@@ -14,6 +14,14 @@ FORWARD = "verifier.train.step_megatron:_forward(data_iterator, model, trainer, 
 SYNC = (
     "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync(self, force_all_reduce)"
 )
+GATHER = (
+    "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_param_sync("
+    "self, skip_next_bucket_dispatch)"
+)
+TIED = (
+    "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads("
+    "model, config, embd_group, pp_group)"
+)
 COUNTED = "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate(param, tp_group, expert_tp_group)"
 in_sums = functools.partial(
     fault, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add", caught_by=("TRN006",), training=("verify.every=0",)
@@ -60,3 +68,44 @@ def gradient_of_the_last_micro_batch(call: Call) -> Any:
 def norm_counts_copies_on_every_rank(call: Call) -> Any:
     """Replicated weights are marked as shards, and each tensor-parallel rank counts them in the gradient's norm."""
     return call.wrong(True)
+
+
+@in_sums("NVIDIA/Megatron-LM#7227", "megatron.core.optimizer.optimizer:param_is_not_shared(param)", mesh=Mesh(pp=2))
+def norm_counts_the_tied_embedding_twice(call: Call) -> Any:
+    """The last stage's copy of a tied embedding loses its mark, and the gradient's norm counts it once more."""
+    return call.wrong(True)
+
+
+@in_sums("NVIDIA/Megatron-LM#844", TIED, mesh=Mesh(pp=2, dp=2))
+def tied_gradients_of_unequal_shards(call: Call) -> Any:
+    """A tied embedding is sharded otherwise on either stage, and a summed part meets one of a single rank."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    if parallel_state.is_pipeline_last_stage():
+        call.fire()
+        gradient = call.model[-1].module.shared_embedding_or_output_weight().main_grad
+        parts = [torch.empty_like(gradient) for _ in range(2)]
+        dist.all_gather(parts, gradient, group=parallel_state.get_data_parallel_group())
+        gradient.copy_(parts[1 - parallel_state.get_data_parallel_rank()])
+    return call.original()
+
+
+@in_sums("NVIDIA/Megatron-LM#7160", SYNC, mesh=Mesh(ep=2, dp=2), model="tiny:add-moe")
+def expert_gradients_scaled_once_more(call: Call) -> Any:
+    """Gradients of experts carry a factor by which only those of the other weights are divided again."""
+    for bucket in call.self.buckets:
+        if not getattr(bucket.params_list[0], "allreduce", True):
+            call.fire()
+            bucket.grad_data.mul_(2)
+    return call.original()
+
+
+@in_sums("NVIDIA/Megatron-LM#950", GATHER, mesh=Mesh(dp=2), caught_by=("TRN005",))
+def passes_before_the_gather(call: Call) -> Any:
+    """A module of a training run computes before its weights are gathered, by those of the step before."""
+    if not call.self.param_gather_dispatched:
+        call.fire()
+        call.self.param_gather_dispatched = True
+    return call.original()

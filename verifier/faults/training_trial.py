@@ -18,6 +18,7 @@ from verifier.core.stage import Stage
 from verifier.errors import VerifierError
 from verifier.faults.fault import Fault, FireCounter, Side
 from verifier.faults.injection import INJECTED, in_engines
+from verifier.mesh import Mesh
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.checkpoint_folder import Checkpoints
@@ -52,12 +53,16 @@ class TrainingOutcome:
 
 def training_overrides(fault: Fault) -> tuple[str, ...]:
     """Knobs of a fault's runs; those that share them share a clean run."""
-    mesh = [f"mesh.{axis}={size}" for axis, size in fault.mesh.to_dict().items() if size is not None]
+    mesh = _axes(fault.mesh)
     knobs = [*KNOBS, *(GRPO_KNOBS if "algorithm=grpo" in fault.training else ())]
     own = {text.partition("=")[0] for text in fault.training}
     kept = [text for text in knobs if text.partition("=")[0] not in own]
     resumed = ["checkpoint.every=1"] if fault.stage is Stage.CHECKPOINT else []
     return (f"model={fault.model}", *mesh, *kept, *fault.training, *resumed)
+
+
+def _axes(mesh: Mesh) -> list[str]:
+    return [f"mesh.{axis}={size}" for axis, size in mesh.to_dict().items() if size is not None]
 
 
 def run_training(
@@ -77,7 +82,9 @@ def run_training(
         config, _ = load(TrainConfig, overrides=words)
     launcher = resources.launcher(Deadline(config.timeout_s))
     if fault.stage is Stage.CHECKPOINT:
-        Trainer(config, progress, DeferredJudge(), launcher=launcher, resources=resources).run()
+        others = [text for text in words if not text.startswith("mesh.")]
+        whole, _ = load(TrainConfig, overrides=[*others, *_axes(fault.saved_on or fault.mesh)])
+        Trainer(whole, progress, DeferredJudge(), launcher=launcher, resources=resources).run()
         Checkpoints(run / "checkpoints", config.checkpoint.keep).remove_after(config.steps - 1)
         (run / FINISHED).unlink()
     with contextlib.ExitStack() as stack:

@@ -137,7 +137,7 @@ class Trials:
 
     def _training_trial(self, fault: Fault, began: float) -> TrialResult:
         resources = self._runner.resources
-        key = training_overrides(fault)
+        key = (*training_overrides(fault), str(fault.saved_on))
         if key not in self._trained:
             self._progress(f"clean training run of {fault.model} on {fault.mesh.label()}")
             self._trained[key] = run_training(fault, self._new_folder(fault, "clean"), resources, self._progress)

@@ -5,6 +5,7 @@ A few elements of some tensors are kept around the update, others in each, so th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -73,16 +74,23 @@ def _models_of(part: Any) -> dict[int, torch.Tensor]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Owned:
+class Owned:
     """Part of a parameter that the rank's optimizer updates."""
 
-    name: str
+    chunk: int
+    local: str
+    """Name of the parameter in its model chunk, without wrappers."""
     model: torch.Tensor
     master: torch.Tensor
     offset: int
     """Index of its first element in the flattened parameter."""
     adam: Any
     group: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Name by which the rank knows it."""
+        return f"{self.local}{f' (chunk {self.chunk})' if self.chunk else ''}"
 
     def moments(self) -> dict[str, torch.Tensor]:
         """Adam's state, empty before the first step."""
@@ -94,7 +102,7 @@ class _Owned:
 class _Slice:
     """Some elements of a part."""
 
-    of: _Owned
+    of: Owned
     begin: int
     size: int
 
@@ -145,7 +153,7 @@ class Audits:
             number: of the optimizer step, from 1.
             name: of the update, as its records have it.
         """
-        owned = sorted(self._owned(), key=lambda item: item.name)
+        owned = sorted(owned_masters(self._trainer, self._optimizer), key=lambda item: item.name)
         count = min(TENSORS, len(owned))
         chosen = []
         for turn in range((number - 1) * count, number * count):
@@ -154,6 +162,10 @@ class Audits:
             begin = round_ % num_slices * ELEMENTS
             chosen.append(_Slice(item, begin, min(ELEMENTS, item.master.numel() - begin)))
         return Audit(self, chosen, number, name, None if self._sums is None else self._sums.of(number))
+
+    def left_ungathered(self, number: int) -> contextlib.AbstractContextManager[None]:
+        """See `gradient_sums_megatron.Sums.left_ungathered`; nothing where no sums are audited."""
+        return contextlib.nullcontext() if self._sums is None else self._sums.left_ungathered(number)
 
     def frozen(self) -> tuple[str, ...]:
         """Parameters that are not trained; in an adapted model, of the adapters."""
@@ -164,26 +176,29 @@ class Audits:
             name.replace("module.", "") for name, parameter in named if name in trained and not parameter.requires_grad
         )
 
-    def _owned(self) -> Iterator[_Owned]:
-        names = {
-            id(parameter): f"{name.replace('module.', '')}{f' (chunk {at})' if at else ''}"
-            for at, chunk in enumerate(self._trainer.chunks) for name, parameter in chunk.named_parameters()
-        }  # fmt: skip
-        for part in self._optimizer.chained_optimizers:
-            if getattr(part, "is_stub_optimizer", False):
-                continue
-            models = _models_of(part)
-            for group in part.optimizer.param_groups:
-                for master in group["params"]:
-                    model = models.get(id(master))
-                    if model is None or id(model) not in names or master.numel() == 0:
-                        continue
-                    sharded = hasattr(part, "model_param_group_index_map")
-                    offset = part._get_model_param_range_map(model)["param"].start if sharded else 0
-                    yield _Owned(
-                        name=names[id(model)], model=model, master=master, offset=offset, adam=part.optimizer,
-                        group=group,
-                    )  # fmt: skip
+
+def owned_masters(trainer: TrainerModel, optimizer: Any) -> Iterator[Owned]:
+    """Masters that a rank's optimizer holds, on the device; without Megatron-FSDP."""
+    names = {
+        id(parameter): (at, name.replace("module.", ""))
+        for at, chunk in enumerate(trainer.chunks) for name, parameter in chunk.named_parameters()
+    }  # fmt: skip
+    for part in optimizer.chained_optimizers:
+        if getattr(part, "is_stub_optimizer", False):
+            continue
+        models = _models_of(part)
+        for group in part.optimizer.param_groups:
+            for master in group["params"]:
+                model = models.get(id(master))
+                if model is None or id(model) not in names or master.numel() == 0:
+                    continue
+                sharded = hasattr(part, "model_param_group_index_map")
+                offset = part._get_model_param_range_map(model)["param"].start if sharded else 0
+                chunk, local = names[id(model)]
+                yield Owned(
+                    chunk=chunk, local=local, model=model, master=master, offset=offset, adam=part.optimizer,
+                    group=group,
+                )  # fmt: skip
 
 
 class Audit:

@@ -90,7 +90,7 @@ class Continuation:
         if self._at is not None:
             same_mesh = self._at.mesh == self._config.mesh.label()
             arguments = {"resume": str(self._checkpoints.path(self._at.step)), "same_mesh": same_mesh}
-            self._unjudged = self._at if same_mesh else None
+            self._unjudged = self._at
         settings: dict[str, Any] = call("load", **arguments)[0]
         return settings
 

@@ -1,13 +1,15 @@
 """Gradients of each update on one rank: what its backward passes gave, what its optimizer was given, their squares.
 
-A few elements of some tensors are added up beside the gradient buffer, as each micro-batch's backward pass gives them.
-Which elements, all ranks that hold the same tensor choose alike.
+A few elements of some tensors are added up beside the gradient buffer, as each micro-batch's backward pass gives them,
+and the weights that the passes used are kept there. Which elements, all ranks that hold the same tensor choose alike.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
@@ -73,13 +75,51 @@ class Sums:
             number: of the optimizer step, from 1.
         """
 
-        def turn(item: tuple[Any, ParamPlacement]) -> int:
-            return zlib.crc32(f"{number} {item[1].global_name}".encode())
+        def turn(item: tuple[Any, ParamPlacement]) -> tuple[bool, int]:
+            # A tied embedding on two stages comes first on both, which have no other tensor in common.
+            return not self._is_tied(item[0]), zlib.crc32(f"{number} {item[1].global_name}".encode())
 
-        # Of a tied embedding on two stages, each stage would choose elements of its own.
-        tied = self.trainer.mesh.pp > 1
-        known = [item for item in self.places.items() if not (tied and getattr(item[0], "shared_embedding", False))]
-        return UpdateSums(self, number, sorted(known, key=turn)[:TENSORS])
+        return UpdateSums(self, number, sorted(self.places.items(), key=turn)[:TENSORS])
+
+    def _is_tied(self, parameter: Any) -> bool:
+        return self.trainer.mesh.pp > 1 and getattr(parameter, "shared_embedding", False)
+
+    def copies_of(self, parameter: Any) -> int:
+        """Number of ranks that hold the same bits."""
+        mesh = self.trainer.mesh
+        sizes = {**{axis: getattr(mesh, axis) for axis in ("tp", "cp", "dp", "etp")}, "edp": mesh.expert_dp}
+        copies = 2 if self._is_tied(parameter) else 1
+        return copies * math.prod(sizes[axis] for axis in self.places[parameter].replicated_over)
+
+    @contextlib.contextmanager
+    @torch.no_grad()
+    def left_ungathered(self, number: int) -> Iterator[None]:
+        """Leave the weights of an update's elements as they are, for its passes to gather, whatever the body gathers.
+
+        A look at all weights gathers those that other ranks have stepped. Passes that do not would go unseen then.
+        """
+        options = self.trainer.data_parallel
+        overlapped = options is not None and options.fsdp is None and options.overlap_param_gather
+        if not (overlapped and self.trainer.mesh.has_copies):
+            yield
+            return
+        parts = [self.part_of(number, *chosen) for chosen in self.of(number).chosen]
+        kept = [_cut(part.parameter, part.begin, part.size).clone() for part in parts]
+        yield
+        for part, values in zip(parts, kept, strict=True):
+            part.parameter.view(-1)[part.begin : part.begin + part.size].copy_(values)
+        for chunk in self.trainer.chunks:
+            chunk.reset_param_sync_dispatch_state()
+
+    def part_of(self, number: int, parameter: Any, place: ParamPlacement) -> _Part:
+        """Elements of a parameter that an update adds up."""
+        turns, key = -(-parameter.numel() // ELEMENTS), zlib.crc32(place.group.encode())
+        begin = (number + key) % turns * ELEMENTS
+        size = min(ELEMENTS, parameter.numel() - begin)
+        return _Part(
+            name=place.global_name, parameter=parameter, place=place, begin=begin, size=size,
+            added=torch.zeros(size, dtype=parameter.main_grad.dtype, device=parameter.device),
+        )  # fmt: skip
 
     def stands_for(self, parameter: Any) -> bool:
         """Tell whether this rank, among those with the same part of a gradient, is the one that counts its squares."""
@@ -98,18 +138,13 @@ class UpdateSums:
     _parts: dict[Any, _Part] = field(default_factory=dict)
     _hooks: list[Any] = field(default_factory=list)
     _reduced: dict[Any, tuple[int, torch.Tensor]] = field(default_factory=dict)
+    _used: dict[Any, torch.Tensor] = field(default_factory=dict)
     _norms: list[torch.Tensor] = field(default_factory=list)
 
     def begin(self) -> None:
         """Watch the chosen parameters."""
         for parameter, place in self.chosen:
-            turns = -(-parameter.numel() // ELEMENTS)
-            begin = (self.number + zlib.crc32(place.global_name.encode())) % turns * ELEMENTS
-            size = min(ELEMENTS, parameter.numel() - begin)
-            self._parts[parameter] = part = _Part(
-                name=place.global_name, parameter=parameter, place=place, begin=begin, size=size,
-                added=torch.zeros(size, dtype=parameter.main_grad.dtype, device=parameter.device),
-            )  # fmt: skip
+            self._parts[parameter] = part = self.sums.part_of(self.number, parameter, place)
             self._hooks.append(parameter.register_hook(partial(self._given, part)))
 
     @torch.no_grad()
@@ -122,9 +157,10 @@ class UpdateSums:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Keep what the optimizer is given."""
+        """Keep what the optimizer is given, and the weights that the passes used."""
         for hook in self._hooks:
             hook.remove()
+        self._used = {item: _cut(item.detach(), part.begin, part.size).clone() for item, part in self._parts.items()}
         counted = []
         for chunk in self.sums.trainer.chunks:
             for parameter, offset, own in owned_parts(chunk, sharded=_is_sharded(self.sums.trainer)):
@@ -146,23 +182,22 @@ class UpdateSums:
             version: of the weights.
             coordinate: of the rank.
         """
-        mesh, none = self.sums.trainer.mesh, (0, torch.zeros(0))
-        sizes = {**{axis: getattr(mesh, axis) for axis in ("tp", "cp", "dp", "etp")}, "edp": mesh.expert_dp}
+        none = (0, torch.zeros(0))
         parts = list(self._parts.values())
         reduced = [self._reduced.get(part.parameter, none) for part in parts]
         tensors = []
         for part, (owned_begin, own) in zip(parts, reduced, strict=True):
-            copies = 1
-            for axis in part.place.replicated_over:
-                copies *= sizes[axis]
             dtype = cast('Literal["float32", "bfloat16"]', str(part.added.dtype).removeprefix("torch."))
             tensors.append(
                 SummedTensor(
-                    name=part.name, group=part.place.group, copies=copies, begin=part.begin, elements=part.size,
-                    owned_begin=owned_begin, owned=len(own), dtype=dtype,
+                    name=part.name, group=part.place.group, copies=self.sums.copies_of(part.parameter),
+                    begin=part.begin, elements=part.size, owned_begin=owned_begin, owned=len(own), dtype=dtype,
                 )
             )  # fmt: skip
-        arrays = {"added": [part.added for part in parts], "reduced": [own for _, own in reduced]}
+        arrays = {
+            "added": [part.added for part in parts], "reduced": [own for _, own in reduced],
+            "used": [self._used[part.parameter] for part in parts],
+        }  # fmt: skip
         squares = float(torch.stack(self._norms).square().sum()) if self._norms else 0.0
         probe.emit(
             GradientSums(

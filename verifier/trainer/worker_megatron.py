@@ -44,6 +44,7 @@ from verifier.trainer.load_evidence_megatron import loaded_weights
 from verifier.trainer.out_of_memory import refused_for_memory
 from verifier.trainer.routing_megatron import TrainingRoutes
 from verifier.trainer.saves_megatron import Saves
+from verifier.trainer.state_elements_megatron import elements_of
 from verifier.trainer.state_megatron import Facts, digests_of, reference_facts, replaced, state_facts
 from verifier.trainer.step_trace import can_audit, cuts_exports
 from verifier.trainer.turns_megatron import Turns
@@ -126,11 +127,11 @@ class TrainerWorker:
             self._live = self._adapters.trained
         self._loaded = loaded_weights(config, self._trainer, self._adapters or self._live, self._source, resume)
         self._audits = Audits(self._trainer, self._optimizer, self._settings, self._live.places, rank)
-        if config.grpo.has_reference:
-            self._reference = [tensor.clone() for _, _, tensor in self._live.tensors()]
-        self._writer = checkpoint_megatron.Writer(
-            self._trainer, self._optimizer, self._scheduler, asynchronous=config.checkpoint.asynchronous
-        )
+        self._reference = [item.clone() for _, _, item in self._live.tensors() if config.grpo.has_reference]
+        self._parts = (self._trainer, self._optimizer, self._scheduler)
+        lives = [self._live] if self._adapters is None else [self._adapters.base, self._live]
+        self._elements = partial(elements_of, *self._parts, lives, self._reference)
+        self._writer = checkpoint_megatron.Writer(*self._parts, asynchronous=config.checkpoint.asynchronous)
         self._routes = TrainingRoutes(self._trainer, config)
         if resume is not None:
             self._resume(Path(resume), same_mesh)
@@ -140,10 +141,9 @@ class TrainerWorker:
 
     def _resume(self, folder: Path, same_mesh: bool) -> None:
         self._say(f"loading the checkpoint {folder}")
-        state = (self._trainer, self._optimizer, self._scheduler)
-        checkpoint_megatron.load(*state, folder / "megatron", same_mesh=same_mesh)
-        if same_mesh and self._config.verify.steps:
-            self._saves.read(folder, self._state())
+        checkpoint_megatron.load(*self._parts, folder / "megatron", same_mesh=same_mesh)
+        if self._config.verify.steps:
+            self._saves.read(folder, self._state(), self._elements(), same_mesh=same_mesh)
 
     def record_load(self, trace: str) -> None:
         """Record what was saved and what was loaded, in a trace of its own."""
@@ -160,7 +160,7 @@ class TrainerWorker:
         """Begin to write a checkpoint: this rank's state, and what it held."""
         path = Path(folder)
         with full_disk_refused(path):
-            self._saves.write(path, self._state(), optimizer_megatron.steps_of(self._optimizer))
+            self._saves.write(path, self._state(), self._elements(), optimizer_megatron.steps_of(self._optimizer))
         self._writer.begin(path / "megatron")
 
     def saved(self, folder: str, wait: bool) -> bool:
@@ -273,7 +273,7 @@ class TrainerWorker:
                 self._record_reference(probe, step)
                 records.record_ratios(facts, first=first)
             if last:
-                self._record_weights(probe, step)
+                self._record_weights(probe, step, number)
                 if self._sync is None:
                     self._close_recorder()
         found = update_facts_megatron.metrics_of_update(result, facts, policy=config.algorithm == "grpo")
@@ -281,12 +281,12 @@ class TrainerWorker:
             "learning_rate": rate, "tokens": sum(map(len, rollouts)), "peak_memory_gib": memory / 2**30,
         }  # fmt: skip
 
-    def _record_weights(self, probe: Recorder, step: int) -> None:
+    def _record_weights(self, probe: Recorder, step: int, number: int) -> None:
         if self._adapters is not None:
             self._adapters.record_update(probe, step, begins=step == 1)
             return
         self._left = Kept()
-        with step_megatron.params_synced(self._trainer):
+        with self._audits.left_ungathered(number + 1), step_megatron.params_synced(self._trainer):
             self._live.record(self._left, step, UpdatedShard)
         self._left.record(probe)
 
@@ -393,7 +393,7 @@ class TrainerWorker:
             self._probe = None
 
     def _reached(self) -> dict[str, str]:
-        return found(settings_of(self._trainer, self._optimizer, self._scheduler))
+        return found(settings_of(*self._parts))
 
     def _say(self, text: str) -> None:
         if self._context.rank == 0:

@@ -1,13 +1,13 @@
-"""TRN006 on hand-written sums: what is not added up, and what the norm counts twice, is seen on any rank."""
+"""TRN006 and TRN005 on hand-written sums: what is not added up, counted twice, or not gathered, is seen anywhere."""
 
 from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import make_trace
-from tests.snapshots.training_traces import SUMMED, training
+from tests.snapshots.training_traces import AUDITED, SUMMED, training
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.records_trainer import GradientSums, TrainerStep
+from verifier.core.records_trainer import AdamAudit, GradientSums, TrainerStep
 
 
 def judged(change=lambda item: item):
@@ -54,3 +54,19 @@ def test_rounding_of_bf16_sums_holds_and_that_of_fp32_does_not():
 
     assert judged(rounded("bfloat16"))[0] is Verdict.HOLDS
     assert judged(rounded("float32"))[0] is Verdict.VIOLATED
+
+
+def used(change):
+    """Verdict of TRN005 on the weights of both ranks' passes, with others on the second one."""
+    audit = AdamAudit(name="update 1", version=1, coordinate="tp=0", tensors=AUDITED)
+    records = [item for item in training() if isinstance(item, GradientSums)]
+    trace = make_trace([audit, *(replace(item, array=change) if item.rank else item for item in records)])
+    outcome = run_check(REGISTRY["TRN005"], trace)
+    return outcome.verdict, [item.sentence for item in outcome.finding.bad] if outcome.finding else []
+
+
+def test_passes_use_what_the_rank_that_steps_it_left():
+    assert used("sums 1") == (Verdict.HOLDS, [])
+    verdict, said = used("sums of stale weights")
+    assert verdict is Verdict.VIOLATED
+    assert said == ["the passes of update 1 use 1 as element 4 of `decoder.weight`, the rank that steps it left 2"]
