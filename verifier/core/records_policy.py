@@ -137,6 +137,9 @@ class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
     from the engines; empty where there are no seeds."""
     answers: tuple[str, ...] = ()
     """Rollout, or episode of several turns, that each answer of the first turn begins."""
+    shaped: tuple[str, ...] = ()
+    """Knobs of their requests that change the next token's distribution, as the engines' processes gave them: every
+    combination that was asked for, each as name=value of what is not neutral."""
 
 
 class RewardSeals(Record, frozen=True, kw_only=True, tag="reward/seals"):

@@ -16,9 +16,9 @@ from verifier.model.end_tokens import end_tokens
 from verifier.model.families import size_if_any
 from verifier.trainer.episodes import Sampler
 
-Noted = tuple[tuple[int, int, int], ...]
-"""Of each answer to one request to the engine, prompt by prompt: its seed, and the seals of its token ids and of its
-log-probabilities."""
+Noted = tuple[tuple[int, int, int, str], ...]
+"""Of each answer to one request to the engine, prompt by prompt: its seed, the seals of its token ids and of its
+log-probabilities, and what shaped its distribution (`Sample.shaped`)."""
 
 
 def noted_of(answers: Sequence[Sequence[Sample]]) -> Noted:
@@ -28,6 +28,7 @@ def noted_of(answers: Sequence[Sequence[Sample]]) -> Noted:
             sample.seed,
             seal_of_array(np.asarray(sample.tokens, np.int64)),
             seal_of_array(np.asarray(sample.logprobs, np.float32)),
+            sample.shaped,
         )
         for own in answers
         for sample in own

@@ -90,8 +90,9 @@ class SampledBatch:
             probe.emit(
                 RequestSeeds(
                     name=f"round {number}", version=step, round=number,
-                    turns=tuple(tuple(seed for seed, _, _ in own) for own in item.noted),
-                    seals=tuple(tuple((tokens, nats) for _, tokens, nats in own) for own in item.noted),
+                    turns=tuple(tuple(seed for seed, *_ in own) for own in item.noted),
+                    seals=tuple(tuple((tokens, nats) for _, tokens, nats, _ in own) for own in item.noted),
+                    shaped=tuple(sorted({words for own in item.noted for *_, words in own})),
                     answers=tuple({row.trajectory or row.id: None for group in item.groups for row in group}),
                 )
             )  # fmt: skip
