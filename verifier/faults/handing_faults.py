@@ -17,7 +17,7 @@ ROW: dict[str, Any] = {"side": Side.CONTROLLER, "engine": TRAINING, "model": "ti
 ANSWERS: dict[str, Any] = {**ROW, "stage": Stage.DATA, "caught_by": ("DAT014",)}
 REWARDS: dict[str, Any] = {
     **ROW, "stage": Stage.REWARD, "caught_by": ("RWD003",),
-    "training": (*KNOBS, "grpo.reward=verifier.faults.lengths:length"),
+    "training": (*KNOBS, "grpo.reward=verifier.faults.reward_faults:length_reward"),
 }  # fmt: skip
 SCORED = "verifier.trainer.grpo_plan:GrpoPlan._scored(self, step, given, parts, score)"
 SCORES = "verifier.rewards.scorer:RewardProcess.score(self, ids, completions, answers)"
