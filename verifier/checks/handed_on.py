@@ -23,6 +23,8 @@ from verifier.core.seal import seal_of_array, seal_of_reward
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
+TOKENS, NATS = "token ids", "log-probabilities"
+"""What an answer has; the latter are the engine's, so that they are wrong where its checks find them so."""
 _Answer = tuple[str, int]
 """Rollout, or episode, and turn of an answer."""
 
@@ -60,13 +62,13 @@ def answer_differs_from_engines(trace: Trace) -> Iterator[Comparison]:
         columns = [ragged.split(trace.array(policy, each), policy.lengths) for each in ("version", "engine")]
         for name, versions, nats in zip(policy.ids, *columns, strict=True):
             for turn in _turns(trace, policy.version, name, versions, nats.astype(np.float32)):
-                yield _same(turn, "log-probabilities", noted.get(turn.answer, (None, None))[1])
+                yield _same(turn, NATS, noted.get(turn.answer, (None, None))[1])
         for rollouts in trace.of(Rollouts, version=policy.version):
             columns = [ragged.split(trace.array(rollouts, each), rollouts.lengths) for each in ("versions", "tokens")]
             for name, versions, tokens in zip(rollouts.ids, *columns, strict=True):
                 for turn in _turns(trace, policy.version, name, versions, tokens.astype(np.int64)):
                     if turn.answer in noted:
-                        yield _same(turn, "token ids", noted[turn.answer][0])
+                        yield _same(turn, TOKENS, noted[turn.answer][0])
 
 
 def _noted(trace: Trace, version: int) -> Mapping[_Answer, tuple[int, int]]:
@@ -96,9 +98,10 @@ def _turns(trace: Trace, version: int, name: str, versions: np.ndarray, values: 
 
 def _same(turn: _Turn, what: str, right: int | None) -> Comparison:
     name, number = turn.answer
+    stage = Stage.DATA if what == TOKENS else Stage.ROLLOUT
     own = f"turn {number} of `{name}`" if number else f"`{name}`"
     return Comparison(
-        what=f"{what} of {own}".replace("`", ""), same=turn.seal == right, stage=Stage.DATA, version=turn.version,
+        what=f"{what} of {own}".replace("`", ""), same=turn.seal == right, stage=stage, version=turn.version,
         badness=1.0,
         sentence=f"the {what} of {own} are not those that the engine gave"
         if right is not None else f"the engine gave no answer that is {own}",

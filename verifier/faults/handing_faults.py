@@ -14,7 +14,7 @@ KNOBS = (
     "grpo.group_size=4", "grpo.entropy_weight=0.05", "steps=2",
 )  # fmt: skip
 ROW: dict[str, Any] = {"side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add"}
-ANSWERS: dict[str, Any] = {**ROW, "stage": Stage.DATA, "caught_by": ("DAT014",)}
+ANSWERS: dict[str, Any] = {**ROW, "stage": Stage.ROLLOUT, "caught_by": ("DAT014",)}
 REWARDS: dict[str, Any] = {
     **ROW, "stage": Stage.REWARD, "caught_by": ("RWD003",),
     "training": (*KNOBS, "grpo.reward=verifier.faults.reward_faults:length_reward"),
