@@ -72,7 +72,7 @@ def test_replies_are_not_of_the_engine():
 
 
 def test_a_reply_that_counts_as_sampled_is_seen():
-    assert judged(versions=np.where(np.arange(8) == 3, 0, VERSIONS))[:2] == (Verdict.VIOLATED, "log-probabilities of a")
+    assert judged(versions=np.where(np.arange(8) == 3, 0, VERSIONS))[:2] == (Verdict.VIOLATED, "token ids of a")
 
 
 def test_an_answer_that_nobody_gave_is_seen():
