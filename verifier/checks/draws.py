@@ -91,7 +91,7 @@ def _seeds(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
 
 
 def _shapes(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
-    """What the processes of the engines asked of their library for each answer, beside the temperature of the run."""
+    """Knobs that the processes of the engines asked of their library, beside the temperature of the run."""
     right = "" if asked.temperature == 1 else f"temperature={asked.temperature!r}"
     for item in trace.of(RequestSeeds, version=asked.version):
         for words in item.shaped:

@@ -24,7 +24,7 @@ from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 TOKENS, NATS = "token ids", "log-probabilities"
-"""What an answer has; the latter are the engine's, so that they are wrong where its checks find them so."""
+"""Parts of an answer; the latter are the engine's, so that they are wrong where its checks find them so."""
 _Answer = tuple[str, int]
 """Rollout, or episode, and turn of an answer."""
 

@@ -17,7 +17,7 @@ from verifier.model.families import size_if_any
 from verifier.trainer.episodes import Sampler
 
 Noted = tuple[tuple[int, int, int, str], ...]
-"""Of each answer to one request to the engine, prompt by prompt: its seed, the seals of its token ids and of its
+"""Notes of each answer to one request to the engine, prompt by prompt: its seed, the seals of its token ids and of its
 log-probabilities, and what shaped its distribution (`Sample.shaped`)."""
 
 

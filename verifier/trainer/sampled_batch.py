@@ -32,7 +32,7 @@ class Round:
     noted: Sequence[Noted] = ()
     """Seed and seals of each answer, request by request, a turn each."""
     seals: Sequence[int] = ()
-    """Of its rewards, as the process that gave them named them."""
+    """Seals of its rewards, as the process that gave them named them."""
 
     def without_variance(self) -> list[int]:
         """Numbers of the groups whose rewards are all equal."""
