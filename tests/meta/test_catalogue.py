@@ -44,12 +44,12 @@ def test_every_fault_lies_in_a_file_of_its_stage():
         "load": {"conversion", "knob", "load"}, "export": {"conversion", "export"}, "plan": {"transport"},
         "replay": {"pack", "route"}, "transport": {"transport", "replica"},
         "engine": {"engine", "replica", "live_engine"},
-        "rollout": {"rollout", "engine", "mode", "draw", "answer", "replica", "evaluation", "loop"},
+        "rollout": {"answer", "draw", "engine", "evaluation", "handing", "loop", "mode", "replica", "rollout"},
         "loss": {"loss", "policy", "metric", "router", "evaluation", "loop"},
         "pack": {"pack", "column"},
         "data": {"data", "turn", "size", "answer", "reading", "evaluation", "loop"},
         "train": {"train", "adam", "gradient"}, "checkpoint": {"checkpoint", "reading", "loop"},
-        "reward": {"reward", "metric", "evaluation"}, "logprob": {"logprob", "score"},
+        "reward": {"evaluation", "handing", "metric", "reward"}, "logprob": {"logprob", "score"},
     }  # fmt: skip
     for item in CATALOG.values():
         _, body = item.replacements[0]

@@ -9,8 +9,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from verifier.core.record import Record
-from verifier.core.records_policy import SolvedProblems
+from verifier.core.records_policy import RequestSeeds, RewardSeals, SolvedProblems
 from verifier.core.records_trainer import AdapterScale, AdapterScales, RouterGradients
+from verifier.core.seal import seal_of_array, seal_of_reward
 
 PULLS = {"counts": np.array([[1, 0]]), "logits": np.zeros((1, 2)), "size": np.ones(1)}
 """One row of two experts with equal logits, under a z-loss with a coefficient of 1."""
@@ -23,11 +24,15 @@ ARRAYS = {
 CONFIG: dict[str, Any] = {"megatron": {"moe_load_balancing": "none", "moe_aux_loss": 0.0, "moe_z_loss": 1.0}}
 NUMBERS = {"accuracy": 1.0, "held_out_version": 1}
 """What the line of metrics has of the evaluation."""
+NATS = seal_of_array(np.array([-1.5, -2.25], np.float32)), seal_of_array(np.array([-3.0], np.float32))
+SEALED: dict[str, Any] = {"answers": ("x", "y"), "seals": (((0, NATS[0]), (0, NATS[1])),)}
+"""Log-probabilities of two answers, as they came from the engine."""
+GIVEN = seal_of_reward("so #### 7", "7", 1.0), seal_of_reward("8", "7", 0.0)
 SCALE = AdapterScale(name="q.adapter (chunk 0)", scale=2.0, gap=0.0, greatest=1.0, dtype="float32")
 
 
 def measured() -> list[Record]:
-    """Gradients of two routers, and the one problem of an evaluation, which is solved."""
+    """Gradients of two routers, the rewards of two answers, and the one problem of an evaluation, which is solved."""
     return [
         *(
             RouterGradients(
@@ -40,6 +45,7 @@ def measured() -> list[Record]:
         AdapterScales(
             name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", asked=2.0, adapters=(SCALE,)
         ),
+        RewardSeals(name="round 0", version=1, seals=GIVEN),
         SolvedProblems(name="held-out problems", version=1, ids=("c",), lengths=(2,), solved=(True,), array="solved"),
     ]  # fmt: skip
 
@@ -49,6 +55,8 @@ def _with(array: str) -> Callable[[Any], Record]:
 
 
 CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
+    "DAT014": (RequestSeeds, lambda item: replace(item, seals=(((0, NATS[0]), (0, NATS[0])),))),
+    "RWD003": (RewardSeals, lambda item: replace(item, seals=GIVEN[:1])),
     "LGP016": (AdapterScales, lambda item: replace(item, adapters=(replace(SCALE, scale=16.0, gap=7.0),))),
     "LSS006": (RouterGradients, _with("router gradients that are none")),
     "MET003": (SolvedProblems, _with("not solved")),

@@ -255,7 +255,7 @@ def training() -> list[Record]:
             trajectories=("x", "y"), rewards=(1.0, 0.0), penalties=(0.025, 0.025), token_counts=(2, 1),
             advantages=(0.5, -0.5), kl_weight=0.1, kl_kind="k1",
         ),
-        RequestSeeds(name="round 0", version=1, round=0, turns=((6000018, 6000019),)),
+        RequestSeeds(name="round 0", version=1, round=0, turns=((6000018, 6000019),), **measured_traces.SEALED),
         SamplingAsked(
             name="answers", version=1, seed=3, batch_size=1, group_size=2, max_rounds=2, max_turns=3, temperature=1.0,
             max_answer_tokens=2, end=3, other_ends=(5,), vocab_size=16,

@@ -35,26 +35,28 @@ def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
     """Every answer of a step is a draw of its own from the policy at the run's temperature.
 
     What it checks: the seeds that the processes of the engines gave the answers, against the closed form by (seed,
-    step, round, turn, place), and that no two of a step are equal. Two answers of a group with the same tokens, unless
-    that is likely: less than e^-20 over all pairs of the step. And over all tokens in the loss of the first update that
-    the trained version sampled, the sum of what their log-probability, negated, is above the entropy of the trainer's
-    distribution there: 0 on average, whatever was sampled before.
+    step, round, turn, place), and that no two of a step are equal; that they asked their library for the run's
+    temperature, and for nothing else that changes a distribution: no truncation, penalty, bias or least length. Two
+    answers of a group with the same tokens, unless that is likely: less than e^-20 over all pairs of the step. And over
+    all tokens in the loss of the first update that the trained version sampled, the sum of what their log-probability,
+    negated, is above the entropy of the trainer's distribution there: 0 on average, whatever was sampled before.
     Why it matters: the same seeds in every step, in a group, or on two engines, train on fewer answers than it seems.
     An engine that samples greedily, from the likeliest tokens alone, or at another temperature, and reports
     log-probabilities of the full distribution, agrees with the trainer on every token that it was asked about.
     Evidence: data/asked (as the config asks), data/seeds, pack/rollouts, loss/rows, advantage/columns,
     advantage/policy; in bf16 logprob/sampled-noise.
-    Tolerance and its source: exact for seeds; for the sum six times the root of a third of the sum of squares and two
-    thirds of the greatest variance that a log-probability can have at that entropy (Delyon 2009), and in bf16 what this
-    run's noise can change. Of 100 tokens or more.
-    What it does not catch: what vLLM makes of a seed that its process was given for a request; draws of one request
-    that depend on each other (LGP005, in round trips); in a step whose answers leave the loss or are replaced for what
-    was sampled (filters, further rounds), by a quantized engine, or in bf16 without a measured noise, the sum is not
-    judged; samples of an evaluation are none of training.
-    References: verl#6857, trl#7040, RL#3497, vime#6, verl#5179.
+    Tolerance and its source: exact for seeds and knobs; for the sum six times the root of a third of the sum of squares
+    and two thirds of the greatest variance that a log-probability can have at that entropy (Delyon 2009), and in bf16
+    what this run's noise can change. Of 100 tokens or more.
+    What it does not catch: what vLLM makes of a seed and of knobs that its process was given for a request, beyond what
+    the sum shows; draws of one request that depend on each other (LGP005, in round trips); in a step whose answers
+    leave the loss or are replaced for what was sampled (filters, further rounds), by a quantized engine, or in bf16
+    without a measured noise, the sum is not judged; samples of an evaluation are none of training.
+    References: verl#6857, trl#7040, RL#3497, vime#6, verl#5179, verl#7270.
     """
     for asked in trace.of(SamplingAsked):
         yield from _seeds(trace, asked)
+        yield from _shapes(trace, asked)
         yield from _repeats(trace, asked)
         if not asked.filtered and not asked.quantized and asked.vocab_size > 2:
             yield from _fair(trace, asked)
@@ -85,6 +87,22 @@ def _seeds(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
                 expected=f"{len(seeds):,} seeds from {begin:,} on (seed {asked.seed}, step {asked.version})",
                 actual=f"{min(seeds, default=0):,} to {max(seeds, default=0):,}", allowed="exact (seeds)",
                 hint="look at what the seed of each request and of each of its samples is made of",
+            )  # fmt: skip
+
+
+def _shapes(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
+    """Knobs that the processes of the engines asked of their library, beside the temperature of the run."""
+    right = "" if asked.temperature == 1 else f"temperature={asked.temperature!r}"
+    for item in trace.of(RequestSeeds, version=asked.version):
+        for words in item.shaped:
+            yield Comparison(
+                what=f"requests of {item.name}", same=words == right, stage=Stage.ROLLOUT, version=asked.version,
+                badness=1.0, owner="engine",
+                sentence=f"answers of {item.name} are sampled with {words or 'a temperature of 1 alone'}, the config "
+                f"asks for {right or 'a temperature of 1 alone'}",
+                expected=right or "temperature 1, all else neutral", actual=words or "temperature 1, all else neutral",
+                allowed="exact (knobs)",
+                hint="look at the defaults of a request: the model's generation_config, a server's, a penalty",
             )  # fmt: skip
 
 

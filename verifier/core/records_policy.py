@@ -132,6 +132,22 @@ class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
     turns: tuple[tuple[int, ...], ...]
     """Seed of each answer, prompt by prompt, in each turn; in later turns those of the episodes that go on; -1 for
     none of its own. Empty where a checkpoint that the run goes on from has none."""
+    seals: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """Checksums of the token ids (int64) and of the log-probabilities (float32) of each of these answers, as they came
+    from the engines; empty where there are no seeds."""
+    answers: tuple[str, ...] = ()
+    """Rollout, or episode of several turns, that each answer of the first turn begins."""
+    shaped: tuple[str, ...] = ()
+    """Knobs of their requests that change the next token's distribution, as the engines' processes gave them: every
+    combination that was asked for, each as name=value of what is not neutral."""
+
+
+class RewardSeals(Record, frozen=True, kw_only=True, tag="reward/seals"):
+    """Rewards of one round of sampling, as the process that gave them named them."""
+
+    seals: tuple[int, ...]
+    """Checksum of each text, its gold answer and its reward; empty where a checkpoint that the run goes on from has
+    none."""
 
 
 class SamplingRound(Record, frozen=True, kw_only=True, tag="reward/round"):

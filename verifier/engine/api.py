@@ -185,6 +185,9 @@ class Sample:
     """Weight updates from the beginning of its batch to each token; empty where none can have come."""
     seed: int = NO_SEED
     """Seed of its generator, as the engine's process gave it."""
+    shaped: str = ""
+    """Knobs of its request that change the next token's distribution, as the engine's process gave them: name=value of
+    each that is not neutral, by name."""
 
 
 class Engine(Protocol):

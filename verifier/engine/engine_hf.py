@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -17,6 +17,7 @@ from verifier.engine.api import (
     Poisoned,
     Sample,
     Sampling,
+    Shape,
 )
 from verifier.engine.shaping import shaped
 from verifier.engine.stored_tensors import poison_stored, restore, slice_of, stored_in_model
@@ -170,7 +171,10 @@ class _Running:
         """The whole of it, once it has ended."""
         stopped = bool(self.tokens) and self.tokens[-1] in self._asked.stop
         ended = "stop" if stopped else "length"
-        return Sample(tokens=tuple(self.tokens), logprobs=tuple(self.nats), ended=ended, seed=self._seed)
+        return Sample(
+            tokens=tuple(self.tokens), logprobs=tuple(self.nats), ended=ended, seed=self._seed,
+            shaped=_words(self._asked),
+        )  # fmt: skip
 
     def draw(self, logits_V: torch.Tensor) -> None:
         """Add the next token."""
@@ -180,3 +184,11 @@ class _Running:
         self.tokens.append(int((distribution.exp() / waits if self._asked.temperature else distribution).argmax()))
         self.nats.append(float(distribution[self.tokens[-1]]))
         self.ended = len(self.tokens) == self._asked.max_tokens or self.tokens[-1] in self._asked.stop
+
+
+def _words(asked: Sampling) -> str:
+    """Knobs of a request that change the next token's distribution; see `Sample.shaped`."""
+    values = {"temperature": asked.temperature, **asdict(asked.shape)}
+    neutral = {"temperature": 1.0, **asdict(Shape())}
+    differ = (name for name in sorted(values) if (values[name] or None) != (neutral[name] or None))
+    return ", ".join(f"{name}={values[name]!r}" for name in differ)

@@ -13,6 +13,7 @@ from verifier.faults import (  # noqa: F401
     evaluation_faults,
     export_faults,
     gradient_faults,
+    handing_faults,
     knob_faults,
     live_engine_faults,
     load_faults,

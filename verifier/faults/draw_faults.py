@@ -63,7 +63,24 @@ def shortest_of_twice_as_many(call: Call) -> Any:
 @fault("vllm-project/vime#6", GENERATE, **ROW)
 def sampled_by_the_models_top_k(call: Call) -> Any:
     """The engine takes the top-k of the model's generation_config, and reports what the full distribution gives."""
-    shape = dataclasses.replace(call.sampling.shape, top_k=TOP_K)
+    return _under(call, top_k=TOP_K)
+
+
+@fault("verl-project/verl#7270", GENERATE, **ROW)
+def penalty_of_the_models_config(call: Call) -> Any:
+    """The repetition penalty of the generation_config stays on, and its log-probabilities are those without it."""
+    return _under(call, repetition=1.05)
+
+
+@fault("OpenPipe/ART#140", GENERATE, **ROW)
+def nucleus_of_the_models_config(call: Call) -> Any:
+    """The engine cuts the tail that the generation_config cuts, and reports what the full distribution gives."""
+    return _under(call, top_p=0.95)
+
+
+def _under(call: Call, **knobs: float) -> Any:
+    """Answers under further knobs, with the log-probabilities of the full distribution."""
+    shape = dataclasses.replace(call.sampling.shape, **knobs)
     found = call.faulty(sampling=dataclasses.replace(call.sampling, shape=shape))
     rows = [(*prompt, *one.tokens) for prompt, own in zip(call.prompts, found, strict=True) for one in own]
     nats = iter(call.self.logprobs(rows))

@@ -102,7 +102,7 @@ def length_reward(completion: str, answer: str) -> float:
 
 @fault(
     "NovaSky-AI/SkyRL#1492 (kin: there the last turn's advantage reached earlier turns under its own mask)",
-    "verifier.trainer.generation:EngineRollouts._ordered(self, step, number, indices, groups, turns, seeds)",
+    "verifier.trainer.generation:EngineRollouts._ordered(self, step, number, indices, groups, turns, noted, seals)",
     stage=Stage.REWARD, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("RWD002",),
     training=(
         "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.source=calculator", "data.batch_size=4",

@@ -16,6 +16,7 @@ from typing import Self
 
 import msgspec
 
+from verifier.core.seal import seal_of_reward
 from verifier.errors import UsageError
 from verifier.launch.child import resolve, spawn
 
@@ -48,7 +49,7 @@ class RewardProcess:
         self.deadline_s = deadline_s
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - `close` does
         self._socket, theirs = socket.socketpair()
-        self._rest = b""
+        self._rest, self._seals = b"", list[int]()
         with theirs:
             self._child = spawn(
                 "verifier.rewards.scorer:serve", [REWARDS.get(name, name), str(theirs.fileno())], self._log,
@@ -77,11 +78,17 @@ class RewardProcess:
             began = time.monotonic()
             self._send(msgspec.json.encode((completion, answer)) + b"\n", where)
             reply = self._receive(began, self.deadline_s, where)
-            value, said = msgspec.json.decode(reply, type=tuple[float | None, str])
+            value, said, seal = msgspec.json.decode(reply, type=tuple[float | None, str, int])
             if value is None:
                 raise UsageError(f"reward `{self.name}` gave {said} {where}: a reward is a finite number")
             rewards.append(value)
+            self._seals.append(seal)
         return rewards
+
+    def take_seals(self) -> tuple[int, ...]:
+        """Seals of all rewards since the last call, as the process made them."""
+        found, self._seals = tuple(self._seals), []
+        return found
 
     def close(self) -> None:
         """End the process."""
@@ -147,8 +154,11 @@ def serve(function: str, descriptor: str) -> None:
         lines.write(b"\n")
         lines.flush()
         for line in lines:
-            value = reward(*msgspec.json.decode(line, type=tuple[str, str]))
-            lines.write(msgspec.json.encode((_finite(value), repr(value)[:60])) + b"\n")
+            completion, answer = msgspec.json.decode(line, type=tuple[str, str])
+            value = reward(completion, answer)
+            number = _finite(value)
+            seal = 0 if number is None else seal_of_reward(completion, answer, number)
+            lines.write(msgspec.json.encode((number, repr(value)[:60], seal)) + b"\n")
             lines.flush()
 
 

@@ -1,11 +1,14 @@
-"""Orders of a run to its engine, as a step's trace has them, and the seeds that the engine's answers name."""
+"""Orders of a run to its engine, as a step's trace has them, and what is noted of the engine's answers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from verifier.config import TrainConfig
 from verifier.core.records_policy import SamplingAsked
+from verifier.core.seal import seal_of_array
 from verifier.data.tokenizer import Tokenizer
 from verifier.engine.api import Sample, Sampling
 from verifier.model.checkpoint import Checkpoint
@@ -13,29 +16,39 @@ from verifier.model.end_tokens import end_tokens
 from verifier.model.families import size_if_any
 from verifier.trainer.episodes import Sampler
 
-Seeds = tuple[int, ...]
-"""Seed of each answer of one request to the engine: prompt by prompt."""
+Noted = tuple[tuple[int, int, int, str], ...]
+"""Notes of each answer to one request to the engine, prompt by prompt: its seed, the seals of its token ids and of its
+log-probabilities, and what shaped its distribution (`Sample.shaped`)."""
 
 
-def seeds_of(answers: Sequence[Sequence[Sample]]) -> Seeds:
-    """Seeds that engines gave the answers to some prompts."""
-    return tuple(sample.seed for own in answers for sample in own)
+def noted_of(answers: Sequence[Sequence[Sample]]) -> Noted:
+    """Seeds that engines gave the answers to some prompts, and seals of the answers."""
+    return tuple(
+        (
+            sample.seed,
+            seal_of_array(np.asarray(sample.tokens, np.int64)),
+            seal_of_array(np.asarray(sample.logprobs, np.float32)),
+            sample.shaped,
+        )
+        for own in answers
+        for sample in own
+    )
 
 
 class NotedAnswers:
     """An engine whose answers are noted on their way; see `Sampler`.
 
     Attributes:
-        seeds: of the answers to each request so far.
+        noted: of the answers to each request so far.
     """
 
     def __init__(self, sampler: Sampler) -> None:
-        self._sampler, self.seeds = sampler, list[Seeds]()
+        self._sampler, self.noted = sampler, list[Noted]()
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
         """See `Engine.generate`."""
         found = self._sampler.generate(prompts, sampling)
-        self.seeds.append(seeds_of(found))
+        self.noted.append(noted_of(found))
         return found
 
 

@@ -25,7 +25,7 @@ from verifier.engine.kv_cache import cache_bytes
 from verifier.errors import ContractError
 from verifier.model.checkpoint import Checkpoint
 from verifier.rewards.scorer import RewardProcess
-from verifier.trainer.asked_samples import NotedAnswers, Seeds, ends_of, sampling_asked, seeds_of
+from verifier.trainer.asked_samples import Noted, NotedAnswers, ends_of, noted_of, sampling_asked
 from verifier.trainer.batches import Score, order_of
 from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.decoded_rollouts import record_tokens, rendered, texts_of
@@ -157,9 +157,9 @@ class EngineRollouts:
     def restored(self, step: int, saved: Sequence[Any]) -> SampledBatch:
         """Answers of a step that were sampled before a stop; see `SampledBatch.saved`."""
         rounds = []
-        for number, (groups, turns, seeds) in enumerate(map(read_round, saved)):
+        for number, (groups, turns, noted, seals) in enumerate(map(read_round, saved)):
             indices = self._indices(step, number)[: len(groups)]
-            rounds.append(self._ordered(step, number, indices, groups, turns, seeds))
+            rounds.append(self._ordered(step, number, indices, groups, turns, noted, seals))
         return SampledBatch(rounds=rounds, limit=self._config.grpo.max_sampling_rounds)
 
     def begin(self, step: int) -> None:
@@ -183,7 +183,7 @@ class EngineRollouts:
             raise ContractError("the engine did not drop its prefix cache, which holds keys of the old weights")
         indices = self._indices(step, 0)
         episodes = self._episodes.first([self._prompts[index] for index in indices], answers)
-        return self._completed(step, held, self._scored(step, 0, version, indices, episodes, [seeds_of(answers)]))
+        return self._completed(step, held, self._scored(step, 0, version, indices, episodes, [noted_of(answers)]))
 
     def _completed(self, step: int, version: int, first: Round) -> SampledBatch:
         """Replace groups without variance, round by round, by answers that a version samples."""
@@ -199,7 +199,7 @@ class EngineRollouts:
         prompts, sampling = self._asked(step, number, indices)
         noted = NotedAnswers(self._client)
         episodes = self._episodes.play(noted, prompts, sampling, self._config.data.batch_size)
-        return self._scored(step, number, version, indices, episodes, noted.seeds)
+        return self._scored(step, number, version, indices, episodes, noted.noted)
 
     @property
     def _holding(self) -> HoldingSampler:
@@ -221,7 +221,7 @@ class EngineRollouts:
 
     def _scored(
         self, step: int, number: int, version: int, indices: Sequence[int],
-        episodes: Sequence[Sequence[Sequence[Turn]]], seeds: Sequence[Seeds],
+        episodes: Sequence[Sequence[Sequence[Turn]]], noted: Sequence[Noted],
     ) -> Round:  # fmt: skip
         """Rollouts of a round with their rewards; a version sampled the first token of each."""
         assert self._reward is not None
@@ -239,17 +239,19 @@ class EngineRollouts:
         rewards = dict(zip(ids, self._reward.score(ids, texts, answers), strict=True))
         rewarded = [[replace(row, reward=rewards.get(row.id, 0.0)) for row in group] for group in groups]
         record = self._episodes.record(step, f"round {number}", played)
-        return self._ordered(step, number, indices, rewarded, record, seeds)
+        return self._ordered(step, number, indices, rewarded, record, noted, self._reward.take_seals())
 
     def _ordered(
         self, step: int, number: int, indices: Sequence[int], groups: Sequence[Sequence[RolloutRow]],
-        turns: EpisodeTurns | None, seeds: Sequence[Sequence[int]],
+        turns: EpisodeTurns | None, noted: Sequence[Noted], seals: Sequence[int],
     ) -> Round:  # fmt: skip
         """Round of a step's groups, which answer these prompts."""
         examples = [self._examples[index] for index in indices]
         written = [rendered(example, self._tokenizer) for example in examples]
         order = order_of(self._config, step, len(self._examples), examples, number, written)
-        return Round(groups=groups, order=order, indices=np.array(indices, np.int64), turns=turns, seeds=seeds)
+        return Round(
+            groups=groups, order=order, indices=np.array(indices, np.int64), turns=turns, noted=noted, seals=seals
+        )  # fmt: skip
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Mean reward of held-out problems by the weights that the engine holds: sampled, and decoded greedily.
@@ -291,6 +293,7 @@ class EngineRollouts:
             played += [
                 (own[-1].trajectory or own[-1].id, episodes[at][0]) for (at, _), own in zip(where, rows, strict=True)
             ]
+        self._reward.take_seals()  # of no step
         record = self._episodes.record(step, "held-out problems", played)
         self._answered = Answered(version=step, sampled=kept[0], greedy=kept[1], rewards=given, turns=record)
         return found

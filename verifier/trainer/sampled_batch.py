@@ -12,10 +12,11 @@ import numpy as np
 
 from verifier.algorithms.filters import DropReason
 from verifier.core.record import Probe
-from verifier.core.records_policy import EpisodeTurns, GivenRewards, RequestSeeds, SamplingRound
+from verifier.core.records_policy import EpisodeTurns, GivenRewards, RequestSeeds, RewardSeals, SamplingRound
 from verifier.core.records_trainer import DataOrder
 from verifier.data.recorded import RolloutRow, decoded, encoded
 from verifier.rewards.answer import is_number
+from verifier.trainer.asked_samples import Noted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +29,10 @@ class Round:
     """[groups] int64, in the data set."""
     turns: EpisodeTurns | None = None
     """Turns of its episodes; None where there is no environment."""
-    seeds: Sequence[Sequence[int]] = ()
-    """Seed of each answer, request by request, a turn each."""
+    noted: Sequence[Noted] = ()
+    """Seed and seals of each answer, request by request, a turn each."""
+    seals: Sequence[int] = ()
+    """Seals of its rewards, as the process that gave them named them."""
 
     def without_variance(self) -> list[int]:
         """Numbers of the groups whose rewards are all equal."""
@@ -68,11 +71,11 @@ class SampledBatch:
         return found | {"sampling_rounds": float(len(self.rounds)), "replaced_groups": float(replaced)}
 
     def saved(self) -> list[Any]:
-        """Rows by group, turns and seeds of each round, as a checkpoint keeps them; see `read_round`."""
+        """Rows by group, turns and notes of each round, as a checkpoint keeps them; see `read_round`."""
         return [
             {"groups": [[encoded(row) for row in group] for group in item.groups],
              "turns": None if item.turns is None else msgspec.to_builtins(item.turns),
-             "seeds": [[*own] for own in item.seeds]}
+             "noted": [[[*each] for each in own] for own in item.noted], "seals": [*item.seals]}
             for item in self.rounds
         ]  # fmt: skip
 
@@ -84,8 +87,16 @@ class SampledBatch:
             probe.emit(item.order, item.indices)
             if item.turns is not None:
                 probe.emit(item.turns)
-            turns = tuple(tuple(own) for own in item.seeds)
-            probe.emit(RequestSeeds(name=f"round {number}", version=step, round=number, turns=turns))
+            probe.emit(
+                RequestSeeds(
+                    name=f"round {number}", version=step, round=number,
+                    turns=tuple(tuple(seed for seed, *_ in own) for own in item.noted),
+                    seals=tuple(tuple((tokens, nats) for _, tokens, nats, _ in own) for own in item.noted),
+                    shaped=tuple(sorted({words for own in item.noted for *_, words in own})),
+                    answers=tuple({row.trajectory or row.id: None for group in item.groups for row in group}),
+                )
+            )  # fmt: skip
+            probe.emit(RewardSeals(name=f"round {number}", version=step, seals=tuple(item.seals)))
             if self.limit == 1:
                 continue
             lost = item.without_variance() if number + 1 < self.limit else []
@@ -112,10 +123,11 @@ def mean_turns(rounds: Sequence[EpisodeTurns]) -> float:
 
 def read_round(
     saved: Mapping[str, Any],
-) -> tuple[list[list[RolloutRow]], EpisodeTurns | None, Sequence[Sequence[int]]]:
-    """Groups, turns and seeds of a round; inverse of `SampledBatch.saved`."""
+) -> tuple[list[list[RolloutRow]], EpisodeTurns | None, Sequence[Noted], Sequence[int]]:
+    """Groups, turns, notes and seals of a round; inverse of `SampledBatch.saved`."""
     turns = None if saved["turns"] is None else msgspec.convert(saved["turns"], EpisodeTurns)
-    return [[decoded(row) for row in group] for group in saved["groups"]], turns, saved.get("seeds", ())
+    noted = msgspec.convert(saved.get("noted", ()), tuple[Noted, ...])
+    return [[decoded(row) for row in group] for group in saved["groups"]], turns, noted, saved.get("seals", ())
 
 
 def has_second_reader(reward: str, rows: Sequence[RolloutRow]) -> bool:

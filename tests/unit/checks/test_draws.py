@@ -56,7 +56,7 @@ def wrong(
     }  # fmt: skip
     records: list[Record] = [
         SamplingAsked(name="answers", version=2, **asked),
-        RequestSeeds(name="round 0", version=2, round=0, turns=seeds),
+        RequestSeeds(name="round 0", version=2, round=0, turns=seeds, shaped=given.get("shaped", ())),
         PolicyColumns(
             name="policy inputs", version=2, ids=("a", "b"), lengths=(size, size), ratio_over="old", weight_level="",
             weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=1, array="all",
@@ -125,3 +125,10 @@ def test_seeds_and_repeats_are_violated():
     assert wrong(((12, 13), (13, 18))) == wrong(((12, 13), (19, 18))) == ["seeds of round 0, turn 1"]
     assert wrong(answers=(7, 7)) == ["answers to g"]
     assert not wrong(answers=(7, 7), nats=np.full(TOKENS, -0.01), entropy=np.full(TOKENS, 0.01))
+
+
+def test_knobs_that_the_config_does_not_ask_for_are_violated():
+    assert not wrong(shaped=("",))
+    assert wrong(shaped=("", "repetition_penalty=1.05")) == ["requests of round 0"]
+    assert wrong(shaped=("",), asked={"temperature": 0.7}) == ["requests of round 0"]
+    assert not wrong(shaped=("temperature=0.7",), asked={"temperature": 0.7})

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from verifier.core.seal import seal_of_reward
 from verifier.errors import UsageError
 from verifier.rewards.scorer import RewardProcess, score_rewards
 
@@ -60,6 +61,14 @@ def test_answers_are_scored_in_order():
     with RewardProcess("answer") as process:
         for _ in range(2):
             assert process.score(["a", "b", "c"], ["#### 72.0", "7", "x"], ["72", "8", "9"]) == [1.0, 0.0, 0.0]
+
+
+def test_its_process_seals_what_it_gave():
+    with RewardProcess("answer") as process:
+        process.score(["a"], ["#### 7"], ["7"])
+        process.score(["b"], ["8"], ["7"])
+        assert process.take_seals() == (seal_of_reward("#### 7", "7", 1.0), seal_of_reward("8", "7", 0.0))
+        assert process.take_seals() == ()
 
 
 def test_a_function_of_a_module(module):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 from vllm import SamplingParams
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
@@ -18,6 +19,12 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from verifier.engine.api import NO_SEED, Sample
 
 _NUMBERS = itertools.count()
+_OF_NO_SHAPE = frozenset({
+    "n", "seed", "stop_token_ids", "ignore_eos", "max_tokens", "logprobs", "prompt_logprobs", "logprob_token_ids",
+    "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+    "output_kind", "skip_clone", "output_text_buffer_length", "extra_args", "skip_reading_prefix_cache",
+})  # fmt: skip
+"""Knobs of vLLM's requests that change no token's distribution: counts, ends, and what is reported."""
 
 
 class RunningBatch:
@@ -69,12 +76,20 @@ class RunningBatch:
         sample = self._found[name, at]
         before = [counts.get((name, at), 0) for counts in self._before]
         found = (sum(count <= place for count in before) for place in range(len(sample.tokens)))
-        return replace(sample, updates=tuple(found))
+        return replace(sample, updates=tuple(found), shaped=shaped_by(self._asked[name]))
 
 
 def nats_of(row: Mapping[int, Any], token: int) -> float:
     """Return a token's log-probability; NaN if vLLM reports another token's."""
     return row[token].logprob if token in row else math.nan
+
+
+def shaped_by(asked: SamplingParams) -> str:
+    """Knobs of a request that change the next token's distribution; see `Sample.shaped`."""
+    neutral = SamplingParams()
+    names = sorted(item.name for item in msgspec.structs.fields(asked) if not item.name.startswith("_"))
+    differ = [name for name in names if name not in _OF_NO_SHAPE and getattr(asked, name) != getattr(neutral, name)]
+    return ", ".join(f"{name}={getattr(asked, name)!r}" for name in differ)
 
 
 def seeded(sample: Sample, item: CompletionOutput, asked: SamplingParams) -> Sample:

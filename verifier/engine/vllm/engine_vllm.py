@@ -29,7 +29,7 @@ from verifier.engine.api import (
     Sampling,
     value_of,
 )
-from verifier.engine.vllm.batch_vllm import RunningBatch, nats_of, sample_of, seeded
+from verifier.engine.vllm.batch_vllm import RunningBatch, nats_of, sample_of, seeded, shaped_by
 from verifier.engine.vllm.worker_vllm import BACKEND
 from verifier.errors import ContractError, InternalError, UsageError, VerifierError
 from verifier.model.checkpoint import open_checkpoint
@@ -145,7 +145,11 @@ class VllmEngine(Engine):
             return [[self._routed(*next(outputs)) for _ in range(asked.n)] for asked in requests]
         params = [_params(item) for item in requests]
         outputs = zip(self._sampled(prompts, params), params, strict=True)
-        return [[seeded(_sample(item, output), item, own) for item in output.outputs] for output, own in outputs]
+        return [
+            [replace(seeded(_sample(item, output), item, own), shaped=words) for item in output.outputs]
+            for output, own in outputs
+            for words in [shaped_by(own)]
+        ]
 
     def begin_batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, steps: int) -> None:
         """See `Engine.begin_batch`; seeds are those of `generate`."""
@@ -246,8 +250,9 @@ class VllmEngine(Engine):
         parts = [part for part in (of_prompt, item.routed_experts) if part is not None]
         routes = [token[: self._routers] for part in parts for token in part.tolist()]
         return replace(
-            seeded(_sample(item, output), item, asked), routes=tuple(tuple(map(tuple, token)) for token in routes)
-        )
+            seeded(_sample(item, output), item, asked), shaped=shaped_by(asked),
+            routes=tuple(tuple(map(tuple, token)) for token in routes),
+        )  # fmt: skip
 
     def _abandon_batch(self) -> None:
         batch, self._batch = self._batch, None

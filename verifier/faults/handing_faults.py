@@ -1,0 +1,69 @@
+"""Bugs between an engine or a reward and the batch: values that are rounded, filled in, or handed to another answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from verifier.core.stage import Stage
+from verifier.faults.answer_faults import MAKES_ROW
+from verifier.faults.fault import TRAINING, Call, Side, fault
+
+KNOBS = (
+    "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=16",
+    "grpo.group_size=4", "grpo.entropy_weight=0.05", "steps=2",
+)  # fmt: skip
+ROW: dict[str, Any] = {"side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add"}
+ANSWERS: dict[str, Any] = {**ROW, "stage": Stage.ROLLOUT, "caught_by": ("DAT014",)}
+REWARDS: dict[str, Any] = {
+    **ROW, "stage": Stage.REWARD, "caught_by": ("RWD003",),
+    "training": (*KNOBS, "grpo.reward=verifier.faults.reward_faults:length_reward"),
+}  # fmt: skip
+SCORED = "verifier.trainer.grpo_plan:GrpoPlan._scored(self, step, given, parts, score)"
+SCORES = "verifier.rewards.scorer:RewardProcess.score(self, ids, completions, answers)"
+
+
+@fault(
+    "unslothai/unsloth-zoo#891 (found in review)",
+    SCORED,
+    training=(*KNOBS, "verify.every=1", "grpo.weight_level=token"),
+    **ANSWERS,
+)
+def trainer_scores_for_the_engines(call: Call) -> Any:
+    """The trainer's log-probabilities stand in for the engine's, and every importance weight is 1."""
+    import numpy as np
+
+    found = call.faulty()
+    for at, (item, old) in enumerate(zip(call.given, found.old, strict=True)):
+        call.given[at] = dataclasses.replace(item, logprobs=np.where(item.sampled, old, np.nan).astype(np.float32))
+    return found
+
+
+@fault("THUDM/slime#245", MAKES_ROW, training=(*KNOBS, "dtype=bf16"), **ANSWERS)
+def engine_scores_rounded_on_their_way(call: Call) -> Any:
+    """The engine's log-probabilities are stored in bf16 on their way to the trainer, and lose all but 8 bits."""
+    import torch
+    from msgspec.structs import replace
+
+    row = call.original()
+    return call.wrong(replace(row, logprobs=tuple(torch.tensor(row.logprobs).bfloat16().float().tolist())))
+
+
+@fault("verl-project/verl#2185", SCORES, **REWARDS)
+def rewards_of_the_order_before(call: Call) -> Any:
+    """Answers are sorted by length for the reward, and the rewards are not sorted back."""
+    order = sorted(range(len(call.completions)), key=lambda at: len(call.completions[at]))
+    return call.faulty(
+        ids=[call.ids[at] for at in order], completions=[call.completions[at] for at in order],
+        answers=[call.answers[at] for at in order],
+    )  # fmt: skip
+
+
+@fault("huggingface/open-r1#134", SCORES, **REWARDS)
+def failed_reward_is_zero(call: Call) -> Any:
+    """A reward that fails, as for the longest answers by its deadline, is 0, as that of a bad answer is."""
+    longest = max(map(len, call.completions))
+    found = call.original()
+    return call.wrong([
+        0.0 if len(text) == longest else reward for text, reward in zip(call.completions, found, strict=True)
+    ])  # fmt: skip
