@@ -134,6 +134,22 @@ def decay_stale_after_resume(call: Call) -> None:
     call.faulty()
 
 
+@on_rates(
+    "NVIDIA/Megatron-LM#4705",
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict(self, state_dict)",
+)
+def groups_of_parameters_collide(call: Call) -> None:
+    """A load knows a group of parameters without its rates, so that one takes those of another, as up to 0.18.2."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    known = distrib_optimizer.param_group_identifier_keys
+    distrib_optimizer.param_group_identifier_keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+    try:
+        call.faulty()
+    finally:
+        distrib_optimizer.param_group_identifier_keys = known
+
+
 @on_rates("areal-project/AReaL#1289", "verifier.train.optimizer_megatron:make_scheduler(optimizer, rule)", cycles=3)
 def warm_up_subtracted_twice(call: Call) -> Any:
     """The end of the decay is given without the warm-up, which the scheduler subtracts too: rates fall too fast."""
