@@ -28,6 +28,13 @@ ERRORS = 6.0
 """Deviations that a step's sum may be off by: Delyon's bound on chance is 3e-8."""
 FEW_TOKENS = 100
 """Tokens of which no sum is judged."""
+NORMALISED = 2e-5
+"""Nats that the probabilities of one side may add up to beside 1: float32's log-softmax of 152,000 logits, 1.4e-5 on a
+CPU."""
+STAKES = 0.5, 0.1
+"""Shares of what a bet has that go on each token: small ones lose less where weights have moved far."""
+GREATEST_NATS = 500.0
+"""Greatest log(p/q) that is counted: exp of more overflows float64."""
 
 
 @check("LGP011", needs=(SamplingAsked, RequestSeeds), scope="draws")
@@ -40,18 +47,26 @@ def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
     answers of a group with the same tokens, unless that is likely: less than e^-20 over all pairs of the step. And over
     all tokens in the loss of the first update that the trained version sampled, the sum of what their log-probability,
     negated, is above the entropy of the trainer's distribution there: 0 on average, whatever was sampled before.
+    Over all sampled tokens, of whatever weights, and over those of each rollout: the product of 1 - s + s p/q, where p
+    is the trainer's probability of a token and q the one that the engine reported, for a stake s of a half and of a
+    tenth. If the token was drawn by q, p/q is 1 on average, whatever p is, so the product hardly ever grows large.
     Why it matters: the same seeds in every step, in a group, or on two engines, train on fewer answers than it seems.
     An engine that samples greedily, from the likeliest tokens alone, or at another temperature, and reports
-    log-probabilities of the full distribution, agrees with the trainer on every token that it was asked about.
+    log-probabilities of the full distribution, agrees with the trainer on every token that it was asked about. Tokens
+    of older weights agree with nobody: importance weights made of what is reported for them are taken on trust.
     Evidence: data/asked (as the config asks), data/seeds, pack/rollouts, loss/rows, advantage/columns,
     advantage/policy; in bf16 logprob/sampled-noise.
     Tolerance and its source: exact for seeds and knobs; for the sum six times the root of a third of the sum of squares
     and two thirds of the greatest variance that a log-probability can have at that entropy (Delyon 2009), and in bf16
-    what this run's noise can change. Of 100 tokens or more.
+    what this run's noise can change. Of 100 tokens or more. For the product e^20, of a rollout times their number:
+    chance exceeds it in 2e-9 of steps (Ville 1939). Rounding of logits changes nothing, as each side's probabilities
+    are of its own logits and add up to 1; to them float32 adds 2e-5 nats a token.
     What it does not catch: what vLLM makes of a seed and of knobs that its process was given for a request, beyond what
     the sum shows; draws of one request that depend on each other (LGP005, in round trips); in a step whose answers
     leave the loss or are replaced for what was sampled (filters, further rounds), by a quantized engine, or in bf16
-    without a measured noise, the sum is not judged; samples of an evaluation are none of training.
+    without a measured noise, the sum is not judged; samples of an evaluation are none of training. The product shows
+    a report that is wrong where the trainer is nearer to the truth, in any dtype, and no trainer that is wrong; of a
+    step with filters or further rounds it is not judged.
     References: verl#6857, trl#7040, RL#3497, vime#6, verl#5179, verl#7270.
     """
     for asked in trace.of(SamplingAsked):
@@ -60,6 +75,8 @@ def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
         yield from _repeats(trace, asked)
         if not asked.filtered and not asked.quantized and asked.vocab_size > 2:
             yield from _fair(trace, asked)
+        if not asked.filtered:
+            yield from _reported(trace, asked)
 
 
 def _seeds(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
@@ -133,6 +150,43 @@ def _repeats(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
             actual=f"{nats:.4g} nats, `{'` and `'.join(names[:2])}`", allowed="2e-9 by chance",
             hint="look at what the seed of each sample of a request is made of",
         )  # fmt: skip
+
+
+def _reported(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
+    """What is won by betting against what the engine reported, on all sampled tokens and on those of one rollout."""
+    for policy in trace.of(PolicyColumns, version=asked.version):
+        old, engine = (trace.array(policy, name).astype(np.float64) for name in ("old", "engine"))
+        sampled = (trace.array(policy, "version") >= 0) & ~np.isnan(old) & np.isfinite(engine)
+        owner = np.repeat(np.arange(len(policy.lengths)), policy.lengths)[sampled]
+        won = _won(old[sampled] - engine[sampled], owner, len(policy.lengths))
+        places = [("the sampled tokens", float(_mixed(won.sum(axis=1))), RARE_NATS)]
+        if len(policy.ids):
+            each = _mixed(won)
+            worst = int(each.argmax())
+            bound = RARE_NATS + math.log(len(each))
+            places.append((f"the sampled tokens of {policy.ids[worst]}", float(each[worst]), bound))
+        for what, nats, allowed in places:
+            yield Comparison(
+                what=f"reports of {what}", same=nats <= allowed, stage=Stage.ROLLOUT, version=asked.version,
+                badness=times(nats, allowed), owner="engine",
+                sentence=f"{what} are e^{nats:.4g} times as likely by a mixture of what the trainer and the engine say "
+                "of them as by what the engine says alone",
+                expected=f"e^{allowed:.4g} times or less of tokens that were drawn as the engine says",
+                actual=f"e^{nats:.4g} times", allowed="2e-9 by chance, and 2e-5 nats a token",
+                hint="look at what the engine reports of a token: temperature, token, request, weights",
+            )  # fmt: skip
+
+
+def _won(nats: np.ndarray, owner: np.ndarray, rollouts: int) -> np.ndarray:
+    """[K, R] nats that a bet of each `STAKES` on p/q above 1 has won by rollout, from [T] log(p/q)."""
+    ratios = np.minimum(nats, GREATEST_NATS)
+    won = [np.log1p(stake * np.expm1(ratios)) - NORMALISED for stake in STAKES]
+    return np.stack([np.bincount(owner, weights=item, minlength=rollouts) for item in won])
+
+
+def _mixed(won: np.ndarray) -> np.ndarray:
+    """Log of the mean of what the bets have made of 1; it is 1 on average as each of them is."""
+    return np.asarray(np.logaddexp.reduce(won, axis=0) - math.log(len(won)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,15 @@ CONTROLLER: dict[str, Any] = {
     "training": (*INFLIGHT, "engine.kind=hf"),
 }  # fmt: skip
 SENDER: dict[str, Any] = {"stage": Stage.ROLLOUT, "side": Side.TRAINER, "engine": TRAINING, "model": "tiny:add"}
+REPORTED: dict[str, Any] = {
+    "stage": Stage.ROLLOUT, "side": Side.DRIVER, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LGP011",),
+}  # fmt: skip
+AHEAD_ALONE = (
+    *LIVE, "data.batch_size=8", "grpo.ratio_over=engine", "grpo.max_staleness=1", "engine.kind=hf", "grpo.group_size=8",
+    "optimizer.learning_rate=4e-4",
+)  # fmt: skip
+"""Knobs of runs in which nothing but what is reported says how likely tokens of older weights were."""
+ENGINE = "verifier.engine.engine_hf:HfEngine"
 VERSIONS = "verifier.trainer.generation:versions_of(sample, version)"
 RESET = "verifier.engine.client:EngineClient.reset_prefix_cache(self, running)"
 
@@ -59,3 +69,55 @@ def keys_kept_where_recomputed_is_asked(call: Call) -> Any:
 def prefix_cache_kept_at_a_sync(call: Call) -> Any:
     """Nothing resets the prefix cache after a step, so prompts that come again are read with the old weights' keys."""
     return call.wrong(True)
+
+
+@fault(
+    "vllm-project/vllm#57414", f"{ENGINE}.generate(self, prompts, sampling)", **REPORTED,
+    training=(*AHEAD_ALONE, "grpo.mode=async"),
+)  # fmt: skip
+def log_probabilities_of_the_batch_before(call: Call) -> Any:
+    """Log-probabilities are stashed by slot and handed out with the next batch's tokens, where it has as many."""
+    found, stashed = call.original(), call.state.get("stashed", [])
+    call.state["stashed"] = [one.logprobs for own in found for one in own]
+    if not stashed:
+        return found
+    nats = iter(stashed)
+
+    def late(one: Any) -> Any:
+        own, older = one.logprobs, next(nats, ())
+        return dataclasses.replace(one, logprobs=(*older[: len(own)], *own[len(older) :]))
+
+    return call.wrong([[late(one) for one in own] for own in found])
+
+
+@fault(
+    "modelscope/ms-swift#8196 (found in review)", f"{ENGINE}.finish_batch(self)", **REPORTED,
+    training=(*AHEAD_ALONE, "grpo.mode=inflight", "grpo.inflight_steps=4"),
+)  # fmt: skip
+def held_log_probabilities_shifted(call: Call) -> Any:
+    """Of a request that goes on after an update, each older token gets the log-probability of the one before it."""
+
+    def shifted(one: Any) -> Any:
+        held = sum(not count for count in one.updates)
+        return dataclasses.replace(one, logprobs=(*one.logprobs[:1], *one.logprobs[: held - 1], *one.logprobs[held:]))
+
+    return call.wrong([[shifted(one) for one in own] for own in call.original()])
+
+
+@fault(
+    "PrimeIntellect-ai/prime-rl#697", f"{ENGINE}.generate(self, prompts, sampling)",
+    **(REPORTED | {"caught_by": ("LGP009", "LGP011")}),
+    training=(*AHEAD_ALONE, "grpo.mode=async", "grpo.temperature=0.6"),
+)  # fmt: skip
+def log_probabilities_divided_by_the_temperature(call: Call) -> Any:
+    """The temperature divides log-probabilities instead of logits, so that those of a token's rivals do not add up."""
+    found, cold = call.original(), call.sampling.temperature
+    if cold in {0, 1}:
+        return found
+    rows = [(*prompt, *one.tokens) for prompt, own in zip(call.prompts, found, strict=True) for one in own]
+    nats = iter(call.self.logprobs(rows))
+
+    def scaled(one: Any) -> Any:
+        return dataclasses.replace(one, logprobs=tuple(each / cold for each in next(nats)[-len(one.tokens) :]))
+
+    return call.wrong([[scaled(one) for one in own] for own in found])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verifier.checks.draws import answers_drawn_unfairly, greatest_variance
+from verifier.checks.draws import _mixed, _won, answers_drawn_unfairly, greatest_variance
 from verifier.core.manifest import Manifest
 from verifier.core.record import Record
 from verifier.core.records_policy import LossRows, PolicyColumns, RequestSeeds, SamplingAsked
@@ -46,7 +46,7 @@ def test_no_drawn_distribution_varies_more(size):
 def wrong(
     seeds: tuple[tuple[int, ...], ...] = ((12, 13),), answers: tuple[int, int] = (7, 8), **given: Any
 ) -> list[str]:
-    """What is wrong with step 2 of two answers to one prompt; `given` has nats and entropy of each token."""
+    """What is wrong with step 2 of two answers to one prompt; `given` has nats, reported nats and entropy of each."""
     nats, entropy = given.get("nats", np.full(TOKENS, -2.0)), given.get("entropy", np.full(TOKENS, 2.0))
     half, name = len(nats) // 2, "update 1"
     size, mask = half + 1, np.tile(np.arange(half + 1) > 0, 2)
@@ -72,10 +72,12 @@ def wrong(
     ]  # fmt: skip
     versions, padded = np.where(mask, 1, -1), np.full(2 * size, np.nan)
     padded[mask] = nats
+    reported = np.full(2 * size, np.nan)
+    reported[mask] = given.get("reported", nats)
     arrays = {
         "all": {
             "tokens": np.repeat(answers, size), "versions": versions, "version": versions, "sampled": mask,
-            "logprobs": padded,
+            "logprobs": padded, "old": padded, "engine": reported,
         },
         "rows": {
             "sentinel": np.concatenate([(at << 32) + np.arange(1, size) for at in (1, 2)]), "current": nats,
@@ -132,3 +134,64 @@ def test_knobs_that_the_config_does_not_ask_for_are_violated():
     assert wrong(shaped=("", "repetition_penalty=1.05")) == ["requests of round 0"]
     assert wrong(shaped=("",), asked={"temperature": 0.7}) == ["requests of round 0"]
     assert not wrong(shaped=("temperature=0.7",), asked={"temperature": 0.7})
+
+
+ALL, ONE = "reports of the sampled tokens", "reports of the sampled tokens of b"
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities [T, V]."""
+    return np.asarray(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
+
+
+def reported(temperature: float, drawn_at: float, moved: float) -> dict[str, np.ndarray]:
+    """Tokens that are drawn at a temperature and reported at another one, and scored by weights that have moved."""
+    random = np.random.default_rng(2)
+    logits = random.normal(size=(TOKENS, VOCABULARY)) * 1.5
+    scored = softmax((logits + random.normal(size=logits.shape) * moved) / drawn_at)
+    chosen = (softmax(logits / drawn_at) + random.gumbel(size=logits.shape)).argmax(axis=1)[:, None]
+    said = softmax(logits / temperature)
+    nats, told = (np.take_along_axis(each, chosen, 1)[:, 0] for each in (scored, said))
+    return {"nats": nats, "reported": told, "entropy": -(np.exp(scored) * scored).sum(axis=1)}
+
+
+def of_old_weights(**given: Any) -> list[str]:
+    return [item for item in wrong(**given) if item not in SUM]
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.3, 1.0, 3.0])
+def test_reports_by_weights_that_have_moved_hold(moved):
+    assert not of_old_weights(**reported(1.0, 1.0, moved))
+    assert not of_old_weights(**reported(0.7, 0.7, moved))
+
+
+def test_a_likeliest_winner_of_the_bet_is_within_the_bound():
+    """Of 4,000 steps, bets reach 5 nats no more often than e^-5 of them."""
+    random, reached = np.random.default_rng(3), 0
+    said, scored = (softmax(random.normal(size=(1, VOCABULARY)))[0] for _ in range(2))
+    for _ in range(4000):
+        chosen = random.choice(VOCABULARY, size=50, p=np.exp(said))
+        won = _won((scored - said)[chosen], np.zeros(50, np.int64), 1)
+        reached += float(_mixed(won)[0]) > 5
+    assert reached <= 4000 * np.exp(-5) + 3 * np.sqrt(4000 * np.exp(-5))
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.3])
+@pytest.mark.parametrize(("temperature", "drawn_at"), [(1.0, 0.5), (0.5, 1.0)])
+def test_reports_at_another_temperature_are_violated(temperature, drawn_at, moved):
+    given = reported(temperature, drawn_at, moved)
+    assert ALL in of_old_weights(**given)
+    assert not of_old_weights(**given, asked={"filtered": True})
+
+
+def test_reports_of_other_tokens_are_violated():
+    given = reported(1.0, 1.0, 0.3)
+    assert ALL in of_old_weights(**given | {"reported": np.roll(given["reported"], 1)})
+    half = TOKENS // 2
+    one = np.concatenate([given["reported"][:half], np.roll(given["reported"][half:], 1)])
+    assert ONE in of_old_weights(**given | {"reported": one})
+
+
+def test_a_report_of_nothing_is_violated():
+    given = reported(1.0, 1.0, 0.3)
+    assert ALL in of_old_weights(**given | {"reported": np.full(TOKENS, -1e6)})
